@@ -1,0 +1,156 @@
+"""The vocabulary: frozen values that the scheduler, the pipeline and Flower share.
+
+Units stand in the names: ``_s`` seconds, ``_j`` joules, ``_w`` watts, ``_hz`` hertz, ``_flop``
+floating-point operations. Sizes are bytes, gains are linear (not dB). Costs are *per example*
+unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCost:
+    """What one piece of the model (embedding, encoder block, decoder) costs per example.
+
+    ``state_bytes`` is independent of the batch: weights + gradients + optimiser state.
+    """
+
+    forward_flop: float
+    backward_flop: float
+    parameter_bytes: int
+    state_bytes: int
+    stash_bytes: float  # activations kept between forward and backward
+    output_bytes: float  # activations at the cut behind this piece, after the codec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelProfile:
+    """The model as the scheduler sees it: embedding | blocks 0..L-1 | decoder."""
+
+    embedding: BlockCost
+    blocks: tuple[BlockCost, ...]
+    decoder: BlockCost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProfile:
+    """One device: effective (measured) speed, usable memory, energy and radio limits."""
+
+    device_id: str
+    kind: str
+    speed_flop_per_s: float
+    memory_bytes: int
+    energy_per_flop_j: float
+    tx_power_max_w: float
+    energy_budget_j: float  # long-term average per round
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeProfile:
+    """The edge server: decoder speed and transmit power towards the devices."""
+
+    speed_flop_per_s: float
+    memory_bytes: int
+    tx_power_w: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RadioProfile:
+    """What all clusters share: edge bandwidth and noise density."""
+
+    bandwidth_hz: float
+    noise_w_per_hz: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterProfile:
+    """The static side of one cluster, as its control unit describes it."""
+
+    cluster_id: str
+    examples: int
+    control_unit: DeviceProfile
+    devices: tuple[DeviceProfile, ...]
+    d2d_bandwidth_hz: float  # of each hop inside the cluster
+    server_rate_bit_per_s: float  # control unit <-> Flower server
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelState:
+    """Channel power gains of one cluster in one round.
+
+    ``d2d_gain[i][j]`` is the gain between members i and j, where member 0 is the control unit
+    and member n+1 is ``devices[n]``; ``edge_gain[i]`` is the gain between member i and the edge.
+    """
+
+    d2d_gain: tuple[tuple[float, ...], ...]
+    edge_gain: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSnapshot:
+    """One cluster at the start of a round."""
+
+    profile: ClusterProfile
+    channel: ChannelState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Everything a scheduler may look at when it plans round ``round_index`` (from 1)."""
+
+    round_index: int
+    model: ModelProfile
+    edge: EdgeProfile
+    radio: RadioProfile
+    clusters: tuple[ClusterSnapshot, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Blocks ``first_block .. stop_block - 1`` on one device."""
+
+    device_id: str
+    first_block: int
+    stop_block: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterPlan:
+    """What one cluster does in one round; segments stand in pipeline order.
+
+    ``tx_power_w`` and ``energy_j`` are keyed by device id (the control unit included);
+    devices without a segment appear in neither ``segments`` nor ``tx_power_w``.
+    """
+
+    cluster_id: str
+    segments: tuple[Segment, ...]
+    micro_batch_size: int
+    micro_batches: int
+    warmup_depth: tuple[int, ...]  # micro-batches in flight, per pipeline stage (CU, devices, edge)
+    local_steps: int
+    bandwidth_hz: float
+    tx_power_w: Mapping[str, float]
+    latency_s: float  # predicted, of the whole round for this cluster
+    step_s: float  # predicted, of one optimiser step
+    energy_j: Mapping[str, float]  # predicted, of the round
+    memory_bytes: Mapping[str, int]  # predicted peak, of each device with a segment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One round, all clusters; clusters that sit out have no entry."""
+
+    round_index: int
+    policy: str
+    clusters: tuple[ClusterPlan, ...]
+    latency_s: float
+    rho: float  # rounds to the target relative to the reference plan
+    fallback: str | None = None  # why this is not the solver's own plan
+
+    def cluster(self, cluster_id: str) -> ClusterPlan | None:
+        """The plan of one cluster, or None where it sits this round out."""
+        return next((c for c in self.clusters if c.cluster_id == cluster_id), None)

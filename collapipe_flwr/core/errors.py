@@ -1,0 +1,58 @@
+"""Every error that CollaPipe raises on purpose.
+
+    CollaPipeError
+    ├── ConfigError          a run-config key or value that cannot be used
+    ├── DataError            a data set, column or label that cannot be used
+    ├── ModelError           a model that cannot be built or split
+    ├── ScheduleError        a plan or schedule that breaks its own rules
+    │   └── InfeasibleError  no plan satisfies the constraints (memory, bandwidth, ...)
+    ├── LinkError            a peer that cannot be reached or broke off
+    │   ├── LinkTimeout      ... that did not answer before the deadline
+    │   └── ProtocolError    ... that sent something malformed
+    └── RunError             a federated run that cannot go on
+
+A message is one sentence that names the key, the value and the way out. Foreign errors
+are translated where they enter, with their cause kept.
+"""
+
+from __future__ import annotations
+
+
+class CollaPipeError(Exception):
+    """Base of everything that CollaPipe raises on purpose."""
+
+
+class ConfigError(CollaPipeError):
+    """A run-config key or value that cannot be used."""
+
+
+class DataError(CollaPipeError):
+    """A data set, column or label that cannot be used."""
+
+
+class ModelError(CollaPipeError):
+    """A model that cannot be built or split."""
+
+
+class ScheduleError(CollaPipeError):
+    """A plan or schedule that breaks its own rules."""
+
+
+class InfeasibleError(ScheduleError):
+    """No plan satisfies the constraints."""
+
+
+class LinkError(CollaPipeError):
+    """A peer that cannot be reached or broke off."""
+
+
+class LinkTimeout(LinkError):
+    """A peer that did not answer before the deadline."""
+
+
+class ProtocolError(LinkError):
+    """A peer that sent something malformed."""
+
+
+class RunError(CollaPipeError):
+    """A federated run that cannot go on."""
