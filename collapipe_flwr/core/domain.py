@@ -8,8 +8,7 @@ unless a name says otherwise.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

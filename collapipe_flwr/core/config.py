@@ -1,0 +1,195 @@
+"""The run-config as one frozen tree; what a key means stands beside it.
+
+Flower hands an app a flat mapping such as ``{"train.learning-rate": 0.002}``; :func:`parse`
+turns it into an :class:`AppConfig`. The defaults below are the demo, and ``pyproject.toml``
+repeats them because Flower only lets users override keys that it finds there (a test keeps
+both equal).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.parsing import (
+    Value,
+    above,
+    at_least,
+    between,
+    counts,
+    json_object,
+    key,
+    key_names,
+    one_of,
+    parse_section,
+    refuse_unknown,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """The run as a whole (keys without a section)."""
+
+    num_server_rounds: int = key(12, at_least(1))
+    clusters: int = key(2, at_least(1))  # Flower nodes to wait for; each is one cluster
+    seed: int = key(7, at_least(0))
+    output_dir: str = "runs"
+    run_name: str = ""  # folder inside output-dir; empty: named after the start time
+    strategy: str = key("fedavg", one_of("fedavg", "fedprox", "fedadam", "fedavgm"))
+    runtime: str = key("pipeline", one_of("pipeline", "whole"))  # whole: plain FedAvg, no split
+    node_timeout_s: float = key(60.0, above(0))  # wait this long for the clusters to connect
+    round_timeout_s: float = key(900.0, above(0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """What is learnt from: the built-in task, or your own files or hub data set."""
+
+    task: str = key("number-words", one_of("number-words", "classification", "translation"))
+    train: str = ""  # csv, json or jsonl file (also .gz), folder or hub name
+    test: str = ""  # the same; empty: a seeded share of the training data is held out
+    text_column: str = "text"
+    label_column: str = "label"
+    source_column: str = "source"
+    target_column: str = "target"
+    partition: str = key("natural", one_of("natural", "iid", "dirichlet"))
+    partition_column: str = ""  # natural, own data: rows with one value stay in one cluster
+    alpha: float = key(0.5, above(0))  # dirichlet: small is more skewed
+    tokenizer: str = ""  # empty: byte-level BPE trained on the spot; else a folder or hub name
+    vocab_size: int = key(320, at_least(260))
+    max_source_length: int = key(64, at_least(2))
+    max_target_length: int = key(64, at_least(2))
+    train_examples: int = key(0, at_least(0))  # 0: all
+    test_examples: int = key(0, at_least(0))  # 0: all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The transformer: built from a Hugging Face config, or loaded from a folder or the hub."""
+
+    type: str = "marian"  # a transformers model type; ignored when pretrained is set
+    pretrained: str = ""
+    overrides: str = key("{}", json_object())  # fields of the model's config, as JSON
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """The local training of a cluster in one round."""
+
+    optimizer: str = key("adamw", one_of("adamw", "sgd"))
+    learning_rate: float = key(0.002, above(0))
+    weight_decay: float = key(0.0, at_least(0))
+    warmup_rounds: int = key(0, at_least(0))  # the rate grows linearly over these rounds
+    examples_per_round: int = key(0, at_least(0))  # of each cluster; 0: all it has
+    threads: int = key(1, at_least(1))  # torch threads of one simulated cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """DSSDA or a baseline, and the grids it searches."""
+
+    policy: str = "dssda"
+    penalty_weight: float = key(10.0, above(0))  # V: latency against energy queues
+    micro_batch_sizes: str = key("8,16", counts())
+    micro_batches: str = key("2,4", counts())
+    schedule: str = key("gpipe", one_of("gpipe", "1f1b"))
+    participation_floor: float = key(0.5, between(0, 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorldConfig:
+    """The simulated devices and radio of a laptop run."""
+
+    devices: str = "raspberry-pi-5,raspberry-pi-4,jetson-nano;jetson-nano,phone,raspberry-pi-4"
+    channel: str = key("block-fading", one_of("static", "block-fading", "mobility"))
+    bandwidth_mhz: float = key(20.0, above(0))  # shared by all clusters towards the edge
+    memory_mb: float = key(0.0, at_least(0))  # 0: what the preset has, else of every device
+    energy_budget_j: float = key(0.0, at_least(0))  # 0: what the preset has, else of every device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeConfig:
+    """The edge server that holds the decoder or head."""
+
+    address: str = ""  # HOST:PORT of a running one; empty: the ServerApp starts one on loopback
+    timeout_s: float = key(30.0, above(0))  # longest silence of the edge or a device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationConfig:
+    """The check on unseen examples after a round."""
+
+    every: int = key(1, at_least(1))  # rounds
+    batch_size: int = key(64, at_least(1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppConfig:
+    """The whole run-config; each field but ``run`` is the section of that name."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    world: WorldConfig = field(default_factory=WorldConfig)
+    edge: EdgeConfig = field(default_factory=EdgeConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+
+_SECTIONS: dict[str, type] = {
+    "run": RunConfig,
+    "data": DataConfig,
+    "model": ModelConfig,
+    "train": TrainConfig,
+    "scheduler": SchedulerConfig,
+    "world": WorldConfig,
+    "edge": EdgeConfig,
+    "evaluation": EvaluationConfig,
+}
+
+
+def _prefix(name: str) -> str:
+    return "" if name == "run" else f"{name}."
+
+
+def known_keys() -> set[str]:
+    """Every key that a run-config may hold."""
+    return {k for name, section in _SECTIONS.items() for k in key_names(section, _prefix(name))}
+
+
+def parse(values: Mapping[str, Value]) -> AppConfig:
+    """Parse a flat run-config; raises ConfigError naming the first key that is wrong."""
+    refuse_unknown(values, known_keys())
+    sections: dict[str, Any] = {
+        n: parse_section(s, _prefix(n), values) for n, s in _SECTIONS.items()
+    }
+    config = AppConfig(**sections)
+    _check_together(config)
+    return config
+
+
+def flatten(config: AppConfig) -> dict[str, Value]:
+    """The flat run-config that parses to ``config``."""
+    return {
+        k: getattr(getattr(config, name), f)
+        for name, section in _SECTIONS.items()
+        for k, f in key_names(section, _prefix(name)).items()
+    }
+
+
+def count_list(text: str) -> tuple[int, ...]:
+    """``"4,8"`` as ``(4, 8)``."""
+    return tuple(int(part) for part in text.split(","))
+
+
+def _check_together(config: AppConfig) -> None:
+    """Rules that span several keys."""
+    own_data = config.data.task != "number-words"
+    if own_data and not config.data.train:
+        raise ConfigError(
+            f'data.train is empty but data.task = "{config.data.task}" needs your own data: '
+            "give a csv or json file, a folder or a hub data set"
+        )

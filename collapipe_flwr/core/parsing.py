@@ -1,0 +1,116 @@
+"""One parser from Flower's flat run-config to frozen dataclasses, and the rules it checks.
+
+A section is a dataclass; a key is its field with dashes for underscores. The type of the field
+decides what is accepted, the rule beside it which values. Every refusal is one
+:class:`ConfigError` that names the key as the user wrote it, the value and the way out.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+from collapipe_flwr.core.errors import ConfigError
+
+Value = bool | int | float | str
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A test of one value and the words for what it accepts."""
+
+    holds: Callable[[Any], bool]
+    says: str
+
+
+def at_least(low: float) -> Rule:
+    """Accept numbers from ``low`` on."""
+    return Rule(lambda v: v >= low, f"must be at least {low:g}")
+
+
+def above(low: float) -> Rule:
+    """Accept numbers greater than ``low``."""
+    return Rule(lambda v: v > low, f"must be > {low:g}")
+
+
+def between(low: float, high: float) -> Rule:
+    """Accept numbers from ``low`` to ``high``, both included."""
+    return Rule(lambda v: low <= v <= high, f"must lie between {low:g} and {high:g}")
+
+
+def one_of(*names: str) -> Rule:
+    """Accept one of a few names."""
+    return Rule(lambda v: v in names, "must be one of " + ", ".join(names))
+
+
+def counts() -> Rule:
+    """Accept comma-separated whole numbers, each at least 1."""
+
+    def holds(text: str) -> bool:
+        return all(part.strip().isdigit() and int(part) >= 1 for part in text.split(","))
+
+    return Rule(holds, 'must list whole numbers >= 1, for example "4,8"')
+
+
+def json_object() -> Rule:
+    """Accept the text of a JSON object."""
+
+    def holds(text: str) -> bool:
+        try:
+            return isinstance(json.loads(text), dict)
+        except json.JSONDecodeError:
+            return False
+
+    return Rule(holds, "must be a JSON object, for example '{\"d_model\": 64}'")
+
+
+def key(default: T, rule: Rule | None = None) -> T:
+    """Declare one key: its default and the rule that its values obey."""
+    declared: T = field(default=default, metadata={"rule": rule})
+    return declared
+
+
+def key_names(section: type[Any], prefix: str) -> dict[str, str]:
+    """Map the user's keys of a section to its field names."""
+    return {prefix + f.name.replace("_", "-"): f.name for f in fields(section)}
+
+
+def parse_section(section: type[T], prefix: str, values: Mapping[str, Value]) -> T:
+    """Build one section from the keys that start with ``prefix``; raises ConfigError."""
+    names = key_names(section, prefix)
+    found: dict[str, Value] = {}
+    for field_ in fields(section):  # type: ignore[arg-type]
+        name = next(k for k, f in names.items() if f == field_.name)
+        if name in values:
+            value = _typed(name, values[name], str(field_.type))
+            _check(name, value, field_.metadata.get("rule"))
+            found[field_.name] = value
+    return section(**found)
+
+
+def refuse_unknown(values: Mapping[str, Value], known: set[str]) -> None:
+    """Raise ConfigError for the first key that no section declares."""
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(sorted(known))}"
+            raise ConfigError(f"run-config key {name} is unknown; {hint}")
+
+
+def _typed(name: str, value: Value, wanted: str) -> Value:
+    """Accept exactly the declared type; a whole number also serves where a float is asked."""
+    if wanted == "float" and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value).__name__ != wanted:
+        words = {"str": "a string", "int": "a whole number", "float": "a number"}
+        raise ConfigError(f"{name} must be {words.get(wanted, 'true or false')}, got {value!r}")
+    return value
+
+
+def _check(name: str, value: Value, rule: Rule | None) -> None:
+    if rule is not None and not rule.holds(value):
+        raise ConfigError(f"{name} {rule.says}, got {value!r}")

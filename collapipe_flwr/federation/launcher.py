@@ -1,0 +1,156 @@
+"""Run an app through ``flwr run . --stream`` on a SuperLink of its own, and tell the truth about it.
+
+``flwr run`` keeps one detached local SuperLink per port and reuses whichever answers there, with
+the environment and working directory of its first launcher; and with ``--stream`` it exits with 0
+even when the run failed. So :func:`run_app` starts a private SuperLink (own ports, own Flower
+home, this very Python environment), lets ``flwr run`` find that one, reads the outcome from the
+run directory, and stops what it started.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from collapipe_flwr.core.errors import RunError
+
+_START_S = 60.0
+_STOP_S = 20.0
+_PROBE_S = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What to run: an app folder, overrides of its run-config, where results go."""
+
+    app: Path
+    output_dir: Path
+    run_name: str
+    run_config: tuple[str, ...] = ()  # as for `flwr run --run-config`, e.g. 'clusters=3'
+    federation_config: Path | None = None
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the ServerApp leaves its results."""
+        return self.output_dir / self.run_name
+
+
+def run_app(launch: Launch) -> int:
+    """Run to the end, showing Flower's log; the exit code of ``flwr run`` (see module text).
+
+    Raises RunError when the SuperLink does not start.
+    """
+    with tempfile.TemporaryDirectory(prefix="collapipe-flwr-home-") as home:
+        env = _environment(Path(home))
+        with _superlink(launch.app, env):
+            return subprocess.run(_flwr_run(launch), cwd=launch.app, env=env, check=False).returncode
+
+
+def _flwr_run(launch: Launch) -> list[str]:
+    overrides = (f'output-dir="{launch.output_dir}"', f'run-name="{launch.run_name}"')
+    command = [_script("flwr"), "run", ".", "--stream"]
+    for override in (*launch.run_config, *overrides):
+        command += ["--run-config", override]
+    if launch.federation_config is not None:
+        command += ["--federation-config", str(launch.federation_config.resolve())]
+    return command
+
+
+def _environment(home: Path) -> dict[str, str]:
+    """The caller's environment, with a Flower home and ports that nobody else uses."""
+    http_port, control_port = _free_ports(2)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    quiet = {
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    return {
+        **quiet,
+        **os.environ,
+        "PATH": path,
+        "FLWR_HOME": str(home),
+        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(http_port),
+        "FLWR_LOCAL_CONTROL_API_PORT": str(control_port),
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+    }
+
+
+@contextmanager
+def _superlink(app: Path, env: dict[str, str]) -> Iterator[None]:
+    """A local SuperLink in simulation mode, stopped on the way out with all its children."""
+    log_path = Path(env["FLWR_HOME"]) / "superlink.log"
+    http_port = env["FLWR_LOCAL_SUPERLINK_HTTP_API_PORT"]
+    control = f"127.0.0.1:{env['FLWR_LOCAL_CONTROL_API_PORT']}"
+    command = [_script("flower-superlink"), "--insecure", "--simulation"]
+    command += ["--isolation", "subprocess", "--control-api-address", control]
+    command += ["--host", "127.0.0.1", "--port", http_port]
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            command, cwd=app, env=env, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        _wait_until_healthy(process, f"http://127.0.0.1:{http_port}/health", log_path)
+        yield
+    finally:
+        _stop_group(process)
+
+
+def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log_path: Path) -> None:
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(url, timeout=_PROBE_S):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(_PROBE_S)
+    tail = log_path.read_text(errors="replace").strip().splitlines()[-1:]
+    raise RunError(
+        f"the local Flower SuperLink did not start within {_START_S:.0f} s "
+        f"({tail[0] if tail else 'no output'}); try `flower-superlink --insecure --simulation`"
+    )
+
+
+def _stop_group(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM to the SuperLink's process group, SIGKILL to what is left after the deadline."""
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, sign)
+            process.wait(timeout=_STOP_S)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago, all different."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def _script(name: str) -> str:
+    """A command of this Python environment."""
+    path = Path(sys.executable).parent / name
+    if not path.exists():
+        raise RunError(f"{name} is not installed beside {sys.executable}; run `pip install -e .`")
+    return str(path)
