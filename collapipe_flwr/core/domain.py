@@ -121,8 +121,9 @@ class Segment:
 class ClusterPlan:
     """What one cluster does in one round; segments stand in pipeline order.
 
-    ``tx_power_w`` and ``energy_j`` are keyed by device id (the control unit included);
-    devices without a segment appear in neither ``segments`` nor ``tx_power_w``.
+    ``tx_power_w`` is the power of every member's activations (towards the next stage, the control
+    unit included), ``gradient_power_w`` that of every device's gradients (towards the previous
+    stage); ``energy_j`` covers both. Devices without a segment appear in none of them.
     """
 
     cluster_id: str
@@ -133,6 +134,7 @@ class ClusterPlan:
     local_steps: int
     bandwidth_hz: float
     tx_power_w: Mapping[str, float]
+    gradient_power_w: Mapping[str, float]
     latency_s: float  # predicted, of the whole round for this cluster
     step_s: float  # predicted, of one optimiser step
     energy_j: Mapping[str, float]  # predicted, of the round
@@ -153,3 +155,41 @@ class Plan:
     def cluster(self, cluster_id: str) -> ClusterPlan | None:
         """The plan of one cluster, or None where it sits this round out."""
         return next((c for c in self.clusters if c.cluster_id == cluster_id), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientNoise:
+    """Mean squared gradient norms of small (micro-) batches and of the whole batch."""
+
+    small_examples: float
+    small_square_norm: float
+    big_examples: float
+    big_square_norm: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterOutcome:
+    """What one cluster really did in a round; fields that nobody measured are None."""
+
+    cluster_id: str
+    latency_s: float
+    energy_j: Mapping[str, float]  # by device id, the control unit included
+    loss: float | None = None
+    gradient_noise: GradientNoise | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundOutcome:
+    """A finished round, as the scheduler may learn from it.
+
+    With x the update of the global model in this round and y that of the round before:
+    ``update_norm`` is |x|, ``update_change_norm`` is |x - y|, and ``update_spread`` the
+    example-weighted mean of |x_m - x|^2 over the clusters' own updates x_m.
+    """
+
+    round_index: int
+    latency_s: float
+    clusters: tuple[ClusterOutcome, ...]
+    update_norm: float | None = None
+    update_change_norm: float | None = None
+    update_spread: float | None = None

@@ -1,4 +1,4 @@
-"""Run an app through ``flwr run . --stream`` on a SuperLink of its own, and tell the truth about it.
+"""Run an app through ``flwr run . --stream`` on a SuperLink of its own.
 
 ``flwr run`` keeps one detached local SuperLink per port and reuses whichever answers there, with
 the environment and working directory of its first launcher; and with ``--stream`` it exits with 0
@@ -46,15 +46,15 @@ class Launch:
         return self.output_dir / self.run_name
 
 
-def run_app(launch: Launch) -> int:
-    """Run to the end, showing Flower's log; the exit code of ``flwr run`` (see module text).
+def run_app(launch: Launch) -> None:
+    """Run to the end, showing Flower's log; the outcome stands in the run directory.
 
     Raises RunError when the SuperLink does not start.
     """
     with tempfile.TemporaryDirectory(prefix="collapipe-flwr-home-") as home:
         env = _environment(Path(home))
         with _superlink(launch.app, env):
-            return subprocess.run(_flwr_run(launch), cwd=launch.app, env=env, check=False).returncode
+            subprocess.run(_flwr_run(launch), cwd=launch.app, env=env, check=False)
 
 
 def _flwr_run(launch: Launch) -> list[str]:

@@ -1,0 +1,76 @@
+"""``collapipe``: arguments only; what a command does lives in the package below."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from collapipe_flwr.core.errors import CollaPipeError
+
+app = typer.Typer(
+    name="collapipe",
+    help="Clusters of weak devices train one transformer as a single Flower client.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def root() -> None:
+    """Keep sub-commands named even while there is only one."""
+
+
+@app.command()
+def run(
+    project: Annotated[Path, typer.Argument(help="Folder of the Flower app.")] = Path("."),
+    run_config: Annotated[
+        list[str] | None,
+        typer.Option("--run-config", "-c", help="Override, e.g. 'train.learning-rate=0.001'."),
+    ] = None,
+    federation_config: Annotated[
+        Path | None, typer.Option(help="TOML with num-supernodes, client-resources-num-cpus, ...")
+    ] = None,
+    output_dir: Annotated[Path, typer.Option(help="Where run directories go.")] = Path("runs"),
+) -> None:
+    """Run the app with `flwr run . --stream` on a private SuperLink and exit by its outcome.
+
+    Unlike plain `flwr run --stream`, the exit code is 1 when the run did not complete. The last
+    line printed is the path of the run directory.
+    """
+    from collapipe_flwr.federation.launcher import Launch, run_app
+    from collapipe_flwr.reporting.console import summary_table
+    from collapipe_flwr.reporting.run_directory import read_summary
+
+    launch = Launch(
+        app=project.resolve(),
+        output_dir=output_dir.resolve(),
+        run_name=time.strftime("%Y%m%d-%H%M%S"),
+        run_config=tuple(run_config or ()),
+        federation_config=federation_config,
+    )
+    run_app(launch)
+    summary = read_summary(launch.run_dir)
+    if summary is None:
+        raise CollaPipeError("the run ended before its first round; the reason stands above")
+    Console().print(summary_table(summary))
+    if summary["status"] != "completed":
+        raise CollaPipeError(f"the run failed: {summary['reason']} (see {launch.run_dir})")
+    typer.echo(launch.run_dir)
+
+
+def main() -> None:
+    """Entry point: our errors become one sentence and exit code 1."""
+    try:
+        app()
+    except CollaPipeError as error:
+        typer.secho(f"Error: {error}", fg=typer.colors.RED, err=True)
+        raise SystemExit(1) from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""What a person sees while a run goes on: one line per round, and a table at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from collapipe_flwr.reporting.events import RoundEvent
+
+_WIDTH = 118
+
+
+class RoundPrinter:
+    """Prints a line per finished round; knows the number of rounds to come."""
+
+    def __init__(self, rounds: int, console: Console | None = None) -> None:
+        self._rounds = rounds
+        self._console = console or Console(width=_WIDTH, highlight=False, soft_wrap=True)
+
+    def say(self, text: str) -> None:
+        """One plain line."""
+        self._console.print(text, markup=False)
+
+    def show(self, event: RoundEvent) -> None:
+        """The line of one round."""
+        loss = "-" if event.loss is None else f"{event.loss:.4f}"
+        scores = "  ".join(f"{name} {value:.4g}" for name, value in event.metrics.items())
+        parts = [
+            f"round {event.round_index:>3}/{self._rounds}",
+            f"{event.wall_s:5.1f} s",
+            f"loss {loss}",
+            scores,
+            _plan_text(event.plan),
+            _queue_text(event.queues_j),
+        ]
+        self.say("  ".join(part for part in parts if part))
+        for failure in event.failures:
+            self.say(f"    lost: {failure}")
+
+
+def _plan_text(plan: Mapping[str, Any] | None) -> str:
+    """``A pi5:0-3 nano:4-5 8x4 | B ... | predicted 3.1 s``."""
+    if plan is None:
+        return ""
+    clusters = []
+    for cluster in plan["clusters"]:
+        segments = " ".join(
+            f"{s['device_id']}:{s['first_block']}-{s['stop_block'] - 1}"
+            for s in cluster["segments"]
+        )
+        clusters.append(
+            f"{cluster['cluster_id']} {segments} "
+            f"{cluster['micro_batch_size']}x{cluster['micro_batches']}"
+        )
+    return "plan " + " | ".join(clusters) + f" | predicted {plan['latency_s']:.2f} s"
+
+
+def _queue_text(queues_j: Mapping[str, float]) -> str:
+    if not queues_j:
+        return ""
+    worst = max(queues_j, key=lambda device: queues_j[device])
+    return f"queue max {queues_j[worst]:.1f} J"
+
+
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """The end of a run at a glance."""
+    table = Table(title=f"run {summary['status']}", show_header=False, title_justify="left")
+    metric = summary["metric"]
+    initial, final = metric["initial"], metric["final"]
+    table.add_row(metric["name"], f"{_number(initial)} -> {_number(final)} on unseen examples")
+    table.add_row("rounds", f"{summary['rounds']} in {summary['wall_s']:.0f} s")
+    links = summary["bytes"]
+    sizes = ", ".join(f"{name} {links[name] / 1e6:.1f} MB" for name in ("d2d", "d2e", "flower"))
+    table.add_row("traffic", sizes)
+    for device, budget_j in summary["energy"]["budget_j"].items():
+        mean_j = summary["energy"]["mean_j"].get(device, 0.0)
+        table.add_row(f"energy {device}", f"{mean_j:.1f} of {budget_j:.1f} J per round")
+    for role, size in summary["peak_memory_bytes"].items():
+        table.add_row(f"memory {role}", f"{size / 1e6:.1f} MB peak")
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"

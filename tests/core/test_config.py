@@ -1,0 +1,61 @@
+"""The run-config: defaults are the demo, and every refusal names the key and the way out."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from collapipe_flwr.core.config import AppConfig, flatten, known_keys, parse
+from collapipe_flwr.core.errors import ConfigError
+
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flower's own flattening: nested tables joined by dots."""
+    flat: dict[str, Any] = {}
+    for name, value in table.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def test_pyproject_repeats_exactly_the_defaults() -> None:
+    declared = tomllib.loads(PYPROJECT.read_text())["tool"]["flwr"]["app"]["config"]
+    assert _flat(declared) == flatten(AppConfig())
+
+
+def test_flatten_then_parse_is_identity() -> None:
+    config = parse({"train.learning-rate": 0.5, "clusters": 3})
+    assert parse(flatten(config)) == config
+    assert known_keys() == set(flatten(config))
+
+
+def test_whole_number_serves_where_a_float_is_asked() -> None:
+    assert parse({"train.learning-rate": 1}).train.learning_rate == 1.0
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"train.learning-rat": 0.1}, "train.learning-rat is unknown; did you mean"),
+        ({"train.learning-rate": -1}, "train.learning-rate must be > 0, got -1.0"),
+        ({"train.learning-rate": "fast"}, "train.learning-rate must be a number, got 'fast'"),
+        ({"clusters": 0}, "clusters must be at least 1, got 0"),
+        ({"clusters": True}, "clusters must be a whole number, got True"),
+        ({"data.task": "summaries"}, "data.task must be one of number-words, classification"),
+        ({"data.task": "classification"}, "data.train is empty but data.task"),
+        ({"scheduler.micro-batches": "2,x"}, "scheduler.micro-batches must list whole numbers"),
+        ({"model.overrides": "{"}, "model.overrides must be a JSON object"),
+        ({"scheduler.participation-floor": 1.5}, "must lie between 0 and 1, got 1.5"),
+    ],
+)
+def test_refusal_names_key_value_and_way_out(values: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=r"^[^\n]+$") as refusal:
+        parse(values)
+    assert sentence in str(refusal.value)
