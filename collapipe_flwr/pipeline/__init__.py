@@ -1,0 +1,1 @@
+"""The pipeline runtime: schedules as data, stages that execute them, links between stages."""

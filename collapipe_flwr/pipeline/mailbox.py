@@ -1,0 +1,86 @@
+"""A bounded queue between two threads in which every wait has a deadline."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from threading import Condition
+from typing import Generic, TypeVar
+
+from collapipe_flwr.core.errors import LinkError, LinkTimeout
+
+Item = TypeVar("Item")
+
+
+class LinkClosed(LinkError):
+    """The peer ended the link in good order: nothing more will come."""
+
+
+class Mailbox(Generic[Item]):
+    """Holds at most `capacity` items; `peer` names the other side in error sentences.
+
+    It ends in one of two ways: `end` delivers what is queued and then raises `LinkClosed`;
+    `fail` drops what is queued and raises the given error to all who wait, at once.
+    """
+
+    def __init__(self, capacity: int, peer: str) -> None:
+        self._items: deque[Item] = deque()
+        self._capacity = capacity
+        self._peer = peer
+        self._end: LinkError | None = None
+        self._changed = Condition()
+
+    def put(self, item: Item, deadline_s: float) -> None:
+        """Queue one item. Raises LinkError when ended, LinkTimeout when full until the deadline."""
+        with self._changed:
+            self._wait(lambda: len(self._items) < self._capacity, deadline_s, "took nothing")
+            if self._end is not None:
+                raise _again(self._end)
+            self._items.append(item)
+            self._changed.notify_all()
+
+    def get(self, deadline_s: float) -> Item:
+        """Take the oldest item. Raises LinkClosed, LinkError or, at the deadline, LinkTimeout."""
+        with self._changed:
+            self._wait(lambda: bool(self._items), deadline_s, "sent nothing")
+            if not self._items:
+                assert self._end is not None
+                raise _again(self._end)
+            item = self._items.popleft()
+            self._changed.notify_all()
+            return item
+
+    def end(self, last: Item | None = None) -> None:
+        """No more items after those queued; `last` replaces them and is delivered instead."""
+        with self._changed:
+            if self._end is not None:
+                return
+            if last is not None:
+                self._items.clear()
+                self._items.append(last)
+            self._end = LinkClosed(f"{self._peer} closed the link")
+            self._changed.notify_all()
+
+    def fail(self, error: LinkError) -> None:
+        """Drop what is queued and raise `error` from now on; the first failure stays."""
+        with self._changed:
+            if self._end is None or isinstance(self._end, LinkClosed):
+                self._end = error
+                self._items.clear()
+                self._changed.notify_all()
+
+    def _wait(self, ready: Callable[[], bool], deadline_s: float, what: str) -> None:
+        until_s = time.monotonic() + deadline_s
+        while not ready() and self._end is None:
+            if not self._changed.wait(until_s - time.monotonic()):
+                if ready() or self._end is not None:
+                    return
+                raise LinkTimeout(f"{self._peer} {what} within {deadline_s:g} s")
+
+
+def _again(error: LinkError) -> LinkError:
+    """A fresh exception of the same kind: one instance must not be raised in two threads."""
+    fresh = type(error)(*error.args)
+    fresh.__cause__ = error.__cause__
+    return fresh

@@ -1,0 +1,171 @@
+"""What a stage measures about itself: seconds, tensor memory, gradient norms."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageReport:
+    """One stage over all steps since it was opened.
+
+    `wait_s` is time spent waiting for a neighbour, to receive or to find room to send.
+    `*_up_bytes` is the link towards the control unit, `*_down_bytes` towards the edge.
+    `small_square_norm` and `big_square_norm` are means over the steps of the squared norm of this
+    stage's gradients for the first micro-batch alone and for the whole batch; `small_weight` and
+    `big_weight` the mean number of examples (or tokens) behind each.
+    `peak_tensor_bytes`: see `MemoryMeter`.
+    """
+
+    name: str
+    steps: int = 0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    optimizer_s: float = 0.0
+    wait_s: float = 0.0
+    sent_up_bytes: int = 0
+    received_up_bytes: int = 0
+    sent_down_bytes: int = 0
+    received_down_bytes: int = 0
+    peak_tensor_bytes: int = 0
+    small_square_norm: float = 0.0
+    big_square_norm: float = 0.0
+    small_weight: float = 0.0
+    big_weight: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One timed piece of work of one stage."""
+
+    work: str  # forward, backward, optimizer, wait
+    step: int
+    micro_batch: int
+    start_s: float
+    stop_s: float
+
+
+class Recorder:
+    """Sums the seconds per kind of work, and keeps the single spans when asked to."""
+
+    def __init__(
+        self, *, keep_spans: bool = False, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.spans: list[Span] = []
+        self._keep = keep_spans
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def span(self, work: str, step: int, micro_batch: int = 0) -> Iterator[None]:
+        """Time the body under `work`, also when it raises."""
+        start_s = self._clock()
+        try:
+            yield
+        finally:
+            stop_s = self._clock()
+            self._seconds[work] = self._seconds.get(work, 0.0) + stop_s - start_s
+            if self._keep:
+                self.spans.append(
+                    Span(
+                        work=work,
+                        step=step,
+                        micro_batch=micro_batch,
+                        start_s=start_s,
+                        stop_s=stop_s,
+                    )
+                )
+
+    def seconds(self, work: str) -> float:
+        """Total of one kind of work."""
+        return self._seconds.get(work, 0.0)
+
+
+class Held:
+    """Keeps one tensor and its place in the meter; dropping it gives the bytes back."""
+
+    __slots__ = ("_meter", "tensor")
+
+    def __init__(self, tensor: Tensor, meter: MemoryMeter) -> None:
+        self.tensor = tensor
+        self._meter = meter
+        meter.add(tensor)
+
+    def __del__(self) -> None:
+        self._meter.drop(self.tensor)
+
+
+class MemoryMeter:
+    """Measures the bytes of the tensors that a stage keeps alive.
+
+    Weights, gradients and optimiser state are read off the live tensors at the end of each
+    action. Activations are counted as autograd saves them for the backward pass: hooks see every
+    saved tensor, and its storage counts once, however many views of it are saved, until the last
+    of them is freed. Parameters that autograd saves are not counted again. Temporaries inside one
+    operator, and the working set while a block is computed again, are not seen.
+    """
+
+    def __init__(self, fixed: Callable[[], Iterable[Tensor]]) -> None:
+        self.peak_bytes = 0
+        self._fixed = fixed
+        self._stash_bytes = 0
+        self._stash_peak = 0
+        self._users: dict[int, tuple[int, int]] = {}  # storage address -> (users, bytes)
+        self._ignored: frozenset[int] = frozenset()
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Count what the body saves for backward."""
+        self._ignored = frozenset(_address(t) for t in self._fixed())
+        with torch.autograd.graph.saved_tensors_hooks(self.hold, _tensor_of):
+            yield
+        self.sample()
+
+    def hold(self, tensor: Tensor) -> Held:
+        """Count one tensor until the returned value is dropped."""
+        return Held(tensor, self)
+
+    def sample(self) -> None:
+        """Bring `peak_bytes` up to date with what is alive now."""
+        storages = {_address(t): t.untyped_storage().nbytes() for t in self._fixed()}
+        self.peak_bytes = max(self.peak_bytes, sum(storages.values()) + self._stash_peak)
+        self._stash_peak = self._stash_bytes
+
+    def add(self, tensor: Tensor) -> None:
+        """Count the storage of a tensor that came alive."""
+        address = _address(tensor)
+        users, counted_bytes = self._users.get(address, (0, 0))
+        if not users and address not in self._ignored:
+            counted_bytes = tensor.untyped_storage().nbytes()
+            self._stash_bytes += counted_bytes
+            self._stash_peak = max(self._stash_peak, self._stash_bytes)
+        self._users[address] = (users + 1, counted_bytes)
+
+    def drop(self, tensor: Tensor) -> None:
+        """Forget one user of a storage."""
+        address = _address(tensor)
+        users, counted_bytes = self._users.pop(address)
+        if users > 1:
+            self._users[address] = (users - 1, counted_bytes)
+        else:
+            self._stash_bytes -= counted_bytes
+
+
+def square_norm(tensors: Iterable[Tensor]) -> float:
+    """Sum of the squares of all elements."""
+    norms = torch._foreach_norm([t.detach() for t in tensors])
+    return sum(float(n) ** 2 for n in norms)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _tensor_of(held: Held) -> Tensor:
+    return held.tensor

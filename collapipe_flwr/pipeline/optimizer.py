@@ -1,0 +1,146 @@
+"""AdamW and SGD on torch's fused operators.
+
+Numerically `torch.optim.AdamW` and `torch.optim.SGD`, whose constructors import a compiler
+(70 MB and seconds on a small board); the operators behind them need neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from collapipe_flwr.core.errors import ConfigError
+
+OPTIMIZERS = ("adamw", "sgd")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSettings:
+    """Which rule turns gradients into weights; `betas`, `eps` for adamw, `momentum` for sgd."""
+
+    name: str = "adamw"
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.name not in OPTIMIZERS:
+            raise ConfigError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.name}")
+        if not self.learning_rate >= 0:
+            raise ConfigError(f"learning rate must be >= 0, got {self.learning_rate}")
+
+
+class Optimizer:
+    """Holds the state of each parameter between steps; parameters without gradient are left."""
+
+    def __init__(self, settings: OptimizerSettings, parameters: Iterable[Tensor]) -> None:
+        self.settings = settings
+        self.parameters = tuple(p for p in parameters if p.requires_grad)
+        self._state: dict[int, tuple[Tensor, ...]] = {}  # by position among the parameters
+
+    def step(self) -> None:
+        """Apply the accumulated gradients once."""
+        ready = [i for i, p in enumerate(self.parameters) if p.grad is not None]
+        for index in ready:
+            if index not in self._state:
+                self._state[index] = self._initial(self.parameters[index])
+        weights = [self.parameters[i].detach() for i in ready]
+        gradients = [_grad(self.parameters[i]) for i in ready]
+        for group in _groups(weights):
+            self._apply(
+                [weights[i] for i in group],
+                [gradients[i] for i in group],
+                [self._state[ready[i]] for i in group],
+            )
+
+    def zero_grad(self) -> None:
+        """Forget the accumulated gradients and free their memory."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def state_tensors(self) -> dict[int, tuple[Tensor, ...]]:
+        """The state by position among the parameters: adamw (step, mean, square), sgd (buffer)."""
+        return dict(self._state)
+
+    def load_state_tensors(self, state: dict[int, tuple[Tensor, ...]]) -> None:
+        """Continue from an earlier `state_tensors`; copies the tensors."""
+        self._state = {i: tuple(t.clone() for t in tensors) for i, tensors in state.items()}
+
+    def _initial(self, weight: Tensor) -> tuple[Tensor, ...]:
+        if self.settings.name == "sgd":
+            return (torch.zeros_like(weight),) if self.settings.momentum else ()
+        zeros = torch.zeros_like(weight, requires_grad=False)
+        return torch.zeros((), dtype=torch.float32), zeros, zeros.clone()
+
+    def _apply(
+        self,
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        states: Sequence[tuple[Tensor, ...]],
+    ) -> None:
+        if self.settings.name == "sgd":
+            self._apply_sgd(weights, gradients, [s[0] for s in states if s])
+        else:
+            steps, means, squares = (list(column) for column in zip(*states, strict=True))
+            self._apply_adamw(weights, gradients, means, squares, steps)
+
+    def _apply_sgd(
+        self, weights: list[Tensor], gradients: list[Tensor], buffers: list[Tensor]
+    ) -> None:
+        s = self.settings
+        torch._fused_sgd_(
+            weights,
+            gradients,
+            buffers,
+            weight_decay=s.weight_decay,
+            momentum=s.momentum,
+            lr=s.learning_rate,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+        )
+
+    def _apply_adamw(
+        self,
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        means: list[Tensor],
+        squares: list[Tensor],
+        steps: list[Tensor],
+    ) -> None:
+        s = self.settings
+        torch._foreach_add_(steps, 1.0)
+        torch._fused_adamw_(
+            weights,
+            gradients,
+            means,
+            squares,
+            [],
+            steps,
+            lr=s.learning_rate,
+            beta1=s.betas[0],
+            beta2=s.betas[1],
+            weight_decay=s.weight_decay,
+            eps=s.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+
+
+def _grad(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _groups(weights: Sequence[Tensor]) -> list[list[int]]:
+    """Positions that may share one fused call: same dtype and device."""
+    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, weight in enumerate(weights):
+        groups.setdefault((weight.dtype, weight.device), []).append(index)
+    return list(groups.values())

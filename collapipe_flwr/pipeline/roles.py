@@ -1,0 +1,248 @@
+"""The three places of a chain: control unit (first), device (middle), edge (last)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from collapipe_flwr.core.errors import ProtocolError, ScheduleError
+from collapipe_flwr.pipeline.frame import GRAD, HIDDEN, Frame, FrameKind
+from collapipe_flwr.pipeline.link import Link
+from collapipe_flwr.pipeline.optimizer import Optimizer
+from collapipe_flwr.pipeline.stage import Stage, StageSettings, Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Input of one micro-batch: `inputs` feed the embedding, `context` travels to all stages.
+
+    `weight` is n_i, the number of examples or target tokens that the loss of this micro-batch is
+    a mean over; the last stage counts them again and refuses a wrong number.
+    """
+
+    inputs: Mapping[str, Tensor]
+    context: Mapping[str, Tensor]
+    weight: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """Mean loss over the whole batch, and the weight it is a mean over."""
+
+    loss: float
+    weight: float
+
+
+class _LossPart(Protocol):
+    """The last part: a module with `weight_of`."""
+
+    def weight_of(self, context: Mapping[str, Tensor]) -> int: ...
+
+
+class FirstStage(Stage):
+    """Holds the embedding, cuts the batch, scales the losses and drives the chain."""
+
+    def __init__(
+        self, part: nn.Module, optimizer: Optimizer, settings: StageSettings, *, downstream: Link
+    ) -> None:
+        super().__init__(part, optimizer, settings, downstream=downstream)
+        self._down = downstream
+        self._batch: Sequence[MicroBatch] = ()
+        self._loss = 0.0
+        self._next_step = 0
+
+    def train_step(self, batch: Sequence[MicroBatch]) -> StepResult:
+        """One optimiser step of all stages. Raises LinkError when the chain breaks."""
+        return self._drive(batch, train=True)
+
+    def evaluate(self, batch: Sequence[MicroBatch]) -> StepResult:
+        """The loss of the chain without training it."""
+        return self._drive(batch, train=False)
+
+    def finish(self) -> None:
+        """Tell the chain that no further step comes."""
+        self._send(self._down, Frame(kind=FrameKind.END, step=self._next_step))
+
+    def _drive(self, batch: Sequence[MicroBatch], *, train: bool) -> StepResult:
+        weight = float(sum(m.weight for m in batch))
+        if not weight > 0:
+            raise ScheduleError(f"a batch of {len(batch)} micro-batches weighs {weight}")
+        step = Step(index=self._next_step, micro_batches=len(batch), train=train, weight=weight)
+        self._batch, self._loss = batch, 0.0
+        with self.telling_neighbours():
+            self._send(self._down, step.frame())
+            self.run_step(step)
+            if not train:
+                frame = self._receive(self._down, FrameKind.TOTALS, step.index, 0)
+                self._loss = frame.scalars["loss"]
+        self._next_step += 1
+        return StepResult(loss=self._loss, weight=weight)
+
+    def _take(self, step: Step, micro_batch: int) -> Frame:
+        weight = self._batch[micro_batch].weight
+        return Frame(
+            kind=FrameKind.ACTIVATION,
+            step=step.index,
+            micro_batch=micro_batch,
+            tensors=self._batch[micro_batch].context,
+            scalars={"weight": weight, "scale": weight / step.weight},
+        )
+
+    def _compute(self, frame: Frame, hidden: Tensor | None) -> Tensor:
+        assert hidden is None
+        output: Tensor = self.part(self._batch[frame.micro_batch].inputs)
+        return output
+
+    def _emit(self, step: Step, frame: Frame, output: Tensor) -> None:
+        _ = step
+        self._send(self._down, _with_hidden(frame, output))
+
+    def _take_gradient(self, step: Step, micro_batch: int) -> Frame:
+        return self._receive(self._down, FrameKind.GRADIENT, step.index, micro_batch)
+
+    def _emit_gradient(self, frame: Frame) -> None:
+        self._loss += frame.scalars["loss"]
+
+
+class _Follower(Stage):
+    """A stage that is told by its upstream neighbour what to do."""
+
+    def __init__(
+        self,
+        part: nn.Module,
+        optimizer: Optimizer,
+        settings: StageSettings,
+        *,
+        upstream: Link,
+        downstream: Link | None = None,
+    ) -> None:
+        super().__init__(part, optimizer, settings, upstream=upstream, downstream=downstream)
+        self._up = upstream
+
+    def serve(self) -> None:
+        """Run steps until the END frame. Raises LinkError when a neighbour breaks off."""
+        with self.telling_neighbours():
+            while (frame := self._next_order()).kind is FrameKind.BEGIN:
+                step = Step.of(frame)
+                self._relay(frame)
+                self.run_step(step)
+                if not step.train:
+                    self._send(self._up, self._totals(step))
+            self._relay(frame)
+
+    def _next_order(self) -> Frame:
+        frame = self._up.receive(deadline_s=self.settings.idle_s)
+        if frame.kind not in (FrameKind.BEGIN, FrameKind.END):
+            raise ProtocolError(f"{self._up.peer} sent {frame.kind.name} between two steps")
+        return frame
+
+    def _relay(self, frame: Frame) -> None:
+        if self.downstream is not None:
+            self._send(self.downstream, frame)
+
+    def _totals(self, step: Step) -> Frame:
+        raise NotImplementedError
+
+    def _take(self, step: Step, micro_batch: int) -> Frame:
+        frame = self._receive(self._up, FrameKind.ACTIVATION, step.index, micro_batch)
+        scale, weight = frame.scalars.get("scale", 0.0), frame.scalars.get("weight", 0.0)
+        if HIDDEN not in frame.tensors or not scale > 0 or not weight > 0:
+            raise ProtocolError(f"{self._up.peer} sent an ACTIVATION without hidden state or scale")
+        return frame
+
+    def _emit_gradient(self, frame: Frame) -> None:
+        self._send(self._up, frame)
+
+
+class MiddleStage(_Follower):
+    """Holds a segment of blocks: `part(hidden, context) -> hidden`."""
+
+    def __init__(
+        self,
+        part: nn.Module,
+        optimizer: Optimizer,
+        settings: StageSettings,
+        *,
+        upstream: Link,
+        downstream: Link,
+    ) -> None:
+        super().__init__(part, optimizer, settings, upstream=upstream, downstream=downstream)
+        self._down = downstream
+
+    def _compute(self, frame: Frame, hidden: Tensor | None) -> Tensor:
+        output: Tensor = self.part(hidden, _context(frame))
+        return output
+
+    def _emit(self, step: Step, frame: Frame, output: Tensor) -> None:
+        _ = step
+        self._send(self._down, _with_hidden(frame, output))
+
+    def _take_gradient(self, step: Step, micro_batch: int) -> Frame:
+        frame = self._receive(self._down, FrameKind.GRADIENT, step.index, micro_batch)
+        expected = self._stash[micro_batch].output.shape
+        if GRAD not in frame.tensors or frame.tensors[GRAD].shape != expected:
+            raise ProtocolError(f"{self._down.peer} sent no gradient of shape {tuple(expected)}")
+        return frame
+
+    def _totals(self, step: Step) -> Frame:
+        return self._receive(self._down, FrameKind.TOTALS, step.index, 0)
+
+
+class LastStage(_Follower):
+    """Holds the loss: `part(hidden, context) -> mean loss`, and turns the micro-batches round."""
+
+    def __init__(
+        self,
+        part: nn.Module,
+        optimizer: Optimizer,
+        settings: StageSettings,
+        *,
+        upstream: Link,
+    ) -> None:
+        super().__init__(part, optimizer, settings, upstream=upstream)
+        self._loss_part: _LossPart = part  # type: ignore[assignment]
+        self._loss = 0.0
+
+    def run_step(self, step: Step) -> None:
+        """See `Stage.run_step`."""
+        self._loss = 0.0
+        super().run_step(step)
+
+    def _compute(self, frame: Frame, hidden: Tensor | None) -> Tensor:
+        context = _context(frame)
+        counted = self._loss_part.weight_of(context)
+        if counted != frame.scalars["weight"]:
+            raise ProtocolError(
+                f"{self._up.peer} gave micro-batch {frame.micro_batch} the weight "
+                f"{frame.scalars['weight']:g}, but its labels count {counted}"
+            )
+        mean: Tensor = self.part(hidden, context)
+        return mean * frame.scalars["scale"]
+
+    def _emit(self, step: Step, frame: Frame, output: Tensor) -> None:
+        _ = step, frame
+        self._loss += float(output.detach())
+
+    def _take_gradient(self, step: Step, micro_batch: int) -> Frame:
+        flight = self._stash[micro_batch]
+        return Frame(
+            kind=FrameKind.GRADIENT,
+            step=step.index,
+            micro_batch=micro_batch,
+            scalars={"loss": float(flight.output.detach()), "weight": flight.weight},
+        )
+
+    def _totals(self, step: Step) -> Frame:
+        scalars = {"loss": self._loss, "weight": step.weight}
+        return Frame(kind=FrameKind.TOTALS, step=step.index, scalars=scalars)
+
+
+def _with_hidden(frame: Frame, hidden: Tensor) -> Frame:
+    return replace(frame, tensors={**frame.tensors, HIDDEN: hidden.detach()})
+
+
+def _context(frame: Frame) -> dict[str, Tensor]:
+    return {name: t for name, t in frame.tensors.items() if name != HIDDEN}
