@@ -1,0 +1,33 @@
+"""What a host needs to know to hold one part of one cluster's model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionRequest:
+    """Opens a session: whoever knows `session_id` and `token` may use it.
+
+    `spec_json` is the model (`ModelSpec.to_json`); `schedule` and `depth` as in `StageSettings`.
+    """
+
+    session_id: str
+    token: str
+    spec_json: str
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    schedule: str = "gpipe"
+    depth: int = 1
+    deadline_s: float = 60.0
+    idle_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """How a host feels: `sessions` held, `running` of them in the middle of a stream."""
+
+    sessions: int
+    running: int
+    most_sessions: int

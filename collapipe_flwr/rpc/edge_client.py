@@ -1,0 +1,190 @@
+"""The client of an edge server: control calls, weights, and the stream that is a `Link`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import TypeVar
+
+import grpc
+from torch import Tensor
+
+from collapipe_flwr.core.errors import LinkError, LinkTimeout, ProtocolError
+from collapipe_flwr.pipeline.frame import Frame, FrameKind
+from collapipe_flwr.pipeline.link import Link
+from collapipe_flwr.pipeline.meter import StageReport
+from collapipe_flwr.pipeline.session import Health, SessionRequest
+from collapipe_flwr.rpc import methods
+from collapipe_flwr.rpc.codec import FrameLimits, decode_frame, encode_frame
+from collapipe_flwr.rpc.link import StreamLink, StreamSettings
+from collapipe_flwr.rpc.messages import decode_message, encode_message
+from collapipe_flwr.rpc.tls import TlsFiles, client_credentials
+from collapipe_flwr.rpc.weights import gather_weights, weight_frames
+
+Answer = TypeVar("Answer")
+_HANG_UP_S = 2.0  # for a stream to end in good order before it is cancelled
+
+
+class EdgeClient:
+    """Talks to one edge server; use as a context manager.
+
+    Control calls end within `deadline_s`, transfers of weights within `transfer_s`. Every method
+    raises LinkError with one sentence "edge at ADDRESS ..." when the edge cannot be reached,
+    refuses or breaks off, and LinkTimeout when it does not answer in time.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        tls: TlsFiles | None = None,
+        deadline_s: float = 20.0,
+        transfer_s: float = 600.0,
+        limits: FrameLimits | None = None,
+    ) -> None:
+        self.address = address
+        self._deadline_s = deadline_s
+        self._transfer_s = transfer_s
+        self._limits = limits or FrameLimits()
+        options = methods.channel_options(self._limits)
+        if tls is None:
+            self._channel = grpc.insecure_channel(address, options)
+        else:
+            self._channel = grpc.secure_channel(address, client_credentials(tls), options)
+
+    def open_session(self, request: SessionRequest) -> None:
+        """Make a session on the edge; it needs weights before it can run."""
+        self._unary("OpenSession", encode_message(request))
+
+    def push_weights(
+        self,
+        session_id: str,
+        token: str,
+        weights: Mapping[str, Tensor],
+        *,
+        keep_optimizer: bool = False,
+    ) -> None:
+        """Set the weights of a session's part; the optimiser starts anew unless it is kept."""
+        call = self._channel.stream_unary(methods.method("PushWeights"), None, None)
+        frames = (encode_frame(f) for f in weight_frames(weights))
+        keep = (methods.KEEP_KEY, str(int(keep_optimizer)))
+        metadata = (*_key(session_id, token), keep)
+        self._translated(lambda: call(frames, timeout=self._transfer_s, metadata=metadata))
+
+    def fetch_weights(
+        self, session_id: str, token: str, most_bytes: int = 2**40
+    ) -> dict[str, Tensor]:
+        """The weights that a session's part has now."""
+        call = self._channel.unary_stream(methods.method("FetchWeights"), None, None)
+        answers = call(b"", timeout=self._transfer_s, metadata=_key(session_id, token))
+        frames = _decoded(answers, self._limits)
+        return self._translated(lambda: gather_weights(frames, most_bytes))
+
+    def report(self, session_id: str, token: str) -> StageReport:
+        """What the session's last stream measured."""
+        answer = self._unary("Report", b"", _key(session_id, token))
+        return self._translated(lambda: decode_message(StageReport, answer))
+
+    def close_session(self, session_id: str, token: str) -> None:
+        """Free everything that the session holds."""
+        self._unary("CloseSession", b"", _key(session_id, token))
+
+    def health(self) -> Health:
+        """Whether the edge answers, and how many sessions it holds."""
+        answer = self._unary("Health", b"")
+        return self._translated(lambda: decode_message(Health, answer))
+
+    def stream(
+        self,
+        session_id: str,
+        token: str,
+        *,
+        name: str = "control unit",
+        settings: StreamSettings | None = None,
+    ) -> Link:
+        """The link to the session's stage; `name` is how the edge calls this side in errors.
+
+        Returns after the edge accepted the stream. Close the link when done.
+        """
+        settings = settings or StreamSettings(limits=self._limits)
+        call_slot: list[grpc.Call] = []
+        link = StreamLink(
+            f"edge at {self.address}",
+            settings,
+            self._translate,
+            hang_up=lambda: _hang_up(call_slot, reader),
+        )
+        extra = ((methods.CODEC_KEY, settings.codec), (methods.NAME_KEY, name))
+        call = self._channel.stream_stream(methods.method("Stream"), None, None)(
+            link.outgoing(), metadata=(*_key(session_id, token), *extra)
+        )
+        call_slot.append(call)
+        reader = threading.Thread(target=link.feed, args=(call,), name="edge-reader", daemon=True)
+        reader.start()
+        self._await_hello(link)
+        return link
+
+    def close(self) -> None:
+        """Close the channel; its streams break."""
+        self._channel.close()
+
+    def __enter__(self) -> EdgeClient:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _await_hello(self, link: StreamLink) -> None:
+        try:
+            frame = link.receive(deadline_s=self._deadline_s)
+        except LinkError:
+            link.close()
+            raise
+        if frame.kind is not FrameKind.HELLO:
+            link.close("a stream begins with HELLO")
+            raise ProtocolError(f"edge at {self.address} began a stream with {frame.kind.name}")
+
+    def _unary(self, name: str, data: bytes, metadata: tuple[tuple[str, str], ...] = ()) -> bytes:
+        call = self._channel.unary_unary(methods.method(name), None, None)
+        answer: bytes = self._translated(
+            lambda: call(data, timeout=self._deadline_s, metadata=metadata)
+        )
+        return answer
+
+    def _translated(self, call: Callable[[], Answer]) -> Answer:
+        try:
+            return call()
+        except grpc.RpcError as error:
+            raise self._translate(error) from error
+        except ProtocolError as error:
+            raise ProtocolError(f"edge at {self.address} answered nonsense: {error}") from error
+
+    def _translate(self, error: grpc.RpcError) -> LinkError:
+        code, details = error.code(), error.details()
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return LinkTimeout(f"edge at {self.address} did not answer in time")
+        if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+            return LinkError(f"edge at {self.address} cannot be reached or broke off: {details}")
+        return LinkError(f"edge at {self.address} refused: {details}")
+
+
+def _key(session_id: str, token: str) -> tuple[tuple[str, str], ...]:
+    return ((methods.SESSION_KEY, session_id), (methods.TOKEN_KEY, token))
+
+
+def _decoded(messages: Iterable[bytes], limits: FrameLimits) -> Iterator[Frame]:
+    return (decode_frame(data, limits) for data in messages)
+
+
+def _hang_up(calls: list[grpc.Call], reader: threading.Thread) -> None:
+    """Let the stream end in good order, then cancel it."""
+    if reader is not threading.current_thread():
+        reader.join(_HANG_UP_S)
+    for call in calls:
+        call.cancel()

@@ -1,0 +1,100 @@
+"""A `Link` over one bidirectional gRPC stream; the same class serves both ends.
+
+Sending and receiving never wait for each other: gRPC pulls encoded frames from `outgoing` in a
+thread of its own, and a reader thread runs `feed`. Both queues are bounded, so a slow peer slows
+the sender down (through HTTP/2 flow control) and does not fill its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import grpc
+
+from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.pipeline.frame import Frame, FrameKind
+from collapipe_flwr.pipeline.link import Traffic
+from collapipe_flwr.pipeline.mailbox import Mailbox
+from collapipe_flwr.rpc.codec import FrameLimits, decode_frame, encode_frame
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamSettings:
+    """How a stream behaves; `idle_s` bounds silence in either direction."""
+
+    codec: str = "fp32"
+    limits: FrameLimits = field(default_factory=FrameLimits)
+    queue_frames: int = 64
+    idle_s: float = 3600.0
+
+
+class StreamLink:
+    """One end of a stream; whoever made it drives `outgoing` and `feed`."""
+
+    def __init__(
+        self,
+        peer: str,
+        settings: StreamSettings,
+        translate: Callable[[grpc.RpcError], LinkError],
+        hang_up: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.peer = peer
+        self.traffic = Traffic()
+        self._settings = settings
+        self._translate = translate
+        self._hang_up = hang_up
+        self._inbox: Mailbox[Frame] = Mailbox(settings.queue_frames, peer)
+        self._outbox: Mailbox[bytes] = Mailbox(settings.queue_frames, peer)
+
+    def send(self, frame: Frame, *, deadline_s: float) -> None:
+        """See `Link.send`."""
+        data = encode_frame(frame, self._settings.codec)
+        self._outbox.put(data, deadline_s)
+        self.traffic.sent_bytes += len(data)
+
+    def receive(self, *, deadline_s: float) -> Frame:
+        """See `Link.receive`."""
+        return self._inbox.get(deadline_s)
+
+    def close(self, error: str = "") -> None:
+        """See `Link.close`."""
+        failure = encode_frame(Frame(kind=FrameKind.ERROR, text=error[:1000])) if error else None
+        self._outbox.end(last=failure)
+        self._inbox.fail(LinkError(f"the link to {self.peer} is closed"))
+        self._hang_up()
+
+    def broken(self, error: LinkError) -> None:
+        """The stream is gone: whoever waits on this link raises `error`."""
+        self._inbox.fail(error)
+        self._outbox.fail(error)
+
+    def outgoing(self) -> Iterator[bytes]:
+        """Encoded frames until the link ends; gRPC consumes it."""
+        while True:
+            try:
+                data = self._outbox.get(self._settings.idle_s)
+            except LinkError as error:
+                self.broken(error)
+                return
+            yield data
+
+    def feed(self, messages: Iterable[bytes]) -> None:
+        """Read the stream until it ends. Errors end the link and reach whoever receives."""
+        try:
+            for data in messages:
+                self._accept(data)
+            self._inbox.end()
+            self._outbox.fail(LinkError(f"{self.peer} closed the link"))
+        except grpc.RpcError as error:
+            self.broken(self._translate(error))
+        except LinkError as error:
+            self._outbox.end(last=encode_frame(Frame(kind=FrameKind.ERROR, text=str(error))))
+            self._inbox.fail(error)
+
+    def _accept(self, data: bytes) -> None:
+        frame = decode_frame(data, self._settings.limits)
+        self.traffic.received_bytes += len(data)
+        if frame.kind is FrameKind.ERROR:
+            raise LinkError(f"{self.peer} failed: {frame.text[:1000]}")
+        self._inbox.put(frame, self._settings.idle_s)

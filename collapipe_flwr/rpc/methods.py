@@ -1,0 +1,40 @@
+"""Names and options that client and server share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from collapipe_flwr.core.errors import ProtocolError
+from collapipe_flwr.rpc.codec import FrameLimits
+
+SERVICE = "collapipe.Edge"
+SESSION_KEY = "collapipe-session"
+TOKEN_KEY = "collapipe-token"
+CODEC_KEY = "collapipe-codec"
+KEEP_KEY = "collapipe-keep-optimizer"
+NAME_KEY = "collapipe-name"
+
+
+def method(name: str) -> str:
+    """The full path of one method."""
+    return f"/{SERVICE}/{name}"
+
+
+def channel_options(limits: FrameLimits) -> list[tuple[str, int]]:
+    """Both sides: message limits, and pings that notice a machine that vanished."""
+    return [
+        ("grpc.max_receive_message_length", limits.frame_bytes),
+        ("grpc.max_send_message_length", limits.frame_bytes),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ]
+
+
+def metadata_of(items: Sequence[tuple[str, str | bytes]]) -> Mapping[str, str]:
+    """Call metadata as text. Raises ProtocolError when a session or token is missing."""
+    found = {key: value for key, value in items if isinstance(value, str)}
+    if SESSION_KEY not in found or TOKEN_KEY not in found:
+        raise ProtocolError("the call names no session or no token")
+    return found

@@ -1,0 +1,50 @@
+"""gRPC credentials from PEM files: TLS, and mutual TLS where both sides show certificates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from collapipe_flwr.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFiles:
+    """PEM files of one member. `ca` signs the peers that it accepts.
+
+    A server needs `certificate` and `key`, and asks clients for a certificate when `ca` is
+    given. A client needs `ca`, and shows `certificate` with `key` when they are given.
+    """
+
+    ca: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+
+
+def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
+    """Credentials of a server. Raises ConfigError when a file is missing."""
+    if files.certificate is None or files.key is None:
+        raise ConfigError("a TLS server needs a certificate and a key")
+    pair = (_read(files.key), _read(files.certificate))
+    ca = None if files.ca is None else _read(files.ca)
+    return grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)
+
+
+def client_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
+    """Credentials of a client. Raises ConfigError when a file is missing."""
+    if files.ca is None:
+        raise ConfigError("a TLS client needs the CA certificate that signed its servers")
+    if (files.certificate is None) != (files.key is None):
+        raise ConfigError("a client certificate and its key go together; one of them is missing")
+    key = None if files.key is None else _read(files.key)
+    certificate = None if files.certificate is None else _read(files.certificate)
+    return grpc.ssl_channel_credentials(_read(files.ca), key, certificate)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error

@@ -1,0 +1,92 @@
+"""State dicts as a stream of frames: large tensors in pieces, a count at the end."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from collapipe_flwr.core.errors import ProtocolError
+from collapipe_flwr.pipeline.frame import Frame, FrameKind
+
+PIECE_BYTES = 4 * 2**20
+
+
+def weight_frames(weights: Mapping[str, Tensor], piece_bytes: int = PIECE_BYTES) -> Iterator[Frame]:
+    """WEIGHTS frames of at most `piece_bytes`, then END with the number of tensors."""
+    for key, tensor in weights.items():
+        flat = tensor.detach().contiguous().reshape(-1)
+        step = max(1, piece_bytes // flat.element_size())
+        for offset in range(0, max(flat.numel(), 1), step):
+            yield Frame(
+                kind=FrameKind.WEIGHTS,
+                tensors={key: flat[offset : offset + step]},
+                scalars={"offset": float(offset)},
+                text=json.dumps(list(tensor.shape)),
+            )
+    yield Frame(kind=FrameKind.END, scalars={"tensors": float(len(weights))})
+
+
+def gather_weights(frames: Iterable[Frame], most_bytes: int) -> dict[str, Tensor]:
+    """The state dict behind the frames.
+
+    Raises ProtocolError when pieces are missing or out of order, or when the tensors announced
+    take more than `most_bytes`.
+    """
+    weights: dict[str, Tensor] = {}
+    filled: dict[str, int] = {}
+    for frame in frames:
+        if frame.kind is FrameKind.END:
+            _check_complete(weights, filled, frame)
+            return weights
+        key, piece, shape = _piece(frame)
+        if key not in weights:
+            _check_room(weights, piece, shape, most_bytes)
+            weights[key] = torch.empty(shape, dtype=piece.dtype)
+            filled[key] = 0
+        _fill(weights[key], key, piece, frame, filled)
+    raise ProtocolError("a stream of weights broke off before its END")
+
+
+def _piece(frame: Frame) -> tuple[str, Tensor, list[int]]:
+    if frame.kind is not FrameKind.WEIGHTS or len(frame.tensors) != 1:
+        raise ProtocolError(f"{frame.kind.name} in a stream of weights")
+    try:
+        shape = json.loads(frame.text)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError("weights without a shape") from error
+    is_shape = isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**40 for n in shape)
+    if not is_shape or len(shape) > 8:
+        raise ProtocolError("weights with a malformed shape")
+    ((key, piece),) = frame.tensors.items()
+    return key, piece, shape
+
+
+def _check_room(
+    weights: Mapping[str, Tensor], piece: Tensor, shape: list[int], most_bytes: int
+) -> None:
+    held = sum(t.numel() * t.element_size() for t in weights.values())
+    wanted = math.prod(shape) * piece.element_size()
+    if held + wanted > most_bytes or len(weights) >= 65536:
+        raise ProtocolError(f"weights of more than {most_bytes} bytes are not accepted")
+
+
+def _fill(target: Tensor, key: str, piece: Tensor, frame: Frame, filled: dict[str, int]) -> None:
+    offset, stop = filled[key], filled[key] + piece.numel()
+    if frame.scalars.get("offset") != offset or stop > target.numel() or piece.dim() != 1:
+        raise ProtocolError(f"a piece of {key[:80]!r} out of order")
+    if piece.dtype != target.dtype:
+        raise ProtocolError(f"a piece of {key[:80]!r} changes its dtype")
+    target.view(-1)[offset:stop] = piece
+    filled[key] = stop
+
+
+def _check_complete(weights: Mapping[str, Tensor], filled: Mapping[str, int], end: Frame) -> None:
+    if end.scalars.get("tensors") != len(weights):
+        raise ProtocolError("a stream of weights lacks tensors")
+    short = [key for key, tensor in weights.items() if filled[key] != tensor.numel()]
+    if short:
+        raise ProtocolError(f"a stream of weights lacks pieces of {short[0][:80]!r}")
