@@ -8,14 +8,14 @@ may stand in the middle of a step; the round's first weights are still where the
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from secrets import compare_digest
+from typing import Protocol, cast
 
-import torch
 from torch import Tensor, nn
 
-from collapipe_flwr.core.errors import LinkError, ModelError
+from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import Optimizer
@@ -24,7 +24,28 @@ from collapipe_flwr.pipeline.schedule import stage_actions
 from collapipe_flwr.pipeline.session import Health, SessionRequest
 from collapipe_flwr.pipeline.stage import StageSettings
 
-BuildPart = Callable[[str, Mapping[str, Tensor]], nn.Module]
+
+class LastPart(Protocol):
+    """What the edge needs of a part: an `nn.Module` that can also do these."""
+
+    def weight_of(self, context: Mapping[str, Tensor]) -> int:
+        """How many examples or tokens the loss is a mean over."""
+        ...
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Overwrite the weights in place. Raises ModelError when they do not fit."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The weights."""
+        ...
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """What may train."""
+        ...
+
+
+BuildPart = Callable[[str, Mapping[str, Tensor]], LastPart]
 
 
 class SessionRefused(LinkError):
@@ -36,16 +57,17 @@ class Session:
     """One cluster's replica; `lock` guards the part while it is changed or read."""
 
     request: SessionRequest
-    part: nn.Module | None = None
+    part: LastPart | None = None
     optimizer: Optimizer | None = None
     report: StageReport | None = None
     running: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-def build_edge_part(spec_json: str, weights: Mapping[str, Tensor]) -> nn.Module:
+def build_edge_part(spec_json: str, weights: Mapping[str, Tensor]) -> LastPart:
     """The last part of a transformers model."""
-    from collapipe_flwr.models.splitter import ModelSpec, Splitter  # slow: only when needed
+    from collapipe_flwr.models.spec import ModelSpec  # slow imports: only when needed
+    from collapipe_flwr.models.splitter import Splitter
 
     return Splitter(ModelSpec.from_json(spec_json)).build_edge(weights)
 
@@ -88,7 +110,7 @@ class EdgeService:
             if session.part is None:
                 session.part = self._build_part(session.request.spec_json, weights)
             else:
-                _load(session.part, weights)
+                session.part.load_weights(weights)
             if session.optimizer is None or not keep_optimizer:
                 session.optimizer = Optimizer(session.request.optimizer, session.part.parameters())
 
@@ -134,7 +156,10 @@ class EdgeService:
         """Run a claimed session. When it fails the session is gone; the error is raised."""
         assert session.part is not None and session.optimizer is not None
         stage = LastStage(
-            session.part, session.optimizer, _settings(session.request), upstream=upstream
+            cast(nn.Module, session.part),
+            session.optimizer,
+            _settings(session.request),
+            upstream=upstream,
         )
         try:
             stage.serve()
@@ -176,7 +201,7 @@ class _idle:  # noqa: N801 - reads as a keyword
         self._session.lock.release()
 
 
-def _part(session: Session) -> nn.Module:
+def _part(session: Session) -> LastPart:
     if session.part is None:
         raise SessionRefused("the session has no weights yet: push them first")
     return session.part
@@ -190,15 +215,3 @@ def _settings(request: SessionRequest) -> StageSettings:
         deadline_s=request.deadline_s,
         idle_s=request.idle_s,
     )
-
-
-def _load(part: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    own = part.state_dict()
-    odd = sorted(set(own) ^ set(weights)) + [
-        k for k in own if k in weights and own[k].shape != weights[k].shape
-    ]
-    if odd:
-        raise ModelError(f"the weights do not fit the part: {odd[0]} is missing, new or misshapen")
-    with torch.no_grad():
-        for key, tensor in own.items():
-            tensor.copy_(weights[key])

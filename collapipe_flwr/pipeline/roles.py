@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ProtocolError, ScheduleError
-from collapipe_flwr.pipeline.frame import GRAD, HIDDEN, Frame, FrameKind
+from collapipe_flwr.pipeline.frame import HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.stage import Stage, StageSettings, Step
@@ -20,7 +20,7 @@ class MicroBatch:
     """Input of one micro-batch: `inputs` feed the embedding, `context` travels to all stages.
 
     `weight` is n_i, the number of examples or target tokens that the loss of this micro-batch is
-    a mean over; the last stage counts them again and refuses a wrong number.
+    a mean over (0 is allowed); the last stage counts them again and refuses a wrong number.
     """
 
     inputs: Mapping[str, Tensor]
@@ -64,7 +64,8 @@ class FirstStage(Stage):
 
     def finish(self) -> None:
         """Tell the chain that no further step comes."""
-        self._send(self._down, Frame(kind=FrameKind.END, step=self._next_step))
+        with self.telling_neighbours():
+            self._send(self._down, Frame(kind=FrameKind.END, step=self._next_step))
 
     def _drive(self, batch: Sequence[MicroBatch], *, train: bool) -> StepResult:
         weight = float(sum(m.weight for m in batch))
@@ -101,7 +102,7 @@ class FirstStage(Stage):
         self._send(self._down, _with_hidden(frame, output))
 
     def _take_gradient(self, step: Step, micro_batch: int) -> Frame:
-        return self._receive(self._down, FrameKind.GRADIENT, step.index, micro_batch)
+        return self._gradient_from(self._down, step, micro_batch)
 
     def _emit_gradient(self, frame: Frame) -> None:
         self._loss += frame.scalars["loss"]
@@ -148,8 +149,8 @@ class _Follower(Stage):
 
     def _take(self, step: Step, micro_batch: int) -> Frame:
         frame = self._receive(self._up, FrameKind.ACTIVATION, step.index, micro_batch)
-        scale, weight = frame.scalars.get("scale", 0.0), frame.scalars.get("weight", 0.0)
-        if HIDDEN not in frame.tensors or not scale > 0 or not weight > 0:
+        scale, weight = frame.scalars.get("scale", -1.0), frame.scalars.get("weight", -1.0)
+        if HIDDEN not in frame.tensors or not scale >= 0 or not weight >= 0:
             raise ProtocolError(f"{self._up.peer} sent an ACTIVATION without hidden state or scale")
         return frame
 
@@ -181,11 +182,7 @@ class MiddleStage(_Follower):
         self._send(self._down, _with_hidden(frame, output))
 
     def _take_gradient(self, step: Step, micro_batch: int) -> Frame:
-        frame = self._receive(self._down, FrameKind.GRADIENT, step.index, micro_batch)
-        expected = self._stash[micro_batch].output.shape
-        if GRAD not in frame.tensors or frame.tensors[GRAD].shape != expected:
-            raise ProtocolError(f"{self._down.peer} sent no gradient of shape {tuple(expected)}")
-        return frame
+        return self._gradient_from(self._down, step, micro_batch)
 
     def _totals(self, step: Step) -> Frame:
         return self._receive(self._down, FrameKind.TOTALS, step.index, 0)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ProtocolError
-from collapipe_flwr.pipeline.frame import HIDDEN, Frame, FrameKind
+from collapipe_flwr.pipeline.frame import GRAD, HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.link import Link, Traffic
 from collapipe_flwr.pipeline.meter import Held, MemoryMeter, Recorder, StageReport, square_norm
 from collapipe_flwr.pipeline.optimizer import Optimizer
@@ -193,17 +193,17 @@ class Stage(ABC):
             flight = self._stash.pop(micro_batch)
             gradient = self._backpropagate(flight, frame.tensors)
         self.memory.sample()
-        if micro_batch == 0:
+        if micro_batch == 0 and flight.scale > 0:
             self._note_small(flight)
         self._emit_gradient(replace(frame, tensors=gradient))
 
     def _backpropagate(self, flight: InFlight, incoming: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if flight.output.requires_grad:
-            flight.output.backward(incoming.get("grad"))  # type: ignore[no-untyped-call]
+            flight.output.backward(incoming.get(GRAD))  # type: ignore[no-untyped-call]
         if flight.hidden is None:
             return {}
         hidden = flight.hidden.tensor
-        return {"grad": torch.zeros_like(hidden) if hidden.grad is None else hidden.grad}
+        return {GRAD: torch.zeros_like(hidden) if hidden.grad is None else hidden.grad}
 
     def _apply(self, step: Step) -> None:
         with self.recorder.span("optimizer", step.index):
@@ -247,6 +247,15 @@ class Stage(ABC):
     def _send(self, link: Link, frame: Frame) -> None:
         with self.recorder.span("wait", frame.step, frame.micro_batch):
             link.send(frame, deadline_s=self.settings.deadline_s)
+
+    def _gradient_from(self, link: Link, step: Step, micro_batch: int) -> Frame:
+        """The GRADIENT frame for one stashed output. Raises ProtocolError on a wrong shape."""
+        frame = self._receive(link, FrameKind.GRADIENT, step.index, micro_batch)
+        expected = self._stash[micro_batch].output.shape
+        gradient = frame.tensors.get(GRAD)
+        if gradient is None or gradient.shape != expected or "loss" not in frame.scalars:
+            raise ProtocolError(f"{link.peer} sent no loss or no gradient of {tuple(expected)}")
+        return frame
 
     def _receive(self, link: Link, kind: FrameKind, step: int, micro_batch: int) -> Frame:
         """The next frame of a neighbour. Raises ProtocolError unless it is the expected one."""

@@ -23,7 +23,8 @@ from collapipe_flwr.rpc.tls import TlsFiles, client_credentials
 from collapipe_flwr.rpc.weights import gather_weights, weight_frames
 
 Answer = TypeVar("Answer")
-_HANG_UP_S = 2.0  # for a stream to end in good order before it is cancelled
+_DRAIN_S = 60.0  # for the edge to finish what it has, when a stream is closed in good order
+_ABORT_S = 1.0  # for the edge to hear why, when it is closed with an error
 
 
 class EdgeClient:
@@ -113,14 +114,14 @@ class EdgeClient:
             f"edge at {self.address}",
             settings,
             self._translate,
-            hang_up=lambda: _hang_up(call_slot, reader),
+            hang_up=lambda in_order: _hang_up(call_slot, reader, in_order),
         )
         extra = ((methods.CODEC_KEY, settings.codec), (methods.NAME_KEY, name))
         call = self._channel.stream_stream(methods.method("Stream"), None, None)(
             link.outgoing(), metadata=(*_key(session_id, token), *extra)
         )
         call_slot.append(call)
-        reader = threading.Thread(target=link.feed, args=(call,), name="edge-reader", daemon=True)
+        reader = threading.Thread(target=_read, args=(link, call), name="edge-reader", daemon=True)
         reader.start()
         self._await_hello(link)
         return link
@@ -182,9 +183,13 @@ def _decoded(messages: Iterable[bytes], limits: FrameLimits) -> Iterator[Frame]:
     return (decode_frame(data, limits) for data in messages)
 
 
-def _hang_up(calls: list[grpc.Call], reader: threading.Thread) -> None:
-    """Let the stream end in good order, then cancel it."""
-    if reader is not threading.current_thread():
-        reader.join(_HANG_UP_S)
+def _read(link: StreamLink, call: Iterable[bytes]) -> None:
+    link.feed(call)
+    link.stop_sending()
+
+
+def _hang_up(calls: list[grpc.Call], reader: threading.Thread, in_order: bool) -> None:
+    """Let the stream end, then cancel what is left of it."""
+    reader.join(_DRAIN_S if in_order else _ABORT_S)
     for call in calls:
         call.cancel()

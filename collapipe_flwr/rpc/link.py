@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.core.errors import LinkError, LinkTimeout
 from collapipe_flwr.pipeline.frame import Frame, FrameKind
 from collapipe_flwr.pipeline.link import Traffic
 from collapipe_flwr.pipeline.mailbox import Mailbox
@@ -37,7 +37,7 @@ class StreamLink:
         peer: str,
         settings: StreamSettings,
         translate: Callable[[grpc.RpcError], LinkError],
-        hang_up: Callable[[], None] = lambda: None,
+        hang_up: Callable[[bool], None] = lambda _: None,
     ) -> None:
         self.peer = peer
         self.traffic = Traffic()
@@ -62,20 +62,26 @@ class StreamLink:
         failure = encode_frame(Frame(kind=FrameKind.ERROR, text=error[:1000])) if error else None
         self._outbox.end(last=failure)
         self._inbox.fail(LinkError(f"the link to {self.peer} is closed"))
-        self._hang_up()
+        self._hang_up(not error)
 
     def broken(self, error: LinkError) -> None:
         """The stream is gone: whoever waits on this link raises `error`."""
         self._inbox.fail(error)
         self._outbox.fail(error)
 
+    def stop_sending(self) -> None:
+        """The peer reads no more: sending raises LinkError from now on."""
+        self._outbox.fail(LinkError(f"{self.peer} closed the link"))
+
     def outgoing(self) -> Iterator[bytes]:
         """Encoded frames until the link ends; gRPC consumes it."""
         while True:
             try:
                 data = self._outbox.get(self._settings.idle_s)
-            except LinkError as error:
+            except LinkTimeout as error:
                 self.broken(error)
+                return
+            except LinkError:
                 return
             yield data
 
@@ -85,7 +91,6 @@ class StreamLink:
             for data in messages:
                 self._accept(data)
             self._inbox.end()
-            self._outbox.fail(LinkError(f"{self.peer} closed the link"))
         except grpc.RpcError as error:
             self.broken(self._translate(error))
         except LinkError as error:

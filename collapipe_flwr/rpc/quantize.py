@@ -103,7 +103,7 @@ WIRE_CODECS: Mapping[str, WireCodec] = {
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def _flat(raw: bytearray, dtype: torch.dtype) -> Tensor:
