@@ -1,0 +1,18 @@
+"""Splitting transformers models: embedding (control unit) | blocks (devices) | edge."""
+
+from collapipe_flwr.models.make_spec import make_spec
+from collapipe_flwr.models.parts import EdgePart, EmbeddingPart, SegmentPart
+from collapipe_flwr.models.saving import save_whole
+from collapipe_flwr.models.spec import BatchShape, ModelSpec
+from collapipe_flwr.models.splitter import Splitter
+
+__all__ = [
+    "BatchShape",
+    "EdgePart",
+    "EmbeddingPart",
+    "ModelSpec",
+    "SegmentPart",
+    "Splitter",
+    "make_spec",
+    "save_whole",
+]

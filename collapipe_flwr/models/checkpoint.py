@@ -1,0 +1,84 @@
+"""Checkpoints of transformers: folders or hub names, read by the library's own loader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.models.skeleton import auto_class, read_config
+from collapipe_flwr.models.spec import ModelSpec
+
+_TIE_FLAGS = ("tie_word_embeddings", "share_encoder_decoder_embeddings")
+
+
+def read_pretrained_config(pretrained: str) -> PreTrainedConfig:
+    """The configuration of a checkpoint (folder or hub name); raises ModelError."""
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(pretrained)
+    except (OSError, ValueError, KeyError) as cause:
+        raise ModelError(
+            f"cannot read the checkpoint {pretrained!r}: {first_lines(cause)}; "
+            "give a folder with config.json or a hub name that this machine can reach"
+        ) from cause
+    return config
+
+
+def first_lines(cause: BaseException) -> str:
+    """The beginning of a foreign message, on one line."""
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    return " ".join(lines[:2]) if lines else type(cause).__name__
+
+
+def load_checkpoint(spec: ModelSpec, seed: int, *, body: frozenset[str]) -> PreTrainedModel:
+    """The model of ``spec.pretrained``; a head that the checkpoint lacks is drawn from ``seed``.
+
+    Raises ModelError if the checkpoint cannot be read or lacks one of the ``body`` keys.
+    """
+    assert spec.pretrained is not None
+    config = read_config(spec)
+    source = read_pretrained_config(spec.pretrained)
+    for flag in _TIE_FLAGS:
+        if hasattr(source, flag):
+            setattr(config, flag, getattr(source, flag))
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        model, report = _read_checkpoint(spec, config)
+    _check_complete(spec, model, report, body)
+    return model
+
+
+def _read_checkpoint(
+    spec: ModelSpec, config: PreTrainedConfig
+) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+    try:
+        model, report = auto_class(spec.task, config).from_pretrained(
+            spec.pretrained,
+            config=config,
+            dtype=torch.float32,
+            ignore_mismatched_sizes=True,  # judged by _check_complete
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as cause:
+        raise ModelError(
+            f"cannot load the checkpoint {spec.pretrained!r}: {first_lines(cause)}"
+        ) from cause
+    return model, report
+
+
+def _check_complete(
+    spec: ModelSpec, model: PreTrainedModel, report: Mapping[str, Any], body: frozenset[str]
+) -> None:
+    needed = body - set(model.all_tied_weights_keys)
+    for problem in ("missing_keys", "mismatched_keys"):
+        keys = [key if isinstance(key, str) else key[0] for key in report[problem]]
+        wrong = sorted(needed.intersection(keys))
+        if wrong:
+            raise ModelError(
+                f"the checkpoint {spec.pretrained!r} does not fit a {spec.model_type!r} model for "
+                f"{spec.task!r}: {len(wrong)} {problem.split('_')[0]} tensors, first {wrong[0]!r}"
+            )

@@ -1,0 +1,151 @@
+"""One small record per family: where its embedding, its blocks and its last norm live.
+
+Paths are relative to the *stack*: the module that owns embedding and blocks. That is the base
+model, or its encoder in encoder-decoder models, whatever task head sits on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from collapipe_flwr.models import block_inputs
+from collapipe_flwr.models.block_inputs import InputsBuilder
+
+_UNDERSTANDING = ("sequence-classification", "token-classification", "masked-lm")
+_GENERATING = ("causal-lm", "sequence-classification", "token-classification")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """How one architecture splits.
+
+    ``before`` are the modules that run ahead of the first block, ``after`` those that run in
+    order behind the last, ``shared`` the parameters that every block reads, and ``joined`` a
+    module that runs behind block 0 and sees that block's input too.
+    """
+
+    model_types: tuple[str, ...]
+    blocks: str
+    before: tuple[str, ...]
+    inputs: InputsBuilder
+    tasks: tuple[str, ...]
+    stack: str = ""
+    after: tuple[str, ...] = ()
+    pooler: str = "pooler"
+    shared: tuple[str, ...] = ()
+    joined: str | None = None
+    settings: tuple[str, ...] = ()  # keys that the model reads but its configuration omits
+    entry: str = "inputs_embeds"  # the argument through which a task head takes hidden states
+
+    @property
+    def decodes(self) -> bool:
+        """Whether a decoder, not blocks and a head, stands at the edge."""
+        return self.stack == "encoder"
+
+
+_FAMILIES = (
+    Family(
+        model_types=("bert", "roberta", "xlm-roberta", "camembert"),
+        blocks="encoder.layer",
+        before=("embeddings",),
+        inputs=block_inputs.bidirectional,
+        tasks=_UNDERSTANDING,
+    ),
+    Family(
+        model_types=("distilbert",),
+        blocks="transformer.layer",
+        before=("embeddings",),
+        inputs=block_inputs.bidirectional,
+        tasks=_UNDERSTANDING,
+    ),
+    Family(
+        model_types=("deberta-v2",),
+        blocks="encoder.layer",
+        before=("embeddings",),
+        inputs=block_inputs.deberta_v2,
+        tasks=_UNDERSTANDING,
+        shared=("encoder.rel_embeddings", "encoder.LayerNorm"),
+        joined="encoder.conv",
+        settings=(
+            "position_buckets",
+            "norm_rel_ebd",
+            "share_att_key",
+            "conv_kernel_size",
+            "conv_act",
+            "conv_groups",
+        ),
+    ),
+    Family(
+        model_types=("modernbert",),
+        blocks="layers",
+        before=("embeddings",),
+        inputs=block_inputs.modernbert,
+        tasks=_UNDERSTANDING,
+        after=("final_norm",),
+    ),
+    Family(
+        model_types=("vit",),
+        blocks="layers",
+        before=("embeddings",),
+        inputs=block_inputs.no_inputs,
+        tasks=("image-classification",),
+        after=("layernorm",),
+        entry="pixel_values",
+    ),
+    Family(
+        model_types=("marian", "bart"),
+        stack="encoder",
+        blocks="layers",
+        before=("embed_tokens", "embed_positions", "layernorm_embedding"),
+        inputs=block_inputs.bidirectional,
+        tasks=("seq2seq",),
+    ),
+    Family(
+        model_types=("mbart", "m2m_100"),
+        stack="encoder",
+        blocks="layers",
+        before=("embed_tokens", "embed_positions", "layernorm_embedding"),
+        inputs=block_inputs.bidirectional,
+        tasks=("seq2seq",),
+        after=("layer_norm",),
+    ),
+    Family(
+        model_types=("t5", "mt5"),
+        stack="encoder",
+        blocks="block",
+        before=("embed_tokens",),
+        inputs=block_inputs.t5,
+        tasks=("seq2seq",),
+        after=("final_layer_norm", "dropout"),
+        shared=("block.0.layer.0.SelfAttention.relative_attention_bias",),
+    ),
+    Family(
+        model_types=("whisper",),
+        stack="encoder",
+        blocks="layers",
+        before=("conv1", "conv2", "embed_positions"),
+        inputs=block_inputs.no_inputs,
+        tasks=("seq2seq",),
+        after=("layer_norm",),
+    ),
+    Family(
+        model_types=("gpt2",),
+        blocks="h",
+        before=("wte", "wpe"),
+        inputs=block_inputs.causal,
+        tasks=_GENERATING,
+        after=("ln_f",),
+    ),
+    Family(
+        model_types=("llama", "mistral", "qwen2", "qwen3", "gemma"),
+        blocks="layers",
+        before=("embed_tokens",),
+        inputs=block_inputs.causal_rotary,
+        tasks=_GENERATING,
+        after=("norm",),
+    ),
+)
+FAMILIES: Mapping[str, Family] = {
+    model_type: family for family in _FAMILIES for model_type in family.model_types
+}

@@ -1,0 +1,163 @@
+"""From what a user writes (a model type or a checkpoint, some overrides) to a ``ModelSpec``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.models.checkpoint import first_lines, read_pretrained_config
+from collapipe_flwr.models.families import FAMILIES
+from collapipe_flwr.models.spec import ModelSpec
+from collapipe_flwr.models.splitter import Splitter
+from collapipe_flwr.models.tasks import find_task
+
+# A block skipped at random in one process would not be skipped in another.
+_LAYERDROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+
+
+def make_spec(
+    task: str,
+    *,
+    model_type: str | None = None,
+    pretrained: str | None = None,
+    overrides: Mapping[str, object] | None = None,
+    vocab_size: int | None = None,
+    pad_token_id: int | None = None,
+    bos_token_id: int | None = None,
+    eos_token_id: int | None = None,
+    decoder_start_token_id: int | None = None,
+    num_labels: int | None = None,
+    id2label: Mapping[int, str] | None = None,
+    edge_blocks: int = 0,
+    ties: str = "untie",
+    shared: str = "freeze",
+) -> ModelSpec:
+    """Describe a model from scratch (``model_type``) or from a checkpoint (``pretrained``).
+
+    ``overrides`` are configuration keys (``hidden_size``, ``encoder_layers``, ...); vocabulary
+    and token ids come from the tokenizer, None leaves the configuration's own. Raises ModelError
+    for an unknown type, task, key or value, and for a model that cannot be split.
+    """
+    labelled = find_task(task).labelled
+    config = _starting_config(model_type, pretrained, dict(overrides or {}))
+    tokens = {
+        "pad_token_id": pad_token_id,
+        "bos_token_id": bos_token_id,
+        "eos_token_id": eos_token_id,
+        "decoder_start_token_id": decoder_start_token_id,
+    }
+    for key, value in tokens.items():
+        if value is not None:
+            setattr(config, key, value)
+    if vocab_size is not None:
+        _set_vocabulary(config, vocab_size, pretrained)
+    if labelled:
+        _set_labels(config, num_labels, id2label)
+    _set_exact_training(config)
+    if ties == "untie":
+        _untie(config)
+    spec = ModelSpec(
+        task=task,
+        config_json=config.to_json_string(use_diff=False),
+        pretrained=pretrained,
+        edge_blocks=edge_blocks,
+        ties=ties,
+        shared=shared,
+    )
+    Splitter(spec)  # fails here, not on a device
+    return spec
+
+
+def _starting_config(
+    model_type: str | None, pretrained: str | None, overrides: dict[str, object]
+) -> PreTrainedConfig:
+    if (model_type is None) == (pretrained is None):
+        raise ModelError("name either a model_type (random weights) or a pretrained checkpoint")
+    if pretrained is not None:
+        started = read_pretrained_config(pretrained)
+        _check_keys(type(started), overrides)
+        return _apply(started, overrides)
+    assert model_type is not None
+    if model_type not in CONFIG_MAPPING:
+        near = _near(model_type, FAMILIES) or f"choose one of {', '.join(FAMILIES)}"
+        raise ModelError(f"unknown model type {model_type!r}; {near}")
+    config_class: Any = CONFIG_MAPPING[model_type]
+    _check_keys(config_class, overrides)
+    try:
+        config: PreTrainedConfig = config_class(**overrides)
+    except (StrictDataclassError, ValueError, TypeError) as cause:
+        raise ModelError(f"model type {model_type!r}: {first_lines(cause)}") from cause
+    return config
+
+
+def _apply(config: PreTrainedConfig, overrides: Mapping[str, object]) -> PreTrainedConfig:
+    try:
+        for key, value in overrides.items():
+            setattr(config, key, value)
+    except (StrictDataclassError, ValueError, TypeError) as cause:
+        raise ModelError(f"model type {config.model_type!r}: {first_lines(cause)}") from cause
+    return config
+
+
+def _check_keys(config_class: Any, overrides: Mapping[str, object]) -> None:
+    family = FAMILIES.get(config_class.model_type)
+    known = set(config_class().to_dict()) | set(config_class.attribute_map)
+    known |= set(family.settings) if family else set()
+    for key in overrides:
+        if key not in known:
+            near = _near(key, known) or f"see {config_class.__name__} in the transformers manual"
+            raise ModelError(f"{config_class.model_type!r} models have no setting {key!r}; {near}")
+
+
+def _near(name: str, known: Iterable[str]) -> str | None:
+    near = get_close_matches(name, list(known), n=3)
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else None
+
+
+def _set_vocabulary(config: PreTrainedConfig, vocab_size: int, pretrained: str | None) -> None:
+    if pretrained is None:
+        config.vocab_size = vocab_size
+        if config.model_type == "marian":
+            config.decoder_vocab_size = vocab_size
+    elif vocab_size > config.vocab_size:
+        raise ModelError(
+            f"the tokenizer has {vocab_size} tokens, the checkpoint {pretrained!r} only "
+            f"{config.vocab_size}; use the checkpoint's own tokenizer"
+        )
+
+
+def _set_labels(
+    config: PreTrainedConfig, num_labels: int | None, id2label: Mapping[int, str] | None
+) -> None:
+    if id2label is not None:
+        if num_labels not in (None, len(id2label)):
+            raise ModelError(f"num_labels is {num_labels}, id2label names {len(id2label)} labels")
+        config.id2label = dict(id2label)
+        config.label2id = {name: index for index, name in id2label.items()}
+    elif num_labels is not None:
+        if num_labels < 1:
+            raise ModelError(f"num_labels must be 1 or more, got {num_labels}")
+        config.num_labels = num_labels
+
+
+def _set_exact_training(config: PreTrainedConfig) -> None:
+    """What a cut model needs: every block runs, single precision, outputs by name."""
+    for key in _LAYERDROPS:
+        if hasattr(config, key):
+            setattr(config, key, 0.0)
+    config.dtype = "float32"
+    config.return_dict = True
+
+
+def _untie(config: PreTrainedConfig) -> None:
+    """Use the library's own switch where it has one; the splitter unties the rest."""
+    if config.model_type == "marian":
+        config.share_encoder_decoder_embeddings = False
+    family = FAMILIES.get(config.model_type)
+    if family is not None and not family.decodes:
+        config.tie_word_embeddings = False

@@ -1,0 +1,143 @@
+"""The three kinds of part: embedding (control unit), segment (device), edge (decoder or head)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    BaseModelOutputWithPoolingAndCrossAttentions,
+)
+from transformers.utils.generic import ModelOutput
+
+from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.models.layout import find_blocks
+from collapipe_flwr.models.part import Holdings, Part
+from collapipe_flwr.models.stack import Stack
+from collapipe_flwr.models.tasks import Task
+
+Weights = Mapping[str, Tensor]
+
+
+class _FirstBlockReached(Exception):
+    """Ends the library's forward where the blocks would begin."""
+
+    def __init__(self, hidden_BTD: Tensor) -> None:
+        super().__init__("first block reached")
+        self.hidden_BTD = hidden_BTD
+
+
+def _leave(hidden_BTD: Tensor, *args: object, **kwargs: object) -> NoReturn:
+    """Stands in for block 0's forward at the control unit."""
+    del args, kwargs
+    raise _FirstBlockReached(hidden_BTD)
+
+
+class EmbeddingPart(Part):
+    """Token, patch or audio embedding: the library's own forward, left at the first block."""
+
+    def __init__(self, stack: Stack, holdings: Holdings, weights: Weights) -> None:
+        super().__init__(stack.model, holdings, weights)
+        self._stack = stack.module
+        self._accepted = _parameters_of(self._stack)
+        find_blocks(stack.model, stack.family)[0].forward = _leave
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Hidden states (B, T, D) from ``input_ids``, ``pixel_values`` or ``input_features``.
+
+        Further tensors of a batch (labels, ...) are ignored; raises ModelError if none fits.
+        """
+        known = {key: value for key, value in inputs.items() if key in self._accepted}
+        try:
+            self._stack(**known)
+        except _FirstBlockReached as reached:
+            return reached.hidden_BTD
+        except (ValueError, TypeError, IndexError) as cause:
+            shapes = {key: tuple(value.shape) for key, value in known.items()}
+            raise ModelError(f"the embedding cannot read the inputs {shapes}: {cause}") from cause
+        raise ModelError("the model returned without running its first block")
+
+
+class SegmentPart(Part):
+    """Consecutive blocks on one device."""
+
+    def __init__(self, stack: Stack, holdings: Holdings, weights: Weights) -> None:
+        super().__init__(stack.model, holdings, weights)
+        self._stack = stack
+
+    def forward(self, hidden_BTD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+        """Hidden states (B, T, D) behind this segment's last block.
+
+        ``context`` may hold ``attention_mask`` (B, T), any integer or boolean type, and
+        ``position_ids``; other tensors are ignored.
+        """
+        return self._stack.run_blocks(hidden_BTD, context)
+
+
+class EdgePart(Part):
+    """What stands behind the devices: upper blocks and a head, or a whole decoder."""
+
+    def __init__(self, stack: Stack, holdings: Holdings, weights: Weights, task: Task) -> None:
+        super().__init__(stack.model, holdings, weights)
+        self._stack = stack
+        self._task = task
+        self._accepted = _parameters_of(stack.model) - {stack.family.entry, "encoder_outputs"}
+        if not stack.family.decodes:
+            # The head calls its base model as always, and gets what the devices computed.
+            stack.module.forward = self._base_output
+
+    def forward(self, hidden_BTD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+        """The loss: a scalar, the mean over this batch's own targets (``weight_of``).
+
+        A batch without any target has loss 0, connected to ``hidden_BTD`` by zero gradients.
+        """
+        if "labels" not in context:
+            raise ModelError("the edge needs the tensor 'labels' to compute a loss")
+        if self.weight_of(context) == 0:
+            return hidden_BTD.sum() * 0.0
+        loss: Tensor = self.outputs(hidden_BTD, context)["loss"]
+        return loss
+
+    def weight_of(self, context: Mapping[str, Tensor]) -> int:
+        """The number of examples or target tokens that the loss averages over."""
+        return self._task.targets(context["labels"])
+
+    def outputs(self, hidden_BTD: Tensor, context: Mapping[str, Tensor]) -> ModelOutput:
+        """The task head's full output: ``logits``, and ``loss`` where there are labels."""
+        hidden_BTD = self._stack.run_blocks(hidden_BTD, context)
+        known: dict[str, Any] = {k: v for k, v in context.items() if k in self._accepted}
+        if "use_cache" in _parameters_of(self.model):
+            known["use_cache"] = False
+        if self._stack.family.decodes:
+            encoded = BaseModelOutput(last_hidden_state=self._stack.finish(hidden_BTD))
+            return self._call(encoder_outputs=encoded, **known)
+        return self._call(**{self._stack.family.entry: hidden_BTD}, **known)
+
+    def _call(self, **arguments: Any) -> ModelOutput:
+        try:
+            output: ModelOutput = self.model(**arguments)
+        except (ValueError, IndexError) as cause:
+            raise ModelError(f"the edge cannot compute its output: {cause}") from cause
+        return output
+
+    def _base_output(
+        self, *args: Tensor, **kwargs: Any
+    ) -> BaseModelOutputWithPoolingAndCrossAttentions:
+        """What the base model would return, from hidden states behind the last block."""
+        hidden_BTD = kwargs.get(self._stack.family.entry)
+        finished_BTD = self._stack.finish(args[0] if hidden_BTD is None else hidden_BTD)
+        return BaseModelOutputWithPoolingAndCrossAttentions(
+            last_hidden_state=finished_BTD, pooler_output=self._stack.pool(finished_BTD)
+        )
+
+
+def _parameters_of(module: nn.Module) -> frozenset[str]:
+    signature = inspect.signature(type(module).forward)
+    return frozenset(
+        name
+        for name, parameter in signature.parameters.items()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD and name != "self"
+    )

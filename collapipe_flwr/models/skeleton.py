@@ -1,0 +1,117 @@
+"""Models without weights: modules in place, parameters on the meta device.
+
+A skeleton costs no memory for weights, keeps the library's absolute names, and says which
+tensors a model has. Parts fill in the tensors that they own and drop the others.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.models.spec import ModelSpec
+from collapipe_flwr.models.tasks import find_task
+
+# Building a transformers model patches library globals for a moment; devices may be threads.
+_BUILDING = threading.Lock()
+
+
+def read_config(spec: ModelSpec) -> PreTrainedConfig:
+    """The configuration inside ``spec``; raises ModelError if transformers does not know it."""
+    values = json.loads(spec.config_json)
+    model_type = values.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise ModelError(f"config_json names the unknown model_type {model_type!r}")
+    config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
+    return config
+
+
+def auto_class(task: str, config: PreTrainedConfig) -> Any:
+    """The Auto class that puts the task's head on this architecture; raises ModelError."""
+    for candidate in find_task(task).auto_classes:
+        if type(config) in candidate._model_mapping:  # type: ignore[attr-defined]
+            return candidate
+    raise ModelError(f"transformers has no {task!r} head for model type {config.model_type!r}")
+
+
+def build_skeleton(spec: ModelSpec) -> PreTrainedModel:
+    """The whole model with meta parameters and real constant buffers.
+
+    The attention implementation is settled here: masks are dropped silently without one.
+    """
+    config = read_config(spec)
+    builder = auto_class(spec.task, config)
+    with _BUILDING, torch.device("meta"):
+        model = _from_config(builder, config)
+    _fill_constants(model)
+    return model
+
+
+def build_random(spec: ModelSpec, seed: int) -> PreTrainedModel:
+    """The whole model with the library's own random first weights, drawn from ``seed``."""
+    config = read_config(spec)
+    builder = auto_class(spec.task, config)
+    with _BUILDING, torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        return _from_config(builder, config)
+
+
+def place_tensor(model: nn.Module, path: str, tensor: Tensor | None) -> None:
+    """Set the parameter or buffer at ``path``; None leaves a hole that costs nothing."""
+    owner_path, _, name = path.rpartition(".")
+    owner = model.get_submodule(owner_path)
+    if name in owner._parameters:
+        owner._parameters[name] = tensor  # type: ignore[assignment]
+    else:
+        owner._buffers[name] = tensor
+
+
+def read_tensor(model: nn.Module, path: str) -> Tensor | None:
+    """The parameter or buffer at ``path``, None where there is a hole."""
+    owner_path, _, name = path.rpartition(".")
+    owner = model.get_submodule(owner_path)
+    if name in owner._parameters:
+        return owner._parameters[name]
+    return owner._buffers[name]
+
+
+def _from_config(builder: Any, config: PreTrainedConfig) -> PreTrainedModel:
+    try:
+        model: PreTrainedModel = builder.from_config(config)
+    except (ValueError, TypeError, KeyError, IndexError, ZeroDivisionError) as cause:
+        reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+        raise ModelError(
+            f"transformers cannot build the {config.model_type!r} model: {reason}"
+        ) from cause
+    return model
+
+
+def _fill_constants(model: PreTrainedModel) -> None:
+    """Compute the buffers that no checkpoint holds (rotary frequencies, sinusoids, ...)."""
+    for name, module in model.named_modules():
+        constants = [key for key in module._buffers if key in module._non_persistent_buffers_set]
+        if not constants:
+            continue
+        for key in constants:
+            buffer = module._buffers[key]
+            if buffer is not None:
+                module._buffers[key] = torch.empty_like(buffer, device="cpu")
+        with torch.no_grad():
+            _closest_model(model, name)._init_weights(module)  # type: ignore[no-untyped-call]
+
+
+def _closest_model(model: PreTrainedModel, path: str) -> PreTrainedModel:
+    """The innermost library model around ``path``: it knows how to initialise its modules."""
+    closest = model
+    module: nn.Module = model
+    for part in path.split(".") if path else []:
+        module = module.get_submodule(part)
+        if isinstance(module, PreTrainedModel):
+            closest = module
+    return closest

@@ -1,0 +1,206 @@
+"""The cut: one transformers model into embedding | segments of blocks | edge."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.models.checkpoint import load_checkpoint
+from collapipe_flwr.models.families import FAMILIES, Family
+from collapipe_flwr.models.layout import EDGE, EMBEDDING, Layout, find_blocks, make_layout
+from collapipe_flwr.models.part import Holdings, Part
+from collapipe_flwr.models.parts import EdgePart, EmbeddingPart, SegmentPart
+from collapipe_flwr.models.skeleton import build_random, build_skeleton
+from collapipe_flwr.models.spec import ModelSpec
+from collapipe_flwr.models.stack import Stack
+from collapipe_flwr.models.tasks import find_task
+
+Weights = Mapping[str, Tensor]
+
+
+class Splitter:
+    """Cuts one model, described by ``spec``, into parts that hold only their own tensors.
+
+    Numbers do not depend on the cut: loss and gradients equal those of ``build_whole``.
+    Raises ModelError if the model cannot be built or split.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self.task = find_task(spec.task)
+        skeleton = build_skeleton(spec)
+        self._family = _family_for(spec)
+        total_blocks = len(find_blocks(skeleton, self._family))
+        self.num_blocks = _blocks_for_devices(total_blocks, spec, self._family)
+        self._layout = make_layout(
+            skeleton,
+            self._family,
+            edge_blocks=spec.edge_blocks,
+            untie=spec.ties == "untie",
+        )
+        self._constants = _constant_keys(skeleton, self._layout)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether a decoder, not just a head, stands at the edge."""
+        return self._family.decodes
+
+    # Keys
+
+    def all_keys(self) -> tuple[str, ...]:
+        """All keys of the model: the union of all parts' keys."""
+        return tuple(self._layout.owners)
+
+    def embedding_keys(self) -> tuple[str, ...]:
+        """What the control unit owns."""
+        return self._layout.keys_of(EMBEDDING)
+
+    def segment_keys(self, first_block: int, stop_block: int) -> tuple[str, ...]:
+        """What a device with these blocks owns."""
+        self._check_range(first_block, stop_block)
+        return self._layout.keys_of(*range(first_block, stop_block))
+
+    def edge_keys(self) -> tuple[str, ...]:
+        """What the edge owns."""
+        return self._layout.keys_of(EDGE)
+
+    @property
+    def shared_keys(self) -> tuple[str, ...]:
+        """Parameters that every block reads; ``build_segment`` needs them besides its own."""
+        return self._layout.shared_keys
+
+    @property
+    def constant_keys(self) -> frozenset[str]:
+        """Keys that never train (sinusoids, buffers, frozen shared parameters): no averaging."""
+        return self._constants | self._frozen()
+
+    @property
+    def ties(self) -> Mapping[str, tuple[str, ...]]:
+        """Tables of the edge that the embedding reads row by row: key to embedding's paths."""
+        return self._layout.ties
+
+    @property
+    def context_keys(self) -> frozenset[str]:
+        """The tensors of a batch that travel down the chain beside hidden states."""
+        wanted = {"attention_mask", "position_ids", "labels"}
+        if self._family.decodes:
+            return frozenset(wanted | {"decoder_input_ids", "decoder_attention_mask"})
+        if self.spec.task == "sequence-classification" and "causal-lm" in self._family.tasks:
+            wanted.add("input_ids")  # the head looks for the last token that is not padding
+        return frozenset(wanted)
+
+    def context(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The part of ``batch`` that segments and edge need."""
+        return {key: value for key, value in batch.items() if key in self.context_keys}
+
+    # Weights
+
+    def initial_weights(self, seed: int) -> dict[str, Tensor]:
+        """First values of all keys: from ``spec.pretrained``, else drawn from ``seed``.
+
+        A checkpoint without the task's head gets a fresh one. Raises ModelError if it cannot be
+        read or lacks tensors of the model's body.
+        """
+        if self.spec.pretrained is None:
+            model = build_random(self.spec, seed)
+        else:
+            model = load_checkpoint(self.spec, seed, body=self._body())
+        found = model.state_dict()
+        return {key: found[key].detach().clone() for key in self.all_keys()}
+
+    # Parts
+
+    def build_embedding(self, weights: Weights) -> EmbeddingPart:
+        """The control unit's part; ``weights`` must hold ``embedding_keys``."""
+        stack = self._stack(0, 0)
+        return EmbeddingPart(stack, self._holdings(EMBEDDING), weights)
+
+    def build_segment(self, first_block: int, stop_block: int, weights: Weights) -> SegmentPart:
+        """A device's part; ``weights`` must hold its ``segment_keys`` and ``shared_keys``."""
+        self._check_range(first_block, stop_block)
+        holdings = self._holdings(*range(first_block, stop_block), runs_blocks=True)
+        return SegmentPart(self._stack(first_block, stop_block), holdings, weights)
+
+    def build_edge(self, weights: Weights) -> EdgePart:
+        """The edge's part; ``weights`` must hold ``edge_keys`` (and ``shared_keys``)."""
+        holdings = self._holdings(EDGE, runs_blocks=self.spec.edge_blocks > 0)
+        stack = self._stack(self.num_blocks, self.num_blocks + self.spec.edge_blocks)
+        return EdgePart(stack, holdings, weights, self.task)
+
+    def build_whole(self, weights: Weights) -> PreTrainedModel:
+        """The unsplit transformers model with these weights, in evaluation mode."""
+        model = build_skeleton(self.spec)
+        places = {
+            key: paths + self._layout.ties.get(key, ())
+            for key, paths in self._layout.places.items()
+        }
+        Part(model, Holdings(owned=places, frozen=self._frozen()), weights)
+        for path in [p for p in model.all_tied_weights_keys if p in self._layout.owners]:
+            model.all_tied_weights_keys.pop(path)
+        model.train(False)
+        return model
+
+    def _body(self) -> frozenset[str]:
+        """What a checkpoint must bring: everything where a decoder, all but a head otherwise."""
+        head = set() if self.decodes else set(self.edge_keys())
+        return frozenset(key for key in self.all_keys() if key not in head)
+
+    def _stack(self, first_block: int, stop_block: int) -> Stack:
+        return Stack(
+            model=build_skeleton(self.spec),
+            family=self._family,
+            first_block=first_block,
+            stop_block=stop_block,
+        )
+
+    def _holdings(self, *owners: int, runs_blocks: bool = False) -> Holdings:
+        places = self._layout.places
+        owned = {key: places[key] for key in self._layout.keys_of(*owners)}
+        shared = self.shared_keys if runs_blocks else ()
+        replicas = {key: places[key] for key in shared if key not in owned}
+        return Holdings(owned=owned, replicas=replicas, frozen=self._frozen())
+
+    def _frozen(self) -> frozenset[str]:
+        return frozenset(self.shared_keys if self.spec.shared == "freeze" else ())
+
+    def _check_range(self, first_block: int, stop_block: int) -> None:
+        if not 0 <= first_block < stop_block <= self.num_blocks:
+            raise ModelError(
+                f"blocks {first_block}..{stop_block - 1} do not exist; "
+                f"devices may hold blocks 0..{self.num_blocks - 1}"
+            )
+
+
+def _family_for(spec: ModelSpec) -> Family:
+    family = FAMILIES.get(spec.model_type)
+    if family is None:
+        raise ModelError(
+            f"model type {spec.model_type!r} cannot be split; choose one of {', '.join(FAMILIES)}"
+        )
+    if spec.task not in family.tasks:
+        raise ModelError(
+            f"model type {spec.model_type!r} cannot do the task {spec.task!r} when split; "
+            f"it can do {', '.join(family.tasks)}"
+        )
+    return family
+
+
+def _blocks_for_devices(total_blocks: int, spec: ModelSpec, family: Family) -> int:
+    if spec.edge_blocks and family.decodes:
+        raise ModelError(
+            f"edge_blocks must be 0 for {spec.model_type!r}: its decoder stands at the edge"
+        )
+    if spec.edge_blocks >= total_blocks:
+        raise ModelError(
+            f"edge_blocks must be below the model's {total_blocks} blocks, got {spec.edge_blocks}"
+        )
+    return total_blocks - spec.edge_blocks
+
+
+def _constant_keys(skeleton: PreTrainedModel, layout: Layout) -> frozenset[str]:
+    trainable = {name for name, p in skeleton.named_parameters() if p.requires_grad}
+    trainable |= set(skeleton.all_tied_weights_keys)
+    return frozenset(key for key in layout.owners if key not in trainable)

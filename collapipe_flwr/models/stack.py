@@ -1,0 +1,63 @@
+"""Running some blocks of a stack, with the mathematics of the library's own loop around them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from collapipe_flwr.models.block_inputs import token_mask
+from collapipe_flwr.models.families import Family
+from collapipe_flwr.models.layout import find_blocks, stack_path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """Blocks ``first_block .. stop_block - 1`` of a model and what stands around the list."""
+
+    model: PreTrainedModel
+    family: Family
+    first_block: int
+    stop_block: int
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that owns embedding and blocks."""
+        return self.model.get_submodule(stack_path(self.model, self.family))
+
+    def run_blocks(self, hidden_BTD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+        """Hidden states (B, T, D) behind the last of these blocks."""
+        if self.first_block == self.stop_block:
+            return hidden_BTD
+        arguments = self.family.inputs(self.module, hidden_BTD, context)
+        blocks = find_blocks(self.model, self.family)
+        for index in range(self.first_block, self.stop_block):
+            output = blocks[index](hidden_BTD, **arguments(index))
+            output_BTD = output if isinstance(output, Tensor) else output[0]
+            if index == 0 and self.family.joined:
+                output_BTD = self._join(hidden_BTD, output_BTD, context)
+            hidden_BTD = output_BTD
+        return hidden_BTD
+
+    def finish(self, hidden_BTD: Tensor) -> Tensor:
+        """What the library does behind the last block: a norm, a dropout, or nothing."""
+        for name in self.family.after:
+            hidden_BTD = self.module.get_submodule(name)(hidden_BTD)
+        return hidden_BTD
+
+    def pool(self, hidden_BTD: Tensor) -> Tensor | None:
+        """The pooled first token (B, D), None in models without a pooler."""
+        pooler: Any = getattr(self.module, self.family.pooler, None)
+        return None if pooler is None else pooler(hidden_BTD)
+
+    def _join(self, before_BTD: Tensor, after_BTD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+        assert self.family.joined is not None
+        owner, _, name = self.family.joined.rpartition(".")
+        module: Any = getattr(self.module.get_submodule(owner), name, None)
+        if module is None:
+            return after_BTD
+        joined: Tensor = module(before_BTD, after_BTD, token_mask(before_BTD, context))
+        return joined

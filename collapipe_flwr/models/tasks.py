@@ -1,0 +1,83 @@
+"""The tasks: which transformers head learns them, and what their loss averages over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForSpeechSeq2Seq,
+    AutoModelForTokenClassification,
+)
+
+from collapipe_flwr.core.errors import ModelError
+
+IGNORED_LABEL = -100  # transformers' mark for positions without a target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A task: the Auto classes that may hold its head, and how many targets a batch has."""
+
+    name: str
+    auto_classes: tuple[type, ...]
+    targets: Callable[[Tensor], int]
+    labelled: bool = False  # whether the head's size is num_labels
+
+
+def _examples(labels: Tensor) -> int:
+    return int(labels.shape[0])
+
+
+def _tokens(labels_BT: Tensor) -> int:
+    return int((labels_BT != IGNORED_LABEL).sum())
+
+
+def _next_tokens(labels_BT: Tensor) -> int:
+    return _tokens(labels_BT[:, 1:])
+
+
+_TASKS = (
+    Task(
+        name="sequence-classification",
+        auto_classes=(AutoModelForSequenceClassification,),
+        targets=_examples,
+        labelled=True,
+    ),
+    Task(
+        name="token-classification",
+        auto_classes=(AutoModelForTokenClassification,),
+        targets=_tokens,
+        labelled=True,
+    ),
+    Task(
+        name="image-classification",
+        auto_classes=(AutoModelForImageClassification,),
+        targets=_examples,
+        labelled=True,
+    ),
+    Task(name="masked-lm", auto_classes=(AutoModelForMaskedLM,), targets=_tokens),
+    Task(name="causal-lm", auto_classes=(AutoModelForCausalLM,), targets=_next_tokens),
+    Task(
+        name="seq2seq",
+        auto_classes=(AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq),
+        targets=_tokens,
+    ),
+)
+TASKS: Mapping[str, Task] = {task.name: task for task in _TASKS}
+
+
+def find_task(name: str) -> Task:
+    """The task of that name; raises ModelError naming the nearest one."""
+    if name in TASKS:
+        return TASKS[name]
+    near = get_close_matches(name, TASKS, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(TASKS)}"
+    raise ModelError(f"unknown task {name!r}; {hint}")
