@@ -1,0 +1,89 @@
+"""How the strategy reaches the decoder replicas at the edge: open, fetch, close.
+
+:class:`EdgeGateway` is the seam; :class:`MemoryEdge` is its fake for tests and dry runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.federation.records import LearningSettings
+from collapipe_flwr.pipeline.meter import StageReport
+
+Weights = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderOrder:
+    """The decoder replica that one cluster trains against in one round."""
+
+    cluster_id: str
+    server_round: int
+    model_spec_json: str
+    learning: LearningSettings
+    depth: int = 1  # planned micro-batches in flight at the edge
+    weights: Weights = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeSession:
+    """An open session: what the cluster needs to connect to its replica."""
+
+    address: str
+    session_id: str
+    token: str = field(repr=False)
+
+
+class EdgeGateway(Protocol):
+    """Sessions at one edge server; every call ends within the gateway's own deadline."""
+
+    def open(self, order: DecoderOrder) -> EdgeSession:
+        """Place a decoder replica; raises LinkError if the edge cannot be reached or refuses."""
+
+    def fetch(self, session: EdgeSession) -> dict[str, torch.Tensor]:
+        """The replica's current weights; raises LinkError."""
+
+    def report(self, session: EdgeSession) -> StageReport | None:
+        """What the replica's stage measured, None if it never ran; raises LinkError."""
+
+    def close(self, session: EdgeSession) -> None:
+        """Forget the session (twice is fine); raises LinkError if the edge cannot be reached."""
+
+
+class MemoryEdge:
+    """An edge in this process: keeps replicas in a dict, where a test trains them by hand."""
+
+    address = "memory"
+
+    def __init__(self) -> None:
+        self.replicas: dict[str, dict[str, torch.Tensor]] = {}
+        self.orders: dict[str, DecoderOrder] = {}
+        self._count = 0
+
+    def open(self, order: DecoderOrder) -> EdgeSession:
+        """Copy the weights in under a new session id."""
+        self._count += 1
+        session_id = f"session-{self._count}"
+        self.replicas[session_id] = {k: v.clone() for k, v in order.weights.items()}
+        self.orders[session_id] = order
+        return EdgeSession(address=self.address, session_id=session_id, token="memory")
+
+    def fetch(self, session: EdgeSession) -> dict[str, torch.Tensor]:
+        """The replica as the test left it."""
+        if session.session_id not in self.replicas:
+            raise LinkError(f"the edge knows no session {session.session_id}")
+        return dict(self.replicas[session.session_id])
+
+    def report(self, session: EdgeSession) -> StageReport | None:
+        """Nothing ran here."""
+        del session
+        return None
+
+    def close(self, session: EdgeSession) -> None:
+        """Drop the replica."""
+        self.replicas.pop(session.session_id, None)

@@ -1,0 +1,137 @@
+"""Frozen dataclasses to JSON and back, strictly: what comes from a peer is checked, not trusted.
+
+Accepts str, int, float (NaN and infinities too: a diverged loss is a fact), bool, enums, optional
+values, tuples, string-keyed mappings and dataclasses of these. Every key must be known and every
+field without a default present.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
+from functools import cache
+from typing import Any, TypeVar, cast
+
+from collapipe_flwr.core.errors import CollaPipeError, ProtocolError
+
+T = TypeVar("T")
+_SCALARS: Mapping[type, str] = {str: "a string", int: "a whole number", bool: "true or false"}
+
+
+def to_json(value: object) -> str:
+    """One dataclass as compact JSON."""
+    return json.dumps(plain(value), separators=(",", ":"))
+
+
+def from_json(kind: type[T], text: str, what: str) -> T:
+    """Rebuild a ``kind``; raises ProtocolError that names the place, as ``what.field``."""
+    try:
+        data = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ProtocolError(f"{what} is not JSON: {error}") from error
+    return cast(T, _decode(kind, data, what))
+
+
+def plain(value: object) -> Any:
+    """A value as what the json module writes: dicts, lists and scalars."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, tuple | list):
+        return [plain(v) for v in value]
+    return value
+
+
+def _decode(kind: Any, data: Any, path: str) -> Any:
+    origin = typing.get_origin(kind)
+    if origin in (typing.Union, types.UnionType):
+        return _decode_union(kind, data, path)
+    if origin is tuple:
+        return _decode_tuple(kind, data, path)
+    if origin is Mapping:
+        return _decode_mapping(kind, data, path)
+    if is_dataclass(kind):
+        return _decode_dataclass(kind, data, path)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return _decode_enum(kind, data, path)
+    return _decode_scalar(kind, data, path)
+
+
+def _decode_union(kind: Any, data: Any, path: str) -> Any:
+    options = [option for option in typing.get_args(kind) if option is not type(None)]
+    if data is None and len(options) < len(typing.get_args(kind)):
+        return None
+    exact = [option for option in options if option is type(data)]
+    return _decode((exact or options)[0], data, path)
+
+
+def _decode_tuple(kind: Any, data: Any, path: str) -> tuple[Any, ...]:
+    if not isinstance(data, list):
+        raise _wrong(path, "a list", data)
+    args = typing.get_args(kind)
+    if args[-1] is Ellipsis:
+        return tuple(_decode(args[0], v, f"{path}[{i}]") for i, v in enumerate(data))
+    if len(data) != len(args):
+        raise _wrong(path, f"a list of {len(args)}", data)
+    pairs = zip(args, data, strict=True)
+    return tuple(_decode(a, v, f"{path}[{i}]") for i, (a, v) in enumerate(pairs))
+
+
+def _decode_mapping(kind: Any, data: Any, path: str) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise _wrong(path, "an object", data)
+    of = typing.get_args(kind)[1]
+    return {k: _decode(of, v, f"{path}.{k}") for k, v in data.items()}
+
+
+def _decode_dataclass(kind: Any, data: Any, path: str) -> Any:
+    if not isinstance(data, dict):
+        raise _wrong(path, "an object", data)
+    hints = _hints(kind)
+    unknown = sorted(set(data) - set(hints))
+    if unknown:
+        raise ProtocolError(f"{path} has the unknown key {unknown[0]!r}")
+    missing = sorted(_required(kind) - set(data))
+    if missing:
+        raise ProtocolError(f"{path} lacks the key {missing[0]!r}")
+    values = {k: _decode(hints[k], v, f"{path}.{k}") for k, v in data.items()}
+    try:
+        return kind(**values)
+    except CollaPipeError as error:  # a dataclass that checks its own values
+        raise ProtocolError(f"{path}: {error}") from error
+
+
+def _decode_enum(kind: type[Enum], data: Any, path: str) -> Enum:
+    try:
+        return kind(data)
+    except ValueError as error:
+        raise _wrong(path, f"one of {[member.value for member in kind]}", data) from error
+
+
+def _decode_scalar(kind: type, data: Any, path: str) -> Any:
+    if kind is float and type(data) in (int, float):
+        return float(data)
+    if type(data) is not kind:
+        raise _wrong(path, _SCALARS.get(kind, "a number"), data)
+    return data
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _required(kind: Any) -> set[str]:
+    return {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
+
+
+def _wrong(path: str, wanted: str, data: Any) -> ProtocolError:
+    shown = repr(data)
+    return ProtocolError(f"{path} must be {wanted}, got {shown[:60]}")

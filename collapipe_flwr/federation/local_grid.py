@@ -1,0 +1,118 @@
+"""A Flower Grid whose nodes are ClientApps in this process: for tests, notebooks and dry runs.
+
+It keeps Flower's contract (ids, error replies, copies instead of shared objects) and nothing else:
+no Ray, no SuperLink, no waiting. Nodes answer one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
+from typing import TYPE_CHECKING
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+from flwr.supercore.task_identity import TaskIdentity
+
+from collapipe_flwr.core.errors import RunError
+
+if TYPE_CHECKING:  # not part of Flower's public names
+    from flwr.supercore.run import Run
+
+Answer = Callable[[Message, Context], Message]
+CLIENT_APP_RAISED = 2  # flwr's error code of an exception in a ClientApp
+SERVER_NODE = 1
+Wire = Callable[[RecordDict], RecordDict]
+
+
+class LocalGrid(Grid):
+    """Nodes by id; each is a ClientApp or any callable of the same shape.
+
+    ``node_configs`` is what ``--node-config`` gives a SuperNode; ``wire`` is what a content goes
+    through on its way (a deep copy by default). ``sent`` keeps the messages.
+    """
+
+    def __init__(
+        self,
+        nodes: Mapping[int, ClientApp | Answer],
+        *,
+        node_configs: Mapping[int, Mapping[str, str | int | float | bool]] | None = None,
+        run_config: Mapping[str, str | int | float | bool] | None = None,
+        wire: Wire = deepcopy,
+    ) -> None:
+        self._nodes = dict(nodes)
+        self._contexts = {
+            node: Context(1, node, dict((node_configs or {}).get(node, {})), RecordDict(), {})
+            for node in nodes
+        }
+        for context in self._contexts.values():
+            context.run_config = dict(run_config or {})
+        # Flower refuses to make a Message before the process has an identity.
+        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, SERVER_NODE
+        self._wire = wire
+        self._replies: dict[str, Message] = {}
+        self._run: Run | None = None
+        self.sent: list[Message] = []
+
+    def set_run(self, run: Run) -> None:
+        """Set the run."""
+        self._run = run
+
+    @property
+    def run(self) -> Run:
+        """The run; raises RunError before :meth:`set_run`."""
+        if self._run is None:
+            raise RunError("this grid has no run: call set_run first")
+        return self._run
+
+    def create_message(
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
+    ) -> Message:
+        """A message as its constructor makes it."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> list[int]:
+        """All nodes."""
+        return list(self._nodes)
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        """Deliver; every node answers at once."""
+        ids = []
+        for message in messages:
+            message_id = f"message-{len(self.sent) + 1}"
+            message.metadata.__dict__["_message_id"] = message_id
+            self.sent.append(message)
+            self._replies[message_id] = self._answer(message)
+            ids.append(message_id)
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        """The replies, each once."""
+        return [self._replies.pop(i) for i in message_ids if i in self._replies]
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
+        """Push, then pull; nothing here can be late."""
+        del timeout
+        return self.pull_messages(self.push_messages(messages))
+
+    def _answer(self, message: Message) -> Message:
+        node = message.metadata.dst_node_id
+        if node not in self._nodes:
+            return Message(Error(5, "Node Unavailable"), reply_to=message)
+        delivered = Message(self._wire(message.content), metadata=message.metadata)  # type: ignore[call-overload]
+        try:
+            reply = self._nodes[node](delivered, self._contexts[node])
+        except Exception as error:  # as Flower does with whatever a client raises
+            reason = f"{type(error)}:<'{error}'>"
+            return Message(Error(CLIENT_APP_RAISED, reason), reply_to=message)
+        if reply.has_content():
+            reply.content = self._wire(reply.content)
+        return reply

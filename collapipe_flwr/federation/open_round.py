@@ -1,0 +1,184 @@
+"""One round between asking and aggregating: messages out, replies in, edge sessions held.
+
+This is where a message becomes a cluster's own and a reply becomes a whole model again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from flwr.app import ArrayRecord, Message, RecordDict
+
+from collapipe_flwr.core.domain import ClusterPlan
+from collapipe_flwr.core.errors import LinkError, ProtocolError, RunError
+from collapipe_flwr.federation.arrays import averaged_keys, averaging_view, restore
+from collapipe_flwr.federation.records import (
+    RoundAssignment,
+    content_bytes,
+    examples_of,
+    take_telemetry,
+    write_assignment,
+)
+from collapipe_flwr.federation.replies import Sent, as_failed, sender_of, sentence, with_content
+from collapipe_flwr.federation.rounds import RoundPlan
+from collapipe_flwr.federation.split import SplitRound
+from collapipe_flwr.federation.telemetry import ClusterTelemetry
+
+log = logging.getLogger("flwr.collapipe")
+
+
+@dataclass(slots=True, kw_only=True)
+class Received:
+    """The replies of a round, in their order of arrival, as the inner strategy may see them."""
+
+    replies: list[Message] = field(default_factory=list)  # usable ones and errors
+    arrived: dict[str, ClusterTelemetry | None] = field(default_factory=dict)  # by cluster
+    failures: dict[str, str] = field(default_factory=dict)  # by cluster
+    heaviest: ArrayRecord = field(default_factory=ArrayRecord)  # of the most examples
+    content_bytes: int = 0
+    _weight: tuple[float, int] = (-1.0, 0)
+
+    def offer(self, whole: ArrayRecord, examples: float, node_id: int) -> None:
+        """Remember the arrays with the most examples; among equals the lowest node id."""
+        if (examples, -node_id) > self._weight:
+            self._weight, self.heaviest = (examples, -node_id), whole
+
+
+class OpenRound:
+    """A round whose messages are out; :meth:`close` ends its edge sessions."""
+
+    def __init__(self, plan: RoundPlan, template: ArrayRecord, split: SplitRound | None) -> None:
+        self.plan = plan
+        self.template = template
+        self.sent: list[Sent] = []
+        self._split = split
+
+    def address(self, messages: Iterable[Message]) -> list[Message]:
+        """A message of its own for every node that takes part; raises LinkError, RunError."""
+        for message in messages:
+            if self.plan.takes_part(message.metadata.dst_node_id):
+                self.sent.append(self._address(message))
+        return [sent.message for sent in self.sent]
+
+    def receive(self, replies: Iterable[Message], weighted_by: str) -> Received:
+        """Sort the replies; one that cannot be used becomes an error for the inner strategy."""
+        received = Received()
+        for reply in replies:
+            sent = sender_of(reply, self.sent)
+            if sent is None:
+                log.warning("a reply of node %s was not asked for", reply.metadata.src_node_id)
+                continue
+            received.replies.append(self._receive(reply, sent, weighted_by, received))
+        for sent in self.sent:
+            if sent.cluster_id not in received.arrived | received.failures:
+                received.failures[sent.cluster_id] = "no reply before the round's timeout"
+        return received
+
+    def refuse_total_loss(self, received: Received) -> None:
+        """Raise RunError if clusters were asked and none gave a usable reply."""
+        if not self.sent or received.arrived:
+            return
+        cluster_id, why = next(iter(received.failures.items()))
+        raise RunError(
+            f"round {self.plan.server_round}: all {len(self.sent)} clusters failed, "
+            f"first {cluster_id}: {why}"
+        )
+
+    def close(self) -> None:
+        """End the edge sessions."""
+        if self._split is not None:
+            self._split.close()
+
+    def _address(self, message: Message) -> Sent:
+        node_id = message.metadata.dst_node_id
+        cluster_id = self.plan.cluster_ids[node_id]
+        plan = self.plan.cluster_plan(node_id)
+        content = restored(message.content, self.template)
+        task = None
+        if self._split is not None:
+            name, arrays = only_arrays(content, "the inner strategy's message")
+            task = self._split.open(cluster_id, arrays, edge_depth(plan))
+            content[name] = self._split.for_cluster(arrays)
+        assignment = RoundAssignment(
+            server_round=self.plan.server_round,
+            cluster_id=cluster_id,
+            plan=plan,
+            split=task,
+        )
+        content = write_assignment(content, assignment)
+        return Sent(
+            node_id=node_id,
+            cluster_id=cluster_id,
+            message=readdressed(message, content),
+            content_bytes=content_bytes(content),
+        )
+
+    def _receive(self, reply: Message, sent: Sent, weighted_by: str, received: Received) -> Message:
+        if reply.has_error():
+            received.failures[sent.cluster_id] = why = sentence(reply.error)
+            log.warning("cluster %s failed: %s", sent.cluster_id, why)
+            return reply
+        received.content_bytes += content_bytes(reply.content)
+        try:
+            content, telemetry = take_telemetry(reply.content)
+            self._join(content, sent.cluster_id)
+        except (LinkError, ProtocolError) as error:
+            received.failures[sent.cluster_id] = str(error)
+            log.warning("the reply of cluster %s is unusable: %s", sent.cluster_id, error)
+            return as_failed(sent, str(error))
+        received.arrived[sent.cluster_id] = self._with_edge(telemetry)
+        whole = next(iter(content.array_records.values()), ArrayRecord())
+        received.offer(whole, examples_of(content, weighted_by), sent.node_id)
+        return with_content(reply, viewed(content))
+
+    def _with_edge(self, telemetry: ClusterTelemetry | None) -> ClusterTelemetry | None:
+        if telemetry is None or self._split is None:
+            return telemetry
+        return replace(telemetry, edge=self._split.report(telemetry.cluster_id))
+
+    def _join(self, content: RecordDict, cluster_id: str) -> None:
+        if self._split is not None:
+            name, arrays = only_arrays(content, f"the reply of cluster {cluster_id}")
+            content[name] = self._split.join(cluster_id, arrays, self.template)
+
+
+def edge_depth(plan: ClusterPlan | None) -> int:
+    """Micro-batches in flight that the plan gives the edge, the last stage."""
+    return plan.warmup_depth[-1] if plan is not None and plan.warmup_depth else 1
+
+
+def only_arrays(content: RecordDict, what: str) -> tuple[str, ArrayRecord]:
+    """Name and arrays of the one ArrayRecord; raises ProtocolError if there is not just one."""
+    found = list(content.array_records.items())
+    if len(found) != 1:
+        raise ProtocolError(f"{what} must hold exactly one ArrayRecord, got {len(found)}")
+    return found[0]
+
+
+def viewed(content: RecordDict) -> RecordDict:
+    """A new RecordDict whose arrays are what the inner strategy may average."""
+    shown = RecordDict(dict(content))
+    for name, record in content.array_records.items():
+        shown[name] = averaging_view(record)
+    return shown
+
+
+def restored(content: RecordDict, template: ArrayRecord) -> RecordDict:
+    """A new RecordDict with arrays of the global model in their own dtypes, all records copied."""
+    averaged = set(averaged_keys(template))
+    own = RecordDict()
+    for name, record in content.items():
+        if isinstance(record, ArrayRecord) and set(record) == averaged:
+            record = restore(record, template, template)
+        own[name] = record.copy()
+    return own
+
+
+def readdressed(message: Message, content: RecordDict) -> Message:
+    """A new message to the same node with other content."""
+    meta = message.metadata
+    return Message(
+        content, meta.dst_node_id, meta.message_type, ttl=meta.ttl, group_id=meta.group_id
+    )

@@ -1,0 +1,166 @@
+"""The only place that spells the keys of Flower records.
+
+To a cluster: its :class:`RoundAssignment`, inside the ConfigRecord that the inner strategy made
+(built-in mods demand exactly one). From a cluster: one ArrayRecord, one MetricRecord (Flower
+averages everything in it) and its :class:`ClusterTelemetry` in a ConfigRecord, which is taken
+out before the inner strategy looks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+
+from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile
+from collapipe_flwr.core.errors import ProtocolError
+from collapipe_flwr.federation.json_codec import from_json, to_json
+from collapipe_flwr.federation.telemetry import ClusterTelemetry
+from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+
+ARRAYS = "arrays"
+METRICS = "metrics"
+CONFIG = "config"
+EXAMPLES = "num-examples"
+QUERY_DESCRIBE = "query.describe"
+
+_ROUND = "collapipe.server-round"
+_PLAN = "collapipe.plan"
+_CLUSTER_ID = "collapipe.cluster-id"
+_SPLIT = "collapipe.split"
+_TELEMETRY = "collapipe.telemetry"
+_PROFILE = "collapipe.profile"
+_JSON = "json"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearningSettings:
+    """How a cluster learns in one round; the server owns it so that all clusters agree."""
+
+    optimizer: OptimizerSettings
+    schedule: str = "gpipe"
+    deadline_s: float = 60.0  # longest silence of a neighbour inside a step
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitTask:
+    """What a cluster needs to train its part of the model against the edge."""
+
+    model_spec_json: str
+    tokenizer_json: str
+    edge_address: str
+    session_id: str
+    session_token: str = field(repr=False)  # a secret: never printed
+    learning: LearningSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundAssignment:
+    """What one cluster is told in one round; ``split`` is None where clients train whole models."""
+
+    server_round: int
+    cluster_id: str | None = None
+    plan: ClusterPlan | None = None
+    split: SplitTask | None = None
+
+
+def write_assignment(content: RecordDict, assignment: RoundAssignment) -> RecordDict:
+    """A new RecordDict: ``content`` with the assignment in a copy of its first ConfigRecord."""
+    written = RecordDict(dict(content))
+    name, config = next(iter(content.config_records.items()), (CONFIG, ConfigRecord()))
+    config = config.copy()
+    config[_ROUND] = assignment.server_round
+    if assignment.plan is not None:
+        config[_PLAN] = to_json(assignment.plan)
+    if assignment.cluster_id is not None:
+        config[_CLUSTER_ID] = assignment.cluster_id
+    if assignment.split is not None:
+        config[_SPLIT] = to_json(assignment.split)
+    written[name] = config
+    return written
+
+
+def read_assignment(content: RecordDict) -> RoundAssignment:
+    """The assignment in a message; raises ProtocolError if it is missing or malformed."""
+    config = next((c for c in content.config_records.values() if _ROUND in c), None)
+    if config is None:
+        raise ProtocolError(
+            f"the message holds no {_ROUND}: wrap the server's strategy in CollaPipe"
+        )
+    server_round = config[_ROUND]
+    if type(server_round) is not int:
+        raise ProtocolError(f"{_ROUND} must be a whole number, got {server_round!r}")
+    plan, split = _text(config, _PLAN), _text(config, _SPLIT)
+    return RoundAssignment(
+        server_round=server_round,
+        cluster_id=_text(config, _CLUSTER_ID),
+        plan=None if plan is None else from_json(ClusterPlan, plan, _PLAN),
+        split=None if split is None else from_json(SplitTask, split, _SPLIT),
+    )
+
+
+def write_telemetry(content: RecordDict, telemetry: ClusterTelemetry) -> RecordDict:
+    """A new RecordDict: ``content`` with the telemetry beside its records."""
+    written = RecordDict(dict(content))
+    written[_TELEMETRY] = ConfigRecord({_JSON: to_json(telemetry)})
+    return written
+
+
+def take_telemetry(content: RecordDict) -> tuple[RecordDict, ClusterTelemetry | None]:
+    """``content`` without its telemetry, and the telemetry; raises ProtocolError if malformed."""
+    rest = RecordDict({k: v for k, v in content.items() if k != _TELEMETRY})
+    return rest, _read(content, _TELEMETRY, ClusterTelemetry)
+
+
+def write_profile(profile: ClusterProfile) -> RecordDict:
+    """The answer of a control unit that was asked to describe its cluster."""
+    return RecordDict({_PROFILE: ConfigRecord({_JSON: to_json(profile)})})
+
+
+def read_profile(content: RecordDict) -> ClusterProfile:
+    """The description in an answer; raises ProtocolError if it is missing or malformed."""
+    profile = _read(content, _PROFILE, ClusterProfile)
+    if profile is None:
+        raise ProtocolError(f"the answer holds no {_PROFILE} record")
+    return profile
+
+
+def examples_of(content: RecordDict, weighted_by: str) -> float:
+    """The weight of a reply in averages; 0 where it names none."""
+    metrics: MetricRecord = next(iter(content.metric_records.values()), MetricRecord())
+    weight = metrics.get(weighted_by, 0)
+    return 0.0 if isinstance(weight, list) else float(weight)
+
+
+def content_bytes(content: RecordDict) -> int:
+    """Bytes of a message's records on the wire, without Flower's framing."""
+    arrays = (a for r in content.values() if isinstance(r, ArrayRecord) for a in r.values())
+    others = (v for r in content.values() if not isinstance(r, ArrayRecord) for v in r.values())
+    return sum(len(a.data) for a in arrays) + sum(_value_bytes(v) for v in others)
+
+
+def _value_bytes(value: object) -> int:
+    if isinstance(value, list):
+        return sum(_value_bytes(v) for v in value)
+    return len(value) if isinstance(value, str | bytes) else 8
+
+
+def _read(content: RecordDict, name: str, kind: type[T]) -> T | None:
+    record = content.get(name)
+    if record is None:
+        return None
+    text = _text(record, _JSON) if isinstance(record, ConfigRecord) else None
+    if text is None:
+        raise ProtocolError(f"{name} must be a ConfigRecord with the key {_JSON!r}")
+    return from_json(kind, text, name)
+
+
+def _text(config: ConfigRecord, key: str) -> str | None:
+    value = config.get(key)
+    if value is not None and not isinstance(value, str):
+        raise ProtocolError(f"{key} must be a string, got {type(value).__name__}")
+    return value

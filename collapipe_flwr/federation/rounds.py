@@ -1,0 +1,105 @@
+"""What a round is, as values: the plan that opens it and the record that closes it.
+
+:class:`RoundPlanner` is the seam between the strategy and whatever decides: DSSDA over described
+clusters, priors for clients that describe nothing, or a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from flwr.app import ArrayRecord, MetricRecord
+
+from collapipe_flwr.core.domain import ClusterPlan, Plan
+from collapipe_flwr.federation.telemetry import ClusterTelemetry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundPlan:
+    """Which node is which cluster this round, and what the scheduler decided for them.
+
+    A binding plan is executed: clusters that it leaves out are not asked. One that is not
+    binding rests on assumptions about clients that described nothing, and everyone is asked.
+    """
+
+    server_round: int
+    plan: Plan | None
+    cluster_ids: Mapping[int, str]
+    binding: bool
+
+    def cluster_plan(self, node_id: int) -> ClusterPlan | None:
+        """The plan of one node's cluster, None where it has none."""
+        return None if self.plan is None else self.plan.cluster(self.cluster_ids[node_id])
+
+    def takes_part(self, node_id: int) -> bool:
+        """Whether the node is asked to train."""
+        return not self.binding or self.cluster_plan(node_id) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What the round came to: the plan priced under the world's state of that round."""
+
+    latency_s: float | None = None
+    energy_j: Mapping[str, float] = field(default_factory=dict)  # by device
+    queues_j: Mapping[str, float] = field(default_factory=dict)  # by device, after the round
+
+
+class RoundPlanner(Protocol):
+    """Decides before a round and learns after it."""
+
+    def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
+        """The plan for ``nodes``; raises ScheduleError where none exists."""
+
+    def settle(
+        self, plan: RoundPlan, telemetry: Sequence[ClusterTelemetry], failed: Sequence[str]
+    ) -> Outcome:
+        """Price what happened, update queues and estimates; ``failed`` are cluster ids."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundRecord:
+    """Everything worth keeping of one round; handed to ``on_round``."""
+
+    server_round: int
+    plan: Plan | None
+    asked: tuple[str, ...]  # cluster ids
+    failures: Mapping[str, str]  # cluster id: its sentence
+    train_metrics: Mapping[str, float | Sequence[float]]
+    telemetry: Mapping[str, ClusterTelemetry]
+    outcome: Outcome
+    flower_bytes_sent: int
+    flower_bytes_received: int
+
+    @property
+    def link_bytes(self) -> dict[str, int]:
+        """Bytes on the links of all clusters, by kind ("d2d", "d2e")."""
+        totals: dict[str, int] = {}
+        for told in self.telemetry.values():
+            for kind, count in told.link_bytes.items():
+                totals[kind] = totals.get(kind, 0) + count
+        return totals
+
+
+def metrics_as_dict(metrics: MetricRecord | None) -> dict[str, float | Sequence[float]]:
+    """The aggregated metrics as plain numbers."""
+    return dict(metrics.items()) if metrics is not None else {}
+
+
+class NoPlanner:
+    """Every node is its own cluster and nothing is planned."""
+
+    def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
+        """Names only."""
+        del arrays
+        names = {node: f"node-{node}" for node in nodes}
+        return RoundPlan(server_round=server_round, plan=None, cluster_ids=names, binding=False)
+
+    def settle(
+        self, plan: RoundPlan, telemetry: Sequence[ClusterTelemetry], failed: Sequence[str]
+    ) -> Outcome:
+        """Nothing was predicted, so nothing is priced."""
+        del plan, telemetry, failed
+        return Outcome()

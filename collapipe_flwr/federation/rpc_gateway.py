@@ -1,0 +1,68 @@
+"""The edge gateway over gRPC: decoder replicas as sessions of a running edge server."""
+
+from __future__ import annotations
+
+import secrets
+
+import torch
+
+from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.federation.edge_gateway import DecoderOrder, EdgeSession
+from collapipe_flwr.pipeline.meter import StageReport
+from collapipe_flwr.pipeline.session import SessionRequest
+from collapipe_flwr.rpc.edge_client import EdgeClient
+
+_RANDOM_BYTES = 16
+
+
+class RpcEdgeGateway:
+    """Speaks to one edge through ``client``, whose deadlines bound every call.
+
+    ``address`` is where clusters reach the same edge; it differs from the client's when the
+    server sees the edge under another name.
+    """
+
+    def __init__(self, client: EdgeClient, *, address: str | None = None) -> None:
+        self._client = client
+        self._address = address or client.address
+
+    def open(self, order: DecoderOrder) -> EdgeSession:
+        """Open a session with a fresh token and push the decoder; nothing stays open on error."""
+        session = EdgeSession(
+            address=self._address,
+            session_id=f"{order.cluster_id}-{order.server_round}-{secrets.token_hex(4)}",
+            token=secrets.token_hex(_RANDOM_BYTES),
+        )
+        self._client.open_session(_request(order, session))
+        try:
+            self._client.push_weights(session.session_id, session.token, order.weights)
+        except LinkError:
+            self.close(session)
+            raise
+        return session
+
+    def fetch(self, session: EdgeSession) -> dict[str, torch.Tensor]:
+        """The decoder as the cluster's steps left it."""
+        return self._client.fetch_weights(session.session_id, session.token)
+
+    def report(self, session: EdgeSession) -> StageReport | None:
+        """What the decoder's stage measured."""
+        report = self._client.report(session.session_id, session.token)
+        return report if report.steps else None
+
+    def close(self, session: EdgeSession) -> None:
+        """Free the session."""
+        self._client.close_session(session.session_id, session.token)
+
+
+def _request(order: DecoderOrder, session: EdgeSession) -> SessionRequest:
+    learning = order.learning
+    return SessionRequest(
+        session_id=session.session_id,
+        token=session.token,
+        spec_json=order.model_spec_json,
+        optimizer=learning.optimizer,
+        schedule=learning.schedule,
+        depth=order.depth,
+        deadline_s=learning.deadline_s,
+    )

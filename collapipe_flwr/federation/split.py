@@ -1,0 +1,133 @@
+"""Split training seen from the server: half of the model travels by Flower, half by the edge.
+
+The embedding and the encoder blocks go to the clusters in Flower messages; a decoder replica per
+cluster goes to the edge. When a cluster replies, both halves become one whole model again, every
+key exactly once, so that any Flower strategy can aggregate it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flwr.app import Array, ArrayRecord
+
+from collapipe_flwr.core.errors import LinkError, ProtocolError, RunError
+from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
+from collapipe_flwr.federation.edge_gateway import DecoderOrder, EdgeGateway, EdgeSession
+from collapipe_flwr.federation.records import LearningSettings, SplitTask
+from collapipe_flwr.pipeline.meter import StageReport
+
+log = logging.getLogger("flwr.collapipe")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitModel:
+    """Which keys live at the edge, how to reach it, and what every cluster is told."""
+
+    edge: EdgeGateway
+    edge_keys: frozenset[str]
+    model_spec_json: str
+    tokenizer_json: str
+    learning: Callable[[int], LearningSettings]  # by server round, from 1
+
+
+class SplitRound:
+    """The edge sessions of one round, by cluster; :meth:`close` ends all of them."""
+
+    def __init__(self, model: SplitModel, server_round: int) -> None:
+        self._model = model
+        self._server_round = server_round
+        self._sessions: dict[str, EdgeSession] = {}
+
+    def open(self, cluster_id: str, arrays: ArrayRecord, depth: int) -> SplitTask:
+        """Give ``cluster_id`` its decoder replica; raises LinkError or RunError."""
+        missing = sorted(self._model.edge_keys - set(arrays))
+        if missing:
+            raise RunError(
+                f"the global model lacks the array {missing[0]} that the edge trains; start the "
+                "strategy with the weights of the same model specification"
+            )
+        learning = self._model.learning(self._server_round)
+        order = DecoderOrder(
+            cluster_id=cluster_id,
+            server_round=self._server_round,
+            model_spec_json=self._model.model_spec_json,
+            learning=learning,
+            depth=depth,
+            weights=decode_tensors(self._decoder(arrays)),
+        )
+        session = self._model.edge.open(order)
+        self._sessions[cluster_id] = session
+        return SplitTask(
+            model_spec_json=self._model.model_spec_json,
+            tokenizer_json=self._model.tokenizer_json,
+            edge_address=session.address,
+            session_id=session.session_id,
+            session_token=session.token,
+            learning=learning,
+        )
+
+    def for_cluster(self, arrays: ArrayRecord) -> ArrayRecord:
+        """The arrays of embedding and encoder blocks."""
+        kept = ArrayRecord()
+        for key, array in arrays.items():
+            if key not in self._model.edge_keys:
+                kept[key] = array
+        return kept
+
+    def join(self, cluster_id: str, reply: ArrayRecord, template: ArrayRecord) -> ArrayRecord:
+        """The whole model of one cluster in the order of ``template``.
+
+        Raises ProtocolError if a key is missing, unknown or twice, LinkError if the edge fails.
+        """
+        decoder = encode_tensors(self._model.edge.fetch(self._sessions[cluster_id]))
+        check_keys(set(reply), set(template) - self._model.edge_keys, f"cluster {cluster_id}")
+        check_keys(set(decoder), set(self._model.edge_keys), f"the edge for cluster {cluster_id}")
+        whole = ArrayRecord()
+        for key, array in template.items():
+            whole[key] = decoder[key] if key in decoder else reply[key]
+            check_shape(key, whole[key], array, cluster_id)
+        return whole
+
+    def report(self, cluster_id: str) -> StageReport | None:
+        """What the decoder of one cluster measured; None, and a line in the log, if unknown."""
+        try:
+            return self._model.edge.report(self._sessions[cluster_id])
+        except LinkError as error:
+            log.warning("no report of the decoder of cluster %s: %s", cluster_id, error)
+            return None
+
+    def close(self) -> None:
+        """End every session; one that is gone already, or its edge, is logged and not raised."""
+        while self._sessions:
+            cluster_id, session = self._sessions.popitem()
+            try:
+                self._model.edge.close(session)
+            except LinkError as error:
+                log.info("the edge session of cluster %s is gone: %s", cluster_id, error)
+
+    def _decoder(self, arrays: ArrayRecord) -> ArrayRecord:
+        kept = ArrayRecord()
+        for key, array in arrays.items():
+            if key in self._model.edge_keys:
+                kept[key] = array
+        return kept
+
+
+def check_keys(found: set[str], wanted: set[str], sender: str) -> None:
+    """Raise ProtocolError unless ``sender`` returned exactly the wanted arrays."""
+    if missing := sorted(wanted - found):
+        raise ProtocolError(f"{sender} returned {len(missing)} arrays too few, as {missing[0]}")
+    if extra := sorted(found - wanted):
+        raise ProtocolError(f"{sender} returned {len(extra)} unknown arrays, as {extra[0]}")
+
+
+def check_shape(key: str, array: Array, template: Array, cluster_id: str) -> None:
+    """Raise ProtocolError unless a returned array has the shape that was sent."""
+    if tuple(array.shape) != tuple(template.shape):
+        raise ProtocolError(
+            f"cluster {cluster_id} returned {key} with shape {tuple(array.shape)}, "
+            f"it was sent {tuple(template.shape)}"
+        )

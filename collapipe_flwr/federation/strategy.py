@@ -1,0 +1,184 @@
+"""CollaPipe as a Flower strategy: it wraps any other one and adds plans, split models and dtypes.
+
+    strategy = CollaPipe(FedAvg())          # an unmodified ClientApp keeps working
+    result = strategy.start(grid=grid, initial_arrays=ArrayRecord(model.state_dict()))
+
+The inner strategy samples, configures and aggregates as ever. Around it, each node's message
+becomes a record of its own with its own plan; with a :class:`SplitModel` the message carries only
+embedding and encoder, the decoder goes to the edge, and both are one model again before the inner
+strategy aggregates. Nothing of the inner strategy is changed in place.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, closing
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+from collapipe_flwr.core.errors import ProtocolError, RunError
+from collapipe_flwr.federation.arrays import averaging_view, restore
+from collapipe_flwr.federation.open_round import (
+    OpenRound,
+    Received,
+    readdressed,
+    restored,
+)
+from collapipe_flwr.federation.records import EXAMPLES, take_telemetry
+from collapipe_flwr.federation.replies import with_content
+from collapipe_flwr.federation.rounds import (
+    NoPlanner,
+    RoundPlanner,
+    RoundRecord,
+    metrics_as_dict,
+)
+from collapipe_flwr.federation.split import SplitModel, SplitRound
+
+log = logging.getLogger("flwr.collapipe")
+
+
+class CollaPipe(Strategy):
+    """Any Flower strategy, planned and split over clusters of devices."""
+
+    def __init__(
+        self,
+        inner_strategy: Strategy,
+        *,
+        planner: RoundPlanner | None = None,
+        split: SplitModel | None = None,
+        on_round: Callable[[RoundRecord], None] | None = None,
+    ) -> None:
+        self.inner_strategy = inner_strategy
+        self._planner: RoundPlanner = planner or NoPlanner()
+        self._split = split
+        self._on_round = on_round
+        self._round: OpenRound | None = None
+
+    def summary(self) -> None:
+        """Log what wraps what, then the inner strategy's own summary."""
+        where = "split between clusters and edge" if self._split else "whole models"
+        log.info("\t├──> CollaPipe around %s: %s", type(self.inner_strategy).__name__, where)
+        self.inner_strategy.summary()
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Flower's own loop; edge sessions end with it whatever happens."""
+        with closing(self):
+            return super().start(
+                grid,
+                initial_arrays,
+                num_rounds,
+                timeout,
+                train_config,
+                evaluate_config,
+                evaluate_fn,
+            )
+
+    def close(self) -> None:
+        """End the edge sessions of a round that is still open."""
+        if self._round is not None:
+            self._round.close()
+            self._round = None
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """The inner strategy's messages, each with its own plan and its part of the model.
+
+        Raises ScheduleError if nothing can be planned and LinkError if the edge cannot be reached.
+        """
+        self.close()
+        view = averaging_view(arrays)
+        messages = list(self.inner_strategy.configure_train(server_round, view, config, grid))
+        nodes = [message.metadata.dst_node_id for message in messages]
+        plan = self._planner.plan(server_round, nodes, arrays)
+        split = SplitRound(self._split, server_round) if self._split else None
+        self._round = OpenRound(plan, arrays, split)
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            addressed = self._round.address(messages)
+            undo.pop_all()
+        return addressed
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Whole models to the inner strategy, its average back in the model's own dtypes.
+
+        The round goes on with the clusters that replied; raises RunError if none did.
+        """
+        if self._round is None:
+            raise RunError(f"round {server_round}: aggregate_train needs configure_train first")
+        with closing(self):
+            received = self._round.receive(replies, weight_key(self.inner_strategy))
+            self._round.refuse_total_loss(received)
+            arrays, metrics = self.inner_strategy.aggregate_train(server_round, received.replies)
+            if arrays:
+                strict = self._split is not None
+                arrays = restore(arrays, self._round.template, received.heaviest, strict=strict)
+            self._report(self._round, received, metrics)
+        return arrays, metrics
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """The inner strategy's messages with every array in its own dtype, none shared."""
+        view = averaging_view(arrays)
+        messages = self.inner_strategy.configure_evaluate(server_round, view, config, grid)
+        return [readdressed(m, restored(m.content, arrays)) for m in messages]
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """The inner strategy's average of the clients' metrics."""
+        bare = [_without_telemetry(reply) for reply in replies]
+        return self.inner_strategy.aggregate_evaluate(server_round, bare)
+
+    def _report(self, round_: OpenRound, received: Received, metrics: MetricRecord | None) -> None:
+        telemetry = {c: t for c, t in received.arrived.items() if t is not None}
+        failed = tuple(received.failures)
+        outcome = self._planner.settle(round_.plan, tuple(telemetry.values()), failed)
+        record = RoundRecord(
+            server_round=round_.plan.server_round,
+            plan=round_.plan.plan,
+            asked=tuple(sent.cluster_id for sent in round_.sent),
+            failures=received.failures,
+            train_metrics=metrics_as_dict(metrics),
+            telemetry=telemetry,
+            outcome=outcome,
+            flower_bytes_sent=sum(sent.content_bytes for sent in round_.sent),
+            flower_bytes_received=received.content_bytes,
+        )
+        if self._on_round is not None:
+            self._on_round(record)
+
+
+def weight_key(strategy: Strategy) -> str:
+    """The metric by which a strategy, or the one that it wraps, weighs replies."""
+    key = getattr(strategy, "weighted_by_key", None)
+    if isinstance(key, str):
+        return key
+    wrapped = getattr(strategy, "strategy", None)
+    return weight_key(wrapped) if isinstance(wrapped, Strategy) else EXAMPLES
+
+
+def _without_telemetry(reply: Message) -> Message:
+    if reply.has_error():
+        return reply
+    try:
+        content, _ = take_telemetry(reply.content)
+    except ProtocolError as error:
+        log.warning("telemetry of node %s ignored: %s", reply.metadata.src_node_id, error)
+        return reply
+    return with_content(reply, content)

@@ -1,0 +1,52 @@
+"""What one cluster measured in one round, and what follows from it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from collapipe_flwr.core.domain import ClusterPlan, GradientNoise
+from collapipe_flwr.pipeline.meter import StageReport
+
+D2D, D2E = "d2d", "d2e"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterTelemetry:
+    """``reports`` stand in pipeline order: control unit, devices; ``edge`` is the decoder's."""
+
+    cluster_id: str
+    examples: int
+    wall_s: float
+    losses: tuple[float, ...]  # per step
+    reports: tuple[StageReport, ...] = ()
+    edge: StageReport | None = None
+
+    @property
+    def loss(self) -> float | None:
+        """Mean over the steps, None without steps."""
+        return math.fsum(self.losses) / len(self.losses) if self.losses else None
+
+    @property
+    def link_bytes(self) -> dict[str, int]:
+        """Bytes both ways: between members, and between the last of them and the edge."""
+        hops = [report.sent_down_bytes + report.received_down_bytes for report in self.reports]
+        return {D2D: sum(hops[:-1]), D2E: sum(hops[-1:])}
+
+    @property
+    def peak_memory_bytes(self) -> dict[str, int]:
+        """Peak tensor memory by role."""
+        stages = (*self.reports, self.edge) if self.edge else self.reports
+        return {report.name: report.peak_tensor_bytes for report in stages}
+
+    def gradient_noise(self, plan: ClusterPlan) -> GradientNoise | None:
+        """Squared gradient norms of the whole model for micro-batches and batches."""
+        if self.edge is None or not self.reports:
+            return None
+        stages = (*self.reports, self.edge)
+        return GradientNoise(
+            small_examples=plan.micro_batch_size,
+            small_square_norm=math.fsum(report.small_square_norm for report in stages),
+            big_examples=plan.micro_batch_size * plan.micro_batches,
+            big_square_norm=math.fsum(report.big_square_norm for report in stages),
+        )

@@ -1,0 +1,79 @@
+"""Around unmodified clients the wrapper changes nothing but the plan beside the weights."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyServerSideFixedClipping,
+    FedAdam,
+    FedAvg,
+    FedMedian,
+    FedProx,
+    Krum,
+    Strategy,
+)
+
+from collapipe_flwr.federation.local_grid import LocalGrid
+from collapipe_flwr.federation.strategy import CollaPipe
+
+INNER: dict[str, Callable[[], Strategy]] = {
+    "fedavg": FedAvg,
+    "fedprox": lambda: FedProx(proximal_mu=0.1),
+    "fedadam": FedAdam,
+    "fedmedian": FedMedian,
+    "krum": lambda: Krum(num_malicious_nodes=1),
+    "dp": lambda: DifferentialPrivacyServerSideFixedClipping(FedAvg(), 0.7, 0.5, 4),
+}
+
+
+def run(strategy: Strategy, arrays: ArrayRecord, drifting, wire) -> ArrayRecord:
+    random.seed(11)
+    np.random.seed(11)
+    nodes = {n: drifting(0.1 * n, examples=7 * n) for n in range(1, 5)}
+    grid = LocalGrid(nodes, wire=wire)
+    return strategy.start(grid, arrays.copy(), num_rounds=3).arrays
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_final_arrays_are_bit_identical_to_the_inner_strategys(name, floats, drifting, wire):
+    plain = run(INNER[name](), floats, drifting, wire)
+    wrapped = run(CollaPipe(INNER[name]()), floats, drifting, wire)
+    assert list(plain) == list(wrapped)
+    for key in plain:
+        assert plain[key].data == wrapped[key].data
+        assert not np.array_equal(plain[key].numpy(), floats[key].numpy())
+
+
+def test_metrics_are_the_inner_strategys(floats, drifting):
+    grid = LocalGrid({n: drifting(0.1, examples=n) for n in (1, 2)})
+    plain = FedAvg().start(grid, floats, num_rounds=2)
+    wrapped = CollaPipe(FedAvg()).start(grid, floats, num_rounds=2)
+    assert plain.train_metrics_clientapp == wrapped.train_metrics_clientapp
+    assert plain.evaluate_metrics_clientapp == wrapped.evaluate_metrics_clientapp
+
+
+def test_messages_share_no_record_and_the_inner_ones_stay_unchanged(floats, drifting):
+    inner = FedAvg()
+    grid = LocalGrid({n: drifting(0.1) for n in (1, 2)})
+    made = []
+    configure = inner.configure_train
+    inner.configure_train = lambda *args: made.extend(configure(*args)) or made
+    sent = CollaPipe(inner).configure_train(1, floats, ConfigRecord({"lr": 0.5}), grid)
+    first, second = (message.content for message in sent)
+    assert first is not second
+    assert all(first[name] is not second[name] for name in first)
+    assert set(made[0].content["config"]) == {"lr", "server-round"}
+    assert first["config"]["lr"] == 0.5
+
+
+def test_arrays_without_any_float_reach_the_inner_strategy_untouched(drifting):
+    trees = ArrayRecord({"0": Array(np.frombuffer(b"a boosted tree", dtype=np.uint8))})
+    sent = CollaPipe(FedAvg()).configure_train(
+        1, trees, ConfigRecord(), LocalGrid({n: drifting(0.1) for n in (1, 2)})
+    )
+    assert sent[0].content["arrays"]["0"].data == trees["0"].data
