@@ -72,8 +72,9 @@ class MemoryLink:
         """See `Link.close`."""
         if error:
             self._outbox.fail(LinkError(f"{self.name} failed: {error}"))
+            self._inbox.fail(LinkError(f"{self.name} failed: {error}"))
         self._outbox.end()
-        self._inbox.fail(LinkError(f"the link to {self.peer} is closed"))
+        self._inbox.fail(LinkError(f"{self.name} closed the link"))
 
 
 def memory_pair(left: str, right: str, *, queue_frames: int = 64) -> tuple[MemoryLink, MemoryLink]:

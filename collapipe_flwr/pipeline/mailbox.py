@@ -51,16 +51,21 @@ class Mailbox(Generic[Item]):
             self._changed.notify_all()
             return item
 
-    def end(self, last: Item | None = None) -> None:
-        """No more items after those queued; `last` replaces them and is delivered instead."""
+    def end(self) -> None:
+        """No more items after those queued."""
         with self._changed:
-            if self._end is not None:
-                return
-            if last is not None:
+            if self._end is None:
+                self._end = LinkClosed(f"{self._peer} closed the link")
+                self._changed.notify_all()
+
+    def end_with(self, last: Item, error: LinkError) -> None:
+        """Deliver `last` instead of what is queued, and raise `error` afterwards."""
+        with self._changed:
+            if self._end is None:
                 self._items.clear()
                 self._items.append(last)
-            self._end = LinkClosed(f"{self._peer} closed the link")
-            self._changed.notify_all()
+                self._end = error
+                self._changed.notify_all()
 
     def fail(self, error: LinkError) -> None:
         """Drop what is queued and raise `error` from now on; the first failure stays."""

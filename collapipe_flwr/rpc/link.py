@@ -18,6 +18,8 @@ from collapipe_flwr.pipeline.link import Traffic
 from collapipe_flwr.pipeline.mailbox import Mailbox
 from collapipe_flwr.rpc.codec import FrameLimits, decode_frame, encode_frame
 
+_SENTENCE = 1000  # characters of an error that travel
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamSettings:
@@ -59,8 +61,9 @@ class StreamLink:
 
     def close(self, error: str = "") -> None:
         """See `Link.close`."""
-        failure = encode_frame(Frame(kind=FrameKind.ERROR, text=error[:1000])) if error else None
-        self._outbox.end(last=failure)
+        if error:
+            self._give_up(LinkError(error))
+        self._outbox.end()
         self._inbox.fail(LinkError(f"the link to {self.peer} is closed"))
         self._hang_up(not error)
 
@@ -94,12 +97,17 @@ class StreamLink:
         except grpc.RpcError as error:
             self.broken(self._translate(error))
         except LinkError as error:
-            self._outbox.end(last=encode_frame(Frame(kind=FrameKind.ERROR, text=str(error))))
+            self._give_up(error)
             self._inbox.fail(error)
 
     def _accept(self, data: bytes) -> None:
         frame = decode_frame(data, self._settings.limits)
         self.traffic.received_bytes += len(data)
         if frame.kind is FrameKind.ERROR:
-            raise LinkError(f"{self.peer} failed: {frame.text[:1000]}")
-        self._inbox.put(frame, self._settings.idle_s)
+            self.broken(LinkError(f"{self.peer} failed: {frame.text[:_SENTENCE]}"))
+        else:
+            self._inbox.put(frame, self._settings.idle_s)
+
+    def _give_up(self, error: LinkError) -> None:
+        text = str(error)[:_SENTENCE]
+        self._outbox.end_with(encode_frame(Frame(kind=FrameKind.ERROR, text=text)), error)

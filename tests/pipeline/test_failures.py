@@ -1,0 +1,144 @@
+"""A stage that fails takes the chain down at once, with its sentence, and applies nothing."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from collapipe_flwr.core.errors import LinkError, LinkTimeout, ProtocolError, ScheduleError
+from collapipe_flwr.pipeline.frame import Frame, FrameKind
+from collapipe_flwr.pipeline.link import memory_pair
+from collapipe_flwr.pipeline.optimizer import Optimizer
+from collapipe_flwr.pipeline.roles import FirstStage, LastStage, MicroBatch, MiddleStage
+from tests.pipeline.chains import SGD, Chain, classic, make_batch, make_parts, settings
+
+
+def fail_at(part, call: int, sentence: str):
+    """Make the forward of `part` raise in its `call`-th call."""
+    plain, calls = part.forward, iter(range(1000))
+
+    def forward(*args):
+        if next(calls) == call:
+            raise RuntimeError(sentence)
+        return plain(*args)
+
+    part.forward = forward
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_failing_stage_is_heard_everywhere_and_nobody_applies_the_step(stage, schedule):
+    parts = make_parts((1, 1))
+    before = [p.detach().clone() for part in parts for p in part.parameters()]
+    fail_at(parts[stage], 2, "the board burns")
+    chain = Chain(parts, classic(schedule))
+    start = time.monotonic()
+    with pytest.raises(LinkError, match="the board burns"), chain.running() as first:
+        first.train_step(make_batch((2, 2, 2, 2)))
+    assert time.monotonic() - start < 5
+    assert len(chain.failures) == 3
+    after = [p for part in parts for p in part.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all(p.grad is None for p in after)
+
+
+def test_a_stage_that_hangs_is_given_up_at_the_deadline():
+    parts = make_parts((1,))
+    left, _silent = memory_pair("control unit", "device 1")
+    optimizer = Optimizer(SGD, parts[0].parameters())
+    first = FirstStage(
+        parts[0], optimizer, settings("control unit", deadline_s=0.2), downstream=left
+    )
+    with pytest.raises(LinkTimeout, match=r"device 1 sent nothing within 0\.2 s"):
+        first.train_step(make_batch((2, 2)))
+
+
+def test_a_wrong_weight_is_refused():
+    batch = make_batch((2, 2))
+    batch[1] = MicroBatch(inputs=batch[1].inputs, context=batch[1].context, weight=99)
+    with (
+        pytest.raises(LinkError, match="weight 99, but its labels count"),
+        Chain(make_parts((1,)), classic("gpipe")).running() as first,
+    ):
+        first.train_step(batch)
+
+
+def test_an_empty_batch_is_refused_before_anything_is_sent():
+    parts = make_parts((1,))
+    left, right = memory_pair("control unit", "device 1")
+    first = FirstStage(parts[0], Optimizer(SGD, ()), settings("control unit"), downstream=left)
+    with pytest.raises(ScheduleError, match="weighs 0"):
+        first.train_step([])
+    with pytest.raises(LinkTimeout):
+        right.receive(deadline_s=0.05)
+
+
+def begin(step: int = 0, **scalars: float) -> Frame:
+    full = {"micro_batches": 2.0, "train": 1.0, "weight": 4.0, **scalars}
+    return Frame(kind=FrameKind.BEGIN, step=step, scalars=full)
+
+
+def activation(step=0, micro_batch=0, **more) -> Frame:
+    tensors = {"hidden": torch.zeros(1, 2, 16), "labels": torch.zeros(1, 2).long()}
+    scalars = {"scale": 0.5, "weight": 2.0}
+    return Frame(
+        kind=FrameKind.ACTIVATION,
+        step=step,
+        micro_batch=micro_batch,
+        **{"tensors": tensors, "scalars": scalars, **more},
+    )
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [activation()],
+        [begin(micro_batches=0.5)],
+        [begin(micro_batches=1e9)],
+        [begin(weight=0.0)],
+        [begin(weight=float("nan"))],
+        [begin(micro_batches=float("nan"))],
+        [Frame(kind=FrameKind.BEGIN)],
+        [begin(), activation(step=1)],
+        [begin(), activation(micro_batch=1)],
+        [begin(), activation(), activation()],
+        [begin(), activation(tensors={})],
+        [begin(), activation(scalars={})],
+        [begin(), activation(scalars={"scale": float("nan"), "weight": 2.0})],
+        [begin(), begin()],
+        [begin(), Frame(kind=FrameKind.END)],
+    ],
+)
+def test_frames_out_of_order_or_malformed_are_refused(frames):
+    ours, theirs = memory_pair("edge", "stranger")
+    part = make_parts((1,))[-1]
+    stage = LastStage(part, Optimizer(SGD, part.parameters()), settings("edge"), upstream=ours)
+    for frame in frames:
+        theirs.send(frame, deadline_s=1)
+    with pytest.raises(ProtocolError):
+        stage.serve()
+    with pytest.raises(LinkError, match="edge failed"):
+        theirs.receive(deadline_s=1)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"tensors": {}, "scalars": {"loss": 1.0}},
+        {"tensors": {"grad": torch.zeros(2, 2)}, "scalars": {"loss": 1.0}},
+        {"tensors": {"grad": torch.zeros(1, 2, 16)}},
+        {"tensors": {"grad": torch.zeros(1, 2, 16)}, "scalars": {"loss": 1.0}, "step": 3},
+    ],
+)
+def test_gradients_that_do_not_fit_are_refused(answer):
+    (up, cu), (down, edge) = memory_pair("device", "control unit"), memory_pair("device", "edge")
+    part = make_parts((1,))[1]
+    stage = MiddleStage(part, Optimizer(SGD, ()), settings("device"), upstream=up, downstream=down)
+    cu.send(begin(micro_batches=1.0), deadline_s=1)
+    mask = {"hidden": torch.zeros(1, 2, 16), "attention_mask": torch.ones(1, 2)}
+    cu.send(activation(tensors=mask), deadline_s=1)
+    edge.send(Frame(kind=FrameKind.GRADIENT, **answer), deadline_s=1)
+    with pytest.raises(ProtocolError):
+        stage.serve()

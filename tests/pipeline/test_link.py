@@ -1,0 +1,83 @@
+"""Laws of links in memory: order, bounds, deadlines, and news of a failure at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from collapipe_flwr.core.errors import LinkError, LinkTimeout
+from collapipe_flwr.pipeline.frame import Frame, FrameKind
+from collapipe_flwr.pipeline.link import memory_pair
+from collapipe_flwr.pipeline.mailbox import LinkClosed, Mailbox
+
+
+def frame(step: int) -> Frame:
+    return Frame(kind=FrameKind.ACTIVATION, step=step)
+
+
+def test_frames_arrive_in_order_both_ways():
+    left, right = memory_pair("a", "b")
+    for step in range(5):
+        left.send(frame(step), deadline_s=1)
+        right.send(frame(10 + step), deadline_s=1)
+    assert [right.receive(deadline_s=1).step for _ in range(5)] == [0, 1, 2, 3, 4]
+    assert [left.receive(deadline_s=1).step for _ in range(5)] == [10, 11, 12, 13, 14]
+
+
+def test_silence_ends_at_the_deadline():
+    left, _right = memory_pair("a", "device b")
+    start = time.monotonic()
+    with pytest.raises(LinkTimeout, match=r"device b sent nothing within 0\.1 s"):
+        left.receive(deadline_s=0.1)
+    assert time.monotonic() - start < 2
+
+
+def test_a_full_queue_ends_at_the_deadline():
+    left, _right = memory_pair("a", "b", queue_frames=2)
+    left.send(frame(0), deadline_s=0.1)
+    left.send(frame(1), deadline_s=0.1)
+    with pytest.raises(LinkTimeout, match=r"took nothing within 0\.1 s"):
+        left.send(frame(2), deadline_s=0.1)
+
+
+def test_an_orderly_close_delivers_what_was_sent_before():
+    left, right = memory_pair("a", "b")
+    left.send(frame(7), deadline_s=1)
+    left.close()
+    left.close()
+    assert right.receive(deadline_s=1).step == 7
+    with pytest.raises(LinkClosed, match="a closed the link"):
+        right.receive(deadline_s=1)
+    with pytest.raises(LinkError, match="closed"):
+        right.send(frame(0), deadline_s=1)
+
+
+def test_an_error_overtakes_what_was_sent_before():
+    left, right = memory_pair("device a", "b")
+    left.send(frame(7), deadline_s=1)
+    left.close("out of memory")
+    with pytest.raises(LinkError, match="device a failed: out of memory"):
+        right.receive(deadline_s=1)
+    with pytest.raises(LinkError, match="closed"):
+        left.receive(deadline_s=1)
+
+
+def test_a_waiting_receiver_hears_of_a_close_at_once():
+    left, right = memory_pair("a", "b")
+    timer = threading.Timer(0.1, left.close, args=("gone",))
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(LinkError, match="gone"):
+        right.receive(deadline_s=30)
+    assert time.monotonic() - start < 5
+    timer.join()
+
+
+def test_the_first_failure_stays():
+    box: Mailbox[int] = Mailbox(4, "peer")
+    box.fail(LinkError("first"))
+    box.fail(LinkError("second"))
+    with pytest.raises(LinkError, match="first"):
+        box.get(1)

@@ -1,0 +1,87 @@
+"""The optimisers equal those of torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
+
+
+def twins(dtype=torch.float32):
+    torch.manual_seed(0)
+    first = [
+        torch.nn.Parameter(torch.randn(7, 5, dtype=dtype)),
+        torch.nn.Parameter(torch.randn(3, dtype=dtype)),
+    ]
+    return first, [torch.nn.Parameter(p.detach().clone()) for p in first]
+
+
+def train(mine, theirs, rule, reference, steps=5):
+    optimizer = Optimizer(rule, mine)
+    for step in range(steps):
+        for index, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            skip = index == 1 and step == 2  # a parameter without gradient is left alone
+            gradient = torch.randn_like(a)
+            a.grad = None if skip else gradient
+            b.grad = None if skip else gradient.clone()
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+        assert all(p.grad is None for p in mine)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_adamw_is_torch_adamw(weight_decay):
+    mine, theirs = twins()
+    rule = OptimizerSettings(
+        learning_rate=0.01, weight_decay=weight_decay, betas=(0.8, 0.95), eps=1e-6
+    )
+    reference = torch.optim.AdamW(
+        theirs, lr=0.01, weight_decay=weight_decay, betas=(0.8, 0.95), eps=1e-6
+    )
+    train(mine, theirs, rule, reference)
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_is_torch_sgd(momentum):
+    mine, theirs = twins()
+    rule = OptimizerSettings(name="sgd", learning_rate=0.1, weight_decay=0.01, momentum=momentum)
+    reference = torch.optim.SGD(theirs, lr=0.1, weight_decay=0.01, momentum=momentum)
+    train(mine, theirs, rule, reference)
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_state_moves_to_another_optimizer(name):
+    mine, twin = twins()
+    rule = OptimizerSettings(name=name, learning_rate=0.1, momentum=0.9)
+    first, second = Optimizer(rule, mine), Optimizer(rule, twin)
+    gradients = [[torch.randn_like(p) for p in mine] for _ in range(2)]
+    for optimizer, parameters in ((first, mine), (second, twin)):
+        for p, g in zip(parameters, gradients[0], strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+    resumed = Optimizer(rule, twin)
+    resumed.load_state_tensors(second.state_tensors())
+    for optimizer, parameters in ((first, mine), (resumed, twin)):
+        for p, g in zip(parameters, gradients[1], strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(mine, twin, strict=True))
+
+
+def test_frozen_parameters_have_no_state():
+    frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    assert Optimizer(OptimizerSettings(), [frozen]).parameters == ()
+
+
+def test_bad_settings_are_named():
+    with pytest.raises(ConfigError, match="adamw, sgd, got lion"):
+        OptimizerSettings(name="lion")
+    with pytest.raises(ConfigError, match="learning rate"):
+        OptimizerSettings(learning_rate=float("nan"))
