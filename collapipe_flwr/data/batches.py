@@ -1,0 +1,36 @@
+"""Which examples a cluster trains on in a round, in an order that can be repeated exactly."""
+
+from __future__ import annotations
+
+import numpy as np
+from datasets import Dataset
+
+Example = dict[str, str]
+
+
+def batches(
+    examples: Dataset, *, seed: int, round_index: int, cluster_id: int, batch_size: int, limit: int
+) -> list[list[Example]]:
+    """The batches of one round: ``limit`` examples (0: all), the last batch may be smaller.
+
+    Rounds walk through one shuffled pass after another, so that no example comes a second time
+    before each has come once. Each cluster and pass has its own order; the result depends on the
+    arguments alone, so a resumed run sees what an unbroken one would have seen.
+    """
+    rows = round_rows(
+        len(examples), seed=seed, round_index=round_index, cluster_id=cluster_id, limit=limit
+    )
+    chosen: list[Example] = examples.select(rows).to_list()
+    return [chosen[start : start + batch_size] for start in range(0, len(chosen), batch_size)]
+
+
+def round_rows(size: int, *, seed: int, round_index: int, cluster_id: int, limit: int) -> list[int]:
+    """The row numbers, out of ``size``, that a cluster uses in a round."""
+    limit = limit or size
+    start = round_index * limit
+    rows: list[int] = []
+    while len(rows) < limit:
+        epoch, offset = divmod(start + len(rows), size)
+        order = np.random.default_rng([seed, cluster_id, epoch]).permutation(size)
+        rows += order[offset : offset + limit - len(rows)].tolist()
+    return rows

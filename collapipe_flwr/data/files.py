@@ -1,0 +1,125 @@
+"""Reads a table by ``datasets.load_dataset``: a local file, a directory or a hub data set.
+
+Everything that goes wrong there becomes one DataError that names the run-config key.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+from pathlib import Path
+from typing import Any
+
+from datasets import (
+    ClassLabel,
+    Dataset,
+    Features,
+    Value,
+    disable_progress_bars,
+    load_dataset,
+)
+from datasets.exceptions import DatasetsError
+
+from collapipe_flwr.core.errors import DataError
+
+_FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+_HEADER_BYTES = 1 << 20
+
+
+def load_table(name: str, *, key: str, split: str) -> Dataset:
+    """The rows of a file (``.csv .tsv .json .jsonl .parquet``, also ``.gz``), a directory or a
+    hub data set written ``name``, ``name:config`` or ``name:config:split``.
+
+    ``split`` is taken where a directory or hub data set has several and ``name`` says none.
+    Raises DataError, naming ``key``.
+    """
+    disable_progress_bars()
+    path = Path(name).expanduser()
+    builder = _FORMATS.get(_suffix(path))
+    if path.is_file():
+        if builder is None:
+            raise DataError(
+                f'{key} "{name}" is no file that can be read: use one of {", ".join(_FORMATS)},'
+                " optionally followed by .gz"
+            )
+        return _load(key, name, builder, data_files=str(path), split="train", **_options(path, key))
+    if path.is_dir():
+        return _load(key, name, str(path), split=split)
+    if builder is not None or name.startswith((".", "/", "~")):
+        raise DataError(
+            f'{key} "{name}" does not exist (looked for {path.absolute()}): correct the path'
+        )
+    hub_name, config, hub_split = (*name.split(":"), "", "")[:3]
+    return _load(key, name, hub_name, name=config or None, split=hub_split or split)
+
+
+def column(table: Dataset, name: str, *, key: str, of: str) -> list[str]:
+    """A column as texts; the names of class labels instead of their numbers.
+
+    Raises DataError, naming ``key``, if the column is not there or a row of it is empty.
+    """
+    if name not in table.column_names:
+        raise DataError(
+            f'{key} "{name}" is not a column of "{of}", which has {", ".join(table.column_names)}'
+        )
+    feature = table.features[name]
+    values = table[name][:]
+    if isinstance(feature, ClassLabel):
+        values = [None if value in (None, -1) else feature.int2str(value) for value in values]
+    texts = ["" if value is None else str(value) for value in values]
+    _refuse_empty(texts, f'{key} "{name}" of "{of}"')
+    return texts
+
+
+def _refuse_empty(texts: list[str], what: str) -> None:
+    empty = [row for row, text in enumerate(texts, start=1) if not text.strip()]
+    if empty:
+        raise DataError(
+            f"{what} is empty in {len(empty)} of {len(texts)} rows, first in row {empty[0]}: "
+            "fill or remove these rows"
+        )
+
+
+def _suffix(path: Path) -> str:
+    plain = path.with_suffix("") if path.suffix == ".gz" else path
+    return plain.suffix.lower()
+
+
+def _options(path: Path, key: str) -> dict[str, Any]:
+    """Read every CSV column as text: a label "007" or "NA" must stay what it is."""
+    if _FORMATS[_suffix(path)] != "csv":
+        return {}
+    separator = "\t" if _suffix(path) == ".tsv" else ","
+    names = _header(path, separator, key)
+    features = Features({name: Value("string") for name in names})
+    return {"sep": separator, "features": features, "keep_default_na": False}
+
+
+def _header(path: Path, separator: str, key: str) -> list[str]:
+    opening = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opening(path, "rb") as file:
+            start = file.read(_HEADER_BYTES).decode("utf-8-sig", errors="replace")
+    except (OSError, EOFError) as error:
+        raise DataError(f'{key} "{path}" could not be read: {error}') from error
+    names = next(csv.reader(io.StringIO(start), delimiter=separator), [])
+    if not names or len(set(names)) < len(names):
+        raise DataError(
+            f'{key} "{path}" must begin with a line of distinct column names, got {names}'
+        )
+    return names
+
+
+def _load(key: str, shown: str, source: str, **options: Any) -> Dataset:
+    try:
+        table = load_dataset(source, **options)
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+        reason = str(error).strip().split("\n", maxsplit=1)[0] or type(error).__name__
+        raise DataError(
+            f'{key} "{shown}" could not be loaded ({reason}): give a local CSV or JSON file, or a '
+            "hub data set that this machine can reach"
+        ) from error
+    if len(table) == 0:
+        raise DataError(f'{key} "{shown}" has no rows: give a file with examples')
+    return table

@@ -1,0 +1,101 @@
+"""Examples from the user's own data: chosen columns, a held-out share, seeded subsets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from datasets import Dataset
+
+from collapipe_flwr.core.errors import DataError
+from collapipe_flwr.data.files import column, load_table
+from collapipe_flwr.data.settings import DataSettings, key_of
+
+HELD_OUT_SHARE = 0.1
+
+
+class Reader:
+    """Reads ``data.train`` and ``data.test`` into examples, on first use.
+
+    ``fields`` maps a column of the examples to the settings field that names the user's column.
+    With a ``data.partition-column`` the training examples also get a column ``group``. Without
+    ``data.test`` a seeded choice of the rows of ``data.train`` is held out for the test:
+    ``data.test-examples`` of them, or a tenth. All properties raise DataError.
+    """
+
+    def __init__(self, settings: DataSettings, fields: Mapping[str, str]) -> None:
+        self._settings = settings
+        self._fields = dict(fields)
+
+    @cached_property
+    def every_row(self) -> Dataset:
+        """All of ``data.train``, the held-out rows included."""
+        group = {"group": "partition_column"} if self._settings.partition_column else {}
+        return self._read("train", {**self._fields, **group})
+
+    @cached_property
+    def train(self) -> Dataset:
+        """Training examples: a seeded choice of ``data.train-examples`` (0: all)."""
+        rows = self._shuffled_rows[self._held_out :]
+        return _choose(self.every_row, rows, self._settings.train_examples)
+
+    @cached_property
+    def test(self) -> Dataset:
+        """Test examples: a seeded choice of ``data.test-examples`` (0: all)."""
+        if not self._settings.test:
+            return _choose(self.every_row, self._shuffled_rows[: self._held_out], 0)
+        self._refuse_training_file()
+        table = self._read("test", self._fields)
+        return _choose(table, self._shuffle(len(table)), self._settings.test_examples)
+
+    @cached_property
+    def _shuffled_rows(self) -> list[int]:
+        return self._shuffle(len(self.every_row))
+
+    @cached_property
+    def _held_out(self) -> int:
+        if self._settings.test:
+            return 0
+        size = len(self.every_row)
+        held_out = self._settings.test_examples or max(1, round(size * HELD_OUT_SHARE))
+        if held_out >= size:
+            raise DataError(
+                f"data.train has {size} rows, too few to hold out {held_out} for the test: give "
+                "more rows, a smaller data.test-examples, or a data.test"
+            )
+        return held_out
+
+    def _shuffle(self, size: int) -> list[int]:
+        order: list[int] = np.random.default_rng(self._settings.seed).permutation(size).tolist()
+        return order
+
+    def _read(self, which: str, fields: Mapping[str, str]) -> Dataset:
+        name = getattr(self._settings, which)
+        if not name:
+            raise DataError(
+                f'data.train is empty, but data.task "{self._settings.task}" reads its examples '
+                "from there: name a CSV or JSON file, a directory or a hub data set"
+            )
+        table = load_table(name, key=key_of(which), split=which)
+        return Dataset.from_dict(
+            {
+                ours: column(table, getattr(self._settings, field), key=key_of(field), of=name)
+                for ours, field in fields.items()
+            }
+        )
+
+    def _refuse_training_file(self) -> None:
+        """A directory or hub data set may hold both splits; one file cannot."""
+        test = Path(self._settings.test).expanduser()
+        if self._settings.test == self._settings.train and test.is_file():
+            raise DataError(
+                f'data.test "{test}" is also data.train, so the test would be on training examples:'
+                " leave data.test empty to hold out a share of the rows"
+            )
+
+
+def _choose(table: Dataset, rows: list[int], limit: int) -> Dataset:
+    """The first ``limit`` (0: all) of the shuffled ``rows``, in the order of the table."""
+    return table.select(sorted(rows[:limit] if limit else rows))

@@ -1,0 +1,27 @@
+"""Task names to tasks: a new task is one class and one line here."""
+
+from __future__ import annotations
+
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.data.classification import Classification
+from collapipe_flwr.data.seq2seq import NumberWords, Translation
+from collapipe_flwr.data.settings import DataSettings
+from collapipe_flwr.data.tasks import Task
+from collapipe_flwr.data.vocabulary import Vocabulary
+
+TASKS: dict[str, type[Task]] = {
+    "number-words": NumberWords,
+    "classification": Classification,
+    "translation": Translation,
+}
+
+
+def load_task(settings: DataSettings, vocabulary: Vocabulary | None = None) -> Task:
+    """The task of ``settings``; data is read on first use.
+
+    A control unit passes the ``vocabulary`` that the server sent. Raises ConfigError for a task
+    that is not there.
+    """
+    if settings.task not in TASKS:
+        raise ConfigError(f'data.task must be one of {", ".join(TASKS)}, got "{settings.task}"')
+    return TASKS[settings.task](settings, vocabulary)

@@ -1,0 +1,96 @@
+"""Text to text: translation of the user's data, and the built-in number words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import ClassVar
+
+from datasets import Dataset
+from torch import Tensor
+
+from collapipe_flwr.data import metrics, number_words
+from collapipe_flwr.data.batches import Example
+from collapipe_flwr.data.encoding import encode
+from collapipe_flwr.data.reader import Reader
+from collapipe_flwr.data.settings import DataSettings
+from collapipe_flwr.data.tasks import Task
+from collapipe_flwr.data.vocabulary import Vocabulary
+
+IGNORED_LABEL = -100
+
+
+class Seq2Seq(Task):
+    """Examples with a source and a target text; labels are the target's tokens."""
+
+    model_task: ClassVar[str] = "seq2seq"
+    text_columns: ClassVar[tuple[str, ...]] = ("source", "target")
+    starts_with_bos: ClassVar[bool] = False
+
+    def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
+        sources = [example["source"] for example in examples]
+        inputs = encode(self.tokenizer, sources, self.settings.max_source_length)
+        targets = encode(self.tokenizer, self.references(examples), self.settings.max_target_length)
+        padding = targets["attention_mask"] == 0
+        return {**inputs, "labels": targets["input_ids"].masked_fill(padding, IGNORED_LABEL)}
+
+    def decode(self, outputs: Tensor) -> list[str]:
+        texts: list[str] = self.tokenizer.batch_decode(outputs, skip_special_tokens=True)
+        return texts
+
+    def references(self, examples: Sequence[Example]) -> list[str]:
+        return [example["target"] for example in examples]
+
+
+class NumberWords(Seq2Seq):
+    """English number words to digits; see ``number_words``."""
+
+    metric_name: ClassVar[str] = "exact_match"
+    usual_partition: ClassVar[str] = "natural"
+    group_column: ClassVar[str] = "group"
+
+    @cached_property
+    def train(self) -> Dataset:
+        return self._splits[0]
+
+    @cached_property
+    def test(self) -> Dataset:
+        return self._splits[1]
+
+    @cached_property
+    def _splits(self) -> tuple[Dataset, Dataset]:
+        return number_words.generate(
+            train=self.settings.train_examples,
+            test=self.settings.test_examples,
+            seed=self.settings.seed,
+        )
+
+    def score(self, predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+        return {"exact_match": metrics.match_rate(predictions, references)}
+
+
+class Translation(Seq2Seq):
+    """A source and a target column of the user's data."""
+
+    metric_name: ClassVar[str] = "chrf"
+    usual_partition: ClassVar[str] = "iid"
+    group_column: ClassVar[str] = ""
+
+    def __init__(self, settings: DataSettings, vocabulary: Vocabulary | None = None) -> None:
+        super().__init__(settings, vocabulary)
+        self._reader = Reader(settings, {"source": "source_column", "target": "target_column"})
+
+    @cached_property
+    def train(self) -> Dataset:
+        return self._reader.train
+
+    @cached_property
+    def test(self) -> Dataset:
+        return self._reader.test
+
+    def score(self, predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+        return {
+            "chrf": metrics.chrf(predictions, references),
+            "bleu": metrics.bleu(predictions, references),
+            "exact_match": metrics.match_rate(predictions, references),
+        }

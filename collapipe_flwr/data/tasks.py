@@ -1,0 +1,132 @@
+"""The seam for what differs between tasks: their examples, inputs, outputs and metric.
+
+Everything is lazy: a control unit never touches the test set, and only the examples of a round
+are turned into tokens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import islice
+from typing import ClassVar
+
+from datasets import Dataset
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from collapipe_flwr.data.batches import Example
+from collapipe_flwr.data.partitions import partition_rows
+from collapipe_flwr.data.settings import TRAIN_TOKENIZER, DataSettings
+from collapipe_flwr.data.tokenizer import (
+    load_tokenizer,
+    tokenizer_from_json,
+    tokenizer_to_json,
+    train_tokenizer,
+)
+from collapipe_flwr.data.vocabulary import Vocabulary
+
+_MOST_TOKENIZER_TEXTS = 100_000  # more change nothing in a vocabulary of some thousand tokens
+
+
+class Task(ABC):
+    """One task over one data set, made by ``registry.load_task``.
+
+    With a ``vocabulary`` (on a control unit: the server's) nothing is learned from local data.
+    Without one the tokenizer is trained or loaded, and the labels are those of the training set.
+    """
+
+    model_task: ClassVar[str]  # what the model is built for, as in ModelSpec.task
+    metric_name: ClassVar[str]  # the entry of ``score`` that counts; higher is better
+    text_columns: ClassVar[tuple[str, ...]]  # of an example: what the tokenizer is trained on
+    starts_with_bos: ClassVar[bool]  # how a trained tokenizer begins a text
+    usual_partition: ClassVar[str]  # what data.partition "auto" means
+    group_column: ClassVar[str]  # of an example: what other partitions go by; "" if there is none
+
+    def __init__(self, settings: DataSettings, vocabulary: Vocabulary | None = None) -> None:
+        self.settings = settings
+        self._given_vocabulary = vocabulary
+
+    @cached_property
+    @abstractmethod
+    def train(self) -> Dataset:
+        """All training examples that this machine can read."""
+
+    @cached_property
+    @abstractmethod
+    def test(self) -> Dataset:
+        """The test examples."""
+
+    @abstractmethod
+    def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
+        """The inputs of one micro-batch, padded to its longest example.
+
+        ``input_ids`` and ``attention_mask`` (B, T); ``labels`` (B,) or (B, T), padded with -100.
+        """
+
+    @abstractmethod
+    def decode(self, outputs: Tensor) -> list[str]:
+        """The texts that a model's outputs mean: class scores (B, C) or generated ids (B, T)."""
+
+    @abstractmethod
+    def references(self, examples: Sequence[Example]) -> list[str]:
+        """The texts that ``decode`` should give for these examples."""
+
+    @abstractmethod
+    def score(self, predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+        """All metrics of the task by name, ``metric_name`` among them."""
+
+    def find_labels(self) -> tuple[str, ...]:
+        """Label names in the order of their ids; none unless the task classifies."""
+        return ()
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The tokenizer and labels that every machine must share."""
+        return self._given_vocabulary or Vocabulary(
+            tokenizer_json=tokenizer_to_json(self._make_tokenizer()), labels=self.find_labels()
+        )
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The vocabulary's label names; empty unless the task classifies."""
+        return self.vocabulary.labels
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """The vocabulary's tokenizer, the same object on every call."""
+        return tokenizer_from_json(self.vocabulary.tokenizer_json)
+
+    def partition(self, index: int, count: int) -> Dataset:
+        """The training examples of cluster ``index`` out of ``count``.
+
+        Parts are disjoint, together complete, and the same on every machine that reads the same
+        data. Raises DataError if the data cannot be cut so.
+        """
+        method = self.settings.partition
+        rows = partition_rows(
+            self.train,
+            count,
+            method=self.usual_partition if method == "auto" else method,
+            by=self._group_column(),
+            settings=self.settings,
+        )
+        return self.train.select(rows[index])
+
+    def _group_column(self) -> str:
+        return "group" if "group" in self.train.column_names else self.group_column
+
+    def _make_tokenizer(self) -> PreTrainedTokenizerFast:
+        if self.settings.tokenizer != TRAIN_TOKENIZER:
+            return load_tokenizer(self.settings.tokenizer)
+        return train_tokenizer(
+            islice(self._texts(), _MOST_TOKENIZER_TEXTS),
+            vocab_size=self.settings.vocab_size,
+            starts_with_bos=self.starts_with_bos,
+        )
+
+    def _texts(self) -> Iterator[str]:
+        columns = [self.train[name] for name in self.text_columns]
+        for row in zip(*columns, strict=True):
+            yield from row

@@ -1,0 +1,132 @@
+"""The tokenizer: trained on the spot or loaded, and able to travel with the model as JSON.
+
+Trained ones are byte-level BPE, so no text is ever unknown and nothing is downloaded; digits are
+split one by one, so that a number is spelled rather than looked up. With the smallest vocabulary
+there are no merges left and the tokens are the bytes themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import cast
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from collapipe_flwr.core.errors import DataError
+
+PAD, EOS, BOS, UNK = "<pad>", "</s>", "<s>", "<unk>"
+_KEPT_SETTINGS = ("model_max_length", "padding_side", "truncation_side", "model_input_names")
+
+
+def train_tokenizer(
+    texts: Iterable[str], *, vocab_size: int, starts_with_bos: bool
+) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of at most ``vocab_size`` tokens; equal texts give equal tokenizers.
+
+    Every text ends with EOS (two texts: each of them); with ``starts_with_bos`` it begins with
+    BOS, which is the token that BERT-type classifiers pool.
+    """
+    tokenizer = Tokenizer(models.BPE(unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[PAD, EOS, BOS, UNK],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = _template(tokenizer, starts_with_bos)
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        bos_token=BOS,
+        unk_token=UNK,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _template(tokenizer: Tokenizer, starts_with_bos: bool) -> processors.TemplateProcessing:
+    single = f"$A {EOS}"
+    if starts_with_bos:
+        single = f"{BOS} {single}"
+    return processors.TemplateProcessing(
+        single=single,
+        pair=f"{single} $B:1 {EOS}:1",
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in (BOS, EOS)],
+    )
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """A pretrained tokenizer by hub name or directory.
+
+    Raises DataError if it cannot be loaded or is not one of the ``tokenizers`` library.
+    """
+    try:
+        loaded = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise DataError(
+            f'data.tokenizer "{name}" could not be loaded: give the directory of a saved tokenizer,'
+            ' a hub name that this machine can reach, or "train"'
+        ) from error
+    if not loaded.is_fast:
+        raise DataError(
+            f'data.tokenizer "{name}" has no fast version and so cannot travel with the model: '
+            'choose one with a tokenizer.json, or "train"'
+        )
+    return _with_padding(cast(PreTrainedTokenizerFast, loaded), name)
+
+
+def _with_padding(tokenizer: PreTrainedTokenizerFast, name: str) -> PreTrainedTokenizerFast:
+    """Pad with EOS where there is no PAD: the mask hides it, so any token serves."""
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise DataError(
+                f'data.tokenizer "{name}" has neither a padding nor an end token: add a pad_token'
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def tokenizer_to_json(tokenizer: PreTrainedTokenizerFast) -> str:
+    """All that ``tokenizer_from_json`` needs, special tokens included, as one JSON object."""
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    backend["truncation"] = backend["padding"] = None  # left there by the last call, if any
+    special = tokenizer.special_tokens_map
+    record = {
+        "tokenizer": backend,
+        "special_tokens": {
+            name: token for name, token in special.items() if name.endswith("_token")
+        },
+        "settings": {name: getattr(tokenizer, name) for name in _KEPT_SETTINGS},
+    }
+    return json.dumps(record, ensure_ascii=False, sort_keys=True)
+
+
+def tokenizer_from_json(text: str) -> PreTrainedTokenizerFast:
+    """The tokenizer that ``tokenizer_to_json`` wrote.
+
+    Raises DataError for anything else.
+    """
+    try:
+        record = json.loads(text)
+        return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+            tokenizer_object=Tokenizer.from_str(json.dumps(record["tokenizer"])),
+            clean_up_tokenization_spaces=False,
+            **record["special_tokens"],
+            **record["settings"],
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            "the tokenizer that came with the model is damaged: train the model again, or copy its "
+            "whole directory"
+        ) from error
