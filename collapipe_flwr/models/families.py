@@ -36,6 +36,7 @@ class Family:
     shared: tuple[str, ...] = ()
     joined: str | None = None
     settings: tuple[str, ...] = ()  # keys that the model reads but its configuration omits
+    input_name: str = "input_ids"
     entry: str = "inputs_embeds"  # the argument through which a task head takes hidden states
 
     @property
@@ -91,6 +92,7 @@ _FAMILIES = (
         inputs=block_inputs.no_inputs,
         tasks=("image-classification",),
         after=("layernorm",),
+        input_name="pixel_values",
         entry="pixel_values",
     ),
     Family(
@@ -125,6 +127,7 @@ _FAMILIES = (
         stack="encoder",
         blocks="layers",
         before=("conv1", "conv2", "embed_positions"),
+        input_name="input_features",
         inputs=block_inputs.no_inputs,
         tasks=("seq2seq",),
         after=("layer_norm",),

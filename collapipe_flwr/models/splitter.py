@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.checkpoint import load_checkpoint
 from collapipe_flwr.models.families import FAMILIES, Family
 from collapipe_flwr.models.layout import EDGE, EMBEDDING, Layout, find_blocks, make_layout
 from collapipe_flwr.models.part import Holdings, Part
 from collapipe_flwr.models.parts import EdgePart, EmbeddingPart, SegmentPart
+from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.skeleton import build_random, build_skeleton
-from collapipe_flwr.models.spec import ModelSpec
+from collapipe_flwr.models.spec import BatchShape, ModelSpec
 from collapipe_flwr.models.stack import Stack
 from collapipe_flwr.models.tasks import find_task
 
 Weights = Mapping[str, Tensor]
+TensorShape = tuple[torch.Size, torch.dtype]
 
 
 class Splitter:
@@ -41,6 +45,9 @@ class Splitter:
             edge_blocks=spec.edge_blocks,
             untie=spec.ties == "untie",
         )
+        self.config = skeleton.config
+        self.input_name = self._family.input_name
+        self.shapes = _shapes(skeleton, self._layout)
         self._constants = _constant_keys(skeleton, self._layout)
 
     @property
@@ -110,6 +117,10 @@ class Splitter:
             model = load_checkpoint(self.spec, seed, body=self._body())
         found = model.state_dict()
         return {key: found[key].detach().clone() for key in self.all_keys()}
+
+    def profile(self, shape: BatchShape) -> ModelProfile:
+        """Costs per example of embedding, every block and the edge; computes nothing."""
+        return profile_model(self, shape)
 
     # Parts
 
@@ -198,6 +209,11 @@ def _blocks_for_devices(total_blocks: int, spec: ModelSpec, family: Family) -> i
             f"edge_blocks must be below the model's {total_blocks} blocks, got {spec.edge_blocks}"
         )
     return total_blocks - spec.edge_blocks
+
+
+def _shapes(skeleton: PreTrainedModel, layout: Layout) -> dict[str, TensorShape]:
+    found = skeleton.state_dict()
+    return {key: (found[key].shape, found[key].dtype) for key in layout.owners}
 
 
 def _constant_keys(skeleton: PreTrainedModel, layout: Layout) -> frozenset[str]:

@@ -30,6 +30,7 @@ class Task:
     auto_classes: tuple[type, ...]
     targets: Callable[[Tensor], int]
     labelled: bool = False  # whether the head's size is num_labels
+    label_per_example: bool = False
 
 
 def _examples(labels: Tensor) -> int:
@@ -50,6 +51,7 @@ _TASKS = (
         auto_classes=(AutoModelForSequenceClassification,),
         targets=_examples,
         labelled=True,
+        label_per_example=True,
     ),
     Task(
         name="token-classification",
@@ -62,6 +64,7 @@ _TASKS = (
         auto_classes=(AutoModelForImageClassification,),
         targets=_examples,
         labelled=True,
+        label_per_example=True,
     ),
     Task(name="masked-lm", auto_classes=(AutoModelForMaskedLM,), targets=_tokens),
     Task(name="causal-lm", auto_classes=(AutoModelForCausalLM,), targets=_next_tokens),

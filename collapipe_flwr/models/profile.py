@@ -1,0 +1,149 @@
+"""What each piece of a model costs per example, without weights and without computing.
+
+The pieces run once on fake tensors, which have shapes and no memory: the counted operations and
+the tensors kept for the backward pass are those of a real run on a CPU in training mode.
+Forward operations count two per multiply-add; the backward pass costs twice the forward one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+from transformers.utils.generic import ModelOutput
+
+from collapipe_flwr.core.domain import BlockCost, ModelProfile
+from collapipe_flwr.models.part import Part
+from collapipe_flwr.models.spec import BatchShape
+
+if TYPE_CHECKING:
+    from collapipe_flwr.models.splitter import Splitter
+
+Weights = Mapping[str, Tensor]
+
+ACTIVATION_BYTES = 4  # activations cross the network in single precision
+ADAMW_MOMENTS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    forward_flop: float
+    stash_bytes: int
+    output_bytes: int
+
+
+def profile_model(splitter: Splitter, shape: BatchShape) -> ModelProfile:
+    """Costs of embedding, every block and the edge for examples of ``shape``."""
+    # transformers makes a few scalars that escape the mode (Gemma's embedding scale)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        weights = {
+            key: torch.empty(size, dtype=dtype) for key, (size, dtype) in splitter.shapes.items()
+        }
+        batch = _example(splitter, shape)
+        context = splitter.context(batch)
+        embedding = splitter.build_embedding(weights)
+        hidden_BTD = embedding(batch).detach()
+        edge = splitter.build_edge(weights)
+        return ModelProfile(
+            embedding=_cost(embedding, lambda: embedding(batch)),
+            blocks=_block_costs(splitter, weights, hidden_BTD, context),
+            decoder=_cost(edge, lambda: edge.outputs(_leaf(hidden_BTD), context)),
+        )
+
+
+def _block_costs(
+    splitter: Splitter, weights: Weights, hidden_BTD: Tensor, context: Weights
+) -> tuple[BlockCost, ...]:
+    """Blocks with equal tensor shapes cost the same and are measured once."""
+    known: dict[object, BlockCost] = {}
+    costs = []
+    for index in range(splitter.num_blocks):
+        kind = tuple(splitter.shapes[key] for key in splitter.segment_keys(index, index + 1))
+        if kind not in known:
+            block = splitter.build_segment(index, index + 1, weights)
+            known[kind] = _cost(block, partial(block, _leaf(hidden_BTD), context))
+        costs.append(known[kind])
+    return tuple(costs)
+
+
+def _cost(part: Part, run: Callable[[], Tensor | ModelOutput]) -> BlockCost:
+    measured = _measure(run, part.parameters())
+    weights = sum(t.numel() * t.element_size() for t in part.state_dict().values())
+    trained = sum(p.numel() * p.element_size() for p in part.parameters() if p.requires_grad)
+    return BlockCost(
+        forward_flop=measured.forward_flop,
+        backward_flop=2 * measured.forward_flop,
+        parameter_bytes=weights,
+        state_bytes=weights + (1 + ADAMW_MOMENTS) * trained,
+        stash_bytes=measured.stash_bytes,
+        output_bytes=measured.output_bytes,
+    )
+
+
+def _measure(
+    run: Callable[[], Tensor | ModelOutput], parameters: Iterable[nn.Parameter]
+) -> _Measured:
+    """Run once; record multiply-adds and the storages that autograd keeps."""
+    weights = {parameter.untyped_storage()._cdata for parameter in parameters}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with (
+        FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter,
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
+        output = run()
+    sent = output.numel() * ACTIVATION_BYTES if isinstance(output, Tensor) else 0
+    return _Measured(
+        forward_flop=float(counter.get_total_flops()),
+        stash_bytes=sum(kept.values()),
+        output_bytes=sent,
+    )
+
+
+def _attention_flop(
+    query: torch.Size, key: torch.Size, value: torch.Size, *args: object, **kwargs: object
+) -> int:
+    """Scores and weighted sum; shapes are (batch, heads, tokens, width)."""
+    del args, kwargs
+    batch, heads, queries, width = query
+    return 2 * batch * heads * queries * key[-2] * (width + value[-1])
+
+
+# torch counts the fused attention of GPUs but not the one that its CPU backend takes.
+_CPU_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flop}
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_()
+
+
+def _example(splitter: Splitter, shape: BatchShape) -> dict[str, Tensor]:
+    """One example of the task. A single class label is left out: its loss costs nothing."""
+    config = splitter.config
+    source = (1, shape.source_length)
+    whole = torch.ones(source, dtype=torch.long)
+    if splitter.input_name == "pixel_values":
+        size = config.image_size
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        inputs = {"pixel_values": torch.empty(1, config.num_channels, height, width)}
+    elif splitter.input_name == "input_features":
+        frames = 2 * config.max_source_positions
+        inputs = {"input_features": torch.empty(1, config.num_mel_bins, frames)}
+    else:
+        inputs = {"input_ids": whole, "attention_mask": whole}
+    if splitter.task.label_per_example:
+        return inputs
+    target = (1, shape.target_length) if splitter.decodes else source
+    return {**inputs, "labels": torch.ones(target, dtype=torch.long)}
