@@ -1,0 +1,115 @@
+"""Chains: everything about layout rows that does not depend on power, and their price given it.
+
+``chain_of`` gathers times, payloads and limits once; ``price_rows`` turns hop times into round
+latency and energy. A chain plus hop times is a plan; a chain alone is what the radio optimises.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collapipe_flwr.costs.compute import Options, bulk_of, steps_of, work_of
+from collapipe_flwr.costs.energy import bulk_energy_j, compute_energy_j, radio_energy_j
+from collapipe_flwr.costs.latency import PassTimes, gpipe_makespan_s
+from collapipe_flwr.costs.layouts import Hops, Layouts, hops_of
+from collapipe_flwr.costs.radio import power_for_time_w, send_time_s
+from collapipe_flwr.costs.tables import Tables
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """Rows with all that is fixed before bandwidth and power are chosen."""
+
+    rows: Layouts
+    hops: Hops
+    steps_r: Array  # local steps H
+    forward_stage_s: Array  # (R, S + 2)
+    backward_stage_s: Array
+    fixed_s: Array  # (R,) round latency besides the H makespans
+    fixed_j: Array  # (R, S + 1) energy besides the pipeline's transmissions
+    d2d_hz_r: Array
+    noise_over_gain: Array  # (R, S + 1) watts per hertz that give 0 dB
+    power_max_w: Array  # (R, S + 1, 2): forward sender, backward sender
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowPrices:
+    """Latency and energy of every row."""
+
+    makespan_s: Array  # (R,) of one step's pipeline
+    latency_s: Array  # (R,) of the round
+    energy_j: Array  # (R, S + 1): control unit, then slots
+
+
+def chain_of(tables: Tables, rows: Layouts, options: Options) -> Chain:
+    """Gather the fixed side of every row."""
+    work, bulk, hops = work_of(tables, rows, options), bulk_of(tables, rows), hops_of(tables, rows)
+    size = rows.micro_batch_size_r[:, None].astype(np.float64)
+    steps = steps_of(tables, rows)
+    optimiser_s = (work.optimiser_flop / work.speed).sum(1)
+    transfers_s = bulk.server_s + bulk.handout_s.sum(1) + bulk.collect_s.sum(1)
+    return Chain(
+        rows=rows,
+        hops=hops,
+        steps_r=steps,
+        forward_stage_s=size * work.forward_flop / work.speed,
+        backward_stage_s=size * work.backward_flop / work.speed,
+        fixed_s=transfers_s + steps * optimiser_s,
+        fixed_j=compute_energy_j(tables, rows, work) + bulk_energy_j(tables, rows, bulk),
+        d2d_hz_r=tables.d2d_hz_m[rows.cluster_r],
+        noise_over_gain=tables.snapshot.radio.noise_w_per_hz / hops.gain,
+        power_max_w=_power_limits(tables, rows, hops),
+    )
+
+
+def _power_limits(tables: Tables, rows: Layouts, hops: Hops) -> Array:
+    limits = tables.members.power_max_mi
+    cluster = rows.cluster_r[:, None]
+    forward = limits[cluster, hops.sender]
+    member = np.where(hops.to_edge, 0, hops.receiver)
+    edge = tables.snapshot.edge.tx_power_w
+    backward = np.where(hops.to_edge, edge, limits[cluster, member])
+    return np.stack([forward, backward], axis=2)
+
+
+def hop_bandwidth_hz(chain: Chain, edge_hz_r: Array) -> Array:
+    """Bandwidth of every hop, (R, S + 1), given each row's share towards the edge."""
+    return np.where(chain.hops.to_edge, edge_hz_r[:, None], chain.d2d_hz_r[:, None])
+
+
+def full_power_times(chain: Chain, edge_hz_r: Array) -> Array:
+    """Shortest hop times, (R, S + 1, 2) for forward and backward; 0 on unused hops."""
+    width = hop_bandwidth_hz(chain, edge_hz_r)[:, :, None]
+    snr = chain.power_max_w / chain.noise_over_gain[:, :, None]
+    times = send_time_s(chain.hops.bits[:, :, None], width, snr)
+    return np.where(chain.hops.used[:, :, None], times, 0.0)
+
+
+def powers_for(chain: Chain, edge_hz_r: Array, times: Array) -> Array:
+    """Transmit powers that achieve ``times``, (R, S + 1, 2); 0 on unused hops."""
+    width = hop_bandwidth_hz(chain, edge_hz_r)[:, :, None]
+    safe = np.where(chain.hops.used[:, :, None], times, 1.0)
+    power = power_for_time_w(
+        chain.hops.bits[:, :, None], width, chain.noise_over_gain[:, :, None], safe
+    )
+    return np.where(chain.hops.used[:, :, None], np.minimum(power, chain.power_max_w), 0.0)
+
+
+def price_rows(chain: Chain, times: Array, powers: Array) -> RowPrices:
+    """Latency and energy of every row under GPipe with the given hop times and powers."""
+    forward = PassTimes(stage_s=chain.forward_stage_s, hop_s=times[:, :, 0])
+    backward = PassTimes(stage_s=chain.backward_stage_s, hop_s=times[:, :, 1])
+    count = chain.rows.micro_batches_r.astype(np.float64)
+    makespan = gpipe_makespan_s(forward, backward, count)
+    hop_j = powers * times
+    radiated = radio_energy_j(chain.steps_r * count, hop_j[:, :, 0], hop_j[:, :, 1])
+    return RowPrices(
+        makespan_s=makespan,
+        latency_s=chain.fixed_s + chain.steps_r * makespan,
+        energy_j=chain.fixed_j + radiated,
+    )

@@ -1,0 +1,67 @@
+"""Memory: the hard constraint of every plan.
+
+A device holds the state of its blocks (weights, gradients, optimiser) and, for every micro-batch
+in flight, the activations between forward and backward. With re-computation only each block's
+input stays, plus one block's activations while it is computed again.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collapipe_flwr.costs.compute import Options
+from collapipe_flwr.costs.layouts import Layouts, segment_sums
+from collapipe_flwr.costs.tables import Tables
+
+Array = NDArray[np.float64]
+
+
+def peak_bytes(tables: Tables, rows: Layouts, options: Options, flight_rs: Array) -> Array:
+    """Peak bytes of every stage, (R, S + 2); ``flight_rs`` micro-batches are in flight there."""
+    model, size = tables.snapshot.model, rows.micro_batch_size_r[:, None].astype(np.float64)
+    state = segment_sums(tables.blocks.state_bytes_l, rows)
+    stash = size * _stash(tables, rows, options, flight_rs[:, 1:-1])
+    ends = []
+    for cost, flight in ((model.embedding, flight_rs[:, :1]), (model.decoder, flight_rs[:, -1:])):
+        ends.append(cost.state_bytes + size * flight * cost.stash_bytes)
+    return np.concatenate([ends[0], state + stash, ends[1]], axis=1)
+
+
+def _stash(tables: Tables, rows: Layouts, options: Options, flight_rs: Array) -> Array:
+    blocks = tables.blocks
+    if not options.recompute:
+        return np.asarray(flight_rs * segment_sums(blocks.stash_bytes_l, rows))
+    inputs_l = np.concatenate([[0.0], np.cumsum(blocks.cut_bytes_l[:-1])])
+    largest = np.diff(blocks.stash_bytes_l).max() * rows.used_rs
+    return np.asarray(flight_rs * segment_sums(inputs_l, rows) + largest)
+
+
+def capacity_bytes(tables: Tables, rows: Layouts, options: Options) -> Array:
+    """Bytes that plans may use on every stage, (R, S + 2); the edge is divided by clusters."""
+    keep = 1.0 - options.memory_margin
+    memory = tables.members.memory_mi
+    edge = tables.snapshot.edge.memory_bytes / tables.num_clusters
+    member = np.maximum(rows.member_rs, 0)
+    return keep * np.concatenate(
+        [
+            memory[rows.cluster_r, 0][:, None],
+            memory[rows.cluster_r[:, None], member],
+            np.full((len(rows), 1), float(edge)),
+        ],
+        axis=1,
+    )
+
+
+def fits(tables: Tables, rows: Layouts, options: Options, flight_rs: Array) -> NDArray[np.bool_]:
+    """Rows whose every stage keeps within its memory, (R,)."""
+    need = peak_bytes(tables, rows, options, flight_rs)
+    room = capacity_bytes(tables, rows, options)
+    needed = np.pad(rows.used_rs, ((0, 0), (1, 1)), constant_values=True)
+    return np.asarray(((need <= room) | ~needed).all(1))
+
+
+def whole_batch_in_flight(rows: Layouts) -> Array:
+    """GPipe's depth: all J micro-batches on every stage, (R, S + 2)."""
+    count = rows.micro_batches_r.astype(np.float64)[:, None]
+    return np.broadcast_to(count, (len(rows), rows.member_rs.shape[1] + 2))

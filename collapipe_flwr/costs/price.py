@@ -1,0 +1,120 @@
+"""The price of a given plan under a given snapshot: predicted, and simulated when it changed.
+
+The plan's powers and bandwidth are kept; the snapshot's gains and speeds decide what they achieve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collapipe_flwr.core.domain import ClusterPlan, Plan, Snapshot
+from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.costs.chain import Chain, chain_of, hop_bandwidth_hz, price_rows
+from collapipe_flwr.costs.compute import Options
+from collapipe_flwr.costs.memory import peak_bytes
+from collapipe_flwr.costs.plan_rows import restricted, rows_of_plans
+from collapipe_flwr.costs.radio import send_time_s
+from collapipe_flwr.costs.tables import Tables, members_of, tabulate
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PricedCluster:
+    """What a plan costs one cluster."""
+
+    cluster_id: str
+    latency_s: float  # of the round
+    step_s: float  # of one optimiser step's pipeline
+    energy_j: Mapping[str, float]  # every member, 0 for devices without a segment
+    memory_bytes: Mapping[str, int]  # members with work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PricedRound:
+    """What a plan costs; the round lasts as long as its slowest cluster."""
+
+    latency_s: float
+    clusters: tuple[PricedCluster, ...]
+
+    def energy_j(self) -> dict[str, dict[str, float]]:
+        """Energy by cluster and device."""
+        return {c.cluster_id: dict(c.energy_j) for c in self.clusters}
+
+
+def price(plan: Plan, snapshot: Snapshot, options: Options | None = None) -> PricedRound:
+    """Price ``plan`` under ``snapshot``; raises ScheduleError if a planned party is gone."""
+    if not plan.clusters:
+        raise ScheduleError(f"the plan of round {plan.round_index} has no clusters to price")
+    choice = options or Options()
+    tables = tabulate(restricted(snapshot, [c.cluster_id for c in plan.clusters]))
+    chain = chain_of(tables, rows_of_plans(tables, plan.clusters), choice)
+    powers = planned_powers(chain, plan.clusters)
+    times = achieved_times(chain, plan.clusters, powers)
+    priced = price_rows(chain, times, powers)
+    memory = peak_bytes(tables, chain.rows, choice, planned_depths(chain, plan.clusters))
+    clusters = tuple(
+        PricedCluster(
+            cluster_id=c.cluster_id,
+            latency_s=float(priced.latency_s[m]),
+            step_s=float(priced.makespan_s[m]),
+            energy_j=named_energy(tables, chain, m, priced.energy_j[m]),
+            memory_bytes=named_memory(
+                c, members_of(tables.snapshot.clusters[m])[0].device_id, memory[m]
+            ),
+        )
+        for m, c in enumerate(plan.clusters)
+    )
+    return PricedRound(latency_s=max(c.latency_s for c in clusters), clusters=clusters)
+
+
+def planned_powers(chain: Chain, plans: Sequence[ClusterPlan]) -> Array:
+    """The plans' powers on hops, (R, S + 1, 2); the edge sends at its own full power."""
+    powers = np.zeros_like(chain.power_max_w)
+    for m, plan in enumerate(plans):
+        control = next(k for k in plan.tx_power_w if k not in plan.gradient_power_w)
+        chain_ids = [control, *(s.device_id for s in plan.segments)]
+        powers[m, : len(chain_ids), 0] = [plan.tx_power_w[name] for name in chain_ids]
+        back = [plan.gradient_power_w[s.device_id] for s in plan.segments]
+        powers[m, : len(back), 1] = back
+        powers[m, len(back), 1] = chain.power_max_w[m, len(back), 1]
+    return powers
+
+
+def achieved_times(chain: Chain, plans: Sequence[ClusterPlan], powers: Array) -> Array:
+    """Hop times of the planned powers over the snapshot's gains."""
+    width = hop_bandwidth_hz(chain, np.array([plan.bandwidth_hz for plan in plans]))
+    used = chain.hops.used[:, :, None]
+    snr = np.where(used, powers, 1.0) / chain.noise_over_gain[:, :, None]
+    times = send_time_s(chain.hops.bits[:, :, None], width[:, :, None], snr)
+    return np.where(used, times, 0.0)
+
+
+def planned_depths(chain: Chain, plans: Sequence[ClusterPlan]) -> Array:
+    """Micro-batches in flight per stage, (R, S + 2), with the edge in the last column."""
+    depths = np.zeros((len(plans), chain.rows.member_rs.shape[1] + 2))
+    for m, plan in enumerate(plans):
+        depths[m, : len(plan.warmup_depth) - 1] = plan.warmup_depth[:-1]
+        depths[m, -1] = plan.warmup_depth[-1]
+    return depths
+
+
+def named_energy(tables: Tables, chain: Chain, m: int, energy_s: Array) -> dict[str, float]:
+    """Energy of every member of cluster m by name; unused devices spend nothing."""
+    members = members_of(tables.snapshot.clusters[m])
+    result = {member.device_id: 0.0 for member in members}
+    result[members[0].device_id] = float(energy_s[0])
+    for slot in range(int(chain.rows.depth_r[m])):
+        name = members[int(chain.rows.member_rs[m, slot])].device_id
+        result[name] = float(energy_s[slot + 1])
+    return result
+
+
+def named_memory(plan: ClusterPlan, control_id: str, bytes_s: Array) -> dict[str, int]:
+    """Peak bytes of the control unit and of every device with a segment, by name."""
+    names = [control_id, *(s.device_id for s in plan.segments)]
+    return {name: int(bytes_s[k]) for k, name in enumerate(names)}

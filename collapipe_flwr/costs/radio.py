@@ -1,0 +1,75 @@
+"""Shannon links: time, power and energy of one payload, as array functions.
+
+A payload of ``A`` bits sent in time ``t`` over bandwidth ``w`` needs the power
+``p = (N0 w / g) (2^(A / (t w)) - 1)`` (Shannon 1948); its energy ``p t`` depends on the product
+``t w`` only. Gains are linear, noise is a density. All arguments broadcast.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Array = NDArray[np.float64]
+
+LN2 = float(np.log(2.0))
+_EXPONENT_MAX = 500.0  # exp beyond this is treated as infinitely expensive without overflow
+
+
+def rate_bit_per_s(bandwidth_hz: ArrayLike, snr_w: ArrayLike) -> Array:
+    """Rate ``w log2(1 + p g / (w N0))``; ``snr_w`` is ``p g / N0`` in Hz."""
+    width = np.asarray(bandwidth_hz, dtype=np.float64)
+    return width * np.log1p(np.asarray(snr_w) / width) / LN2
+
+
+def send_time_s(bits: ArrayLike, bandwidth_hz: ArrayLike, snr_w: ArrayLike) -> Array:
+    """Seconds that ``bits`` take at full use of the link."""
+    return np.asarray(bits, dtype=np.float64) / rate_bit_per_s(bandwidth_hz, snr_w)
+
+
+def power_for_time_w(
+    bits: ArrayLike, bandwidth_hz: ArrayLike, noise_over_gain: ArrayLike, time_s: ArrayLike
+) -> Array:
+    """Transmit power that delivers ``bits`` in exactly ``time_s`` (``noise_over_gain`` = N0/g)."""
+    width = np.asarray(bandwidth_hz, dtype=np.float64)
+    exponent = LN2 * np.asarray(bits) / (np.asarray(time_s) * width)
+    return np.asarray(noise_over_gain) * width * np.expm1(np.minimum(exponent, _EXPONENT_MAX))
+
+
+def thrifty_time_s(
+    bits: ArrayLike,
+    bandwidth_hz: ArrayLike,
+    noise_over_gain: ArrayLike,
+    joule_per_s: ArrayLike,
+) -> Array:
+    """The time that minimises ``joule_per_s * t + energy(t)`` for one payload.
+
+    With ``z = A ln2 / (t w)`` the optimum solves ``e^z (z - 1) + 1 = joule_per_s g / (N0 w)``.
+    """
+    width = np.asarray(bandwidth_hz, dtype=np.float64)
+    ratio = np.asarray(joule_per_s) / (np.asarray(noise_over_gain) * width)
+    return LN2 * np.asarray(bits) / (width * solve_exponent(ratio))
+
+
+def solve_exponent(ratio: ArrayLike) -> Array:
+    """The root ``z >= 0`` of ``e^z (z - 1) + 1 = ratio`` (z = 1 + W((ratio - 1) / e)).
+
+    Newton in ``ln`` form from a bracketed start; ratio 0 gives a tiny positive z.
+    """
+    value = np.clip(np.asarray(ratio, dtype=np.float64), 1e-18, 1e100)
+    small = np.sqrt(2.0 * value)
+    grown = np.log1p(value)
+    z = np.where(value < 1.0, small / (1.0 + small / 3.0), grown)
+    for _ in range(6):
+        f, slope = _exponent_log(z)
+        z = np.maximum(z - (f - np.log(value)) / slope, z * 0.1)
+    return z
+
+
+def _exponent_log(z: Array) -> tuple[Array, Array]:
+    """``ln(e^z (z - 1) + 1)`` and its derivative ``z e^z / (e^z (z - 1) + 1)``."""
+    series = z * z * (0.5 + z / 3.0 + z * z / 8.0)
+    big = np.minimum(z, _EXPONENT_MAX)
+    direct = np.exp(big) * (big - 1.0) + 1.0
+    body = np.where(z < 1e-2, series, direct)
+    return np.log(body), z * np.exp(big) / body

@@ -1,0 +1,218 @@
+"""A snapshot as arrays: the form in which all clusters are priced at once.
+
+Index suffixes: ``_m`` cluster, ``_i`` member (0 is the control unit, n + 1 is ``devices[n]``),
+``_l`` block or cut (prefix sums have L + 1 entries; cut 0 lies behind the embedding).
+The edge stands behind the last member on the receiver axis of ``gain_mij``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collapipe_flwr.core.domain import BlockCost, ClusterSnapshot, DeviceProfile, Snapshot
+from collapipe_flwr.core.errors import ScheduleError
+
+Array = NDArray[np.float64]
+TINY_GAIN = 1e-30  # stands in for absent links so that logarithms stay finite
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTable:
+    """Prefix sums over blocks, per example; entry l covers blocks ``0 .. l-1``."""
+
+    forward_flop_l: Array
+    backward_flop_l: Array
+    parameter_bytes_l: Array
+    state_bytes_l: Array
+    stash_bytes_l: Array
+    cut_bytes_l: Array  # bytes over the cut behind block l-1; entry 0 leaves the embedding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberTable:
+    """Members of every cluster, padded to the largest cluster; ``present_mi`` masks."""
+
+    present_mi: NDArray[np.bool_]
+    speed_mi: Array
+    memory_mi: Array
+    energy_per_flop_mi: Array
+    power_max_mi: Array
+    budget_mi: Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tables:
+    """Everything that prices a plan, as arrays."""
+
+    snapshot: Snapshot
+    blocks: BlockTable
+    members: MemberTable
+    gain_mij: Array  # (M, I, I + 1): the last receiver is the edge
+    d2d_hz_m: Array
+    server_rate_m: Array
+    examples_m: Array
+
+    @property
+    def num_clusters(self) -> int:
+        """Clusters in the snapshot."""
+        return int(self.examples_m.shape[0])
+
+    @property
+    def num_blocks(self) -> int:
+        """Encoder blocks of the model."""
+        return len(self.snapshot.model.blocks)
+
+    @property
+    def edge(self) -> int:
+        """Index of the edge on the receiver axis of ``gain_mij``."""
+        return int(self.gain_mij.shape[2]) - 1
+
+
+def tabulate(snapshot: Snapshot) -> Tables:
+    """Arrays of ``snapshot``; raises ScheduleError where a number cannot be planned with."""
+    _check(snapshot)
+    clusters = snapshot.clusters
+    return Tables(
+        snapshot=snapshot,
+        blocks=_blocks(snapshot),
+        members=_members(clusters),
+        gain_mij=_gains(clusters),
+        d2d_hz_m=np.array([c.profile.d2d_bandwidth_hz for c in clusters], dtype=np.float64),
+        server_rate_m=np.array([c.profile.server_rate_bit_per_s for c in clusters], float),
+        examples_m=np.array([c.profile.examples for c in clusters], dtype=np.float64),
+    )
+
+
+def _blocks(snapshot: Snapshot) -> BlockTable:
+    blocks = snapshot.model.blocks
+    cuts = [snapshot.model.embedding.output_bytes, *(b.output_bytes for b in blocks)]
+
+    def prefix(values: list[float]) -> Array:
+        return np.concatenate([[0.0], np.cumsum(np.array(values, dtype=np.float64))])
+
+    return BlockTable(
+        forward_flop_l=prefix([b.forward_flop for b in blocks]),
+        backward_flop_l=prefix([b.backward_flop for b in blocks]),
+        parameter_bytes_l=prefix([float(b.parameter_bytes) for b in blocks]),
+        state_bytes_l=prefix([float(b.state_bytes) for b in blocks]),
+        stash_bytes_l=prefix([b.stash_bytes for b in blocks]),
+        cut_bytes_l=np.array(cuts, dtype=np.float64),
+    )
+
+
+def members_of(cluster: ClusterSnapshot) -> tuple[DeviceProfile, ...]:
+    """The control unit and then the devices: the order of every member axis."""
+    return (cluster.profile.control_unit, *cluster.profile.devices)
+
+
+def _members(clusters: tuple[ClusterSnapshot, ...]) -> MemberTable:
+    rows = [members_of(c) for c in clusters]
+    width = max(len(row) for row in rows)
+
+    def column(name: str, padding: float) -> Array:
+        table = np.full((len(rows), width), padding)
+        for m, row in enumerate(rows):
+            table[m, : len(row)] = [float(getattr(member, name)) for member in row]
+        return table
+
+    return MemberTable(
+        present_mi=np.array([[i < len(row) for i in range(width)] for row in rows]),
+        speed_mi=column("speed_flop_per_s", 1.0),
+        memory_mi=column("memory_bytes", 0.0),
+        energy_per_flop_mi=column("energy_per_flop_j", 0.0),
+        power_max_mi=column("tx_power_max_w", 1.0),
+        budget_mi=column("energy_budget_j", math.inf),
+    )
+
+
+def _gains(clusters: tuple[ClusterSnapshot, ...]) -> Array:
+    width = max(len(c.profile.devices) + 1 for c in clusters)
+    table = np.full((len(clusters), width, width + 1), TINY_GAIN)
+    for m, cluster in enumerate(clusters):
+        size = len(cluster.profile.devices) + 1
+        table[m, :size, :size] = cluster.channel.d2d_gain
+        table[m, :size, width] = cluster.channel.edge_gain
+    return np.asarray(np.maximum(table, TINY_GAIN))
+
+
+def _check(snapshot: Snapshot) -> None:
+    if not snapshot.clusters:
+        raise ScheduleError("no cluster is connected: nothing can be planned; start a cluster")
+    if not snapshot.model.blocks:
+        raise ScheduleError("the model has no encoder blocks: choose a model with at least one")
+    ids = [c.profile.cluster_id for c in snapshot.clusters]
+    if len(set(ids)) != len(ids):
+        raise ScheduleError(f"cluster ids must differ, got {ids}: rename one")
+    radio, edge = snapshot.radio, snapshot.edge
+    _positive("the radio's bandwidth_hz", radio.bandwidth_hz)
+    _positive("the radio's noise_w_per_hz", radio.noise_w_per_hz)
+    _positive("the edge's speed_flop_per_s", edge.speed_flop_per_s)
+    _positive("the edge's tx_power_w", edge.tx_power_w)
+    model = snapshot.model
+    for name, cost in (("embedding", model.embedding), ("decoder", model.decoder)):
+        _check_cost(name, cost)
+    for index, block in enumerate(model.blocks):
+        _check_cost(f"block {index}", block)
+    for cluster in snapshot.clusters:
+        _check_cluster(cluster)
+
+
+def _check_cost(name: str, cost: BlockCost) -> None:
+    for field in ("forward_flop", "backward_flop", "stash_bytes", "output_bytes"):
+        value = float(getattr(cost, field))
+        if not (math.isfinite(value) and value >= 0):
+            raise ScheduleError(f"{name}: {field} must be finite and >= 0, got {value}")
+
+
+def _check_cluster(cluster: ClusterSnapshot) -> None:
+    profile = cluster.profile
+    where = f"cluster {profile.cluster_id!r}"
+    if not profile.devices:
+        raise ScheduleError(
+            f"{where} has no devices: connect at least one besides its control unit"
+        )
+    members = members_of(cluster)
+    ids = [member.device_id for member in members]
+    if len(set(ids)) != len(ids):
+        raise ScheduleError(f"{where}: device ids must differ, got {ids}: rename one")
+    _positive(f"{where}: examples", float(profile.examples))
+    _positive(f"{where}: d2d_bandwidth_hz", profile.d2d_bandwidth_hz)
+    _positive(f"{where}: server_rate_bit_per_s", profile.server_rate_bit_per_s)
+    for member in members:
+        _check_member(f"{where}, device {member.device_id!r}", member)
+    _check_channel(where, cluster, len(members))
+
+
+def _check_member(where: str, member: DeviceProfile) -> None:
+    _positive(f"{where}: speed_flop_per_s", member.speed_flop_per_s)
+    _positive(f"{where}: tx_power_max_w", member.tx_power_max_w)
+    if not member.energy_budget_j > 0:
+        raise ScheduleError(f"{where}: energy_budget_j must be > 0, got {member.energy_budget_j}")
+    if not (math.isfinite(member.energy_per_flop_j) and member.energy_per_flop_j >= 0):
+        raise ScheduleError(
+            f"{where}: energy_per_flop_j must be finite and >= 0, got {member.energy_per_flop_j}"
+        )
+
+
+def _check_channel(where: str, cluster: ClusterSnapshot, members: int) -> None:
+    d2d = np.asarray(cluster.channel.d2d_gain, dtype=np.float64)
+    edge = np.asarray(cluster.channel.edge_gain, dtype=np.float64)
+    if d2d.shape != (members, members) or edge.shape != (members,):
+        raise ScheduleError(
+            f"{where}: channel gains have shapes {d2d.shape} and {edge.shape}, "
+            f"expected ({members}, {members}) and ({members},)"
+        )
+    off_diagonal = d2d[~np.eye(members, dtype=bool)]
+    if not (np.isfinite(off_diagonal).all() and (off_diagonal >= 0).all()):
+        raise ScheduleError(f"{where}: channel gains between devices must be finite and >= 0")
+    if not (np.isfinite(edge).all() and (edge >= 0).all()):
+        raise ScheduleError(f"{where}: channel gains to the edge must be finite and >= 0")
+
+
+def _positive(what: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ScheduleError(f"{what} must be finite and > 0, got {value}")

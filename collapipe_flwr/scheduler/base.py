@@ -1,0 +1,202 @@
+"""What all schedulers share: queues, estimates, reference, and turning decisions into plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collapipe_flwr.core.domain import ClusterPlan, Plan, RoundOutcome, Snapshot
+from collapipe_flwr.core.errors import InfeasibleError
+from collapipe_flwr.costs.chain import chain_of
+from collapipe_flwr.costs.estimators import Prior, constants_of, update
+from collapipe_flwr.costs.memory import fits, peak_bytes, whole_batch_in_flight
+from collapipe_flwr.costs.plan_rows import segments_of
+from collapipe_flwr.costs.price import named_energy, named_memory
+from collapipe_flwr.costs.tables import Tables, members_of, tabulate
+from collapipe_flwr.scheduler.allocation import equal_shares
+from collapipe_flwr.scheduler.bound import Learning, learning_for
+from collapipe_flwr.scheduler.planner import Planner, Solution
+from collapipe_flwr.scheduler.protocol import SchedulerSettings
+from collapipe_flwr.scheduler.queues import (
+    advance_energy,
+    advance_participation,
+    spent_of,
+    took_part,
+)
+from collapipe_flwr.scheduler.starts import rows_from_weights
+from collapipe_flwr.scheduler.state import Reference, SchedulerState
+
+Array = NDArray[np.float64]
+
+THRIFT = 1e-3  # of the latency weight: the price of energy while all queues are empty
+
+
+def initial_state(snapshot: Snapshot, settings: SchedulerSettings) -> SchedulerState:
+    """Empty queues, and a plain plan as the reference of latency and rounds."""
+    tables = tabulate(snapshot)
+    reference = _reference(tables, settings)
+    return SchedulerState(reference=reference, budget_j=budgets_in(snapshot))
+
+
+def _reference(tables: Tables, settings: SchedulerSettings) -> Reference:
+    """Blocks by speed over up to three devices, equal bandwidth, the largest batch that fits."""
+    clusters = tables.num_clusters
+    speed = np.where(tables.members.present_mi, tables.members.speed_mi, 0.0)[:, 1:]
+    order = np.argsort(-speed, axis=1, kind="stable")[:, : min(3, tables.num_blocks)]
+    weight = np.take_along_axis(speed, order, axis=1)
+    middle = middle_first(settings)
+    for size, count in middle:
+        batches = np.tile([size, count], (clusters, 1))
+        rows = rows_from_weights(np.arange(clusters), order + 1, weight, tables.num_blocks, batches)
+        if fits(tables, rows, settings.options, whole_batch_in_flight(rows)).all():
+            break
+    planner = Planner(
+        tables=tables,
+        settings=settings,
+        learning=learning_for(
+            tables, None, Reference(latency_s=1.0, micro_batch_size=1, micro_batches=1)
+        ),
+        latency_price=1.0,
+        price_mi=np.zeros_like(tables.members.speed_mi),
+    )
+    chain = chain_of(tables, rows, settings.options)
+    priced = planner.priced(chain, equal_shares(chain, tables.snapshot.radio.bandwidth_hz), 1.0)
+    latency = float(priced.priced.latency_s.max())
+    return Reference(latency_s=latency, micro_batch_size=size, micro_batches=count)
+
+
+def middle_first(settings: SchedulerSettings) -> list[tuple[int, int]]:
+    """The grid by distance from its middle, smaller batches first among equals."""
+    sizes, counts = sorted(settings.micro_batch_sizes), sorted(settings.micro_batches)
+    grid = [
+        (abs(i - len(sizes) // 2) + abs(j - len(counts) // 2), size * count, size, count)
+        for i, size in enumerate(sizes)
+        for j, count in enumerate(counts)
+    ]
+    return [(size, count) for _, _, size, count in sorted(grid)]
+
+
+def budgets_in(snapshot: Snapshot) -> dict[str, dict[str, float]]:
+    """Energy budgets of every member by cluster and device."""
+    return {
+        c.profile.cluster_id: {m.device_id: m.energy_budget_j for m in members_of(c)}
+        for c in snapshot.clusters
+    }
+
+
+def learning_in(tables: Tables, state: SchedulerState, settings: SchedulerSettings) -> Learning:
+    """The bound with today's estimates, or none where it is switched off."""
+    prior = Prior(learning_rate=settings.learning_rate)
+    constants = constants_of(state.learning, prior) if settings.bound else None
+    assert state.reference is not None
+    return learning_for(tables, constants, state.reference)
+
+
+def planner_for(
+    tables: Tables, state: SchedulerState, settings: SchedulerSettings, share: float = 1.0
+) -> Planner:
+    """The round's problem: V over the reference latency, and queues over squared budgets."""
+    assert state.reference is not None
+    return Planner(
+        tables=tables,
+        settings=settings,
+        learning=learning_in(tables, state, settings),
+        latency_price=settings.penalty_weight / (state.reference.latency_s * share),
+        price_mi=energy_prices(tables, state, settings),
+    )
+
+
+def energy_prices(tables: Tables, state: SchedulerState, settings: SchedulerSettings) -> Array:
+    """Objective per joule: ``Q / budget^2``, plus a little so that nothing is wasted."""
+    members, reference = tables.members, state.reference
+    assert reference is not None
+    queue = np.zeros_like(members.speed_mi)
+    for m, cluster in enumerate(tables.snapshot.clusters):
+        known = state.energy_queue_j.get(cluster.profile.cluster_id, {})
+        if known:
+            row = [known.get(member.device_id, 0.0) for member in members_of(cluster)]
+            queue[m, : len(row)] = row
+    finite = np.isfinite(members.budget_mi)
+    budget = np.where(finite, members.budget_mi, 1.0)
+    busy_w = members.energy_per_flop_mi * members.speed_mi + members.power_max_mi
+    least = THRIFT * settings.penalty_weight / (busy_w * reference.latency_s)
+    least /= max(int(members.present_mi.sum()), 1)
+    return np.where(finite, queue / budget**2, 0.0) + least
+
+
+def observed(
+    state: SchedulerState, plan: Plan, outcome: RoundOutcome, settings: SchedulerSettings
+) -> SchedulerState:
+    """Queues by realised energy, estimates by telemetry."""
+    steps = [c.local_steps for c in plan.clusters]
+    return replace(
+        state,
+        energy_queue_j=advance_energy(
+            state.energy_queue_j,
+            state.budget_j,
+            spent_of(outcome),
+            margin=settings.budget_margin,
+        ),
+        participation_queue=advance_participation(
+            state.participation_queue,
+            took_part(state, plan, outcome),
+            floor=settings.participation_floor,
+        ),
+        learning=update(
+            state.learning,
+            outcome,
+            learning_rate=settings.learning_rate,
+            mean_steps=sum(steps) / len(steps) if steps else 1.0,
+        ),
+    )
+
+
+def solution_plan(planner: Planner, solution: Solution, policy: str, share: float) -> Plan:
+    """The solution in names and units that the rest of the product speaks."""
+    tables = planner.tables
+    memory = peak_bytes(
+        tables, solution.rows, planner.settings.options, whole_batch_in_flight(solution.rows)
+    )
+    clusters = tuple(
+        _cluster_plan(tables, solution, m, memory[m]) for m in range(tables.num_clusters)
+    )
+    return Plan(
+        round_index=tables.snapshot.round_index,
+        policy=policy,
+        clusters=clusters,
+        latency_s=float(solution.priced.latency_s.max()),
+        rho=solution.rho / share,
+    )
+
+
+def _cluster_plan(tables: Tables, solution: Solution, m: int, memory_s: Array) -> ClusterPlan:
+    rows, chain, cluster = solution.rows, solution.chain, tables.snapshot.clusters[m]
+    segments, control = segments_of(tables, rows, m), cluster.profile.control_unit.device_id
+    names = [control, *(s.device_id for s in segments)]
+    forward, backward = solution.powers[m, :, 0], solution.powers[m, :, 1]
+    plan = ClusterPlan(
+        cluster_id=cluster.profile.cluster_id,
+        segments=segments,
+        micro_batch_size=int(rows.micro_batch_size_r[m]),
+        micro_batches=int(rows.micro_batches_r[m]),
+        warmup_depth=(int(rows.micro_batches_r[m]),) * (len(segments) + 2),
+        local_steps=int(chain.steps_r[m]),
+        bandwidth_hz=float(solution.allocation.edge_hz_r[m]),
+        tx_power_w={name: float(forward[k]) for k, name in enumerate(names)},
+        gradient_power_w={s.device_id: float(backward[k]) for k, s in enumerate(segments)},
+        latency_s=float(solution.priced.latency_s[m]),
+        step_s=float(solution.priced.makespan_s[m]),
+        energy_j=named_energy(tables, chain, m, solution.priced.energy_j[m]),
+        memory_bytes={},
+    )
+    return replace(plan, memory_bytes=named_memory(plan, control, memory_s))
+
+
+def infeasible(cluster_id: str, policy: str) -> InfeasibleError:
+    """The error of a baseline whose fixed rule does not fit."""
+    return InfeasibleError(
+        f"cluster {cluster_id!r}: policy {policy!r} finds no layout that fits its devices' "
+        "memories: use another policy, smaller micro-batches or larger devices"
+    )

@@ -1,0 +1,111 @@
+"""DSSDA: drift-plus-penalty over exact segments and jointly optimal radio. Our reconstruction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from collapipe_flwr.core.domain import ClusterPlan, Plan, RoundOutcome, Snapshot
+from collapipe_flwr.core.errors import InfeasibleError, ScheduleError
+from collapipe_flwr.costs.layouts import Layouts
+from collapipe_flwr.costs.memory import fits, whole_batch_in_flight
+from collapipe_flwr.costs.plan_rows import rows_of_plans
+from collapipe_flwr.costs.tables import Tables, tabulate
+from collapipe_flwr.scheduler.base import (
+    budgets_in,
+    initial_state,
+    observed,
+    planner_for,
+    solution_plan,
+)
+from collapipe_flwr.scheduler.planner import Planner, Solution
+from collapipe_flwr.scheduler.protocol import SchedulerSettings
+from collapipe_flwr.scheduler.queues import budgets_of
+from collapipe_flwr.scheduler.state import SchedulerState
+
+
+@dataclass(frozen=True, slots=True)
+class Dssda:
+    """The joint scheduler; ``step`` keeps the last good plan when planning fails."""
+
+    settings: SchedulerSettings
+    name: str = "dssda"
+
+    def init(self, snapshot: Snapshot) -> SchedulerState:
+        """Empty queues and the reference plan of ``snapshot``."""
+        return initial_state(snapshot, self.settings)
+
+    def step(self, state: SchedulerState, snapshot: Snapshot) -> tuple[Plan, SchedulerState]:
+        """Plan one round; an unusable snapshot repeats the last plan and says so in it."""
+        try:
+            plan = self._plan(state, snapshot)
+        except (ScheduleError, np.linalg.LinAlgError) as error:
+            plan = repeated(state, snapshot, error)
+        budgets = budgets_of(state, budgets_in(snapshot))
+        return plan, replace(state, rounds=state.rounds + 1, budget_j=budgets, last_plan=plan)
+
+    def observe(self, state: SchedulerState, plan: Plan, outcome: RoundOutcome) -> SchedulerState:
+        """Queues by realised energy, estimates by telemetry."""
+        return observed(state, plan, outcome, self.settings)
+
+    def _plan(self, state: SchedulerState, snapshot: Snapshot) -> Plan:
+        tables = tabulate(snapshot)
+        planner = planner_for(tables, state, self.settings)
+        solution = self._settle(planner, state)
+        return solution_plan(planner, solution, self.name, 1.0)
+
+    def _settle(self, planner: Planner, state: SchedulerState) -> Solution:
+        """The new optimum, unless the segments in place are nearly as good."""
+        solution = planner.solve()
+        kept = kept_rows(planner.tables, state, self.settings)
+        if kept is None:
+            return solution
+        stay = planner.radio(kept)
+        worth = stay.objective - solution.objective
+        return solution if worth > self.settings.hysteresis * abs(stay.objective) else stay
+
+
+def kept_rows(tables: Tables, state: SchedulerState, settings: SchedulerSettings) -> Layouts | None:
+    """Last round's layouts where they still fit today's clusters, else None."""
+    if state.last_plan is None:
+        return None
+    plans = [state.last_plan.cluster(c.profile.cluster_id) for c in tables.snapshot.clusters]
+    present = [plan for plan in plans if plan is not None]
+    if len(present) < len(plans):
+        return None
+    try:
+        rows = rows_of_plans(tables, present)
+    except ScheduleError:
+        return None
+    return rows if fits(tables, rows, settings.options, whole_batch_in_flight(rows)).all() else None
+
+
+def usable_plans(last: Plan | None, snapshot: Snapshot) -> tuple[ClusterPlan, ...]:
+    """The cluster plans of ``last`` whose cluster and devices are all connected."""
+    here = {c.profile.cluster_id: c.profile for c in snapshot.clusters}
+
+    def stands(plan: ClusterPlan) -> bool:
+        profile = here.get(plan.cluster_id)
+        if profile is None:
+            return False
+        names = {device.device_id for device in profile.devices}
+        return all(segment.device_id in names for segment in plan.segments)
+
+    return () if last is None else tuple(c for c in last.clusters if stands(c))
+
+
+def repeated(state: SchedulerState, snapshot: Snapshot, error: Exception) -> Plan:
+    """The last plan for the parties still here; without one, the error as a ScheduleError."""
+    last, usable = state.last_plan, usable_plans(state.last_plan, snapshot)
+    if last is None or not usable:
+        if isinstance(error, ScheduleError):
+            raise error
+        raise InfeasibleError(f"the round cannot be planned: {error}") from error
+    return replace(
+        last,
+        round_index=snapshot.round_index,
+        clusters=usable,
+        latency_s=max(c.latency_s for c in usable),
+        fallback=f"kept the plan of round {last.round_index}: {error}",
+    )

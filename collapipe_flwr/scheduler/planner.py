@@ -1,0 +1,247 @@
+"""One round's decision: segments and batches, then radio, alternately, never getting worse."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collapipe_flwr.core.errors import InfeasibleError
+from collapipe_flwr.costs.chain import Chain, RowPrices, chain_of, powers_for, price_rows
+from collapipe_flwr.costs.layouts import Layouts, stack
+from collapipe_flwr.costs.tables import Tables
+from collapipe_flwr.scheduler.allocation import Allocation, allocate
+from collapipe_flwr.scheduler.bound import Learning
+from collapipe_flwr.scheduler.layout_search import (
+    Moves,
+    all_layouts,
+    count_layouts,
+    rows_for,
+)
+from collapipe_flwr.scheduler.market import Market, row_prices, score, segment_choice
+from collapipe_flwr.scheduler.protocol import SchedulerSettings
+from collapipe_flwr.scheduler.starts import starting_rows
+
+Array = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+ENUMERATED_ROWS = 20_000  # clusters with fewer candidates than this are searched completely
+DESCENT_SWEEPS = 40
+SAME = 1e-9  # relative differences below this count as none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """A priced decision: one row per cluster."""
+
+    chain: Chain
+    allocation: Allocation
+    powers: Array
+    priced: RowPrices
+    rho: float
+    objective: float
+
+    @property
+    def rows(self) -> Layouts:
+        """The layouts."""
+        return self.chain.rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planner:
+    """Everything that stays fixed while one round is planned."""
+
+    tables: Tables
+    settings: SchedulerSettings
+    learning: Learning
+    latency_price: float
+    price_mi: Array
+
+    def solve(self, start: Layouts | None = None) -> Solution:
+        """Alternate until neither half improves; raises InfeasibleError."""
+        rows = self.choose(self.opening_market(), start)
+        best = self.radio(rows)
+        for _ in range(self.settings.rounds_of_search):
+            rows = self.choose(self.market(best), best.rows)
+            if _equal(rows, best.rows):
+                break
+            trial = self.radio(rows)
+            if not trial.objective < best.objective * (1.0 - SAME):
+                break
+            best = trial
+        return best
+
+    def radio(self, rows: Layouts) -> Solution:
+        """The best bandwidth and powers for one row per cluster."""
+        chain = chain_of(self.tables, rows, self.settings.options)
+        rho = self.learning.rho(self.tables, rows)
+        finite = rho if np.isfinite(rho) else 1.0
+        allocation = allocate(
+            chain,
+            row_prices(self.price_mi, rows),
+            latency_price=self.latency_price * finite,
+            bandwidth_hz=self.tables.snapshot.radio.bandwidth_hz,
+        )
+        return self.priced(chain, allocation, rho)
+
+    def priced(self, chain: Chain, allocation: Allocation, rho: float) -> Solution:
+        """Latency, energy and objective of a decision."""
+        powers = powers_for(chain, allocation.edge_hz_r, allocation.times)
+        priced = price_rows(chain, allocation.times, powers)
+        energy = (row_prices(self.price_mi, chain.rows) * priced.energy_j).sum()
+        return Solution(
+            chain=chain,
+            allocation=allocation,
+            powers=powers,
+            priced=priced,
+            rho=rho,
+            objective=self.latency_price * rho * float(priced.latency_s.max()) + float(energy),
+        )
+
+    def opening_market(self) -> Market:
+        """Equal bandwidth, and every cluster as if it were the slowest."""
+        clusters = self.tables.num_clusters
+        return Market(
+            latency_price=self.latency_price,
+            price_mi=self.price_mi,
+            ceiling_m=np.zeros(clusters),
+            slack_price_m=np.full(clusters, self.latency_price),
+            edge_hz_m=np.full(clusters, self.tables.snapshot.radio.bandwidth_hz / clusters),
+        )
+
+    def market(self, now: Solution) -> Market:
+        """Prices that ``now`` implies."""
+        return Market(
+            latency_price=self.latency_price,
+            price_mi=self.price_mi,
+            ceiling_m=_largest_other(now.priced.latency_s),
+            slack_price_m=now.allocation.latency_price_r,
+            edge_hz_m=now.allocation.edge_hz_r,
+        )
+
+    # -- segments and batches ---------------------------------------------------------------
+
+    def choose(self, market: Market, now: Layouts | None) -> Layouts:
+        """The best row of every cluster under ``market``: exact where small, else a descent."""
+        current = now if now is not None else self._starts(market)
+        small = self._enumerable()
+        if not small.any():
+            return self._descend(market, current)
+        exact = self._enumerate(market, np.flatnonzero(small), current)
+        if small.all():
+            return exact
+        large = np.flatnonzero(~small)
+        rest = self._descend(market, current).take(large)
+        merged = stack([exact, rest])
+        return merged.take(np.argsort(merged.cluster_r, kind="stable"))
+
+    def batches(self) -> Ints:
+        """All (size, count) pairs."""
+        settings = self.settings
+        grid = [(b, j) for b in settings.micro_batch_sizes for j in settings.micro_batches]
+        return np.array(grid, dtype=np.int64)
+
+    def device_counts(self) -> Ints:
+        """Devices of every cluster, control units not counted."""
+        return np.asarray(self.tables.members.present_mi.sum(1) - 1, dtype=np.int64)
+
+    def _enumerable(self) -> NDArray[np.bool_]:
+        grid, blocks = len(self.batches()), self.tables.num_blocks
+        return np.array(
+            [count_layouts(int(n), blocks) * grid <= ENUMERATED_ROWS for n in self.device_counts()]
+        )
+
+    def _enumerate(self, market: Market, clusters: Ints, now: Layouts) -> Layouts:
+        counts, blocks, batches = self.device_counts(), self.tables.num_blocks, self.batches()
+        chosen = []
+        for m in clusters:
+            rows = rows_for(int(m), *all_layouts(int(counts[m]), blocks), batches)
+            values = self.score(market, rows, now)
+            best = int(np.argmin(values))
+            if not np.isfinite(values[best]):
+                self.refuse(int(m))
+            chosen.append(rows.take(np.array([best])))
+        return stack(chosen)
+
+    def score(self, market: Market, rows: Layouts, now: Layouts) -> Array:
+        """The cluster-wise objective of every row, the other clusters as in ``now``."""
+        rho = self.learning.rho_rows(self.tables, rows, now)
+        return score(self.tables, rows, self.settings.options, market, rho)[0]
+
+    def _starts(self, market: Market) -> Layouts:
+        rows = starting_rows(self.tables, self.device_counts(), self.batches())
+        one = self.batches()[len(self.batches()) // 2]
+        clusters = self.tables.num_clusters
+        plain = Layouts(
+            cluster_r=np.arange(clusters),
+            member_rs=np.ones((clusters, 1), np.int64),
+            stop_rs=np.full((clusters, 1), self.tables.num_blocks),
+            micro_batch_size_r=np.full(clusters, one[0]),
+            micro_batches_r=np.full(clusters, one[1]),
+        )
+        values = self.score(market, rows, plain)
+        best, least = segment_choice(values, rows.cluster_r, clusters)
+        for m in np.flatnonzero(~np.isfinite(least)):
+            if not self._enumerable()[m]:
+                self.refuse(int(m))
+        return rows.take(best)
+
+    def _descend(self, market: Market, rows: Layouts) -> Layouts:
+        """Steepest descent over single moves, all clusters in step."""
+        counts = self.device_counts()
+        for _ in range(DESCENT_SWEEPS):
+            moved = Moves(rows, counts[rows.cluster_r], self.batches()).all()
+            batched = self._rebatched(rows)
+            both = stack([rows, batched, moved[0]])
+            values = self.score(market, both, rows)
+            values[: len(rows)] -= SAME * np.abs(values[: len(rows)])
+            best, _ = segment_choice(values, both.cluster_r, self.tables.num_clusters)
+            if (best < len(rows)).all():
+                break
+            rows = _narrow(both.take(best))
+        return rows
+
+    def _rebatched(self, rows: Layouts) -> Layouts:
+        batches = self.batches()
+        every = np.repeat(np.arange(len(rows)), len(batches))
+        grid = np.tile(batches, (len(rows), 1))
+        return rows.take(every).with_batches(grid[:, 0], grid[:, 1])
+
+    def refuse(self, m: int) -> None:
+        """Say why cluster m cannot be planned."""
+        profile = self.tables.snapshot.clusters[m].profile
+        state = self.tables.blocks.state_bytes_l[-1]
+        room = sum(device.memory_bytes for device in profile.devices)
+        raise InfeasibleError(
+            f"cluster {profile.cluster_id!r}: no segmentation fits its memories; the encoder's "
+            f"state needs {state / 2**20:.0f} MiB plus activations and its {len(profile.devices)} "
+            f"devices have {room / 2**20:.0f} MiB: add a device, lower micro-batch-sizes or "
+            "micro-batches, or choose a smaller model"
+        )
+
+
+def _narrow(rows: Layouts) -> Layouts:
+    """Drop slot columns that no row uses."""
+    width = max(int(rows.depth_r.max()), 1)
+    return replace(rows, member_rs=rows.member_rs[:, :width], stop_rs=rows.stop_rs[:, :width])
+
+
+def _equal(left: Layouts, right: Layouts) -> bool:
+    both = stack([left, right])
+    half = len(left)
+    return bool(
+        np.array_equal(both.member_rs[:half], both.member_rs[half:])
+        and np.array_equal(both.stop_rs[:half], both.stop_rs[half:])
+        and np.array_equal(both.micro_batch_size_r[:half], both.micro_batch_size_r[half:])
+        and np.array_equal(both.micro_batches_r[:half], both.micro_batches_r[half:])
+    )
+
+
+def _largest_other(values: Array) -> Array:
+    if len(values) == 1:
+        return np.zeros(1)
+    order = np.argsort(values)
+    result = np.full(values.shape, values[order[-1]])
+    result[order[-1]] = values[order[-2]]
+    return result

@@ -1,0 +1,121 @@
+"""Plans as JSON: what travels in messages, checkpoints and the event log."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from collapipe_flwr.core.domain import ClusterPlan, Plan, Segment
+from collapipe_flwr.core.errors import ScheduleError
+
+Json = Mapping[str, object]
+
+
+def check_cluster_plan(plan: ClusterPlan, num_blocks: int | None = None) -> None:
+    """Raise ScheduleError unless segments are contiguous, start at 0 and sizes are positive.
+
+    With ``num_blocks`` they must also cover exactly that many blocks.
+    """
+    where = f"plan of cluster {plan.cluster_id!r}"
+    _check_segments(where, plan.segments, num_blocks)
+    for name in ("micro_batch_size", "micro_batches", "local_steps"):
+        value = getattr(plan, name)
+        if value < 1:
+            raise ScheduleError(f"{where}: {name} must be >= 1, got {value}")
+    if not plan.bandwidth_hz > 0:
+        raise ScheduleError(f"{where}: bandwidth_hz must be > 0, got {plan.bandwidth_hz}")
+    if len(plan.warmup_depth) != len(plan.segments) + 2 or min(plan.warmup_depth) < 1:
+        raise ScheduleError(
+            f"{where}: warmup_depth needs one entry >= 1 per stage "
+            f"({len(plan.segments) + 2}), got {plan.warmup_depth}"
+        )
+
+
+def _check_segments(where: str, segments: tuple[Segment, ...], num_blocks: int | None) -> None:
+    if not segments:
+        raise ScheduleError(f"{where}: no device has a segment; every block needs a device")
+    at = 0
+    for segment in segments:
+        if segment.first_block != at or segment.stop_block <= at:
+            raise ScheduleError(
+                f"{where}: device {segment.device_id!r} has blocks "
+                f"[{segment.first_block}, {segment.stop_block}) where block {at} comes next; "
+                "segments must cover every block exactly once, in order"
+            )
+        at = segment.stop_block
+    if num_blocks is not None and at != num_blocks:
+        raise ScheduleError(f"{where}: segments cover {at} blocks, the model has {num_blocks}")
+    ids = [segment.device_id for segment in segments]
+    if len(set(ids)) != len(ids):
+        raise ScheduleError(f"{where}: a device has two segments in {ids}; give it one")
+
+
+def cluster_plan_to_dict(plan: ClusterPlan) -> dict[str, object]:
+    """Plain values, ready for JSON."""
+    return {**asdict(plan), "warmup_depth": list(plan.warmup_depth)}
+
+
+def plan_to_dict(plan: Plan) -> dict[str, object]:
+    """Plain values of a whole round, ready for the event log."""
+    clusters = [cluster_plan_to_dict(c) for c in plan.clusters]
+    return {**asdict(plan), "clusters": clusters}
+
+
+def cluster_plan_to_json(plan: ClusterPlan) -> str:
+    """One line of JSON."""
+    return json.dumps(cluster_plan_to_dict(plan), sort_keys=True)
+
+
+def cluster_plan_from_json(text: str) -> ClusterPlan:
+    """The plan in ``text``; raises ScheduleError where it is no valid plan."""
+    plan = cluster_plan_from_dict(_object(text))
+    check_cluster_plan(plan)
+    return plan
+
+
+def plan_to_json(plan: Plan) -> str:
+    """One line of JSON."""
+    return json.dumps(plan_to_dict(plan), sort_keys=True)
+
+
+def plan_from_json(text: str) -> Plan:
+    """The round's plan in ``text``; raises ScheduleError where it is no valid plan."""
+    return plan_from_dict(_object(text))
+
+
+def plan_from_dict(values: Json) -> Plan:
+    """The round's plan; raises ScheduleError for missing or malformed fields."""
+    try:
+        return Plan(
+            **{  # type: ignore[arg-type]
+                **values,
+                "clusters": tuple(cluster_plan_from_dict(c) for c in values["clusters"]),  # type: ignore[attr-defined]
+            }
+        )
+    except (TypeError, KeyError) as error:
+        raise ScheduleError(f"a plan in JSON lacks or misspells a field: {error}") from error
+
+
+def cluster_plan_from_dict(values: Json) -> ClusterPlan:
+    """The cluster's plan, not yet checked; raises ScheduleError for malformed fields."""
+    try:
+        return ClusterPlan(
+            **{  # type: ignore[arg-type]
+                **values,
+                "segments": tuple(Segment(**s) for s in values["segments"]),  # type: ignore[attr-defined]
+                "warmup_depth": tuple(values["warmup_depth"]),  # type: ignore[arg-type]
+            }
+        )
+    except (TypeError, KeyError) as error:
+        raise ScheduleError(f"a plan in JSON lacks or misspells a field: {error}") from error
+
+
+def _object(text: str) -> Json:
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ScheduleError(f"a plan must be JSON, got {text[:40]!r}") from error
+    if not isinstance(values, dict):
+        raise ScheduleError(f"a plan must be a JSON object, got {text[:40]!r}")
+    return values

@@ -1,0 +1,93 @@
+"""What every scheduler is: explicit state in, plan and state out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from collapipe_flwr.core.domain import Plan, RoundOutcome, Snapshot
+from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.costs.compute import Options
+from collapipe_flwr.scheduler.state import SchedulerState
+
+SCHEDULES = ("gpipe", "1f1b")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSettings:
+    """What a user may choose about planning."""
+
+    penalty_weight: float = 10.0  # V: latency against energy queues
+    micro_batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16)
+    micro_batches: tuple[int, ...] = (1, 2, 4, 8)
+    schedule: str = "gpipe"
+    participation_floor: float = 1.0  # long-term share of rounds; 1 keeps every cluster in
+    learning_rate: float = 0.01
+    bound: bool = True  # plan for rounds-to-target, not only for the latency of a round
+    recompute: bool = False
+    edge_shared: bool = False
+    memory_margin: float = 0.05
+    budget_margin: float = 0.05  # queues aim this share below every energy budget
+    hysteresis: float = 0.02  # least relative gain for which devices change segments
+    rounds_of_search: int = 6  # alternations at most
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def options(self) -> Options:
+        """The part that prices depend on."""
+        return Options(
+            recompute=self.recompute,
+            edge_shared=self.edge_shared,
+            memory_margin=self.memory_margin,
+        )
+
+
+class Scheduler(Protocol):
+    """Plans one round at a time."""
+
+    @property
+    def name(self) -> str:
+        """The policy's name."""
+        ...
+
+    def init(self, snapshot: Snapshot) -> SchedulerState:
+        """The state before the first round; raises ScheduleError for unusable snapshots."""
+        ...
+
+    def step(self, state: SchedulerState, snapshot: Snapshot) -> tuple[Plan, SchedulerState]:
+        """Plan one round; raises InfeasibleError when nothing satisfies the constraints."""
+        ...
+
+    def observe(self, state: SchedulerState, plan: Plan, outcome: RoundOutcome) -> SchedulerState:
+        """Learn from what the round really cost."""
+        ...
+
+
+def _check(settings: SchedulerSettings) -> None:
+    checks = (
+        ("penalty-weight", settings.penalty_weight, settings.penalty_weight > 0, "> 0"),
+        ("learning-rate", settings.learning_rate, settings.learning_rate > 0, "> 0"),
+        (
+            "participation-floor",
+            settings.participation_floor,
+            0 <= settings.participation_floor <= 1,
+            "between 0 and 1",
+        ),
+        ("memory-margin", settings.memory_margin, 0 <= settings.memory_margin < 1, "in [0, 1)"),
+        ("budget-margin", settings.budget_margin, 0 <= settings.budget_margin < 1, "in [0, 1)"),
+        ("hysteresis", settings.hysteresis, settings.hysteresis >= 0, ">= 0"),
+        ("schedule", settings.schedule, settings.schedule in SCHEDULES, f"one of {SCHEDULES}"),
+    )
+    for key, value, good, wanted in checks:
+        if not good:
+            raise ScheduleError(f"collapipe.scheduler.{key} must be {wanted}, got {value!r}")
+    for key, grid in (
+        ("micro-batch-sizes", settings.micro_batch_sizes),
+        ("micro-batches", settings.micro_batches),
+    ):
+        if not grid or min(grid) < 1:
+            raise ScheduleError(
+                f"collapipe.scheduler.{key} needs at least one value, all >= 1, got {grid!r}"
+            )

@@ -1,0 +1,115 @@
+"""The radio block as a geometric program, evaluated for all clusters at once.
+
+Variables are logarithms: x = ln(time) of every hop and direction, omega = ln(bandwidth towards
+the edge), phi and beta = ln(slowest resource) of the forward and backward pass, tau = ln(round
+latency). With ``z = A ln2 / (t w)`` a transmission costs ``(N0/g) A ln2 (e^z - 1)/z`` joules and
+needs the power ``(N0/g) w (e^z - 1)``; both are convex in the logarithms, as are the latency
+(a sum of exponentials) and the bandwidth sum. Hence one optimum. See docs/theory.md, "Radio".
+
+Suffixes: ``_r`` row (one cluster each), ``_h`` hop-direction (forward hops, then backward hops).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collapipe_flwr.costs.chain import Chain
+from collapipe_flwr.costs.radio import LN2
+
+Array = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+
+EXPONENT_MAX = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RadioProblem:
+    """Minimise ``latency_price * max latency + sum price * energy`` over times and bandwidth."""
+
+    used_rh: Mask
+    edge_rh: Mask  # hops over the shared bandwidth
+    bits_ln2_rh: Array  # A ln2
+    noise_over_gain_rh: Array
+    power_max_rh: Array
+    d2d_hz_r: Array
+    price_rh: Array  # objective per joule of this transmission, times its number in a round
+    weight_r: Array  # H: how often a hop's time counts in the round
+    cap_weight_r: Array  # H (J - 1): how often the slowest resource counts
+    fixed_s_r: Array  # latency outside hops and slowest resources
+    stage_max_r2: Array  # slowest compute stage, forward and backward
+    latency_price: float
+    bandwidth_hz: float
+
+    @property
+    def hops(self) -> int:
+        """Number of forward hops, S + 1."""
+        return int(self.used_rh.shape[1]) // 2
+
+
+def radio_problem(
+    chain: Chain, price_rs: Array, *, latency_price: float, bandwidth_hz: float
+) -> RadioProblem:
+    """The radio block of one row per cluster; ``price_rs`` is per joule of CU and slots (R, S+1)."""
+    hops, count = chain.hops, chain.rows.micro_batches_r.astype(np.float64)
+    backward_price = np.concatenate([price_rs[:, 1:], np.zeros((len(chain.rows), 1))], axis=1)
+    backward_price = np.where(hops.to_edge, 0.0, backward_price)
+    sends = (chain.steps_r * count)[:, None]
+    compute = chain.forward_stage_s.sum(1) + chain.backward_stage_s.sum(1)
+
+    def both(values: Array) -> Array:
+        return np.concatenate([values, values], axis=1)
+
+    return RadioProblem(
+        used_rh=np.concatenate([hops.used, hops.used], axis=1),
+        edge_rh=np.concatenate([hops.to_edge, hops.to_edge], axis=1),
+        bits_ln2_rh=LN2 * both(np.where(hops.used, hops.bits, 1.0)),
+        noise_over_gain_rh=both(chain.noise_over_gain),
+        power_max_rh=np.concatenate([chain.power_max_w[:, :, 0], chain.power_max_w[:, :, 1]], 1),
+        d2d_hz_r=chain.d2d_hz_r,
+        price_rh=np.concatenate([price_rs, backward_price], axis=1) * sends,
+        weight_r=chain.steps_r,
+        cap_weight_r=chain.steps_r * (count - 1.0),
+        fixed_s_r=chain.fixed_s + chain.steps_r * compute,
+        stage_max_r2=np.stack(
+            [chain.forward_stage_s.max(1), chain.backward_stage_s.max(1)], axis=1
+        ),
+        latency_price=latency_price,
+        bandwidth_hz=bandwidth_hz,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """Convex pieces of every hop-direction at a point, with derivatives by ``y = x + ln w``."""
+
+    energy: Array
+    energy_1: Array
+    energy_2: Array
+    power: Array  # ln(power / power_max) <= 0
+    power_1: Array  # derivative by y without the + ln w term
+    power_2: Array
+
+
+def link_terms(problem: RadioProblem, x_rh: Array, log_width_rh: Array) -> Link:
+    """Energy (priced) and power constraint of every hop at times e^x, with two derivatives."""
+    z = np.minimum(problem.bits_ln2_rh * np.exp(-(x_rh + log_width_rh)), EXPONENT_MAX)
+    small = z < 1e-4
+    grown, safe = np.exp(z), np.where(small, 1.0, z)
+    minus1 = np.expm1(z)
+    mean = np.where(small, 1.0 + z / 2.0, minus1 / safe)
+    scale = problem.price_rh * problem.noise_over_gain_rh * problem.bits_ln2_rh
+    bend = np.where(small, z / 2.0 + 2.0 * z * z / 3.0, grown * (z - 1.0) + mean)
+    psi = z * grown / minus1
+    psi_1 = np.where(small, 0.5 + z / 6.0, (1.0 - psi / grown) / -np.expm1(-z))
+    limit = np.log(problem.power_max_rh / problem.noise_over_gain_rh)
+    return Link(
+        energy=scale * mean,
+        energy_1=-scale * (grown - mean),
+        energy_2=scale * bend,
+        power=log_width_rh + np.log(minus1) - limit,
+        power_1=-psi,
+        power_2=z * psi_1,
+    )

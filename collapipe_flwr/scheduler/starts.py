@@ -1,0 +1,80 @@
+"""Plain layouts to start searches and baselines from: who works, in which order, with how much.
+
+``spread`` cuts the blocks in proportion to given weights; orders are by weight.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collapipe_flwr.costs.layouts import UNUSED, Layouts
+from collapipe_flwr.costs.tables import Tables
+
+Array = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+def spread(weights_rs: Array, blocks: int) -> Ints:
+    """Stops of contiguous segments in proportion to weights, each at least one block, (R, S).
+
+    Slots of weight 0 stand last and are unused; there must be at most ``blocks`` used ones.
+    """
+    used = weights_rs > 0
+    depth = used.sum(1, keepdims=True)
+    total = weights_rs.sum(1, keepdims=True)
+    stops = np.round(np.cumsum(weights_rs, axis=1) / total * blocks).astype(np.int64)
+    slot = np.arange(weights_rs.shape[1])[None, :]
+    least = slot + 1
+    most = blocks - (depth - 1 - slot)
+    for k in range(1, stops.shape[1]):
+        stops[:, k] = np.maximum(stops[:, k], stops[:, k - 1] + 1)
+    stops = np.minimum(np.maximum(stops, least), most)
+    return np.where(slot < depth - 1, stops, blocks)
+
+
+def rows_from_weights(
+    cluster_r: Ints, member_rs: Ints, weights_rs: Array, blocks: int, batches_r2: Ints
+) -> Layouts:
+    """Rows with segments in proportion to weights."""
+    return Layouts(
+        cluster_r=cluster_r,
+        member_rs=np.where(weights_rs > 0, member_rs, UNUSED),
+        stop_rs=spread(weights_rs, blocks),
+        micro_batch_size_r=batches_r2[:, 0],
+        micro_batches_r=batches_r2[:, 1],
+    )
+
+
+def starting_rows(tables: Tables, devices_m: Ints, batches: Ints) -> Layouts:
+    """For every cluster: the fastest (or largest) k devices for every k, shares by speed or memory.
+
+    Every (size, count) pair at the extremes and the middle of the grid is tried with each.
+    """
+    width = min(int(devices_m.max()), tables.num_blocks)
+    speed, memory = tables.members.speed_mi[:, 1:], tables.members.memory_mi[:, 1:]
+    present = tables.members.present_mi[:, 1:]
+    grid = batches
+    parts = []
+    for key, weight in ((speed, speed), (memory, memory), (speed, memory)):
+        order = np.argsort(np.where(present, -key, np.inf), axis=1, kind="stable")[:, :width]
+        ranked = np.take_along_axis(np.where(present, weight, 0.0), order, axis=1)
+        parts.append((order + 1, ranked))
+    clusters = tables.num_clusters
+    members, weights, owners = [], [], []
+    for order, ranked in parts:
+        for depth in range(1, width + 1):
+            keep = np.where(np.arange(width)[None, :] < depth, ranked, 0.0)
+            members.append(order)
+            weights.append(keep)
+            owners.append(np.arange(clusters))
+    owner, member = np.concatenate(owners), np.concatenate(members)
+    weight = np.concatenate(weights)
+    repeat = np.repeat(np.arange(len(owner)), len(grid))
+    return rows_from_weights(
+        owner[repeat],
+        member[repeat],
+        weight[repeat],
+        tables.num_blocks,
+        np.tile(grid, (len(owner), 1)),
+    )

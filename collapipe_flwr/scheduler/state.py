@@ -1,0 +1,61 @@
+"""What a scheduler remembers between rounds; plain values that survive a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from collapipe_flwr.core.domain import Plan
+from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.costs.estimators import LearningState
+from collapipe_flwr.scheduler.plans import plan_from_dict, plan_to_dict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """The plan that rho and the latency scale refer to: the first round's plain one."""
+
+    latency_s: float
+    micro_batch_size: int
+    micro_batches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerState:
+    """Queues, estimates and the last plan.
+
+    ``energy_queue_j[cluster][device]`` is the energy-deficit queue, ``participation_queue``
+    the deficit of rounds per cluster, ``budget_j`` the budgets that the queues refer to.
+    """
+
+    rounds: int = 0
+    reference: Reference | None = None
+    energy_queue_j: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    participation_queue: Mapping[str, float] = field(default_factory=dict)
+    budget_j: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    learning: LearningState = field(default_factory=LearningState)
+    last_plan: Plan | None = None
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        values = asdict(self)
+        values["last_plan"] = None if self.last_plan is None else plan_to_dict(self.last_plan)
+        return json.dumps(values, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> SchedulerState:
+        """The state in ``text``; raises ScheduleError where it is none."""
+        try:
+            values = json.loads(text)
+            last, reference = values["last_plan"], values["reference"]
+            return cls(
+                **{
+                    **values,
+                    "last_plan": None if last is None else plan_from_dict(last),
+                    "reference": None if reference is None else Reference(**reference),
+                    "learning": LearningState(**values["learning"]),
+                }
+            )
+        except (ValueError, TypeError, KeyError) as error:
+            raise ScheduleError(f"no scheduler state in {text[:40]!r}: {error}") from error

@@ -1,0 +1,69 @@
+"""Episodes: a scheduler planning round after round in a simulated world, without training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from collapipe_flwr.core.domain import ClusterOutcome, ModelProfile, Plan, RoundOutcome, Snapshot
+from collapipe_flwr.costs.compute import Options
+from collapipe_flwr.costs.price import PricedRound, price
+from collapipe_flwr.scheduler.protocol import Scheduler
+from collapipe_flwr.scheduler.state import SchedulerState
+from collapipe_flwr.simulator.world import World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeRound:
+    """One simulated round."""
+
+    plan: Plan
+    priced: PricedRound
+    state: SchedulerState
+    decision_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeResult:
+    """All rounds of one policy in one world."""
+
+    policy: str
+    rounds: tuple[EpisodeRound, ...]
+
+
+def simulated_outcome(plan: Plan, priced: PricedRound) -> RoundOutcome:
+    """The outcome of a round that costs what its price says."""
+    clusters = tuple(
+        ClusterOutcome(cluster_id=c.cluster_id, latency_s=c.latency_s, energy_j=c.energy_j)
+        for c in priced.clusters
+    )
+    return RoundOutcome(round_index=plan.round_index, latency_s=priced.latency_s, clusters=clusters)
+
+
+def run_episode(
+    world: World,
+    scheduler: Scheduler,
+    model: ModelProfile,
+    rounds: int,
+    *,
+    options: Options | None = None,
+    seen: Callable[[Snapshot], Snapshot] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> EpisodeResult:
+    """Plan, price and observe ``rounds`` rounds.
+
+    ``seen`` distorts what the scheduler looks at (stale or wrong profiles); prices use the truth.
+    """
+    look = seen or (lambda snapshot: snapshot)
+    state = scheduler.init(look(world.snapshot(1, model)))
+    done = []
+    for index in range(1, rounds + 1):
+        truth = world.snapshot(index, model)
+        started = clock()
+        plan, state = scheduler.step(state, look(truth))
+        decision_s = clock() - started
+        priced = price(plan, truth, options)
+        state = scheduler.observe(state, plan, simulated_outcome(plan, priced))
+        done.append(EpisodeRound(plan=plan, priced=priced, state=state, decision_s=decision_s))
+    return EpisodeResult(policy=scheduler.name, rounds=tuple(done))

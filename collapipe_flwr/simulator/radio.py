@@ -1,0 +1,148 @@
+"""Channels: where members stand, what the path loses, and how that changes over rounds.
+
+Free-space loss at one metre, then a power law with distance (Rappaport, Wireless Communications,
+log-distance model). Models: ``static``; ``block-fading`` multiplies every link by a unit-mean
+exponential each round (Rayleigh); ``mobility`` moves members on circles; ``trace`` replays gains
+relative to the static ones. Everything is a pure function of (seed, round).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collapipe_flwr.core.domain import ChannelState
+from collapipe_flwr.core.errors import ConfigError
+
+Array = NDArray[np.float64]
+
+LIGHT_M_PER_S = 2.998e8
+NEAREST_M = 1.0
+FADE_FLOOR = 1e-2  # links that fade deeper than 20 dB are retried within the round
+CHANNEL_MODELS = ("static", "block-fading", "mobility", "trace:FILE")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Positions in metres relative to the edge's antenna; member 0 is the control unit."""
+
+    cluster_id: str
+    member_m: Array  # (members, 2)
+    orbit_m: Array  # (members,) radius of each member's movement
+    carrier_hz: float
+    exponent: float
+
+
+class ChannelModel(Protocol):
+    """Gains of one cluster in one round."""
+
+    def state(self, placement: Placement, seed: int, round_index: int) -> ChannelState:
+        """The channel; equal arguments give equal results."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Static:
+    """Path loss only."""
+
+    def state(self, placement: Placement, seed: int, round_index: int) -> ChannelState:
+        """The same gains in every round."""
+        del seed, round_index
+        return _channel(*_gains(placement, placement.member_m))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFading:
+    """Rayleigh fading: independent from round to round, constant within one."""
+
+    def state(self, placement: Placement, seed: int, round_index: int) -> ChannelState:
+        """Path loss times reciprocal exponential fades."""
+        d2d, edge = _gains(placement, placement.member_m)
+        rng = _rng(placement, seed, round_index)
+        fade = np.maximum(rng.exponential(size=d2d.shape), FADE_FLOOR)
+        fade = np.triu(fade) + np.triu(fade, 1).T
+        fade_edge = np.maximum(rng.exponential(size=edge.shape), FADE_FLOOR)
+        return _channel(d2d * fade, edge * fade_edge)
+
+
+@dataclass(frozen=True, slots=True)
+class Mobility:
+    """Members circle around their places, one turn in ``period_rounds``."""
+
+    period_rounds: float = 40.0
+
+    def state(self, placement: Placement, seed: int, round_index: int) -> ChannelState:
+        """Path loss at the positions of this round."""
+        phases = _rng(placement, seed, 0).uniform(0.0, 2.0 * math.pi, len(placement.orbit_m))
+        angle = phases + 2.0 * math.pi * round_index / self.period_rounds
+        offset = placement.orbit_m[:, None] * np.stack([np.cos(angle), np.sin(angle)], axis=1)
+        return _channel(*_gains(placement, placement.member_m + offset))
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Recorded factors on the static gains, one per round, repeated from the start at the end."""
+
+    factors: tuple[float, ...]
+
+    def state(self, placement: Placement, seed: int, round_index: int) -> ChannelState:
+        """Path loss times this round's factor."""
+        del seed
+        d2d, edge = _gains(placement, placement.member_m)
+        factor = self.factors[(round_index - 1) % len(self.factors)]
+        return _channel(d2d * factor, edge * factor)
+
+
+def channel_model(name: str) -> ChannelModel:
+    """``static``, ``block-fading``, ``mobility`` or ``trace:FILE``; raises ConfigError.
+
+    The file holds a JSON list of positive factors.
+    """
+    plain: dict[str, ChannelModel] = {
+        "static": Static(),
+        "block-fading": BlockFading(),
+        "mobility": Mobility(),
+    }
+    if name in plain:
+        return plain[name]
+    if name.startswith("trace:"):
+        return Trace(_read_trace(Path(name.removeprefix("trace:"))))
+    raise ConfigError(f"unknown channel {name!r}: choose one of {', '.join(CHANNEL_MODELS)}")
+
+
+def _read_trace(path: Path) -> tuple[float, ...]:
+    try:
+        factors = [float(value) for value in json.loads(path.read_text())]
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"channel trace {str(path)!r} is no JSON list of numbers") from error
+    if not factors or not all(math.isfinite(f) and f > 0 for f in factors):
+        raise ConfigError(f"channel trace {str(path)!r} needs at least one factor, all > 0")
+    return tuple(factors)
+
+
+def _rng(placement: Placement, seed: int, round_index: int) -> np.random.Generator:
+    name = [ord(letter) for letter in placement.cluster_id]
+    return np.random.default_rng([seed, round_index, *name])
+
+
+def _gains(placement: Placement, member_m: Array) -> tuple[Array, Array]:
+    apart = np.linalg.norm(member_m[:, None, :] - member_m[None, :, :], axis=2)
+    return _loss(placement, apart), _loss(placement, np.linalg.norm(member_m, axis=1))
+
+
+def _loss(placement: Placement, metres: Array) -> Array:
+    at_one = (LIGHT_M_PER_S / (4.0 * math.pi * placement.carrier_hz)) ** 2
+    return np.asarray(at_one * np.maximum(metres, NEAREST_M) ** -placement.exponent)
+
+
+def _channel(d2d: Array, edge: Array) -> ChannelState:
+    return ChannelState(
+        d2d_gain=tuple(tuple(float(g) for g in row) for row in d2d),
+        edge_gain=tuple(float(g) for g in edge),
+    )

@@ -1,0 +1,164 @@
+"""A world of clusters: profiles plus a channel, from which every round's Snapshot follows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from collapipe_flwr.core.domain import (
+    ClusterProfile,
+    ClusterSnapshot,
+    DeviceProfile,
+    EdgeProfile,
+    ModelProfile,
+    RadioProfile,
+    Snapshot,
+)
+from collapipe_flwr.simulator.devices import RadioPreset, device_preset, radio_preset
+from collapipe_flwr.simulator.radio import ChannelModel, Placement, channel_model
+
+EDGE = EdgeProfile(speed_flop_per_s=5e12, memory_bytes=64 * 2**30, tx_power_w=1.0)
+SERVER_RATE_BIT_PER_S = 100e6
+CLUSTER_DISTANCE_M = (30.0, 120.0)
+DEVICE_DISTANCE_M = (3.0, 15.0)
+ORBIT_M = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """Clusters, edge, radio and how channels change; every round is a function of the seed."""
+
+    clusters: tuple[ClusterProfile, ...]
+    placements: tuple[Placement, ...]
+    edge: EdgeProfile
+    radio: RadioProfile
+    channel: ChannelModel
+    seed: int
+
+    def snapshot(
+        self,
+        round_index: int,
+        model: ModelProfile,
+        present: Sequence[str] | None = None,
+    ) -> Snapshot:
+        """What the scheduler sees in that round; ``present`` restricts it to those clusters."""
+        clusters = tuple(
+            ClusterSnapshot(
+                profile=profile, channel=self.channel.state(place, self.seed, round_index)
+            )
+            for profile, place in zip(self.clusters, self.placements, strict=True)
+            if present is None or profile.cluster_id in present
+        )
+        return Snapshot(
+            round_index=round_index,
+            model=model,
+            edge=self.edge,
+            radio=self.radio,
+            clusters=clusters,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budgets:
+    """Long-term energy budgets: a share of what the device would spend on the whole encoder.
+
+    A device's budget is ``share`` times its energy for one round's training of *all* encoder
+    blocks on all the cluster's examples, plus full-power radio for ``radio_s`` seconds.
+    """
+
+    model: ModelProfile | None = None
+    share: float = 0.6
+    radio_s: float = 60.0
+    fixed_j: float | None = None  # the same budget for everyone instead
+
+    def of(self, device: DeviceProfile, examples: int) -> float:
+        """The budget of ``device`` in joules per round."""
+        if self.fixed_j is not None:
+            return self.fixed_j
+        if self.model is None:
+            return math.inf
+        flop = sum(b.forward_flop + b.backward_flop for b in self.model.blocks)
+        flop += self.model.embedding.forward_flop + self.model.embedding.backward_flop
+        compute = device.energy_per_flop_j * flop * examples
+        return self.share * compute + device.tx_power_max_w * self.radio_s
+
+
+def make_world(
+    *,
+    cluster_devices: Sequence[Sequence[str]],
+    examples: Sequence[int],
+    radio: str = "wifi",
+    channel: str = "static",
+    seed: int = 0,
+    budgets: Budgets | None = None,
+    cluster_ids: Sequence[str] | None = None,
+) -> World:
+    """A world of one cluster per entry of ``cluster_devices``: preset names, control unit first.
+
+    Raises ConfigError for unknown names and lists of different lengths' ValueError.
+    """
+    ids = cluster_ids or [f"cluster-{m}" for m in range(len(cluster_devices))]
+    bands = radio_preset(radio)
+    rng = np.random.default_rng([seed, len(ids)])
+    rows = list(zip(ids, cluster_devices, examples, strict=True))
+    return World(
+        clusters=tuple(
+            _cluster(name, kinds, count, bands, budgets or Budgets()) for name, kinds, count in rows
+        ),
+        placements=tuple(_place(name, len(kinds), bands, rng) for name, kinds, _ in rows),
+        edge=EDGE,
+        radio=RadioProfile(
+            bandwidth_hz=bands.edge_bandwidth_hz, noise_w_per_hz=bands.noise_w_per_hz
+        ),
+        channel=channel_model(channel),
+        seed=seed,
+    )
+
+
+def mixed_devices(clusters: int, devices: int, seed: int, kinds: Sequence[str]) -> list[list[str]]:
+    """``devices`` random kinds per cluster behind a Raspberry Pi 5 as control unit."""
+    rng = np.random.default_rng([seed, clusters, devices])
+    return [["raspberry-pi-5", *rng.choice(list(kinds), size=devices)] for _ in range(clusters)]
+
+
+def _cluster(
+    cluster_id: str, kinds: Sequence[str], examples: int, radio: RadioPreset, budgets: Budgets
+) -> ClusterProfile:
+    members = []
+    for index, kind in enumerate(kinds):
+        name = "cu" if index == 0 else f"d{index}"
+        device = device_preset(kind).device(f"{cluster_id}/{name}", energy_budget_j=1.0)
+        budget = budgets.of(device, examples)
+        members.append(device_preset(kind).device(device.device_id, energy_budget_j=budget))
+    return ClusterProfile(
+        cluster_id=cluster_id,
+        examples=examples,
+        control_unit=members[0],
+        devices=tuple(members[1:]),
+        d2d_bandwidth_hz=radio.d2d_bandwidth_hz,
+        server_rate_bit_per_s=SERVER_RATE_BIT_PER_S,
+    )
+
+
+def _place(
+    cluster_id: str, members: int, radio: RadioPreset, rng: np.random.Generator
+) -> Placement:
+    centre = _around(rng, CLUSTER_DISTANCE_M, 1)
+    return Placement(
+        cluster_id=cluster_id,
+        member_m=centre + _around(rng, DEVICE_DISTANCE_M, members),
+        orbit_m=np.full(members, ORBIT_M),
+        carrier_hz=radio.carrier_hz,
+        exponent=radio.path_loss_exponent,
+    )
+
+
+def _around(
+    rng: np.random.Generator, metres: tuple[float, float], count: int
+) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+    radius = rng.uniform(*metres, size=count)
+    angle = rng.uniform(0.0, 2.0 * math.pi, size=count)
+    return np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1)
