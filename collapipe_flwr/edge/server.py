@@ -48,8 +48,9 @@ class EdgeServer:
         most_streams = service.health().most_sessions
         self._workers = ThreadPoolExecutor(most_streams, thread_name_prefix="edge-stage")
         threads = most_streams + _CONTROL_THREADS
+        self._callers = ThreadPoolExecutor(threads, thread_name_prefix="edge-rpc")
         self._server = grpc.server(
-            ThreadPoolExecutor(threads, thread_name_prefix="edge-rpc"),
+            self._callers,
             options=[*methods.channel_options(self._limits), ("grpc.so_reuseport", 0)],
             maximum_concurrent_rpcs=2 * threads,
         )
@@ -73,6 +74,7 @@ class EdgeServer:
         """Refuse new calls, give running ones `grace_s`, then break them off."""
         self._server.stop(grace_s).wait(grace_s + 5.0)
         self._workers.shutdown(wait=True)
+        self._callers.shutdown(wait=True)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until the server is stopped; whether it was."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
+from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 
 
@@ -22,6 +24,12 @@ class SessionRequest:
     depth: int = 1
     deadline_s: float = 60.0
     idle_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not (0 < self.deadline_s < math.inf and 0 < self.idle_s < math.inf):
+            raise ConfigError(
+                f"deadlines of a session must be > 0, got {self.deadline_s} and {self.idle_s}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -144,8 +144,8 @@ class EdgeClient:
     def _await_hello(self, link: StreamLink) -> None:
         try:
             frame = link.receive(deadline_s=self._deadline_s)
-        except LinkError:
-            link.close()
+        except LinkError as error:
+            link.close(str(error))
             raise
         if frame.kind is not FrameKind.HELLO:
             link.close("a stream begins with HELLO")

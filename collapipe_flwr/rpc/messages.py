@@ -6,7 +6,6 @@ They are small and rare, so they need no generated code; tensors never travel in
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import asdict, fields, is_dataclass
 from typing import TypeVar, get_args, get_origin, get_type_hints
@@ -61,8 +60,8 @@ def _value(hint: object, raw: object, where: str) -> object:
         return _read(hint, raw)
     if get_origin(hint) is tuple and isinstance(raw, list) and len(raw) == len(get_args(hint)):
         return tuple(_value(h, r, where) for h, r in zip(get_args(hint), raw, strict=True))
-    if hint is float and type(raw) in (int, float) and math.isfinite(raw):  # type: ignore[arg-type]
-        return float(raw)  # type: ignore[arg-type]
-    if hint in (str, int, bool) and type(raw) is hint:
+    if hint is float and type(raw) is int and abs(raw) < 2**63:
+        return float(raw)
+    if hint in (str, int, bool, float) and type(raw) is hint:
         return raw
     raise ProtocolError(f"{where} cannot be {str(raw)[:40]!r}")

@@ -60,8 +60,8 @@ def test_an_error_overtakes_what_was_sent_before():
     left.close("out of memory")
     with pytest.raises(LinkError, match="device a failed: out of memory"):
         right.receive(deadline_s=1)
-    with pytest.raises(LinkError, match="closed"):
-        left.receive(deadline_s=1)
+    with pytest.raises(LinkError, match="device a failed: out of memory"):
+        right.send(frame(8), deadline_s=1)
 
 
 def test_a_waiting_receiver_hears_of_a_close_at_once():

@@ -1,0 +1,92 @@
+"""A control unit and one device in this process, the head on an edge server over loopback."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from collapipe_flwr.core.errors import CollaPipeError
+from collapipe_flwr.edge.service import EdgeService
+from collapipe_flwr.pipeline.link import Link, memory_pair
+from collapipe_flwr.pipeline.optimizer import Optimizer
+from collapipe_flwr.pipeline.roles import FirstStage, MiddleStage
+from collapipe_flwr.pipeline.session import SessionRequest
+from collapipe_flwr.rpc.edge_client import EdgeClient
+from tests.pipeline.chains import SGD, Head, settings
+
+TOKEN = "a token for tests only"
+
+
+def build_head(spec_json: str, weights: Mapping[str, Tensor]) -> Head:
+    assert spec_json == "{}"
+    head = Head()
+    head.load_weights(weights)
+    return head
+
+
+def service(**options: int) -> EdgeService:
+    return EdgeService(build_head, **options)
+
+
+def request(session_id: str = "c1", **options: object) -> SessionRequest:
+    return SessionRequest(
+        **{  # type: ignore[arg-type]
+            "session_id": session_id,
+            "token": TOKEN,
+            "spec_json": "{}",
+            "optimizer": SGD,
+            "deadline_s": 20.0,
+            "idle_s": 20.0,
+            **options,
+        }
+    )
+
+
+def open_session(client: EdgeClient, head: Head, session_id: str = "c1") -> None:
+    client.open_session(request(session_id))
+    client.push_weights(session_id, TOKEN, head.state_dict())
+
+
+class Cluster:
+    """Stages of the control unit and one device; `edge` is the device's link downstream."""
+
+    def __init__(self, parts, edge: Link, deadline_s: float = 20.0) -> None:
+        to_device, to_control = memory_pair("control unit", "device 1")
+        self.links = (to_device, to_control, edge)
+        self.first = FirstStage(
+            parts[0],
+            Optimizer(SGD, parts[0].parameters()),
+            settings("control unit", deadline_s=deadline_s),
+            downstream=to_device,
+        )
+        self.device = MiddleStage(
+            parts[1],
+            Optimizer(SGD, parts[1].parameters()),
+            settings("device 1", deadline_s=deadline_s),
+            upstream=to_control,
+            downstream=edge,
+        )
+        self.failure: CollaPipeError | None = None
+        self._thread = threading.Thread(target=self._serve)
+
+    def _serve(self) -> None:
+        try:
+            self.device.serve()
+        except CollaPipeError as error:
+            self.failure = error
+
+    @contextmanager
+    def running(self) -> Iterator[FirstStage]:
+        self._thread.start()
+        try:
+            yield self.first
+            self.first.finish()
+            self._thread.join(20)
+        finally:
+            for link in self.links:
+                link.close()
+            self._thread.join(20)
+            assert not self._thread.is_alive()
