@@ -1,0 +1,36 @@
+"""The peer of every comparison: the same model, batches and optimiser, unsplit in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from collapipe_flwr.pipeline.optimizer import Optimizer
+
+
+def train_whole(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batches: Iterable[Sequence[Mapping[str, Tensor]]],
+    targets: Callable[[Tensor], int],
+) -> tuple[float, ...]:
+    """One optimiser step per batch of micro-batches; the loss of each step.
+
+    ``targets`` counts the labels that the mean loss of a micro-batch runs over. A micro-batch
+    counts with its share of them, so a step's gradient is that of the mean over the whole batch
+    however it is cut.
+    """
+    model.train()
+    losses = []
+    for batch in batches:
+        counts = [targets(micro_batch["labels"]) for micro_batch in batch]
+        step_loss = 0.0
+        for micro_batch, count in zip(batch, counts, strict=True):
+            loss = model(**micro_batch).loss * (count / sum(counts))
+            loss.backward()
+            step_loss += float(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(step_loss)
+    return tuple(losses)

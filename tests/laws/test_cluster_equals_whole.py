@@ -1,0 +1,236 @@
+"""The first law: a plan decides where blocks run, never what they compute.
+
+One SGD step with rate 1 moves every weight by minus its gradient, so equal weights after a step
+mean equal gradients; AdamW over several steps covers the state that lives between steps.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from collapipe_flwr.cluster.control_unit import RoundOrder, train_round
+from collapipe_flwr.cluster.whole import train_whole
+from collapipe_flwr.core.domain import ClusterPlan, Segment
+from collapipe_flwr.edge.service import EdgeService
+from collapipe_flwr.models import Splitter, make_spec
+from collapipe_flwr.pipeline.link import Link, memory_pair
+from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
+from collapipe_flwr.pipeline.roles import MicroBatch
+from collapipe_flwr.pipeline.session import SessionRequest
+
+TOKEN = "0123456789abcdef"
+BLOCKS = 5
+SGD = OptimizerSettings(name="sgd", learning_rate=1.0, weight_decay=0.0)
+ADAMW = OptimizerSettings(name="adamw", learning_rate=1e-3)
+Batch = dict[str, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=["marian", "bert"])
+def splitter(request: pytest.FixtureRequest) -> Splitter:
+    if request.param == "marian":
+        sizes = {"d_model": 16, "encoder_layers": BLOCKS, "decoder_layers": 1}
+        heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+        rest = {"encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "max_position_embeddings": 32}
+        off = {"dropout": 0.0, "attention_dropout": 0.0}
+        spec = make_spec(
+            "seq2seq",
+            model_type="marian",
+            overrides={**sizes, **heads, **rest, **off},
+            vocab_size=50,
+            pad_token_id=0,
+            eos_token_id=1,
+            bos_token_id=2,
+            decoder_start_token_id=0,
+        )
+    else:
+        sizes = {"hidden_size": 16, "num_hidden_layers": BLOCKS, "num_attention_heads": 2}
+        off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        spec = make_spec(
+            "sequence-classification",
+            model_type="bert",
+            overrides={**sizes, "intermediate_size": 24, "max_position_embeddings": 32, **off},
+            vocab_size=50,
+            pad_token_id=0,
+            num_labels=4,
+        )
+    return Splitter(spec)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """Where blocks go and how a batch is cut; sizes of micro-batches may be uneven."""
+
+    stops: tuple[int, ...]
+    micro_batches: tuple[int, ...]
+    schedule: str = "gpipe"
+
+    def plan(self) -> ClusterPlan:
+        starts = (0, *self.stops[:-1])
+        stages = len(self.stops) + 2
+        return ClusterPlan(
+            cluster_id="A",
+            segments=tuple(
+                Segment(device_id=f"A/d{i}", first_block=first, stop_block=stop)
+                for i, (first, stop) in enumerate(zip(starts, self.stops, strict=True))
+            ),
+            micro_batch_size=max(self.micro_batches),
+            micro_batches=len(self.micro_batches),
+            warmup_depth=tuple(range(stages, 0, -1)),
+            local_steps=1,
+            bandwidth_hz=1.0,
+            tx_power_w={},
+            gradient_power_w={},
+            latency_s=1.0,
+            step_s=1.0,
+            energy_j={},
+            memory_bytes={},
+        )
+
+
+CUTS = [
+    Cut(stops=(5,), micro_batches=(4,)),
+    Cut(stops=(5,), micro_batches=(3, 3, 1)),
+    Cut(stops=(2, 5), micro_batches=(2, 2)),
+    Cut(stops=(1, 2, 5), micro_batches=(2, 2, 2, 1)),
+    Cut(stops=(1, 2, 5), micro_batches=(2, 2, 2, 1), schedule="1f1b"),
+    Cut(stops=(1, 2, 3, 4, 5), micro_batches=(1, 1, 1), schedule="1f1b"),
+]
+
+
+def _batch(splitter: Splitter, size: int, seed: int) -> Batch:
+    """Padded examples of different lengths, with labels to match the task."""
+    rng = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, 9, (size,), generator=rng)
+    mask = (torch.arange(8)[None] < lengths[:, None]).long()
+    ids = torch.randint(3, 50, (size, 8), generator=rng) * mask
+    if splitter.task.name == "seq2seq":
+        labels = torch.randint(3, 50, (size, 6), generator=rng)
+        labels[torch.arange(6)[None] >= lengths[:, None]] = -100
+    else:
+        labels = torch.randint(0, 4, (size,), generator=rng)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def _steps(splitter: Splitter, cut: Cut, count: int) -> list[list[Batch]]:
+    return [
+        [_batch(splitter, size, seed=100 * step + i) for i, size in enumerate(cut.micro_batches)]
+        for step in range(count)
+    ]
+
+
+@contextmanager
+def _edge(
+    splitter: Splitter, weights: dict[str, Tensor], cut: Cut, rule: OptimizerSettings
+) -> Iterator[tuple[Link, EdgeService]]:
+    """A decoder session of a real edge service behind an in-memory link."""
+    service = EdgeService()
+    service.open(
+        SessionRequest(
+            session_id="A",
+            token=TOKEN,
+            spec_json=splitter.spec.to_json(),
+            optimizer=rule,
+            schedule=cut.schedule,
+            depth=1,
+        )
+    )
+    service.push_weights("A", TOKEN, {key: weights[key] for key in splitter.edge_keys()})
+    ours, theirs = memory_pair("last device", "edge")
+    thread = threading.Thread(target=service.run, args=("A", TOKEN, theirs), daemon=True)
+    thread.start()
+    yield ours, service
+    thread.join(10.0)
+    assert not thread.is_alive()
+
+
+def _train_split(
+    splitter: Splitter,
+    weights: dict[str, Tensor],
+    cut: Cut,
+    steps: Sequence[Sequence[Batch]],
+    rule: OptimizerSettings,
+) -> tuple[tuple[float, ...], dict[str, Tensor]]:
+    count = splitter.task.targets
+    batches = [
+        [MicroBatch(inputs=b, context=splitter.context(b), weight=count(b["labels"])) for b in step]
+        for step in steps
+    ]
+    order = RoundOrder(
+        plan=cut.plan(), weights=weights, optimizer=rule, schedule=cut.schedule, deadline_s=20.0
+    )
+    with _edge(splitter, weights, cut, rule) as (link, service):
+        result = train_round(splitter, order, batches, link)
+    return result.losses, {**result.weights, **service.weights("A", TOKEN)}
+
+
+def _train_unsplit(
+    splitter: Splitter,
+    weights: dict[str, Tensor],
+    steps: Sequence[Sequence[Batch]],
+    rule: OptimizerSettings,
+) -> tuple[tuple[float, ...], dict[str, Tensor]]:
+    model = splitter.build_whole(weights)
+    optimizer = Optimizer(rule, model.parameters())
+    losses = train_whole(model, optimizer, steps, splitter.task.targets)
+    return losses, {key: model.state_dict()[key] for key in weights}
+
+
+def _largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    assert set(left) == set(right)
+    return max(float((left[key] - right[key]).abs().max()) for key in left)
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_loss_and_every_gradient_equal_the_unsplit_model(splitter: Splitter, cut: Cut) -> None:
+    weights = splitter.initial_weights(seed=1)
+    steps = _steps(splitter, cut, count=1)
+    split_losses, split = _train_split(splitter, weights, cut, steps, SGD)
+    whole_losses, whole = _train_unsplit(splitter, weights, steps, SGD)
+    moved = _largest_difference(whole, weights)
+    assert moved > 1e-3  # the comparison below can fail
+    assert split_losses == pytest.approx(whole_losses, rel=1e-6)
+    assert _largest_difference(split, whole) <= 1e-6
+
+
+@pytest.mark.parametrize("cut", CUTS[1:5], ids=str)
+def test_many_adamw_steps_stay_on_the_unsplit_path(splitter: Splitter, cut: Cut) -> None:
+    weights = splitter.initial_weights(seed=2)
+    steps = _steps(splitter, cut, count=4)
+    split_losses, split = _train_split(splitter, weights, cut, steps, ADAMW)
+    whole_losses, whole = _train_unsplit(splitter, weights, steps, ADAMW)
+    assert split_losses == pytest.approx(whole_losses, rel=1e-5)
+    assert _largest_difference(split, whole) <= 1e-5
+    assert _largest_difference(whole, weights) > 1e-3
+
+
+def test_micro_batches_give_the_gradient_of_one_large_batch(splitter: Splitter) -> None:
+    weights = splitter.initial_weights(seed=3)
+    cut = Cut(stops=(2, 5), micro_batches=(3, 3, 1))
+    steps = _steps(splitter, cut, count=1)
+    joined = {key: torch.cat([b[key] for b in steps[0]]) for key in steps[0][0]}
+    _, split = _train_split(splitter, weights, cut, steps, SGD)
+    _, whole = _train_unsplit(splitter, weights, [[joined]], SGD)
+    assert _largest_difference(split, whole) <= 1e-5
+
+
+def test_weights_given_to_a_round_stay_as_they_were(splitter: Splitter) -> None:
+    weights = splitter.initial_weights(seed=4)
+    copy = {key: tensor.clone() for key, tensor in weights.items()}
+    cut = Cut(stops=(5,), micro_batches=(2,))
+    _train_split(splitter, weights, cut, _steps(splitter, cut, count=1), SGD)
+    assert _largest_difference(weights, copy) == 0.0
