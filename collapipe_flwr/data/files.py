@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,10 @@ def _header(path: Path, separator: str, key: str) -> list[str]:
 
 def _load(key: str, shown: str, source: str, **options: Any) -> Dataset:
     try:
-        table = load_dataset(source, **options)
+        with warnings.catch_warnings():
+            # datasets leaves it to the garbage collector to close a CSV file.
+            warnings.simplefilter("ignore", ResourceWarning)
+            table = load_dataset(source, **options)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         reason = str(error).strip().split("\n", maxsplit=1)[0] or type(error).__name__
         raise DataError(

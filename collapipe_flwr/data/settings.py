@@ -6,8 +6,9 @@ Field ``text_column`` is the run-config key ``data.text-column``, and so on; mes
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
+from collapipe_flwr.core.config import DataConfig
 from collapipe_flwr.core.errors import ConfigError
 
 PARTITIONS = ("auto", "iid", "dirichlet", "natural")
@@ -64,3 +65,8 @@ class DataSettings:
         value = getattr(self, field)
         if value < least:
             raise ConfigError(f"{key_of(field)} must be >= {least}, got {value}")
+
+
+def settings_of(config: DataConfig, seed: int) -> DataSettings:
+    """The settings that a run-config asks for."""
+    return DataSettings(**asdict(config), seed=seed)

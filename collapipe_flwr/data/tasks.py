@@ -82,16 +82,17 @@ class Task(ABC):
         return ()
 
     @cached_property
+    def labels(self) -> tuple[str, ...]:
+        """The vocabulary's label names; empty unless the task classifies."""
+        given = self._given_vocabulary
+        return self.find_labels() if given is None else given.labels
+
+    @cached_property
     def vocabulary(self) -> Vocabulary:
         """The tokenizer and labels that every machine must share."""
         return self._given_vocabulary or Vocabulary(
-            tokenizer_json=tokenizer_to_json(self._make_tokenizer()), labels=self.find_labels()
+            tokenizer_json=tokenizer_to_json(self._make_tokenizer()), labels=self.labels
         )
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """The vocabulary's label names; empty unless the task classifies."""
-        return self.vocabulary.labels
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -121,7 +122,7 @@ class Task(ABC):
         if self.settings.tokenizer != TRAIN_TOKENIZER:
             return load_tokenizer(self.settings.tokenizer)
         return train_tokenizer(
-            islice(self._texts(), _MOST_TOKENIZER_TEXTS),
+            list(islice(self._texts(), _MOST_TOKENIZER_TEXTS)),
             vocab_size=self.settings.vocab_size,
             starts_with_bos=self.starts_with_bos,
         )

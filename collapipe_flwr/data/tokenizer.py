@@ -8,7 +8,7 @@ there are no merges left and the tokens are the bytes themselves.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import cast
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -21,7 +21,7 @@ _KEPT_SETTINGS = ("model_max_length", "padding_side", "truncation_side", "model_
 
 
 def train_tokenizer(
-    texts: Iterable[str], *, vocab_size: int, starts_with_bos: bool
+    texts: Sequence[str], *, vocab_size: int, starts_with_bos: bool
 ) -> PreTrainedTokenizerFast:
     """Byte-level BPE of at most ``vocab_size`` tokens; equal texts give equal tokenizers.
 
@@ -120,7 +120,7 @@ def tokenizer_from_json(text: str) -> PreTrainedTokenizerFast:
     try:
         record = json.loads(text)
         return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-            tokenizer_object=Tokenizer.from_str(json.dumps(record["tokenizer"])),
+            tokenizer_object=_backend(record["tokenizer"]),
             clean_up_tokenization_spaces=False,
             **record["special_tokens"],
             **record["settings"],
@@ -130,3 +130,10 @@ def tokenizer_from_json(text: str) -> PreTrainedTokenizerFast:
             "the tokenizer that came with the model is damaged: train the model again, or copy its "
             "whole directory"
         ) from error
+
+
+def _backend(record: object) -> Tokenizer:
+    try:
+        return Tokenizer.from_str(json.dumps(record))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"no tokenizer: {error}") from error

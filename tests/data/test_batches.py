@@ -1,0 +1,44 @@
+"""Laws of the order: repeatable, each example once per pass, own order per cluster and pass."""
+
+from __future__ import annotations
+
+from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collapipe_flwr.data.batches import batches, round_rows
+
+SIZES = st.integers(1, 40)
+
+
+def rows(size: int, round_index: int, *, limit: int, cluster_id: int = 0) -> list[int]:
+    return round_rows(size, seed=5, round_index=round_index, cluster_id=cluster_id, limit=limit)
+
+
+@given(SIZES, st.integers(0, 60), st.integers(0, 5))
+def test_a_round_has_its_limit_and_can_be_repeated(size: int, limit: int, round_index: int) -> None:
+    chosen = rows(size, round_index, limit=limit)
+    assert len(chosen) == (limit or size)
+    assert rows(size, round_index, limit=limit) == chosen
+
+
+@given(SIZES, st.integers(1, 10))
+def test_nothing_comes_again_before_all_came_once(size: int, limit: int) -> None:
+    stream = [row for index in range(2 * size) for row in rows(size, index, limit=limit)]
+    for start in range(0, len(stream) - size + 1, size):
+        assert sorted(stream[start : start + size]) == list(range(size))
+
+
+def test_clusters_and_passes_have_their_own_order() -> None:
+    orders = [
+        rows(30, index, limit=0, cluster_id=cluster) for index in (0, 1) for cluster in (0, 1)
+    ]
+    assert len({tuple(order) for order in orders}) == 4
+
+
+def test_batches_hold_the_rows_in_order_and_the_last_may_be_smaller() -> None:
+    examples = Dataset.from_dict({"text": [str(row) for row in range(10)]})
+    made = batches(examples, seed=5, round_index=1, cluster_id=0, batch_size=3, limit=7)
+    assert [len(batch) for batch in made] == [3, 3, 1]
+    texts = [example["text"] for batch in made for example in batch]
+    assert texts == [str(row) for row in rows(10, 1, limit=7)]

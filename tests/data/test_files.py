@@ -1,0 +1,111 @@
+"""Tables come whole out of every format; what cannot be read says why and by which key."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from datasets import ClassLabel, Dataset, Features, Value
+
+from collapipe_flwr.core.errors import DataError
+from collapipe_flwr.data.files import column, load_table
+
+ROWS = [("007", "NA"), ("say hi, you", "null"), ("ü\nline", "3")]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def write(path: Path) -> Path:
+    opening = gzip.open if path.suffix == ".gz" else open
+    with opening(path, "wt", encoding="utf-8", newline="") as file:
+        if ".json" in path.name:
+            file.writelines(json.dumps({"text": t, "label": b}) + "\n" for t, b in ROWS)
+        else:
+            delimiter = "\t" if ".tsv" in path.name else ","
+            csv.writer(file, delimiter=delimiter).writerows([("text", "label"), *ROWS])
+    return path
+
+
+@pytest.mark.parametrize(
+    "name", ["a.csv", "a.csv.gz", "a.tsv", "a.json", "a.jsonl", "a.jsonl.gz", "a.tsv.gz"]
+)
+def test_every_format_gives_the_same_texts(tmp_path: Path, name: str) -> None:
+    table = load_table(str(write(tmp_path / name)), key="data.train", split="train")
+    for index, title in enumerate(("text", "label")):
+        texts = column(table, title, key="data.text-column", of=name)
+        assert texts == [row[index] for row in ROWS]
+
+
+def test_a_directory_gives_the_asked_split(tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    write(folder / "train.jsonl")
+    (folder / "test.jsonl").write_text('{"text": "only", "label": "one"}\n')
+    for split, size in (("train", 3), ("test", 1)):
+        assert len(load_table(str(folder), key="data.train", split=split)) == size
+
+
+def test_class_labels_become_their_names() -> None:
+    features = Features({"label": ClassLabel(names=["no", "yes"])})
+    table = Dataset.from_dict({"label": [1, 0, 1]}, features=features)
+    assert column(table, "label", key="data.label-column", of="x") == ["yes", "no", "yes"]
+
+
+def test_numbers_become_texts() -> None:
+    table = Dataset.from_dict({"label": [3, 1]}, features=Features({"label": Value("int64")}))
+    assert column(table, "label", key="data.label-column", of="x") == ["3", "1"]
+
+
+def test_missing_column_lists_those_that_exist() -> None:
+    table = Dataset.from_dict({"text": ["x"], "intent": ["y"]})
+    with pytest.raises(DataError, match=r'data\.label-column "label".*text, intent'):
+        column(table, "label", key="data.label-column", of="x.csv")
+
+
+@pytest.mark.parametrize("empty", ["", "  ", None])
+def test_empty_rows_are_counted_and_located(empty: str | None) -> None:
+    table = Dataset.from_dict({"text": ["x", empty, "y", empty]})
+    with pytest.raises(
+        DataError, match=r"data\.text-column.* empty in 2 of 4 rows, first in row 2"
+    ):
+        column(table, "text", key="data.text-column", of="x.csv")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("absent.csv", None, "does not exist"),
+        ("./absent", None, "does not exist"),
+        ("notes.txt", b"x", "no file that can be read"),
+        ("empty.csv", b"", "distinct column names"),
+        ("twice.csv", b"a,a\n1,2\n", "distinct column names"),
+        ("headonly.csv", b"a,b\n", "no data"),
+        ("broken.jsonl", b"{]\n", "could not be loaded"),
+        ("broken.csv.gz", b"no gzip", "could not be read"),
+    ],
+)
+def test_unreadable_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes | None, reason: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        Path(name).write_bytes(content)
+    with pytest.raises(DataError, match=rf'data\.train ".*{Path(name).name}".*{reason}'):
+        load_table(name, key="data.train", split="train")
+
+
+def test_an_unreachable_hub_data_set_names_key_and_way_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        DataError, match=r'data\.train "nobody/nothing" could not be loaded .*local'
+    ):
+        load_table("nobody/nothing", key="data.train", split="train")
