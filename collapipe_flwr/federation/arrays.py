@@ -9,7 +9,7 @@ dtype loses bits, so narrow floats that numpy lacks are averaged in float32.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import torch
@@ -45,13 +45,13 @@ def is_floating(array: Array) -> bool:
     return array.dtype in _RAW_DTYPES or np.dtype(array.dtype).kind not in "iub"
 
 
-def averaging_view(record: ArrayRecord) -> ArrayRecord:
-    """What the inner strategy sees: floats only, in dtypes that numpy has.
+def averaging_view(record: ArrayRecord, constant: Collection[str] = ()) -> ArrayRecord:
+    """What the inner strategy sees: floats that are not ``constant``, in dtypes that numpy has.
 
     A record that needs no change comes back as it is, and so does one without any float: its
     arrays are no weights (boosted trees travel as bytes) and only the inner strategy knows them.
     """
-    keys = averaged_keys(record)
+    keys = averaged_keys(record, constant)
     if len(keys) == len(record) and all(a.stype != RAW_TORCH for a in record.values()):
         return record
     view = ArrayRecord()
@@ -60,20 +60,21 @@ def averaging_view(record: ArrayRecord) -> ArrayRecord:
     return view
 
 
-def averaged_keys(record: ArrayRecord) -> list[str]:
+def averaged_keys(record: ArrayRecord, constant: Collection[str] = ()) -> list[str]:
     """The keys that :func:`averaging_view` keeps."""
-    floats = [key for key, array in record.items() if is_floating(array)]
+    floats = [k for k, array in record.items() if is_floating(array) and k not in constant]
     return floats or list(record)
 
 
 def restore(
     view: ArrayRecord, template: ArrayRecord, others: ArrayRecord, *, strict: bool = False
 ) -> ArrayRecord:
-    """Undo :func:`averaging_view`: keys as in ``template``, the hidden ones from ``others``.
+    """Undo :func:`averaging_view`: keys as in ``template``.
 
-    What was widened is narrowed again. Other floats stay as the inner strategy made them (FedAdam
-    makes float64), unless ``strict``: then every array gets the template's dtype and must have its
-    shape. Raises RunError if a shape changed where it must not.
+    What was hidden comes from ``others`` if it is an integer (a counter that moved), else from the
+    template. What was widened is narrowed again. Other floats stay as the inner strategy made them
+    (FedAdam makes float64), unless ``strict``: then every array gets the template's dtype and must
+    have its shape. Raises RunError if a shape changed where it must not.
     """
     if not any(map(is_floating, template.values())):
         return view
@@ -82,8 +83,8 @@ def restore(
         if key in view:
             exact = strict or array.stype == RAW_TORCH
             whole[key] = _narrow(key, view[key], array) if exact else view[key]
-        elif not is_floating(array):
-            whole[key] = others.get(key, array)
+        else:
+            whole[key] = array if is_floating(array) else others.get(key, array)
     for key in view:
         if key not in whole:
             whole[key] = view[key]

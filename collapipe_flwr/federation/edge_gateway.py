@@ -71,7 +71,9 @@ class MemoryEdge:
         session_id = f"session-{self._count}"
         self.replicas[session_id] = {k: v.clone() for k, v in order.weights.items()}
         self.orders[session_id] = order
-        return EdgeSession(address=self.address, session_id=session_id, token="memory")
+        return EdgeSession(
+            address=self.address, session_id=session_id, token=f"secret-{self._count}"
+        )
 
     def fetch(self, session: EdgeSession) -> dict[str, torch.Tensor]:
         """The replica as the test left it."""

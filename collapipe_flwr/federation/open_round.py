@@ -6,7 +6,7 @@ This is where a message becomes a cluster's own and a reply becomes a whole mode
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from flwr.app import ArrayRecord, Message, RecordDict
@@ -22,7 +22,7 @@ from collapipe_flwr.federation.records import (
     write_assignment,
 )
 from collapipe_flwr.federation.replies import Sent, as_failed, sender_of, sentence, with_content
-from collapipe_flwr.federation.rounds import RoundPlan
+from collapipe_flwr.federation.rounds import ClosedRound, RoundPlan
 from collapipe_flwr.federation.split import SplitRound
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 
@@ -33,17 +33,19 @@ log = logging.getLogger("flwr.collapipe")
 class Received:
     """The replies of a round, in their order of arrival, as the inner strategy may see them."""
 
+    sent: list[Sent]
     replies: list[Message] = field(default_factory=list)  # usable ones and errors
-    arrived: dict[str, ClusterTelemetry | None] = field(default_factory=dict)  # by cluster
+    models: dict[str, ArrayRecord] = field(default_factory=dict)  # whole, by cluster
+    examples: dict[str, float] = field(default_factory=dict)  # by cluster
+    telemetry: dict[str, ClusterTelemetry] = field(default_factory=dict)  # by cluster
     failures: dict[str, str] = field(default_factory=dict)  # by cluster
-    heaviest: ArrayRecord = field(default_factory=ArrayRecord)  # of the most examples
     content_bytes: int = 0
-    _weight: tuple[float, int] = (-1.0, 0)
 
-    def offer(self, whole: ArrayRecord, examples: float, node_id: int) -> None:
-        """Remember the arrays with the most examples; among equals the lowest node id."""
-        if (examples, -node_id) > self._weight:
-            self._weight, self.heaviest = (examples, -node_id), whole
+    @property
+    def heaviest(self) -> ArrayRecord:
+        """The model from the most examples; among equals the first by name."""
+        names = sorted(self.models, key=lambda name: (-self.examples[name], name))
+        return self.models[names[0]] if names else ArrayRecord()
 
 
 class OpenRound:
@@ -52,6 +54,7 @@ class OpenRound:
     def __init__(self, plan: RoundPlan, template: ArrayRecord, split: SplitRound | None) -> None:
         self.plan = plan
         self.template = template
+        self.constant = split.constant_keys if split is not None else frozenset()
         self.sent: list[Sent] = []
         self._split = split
 
@@ -64,26 +67,34 @@ class OpenRound:
 
     def receive(self, replies: Iterable[Message], weighted_by: str) -> Received:
         """Sort the replies; one that cannot be used becomes an error for the inner strategy."""
-        received = Received()
-        for reply in replies:
-            sent = sender_of(reply, self.sent)
-            if sent is None:
-                log.warning("a reply of node %s was not asked for", reply.metadata.src_node_id)
-                continue
+        received = Received(sent=self.sent)
+        for reply, sent in self._attributed(replies):
             received.replies.append(self._receive(reply, sent, weighted_by, received))
         for sent in self.sent:
-            if sent.cluster_id not in received.arrived | received.failures:
+            if sent.cluster_id not in received.models and sent.cluster_id not in received.failures:
                 received.failures[sent.cluster_id] = "no reply before the round's timeout"
         return received
 
     def refuse_total_loss(self, received: Received) -> None:
         """Raise RunError if clusters were asked and none gave a usable reply."""
-        if not self.sent or received.arrived:
+        if not self.sent or received.models:
             return
         cluster_id, why = next(iter(received.failures.items()))
         raise RunError(
             f"round {self.plan.server_round}: all {len(self.sent)} clusters failed, "
             f"first {cluster_id}: {why}"
+        )
+
+    def settled(self, received: Received, after: ArrayRecord | None) -> ClosedRound:
+        """The round as its planner may learn from it."""
+        return ClosedRound(
+            plan=self.plan,
+            before=self.template,
+            after=after or None,
+            models=received.models,
+            examples=received.examples,
+            telemetry=received.telemetry,
+            failures=received.failures,
         )
 
     def close(self) -> None:
@@ -95,7 +106,7 @@ class OpenRound:
         node_id = message.metadata.dst_node_id
         cluster_id = self.plan.cluster_ids[node_id]
         plan = self.plan.cluster_plan(node_id)
-        content = restored(message.content, self.template)
+        content = restored(message.content, self.template, self.constant)
         task = None
         if self._split is not None:
             name, arrays = only_arrays(content, "the inner strategy's message")
@@ -115,6 +126,17 @@ class OpenRound:
             content_bytes=content_bytes(content),
         )
 
+    def _attributed(self, replies: Iterable[Message]) -> list[tuple[Message, Sent]]:
+        """Replies with who was asked; split rounds in a fixed order, so that sums repeat."""
+        pairs = []
+        for reply in replies:
+            sent = sender_of(reply, self.sent)
+            if sent is None:
+                log.warning("a reply of node %s was not asked for", reply.metadata.src_node_id)
+            else:
+                pairs.append((reply, sent))
+        return sorted(pairs, key=lambda pair: pair[1].cluster_id) if self._split else pairs
+
     def _receive(self, reply: Message, sent: Sent, weighted_by: str, received: Received) -> Message:
         if reply.has_error():
             received.failures[sent.cluster_id] = why = sentence(reply.error)
@@ -128,13 +150,15 @@ class OpenRound:
             received.failures[sent.cluster_id] = str(error)
             log.warning("the reply of cluster %s is unusable: %s", sent.cluster_id, error)
             return as_failed(sent, str(error))
-        received.arrived[sent.cluster_id] = self._with_edge(telemetry)
-        whole = next(iter(content.array_records.values()), ArrayRecord())
-        received.offer(whole, examples_of(content, weighted_by), sent.node_id)
-        return with_content(reply, viewed(content))
+        name = sent.cluster_id
+        received.models[name] = next(iter(content.array_records.values()), ArrayRecord())
+        received.examples[name] = examples_of(content, weighted_by)
+        if telemetry is not None:
+            received.telemetry[name] = self._with_edge(telemetry)
+        return with_content(reply, viewed(content, self.constant))
 
-    def _with_edge(self, telemetry: ClusterTelemetry | None) -> ClusterTelemetry | None:
-        if telemetry is None or self._split is None:
+    def _with_edge(self, telemetry: ClusterTelemetry) -> ClusterTelemetry:
+        if self._split is None:
             return telemetry
         return replace(telemetry, edge=self._split.report(telemetry.cluster_id))
 
@@ -157,17 +181,19 @@ def only_arrays(content: RecordDict, what: str) -> tuple[str, ArrayRecord]:
     return found[0]
 
 
-def viewed(content: RecordDict) -> RecordDict:
+def viewed(content: RecordDict, constant: Collection[str]) -> RecordDict:
     """A new RecordDict whose arrays are what the inner strategy may average."""
     shown = RecordDict(dict(content))
     for name, record in content.array_records.items():
-        shown[name] = averaging_view(record)
+        shown[name] = averaging_view(record, constant)
     return shown
 
 
-def restored(content: RecordDict, template: ArrayRecord) -> RecordDict:
+def restored(
+    content: RecordDict, template: ArrayRecord, constant: Collection[str] = ()
+) -> RecordDict:
     """A new RecordDict with arrays of the global model in their own dtypes, all records copied."""
-    averaged = set(averaged_keys(template))
+    averaged = set(averaged_keys(template, constant))
     own = RecordDict()
     for name, record in content.items():
         if isinstance(record, ArrayRecord) and set(record) == averaged:

@@ -14,10 +14,11 @@ from typing import TypeVar
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile
-from collapipe_flwr.core.errors import ProtocolError
+from collapipe_flwr.core.errors import ProtocolError, ScheduleError
 from collapipe_flwr.federation.json_codec import from_json, to_json
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+from collapipe_flwr.scheduler.plans import check_cluster_plan
 
 ARRAYS = "arrays"
 METRICS = "metrics"
@@ -29,6 +30,7 @@ _ROUND = "collapipe.server-round"
 _PLAN = "collapipe.plan"
 _CLUSTER_ID = "collapipe.cluster-id"
 _SPLIT = "collapipe.split"
+_WHOLE = "collapipe.whole"
 _TELEMETRY = "collapipe.telemetry"
 _PROFILE = "collapipe.profile"
 _JSON = "json"
@@ -56,6 +58,17 @@ class SplitTask:
     session_id: str
     session_token: str = field(repr=False)  # a secret: never printed
     learning: LearningSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeTask:
+    """What a client needs to train the unsplit model: the peer of every comparison."""
+
+    model_spec_json: str
+    tokenizer_json: str
+    batch_size: int
+    micro_batch_size: int
+    optimizer: OptimizerSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +111,19 @@ def read_assignment(content: RecordDict) -> RoundAssignment:
     return RoundAssignment(
         server_round=server_round,
         cluster_id=_text(config, _CLUSTER_ID),
-        plan=None if plan is None else from_json(ClusterPlan, plan, _PLAN),
+        plan=None if plan is None else read_plan(plan),
         split=None if split is None else from_json(SplitTask, split, _SPLIT),
     )
+
+
+def read_plan(text: str) -> ClusterPlan:
+    """A cluster's plan that obeys its own rules; raises ProtocolError."""
+    plan = from_json(ClusterPlan, text, _PLAN)
+    try:
+        check_cluster_plan(plan)
+    except ScheduleError as error:
+        raise ProtocolError(f"{_PLAN}: {error}") from error
+    return plan
 
 
 def write_telemetry(content: RecordDict, telemetry: ClusterTelemetry) -> RecordDict:
@@ -114,6 +137,18 @@ def take_telemetry(content: RecordDict) -> tuple[RecordDict, ClusterTelemetry | 
     """``content`` without its telemetry, and the telemetry; raises ProtocolError if malformed."""
     rest = RecordDict({k: v for k, v in content.items() if k != _TELEMETRY})
     return rest, _read(content, _TELEMETRY, ClusterTelemetry)
+
+
+def whole_task_config(task: WholeTask) -> ConfigRecord:
+    """The train config of a plain Flower strategy whose clients train the unsplit model."""
+    return ConfigRecord({_WHOLE: to_json(task)})
+
+
+def read_whole_task(content: RecordDict) -> WholeTask | None:
+    """The task in a message of a plain strategy, or None; raises ProtocolError if malformed."""
+    config = next((c for c in content.config_records.values() if _WHOLE in c), None)
+    text = _text(config, _WHOLE) if config is not None else None
+    return None if text is None else from_json(WholeTask, text, _WHOLE)
 
 
 def write_profile(profile: ClusterProfile) -> RecordDict:
@@ -138,9 +173,15 @@ def examples_of(content: RecordDict, weighted_by: str) -> float:
 
 def content_bytes(content: RecordDict) -> int:
     """Bytes of a message's records on the wire, without Flower's framing."""
-    arrays = (a for r in content.values() if isinstance(r, ArrayRecord) for a in r.values())
-    others = (v for r in content.values() if not isinstance(r, ArrayRecord) for v in r.values())
-    return sum(len(a.data) for a in arrays) + sum(_value_bytes(v) for v in others)
+    return sum(
+        array_bytes(r) if isinstance(r, ArrayRecord) else sum(_value_bytes(v) for v in r.values())
+        for r in content.values()
+    )
+
+
+def array_bytes(arrays: ArrayRecord) -> int:
+    """Bytes of the arrays as they travel."""
+    return sum(len(array.data) for array in arrays.values())
 
 
 def _value_bytes(value: object) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from flwr.app import ArrayRecord, MetricRecord
 
@@ -39,24 +39,39 @@ class RoundPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClosedRound:
+    """A round after aggregation, as a planner may learn from it; mappings are by cluster id."""
+
+    plan: RoundPlan
+    before: ArrayRecord
+    after: ArrayRecord | None  # None where the inner strategy dropped the round
+    models: Mapping[str, ArrayRecord]  # of the clusters that replied
+    examples: Mapping[str, float]
+    telemetry: Mapping[str, ClusterTelemetry]
+    failures: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What the round came to: the plan priced under the world's state of that round."""
+    """What the round came to: the plan priced under the world's state of that round.
+
+    Energy and queues are by cluster and device; the queues are those after the round.
+    """
 
     latency_s: float | None = None
-    energy_j: Mapping[str, float] = field(default_factory=dict)  # by device
-    queues_j: Mapping[str, float] = field(default_factory=dict)  # by device, after the round
+    energy_j: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    queues_j: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
+@runtime_checkable
 class RoundPlanner(Protocol):
     """Decides before a round and learns after it."""
 
     def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
         """The plan for ``nodes``; raises ScheduleError where none exists."""
 
-    def settle(
-        self, plan: RoundPlan, telemetry: Sequence[ClusterTelemetry], failed: Sequence[str]
-    ) -> Outcome:
-        """Price what happened, update queues and estimates; ``failed`` are cluster ids."""
+    def settle(self, closed: ClosedRound) -> Outcome:
+        """Price what happened, update queues and estimates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,20 +101,3 @@ class RoundRecord:
 def metrics_as_dict(metrics: MetricRecord | None) -> dict[str, float | Sequence[float]]:
     """The aggregated metrics as plain numbers."""
     return dict(metrics.items()) if metrics is not None else {}
-
-
-class NoPlanner:
-    """Every node is its own cluster and nothing is planned."""
-
-    def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
-        """Names only."""
-        del arrays
-        names = {node: f"node-{node}" for node in nodes}
-        return RoundPlan(server_round=server_round, plan=None, cluster_ids=names, binding=False)
-
-    def settle(
-        self, plan: RoundPlan, telemetry: Sequence[ClusterTelemetry], failed: Sequence[str]
-    ) -> Outcome:
-        """Nothing was predicted, so nothing is priced."""
-        del plan, telemetry, failed
-        return Outcome()

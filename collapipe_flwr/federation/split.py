@@ -24,10 +24,16 @@ log = logging.getLogger("flwr.collapipe")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitModel:
-    """Which keys live at the edge, how to reach it, and what every cluster is told."""
+    """Which keys live at the edge, how to reach it, and what every cluster is told.
+
+    ``shared_keys`` are read on both sides: clusters own them, the edge gets copies.
+    ``constant_keys`` never train, so they are sent but not averaged.
+    """
 
     edge: EdgeGateway
     edge_keys: frozenset[str]
+    shared_keys: frozenset[str] = frozenset()
+    constant_keys: frozenset[str] = frozenset()
     model_spec_json: str
     tokenizer_json: str
     learning: Callable[[int], LearningSettings]  # by server round, from 1
@@ -40,6 +46,7 @@ class SplitRound:
         self._model = model
         self._server_round = server_round
         self._sessions: dict[str, EdgeSession] = {}
+        self.constant_keys = model.constant_keys
 
     def open(self, cluster_id: str, arrays: ArrayRecord, depth: int) -> SplitTask:
         """Give ``cluster_id`` its decoder replica; raises LinkError or RunError."""
@@ -82,7 +89,9 @@ class SplitRound:
 
         Raises ProtocolError if a key is missing, unknown or twice, LinkError if the edge fails.
         """
-        decoder = encode_tensors(self._model.edge.fetch(self._sessions[cluster_id]))
+        replica = self._model.edge.fetch(self._sessions[cluster_id])
+        copies = self._model.shared_keys - self._model.edge_keys
+        decoder = encode_tensors({k: v for k, v in replica.items() if k not in copies})
         check_keys(set(reply), set(template) - self._model.edge_keys, f"cluster {cluster_id}")
         check_keys(set(decoder), set(self._model.edge_keys), f"the edge for cluster {cluster_id}")
         whole = ArrayRecord()
@@ -111,7 +120,7 @@ class SplitRound:
     def _decoder(self, arrays: ArrayRecord) -> ArrayRecord:
         kept = ArrayRecord()
         for key, array in arrays.items():
-            if key in self._model.edge_keys:
+            if key in self._model.edge_keys | self._model.shared_keys:
                 kept[key] = array
         return kept
 

@@ -27,34 +27,44 @@ from collapipe_flwr.federation.open_round import (
     readdressed,
     restored,
 )
+from collapipe_flwr.federation.priors import AssumedRounds
 from collapipe_flwr.federation.records import EXAMPLES, take_telemetry
 from collapipe_flwr.federation.replies import with_content
 from collapipe_flwr.federation.rounds import (
-    NoPlanner,
+    ClosedRound,
     RoundPlanner,
     RoundRecord,
     metrics_as_dict,
 )
 from collapipe_flwr.federation.split import SplitModel, SplitRound
+from collapipe_flwr.scheduler.protocol import Scheduler
+from collapipe_flwr.scheduler.registry import make_scheduler
 
 log = logging.getLogger("flwr.collapipe")
 
 
 class CollaPipe(Strategy):
-    """Any Flower strategy, planned and split over clusters of devices."""
+    """Any Flower strategy, planned and split over clusters of devices.
+
+    ``scheduler`` is a planner over described clusters (:class:`ScheduledRounds`), or a scheduler or
+    its name for clients that describe nothing; the default says what those do anyway, train the
+    whole model on one machine. ``split`` puts the decoder at the edge. ``on_round`` gets the record
+    of every round.
+    """
 
     def __init__(
         self,
         inner_strategy: Strategy,
         *,
-        planner: RoundPlanner | None = None,
+        scheduler: str | Scheduler | RoundPlanner = "fedavg",
         split: SplitModel | None = None,
         on_round: Callable[[RoundRecord], None] | None = None,
     ) -> None:
         self.inner_strategy = inner_strategy
-        self._planner: RoundPlanner = planner or NoPlanner()
+        self._planner = planner_of(scheduler)
         self._split = split
         self._on_round = on_round
+        self._constant_keys = split.constant_keys if split else frozenset[str]()
         self._round: OpenRound | None = None
 
     def summary(self) -> None:
@@ -99,7 +109,7 @@ class CollaPipe(Strategy):
         Raises ScheduleError if nothing can be planned and LinkError if the edge cannot be reached.
         """
         self.close()
-        view = averaging_view(arrays)
+        view = averaging_view(arrays, self._constant_keys)
         messages = list(self.inner_strategy.configure_train(server_round, view, config, grid))
         nodes = [message.metadata.dst_node_id for message in messages]
         plan = self._planner.plan(server_round, nodes, arrays)
@@ -127,16 +137,17 @@ class CollaPipe(Strategy):
             if arrays:
                 strict = self._split is not None
                 arrays = restore(arrays, self._round.template, received.heaviest, strict=strict)
-            self._report(self._round, received, metrics)
+            self._report(self._round.settled(received, arrays), received, metrics)
         return arrays, metrics
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
         """The inner strategy's messages with every array in its own dtype, none shared."""
-        view = averaging_view(arrays)
+        view = averaging_view(arrays, self._constant_keys)
         messages = self.inner_strategy.configure_evaluate(server_round, view, config, grid)
-        return [readdressed(m, restored(m.content, arrays)) for m in messages]
+        constant = self._constant_keys
+        return [readdressed(m, restored(m.content, arrays, constant)) for m in messages]
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -145,23 +156,29 @@ class CollaPipe(Strategy):
         bare = [_without_telemetry(reply) for reply in replies]
         return self.inner_strategy.aggregate_evaluate(server_round, bare)
 
-    def _report(self, round_: OpenRound, received: Received, metrics: MetricRecord | None) -> None:
-        telemetry = {c: t for c, t in received.arrived.items() if t is not None}
-        failed = tuple(received.failures)
-        outcome = self._planner.settle(round_.plan, tuple(telemetry.values()), failed)
+    def _report(
+        self, closed: ClosedRound, received: Received, metrics: MetricRecord | None
+    ) -> None:
         record = RoundRecord(
-            server_round=round_.plan.server_round,
-            plan=round_.plan.plan,
-            asked=tuple(sent.cluster_id for sent in round_.sent),
+            server_round=closed.plan.server_round,
+            plan=closed.plan.plan,
+            asked=tuple(sent.cluster_id for sent in received.sent),
             failures=received.failures,
             train_metrics=metrics_as_dict(metrics),
-            telemetry=telemetry,
-            outcome=outcome,
-            flower_bytes_sent=sum(sent.content_bytes for sent in round_.sent),
+            telemetry=received.telemetry,
+            outcome=self._planner.settle(closed),
+            flower_bytes_sent=sum(sent.content_bytes for sent in received.sent),
             flower_bytes_received=received.content_bytes,
         )
         if self._on_round is not None:
             self._on_round(record)
+
+
+def planner_of(scheduler: str | Scheduler | RoundPlanner) -> RoundPlanner:
+    """A planner as it is, schedulers over assumed clusters; raises ConfigError for a bad name."""
+    if isinstance(scheduler, str):
+        return AssumedRounds(make_scheduler(scheduler))
+    return scheduler if isinstance(scheduler, RoundPlanner) else AssumedRounds(scheduler)
 
 
 def weight_key(strategy: Strategy) -> str:

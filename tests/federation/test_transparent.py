@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message
 from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideFixedClipping,
     FedAdam,
@@ -18,7 +18,9 @@ from flwr.serverapp.strategy import (
     Strategy,
 )
 
+from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.federation.local_grid import LocalGrid
+from collapipe_flwr.federation.records import read_assignment
 from collapipe_flwr.federation.strategy import CollaPipe
 
 INNER: dict[str, Callable[[], Strategy]] = {
@@ -77,3 +79,58 @@ def test_arrays_without_any_float_reach_the_inner_strategy_untouched(drifting):
         1, trees, ConfigRecord(), LocalGrid({n: drifting(0.1) for n in (1, 2)})
     )
     assert sent[0].content["arrays"]["0"].data == trees["0"].data
+
+
+@pytest.mark.parametrize("scheduler", ["fedavg", "dssda"])
+def test_every_unmodified_node_gets_a_plan_of_its_own_that_admits_its_assumptions(
+    scheduler, floats, drifting
+):
+    records = []
+    grid = LocalGrid({n: drifting(0.1) for n in (1, 2, 3)})
+    strategy = CollaPipe(FedAvg(), scheduler=scheduler, on_round=records.append)
+    strategy.start(grid, floats, num_rounds=2)
+    trained = [m for m in grid.sent if m.metadata.message_type == "train"]
+    assert len(trained) == 6
+    for message in trained:
+        task = read_assignment(message.content)
+        assert task.plan.cluster_id == task.cluster_id == f"node-{message.metadata.dst_node_id}"
+        assert [s.stop_block for s in task.plan.segments] == [1]
+    assert "describe no devices" in records[0].plan.fallback
+    assert records[0].outcome.latency_s is None
+
+
+def test_an_unknown_scheduler_is_refused_at_once():
+    with pytest.raises(ConfigError, match="unknown scheduler 'dsda': choose one of"):
+        CollaPipe(FedAvg(), scheduler="dsda")
+
+
+def test_a_lost_node_that_answers_under_another_id_is_matched_by_its_message(floats, drifting):
+    def lost(message, context):
+        del context
+        reply = Message(Error(5, "Node Unavailable"), reply_to=message)
+        reply.metadata.__dict__["_src_node_id"] = 1  # what Flower's SuperLink does
+        return reply
+
+    records = []
+    grid = LocalGrid({1: drifting(0.1), 7: lost})
+    CollaPipe(FedAvg(fraction_evaluate=0.0), on_round=records.append).start(
+        grid, floats, num_rounds=1
+    )
+    assert records[0].failures == {"node-7": "Node Unavailable"}
+
+
+def test_when_nobody_replies_in_time_the_run_ends_instead_of_going_on_untrained(floats, drifting):
+    class Deaf(LocalGrid):
+        def send_and_receive(self, messages, *, timeout=None):
+            del timeout
+            self.push_messages(messages)
+            return []
+
+    with pytest.raises(RunError, match="no reply before the round's timeout"):
+        CollaPipe(FedAvg()).start(Deaf({n: drifting(0.1) for n in (1, 2)}), floats)
+
+
+def test_a_round_without_sampled_nodes_passes(floats, drifting):
+    inner = FedAvg(fraction_train=0.0, fraction_evaluate=0.0)
+    grid = LocalGrid({n: drifting(0.1) for n in (1, 2)})
+    assert len(CollaPipe(inner).start(grid, floats, num_rounds=1).arrays) == 0

@@ -1,0 +1,142 @@
+"""Planned rounds: a scheduler over a world of described clusters, between the strategy's hooks.
+
+Before a round the world gives a snapshot and the scheduler a plan. After it the plan is priced
+under the same snapshot, for the clusters that finished, and the scheduler learns from that and
+from what was measured: losses, gradient norms, how far the model moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from flwr.app import ArrayRecord
+
+from collapipe_flwr.core.domain import (
+    ClusterOutcome,
+    ClusterPlan,
+    ModelProfile,
+    Plan,
+    RoundOutcome,
+    Snapshot,
+)
+from collapipe_flwr.costs.compute import Options
+from collapipe_flwr.costs.price import PricedCluster, PricedRound, price
+from collapipe_flwr.federation.movement import Models, Movement, MovementMeter
+from collapipe_flwr.federation.rounds import ClosedRound, Outcome, RoundPlan
+from collapipe_flwr.federation.telemetry import ClusterTelemetry
+from collapipe_flwr.scheduler.protocol import Scheduler
+from collapipe_flwr.scheduler.state import SchedulerState
+
+
+class World(Protocol):
+    """Where snapshots come from: a simulated world, or one that is measured."""
+
+    def snapshot(
+        self, round_index: int, model: ModelProfile, present: Sequence[str] | None = None
+    ) -> Snapshot:
+        """The state of the clusters named in ``present`` at the start of a round."""
+
+
+class ScheduledRounds:
+    """A :class:`RoundPlanner` for described clusters.
+
+    ``clusters`` maps node ids to cluster ids of the ``world``; other nodes are never asked.
+    ``options`` are the scheduler's own, so that prices and plans agree.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        world: World,
+        model: ModelProfile,
+        clusters: Mapping[int, str],
+        *,
+        options: Options | None = None,
+    ) -> None:
+        self.state: SchedulerState | None = None
+        self._scheduler = scheduler
+        self._world = world
+        self._model = model
+        self._clusters = dict(clusters)
+        self._options = options
+        self._meter = MovementMeter()
+
+    def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
+        """The scheduler's plan for the clusters behind ``nodes``; raises ScheduleError."""
+        del arrays
+        names = {node: self._clusters.get(node, f"node-{node}") for node in nodes}
+        plan = self._step(server_round, [n for n in names.values() if n in self._known()])
+        return RoundPlan(server_round=server_round, plan=plan, cluster_ids=names, binding=True)
+
+    def settle(self, closed: ClosedRound) -> Outcome:
+        """Price the finished part of the plan and let the scheduler observe it."""
+        assert closed.plan.plan is not None and self.state is not None
+        done = finished(closed.plan.plan, closed.models)
+        priced = price(done, self._snapshot(closed), self._options)
+        movement = self._meter.measure(moves) if (moves := models_of(closed)) else None
+        outcome = round_outcome(done, priced, closed.telemetry, movement)
+        self.state = self._scheduler.observe(self.state, closed.plan.plan, outcome)
+        return Outcome(
+            latency_s=priced.latency_s,
+            energy_j=priced.energy_j(),
+            queues_j=self.state.energy_queue_j,
+        )
+
+    def _step(self, server_round: int, present: Sequence[str]) -> Plan:
+        snapshot = self._world.snapshot(server_round, self._model, present)
+        if self.state is None:
+            self.state = self._scheduler.init(snapshot)
+        plan, self.state = self._scheduler.step(self.state, snapshot)
+        return plan
+
+    def _snapshot(self, closed: ClosedRound) -> Snapshot:
+        present = [n for n in closed.plan.cluster_ids.values() if n in self._known()]
+        return self._world.snapshot(closed.plan.server_round, self._model, present)
+
+    def _known(self) -> set[str]:
+        return set(self._clusters.values())
+
+
+def finished(plan: Plan, models: Mapping[str, ArrayRecord]) -> Plan:
+    """The part of the plan whose clusters replied."""
+    return replace(plan, clusters=tuple(c for c in plan.clusters if c.cluster_id in models))
+
+
+def models_of(closed: ClosedRound) -> Models | None:
+    """The models around the aggregation, None where the inner strategy dropped the round."""
+    if closed.after is None:
+        return None
+    pairs = tuple((model, closed.examples[name]) for name, model in closed.models.items())
+    return Models(before=closed.before, after=closed.after, clusters=pairs)
+
+
+def round_outcome(
+    plan: Plan,
+    priced: PricedRound,
+    telemetry: Mapping[str, ClusterTelemetry],
+    movement: Movement | None,
+) -> RoundOutcome:
+    """What the scheduler may learn from the round."""
+    pairs = zip(plan.clusters, priced.clusters, strict=True)
+    return RoundOutcome(
+        round_index=plan.round_index,
+        latency_s=priced.latency_s,
+        clusters=tuple(_cluster(p, c, telemetry.get(p.cluster_id)) for p, c in pairs),
+        update_norm=movement.norm if movement else None,
+        update_change_norm=movement.change_norm if movement else None,
+        update_spread=movement.spread if movement else None,
+    )
+
+
+def _cluster(
+    plan: ClusterPlan, priced: PricedCluster, told: ClusterTelemetry | None
+) -> ClusterOutcome:
+    return ClusterOutcome(
+        cluster_id=plan.cluster_id,
+        latency_s=priced.latency_s,
+        energy_j=priced.energy_j,
+        loss=told.loss if told else None,
+        gradient_noise=told.gradient_noise(plan) if told else None,
+    )

@@ -1,0 +1,102 @@
+"""Plans for clients that describe nothing: an assumed machine each, and advice instead of orders.
+
+An unmodified ClientApp trains the whole model in its own process. What can honestly be planned for
+it is that: one block (the whole model) on one machine of a stated class. The plan says in
+``fallback`` that it rests on assumptions, nobody is left out because of it, and nothing is priced
+after the round, because nothing was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from flwr.app import ArrayRecord
+
+from collapipe_flwr.core.domain import BlockCost, ModelProfile
+from collapipe_flwr.federation.planning import ScheduledRounds
+from collapipe_flwr.federation.records import array_bytes
+from collapipe_flwr.federation.rounds import ClosedRound, Outcome, RoundPlan
+from collapipe_flwr.scheduler.protocol import Scheduler
+from collapipe_flwr.simulator.world import World, make_world
+
+ASSUMED_DEVICE = "raspberry-pi-5"
+ASSUMED_EXAMPLES = 1000
+_ASSUMPTION = (
+    f"the clients describe no devices: one {ASSUMED_DEVICE} with {ASSUMED_EXAMPLES} examples "
+    "assumed for each"
+)
+
+
+class AssumedRounds:
+    """A :class:`RoundPlanner` that knows only how many nodes there are and how large the model."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._nodes: list[int] = []
+        self._rounds: ScheduledRounds | None = None
+
+    def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
+        """Advice for ``nodes``; raises ScheduleError where the scheduler finds no plan."""
+        names = {node: f"node-{node}" for node in nodes}
+        if not nodes:
+            return RoundPlan(server_round=server_round, plan=None, cluster_ids=names, binding=False)
+        planned = self._rounds_for(nodes, arrays).plan(server_round, nodes, arrays)
+        assert planned.plan is not None
+        advice = replace(planned.plan, fallback=_ASSUMPTION)
+        return replace(planned, plan=advice, binding=False)
+
+    def settle(self, closed: ClosedRound) -> Outcome:
+        """Nothing was measured, so nothing is priced."""
+        del closed
+        return Outcome()
+
+    def _rounds_for(self, nodes: Sequence[int], arrays: ArrayRecord) -> ScheduledRounds:
+        new = sorted(set(nodes) - set(self._nodes))
+        if self._rounds is None or new:
+            self._nodes += new
+            names = {node: f"node-{node}" for node in self._nodes}
+            model = assumed_model(arrays)
+            known = self._rounds.state if self._rounds else None
+            world = assumed_world(list(names.values()), model)
+            self._rounds = ScheduledRounds(self._scheduler, world, model, names)
+            self._rounds.state = known
+        return self._rounds
+
+
+def assumed_model(arrays: ArrayRecord) -> ModelProfile:
+    """One block that holds every array; 2 FLOP per parameter and example forward, 4 backward."""
+    size = max(array_bytes(arrays), 1)
+    flop = 2.0 * size / 4  # as if every parameter took 4 bytes
+    nothing = BlockCost(
+        forward_flop=0.0,
+        backward_flop=0.0,
+        parameter_bytes=0,
+        state_bytes=0,
+        stash_bytes=0.0,
+        output_bytes=1.0,  # one byte crosses to the edge, none is too few for a radio model
+    )
+    whole = replace(
+        nothing,
+        forward_flop=flop,
+        backward_flop=2 * flop,
+        parameter_bytes=size,
+        state_bytes=4 * size,  # weights, gradients, two moments
+    )
+    return ModelProfile(embedding=nothing, blocks=(whole,), decoder=nothing)
+
+
+def assumed_world(cluster_ids: Sequence[str], model: ModelProfile) -> World:
+    """One machine per cluster, with room for the model whatever its class really has."""
+    count = len(cluster_ids)
+    world = make_world(
+        cluster_devices=[[ASSUMED_DEVICE, ASSUMED_DEVICE]] * count,
+        examples=[ASSUMED_EXAMPLES] * count,
+        cluster_ids=cluster_ids,
+    )
+    room = 2 * model.blocks[0].state_bytes
+    clusters = tuple(
+        replace(c, devices=tuple(replace(d, memory_bytes=d.memory_bytes + room) for d in c.devices))
+        for c in world.clusters
+    )
+    return replace(world, clusters=clusters)

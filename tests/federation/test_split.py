@@ -1,0 +1,242 @@
+"""Split training: the decoder travels by the edge, and whole models reach the inner strategy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp.strategy import FedAvg
+
+from collapipe_flwr.core.domain import ClusterPlan, Plan, Segment
+from collapipe_flwr.core.errors import LinkError, RunError
+from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
+from collapipe_flwr.federation.edge_gateway import MemoryEdge
+from collapipe_flwr.federation.local_grid import LocalGrid
+from collapipe_flwr.federation.records import (
+    ARRAYS,
+    EXAMPLES,
+    METRICS,
+    LearningSettings,
+    read_assignment,
+    write_telemetry,
+)
+from collapipe_flwr.federation.rounds import Outcome, RoundPlan
+from collapipe_flwr.federation.split import SplitModel
+from collapipe_flwr.federation.strategy import CollaPipe
+from collapipe_flwr.federation.telemetry import ClusterTelemetry
+from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+
+EDGE_KEYS = frozenset({"decoder.weight", "decoder.steps"})
+CONSTANT = "embed.sinusoid"
+
+
+def model() -> dict[str, torch.Tensor]:
+    return {
+        "embed.weight": torch.ones(3, 2),
+        CONSTANT: torch.full((3,), 0.1),
+        "blocks.0.weight": torch.ones(2, 2, dtype=torch.bfloat16),
+        "decoder.weight": torch.ones(2, 2),
+        "decoder.steps": torch.tensor(4),
+    }
+
+
+def cluster_plan(name: str) -> ClusterPlan:
+    return ClusterPlan(
+        cluster_id=name,
+        segments=(Segment(device_id=f"{name}/d1", first_block=0, stop_block=1),),
+        micro_batch_size=4,
+        micro_batches=2,
+        warmup_depth=(3, 2, 1),
+        local_steps=5,
+        bandwidth_hz=1e6,
+        tx_power_w={f"{name}/d1": 0.1},
+        gradient_power_w={f"{name}/d1": 0.1},
+        latency_s=1.0,
+        step_s=0.2,
+        energy_j={f"{name}/d1": 2.0},
+        memory_bytes={f"{name}/d1": 1000},
+    )
+
+
+class FixedPlanner:
+    """Plans the named clusters and nobody else; node n is cluster cn."""
+
+    def __init__(self, *planned: str) -> None:
+        self.planned = planned
+        self.settled: list[RoundPlan] = []
+
+    def plan(self, server_round, nodes, arrays):
+        del arrays
+        clusters = tuple(cluster_plan(name) for name in self.planned)
+        plan = Plan(
+            round_index=server_round, policy="fixed", clusters=clusters, latency_s=1.0, rho=1.0
+        )
+        names = {node: f"c{node}" for node in nodes}
+        return RoundPlan(server_round=server_round, plan=plan, cluster_ids=names, binding=True)
+
+    def settle(self, closed):
+        self.settled.append(closed.plan)
+        return Outcome(latency_s=2.0)
+
+
+def trainer(edge: MemoryEdge, step: float, examples: int, **change):
+    """A cluster that adds ``step`` to its half and to its replica at the edge."""
+
+    def train(message: Message, context) -> Message:
+        del context
+        task = read_assignment(message.content)
+        replica = edge.replicas[task.split.session_id]
+        for key, tensor in replica.items():
+            replica[key] = tensor + int(step) if key.endswith("steps") else tensor + step
+        half = decode_tensors(message.content[ARRAYS])
+        half = {k: v if k == CONSTANT else v + step for k, v in half.items()}
+        half |= change.get("extra", {})
+        half = {k: v for k, v in half.items() if k != change.get("missing")}
+        content = RecordDict(
+            {
+                ARRAYS: encode_tensors(half),
+                METRICS: MetricRecord({"loss": step, EXAMPLES: examples}),
+            }
+        )
+        telemetry = ClusterTelemetry(
+            cluster_id=task.cluster_id, examples=examples, wall_s=0.1, losses=(step,)
+        )
+        return Message(write_telemetry(content, telemetry), reply_to=message)
+
+    return train
+
+
+def failing(message, context):
+    del message
+    raise LinkError(f"device d2 of node {context.node_id} does not answer; restart it")
+
+
+def wrapped(edge, planner, records, inner=None) -> CollaPipe:
+    split = SplitModel(
+        edge=edge,
+        edge_keys=EDGE_KEYS,
+        constant_keys=frozenset({CONSTANT}),
+        model_spec_json="{}",
+        tokenizer_json="{}",
+        learning=lambda r: LearningSettings(optimizer=OptimizerSettings(learning_rate=0.1 * r)),
+    )
+    inner = inner or FedAvg(fraction_evaluate=0.0)
+    return CollaPipe(inner, scheduler=planner, split=split, on_round=records.append)
+
+
+def test_two_clusters_average_whole_models_and_leave_no_session(wire):
+    edge, records = MemoryEdge(), []
+    grid = LocalGrid({1: trainer(edge, 1.0, 10), 2: trainer(edge, 3.0, 30)}, wire=wire)
+    strategy = wrapped(edge, FixedPlanner("c1", "c2"), records)
+    final = decode_tensors(strategy.start(grid, encode_tensors(model()), num_rounds=2).arrays)
+    assert list(final) == list(model())
+    for key in ("embed.weight", "blocks.0.weight", "decoder.weight"):
+        assert torch.equal(final[key], model()[key] + 2 * 2.5), key  # (1*10 + 3*30)/40 a round
+        assert final[key].dtype == model()[key].dtype
+    assert torch.equal(final[CONSTANT], model()[CONSTANT])  # not even by a rounding
+    assert final["decoder.steps"] == 4 + 3 + 3
+    assert edge.replicas == {}
+    assert [sorted(record.asked) for record in records] == [["c1", "c2"]] * 2
+    assert records[1].outcome.latency_s == 2.0
+    assert set(records[0].telemetry) == {"c1", "c2"}
+
+
+def test_one_cluster_and_one_reply_is_the_inner_strategy_itself():
+    edge = MemoryEdge()
+    grid = LocalGrid({1: trainer(edge, 1.0, 10)})
+    inner = FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
+    start = encode_tensors(model())
+    final = wrapped(edge, FixedPlanner("c1"), [], inner).start(grid, start, num_rounds=1).arrays
+    alone = encode_tensors({k: v if k == CONSTANT else v + 1 for k, v in model().items()})
+    assert {k: v.data for k, v in final.items()} == {k: v.data for k, v in alone.items()}
+
+
+def test_a_message_holds_only_its_own_plan_its_half_and_its_session():
+    edge = MemoryEdge()
+    grid = LocalGrid({1: failing, 2: failing})
+    strategy = wrapped(edge, FixedPlanner("c1", "c2"), [])
+    config = ConfigRecord({"lr": 0.5})
+    sent = strategy.configure_train(3, encode_tensors(model()), config, grid)
+    tasks = {m.metadata.dst_node_id: read_assignment(m.content) for m in sent}
+    for node, other in ((1, "c2"), (2, "c1")):
+        message = next(m for m in sent if m.metadata.dst_node_id == node)
+        assert tasks[node].plan == cluster_plan(f"c{node}")
+        assert tasks[node].server_round == 3
+        assert other not in str(message.content["config"])
+        assert set(message.content[ARRAYS]) == set(model()) - EDGE_KEYS
+        assert len(message.content.config_records) == 1
+    assert tasks[1].split.session_token not in repr(tasks[1])
+    assert tasks[1].split.session_id != tasks[2].split.session_id
+    assert edge.orders[tasks[1].split.session_id].depth == 1
+    assert tasks[1].split.learning.optimizer.learning_rate == pytest.approx(0.3)
+    assert not any(key.startswith("collapipe") for key in config)
+    strategy.close()
+    assert edge.replicas == {}
+
+
+def test_a_cluster_that_the_plan_leaves_out_gets_no_message():
+    edge, records = MemoryEdge(), []
+    grid = LocalGrid({1: trainer(edge, 1.0, 10), 2: failing})
+    wrapped(edge, FixedPlanner("c1"), records).start(grid, encode_tensors(model()), num_rounds=1)
+    assert [m.metadata.dst_node_id for m in grid.sent] == [1]
+    assert records[0].failures == {}
+
+
+def test_the_round_goes_on_without_a_failed_cluster():
+    edge, records = MemoryEdge(), []
+    grid = LocalGrid({1: trainer(edge, 1.0, 10), 2: failing})
+    strategy = wrapped(edge, FixedPlanner("c1", "c2"), records)
+    final = decode_tensors(strategy.start(grid, encode_tensors(model()), num_rounds=1).arrays)
+    assert torch.equal(final["decoder.weight"], torch.full((2, 2), 2.0))
+    assert records[0].failures == {"c2": "device d2 of node 2 does not answer; restart it"}
+    assert edge.replicas == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"missing": "embed.weight"}, "1 arrays too few, as embed.weight"),
+        ({"extra": {"lm_head": torch.ones(1)}}, "1 unknown arrays, as lm_head"),
+        ({"extra": {"decoder.weight": torch.ones(2, 2)}}, "1 unknown arrays, as decoder.weight"),
+        ({"extra": {"embed.weight": torch.ones(2, 3)}}, r"embed.weight with shape \(2, 3\)"),
+    ],
+)
+def test_a_reply_that_does_not_fit_is_a_failure_that_says_why(change, words):
+    edge, records = MemoryEdge(), []
+    grid = LocalGrid({1: trainer(edge, 1.0, 10), 2: trainer(edge, 3.0, 30, **change)})
+    strategy = wrapped(edge, FixedPlanner("c1", "c2"), records)
+    final = decode_tensors(strategy.start(grid, encode_tensors(model()), num_rounds=1).arrays)
+    assert torch.equal(final["decoder.weight"], torch.full((2, 2), 2.0))  # cluster 1 alone
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(records[0].failures["c2"])
+
+
+def test_when_all_fail_the_run_ends_with_the_first_sentence():
+    edge = MemoryEdge()
+    grid = LocalGrid({1: failing, 2: failing})
+    strategy = wrapped(edge, FixedPlanner("c1", "c2"), [])
+    with pytest.raises(RunError, match=r"all 2 clusters failed, first c[12]: device d2 of node"):
+        strategy.start(grid, encode_tensors(model()), num_rounds=2)
+    assert edge.replicas == {}
+
+
+def test_an_edge_that_refuses_the_second_cluster_closes_the_first():
+    class SmallEdge(MemoryEdge):
+        def open(self, order):
+            if self.replicas:
+                raise LinkError("the edge holds 1 session, its limit")
+            return super().open(order)
+
+    edge = SmallEdge()
+    grid = LocalGrid({1: failing, 2: failing})
+    with pytest.raises(LinkError, match="its limit"):
+        wrapped(edge, FixedPlanner("c1", "c2"), []).start(grid, encode_tensors(model()))
+    assert edge.replicas == {}
+
+
+def test_a_global_model_without_the_edges_arrays_is_refused():
+    edge = MemoryEdge()
+    arrays = encode_tensors({"embed.weight": torch.ones(3, 2)})
+    grid = LocalGrid({1: failing, 2: failing})
+    with pytest.raises(RunError, match=r"lacks the array decoder\.steps"):
+        wrapped(edge, FixedPlanner("c1", "c2"), []).start(grid, arrays)
