@@ -37,7 +37,7 @@ class RunConfig:
     seed: int = key(7, at_least(0))
     output_dir: str = "runs"
     run_name: str = ""  # folder inside output-dir; empty: named after the start time
-    strategy: str = key("fedavg", one_of("fedavg", "fedprox", "fedadam", "fedavgm"))
+    strategy: str = key("fedavg", one_of("fedavg", "fedavgm", "fedadam"))
     runtime: str = key("pipeline", one_of("pipeline", "whole"))  # whole: plain FedAvg, no split
     node_timeout_s: float = key(60.0, above(0))  # wait this long for the clusters to connect
     round_timeout_s: float = key(900.0, above(0))
@@ -57,7 +57,7 @@ class DataConfig:
     partition: str = key("natural", one_of("natural", "iid", "dirichlet"))
     partition_column: str = ""  # natural, own data: rows with one value stay in one cluster
     alpha: float = key(0.5, above(0))  # dirichlet: small is more skewed
-    tokenizer: str = ""  # empty: byte-level BPE trained on the spot; else a folder or hub name
+    tokenizer: str = "train"  # byte-level BPE learnt on the spot; else a folder or hub name
     vocab_size: int = key(320, at_least(260))
     max_source_length: int = key(64, at_least(2))
     max_target_length: int = key(64, at_least(2))
@@ -102,11 +102,12 @@ class SchedulerConfig:
 class WorldConfig:
     """The simulated devices and radio of a laptop run."""
 
-    devices: str = "raspberry-pi-5,raspberry-pi-4,jetson-nano;jetson-nano,phone,raspberry-pi-4"
+    devices: str = "raspberry-pi-4,jetson-nano,phone;jetson-nano,raspberry-pi-5,raspberry-pi-4"
+    control_unit: str = "raspberry-pi-5"  # of every cluster
+    radio: str = key("wifi", one_of("wifi", "5g"))
     channel: str = key("block-fading", one_of("static", "block-fading", "mobility"))
-    bandwidth_mhz: float = key(20.0, above(0))  # shared by all clusters towards the edge
     memory_mb: float = key(0.0, at_least(0))  # 0: what the preset has, else of every device
-    energy_budget_j: float = key(0.0, at_least(0))  # 0: what the preset has, else of every device
+    energy_share: float = key(0.6, above(0))  # budget: this share of training all blocks alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,11 +27,11 @@ class RoundPrinter:
     def show(self, event: RoundEvent) -> None:
         """The line of one round."""
         loss = "-" if event.loss is None else f"{event.loss:.4f}"
-        scores = "  ".join(f"{name} {value:.4g}" for name, value in event.metrics.items())
+        scores = "  ".join(f"test {name} {value:.4g}" for name, value in event.metrics.items())
         parts = [
             f"round {event.round_index:>3}/{self._rounds}",
             f"{event.wall_s:5.1f} s",
-            f"loss {loss}",
+            f"train loss {loss}",
             scores,
             _plan_text(event.plan),
             _queue_text(event.queues_j),
@@ -41,6 +41,11 @@ class RoundPrinter:
             self.say(f"    lost: {failure}")
 
 
+def _short(device_id: str) -> str:
+    """The device without its cluster."""
+    return device_id.rpartition("/")[2]
+
+
 def _plan_text(plan: Mapping[str, Any] | None) -> str:
     """``A pi5:0-3 nano:4-5 8x4 | B ... | predicted 3.1 s``."""
     if plan is None:
@@ -48,7 +53,7 @@ def _plan_text(plan: Mapping[str, Any] | None) -> str:
     clusters = []
     for cluster in plan["clusters"]:
         segments = " ".join(
-            f"{s['device_id']}:{s['first_block']}-{s['stop_block'] - 1}"
+            f"{_short(s['device_id'])}:{s['first_block']}-{s['stop_block'] - 1}"
             for s in cluster["segments"]
         )
         clusters.append(

@@ -1,15 +1,15 @@
 """What one round and one run report, as values.
 
-Keys of per-device mappings read ``cluster/device``; keys of ``memory_bytes`` read
-``cluster/device`` too, with ``edge/cluster`` for a decoder session and ``server`` absent: only
-what was measured is listed.
+Keys of per-device mappings read ``cluster/device``; ``memory_bytes`` also has
+``cluster/control-unit`` and ``cluster/edge`` (the cluster's decoder replica).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from math import isfinite
+from typing import Any, cast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,20 +31,21 @@ class RoundEvent:
     """One line of ``events.jsonl``."""
 
     round_index: int
-    plan: Mapping[str, Any] | None
-    loss: float | None  # mean training loss, weighted by examples
-    metrics: Mapping[str, float]  # on unseen examples; empty when this round was not evaluated
-    predicted_latency_s: float | None
-    energy_j: Mapping[str, float]
-    queues_j: Mapping[str, float]
-    bytes: LinkBytes
-    memory_bytes: Mapping[str, int]
     wall_s: float
+    metrics: Mapping[str, float]  # on unseen examples; empty when this round was not evaluated
+    loss: float | None = None  # mean training loss, weighted by examples
+    plan: Mapping[str, Any] | None = None
+    predicted_latency_s: float | None = None  # by the plan, in the simulated world
+    latency_s: float | None = None  # the same plan priced with those that really took part
+    energy_j: Mapping[str, float] = field(default_factory=dict)
+    queues_j: Mapping[str, float] = field(default_factory=dict)
+    bytes: LinkBytes = field(default_factory=LinkBytes)
+    memory_bytes: Mapping[str, int] = field(default_factory=dict)
     failures: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data for the event log."""
-        return asdict(self)
+        """Plain data for the event log; JSON knows no NaN, so a diverged number becomes null."""
+        return cast("dict[str, Any]", finite(asdict(self)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ class RunStory:
     """Everything ``summary.json`` is made from; grows by one event per round."""
 
     metric_name: str
-    initial: Mapping[str, float]
+    initial: Mapping[str, float] = field(default_factory=dict)
     energy_budget_j: Mapping[str, float]
     events: tuple[RoundEvent, ...] = field(default=())
 
@@ -60,7 +61,7 @@ class RunStory:
         """The content of ``summary.json``."""
         total = sum((e.bytes for e in self.events), LinkBytes())
         scored = [e.metrics[self.metric_name] for e in self.events if e.metrics]
-        return {
+        summary = {
             "status": status,
             "reason": reason,
             "rounds": len(self.events),
@@ -78,6 +79,7 @@ class RunStory:
             "peak_memory_bytes": self._peak_memory_bytes(),
             "plans": [e.plan for e in self.events],
         }
+        return cast("dict[str, Any]", finite(summary))
 
     def _mean_energy_j(self) -> dict[str, float]:
         """Per device: joules per round, rounds without work counted as zero."""
@@ -93,3 +95,14 @@ class RunStory:
             for role, size in event.memory_bytes.items():
                 peaks[role] = max(peaks.get(role, 0), size)
         return peaks
+
+
+def finite(value: object) -> object:
+    """Plain data with every NaN or infinity replaced by None."""
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value

@@ -1,0 +1,162 @@
+"""The ClientApp: one Flower client is one cluster of devices. Decode, train, encode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+
+import torch
+from flwr.app import Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from torch import Tensor
+
+from client_app.data import LocalData, Place, local_data
+from client_app.description import describe_cluster
+from collapipe_flwr.cluster.control_unit import RoundOrder, RoundResult, train_round
+from collapipe_flwr.cluster.whole import train_whole
+from collapipe_flwr.core.config import parse
+from collapipe_flwr.core.errors import ConfigError, ProtocolError
+from collapipe_flwr.data.vocabulary import Vocabulary
+from collapipe_flwr.federation import records
+from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
+from collapipe_flwr.federation.records import RoundAssignment, SplitTask, WholeTask
+from collapipe_flwr.federation.telemetry import ClusterTelemetry
+from collapipe_flwr.models.spec import ModelSpec
+from collapipe_flwr.models.splitter import Splitter
+from collapipe_flwr.pipeline.optimizer import Optimizer
+from collapipe_flwr.pipeline.roles import MicroBatch
+from collapipe_flwr.rpc.edge_client import EdgeClient
+
+app = ClientApp()
+
+
+@app.query("describe")
+def describe(message: Message, context: Context) -> Message:
+    """Tell the server what this cluster is made of."""
+    config, place = parse(context.run_config), _place(context)
+    examples = local_data(config, place, None).examples_per_round
+    profile = describe_cluster(config.world, place, examples)
+    return Message(records.write_profile(profile), reply_to=message)
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    """One round: through the planned pipeline, or the whole model for a plain strategy."""
+    config, place = parse(context.run_config), _place(context)
+    torch.set_num_threads(config.train.threads)
+    weights = decode_tensors(message.content.array_records[records.ARRAYS])
+    whole = records.read_whole_task(message.content)
+    if whole is not None:
+        data = local_data(config, place, _vocabulary(whole.tokenizer_json))
+        content = _train_whole(whole, _server_round(message), data, weights)
+    else:
+        assignment = records.read_assignment(message.content)
+        if assignment.split is None or assignment.plan is None:
+            raise ProtocolError("the server sent neither a plan with an edge nor a whole task")
+        data = local_data(config, place, _vocabulary(assignment.split.tokenizer_json))
+        content = _train_split(assignment, assignment.split, data, weights)
+    return Message(content, reply_to=message)
+
+
+def _train_split(
+    assignment: RoundAssignment, task: SplitTask, data: LocalData, weights: Mapping[str, Tensor]
+) -> RecordDict:
+    """The round of a planned cluster: devices here, the decoder at the edge."""
+    plan = assignment.plan
+    assert plan is not None
+    splitter, deadline_s = _splitter(task.model_spec_json), task.learning.deadline_s
+    order = RoundOrder(
+        plan=plan,
+        weights=weights,
+        optimizer=task.learning.optimizer,
+        schedule=task.learning.schedule,
+        deadline_s=deadline_s,
+    )
+    steps = data.steps(
+        assignment.server_round,
+        batch_size=plan.micro_batch_size * plan.micro_batches,
+        micro_batch_size=plan.micro_batch_size,
+    )
+    with EdgeClient(task.edge_address, deadline_s=deadline_s) as client:
+        name = plan.segments[-1].device_id
+        link = client.stream(task.session_id, task.session_token, name=name)
+        try:
+            result = train_round(splitter, order, _micro_batches(splitter, steps), link)
+        finally:
+            link.close()
+    content = _reply(result.weights, result.losses, data)
+    return records.write_telemetry(content, _telemetry(plan.cluster_id, result, data))
+
+
+def _train_whole(
+    task: WholeTask, server_round: int, data: LocalData, weights: Mapping[str, Tensor]
+) -> RecordDict:
+    """The same round on the unsplit model."""
+    splitter = _splitter(task.model_spec_json)
+    model = splitter.build_whole(weights)
+    steps = data.steps(
+        server_round, batch_size=task.batch_size, micro_batch_size=task.micro_batch_size
+    )
+    optimizer = Optimizer(task.optimizer, model.parameters())
+    losses = train_whole(model, optimizer, steps, splitter.task.targets)
+    trained = model.state_dict()
+    return _reply({key: trained[key] for key in weights}, losses, data)
+
+
+def _micro_batches(
+    splitter: Splitter, steps: Iterator[list[dict[str, Tensor]]]
+) -> Iterator[list[MicroBatch]]:
+    for step in steps:
+        yield [
+            MicroBatch(
+                inputs=tensors,
+                context=splitter.context(tensors),
+                weight=splitter.task.targets(tensors["labels"]),
+            )
+            for tensors in step
+        ]
+
+
+def _reply(weights: Mapping[str, Tensor], losses: Sequence[float], data: LocalData) -> RecordDict:
+    metrics = MetricRecord(
+        {"loss": sum(losses) / len(losses), records.EXAMPLES: data.examples_per_round}
+    )
+    return RecordDict({records.ARRAYS: encode_tensors(weights), records.METRICS: metrics})
+
+
+def _telemetry(cluster_id: str, result: RoundResult, data: LocalData) -> ClusterTelemetry:
+    return ClusterTelemetry(
+        cluster_id=cluster_id,
+        examples=data.examples_per_round,
+        wall_s=result.wall_s,
+        losses=result.losses,
+        reports=result.reports,
+    )
+
+
+def _place(context: Context) -> Place:
+    """Which cluster this node is; SuperNodes are told by ``--node-config``."""
+    try:
+        index, count = (context.node_config[k] for k in ("partition-id", "num-partitions"))
+    except KeyError as error:
+        raise ConfigError(
+            f"this node has no {error}: start the SuperNode with "
+            '--node-config "partition-id=0 num-partitions=2"'
+        ) from error
+    return Place(index=int(index), count=int(count))
+
+
+def _server_round(message: Message) -> int:
+    """The round of a plain Flower strategy."""
+    config = next(iter(message.content.config_records.values()))
+    return int(str(config["server-round"]))
+
+
+@lru_cache(maxsize=4)
+def _splitter(model_spec_json: str) -> Splitter:
+    return Splitter(ModelSpec.from_json(model_spec_json))
+
+
+@lru_cache(maxsize=4)
+def _vocabulary(text: str) -> Vocabulary:
+    return Vocabulary.from_json(text)

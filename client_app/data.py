@@ -1,0 +1,60 @@
+"""The examples of one cluster: found once per process, cut into the micro-batches of a round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torch import Tensor
+
+from collapipe_flwr.core.config import AppConfig
+from collapipe_flwr.data.batches import batches
+from collapipe_flwr.data.registry import load_task
+from collapipe_flwr.data.settings import settings_of
+from collapipe_flwr.data.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Which of the clusters this node is."""
+
+    index: int
+    count: int
+
+
+class LocalData:
+    """One cluster's share of the training examples."""
+
+    def __init__(self, config: AppConfig, place: Place, vocabulary: Vocabulary | None) -> None:
+        self._config = config
+        self._place = place
+        self._task = load_task(settings_of(config.data, config.run.seed), vocabulary)
+        self._examples = self._task.partition(place.index, place.count)
+
+    @property
+    def examples_per_round(self) -> int:
+        """How many examples one round trains on."""
+        return self._config.train.examples_per_round or len(self._examples)
+
+    def steps(
+        self, round_index: int, *, batch_size: int, micro_batch_size: int
+    ) -> Iterator[list[dict[str, Tensor]]]:
+        """The micro-batches of each optimiser step of a round, tokenised as they are needed."""
+        chosen = batches(
+            self._examples,
+            seed=self._config.run.seed,
+            round_index=round_index,
+            cluster_id=self._place.index,
+            batch_size=batch_size,
+            limit=self.examples_per_round,
+        )
+        for batch in chosen:
+            starts = range(0, len(batch), micro_batch_size)
+            yield [self._task.collate(batch[i : i + micro_batch_size]) for i in starts]
+
+
+@lru_cache(maxsize=16)
+def local_data(config: AppConfig, place: Place, vocabulary: Vocabulary | None) -> LocalData:
+    """The same object for the same node: simulation shares one process between clusters."""
+    return LocalData(config, place, vocabulary)

@@ -1,0 +1,42 @@
+"""What a simulated cluster says about itself: its devices, from presets in the run-config."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from client_app.data import Place
+from collapipe_flwr.core.config import WorldConfig
+from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.simulator.devices import device_preset, radio_preset
+from collapipe_flwr.simulator.world import SERVER_RATE_BIT_PER_S
+
+
+def describe_cluster(config: WorldConfig, place: Place, examples: int) -> ClusterProfile:
+    """Cluster ``place.index``; lists of devices repeat when there are more clusters than lists.
+
+    Energy budgets depend on the model, so the server sets them.
+    """
+    lists = [part for part in config.devices.split(";") if part.strip()]
+    if not lists:
+        raise ConfigError('world.devices is empty: list presets, for example "phone,jetson-nano"')
+    kinds = [kind.strip() for kind in lists[place.index % len(lists)].split(",")]
+    cluster_id = f"cluster-{place.index}"
+    return ClusterProfile(
+        cluster_id=cluster_id,
+        examples=examples,
+        control_unit=_device(config, config.control_unit, f"{cluster_id}/cu"),
+        devices=tuple(
+            _device(config, kind, f"{cluster_id}/{number}-{kind}")
+            for number, kind in enumerate(kinds, start=1)
+        ),
+        d2d_bandwidth_hz=radio_preset(config.radio).d2d_bandwidth_hz,
+        server_rate_bit_per_s=SERVER_RATE_BIT_PER_S,
+    )
+
+
+def _device(config: WorldConfig, kind: str, device_id: str) -> DeviceProfile:
+    device = device_preset(kind).device(device_id, energy_budget_j=0.0)
+    if config.memory_mb:
+        device = replace(device, memory_bytes=int(config.memory_mb * 1e6))
+    return device

@@ -1,0 +1,168 @@
+"""The ServerApp: run-config -> data, model, world, scheduler -> strategy -> run directory."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from flwr.app import ConfigRecord, Context
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import Strategy
+
+from collapipe_flwr.core.config import AppConfig, EdgeConfig, count_list, parse
+from collapipe_flwr.core.errors import CollaPipeError, RunError
+from collapipe_flwr.edge.server import EdgeServer
+from collapipe_flwr.edge.service import EdgeService
+from collapipe_flwr.federation.arrays import encode_tensors
+from collapipe_flwr.federation.discovery import discover_clusters
+from collapipe_flwr.federation.records import LearningSettings, WholeTask, whole_task_config
+from collapipe_flwr.federation.rpc_gateway import RpcEdgeGateway
+from collapipe_flwr.federation.split import SplitModel
+from collapipe_flwr.federation.strategy import CollaPipe
+from collapipe_flwr.models import save_whole
+from collapipe_flwr.reporting.console import RoundPrinter
+from collapipe_flwr.reporting.events import RunStory
+from collapipe_flwr.reporting.run_directory import RunDirectory
+from collapipe_flwr.rpc.edge_client import EdgeClient
+from server_app.evaluate import Evaluator
+from server_app.recorder import RunRecorder
+from server_app.setup import (
+    Learner,
+    Planned,
+    inner_strategy,
+    make_learner,
+    make_planner,
+    optimizer_settings,
+)
+
+log = logging.getLogger("flwr.collapipe")
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run to the end; a failure is one sentence in the log and in the run's summary."""
+    try:
+        run(grid, parse(context.run_config))
+    except CollaPipeError as error:
+        log.error("%s", error)
+        raise
+
+
+def run(grid: Grid, config: AppConfig) -> None:
+    """Everything is checked before the run directory is made."""
+    learner = make_learner(config)
+    evaluator = Evaluator(learner.splitter, learner.task, config.evaluation.batch_size)
+    clusters = discover_clusters(
+        grid, expected=config.run.clusters, timeout_s=config.run.node_timeout_s
+    )
+    planned = make_planner(config, learner, clusters) if config.run.runtime == "pipeline" else None
+    directory = RunDirectory(_run_path(config))
+    recorder = RunRecorder(
+        directory,
+        RoundPrinter(config.run.num_server_rounds),
+        evaluator,
+        story=RunStory(
+            metric_name=learner.task.metric_name,
+            energy_budget_j={} if planned is None else planned.energy_budget_j,
+        ),
+        every=config.evaluation.every,
+    )
+    try:
+        _train(grid, config, learner, planned, recorder)
+        _save_model(directory, learner, recorder)
+    except BaseException as error:
+        recorder.finish("failed", str(error) or type(error).__name__)
+        raise
+    recorder.finish("completed")
+
+
+def _train(
+    grid: Grid,
+    config: AppConfig,
+    learner: Learner,
+    planned: Planned | None,
+    recorder: RunRecorder,
+) -> None:
+    weights = learner.splitter.initial_weights(config.run.seed)
+    with _strategy(config, learner, planned, recorder) as (strategy, train_config):
+        strategy.start(
+            grid,
+            encode_tensors(weights),
+            num_rounds=config.run.num_server_rounds,
+            timeout=config.run.round_timeout_s,
+            train_config=train_config,
+            evaluate_fn=recorder.evaluate,
+        )
+
+
+@contextmanager
+def _strategy(
+    config: AppConfig, learner: Learner, planned: Planned | None, recorder: RunRecorder
+) -> Iterator[tuple[Strategy, ConfigRecord]]:
+    """The strategy, and what it tells every client; the edge lives as long as it does."""
+    inner = inner_strategy(config)
+    if planned is None:
+        yield inner, whole_task_config(_whole_task(config, learner))
+        return
+    with _edge(config.edge) as client:
+        split = SplitModel(
+            edge=RpcEdgeGateway(client),
+            edge_keys=frozenset(learner.splitter.edge_keys()),
+            constant_keys=learner.splitter.constant_keys,
+            model_spec_json=learner.spec.to_json(),
+            tokenizer_json=learner.task.vocabulary.to_json(),
+            learning=lambda server_round: LearningSettings(
+                optimizer=optimizer_settings(config, server_round),
+                schedule=config.scheduler.schedule,
+                deadline_s=config.edge.timeout_s,
+                seed=config.run.seed,
+            ),
+        )
+        yield (
+            CollaPipe(inner, scheduler=planned.rounds, split=split, on_round=recorder.on_round),
+            ConfigRecord(),
+        )
+
+
+@contextmanager
+def _edge(config: EdgeConfig) -> Iterator[EdgeClient]:
+    """A client of the edge that the user runs, or of one on loopback for this run."""
+    if config.address:
+        with EdgeClient(config.address, deadline_s=config.timeout_s) as client:
+            client.health()
+            yield client
+        return
+    with (
+        EdgeServer("127.0.0.1:0", EdgeService()) as server,
+        EdgeClient(server.address, deadline_s=config.timeout_s) as client,
+    ):
+        log.info("edge server on %s", server.address)
+        yield client
+
+
+def _whole_task(config: AppConfig, learner: Learner) -> WholeTask:
+    """The batches of a plan with the largest micro-batch and count, on the unsplit model."""
+    size = max(count_list(config.scheduler.micro_batch_sizes))
+    return WholeTask(
+        model_spec_json=learner.spec.to_json(),
+        tokenizer_json=learner.task.vocabulary.to_json(),
+        batch_size=size * max(count_list(config.scheduler.micro_batches)),
+        micro_batch_size=size,
+        optimizer=optimizer_settings(config, 1),
+    )
+
+
+def _save_model(directory: RunDirectory, learner: Learner, recorder: RunRecorder) -> None:
+    if recorder.weights is None:
+        raise RunError("no round was completed, so there is no trained model to save")
+    save_whole(learner.spec, recorder.weights, directory.model_path)
+    learner.task.tokenizer.save_pretrained(directory.model_path)
+
+
+def _run_path(config: AppConfig) -> Path:
+    name = config.run.run_name or time.strftime("%Y%m%d-%H%M%S")
+    return Path(config.run.output_dir).resolve() / name

@@ -1,0 +1,124 @@
+"""Turns what the strategy reports and the evaluation finds into events, lines and the summary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from flwr.app import ArrayRecord, MetricRecord
+from torch import Tensor
+
+from collapipe_flwr.federation.arrays import decode_tensors
+from collapipe_flwr.federation.json_codec import plain
+from collapipe_flwr.federation.rounds import RoundRecord
+from collapipe_flwr.reporting.console import RoundPrinter
+from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, RunStory
+from collapipe_flwr.reporting.run_directory import RunDirectory
+
+Evaluate = Callable[[Mapping[str, Tensor]], dict[str, float]]
+
+
+class RunRecorder:
+    """Keeps one run's directory up to date.
+
+    The strategy calls :meth:`on_round` when a round's replies are in and :meth:`evaluate` right
+    after; the two make one event.
+    """
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        printer: RoundPrinter,
+        evaluate: Evaluate,
+        *,
+        story: RunStory,
+        every: int,
+    ) -> None:
+        self.story = story
+        self.weights: Mapping[str, Tensor] | None = None  # of the last round
+        self._directory = directory
+        self._printer = printer
+        self._evaluate = evaluate
+        self._every = every
+        self._record: RoundRecord | None = None
+        self._started_s = self._round_started_s = time.monotonic()
+        self._save("running")
+
+    def on_round(self, record: RoundRecord) -> None:
+        """Remember a round until it is evaluated."""
+        self._record = record
+
+    def evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        """Flower's ``evaluate_fn``: round 0 is the untrained model."""
+        weights = decode_tensors(arrays)
+        due = server_round % self._every == 0 or server_round <= 1
+        metrics = self._evaluate(weights) if due else {}
+        if server_round == 0:
+            self.story = replace(self.story, initial=metrics)
+            self._round_started_s = time.monotonic()
+            self._printer.say(f"untrained: {_words(metrics)}")
+        else:
+            self.weights = weights
+            self._finish_round(server_round, metrics)
+        return MetricRecord(dict(metrics)) if metrics else None
+
+    def finish(self, status: str, reason: str | None = None) -> None:
+        """The last word on the run."""
+        self._save(status, reason)
+
+    def _finish_round(self, server_round: int, metrics: Mapping[str, float]) -> None:
+        now_s = time.monotonic()
+        event = _event(server_round, self._record, metrics, now_s - self._round_started_s)
+        self._round_started_s, self._record = now_s, None
+        self.story = replace(self.story, events=(*self.story.events, event))
+        self._directory.append_event(event.as_json())
+        self._save("running")
+        self._printer.show(event)
+
+    def _save(self, status: str, reason: str | None = None) -> None:
+        wall_s = time.monotonic() - self._started_s
+        summary = self.story.summary(status=status, wall_s=wall_s, reason=reason)
+        self._directory.write_summary(summary)
+
+
+def _event(
+    server_round: int, record: RoundRecord | None, metrics: Mapping[str, float], wall_s: float
+) -> RoundEvent:
+    if record is None:  # a plain strategy: no plan, no telemetry
+        return RoundEvent(round_index=server_round, metrics=metrics, wall_s=wall_s)
+    links = record.link_bytes
+    flower = record.flower_bytes_sent + record.flower_bytes_received
+    loss = record.train_metrics.get("loss")
+    return RoundEvent(
+        round_index=server_round,
+        plan=None if record.plan is None else plain(record.plan),
+        loss=loss if isinstance(loss, float) else None,
+        metrics=metrics,
+        predicted_latency_s=None if record.plan is None else record.plan.latency_s,
+        latency_s=record.outcome.latency_s,
+        energy_j=_by_device(record.outcome.energy_j),
+        queues_j=_by_device(record.outcome.queues_j),
+        bytes=LinkBytes(d2d=links.get("d2d", 0), d2e=links.get("d2e", 0), flower=flower),
+        memory_bytes={
+            _role(cluster_id, role): size
+            for cluster_id, told in record.telemetry.items()
+            for role, size in told.peak_memory_bytes.items()
+        },
+        wall_s=wall_s,
+        failures=tuple(f"{cluster}: {why}" for cluster, why in record.failures.items()),
+    )
+
+
+def _by_device(nested: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Cluster, device -> device: ids of devices name their cluster."""
+    return {device: value for devices in nested.values() for device, value in devices.items()}
+
+
+def _role(cluster_id: str, role: str) -> str:
+    """Device ids name their cluster; control unit and edge replica do not."""
+    return role if role.startswith(f"{cluster_id}/") else f"{cluster_id}/{role}"
+
+
+def _words(metrics: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())

@@ -1,0 +1,159 @@
+"""From the run-config to what a run needs: task, model, inner strategy, world."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import mean
+
+from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, Strategy
+
+from collapipe_flwr.core.config import AppConfig, count_list
+from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile, ModelProfile
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.data.registry import load_task
+from collapipe_flwr.data.settings import settings_of
+from collapipe_flwr.data.tasks import Task
+from collapipe_flwr.federation.planning import ScheduledRounds
+from collapipe_flwr.models import BatchShape, ModelSpec, Splitter, make_spec
+from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+from collapipe_flwr.scheduler.protocol import SchedulerSettings
+from collapipe_flwr.scheduler.registry import make_scheduler
+from collapipe_flwr.simulator.world import Budgets, World, make_world
+
+_STRATEGIES: dict[str, Callable[..., Strategy]] = {"fedavg": FedAvg, "fedavgm": FedAvgM, "fedadam": FedAdam}
+_SHAPE_EXAMPLES, _SHAPE_BATCH = 256, 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learner:
+    """What is learnt and by which model."""
+
+    task: Task
+    spec: ModelSpec
+    splitter: Splitter
+    shape: BatchShape
+
+
+def make_learner(config: AppConfig) -> Learner:
+    """Load the task and build the model for it; raises ConfigError, DataError or ModelError."""
+    task = load_task(settings_of(config.data, config.run.seed))
+    spec = _spec(config, task)
+    return Learner(task=task, spec=spec, splitter=Splitter(spec), shape=_shape(task))
+
+
+def _spec(config: AppConfig, task: Task) -> ModelSpec:
+    tokenizer = task.tokenizer
+    labels = dict(enumerate(task.labels))
+    seq2seq = task.model_task == "seq2seq"
+    pretrained = config.model.pretrained
+    return make_spec(
+        task.model_task,
+        model_type=None if pretrained else config.model.type,
+        pretrained=pretrained or None,
+        overrides=json.loads(config.model.overrides),
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        decoder_start_token_id=tokenizer.pad_token_id if seq2seq else None,
+        num_labels=len(labels) or None,
+        id2label=labels or None,
+    )
+
+
+def _shape(task: Task) -> BatchShape:
+    """Mean padded lengths of some micro-batches: what a block has to compute on."""
+    rows = task.train.select(range(min(_SHAPE_EXAMPLES, len(task.train)))).to_list()
+    starts = range(0, len(rows), _SHAPE_BATCH)
+    batches = [task.collate(rows[start : start + _SHAPE_BATCH]) for start in starts]
+    targets = [b["labels"].shape[1] if b["labels"].dim() > 1 else 1 for b in batches]
+    return BatchShape(
+        source_length=round(mean(b["input_ids"].shape[1] for b in batches)),
+        target_length=round(mean(targets)),
+    )
+
+
+def optimizer_settings(config: AppConfig, server_round: int) -> OptimizerSettings:
+    """The clusters' optimiser in one round, from 1; the rate grows over the warm-up rounds."""
+    train = config.train
+    share = min(1.0, server_round / train.warmup_rounds) if train.warmup_rounds else 1.0
+    return OptimizerSettings(
+        name=train.optimizer,
+        learning_rate=train.learning_rate * share,
+        weight_decay=train.weight_decay,
+    )
+
+
+def inner_strategy(config: AppConfig) -> Strategy:
+    """The Flower strategy that CollaPipe wraps; it waits for all clusters."""
+    try:
+        strategy = _STRATEGIES[config.run.strategy]
+    except KeyError as error:
+        raise ConfigError(f"strategy must be one of {', '.join(_STRATEGIES)}") from error
+    clusters = config.run.clusters
+    return strategy(fraction_evaluate=0.0, min_train_nodes=clusters, min_available_nodes=clusters)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """The planner of a run, and the energy that each device may spend per round on average."""
+
+    rounds: ScheduledRounds
+    energy_budget_j: dict[str, float]
+
+
+def make_planner(
+    config: AppConfig, learner: Learner, clusters: Mapping[int, ClusterProfile]
+) -> Planned:
+    """DSSDA (or the chosen policy) over the simulated world of the described clusters.
+
+    Raises ConfigError for unknown names and InfeasibleError when no plan fits the devices.
+    """
+    settings = SchedulerSettings(
+        penalty_weight=config.scheduler.penalty_weight,
+        micro_batch_sizes=count_list(config.scheduler.micro_batch_sizes),
+        micro_batches=count_list(config.scheduler.micro_batches),
+        schedule=config.scheduler.schedule,
+        participation_floor=config.scheduler.participation_floor,
+        learning_rate=config.train.learning_rate,
+    )
+    model = learner.splitter.profile(learner.shape)
+    world = _world(config, model, tuple(clusters.values()))
+    scheduler = make_scheduler(config.scheduler.policy, settings)
+    scheduler.step(scheduler.init(snapshot := world.snapshot(1, model)), snapshot)
+    names = {node: profile.cluster_id for node, profile in clusters.items()}
+    return Planned(
+        rounds=ScheduledRounds(scheduler, world, model, names, options=settings.options),
+        energy_budget_j={
+            device.device_id: device.energy_budget_j
+            for profile in world.clusters
+            for device in (profile.control_unit, *profile.devices)
+        },
+    )
+
+
+def _world(config: AppConfig, model: ModelProfile, profiles: Sequence[ClusterProfile]) -> World:
+    """The described clusters, placed around the edge, with energy budgets to suit the model."""
+    budgets = Budgets(model=model, share=config.world.energy_share)
+    world = make_world(
+        cluster_devices=[[m.kind for m in (p.control_unit, *p.devices)] for p in profiles],
+        examples=[profile.examples for profile in profiles],
+        cluster_ids=[profile.cluster_id for profile in profiles],
+        radio=config.world.radio,
+        channel=config.world.channel,
+        seed=config.run.seed,
+    )
+    return replace(world, clusters=tuple(_with_budgets(p, budgets) for p in profiles))
+
+
+def _with_budgets(profile: ClusterProfile, budgets: Budgets) -> ClusterProfile:
+    def budgeted(device: DeviceProfile) -> DeviceProfile:
+        return replace(device, energy_budget_j=budgets.of(device, profile.examples))
+
+    return replace(
+        profile,
+        control_unit=budgeted(profile.control_unit),
+        devices=tuple(budgeted(device) for device in profile.devices),
+    )
