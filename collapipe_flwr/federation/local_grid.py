@@ -41,19 +41,24 @@ class LocalGrid(Grid):
         run_config: Mapping[str, str | int | float | bool] | None = None,
         wire: Wire = deepcopy,
     ) -> None:
-        self._nodes = dict(nodes)
-        self._contexts = {
-            node: Context(1, node, dict((node_configs or {}).get(node, {})), RecordDict(), {})
-            for node in nodes
-        }
-        for context in self._contexts.values():
-            context.run_config = dict(run_config or {})
+        self._nodes: dict[int, ClientApp | Answer] = {}
+        self._contexts: dict[int, Context] = {}
+        self._node_configs = node_configs or {}
+        self._run_config = dict(run_config or {})
         # Flower refuses to make a Message before the process has an identity.
         TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, SERVER_NODE
         self._wire = wire
         self._replies: dict[str, Message] = {}
         self._run: Run | None = None
         self.sent: list[Message] = []
+        for node, app in nodes.items():
+            self.add(node, app)
+
+    def add(self, node: int, app: ClientApp | Answer) -> None:
+        """A node that connects now."""
+        self._nodes[node] = app
+        config = dict(self._node_configs.get(node, {}))
+        self._contexts[node] = Context(1, node, config, RecordDict(), dict(self._run_config))
 
     def set_run(self, run: Run) -> None:
         """Set the run."""

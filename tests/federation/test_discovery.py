@@ -1,0 +1,123 @@
+"""Waiting for clusters ends in time and says what is missing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from flwr.app import Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile
+from collapipe_flwr.core.errors import RunError
+from collapipe_flwr.federation.discovery import Patience, discover_clusters
+from collapipe_flwr.federation.local_grid import LocalGrid
+from collapipe_flwr.federation.records import write_profile
+
+DEVICE = DeviceProfile(
+    device_id="d1",
+    kind="phone",
+    speed_flop_per_s=1e9,
+    memory_bytes=2**30,
+    energy_per_flop_j=1e-10,
+    tx_power_max_w=0.2,
+    energy_budget_j=1.0,
+)
+
+
+def profile(name: str) -> ClusterProfile:
+    return ClusterProfile(
+        cluster_id=name,
+        examples=10,
+        control_unit=replace(DEVICE, device_id="cu"),
+        devices=(DEVICE,),
+        d2d_bandwidth_hz=1e6,
+        server_rate_bit_per_s=1e8,
+    )
+
+
+def cluster(name: str) -> ClientApp:
+    app = ClientApp()
+
+    @app.query("describe")
+    def describe(message, context):
+        del context
+        return Message(write_profile(profile(name)), reply_to=message)
+
+    return app
+
+
+class Clock:
+    """Time that passes only while one waits; a node may join on the way."""
+
+    def __init__(self, join=lambda: None) -> None:
+        self.t = 0.0
+        self.join = join
+
+    def patience(self) -> Patience:
+        return Patience(now=lambda: self.t, pause=self.pause)
+
+    def pause(self, seconds: float) -> None:
+        self.t += seconds
+        if self.t >= 5.0:
+            self.join()
+
+
+def find(grid, expected=2, clock=None):
+    patience = (clock or Clock()).patience()
+    return discover_clusters(grid, expected=expected, timeout_s=60.0, patience=patience)
+
+
+def test_every_cluster_describes_itself():
+    found = find(LocalGrid({8: cluster("b"), 3: cluster("a")}))
+    assert found == {3: profile("a"), 8: profile("b")}
+
+
+def test_a_cluster_that_joins_late_is_waited_for():
+    grid = LocalGrid({3: cluster("a")})
+    assert len(find(grid, clock=Clock(lambda: grid.add(8, cluster("b"))))) == 2
+
+
+def test_the_wait_ends_at_its_deadline_and_names_what_is_missing():
+    clock = Clock()
+    words = r"2 clusters expected \(run-config `clusters`\), 1 connected after 60 s"
+    with pytest.raises(RunError, match=words):
+        find(LocalGrid({3: cluster("a")}), clock=clock)
+    assert clock.t == pytest.approx(60.0)
+
+
+def test_zero_clusters_are_refused():
+    with pytest.raises(RunError, match="at least 1 cluster"):
+        find(LocalGrid({}), expected=0)
+
+
+def test_a_cluster_that_cannot_start_says_why():
+    def broken(*_):
+        raise ValueError("cluster.toml: device d2 has no address")
+
+    with pytest.raises(RunError, match=r"node 8 cannot start: cluster\.toml: device d2 has no"):
+        find(LocalGrid({3: cluster("a"), 8: broken}))
+
+
+def test_an_unmodified_client_is_told_apart():
+    def plain(message, context):
+        del context
+        return Message(RecordDict(), reply_to=message)
+
+    with pytest.raises(RunError, match="node 3 gave no usable description"):
+        find(LocalGrid({3: plain}), expected=1)
+
+
+def test_two_clusters_of_one_name_are_refused():
+    with pytest.raises(RunError, match="nodes 3 and 8 both call their cluster 'a'"):
+        find(LocalGrid({3: cluster("a"), 8: cluster("a")}))
+
+
+def test_silence_is_an_error():
+    class Deaf(LocalGrid):
+        def send_and_receive(self, messages, *, timeout=None):
+            del timeout
+            return super().send_and_receive(list(messages)[:1])
+
+    with pytest.raises(RunError, match="1 of 2 clusters did not describe themselves within 60 s"):
+        find(Deaf({3: cluster("a"), 8: cluster("b")}))

@@ -1,0 +1,160 @@
+"""A scheduler between the hooks: snapshots in, plans out, realised costs and measurements back."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from flwr.app import ArrayRecord
+
+from collapipe_flwr.core.domain import BlockCost, ModelProfile
+from collapipe_flwr.federation.arrays import encode_tensors
+from collapipe_flwr.federation.movement import Models, MovementMeter
+from collapipe_flwr.federation.planning import ScheduledRounds
+from collapipe_flwr.federation.rounds import ClosedRound
+from collapipe_flwr.federation.telemetry import ClusterTelemetry
+from collapipe_flwr.pipeline.meter import StageReport
+from collapipe_flwr.scheduler.protocol import SchedulerSettings
+from collapipe_flwr.scheduler.registry import make_scheduler
+from collapipe_flwr.simulator.world import Budgets, make_world
+
+BLOCK = BlockCost(
+    forward_flop=2e7,
+    backward_flop=4e7,
+    parameter_bytes=200_000,
+    state_bytes=800_000,
+    stash_bytes=50_000.0,
+    output_bytes=8_000.0,
+)
+MODEL = ModelProfile(embedding=BLOCK, blocks=(BLOCK,) * 4, decoder=BLOCK)
+NODES = {11: "cluster-0", 12: "cluster-1"}
+EMPTY = ArrayRecord()
+
+
+def rounds(policy: str = "dssda", **settings) -> ScheduledRounds:
+    chosen = SchedulerSettings(micro_batch_sizes=(4,), micro_batches=(2,), **settings)
+    world = make_world(
+        cluster_devices=[["raspberry-pi-5", "jetson-nano", "raspberry-pi-4"]] * 2,
+        examples=[64, 32],
+        channel="block-fading",
+        seed=5,
+        budgets=Budgets(fixed_j=0.5),
+    )
+    scheduler = make_scheduler(policy, chosen)
+    return ScheduledRounds(scheduler, world, MODEL, NODES, options=chosen.options)
+
+
+def weights(value: float) -> ArrayRecord:
+    return encode_tensors({"w": torch.full((4,), value), "steps": torch.tensor(1)})
+
+
+def report(name: str, small: float, big: float) -> StageReport:
+    return StageReport(
+        name=name,
+        steps=2,
+        small_square_norm=small,
+        big_square_norm=big,
+        sent_down_bytes=100,
+        received_down_bytes=10,
+        peak_tensor_bytes=7,
+    )
+
+
+def told(name: str) -> ClusterTelemetry:
+    chain = (report("cu", 1.0, 0.5), report("d1", 2.0, 1.0), report("d2", 3.0, 1.5))
+    return ClusterTelemetry(
+        cluster_id=name,
+        examples=64,
+        wall_s=1.0,
+        losses=(2.0, 1.0),
+        reports=chain,
+        edge=report("edge", 4.0, 2.0),
+    )
+
+
+def closed(plan, *names: str, after: ArrayRecord | None) -> ClosedRound:
+    return ClosedRound(
+        plan=plan,
+        before=weights(0.0),
+        after=after,
+        models={name: weights(1.0) for name in names},
+        examples=dict.fromkeys(names, 10.0),
+        telemetry={name: told(name) for name in names},
+        failures={},
+    )
+
+
+def test_every_described_cluster_gets_its_own_plan_that_covers_all_blocks():
+    planned = rounds().plan(1, [11, 12], EMPTY)
+    for node, name in NODES.items():
+        plan = planned.cluster_plan(node)
+        assert plan.cluster_id == name
+        covered = [b for s in plan.segments for b in range(s.first_block, s.stop_block)]
+        assert covered == [0, 1, 2, 3]
+        assert all(s.device_id.startswith(f"{name}/") for s in plan.segments)
+
+
+def test_a_node_that_never_described_itself_is_not_asked():
+    planned = rounds().plan(1, [11, 12, 99], EMPTY)
+    assert [planned.takes_part(n) for n in (11, 12, 99)] == [True, True, False]
+
+
+def test_only_the_sampled_clusters_are_planned():
+    planned = rounds().plan(1, [12], EMPTY)
+    assert [c.cluster_id for c in planned.plan.clusters] == ["cluster-1"]
+
+
+def test_the_realised_price_of_a_finished_round_is_the_predicted_one():
+    planner = rounds()
+    plan = planner.plan(1, [11, 12], EMPTY)
+    outcome = planner.settle(closed(plan, "cluster-0", "cluster-1", after=weights(1.0)))
+    assert outcome.latency_s == pytest.approx(plan.plan.latency_s)
+    for cluster in plan.plan.clusters:
+        assert outcome.energy_j[cluster.cluster_id] == pytest.approx(dict(cluster.energy_j))
+
+
+def test_queues_grow_by_realised_energy_over_budget_and_only_for_those_who_finished():
+    planner = rounds(budget_margin=0.0)
+    plan = planner.plan(1, [11, 12], EMPTY)
+    outcome = planner.settle(closed(plan, "cluster-0", after=weights(1.0)))
+    for device, spent in outcome.energy_j["cluster-0"].items():
+        assert outcome.queues_j["cluster-0"][device] == pytest.approx(max(spent - 0.5, 0.0))
+    assert "cluster-1" not in outcome.energy_j
+    assert sum(outcome.queues_j["cluster-0"].values()) > 0
+
+
+def test_measurements_reach_the_estimators():
+    planner = rounds()
+    for server_round in (1, 2):
+        plan = planner.plan(server_round, [11, 12], EMPTY)
+        planner.settle(closed(plan, "cluster-0", "cluster-1", after=weights(float(server_round))))
+    learning = planner.state.learning
+    # |G_4|^2 = 10 and |G_8|^2 = 5 leave no signal and sigma^2 = (10 - 5) / (1/4 - 1/8)
+    assert learning.noise == pytest.approx(40.0)
+    assert learning.loss == pytest.approx(1.5)
+    assert learning.smoothness is not None
+    assert learning.drift is not None
+
+
+def test_a_round_that_the_inner_strategy_dropped_still_costs_energy():
+    planner = rounds()
+    plan = planner.plan(1, [11, 12], EMPTY)
+    assert planner.settle(closed(plan, "cluster-0", after=None)).energy_j["cluster-0"]
+
+
+def test_link_bytes_split_at_the_last_device():
+    assert told("c").link_bytes == {"d2d": 220, "d2e": 110}
+    assert told("c").peak_memory_bytes == {"cu": 7, "d1": 7, "d2": 7, "edge": 7}
+    assert ClusterTelemetry(cluster_id="c", examples=1, wall_s=0.0, losses=()).loss is None
+
+
+def test_movement_is_that_of_the_averaged_arrays():
+    meter = MovementMeter()
+    pairs = ((weights(1.0), 10.0), (weights(5.0), 30.0))
+    first = meter.measure(Models(before=weights(0.0), after=weights(4.0), clusters=pairs))
+    assert first.norm == pytest.approx(4 * 2.0)  # four entries of 4
+    assert first.change_norm is None
+    assert first.spread == pytest.approx(0.25 * 4 * 9 + 0.75 * 4 * 1)
+    second = meter.measure(Models(before=weights(4.0), after=weights(5.0), clusters=pairs))
+    assert second.change_norm == pytest.approx(math.sqrt(4 * 9))

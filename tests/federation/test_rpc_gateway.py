@@ -1,0 +1,95 @@
+"""The gateway over a real edge server on loopback: the same contract as the in-memory one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.edge.server import EdgeServer
+from collapipe_flwr.edge.service import EdgeService
+from collapipe_flwr.federation.edge_gateway import DecoderOrder, EdgeGateway, MemoryEdge
+from collapipe_flwr.federation.records import LearningSettings
+from collapipe_flwr.federation.rpc_gateway import RpcEdgeGateway
+from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+from collapipe_flwr.rpc.edge_client import EdgeClient
+
+
+class Decoder(nn.Module):
+    """Just enough of a last part to hold weights."""
+
+    def __init__(self, weights) -> None:
+        super().__init__()
+        if set(weights) != {"w", "bias"}:
+            raise LinkError("the decoder needs w and bias")
+        self.w = nn.Parameter(weights["w"].clone())
+        self.bias = nn.Parameter(weights["bias"].clone())
+
+    def weight_of(self, context) -> int:
+        del context
+        return 1
+
+
+@pytest.fixture(params=["memory", "rpc"])
+def edge(request) -> Iterator[EdgeGateway]:
+    if request.param == "memory":
+        yield MemoryEdge()
+        return
+    service = EdgeService(lambda _, weights: Decoder(weights), most_sessions=2)
+    with (
+        EdgeServer("127.0.0.1:0", service) as server,
+        EdgeClient(server.address, deadline_s=5.0) as client,
+    ):
+        yield RpcEdgeGateway(client)
+        assert service.health().sessions == 0
+
+
+def order(cluster_id: str, **weights: torch.Tensor) -> DecoderOrder:
+    weights = weights or {"w": torch.arange(3.0), "bias": torch.ones(2, dtype=torch.bfloat16)}
+    learning = LearningSettings(optimizer=OptimizerSettings())
+    return DecoderOrder(
+        cluster_id=cluster_id,
+        server_round=4,
+        model_spec_json="{}",
+        learning=learning,
+        weights=weights,
+    )
+
+
+def test_what_is_placed_can_be_fetched_until_it_is_closed(edge):
+    first, second = edge.open(order("c1")), edge.open(order("c2"))
+    assert first.session_id != second.session_id
+    fetched = edge.fetch(first)
+    assert fetched["w"].tolist() == [0.0, 1.0, 2.0]
+    assert fetched["bias"].dtype == torch.bfloat16
+    edge.close(first)
+    with pytest.raises(LinkError):
+        edge.fetch(first)
+    edge.close(second)
+
+
+def test_the_token_is_not_printed(edge):
+    session = edge.open(order("c1"))
+    assert session.token not in repr(session)
+    edge.close(session)
+
+
+def test_weights_that_the_edge_refuses_leave_no_session():
+    service = EdgeService(lambda _, weights: Decoder(weights))
+    with EdgeServer("127.0.0.1:0", service) as server, EdgeClient(server.address) as client:
+        with pytest.raises(LinkError, match="needs w and bias"):
+            RpcEdgeGateway(client).open(order("c1", w=torch.ones(1)))
+        assert service.health().sessions == 0
+
+
+def test_an_edge_that_is_gone_is_one_sentence_in_bounded_time():
+    with EdgeServer("127.0.0.1:0", EdgeService()) as server:
+        address = server.address
+    with (
+        EdgeClient(address, deadline_s=3.0) as client,
+        pytest.raises(LinkError, match=f"edge at {address} cannot be reached"),
+    ):
+        RpcEdgeGateway(client).open(order("c1"))
