@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -13,11 +14,8 @@ from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.checkpoint import first_lines, read_pretrained_config
 from collapipe_flwr.models.families import FAMILIES
 from collapipe_flwr.models.spec import ModelSpec
-from collapipe_flwr.models.splitter import Splitter
+from collapipe_flwr.models.splitter import LAYERDROPS, Splitter
 from collapipe_flwr.models.tasks import find_task
-
-# A block skipped at random in one process would not be skipped in another.
-_LAYERDROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 
 def make_spec(
@@ -58,7 +56,7 @@ def make_spec(
         _set_vocabulary(config, vocab_size, pretrained)
     if labelled:
         _set_labels(config, num_labels, id2label)
-    _set_exact_training(config)
+    _set_exact_training(config, overrides or {})
     if ties == "untie":
         _untie(config)
     spec = ModelSpec(
@@ -69,7 +67,9 @@ def make_spec(
         ties=ties,
         shared=shared,
     )
-    Splitter(spec)  # fails here, not on a device
+    splitter = Splitter(spec)  # fails here, not on a device
+    if pretrained is not None and splitter.decodes:
+        return replace(spec, untied=splitter.checkpoint_unties())
     return spec
 
 
@@ -145,10 +145,13 @@ def _set_labels(
         config.num_labels = num_labels
 
 
-def _set_exact_training(config: PreTrainedConfig) -> None:
-    """What a cut model needs: every block runs, single precision, outputs by name."""
-    for key in _LAYERDROPS:
-        if hasattr(config, key):
+def _set_exact_training(config: PreTrainedConfig, overrides: Mapping[str, object]) -> None:
+    """What a cut model needs: every block runs, single precision, outputs by name.
+
+    A layerdrop that the user asks for is kept, and refused by the splitter.
+    """
+    for key in LAYERDROPS:
+        if hasattr(config, key) and key not in overrides:
             setattr(config, key, 0.0)
     config.dtype = "float32"
     config.return_dict = True

@@ -14,12 +14,14 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import ModelOutput
 
 from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.models.checkpoint import first_lines
 from collapipe_flwr.models.layout import find_blocks
 from collapipe_flwr.models.part import Holdings, Part
 from collapipe_flwr.models.stack import Stack
 from collapipe_flwr.models.tasks import Task
 
 Weights = Mapping[str, Tensor]
+_LIMITS = ("vocab_size", "max_position_embeddings", "image_size", "max_source_positions")
 
 
 class _FirstBlockReached(Exception):
@@ -55,10 +57,18 @@ class EmbeddingPart(Part):
             self._stack(**known)
         except _FirstBlockReached as reached:
             return reached.hidden_BTD
-        except (ValueError, TypeError, IndexError) as cause:
-            shapes = {key: tuple(value.shape) for key, value in known.items()}
-            raise ModelError(f"the embedding cannot read the inputs {shapes}: {cause}") from cause
+        except (ValueError, TypeError, IndexError, RuntimeError) as cause:
+            raise ModelError(
+                f"the embedding cannot read {self._describe(known)}: {first_lines(cause)}; "
+                "check the tokenizer and the maximum length"
+            ) from cause
         raise ModelError("the model returned without running its first block")
+
+    def _describe(self, inputs: Mapping[str, Tensor]) -> str:
+        config = self.model.config
+        shapes = {key: tuple(value.shape) for key, value in inputs.items()}
+        limits = {key: getattr(config, key) for key in _LIMITS if hasattr(config, key)}
+        return f"inputs of shape {shapes} with {limits}"
 
 
 class SegmentPart(Part):
@@ -119,8 +129,8 @@ class EdgePart(Part):
     def _call(self, **arguments: Any) -> ModelOutput:
         try:
             output: ModelOutput = self.model(**arguments)
-        except (ValueError, IndexError) as cause:
-            raise ModelError(f"the edge cannot compute its output: {cause}") from cause
+        except (ValueError, IndexError, RuntimeError) as cause:
+            raise ModelError(f"the edge cannot compute its output: {first_lines(cause)}") from cause
         return output
 
     def _base_output(

@@ -49,6 +49,8 @@ def build_skeleton(spec: ModelSpec) -> PreTrainedModel:
     builder = auto_class(spec.task, config)
     with _BUILDING, torch.device("meta"):
         model = _from_config(builder, config)
+    for key in spec.untied:
+        model.all_tied_weights_keys.pop(key, None)
     _fill_constants(model)
     return model
 

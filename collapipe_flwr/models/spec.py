@@ -31,7 +31,8 @@ class ModelSpec:
     two independent tables with equal first values, ``rows`` keeps one at the edge (``ties.py``).
     ``shared`` says what happens to parameters that every block reads (T5's relative bias,
     DeBERTa's relative embeddings): ``freeze`` never trains them, ``sum`` leaves it to the caller
-    to add up the gradients of their replicas before each optimiser step.
+    to add up the gradients of their replicas before each optimiser step. ``untied`` names keys
+    that the architecture ties but the checkpoint does not (the output table of T5 1.1).
     """
 
     task: str
@@ -40,6 +41,7 @@ class ModelSpec:
     edge_blocks: int = 0
     ties: str = "untie"
     shared: str = "freeze"
+    untied: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _require_choice("ties", self.ties, TIE_POLICIES)
@@ -66,7 +68,7 @@ class ModelSpec:
         known = {field.name for field in fields(cls)}
         if not isinstance(values, dict) or not {"task", "config_json"} <= set(values) <= known:
             raise ModelError(f"a model description needs the keys {sorted(known)}")
-        return cls(**values)
+        return cls(**{**values, "untied": tuple(values.get("untied", ()))})
 
 
 def _require_choice(key: str, value: str, choices: tuple[str, ...]) -> None:

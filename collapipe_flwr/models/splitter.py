@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from collapipe_flwr.models.stack import Stack
 from collapipe_flwr.models.tasks import find_task
 
 Weights = Mapping[str, Tensor]
+LAYERDROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 TensorShape = tuple[torch.Size, torch.dtype]
 
 
@@ -35,8 +37,9 @@ class Splitter:
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
         self.task = find_task(spec.task)
-        skeleton = build_skeleton(spec)
         self._family = _family_for(spec)
+        skeleton = build_skeleton(spec)
+        _refuse_inexact(skeleton.config, self._family)
         total_blocks = len(find_blocks(skeleton, self._family))
         self.num_blocks = _blocks_for_devices(total_blocks, spec, self._family)
         self._layout = make_layout(
@@ -116,11 +119,29 @@ class Splitter:
         else:
             model = load_checkpoint(self.spec, seed, body=self._body())
         found = model.state_dict()
+        for key, paths in self._all_places().items():
+            differing = [path for path in paths if not torch.equal(found[path], found[key])]
+            if differing:
+                raise ModelError(
+                    f"the checkpoint {self.spec.pretrained!r} holds {differing[0]!r} and {key!r} "
+                    "with different values where the configuration ties them; name it in 'untied'"
+                )
         return {key: found[key].detach().clone() for key in self.all_keys()}
 
     def profile(self, shape: BatchShape) -> ModelProfile:
         """Costs per example of embedding, every block and the edge; computes nothing."""
         return profile_model(self, shape)
+
+    def checkpoint_unties(self) -> tuple[str, ...]:
+        """Keys that the architecture ties and ``spec.pretrained`` holds with own values."""
+        model = load_checkpoint(self.spec, seed=0, body=self._body())
+        found = model.state_dict()
+        return tuple(
+            path
+            for key, paths in self._all_places().items()
+            for path in paths
+            if not torch.equal(found[path], found[key])
+        )
 
     # Parts
 
@@ -144,15 +165,16 @@ class Splitter:
     def build_whole(self, weights: Weights) -> PreTrainedModel:
         """The unsplit transformers model with these weights, in evaluation mode."""
         model = build_skeleton(self.spec)
-        places = {
-            key: paths + self._layout.ties.get(key, ())
-            for key, paths in self._layout.places.items()
-        }
-        Part(model, Holdings(owned=places, frozen=self._frozen()), weights)
+        Part(model, Holdings(owned=self._all_places(), frozen=self._frozen()), weights)
         for path in [p for p in model.all_tied_weights_keys if p in self._layout.owners]:
             model.all_tied_weights_keys.pop(path)
         model.train(False)
         return model
+
+    def _all_places(self) -> dict[str, tuple[str, ...]]:
+        """Every key with all paths that lead to it in the whole model."""
+        ties = self._layout.ties
+        return {key: paths + ties.get(key, ()) for key, paths in self._layout.places.items()}
 
     def _body(self) -> frozenset[str]:
         """What a checkpoint must bring: everything where a decoder, all but a head otherwise."""
@@ -197,6 +219,17 @@ def _family_for(spec: ModelSpec) -> Family:
             f"it can do {', '.join(family.tasks)}"
         )
     return family
+
+
+def _refuse_inexact(config: Any, family: Family) -> None:
+    """Settings under which a cut model would compute something else than the whole one."""
+    if family.decodes is False and getattr(config, "is_decoder", False):
+        raise ModelError(f"is_decoder must be false for {config.model_type!r}: it is an encoder")
+    if getattr(config, "apply_spec_augment", False):
+        raise ModelError("apply_spec_augment must be false: mask the input features beforehand")
+    for key in LAYERDROPS:
+        if getattr(config, key, 0.0):
+            raise ModelError(f"{key} must be 0: a block cannot be skipped on one machine only")
 
 
 def _blocks_for_devices(total_blocks: int, spec: ModelSpec, family: Family) -> int:

@@ -1,0 +1,169 @@
+"""Tiny random models of every family, with what it takes to train them one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from collapipe_flwr.models import ModelSpec, make_spec
+
+VOCABULARY = 50
+BLOCKS = 4
+TOKENS = {
+    "vocab_size": VOCABULARY,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 0,
+}
+_BERT = {
+    "hidden_size": 32,
+    "num_hidden_layers": BLOCKS,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+_DECODER = {
+    "hidden_size": 32,
+    "num_hidden_layers": BLOCKS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+}
+_BART = {
+    "d_model": 32,
+    "encoder_layers": BLOCKS,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+_TRANSLATION = {**_BART, "max_position_embeddings": 40}
+_T5 = {
+    "d_model": 32,
+    "num_layers": BLOCKS,
+    "num_decoder_layers": 2,
+    "num_heads": 2,
+    "d_kv": 16,
+    "d_ff": 48,
+    "dropout_rate": 0.0,
+}
+_DEBERTA = {
+    **_BERT,
+    "relative_attention": True,
+    "position_buckets": 8,
+    "norm_rel_ebd": "layer_norm",
+    "pos_att_type": ["p2c", "c2p"],
+    "share_att_key": True,
+    "conv_kernel_size": 3,
+}
+_MODERNBERT = {
+    **{key: value for key, value in _BERT.items() if "dropout" not in key},
+    "local_attention": 4,
+    "cls_token_id": 1,
+    "sep_token_id": 2,
+}
+_DISTILBERT = {
+    "dim": 32,
+    "n_layers": BLOCKS,
+    "n_heads": 2,
+    "hidden_dim": 48,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+    "seq_classif_dropout": 0.0,
+}
+_GPT2 = {
+    "n_embd": 32,
+    "n_layer": BLOCKS,
+    "n_head": 2,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
+_SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}
+_VIT = {**_BERT, "image_size": 16, "patch_size": 4}
+_WHISPER = {**_BART, "num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 20}
+
+OVERRIDES: Mapping[str, Mapping[str, Any]] = {
+    "bert": _BERT,
+    "roberta": _BERT,
+    "distilbert": _DISTILBERT,
+    "deberta-v2": _DEBERTA,
+    "modernbert": _MODERNBERT,
+    "vit": _VIT,
+    "marian": _TRANSLATION,
+    "bart": _TRANSLATION,
+    "mbart": _TRANSLATION,
+    "m2m_100": _TRANSLATION,
+    "t5": _T5,
+    "mt5": _T5,
+    "whisper": _WHISPER,
+    "gpt2": _GPT2,
+    "llama": _DECODER,
+    "mistral": {**_DECODER, "sliding_window": 4},
+    "qwen2": {**_DECODER, **_SLIDING},
+    "qwen3": {**_DECODER, **_SLIDING, "head_dim": 8},
+    "gemma": {**_DECODER, "head_dim": 8},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiny:
+    """Makes tiny specs and padded batches."""
+
+    overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: OVERRIDES)
+
+    def spec(self, model_type: str, task: str, **choices: Any) -> ModelSpec:
+        """A small random model of that family."""
+        tokens: dict[str, Any] = {} if model_type == "vit" else TOKENS
+        labels = {"num_labels": 3} if "classification" in task else {}
+        return make_spec(
+            task,
+            model_type=model_type,
+            overrides=self.overrides[model_type],
+            **tokens,
+            **labels,
+            **choices,
+        )
+
+    def batch(self, model_type: str, task: str, *, examples: int = 4) -> dict[str, Tensor]:
+        """Unequal lengths, padded; labels of padding are ignored."""
+        random = torch.Generator().manual_seed(7)
+        if model_type == "vit":
+            images = torch.randn(examples, 3, 16, 16, generator=random)
+            return {"pixel_values": images, "labels": torch.arange(examples) % 3}
+        tokens = torch.randint(3, VOCABULARY, (examples, 11), generator=random)
+        mask = (torch.arange(11) < torch.tensor([[11], [6], [9], [4]])[:examples]).long()
+        tokens = tokens * mask
+        if model_type == "whisper":
+            sound = torch.randn(examples, 8, 24, generator=random)
+            return {"input_features": sound, "labels": tokens.masked_fill(mask == 0, -100)}
+        if task == "sequence-classification":
+            labels = torch.arange(examples) % 3
+        elif task == "token-classification":
+            labels = (tokens % 3).masked_fill(mask == 0, -100)
+        else:
+            labels = tokens.masked_fill(mask == 0, -100)
+        return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+@pytest.fixture
+def tiny() -> Tiny:
+    """The maker of tiny models."""
+    return Tiny()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Callable[[], None]:
+    """Sums have one order, so equal means equal bits."""
+    torch.set_num_threads(1)
+    return lambda: None

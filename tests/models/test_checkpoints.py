@@ -1,0 +1,157 @@
+"""First weights, checkpoints in, folders out: values survive every way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, BertModel
+
+from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.models import Splitter, make_spec, save_whole
+
+
+def _equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return set(left) == set(right) and all(torch.equal(left[key], right[key]) for key in left)
+
+
+def test_a_seed_decides_the_first_weights_and_nothing_else(tiny: Any) -> None:
+    splitter = Splitter(tiny.spec("bert", "sequence-classification"))
+    torch.manual_seed(9)
+    expected = torch.rand(1)
+    torch.manual_seed(9)
+    first = splitter.initial_weights(seed=1)
+    assert torch.equal(torch.rand(1), expected)  # the caller's random numbers go on undisturbed
+    assert _equal(first, splitter.initial_weights(seed=1))
+    assert not _equal(first, splitter.initial_weights(seed=2))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "task"),
+    [
+        ("bert", "sequence-classification"),
+        ("gpt2", "causal-lm"),
+        ("vit", "image-classification"),
+        ("marian", "seq2seq"),
+        ("bart", "seq2seq"),
+        ("t5", "seq2seq"),
+    ],
+)
+def test_a_saved_model_loads_with_equal_weights(
+    model_type: str, task: str, tiny: Any, tmp_path: Path
+) -> None:
+    spec = tiny.spec(model_type, task)
+    splitter = Splitter(spec)
+    weights = splitter.initial_weights(seed=1)
+    for key in set(weights) - splitter.constant_keys:  # as training would leave them
+        weights[key] = weights[key] + torch.rand_like(weights[key])
+    save_whole(spec, weights, tmp_path)
+    whole = splitter.build_whole(weights)
+    loaded = type(whole).from_pretrained(tmp_path)
+    found = loaded.state_dict()
+    assert all(torch.equal(found[key], weights[key]) for key in weights)
+    assert _equal(found, whole.state_dict())
+    again = make_spec(task, pretrained=str(tmp_path))
+    assert _equal(Splitter(again).initial_weights(seed=0), weights)
+
+
+def test_greedy_text_survives_saving(tiny: Any, tmp_path: Path) -> None:
+    spec = tiny.spec("marian", "seq2seq")
+    splitter = Splitter(spec)
+    weights = splitter.initial_weights(seed=4)
+    save_whole(spec, weights, tmp_path)
+    batch = tiny.batch("marian", "seq2seq")
+    inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    models = (splitter.build_whole(weights), AutoModelForSeq2SeqLM.from_pretrained(tmp_path))
+    texts = [model.generate(**inputs, max_new_tokens=6, do_sample=False) for model in models]
+    assert torch.equal(*texts)
+    assert (texts[0][:, 0] == 0).all()  # the decoder's start
+
+
+def test_a_body_without_a_head_gets_a_fresh_seeded_one(tiny: Any, tmp_path: Path) -> None:
+    config = Splitter(tiny.spec("bert", "sequence-classification")).config
+    body = BertModel(config)
+    body.save_pretrained(tmp_path)
+    spec = make_spec("sequence-classification", pretrained=str(tmp_path), num_labels=7)
+    splitter = Splitter(spec)
+    one, same, other = (splitter.initial_weights(seed=seed) for seed in (1, 1, 2))
+    assert one["classifier.weight"].shape == (7, 32)
+    assert _equal(one, same)
+    assert not torch.equal(one["classifier.weight"], other["classifier.weight"])
+    for key, value in body.state_dict().items():
+        assert torch.equal(one[f"bert.{key}"], value)
+        assert torch.equal(other[f"bert.{key}"], value)
+
+
+def test_another_number_of_labels_replaces_the_head(tiny: Any, tmp_path: Path) -> None:
+    spec = tiny.spec("bert", "sequence-classification")
+    save_whole(spec, Splitter(spec).initial_weights(seed=1), tmp_path)
+    kept = make_spec("sequence-classification", pretrained=str(tmp_path))
+    grown = make_spec("sequence-classification", pretrained=str(tmp_path), num_labels=5)
+    assert Splitter(kept).initial_weights(seed=1)["classifier.bias"].shape == (3,)
+    assert Splitter(grown).initial_weights(seed=1)["classifier.bias"].shape == (5,)
+    AutoModelForSequenceClassification.from_pretrained(tmp_path)
+
+
+def test_a_checkpoint_with_its_own_output_table_keeps_it(tiny: Any, tmp_path: Path) -> None:
+    """T5 1.1: the configuration ties lm_head to the shared table, the checkpoint does not."""
+    model = Splitter(tiny.spec("t5", "seq2seq"))
+    weights = model.initial_weights(seed=1)
+    whole = model.build_whole(weights)
+    whole.lm_head.weight = torch.nn.Parameter(torch.rand_like(whole.lm_head.weight))
+    whole.all_tied_weights_keys.pop("lm_head.weight")
+    whole.save_pretrained(tmp_path)
+    spec = make_spec("seq2seq", pretrained=str(tmp_path))
+    assert spec.untied == ("lm_head.weight",)
+    splitter = Splitter(spec)
+    loaded = splitter.initial_weights(seed=0)
+    assert torch.equal(loaded["lm_head.weight"], whole.lm_head.weight)
+    batch = tiny.batch("t5", "seq2seq")
+    again = splitter.build_whole(loaded)(**batch, use_cache=False)
+    assert torch.equal(again.loss, whole(**batch, use_cache=False).loss)
+
+
+def test_a_missing_checkpoint_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="cannot read the checkpoint"):
+        make_spec("masked-lm", pretrained=str(tmp_path / "nowhere"))
+
+
+def test_a_checkpoint_without_weights_is_one_clear_error(tiny: Any, tmp_path: Path) -> None:
+    spec = tiny.spec("bert", "masked-lm")
+    Splitter(spec).config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="cannot load the checkpoint"):
+        Splitter(make_spec("masked-lm", pretrained=str(tmp_path))).initial_weights(seed=0)
+
+
+def test_missing_and_broken_tensors_are_named(tiny: Any, tmp_path: Path) -> None:
+    spec = tiny.spec("bert", "masked-lm")
+    save_whole(spec, Splitter(spec).initial_weights(seed=0), tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    key = "bert.encoder.layer.2.output.dense.weight"
+    del tensors[key]
+    save_file(tensors, file, metadata={"format": "pt"})
+    broken = make_spec("masked-lm", pretrained=str(tmp_path))
+    with pytest.raises(ModelError, match=f"1 missing tensors, first '{key}'"):
+        Splitter(broken).initial_weights(seed=0)
+    file.write_bytes(b"not a checkpoint")
+    with pytest.raises(ModelError, match="cannot load the checkpoint"):
+        Splitter(broken).initial_weights(seed=0)
+
+
+def test_a_body_of_another_size_is_named(tiny: Any, tmp_path: Path) -> None:
+    spec = tiny.spec("bert", "masked-lm")
+    save_whole(spec, Splitter(spec).initial_weights(seed=0), tmp_path)
+    other = make_spec("masked-lm", pretrained=str(tmp_path), overrides={"intermediate_size": 64})
+    with pytest.raises(ModelError, match="mismatched tensors"):
+        Splitter(other).initial_weights(seed=0)
+
+
+def test_a_tokenizer_larger_than_the_checkpoint_is_refused(tiny: Any, tmp_path: Path) -> None:
+    spec = tiny.spec("bert", "masked-lm")
+    save_whole(spec, Splitter(spec).initial_weights(seed=0), tmp_path)
+    with pytest.raises(ModelError, match=r"60 tokens.*only 50"):
+        make_spec("masked-lm", pretrained=str(tmp_path), vocab_size=60)

@@ -1,0 +1,183 @@
+"""Law: whatever the cut, loss and every gradient equal those of the unsplit model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from collapipe_flwr.models import ModelSpec, Splitter
+
+CASES = [
+    ("bert", "sequence-classification", {}),
+    ("bert", "token-classification", {}),
+    ("bert", "masked-lm", {"edge_blocks": 2}),
+    ("roberta", "sequence-classification", {}),
+    ("roberta", "masked-lm", {}),
+    ("distilbert", "sequence-classification", {}),
+    ("distilbert", "masked-lm", {}),
+    ("deberta-v2", "token-classification", {}),
+    ("deberta-v2", "masked-lm", {"shared": "sum", "edge_blocks": 1}),
+    ("modernbert", "sequence-classification", {}),
+    ("modernbert", "masked-lm", {"edge_blocks": 1}),
+    ("vit", "image-classification", {"edge_blocks": 1}),
+    ("marian", "seq2seq", {}),
+    ("bart", "seq2seq", {}),
+    ("mbart", "seq2seq", {}),
+    ("m2m_100", "seq2seq", {}),
+    ("t5", "seq2seq", {}),
+    ("t5", "seq2seq", {"shared": "sum"}),
+    ("mt5", "seq2seq", {}),
+    ("whisper", "seq2seq", {}),
+    ("gpt2", "causal-lm", {"edge_blocks": 1}),
+    ("gpt2", "sequence-classification", {}),
+    ("llama", "causal-lm", {"edge_blocks": 2}),
+    ("llama", "sequence-classification", {}),
+    ("mistral", "causal-lm", {}),
+    ("qwen2", "causal-lm", {"edge_blocks": 1}),
+    ("qwen2", "token-classification", {}),
+    ("qwen3", "causal-lm", {}),
+    ("gemma", "causal-lm", {"edge_blocks": 1}),
+    ("gemma", "sequence-classification", {}),
+]
+
+
+def _cuts(num_blocks: int, seed: int) -> list[tuple[int, int]]:
+    """Random consecutive ranges that cover all blocks."""
+    chance = random.Random(seed)
+    inner = chance.sample(range(1, num_blocks), chance.randint(0, num_blocks - 1))
+    return list(pairwise([0, *sorted(inner), num_blocks]))
+
+
+def _whole_step(
+    splitter: Splitter, weights: Mapping[str, Tensor], batch: Mapping[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor | None]]:
+    torch.manual_seed(0)  # some heads drop out on their own account
+    whole = splitter.build_whole(weights).train()
+    cached = splitter.decodes or "causal-lm" in splitter._family.tasks
+    options: dict[str, Any] = {"use_cache": False} if cached else {}
+    loss = whole(**batch, **options).loss
+    loss.backward()
+    return loss.detach(), {key: p.grad for key, p in whole.named_parameters()}
+
+
+def _split_step(
+    splitter: Splitter,
+    weights: Mapping[str, Tensor],
+    batch: Mapping[str, Tensor],
+    cuts: list[tuple[int, int]],
+) -> tuple[Tensor, dict[str, Tensor | None]]:
+    embedding, edge = splitter.build_embedding(weights), splitter.build_edge(weights)
+    segments = [splitter.build_segment(first, stop, weights) for first, stop in cuts]
+    context = splitter.context(batch)
+    torch.manual_seed(0)
+    hidden_BTD = embedding(batch)
+    for segment in segments:
+        hidden_BTD = segment(hidden_BTD, context)
+    loss = edge(hidden_BTD, context)
+    loss.backward()
+    gradients: dict[str, Tensor | None] = {}
+    for part in (embedding, *segments, edge):
+        for key, parameter in part.named_parameters():
+            earlier = gradients.get(key)
+            both = earlier is not None and parameter.grad is not None
+            gradients[key] = earlier + parameter.grad if both else parameter.grad
+    return loss.detach(), gradients
+
+
+@pytest.mark.parametrize(("model_type", "task", "choices"), CASES)
+def test_loss_and_gradients_equal_the_unsplit_model(
+    model_type: str, task: str, choices: dict[str, Any], tiny: Any
+) -> None:
+    spec: ModelSpec = tiny.spec(model_type, task, **choices)
+    splitter = Splitter(spec)
+    weights = splitter.initial_weights(seed=5)
+    batch = tiny.batch(model_type, task)
+    expected_loss, expected = _whole_step(splitter, weights, batch)
+    for seed in (1, 2):
+        cuts = _cuts(splitter.num_blocks, seed)
+        loss, gradients = _split_step(splitter, weights, batch, cuts)
+        assert torch.equal(loss, expected_loss), cuts
+        assert set(expected) <= set(gradients)
+        for key, gradient in expected.items():
+            _assert_equal(key, gradients[key], gradient, exact=key not in splitter.shared_keys)
+
+
+def _assert_equal(key: str, found: Tensor | None, wanted: Tensor | None, *, exact: bool) -> None:
+    if wanted is None or found is None:
+        assert found is None and wanted is None, key
+    elif exact:
+        assert torch.equal(found, wanted), key
+    else:  # replicas add up in another order
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("model_type", ["bert", "t5", "gpt2"])
+def test_the_padding_mask_matters(model_type: str, tiny: Any) -> None:
+    """The control: without its mask a segment computes something else."""
+    task = {"bert": "masked-lm", "t5": "seq2seq", "gpt2": "causal-lm"}[model_type]
+    splitter = Splitter(tiny.spec(model_type, task))
+    weights = splitter.initial_weights(seed=5)
+    batch = tiny.batch(model_type, task)
+    if model_type == "gpt2":  # behind a causal mask only padding on the left is visible
+        batch["attention_mask"] = batch["attention_mask"].flip(1)
+    hidden_BTD = splitter.build_embedding(weights)(batch)
+    segment = splitter.build_segment(0, 2, weights)
+    masked = segment(hidden_BTD, splitter.context(batch))
+    assert not torch.allclose(segment(hidden_BTD, {}), masked, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32])
+@pytest.mark.parametrize("model_type", ["bert", "deberta-v2"])
+def test_a_mask_may_travel_in_any_integer_type(
+    model_type: str, dtype: torch.dtype, tiny: Any
+) -> None:
+    splitter = Splitter(tiny.spec(model_type, "masked-lm"))
+    weights = splitter.initial_weights(seed=5)
+    batch = tiny.batch(model_type, "masked-lm")
+    hidden_BTD = splitter.build_embedding(weights)(batch)
+    segment = splitter.build_segment(0, 3, weights)
+    narrow = {"attention_mask": batch["attention_mask"].to(dtype)}
+    assert torch.equal(segment(hidden_BTD, narrow), segment(hidden_BTD, splitter.context(batch)))
+
+
+def test_micro_batches_scaled_by_their_targets_add_up(tiny: Any) -> None:
+    """An uneven last micro-batch changes nothing when each loss counts n_i / N."""
+    splitter = Splitter(tiny.spec("marian", "seq2seq"))
+    weights = splitter.initial_weights(seed=5)
+    batch = tiny.batch("marian", "seq2seq")
+    expected_loss, expected = _whole_step(splitter, weights, batch)
+    embedding, edge = splitter.build_embedding(weights), splitter.build_edge(weights)
+    segment = splitter.build_segment(0, splitter.num_blocks, weights)
+    total = edge.weight_of(batch)
+    loss = torch.zeros(())
+    for rows in (slice(0, 3), slice(3, 4)):
+        micro = {key: value[rows] for key, value in batch.items()}
+        context = splitter.context(micro)
+        part = edge(segment(embedding(micro), context), context)
+        scaled = part * (edge.weight_of(context) / total)
+        scaled.backward()
+        loss += scaled.detach()
+    torch.testing.assert_close(loss, expected_loss)
+    for part in (embedding, segment, edge):
+        for key, parameter in part.named_parameters():
+            if parameter.grad is not None:
+                torch.testing.assert_close(parameter.grad, expected[key], rtol=1e-4, atol=1e-6)
+
+
+def test_a_batch_without_targets_has_no_loss_and_no_gradient(tiny: Any) -> None:
+    splitter = Splitter(tiny.spec("bert", "masked-lm"))
+    weights = splitter.initial_weights(seed=5)
+    hidden_BTD = torch.randn(2, 5, 32, requires_grad=True)
+    context = {"labels": torch.full((2, 5), -100)}
+    edge = splitter.build_edge(weights)
+    loss = edge(hidden_BTD, context)
+    loss.backward()
+    assert edge.weight_of(context) == 0
+    assert loss.item() == 0.0
+    assert hidden_BTD.grad is not None and not hidden_BTD.grad.any()

@@ -1,0 +1,99 @@
+"""A model is described by one JSON string, and a wrong description is one clear sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.models import ModelSpec, Splitter, make_spec
+
+
+def test_a_spec_survives_its_json(tiny: Any) -> None:
+    spec = tiny.spec("qwen2", "causal-lm", edge_blocks=1)
+    again = ModelSpec.from_json(spec.to_json())
+    assert again == spec
+    assert Splitter(again).all_keys() == Splitter(spec).all_keys()
+    assert Splitter(again).config.to_dict() == Splitter(spec).config.to_dict()
+
+
+def test_overrides_and_tokens_reach_the_configuration() -> None:
+    spec = make_spec(
+        "seq2seq",
+        model_type="marian",
+        overrides={"d_model": 16, "encoder_layers": 3, "encoder_attention_heads": 2},
+        vocab_size=30,
+        pad_token_id=4,
+        eos_token_id=5,
+        decoder_start_token_id=6,
+    )
+    config = Splitter(spec).config
+    assert (config.d_model, config.encoder_layers) == (16, 3)
+    assert (config.vocab_size, config.decoder_vocab_size) == (30, 30)
+    assert (config.pad_token_id, config.eos_token_id, config.decoder_start_token_id) == (4, 5, 6)
+
+
+def test_labels_reach_the_head() -> None:
+    names = {0: "no", 1: "yes"}
+    spec = make_spec("sequence-classification", model_type="bert", id2label=names)
+    config = Splitter(spec).config
+    assert config.id2label == names
+    assert config.label2id == {"no": 0, "yes": 1}
+    assert Splitter(spec).shapes["classifier.weight"][0][0] == 2
+
+
+def test_a_default_layerdrop_is_switched_off_and_a_wanted_one_refused() -> None:
+    assert Splitter(make_spec("seq2seq", model_type="m2m_100")).config.encoder_layerdrop == 0
+    with pytest.raises(ModelError, match="encoder_layerdrop must be 0"):
+        make_spec("seq2seq", model_type="m2m_100", overrides={"encoder_layerdrop": 0.1})
+
+
+def test_attention_masks_cannot_be_dropped_silently(tiny: Any) -> None:
+    """Without an attention implementation transformers builds no masks at all."""
+    for model_type, task in (("bert", "masked-lm"), ("deberta-v2", "masked-lm")):
+        config = Splitter(tiny.spec(model_type, task)).config
+        assert config._attn_implementation in ("sdpa", "eager")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"model_type": "brt"}, "unknown model type 'brt'; did you mean 'bert'"),
+        ({"model_type": "resnet"}, "'resnet' cannot be split"),
+        ({"task": "translate"}, "unknown task 'translate'"),
+        ({"task": "seq2seq"}, "cannot do the task 'seq2seq'"),
+        ({"overrides": {"hiden_size": 3}}, "no setting 'hiden_size'; did you mean 'hidden_size'"),
+        ({"overrides": {"xyzzy": 3}}, "no setting 'xyzzy'; see BertConfig"),
+        ({"overrides": {"hidden_size": "big"}}, "'hidden_size' expected int"),
+        ({"overrides": {"num_attention_heads": 5}}, "not a multiple"),
+        ({"overrides": {"num_hidden_layers": 0}}, "no blocks"),
+        ({"overrides": {"is_decoder": True}}, "is_decoder must be false"),
+        ({"num_labels": 0}, "num_labels must be 1 or more, got 0"),
+        ({"num_labels": 3, "id2label": {0: "a", 1: "b"}}, "names 2 labels"),
+        ({"edge_blocks": 12}, "edge_blocks must be below the model's 12 blocks"),
+        ({"edge_blocks": -1}, "edge_blocks must be 0 or more"),
+        ({"ties": "maybe"}, "ties must be one of untie, rows, got 'maybe'"),
+        ({"shared": "maybe"}, "shared must be one of freeze, sum, got 'maybe'"),
+        ({"pretrained": "also"}, "either a model_type"),
+        ({"model_type": None}, "either a model_type"),
+    ],
+)
+def test_a_wrong_description_is_one_clear_sentence(wrong: dict[str, Any], sentence: str) -> None:
+    right: dict[str, Any] = {"task": "sequence-classification", "model_type": "bert"}
+    arguments = {**right, **wrong}
+    with pytest.raises(ModelError) as caught:
+        make_spec(arguments.pop("task"), **arguments)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_decoder_stands_whole_at_the_edge() -> None:
+    with pytest.raises(ModelError, match="edge_blocks must be 0"):
+        make_spec("seq2seq", model_type="marian", edge_blocks=1)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"task": "x"}', '{"task": "x", "q": 1}'])
+def test_a_text_that_is_no_spec_is_refused(text: str) -> None:
+    with pytest.raises(ModelError, match="model description"):
+        ModelSpec.from_json(text)

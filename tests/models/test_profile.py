@@ -1,0 +1,102 @@
+"""The profile says what a real run costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from collapipe_flwr.models import BatchShape, Splitter, make_spec
+
+LENGTH = 11
+SHAPE = BatchShape(source_length=LENGTH, target_length=LENGTH)
+
+
+def test_a_block_follows_the_closed_formula() -> None:
+    """2T(4d^2 + 2df) multiply-adds of weights and 4T^2 d of attention."""
+    width, inner, length = 64, 96, 24
+    spec = make_spec(
+        "masked-lm",
+        model_type="bert",
+        overrides={
+            "hidden_size": width,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "intermediate_size": inner,
+        },
+        vocab_size=50,
+    )
+    profile = Splitter(spec).profile(BatchShape(source_length=length))
+    block = profile.blocks[1]
+    dense = 2 * length * (4 * width**2 + 2 * width * inner)
+    assert block.forward_flop == dense + 4 * length**2 * width
+    assert block.backward_flop == 2 * block.forward_flop
+    parameters = 4 * width**2 + 2 * width * inner + 9 * width + inner
+    assert block.parameter_bytes == 4 * parameters
+    assert block.state_bytes == 4 * block.parameter_bytes
+    assert block.output_bytes == length * width * 4
+
+
+@pytest.mark.parametrize(
+    ("model_type", "task"),
+    [
+        ("bert", "sequence-classification"),
+        ("deberta-v2", "sequence-classification"),
+        ("modernbert", "masked-lm"),
+        ("vit", "image-classification"),
+        ("marian", "seq2seq"),
+        ("t5", "seq2seq"),
+        ("whisper", "seq2seq"),
+        ("gpt2", "causal-lm"),
+        ("qwen2", "causal-lm"),
+        ("gemma", "causal-lm"),
+    ],
+)
+def test_the_pieces_add_up_to_the_whole(model_type: str, task: str, tiny: Any) -> None:
+    """Operations as torch counts them in the whole model, bytes as the weights weigh."""
+    splitter = Splitter(tiny.spec(model_type, task))
+    weights = splitter.initial_weights(seed=1)
+    profile = splitter.profile(SHAPE)
+    pieces = (profile.embedding, *profile.blocks, profile.decoder)
+    assert len(profile.blocks) == splitter.num_blocks
+    held = sum(value.numel() * value.element_size() for value in weights.values())
+    assert sum(piece.parameter_bytes for piece in pieces) == held
+    batch = {key: value[:1] for key, value in tiny.batch(model_type, task).items()}
+    whole = splitter.build_whole(weights)
+    if hasattr(whole, "set_attn_implementation") and model_type != "deberta-v2":
+        whole.set_attn_implementation("eager")  # torch counts it; it does not count the CPU's sdpa
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        whole(**batch)
+    assert sum(piece.forward_flop for piece in pieces) == counter.get_total_flops()
+
+
+def test_the_stash_is_what_autograd_keeps(tiny: Any) -> None:
+    splitter = Splitter(tiny.spec("bert", "masked-lm"))
+    segment = splitter.build_segment(1, 2, splitter.initial_weights(seed=1))
+    weights = {parameter.untyped_storage().data_ptr() for parameter in segment.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    hidden_BTD = torch.randn(1, LENGTH, 32, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = segment(hidden_BTD, {"attention_mask": (torch.arange(LENGTH) < 6).unsqueeze(0)})
+    assert output.grad_fn is not None
+    assert splitter.profile(SHAPE).blocks[1].stash_bytes == sum(kept.values())
+
+
+def test_a_large_model_is_profiled_without_its_weights() -> None:
+    spec = make_spec(
+        "causal-lm",
+        model_type="llama",
+        overrides={"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32},
+    )
+    profile = Splitter(spec).profile(BatchShape(source_length=128))
+    assert len(profile.blocks) == 32
+    assert profile.blocks[0].parameter_bytes > 500e6
