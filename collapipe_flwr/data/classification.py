@@ -47,6 +47,8 @@ class Classification(Task):
 
     def find_labels(self) -> tuple[str, ...]:
         labels = sorted(set(self._reader.every_row["label"]))
+        if all(label.isdecimal() for label in labels):
+            labels.sort(key=int)
         if len(labels) < 2:
             raise DataError(
                 f'data.label-column "{self.settings.label_column}" holds only the label '

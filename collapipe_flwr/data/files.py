@@ -119,7 +119,7 @@ def _load(key: str, shown: str, source: str, **options: Any) -> Dataset:
             warnings.simplefilter("ignore", ResourceWarning)
             table = load_dataset(source, **options)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
-        reason = str(error).strip().split("\n", maxsplit=1)[0] or type(error).__name__
+        reason = str(error.__cause__ or error).strip().split("\n", maxsplit=1)[0]
         raise DataError(
             f'{key} "{shown}" could not be loaded ({reason}): give a local CSV or JSON file, or a '
             "hub data set that this machine can reach"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 import gzip
 import json
 from pathlib import Path
@@ -98,6 +99,19 @@ def test_unreadable_files(
         Path(name).write_bytes(content)
     with pytest.raises(DataError, match=rf'data\.train ".*{Path(name).name}".*{reason}'):
         load_table(name, key="data.train", split="train")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(b"a,b\n1,2\n1,2,3,4\n", "Expected 2 fields in line 3"), (b"a,b\n1,\xfc\n", "utf-8")],
+)
+def test_malformed_rows_give_the_reason(tmp_path: Path, content: bytes, reason: str) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=reason):
+        load_table(str(path), key="data.train", split="train")
+    gc.collect()  # datasets leaves the file open until then
 
 
 def test_an_unreachable_hub_data_set_names_key_and_way_out(

@@ -151,6 +151,12 @@ def test_one_label_is_no_classification(tmp_path: Path) -> None:
         _ = load_task(DataSettings(task="classification", train=train, label_column="mood")).labels
 
 
+def test_numbered_labels_keep_their_order(tmp_path: Path) -> None:
+    train = moods(tmp_path / "train.csv", labels=[str(number) for number in range(12)])
+    task = load_task(DataSettings(task="classification", train=train, label_column="mood"))
+    assert task.labels == tuple(str(number) for number in range(12))
+
+
 def test_no_training_file_is_named() -> None:
     with pytest.raises(DataError, match=r"data\.train is empty"):
         _ = load_task(DataSettings(task="translation")).train
