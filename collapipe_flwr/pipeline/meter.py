@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -157,10 +157,41 @@ class MemoryMeter:
             self._stash_bytes -= counted_bytes
 
 
+@dataclass(slots=True, kw_only=True)
+class GradientNorms:
+    """Running means over the steps, for the gradient noise scale; see `StageReport`.
+
+    The first micro-batch of a step counts with the gradient it would have alone: the accumulated
+    one carries the factor n_i / N.
+    """
+
+    steps: int = 0
+    small_square_norm: float = 0.0
+    big_square_norm: float = 0.0
+    small_weight: float = 0.0
+    big_weight: float = 0.0
+
+    def note_first(self, norm: float, scalars: Mapping[str, float]) -> None:
+        """After the first backward of a step: squared norm, `scale` and `weight`."""
+        scale, weight = scalars["scale"], scalars["weight"]
+        if scale > 0:
+            self.small_square_norm += self._share(self.small_square_norm, norm / scale**2)
+            self.small_weight += self._share(self.small_weight, weight)
+
+    def note_step(self, norm: float, weight: float) -> None:
+        """At the end of a step: squared norm and N."""
+        self.big_square_norm += self._share(self.big_square_norm, norm)
+        self.big_weight += self._share(self.big_weight, weight)
+        self.steps += 1
+
+    def _share(self, mean: float, value: float) -> float:
+        return (value - mean) / (self.steps + 1)
+
+
 def square_norm(tensors: Iterable[Tensor]) -> float:
-    """Sum of the squares of all elements."""
-    norms = torch._foreach_norm([t.detach() for t in tensors])
-    return sum(float(n) ** 2 for n in norms)
+    """Sum of the squares of all elements; 0 of nothing."""
+    found = [t.detach() for t in tensors]
+    return sum(float(norm) ** 2 for norm in torch._foreach_norm(found)) if found else 0.0
 
 
 def _address(tensor: Tensor) -> int:

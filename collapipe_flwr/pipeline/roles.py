@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -12,7 +13,10 @@ from collapipe_flwr.core.errors import ProtocolError, ScheduleError
 from collapipe_flwr.pipeline.frame import HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.optimizer import Optimizer
-from collapipe_flwr.pipeline.stage import Stage, StageSettings, Step
+from collapipe_flwr.pipeline.stage import Stage, StageSettings, context_of
+from collapipe_flwr.pipeline.step import Step
+
+_SQUARE_NORM, _FACTOR = "square_norm", "factor"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +34,14 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """Mean loss over the whole batch, and the weight it is a mean over."""
+    """Mean loss over the whole batch, and the weight it is a mean over.
+
+    `gradient_norm` is that of all stages together before clipping, where it was asked for.
+    """
 
     loss: float
     weight: float
+    gradient_norm: float | None = None
 
 
 class _LossPart(Protocol):
@@ -43,13 +51,25 @@ class _LossPart(Protocol):
 
 
 class FirstStage(Stage):
-    """Holds the embedding, cuts the batch, scales the losses and drives the chain."""
+    """Holds the embedding, scales the losses and drives the chain.
+
+    With `clip_norm` all stages scale their gradients so that the norm over the whole model is at
+    most that (as `torch.nn.utils.clip_grad_norm_`), and none applies a step before all are done.
+    """
 
     def __init__(
-        self, part: nn.Module, optimizer: Optimizer, settings: StageSettings, *, downstream: Link
+        self,
+        part: nn.Module,
+        optimizer: Optimizer,
+        settings: StageSettings,
+        *,
+        downstream: Link,
+        clip_norm: float | None = None,
     ) -> None:
         super().__init__(part, optimizer, settings, downstream=downstream)
         self._down = downstream
+        self._clip_norm = clip_norm
+        self._gradient_norm: float | None = None
         self._batch: Sequence[MicroBatch] = ()
         self._loss = 0.0
         self._next_step = 0
@@ -71,16 +91,22 @@ class FirstStage(Stage):
         weight = float(sum(m.weight for m in batch))
         if not weight > 0:
             raise ScheduleError(f"a batch of {len(batch)} micro-batches weighs {weight}")
-        step = Step(index=self._next_step, micro_batches=len(batch), train=train, weight=weight)
-        self._batch, self._loss = batch, 0.0
+        step = Step(
+            index=self._next_step,
+            micro_batches=len(batch),
+            train=train,
+            weight=weight,
+            settle=train and self._clip_norm is not None,
+        )
+        self._batch, self._loss, self._gradient_norm = batch, 0.0, None
         with self.telling_neighbours():
             self._send(self._down, step.frame())
             self.run_step(step)
             if not train:
                 frame = self._receive(self._down, FrameKind.TOTALS, step.index, 0)
-                self._loss = frame.scalars["loss"]
+                self._loss = _scalar(frame, "loss")
         self._next_step += 1
-        return StepResult(loss=self._loss, weight=weight)
+        return StepResult(loss=self._loss, weight=weight, gradient_norm=self._gradient_norm)
 
     def _take(self, step: Step, micro_batch: int) -> Frame:
         weight = self._batch[micro_batch].weight
@@ -106,6 +132,17 @@ class FirstStage(Stage):
 
     def _emit_gradient(self, frame: Frame) -> None:
         self._loss += frame.scalars["loss"]
+
+    def _settle(self, step: Step, square_norm: float) -> float:
+        assert self._clip_norm is not None
+        totals = self._receive(self._down, FrameKind.TOTALS, step.index, 0)
+        self._gradient_norm = (square_norm + _scalar(totals, _SQUARE_NORM)) ** 0.5
+        factor = min(1.0, self._clip_norm / (self._gradient_norm + 1e-6))
+        self._send(
+            self._down,
+            Frame(kind=FrameKind.COMMIT, step=step.index, scalars={_FACTOR: factor}),
+        )
+        return factor
 
 
 class _Follower(Stage):
@@ -144,8 +181,21 @@ class _Follower(Stage):
         if self.downstream is not None:
             self._send(self.downstream, frame)
 
+    @abstractmethod
     def _totals(self, step: Step) -> Frame:
-        raise NotImplementedError
+        """The sums over this stage and all behind it, at the end of an evaluation."""
+
+    @abstractmethod
+    def _square_norm_behind(self, step: Step) -> float:
+        """The sum of squared gradient norms of all stages behind this one."""
+
+    def _settle(self, step: Step, square_norm: float) -> float:
+        total = square_norm + self._square_norm_behind(step)
+        scalars = {_SQUARE_NORM: total}
+        self._send(self._up, Frame(kind=FrameKind.TOTALS, step=step.index, scalars=scalars))
+        commit = self._receive(self._up, FrameKind.COMMIT, step.index, 0)
+        self._relay(commit)
+        return _scalar(commit, _FACTOR)
 
     def _take(self, step: Step, micro_batch: int) -> Frame:
         frame = self._receive(self._up, FrameKind.ACTIVATION, step.index, micro_batch)
@@ -174,7 +224,7 @@ class MiddleStage(_Follower):
         self._down = downstream
 
     def _compute(self, frame: Frame, hidden: Tensor | None) -> Tensor:
-        output: Tensor = self.part(hidden, _context(frame))
+        output: Tensor = self.part(hidden, context_of(frame))
         return output
 
     def _emit(self, step: Step, frame: Frame, output: Tensor) -> None:
@@ -183,6 +233,9 @@ class MiddleStage(_Follower):
 
     def _take_gradient(self, step: Step, micro_batch: int) -> Frame:
         return self._gradient_from(self._down, step, micro_batch)
+
+    def _square_norm_behind(self, step: Step) -> float:
+        return _scalar(self._totals(step), _SQUARE_NORM)
 
     def _totals(self, step: Step) -> Frame:
         return self._receive(self._down, FrameKind.TOTALS, step.index, 0)
@@ -202,6 +255,7 @@ class LastStage(_Follower):
         super().__init__(part, optimizer, settings, upstream=upstream)
         self._loss_part: _LossPart = part  # type: ignore[assignment]
         self._loss = 0.0
+        self._losses: dict[int, float] = {}  # of the micro-batches in flight
 
     def run_step(self, step: Step) -> None:
         """See `Stage.run_step`."""
@@ -209,7 +263,7 @@ class LastStage(_Follower):
         super().run_step(step)
 
     def _compute(self, frame: Frame, hidden: Tensor | None) -> Tensor:
-        context = _context(frame)
+        context = context_of(frame)
         counted = self._loss_part.weight_of(context)
         if counted != frame.scalars["weight"]:
             raise ProtocolError(
@@ -220,26 +274,34 @@ class LastStage(_Follower):
         return mean * frame.scalars["scale"]
 
     def _emit(self, step: Step, frame: Frame, output: Tensor) -> None:
-        _ = step, frame
-        self._loss += float(output.detach())
+        _ = step
+        self._losses[frame.micro_batch] = float(output.detach())
+        self._loss += self._losses[frame.micro_batch]
 
     def _take_gradient(self, step: Step, micro_batch: int) -> Frame:
-        flight = self._stash[micro_batch]
+        weight = self._stash[micro_batch].frame.scalars["weight"]
         return Frame(
             kind=FrameKind.GRADIENT,
             step=step.index,
             micro_batch=micro_batch,
-            scalars={"loss": float(flight.output.detach()), "weight": flight.weight},
+            scalars={"loss": self._losses.pop(micro_batch), "weight": weight},
         )
+
+    def _square_norm_behind(self, step: Step) -> float:
+        _ = step
+        return 0.0
 
     def _totals(self, step: Step) -> Frame:
         scalars = {"loss": self._loss, "weight": step.weight}
         return Frame(kind=FrameKind.TOTALS, step=step.index, scalars=scalars)
 
 
+def _scalar(frame: Frame, name: str) -> float:
+    """One scalar of a frame. Raises ProtocolError when it is not there."""
+    if name not in frame.scalars:
+        raise ProtocolError(f"{frame.kind.name} of step {frame.step} lacks the scalar {name}")
+    return frame.scalars[name]
+
+
 def _with_hidden(frame: Frame, hidden: Tensor) -> Frame:
     return replace(frame, tensors={**frame.tensors, HIDDEN: hidden.detach()})
-
-
-def _context(frame: Frame) -> dict[str, Tensor]:
-    return {name: t for name, t in frame.tensors.items() if name != HIDDEN}

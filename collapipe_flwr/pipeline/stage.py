@@ -7,6 +7,7 @@ When a stage fails, both neighbours hear why at once and no optimiser step is ap
 
 from __future__ import annotations
 
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,14 +19,28 @@ from torch import Tensor, nn
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.pipeline.frame import GRAD, HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.link import Link, Traffic
-from collapipe_flwr.pipeline.meter import Held, MemoryMeter, Recorder, StageReport, square_norm
+from collapipe_flwr.pipeline.meter import (
+    GradientNorms,
+    Held,
+    MemoryMeter,
+    Recorder,
+    StageReport,
+    square_norm,
+)
 from collapipe_flwr.pipeline.optimizer import Optimizer
+from collapipe_flwr.pipeline.randomness import FreeRandomness, Randomness, SeededRandomness
 from collapipe_flwr.pipeline.schedule import Action, Op, forward_actions, stage_actions
+from collapipe_flwr.pipeline.step import Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSettings:
-    """How a stage runs; `deadline_s` bounds each wait inside a step, `idle_s` between steps."""
+    """How a stage runs; `deadline_s` bounds each wait inside a step, `idle_s` between steps.
+
+    `recompute` keeps only the input of a micro-batch in flight and computes its forward pass again
+    before the backward. `seed` makes dropout independent of the cut (`randomness`); all stages of
+    a chain share it, and it should change from round to round.
+    """
 
     name: str
     schedule: str = "gpipe"
@@ -33,46 +48,18 @@ class StageSettings:
     deadline_s: float = 60.0
     idle_s: float = 600.0
     keep_spans: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """What all stages know about the step in progress; `weight` is N of the whole batch."""
-
-    index: int
-    micro_batches: int
-    train: bool
-    weight: float
-
-    def frame(self) -> Frame:
-        """The BEGIN frame that tells the next stage."""
-        scalars = {
-            "micro_batches": float(self.micro_batches),
-            "train": float(self.train),
-            "weight": self.weight,
-        }
-        return Frame(kind=FrameKind.BEGIN, step=self.index, scalars=scalars)
-
-    @staticmethod
-    def of(frame: Frame, most_micro_batches: int = 65536) -> Step:
-        """Read a BEGIN frame. Raises ProtocolError when it makes no sense."""
-        try:
-            count, train, weight = (frame.scalars[k] for k in ("micro_batches", "train", "weight"))
-        except KeyError as error:
-            raise ProtocolError(f"a BEGIN frame lacks the scalar {error}") from error
-        if not (1 <= count <= most_micro_batches and count == int(count) and weight > 0):
-            raise ProtocolError(f"a BEGIN frame with {count} micro-batches of weight {weight}")
-        return Step(index=frame.step, micro_batches=int(count), train=bool(train), weight=weight)
+    recompute: bool = False
+    seed: int | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class InFlight:
     """One micro-batch between its forward and its backward."""
 
+    frame: Frame  # the input, without the hidden state; scalars: scale n_i / N, weight n_i
     hidden: Held | None  # the input whose gradient goes upstream; the first stage has none
-    output: Tensor  # hidden state, or at the last stage the scaled loss
-    scale: float  # n_i / N
-    weight: float  # n_i
+    output: Tensor | None  # hidden state or scaled loss with its graph; None: compute it again
+    shape: torch.Size  # of the output
 
 
 class Stage(ABC):
@@ -94,8 +81,9 @@ class Stage(ABC):
         self.downstream = downstream
         self.recorder = Recorder(keep_spans=settings.keep_spans)
         self.memory = MemoryMeter(self._fixed_tensors)
+        self._randomness = _randomness(part, settings)
         self._stash: dict[int, InFlight] = {}
-        self._report = StageReport(name=settings.name)
+        self._norms = GradientNorms()
 
     # -- the three places differ in these ---------------------------------------------------
 
@@ -119,6 +107,10 @@ class Stage(ABC):
     def _emit_gradient(self, frame: Frame) -> None:
         """Hand the gradient of the input on."""
 
+    @abstractmethod
+    def _settle(self, step: Step, square_norm: float) -> float:
+        """Agree with the other stages; returns the factor to apply to all gradients."""
+
     # -- the loop ---------------------------------------------------------------------------
 
     def run_step(self, step: Step) -> None:
@@ -137,8 +129,9 @@ class Stage(ABC):
         """What this stage measured since it was opened."""
         up = self.upstream.traffic if self.upstream else Traffic()
         down = self.downstream.traffic if self.downstream else Traffic()
-        return replace(
-            self._report,
+        return StageReport(
+            name=self.settings.name,
+            steps=self._norms.steps,
             forward_s=self.recorder.seconds("forward"),
             backward_s=self.recorder.seconds("backward"),
             optimizer_s=self.recorder.seconds("optimizer"),
@@ -148,6 +141,10 @@ class Stage(ABC):
             sent_down_bytes=down.sent_bytes,
             received_down_bytes=down.received_bytes,
             peak_tensor_bytes=self.memory.peak_bytes,
+            small_square_norm=self._norms.small_square_norm,
+            big_square_norm=self._norms.big_square_norm,
+            small_weight=self._norms.small_weight,
+            big_weight=self._norms.big_weight,
         )
 
     @contextmanager
@@ -172,20 +169,25 @@ class Stage(ABC):
         hidden = frame.tensors.get(HIDDEN)
         if hidden is not None:
             hidden = hidden.detach().requires_grad_(step.train)
-        with (
-            self.recorder.span("forward", step.index, micro_batch),
-            torch.set_grad_enabled(step.train),
-            self.memory.saving(),
-        ):
-            output = self._compute(frame, hidden)
+        keep = step.train and not self.settings.recompute
+        with self.recorder.span("forward", step.index, micro_batch):
+            output = self._run_part(frame, hidden, grad=keep)
         if step.train:
             self._stash[micro_batch] = InFlight(
+                frame=replace(frame, tensors=context_of(frame)),
                 hidden=None if hidden is None else self.memory.hold(hidden),
-                output=output,
-                scale=frame.scalars["scale"],
-                weight=frame.scalars["weight"],
+                output=output if keep else None,
+                shape=output.shape,
             )
         self._emit(step, frame, output)
+
+    def _run_part(self, frame: Frame, hidden: Tensor | None, *, grad: bool) -> Tensor:
+        with (
+            torch.set_grad_enabled(grad),
+            self.memory.saving(),
+            self._randomness.at(frame.step, frame.micro_batch),
+        ):
+            return self._compute(frame, hidden)
 
     def _backward(self, step: Step, micro_batch: int) -> None:
         frame = self._take_gradient(step, micro_batch)
@@ -193,45 +195,32 @@ class Stage(ABC):
             flight = self._stash.pop(micro_batch)
             gradient = self._backpropagate(flight, frame.tensors)
         self.memory.sample()
-        if micro_batch == 0 and flight.scale > 0:
-            self._note_small(flight)
+        if micro_batch == 0:
+            self._norms.note_first(square_norm(self._gradients()), flight.frame.scalars)
         self._emit_gradient(replace(frame, tensors=gradient))
 
     def _backpropagate(self, flight: InFlight, incoming: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        if flight.output.requires_grad:
-            flight.output.backward(incoming.get(GRAD))  # type: ignore[no-untyped-call]
-        if flight.hidden is None:
+        hidden = None if flight.hidden is None else flight.hidden.tensor
+        output = flight.output
+        if output is None:
+            output = self._run_part(flight.frame, hidden, grad=True)
+        if output.requires_grad:
+            output.backward(incoming.get(GRAD))  # type: ignore[no-untyped-call]
+        if hidden is None:
             return {}
-        hidden = flight.hidden.tensor
         return {GRAD: torch.zeros_like(hidden) if hidden.grad is None else hidden.grad}
 
     def _apply(self, step: Step) -> None:
         with self.recorder.span("optimizer", step.index):
-            self._note_big(step)
+            norm = square_norm(self._gradients())
+        factor = self._settle(step, norm) if step.settle else 1.0
+        with self.recorder.span("optimizer", step.index):
+            if factor != 1.0:
+                torch._foreach_mul_(self._gradients(), factor)
+            self._norms.note_step(norm, step.weight)
             self.optimizer.step()
             self.memory.sample()
             self.optimizer.zero_grad()
-
-    def _note_small(self, flight: InFlight) -> None:
-        norm = square_norm(self._gradients()) / flight.scale**2
-        self._report = replace(
-            self._report,
-            small_square_norm=self._mean(self._report.small_square_norm, norm),
-            small_weight=self._mean(self._report.small_weight, flight.weight),
-        )
-
-    def _note_big(self, step: Step) -> None:
-        norm = square_norm(self._gradients())
-        self._report = replace(
-            self._report,
-            big_square_norm=self._mean(self._report.big_square_norm, norm),
-            big_weight=self._mean(self._report.big_weight, step.weight),
-            steps=self._report.steps + 1,
-        )
-
-    def _mean(self, mean: float, value: float) -> float:
-        """The mean over the steps done and the one in progress."""
-        return mean + (value - mean) / (self._report.steps + 1)
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self.optimizer.parameters if p.grad is not None]
@@ -251,7 +240,7 @@ class Stage(ABC):
     def _gradient_from(self, link: Link, step: Step, micro_batch: int) -> Frame:
         """The GRADIENT frame for one stashed output. Raises ProtocolError on a wrong shape."""
         frame = self._receive(link, FrameKind.GRADIENT, step.index, micro_batch)
-        expected = self._stash[micro_batch].output.shape
+        expected = self._stash[micro_batch].shape
         gradient = frame.tensors.get(GRAD)
         if gradient is None or gradient.shape != expected or "loss" not in frame.scalars:
             raise ProtocolError(f"{link.peer} sent no loss or no gradient of {tuple(expected)}")
@@ -268,3 +257,17 @@ class Stage(ABC):
                 f"{micro_batch} was due"
             )
         return frame
+
+
+def context_of(frame: Frame) -> dict[str, Tensor]:
+    """All tensors of an ACTIVATION frame but the hidden state."""
+    return {name: t for name, t in frame.tensors.items() if name != HIDDEN}
+
+
+def _randomness(part: nn.Module, settings: StageSettings) -> Randomness:
+    """A second computation needs the masks of the first, so `recompute` implies a seed."""
+    if settings.seed is None and not settings.recompute:
+        return FreeRandomness()
+    whole = getattr(part, "model", part)  # the parts of a transformers model name modules there
+    seed = secrets.randbits(63) if settings.seed is None else settings.seed
+    return SeededRandomness(whole, seed)

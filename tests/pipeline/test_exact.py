@@ -93,6 +93,21 @@ def test_a_micro_batch_without_targets_counts_nothing():
     assert_same_weights(parts, wholes)
 
 
+def test_frozen_parts_pass_gradients_on():
+    parts, batch = make_parts((1, 1)), make_batch((2, 2))
+    for part in parts[:2]:
+        part.requires_grad_(False)
+    losses, _ = reference((1, 1), [batch], SGD)
+    before = [p.clone() for part in parts[:2] for p in part.parameters()]
+    head = parts[-1].out.weight.detach().clone()
+    chain = Chain(parts, classic("1f1b"))
+    with chain.running() as first:
+        assert first.train_step(batch).loss == pytest.approx(losses[0], rel=1e-6)
+    after = [p for part in parts[:2] for p in part.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert not torch.equal(parts[-1].out.weight, head)
+
+
 def test_evaluation_changes_nothing_and_returns_the_loss():
     parts, batch = make_parts((1, 1)), make_batch((3, 3, 1))
     before = [p.detach().clone() for part in parts for p in part.parameters()]

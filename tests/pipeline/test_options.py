@@ -1,0 +1,172 @@
+"""Re-computation, clipping and seeded dropout: each equals its unsplit, plain counterpart."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.pipeline.randomness import SeededRandomness
+from tests.pipeline.chains import SGD, Chain, classic, make_batch, make_parts, settings, whole_loss
+
+torch.set_num_threads(1)
+BATCH = (3, 3, 2)
+
+
+def options(schedule: str = "1f1b", **more):
+    return lambda name, index, stages: replace(settings(name, schedule, stages - index), **more)
+
+
+def with_dropout(parts, probability: float):
+    for part in parts:
+        for module in part.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = probability
+            if isinstance(module, nn.MultiheadAttention):
+                module.dropout = probability
+    return parts
+
+
+def trained_weights(parts, make_settings, steps: int = 2):
+    """Losses and weights after some steps."""
+    chain = Chain(parts, make_settings)
+    with chain.running() as first:
+        losses = [first.train_step(make_batch(BATCH, seed)).loss for seed in range(steps)]
+    weights = [p.detach() for part in parts for p in part.parameters()]
+    return losses, weights, [stage.report() for stage in chain.stages]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("probability", [0.0, 0.3])
+def test_recomputing_changes_memory_and_no_bit_of_the_result(schedule, probability):
+    def run(recompute: bool):
+        parts = with_dropout(make_parts((2, 1)), probability)
+        return trained_weights(parts, options(schedule, recompute=recompute, seed=5))
+
+    losses, weights, reports = run(False)
+    again, again_weights, again_reports = run(True)
+    assert again == losses
+    assert all(torch.equal(a, b) for a, b in zip(weights, again_weights, strict=True))
+    assert again_reports[1].peak_tensor_bytes < reports[1].peak_tensor_bytes
+
+
+def test_recomputing_with_dropout_and_no_seed_draws_the_same_masks_twice():
+    parts = with_dropout(make_parts((1,)), 0.5)
+    chain = Chain(parts, options(recompute=True))
+    outputs = []
+    plain = parts[1].forward
+    parts[1].forward = lambda *args: outputs.append(plain(*args)) or outputs[-1]
+    with chain.running() as first:
+        first.train_step(make_batch((4,)))
+    assert len(outputs) == 2
+    assert torch.equal(outputs[0], outputs[1])
+
+
+def test_dropout_does_not_depend_on_the_cut():
+    """Every cut names its blocks as the whole model does, as the parts of transformers do."""
+    results = []
+    for cut, schedule in (((3,), "gpipe"), ((1, 2), "1f1b"), ((1, 1, 1), "gpipe")):
+        parts = with_dropout(make_parts(cut), 0.3)
+        for part in parts:
+            part.model = _absolute(parts, part)
+        losses, _, _ = trained_weights(parts, options(schedule, seed=7))
+        results.append(losses)
+    assert results[0] == pytest.approx(results[1], rel=1e-5)
+    assert results[0] == pytest.approx(results[2], rel=1e-5)
+    parts = with_dropout(make_parts((3,)), 0.3)
+    assert trained_weights(parts, options(seed=8))[0] != pytest.approx(results[0], rel=1e-3)
+
+
+class _Named(nn.Module):
+    """Holds modules under chosen names."""
+
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
+        super().__init__()
+        self._found = modules
+
+    def named_modules(self, *args, **kwargs):
+        del args, kwargs
+        for name, module in self._found.items():
+            yield from ((f"{name}.{n}", m) for n, m in module.named_modules())
+
+
+def _absolute(parts, part):
+    blocks = [block for p in parts if hasattr(p, "blocks") for block in p.blocks]
+    own = getattr(part, "blocks", ())
+    return _Named({f"block{i}": b for i, b in enumerate(blocks) if any(b is o for o in own)})
+
+
+def test_seeded_masks_depend_on_step_micro_batch_module_and_count():
+    root = nn.ModuleDict({"a": nn.Dropout(0.5), "b": nn.Dropout(0.5)})
+    ones = torch.ones(64)
+
+    def masks(seed, step, micro_batch):
+        with SeededRandomness(root, seed).at(step, micro_batch):
+            return tuple(tuple(root[k](ones).tolist()) for k in ("a", "b", "b"))
+
+    assert masks(1, 2, 3) == masks(1, 2, 3)
+    places = [masks(*place) for place in ((1, 2, 3), (2, 2, 3), (1, 3, 3), (1, 2, 4))]
+    # The third mask repeats the second: each call of a module starts its own count.
+    assert len({mask for three in places for mask in three[:2]}) == 8
+
+
+def test_seeding_leaves_the_generator_of_the_process_alone():
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    with SeededRandomness(nn.Dropout(0.5), 1).at(0, 0):
+        nn.functional.dropout(torch.ones(9))
+    assert torch.equal(torch.rand(4), expected)
+
+
+@pytest.mark.parametrize("clip_norm", [0.05, 1e6])
+def test_clipping_equals_clipping_the_whole_model(clip_norm):
+    batch = make_batch(BATCH)
+    wholes = make_parts((1, 2))
+    whole_loss(wholes, batch).backward()
+    everything = [p for part in wholes for p in part.parameters()]
+    norm = torch.nn.utils.clip_grad_norm_(everything, clip_norm)
+    parts = make_parts((1, 2))
+    chain = Chain(parts, classic("1f1b"), rule=SGD)
+    chain.first._clip_norm = clip_norm
+    with chain.running() as first:
+        result = first.train_step(batch)
+        assert first.evaluate(batch).gradient_norm is None
+    assert result.gradient_norm == pytest.approx(norm.item(), rel=1e-5)
+    mine = [p for part in parts for p in part.parameters()]
+    for p, q in zip(mine, everything, strict=True):
+        torch.testing.assert_close(p, q - 0.5 * q.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_with_clipping_no_stage_applies_a_step_that_another_could_not_finish():
+    """The first stage computes last: if it fails there, all others have done their backwards."""
+    parts = make_parts((1, 1))
+    before = [p.detach().clone() for part in parts for p in part.parameters()]
+    chain = Chain(parts, classic("gpipe"))
+    chain.first._clip_norm = 1.0
+
+    def fail(_):
+        raise RuntimeError("power cut")
+
+    chain.first._emit_gradient = fail
+    with pytest.raises((RuntimeError, LinkError), match="power cut"), chain.running() as first:
+        first.train_step(make_batch((2, 2)))
+    after = [p for part in parts for p in part.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert len(chain.failures) == 3
+
+
+def test_no_compiler_is_imported():
+    """Importing torch._dynamo costs a small board 70 MB and seconds."""
+    code = (
+        "import sys; from tests.pipeline.test_options import *;"
+        "trained_weights(make_parts((1,)), options(recompute=True, seed=1));"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "False", done.stderr
