@@ -18,6 +18,8 @@ from collapipe_flwr.scheduler.radio_problem import radio_problem
 
 Array = NDArray[np.float64]
 
+ACCEPTED_GAP = 1e-4  # relative; worse solutions are refused
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
@@ -34,25 +36,22 @@ def allocate(
 ) -> Allocation:
     """Minimise ``latency_price * max latency + sum price * energy``; raises ScheduleError."""
     problem = radio_problem(chain, price_rs, latency_price=latency_price, bandwidth_hz=bandwidth_hz)
-    solver = InteriorPoint(problem)
-    point, duals, steps = solver.solve()
-    if not np.isfinite(point.tau) or solver.gap > 1e-3:
+    best = InteriorPoint(problem).solve()
+    point = best.point
+    if not (np.isfinite(point.tau) and best.gap < ACCEPTED_GAP):
         raise ScheduleError(
-            f"the radio solver stopped {solver.gap:.1e} from the optimum after {steps} steps: "
+            f"the radio solver stopped {best.gap:.1e} from the optimum after {best.steps} steps: "
             "check gains and payloads for extreme values"
         )
     width = np.exp(point.omega) * (bandwidth_hz / np.exp(point.omega).sum())
-    times, fastest = (
-        _split(np.where(problem.used_rh, np.exp(point.x), 0.0)),
-        full_power_times(chain, width),
-    )
-    times = np.maximum(times, fastest)
+    fastest = full_power_times(chain, width)
+    times = np.maximum(_split(np.where(problem.used_rh, np.exp(point.x), 0.0)), fastest)
     times[:, :, 1] = np.where(chain.hops.to_edge, fastest[:, :, 1], times[:, :, 1])
     return Allocation(
         edge_hz_r=width,
         times=times,
-        latency_price_r=duals.late / np.exp(point.tau),
-        steps=steps,
+        latency_price_r=best.latency_price_r / np.exp(point.tau),
+        steps=best.steps,
     )
 
 

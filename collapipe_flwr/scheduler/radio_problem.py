@@ -52,7 +52,7 @@ class RadioProblem:
 def radio_problem(
     chain: Chain, price_rs: Array, *, latency_price: float, bandwidth_hz: float
 ) -> RadioProblem:
-    """The radio block of one row per cluster; ``price_rs`` is per joule of CU and slots (R, S+1)."""
+    """The radio block of one row per cluster; ``price_rs`` per joule of CU and slots (R, S + 1)."""
     hops, count = chain.hops, chain.rows.micro_batches_r.astype(np.float64)
     backward_price = np.concatenate([price_rs[:, 1:], np.zeros((len(chain.rows), 1))], axis=1)
     backward_price = np.where(hops.to_edge, 0.0, backward_price)
