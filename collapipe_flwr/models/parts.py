@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import (
     BaseModelOutput,
@@ -19,8 +20,10 @@ from collapipe_flwr.models.layout import find_blocks
 from collapipe_flwr.models.part import Holdings, Part
 from collapipe_flwr.models.stack import Stack
 from collapipe_flwr.models.tasks import Task
+from collapipe_flwr.models.ties import BorrowedTable, add_rows, tokens_of
 
 Weights = Mapping[str, Tensor]
+Ties = Mapping[str, tuple[str, ...]]
 _LIMITS = ("vocab_size", "max_position_embeddings", "image_size", "max_source_positions")
 
 
@@ -39,11 +42,20 @@ def _leave(hidden_BTD: Tensor, *args: object, **kwargs: object) -> NoReturn:
 
 
 class EmbeddingPart(Part):
-    """Token, patch or audio embedding: the library's own forward, left at the first block."""
+    """Token, patch or audio embedding: the library's own forward, left at the first block.
 
-    def __init__(self, stack: Stack, holdings: Holdings, weights: Weights) -> None:
+    Tables that the edge owns (``ties``) hold no rows until ``load_rows``.
+    """
+
+    def __init__(
+        self, stack: Stack, holdings: Holdings, weights: Weights, ties: Ties | None = None
+    ) -> None:
         super().__init__(stack.model, holdings, weights)
         self._stack = stack.module
+        self._borrowed = {
+            key: [BorrowedTable(_owner_of(stack.model, path)) for path in paths]
+            for key, paths in (ties or {}).items()
+        }
         self._accepted = _parameters_of(self._stack)
         find_blocks(stack.model, stack.family)[0].forward = _leave
 
@@ -63,6 +75,19 @@ class EmbeddingPart(Part):
                 "check the tokenizer and the maximum length"
             ) from cause
         raise ModelError("the model returned without running its first block")
+
+    def rows_needed(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The rows to fetch from the edge for a whole step's inputs: key to token ids."""
+        return {key: tokens_of(inputs) for key in self._borrowed}
+
+    def load_rows(self, key: str, ids: Tensor, rows: Tensor) -> None:
+        """Take the rows that the edge's ``rows`` gave for ``ids``."""
+        for table in self._borrowed[key]:
+            table.load(ids, rows)
+
+    def row_gradients(self, key: str) -> Tensor:
+        """The gradients (U, D) of the loaded rows, for the edge's ``add_row_gradients``."""
+        return torch.stack([table.gradients() for table in self._borrowed[key]]).sum(0)
 
     def _describe(self, inputs: Mapping[str, Tensor]) -> str:
         config = self.model.config
@@ -115,6 +140,17 @@ class EdgePart(Part):
         """The number of examples or target tokens that the loss averages over."""
         return self._task.targets(context["labels"])
 
+    def rows(self, key: str, ids: Tensor) -> Tensor:
+        """A copy of these rows (U, D) of a table that the embedding borrows."""
+        return self._table(key).detach()[ids].clone()
+
+    def add_row_gradients(self, key: str, ids: Tensor, gradients: Tensor) -> None:
+        """Add what the embedding's use of the rows contributes; call before the step."""
+        add_rows(self._table(key), ids, gradients)
+
+    def _table(self, key: str) -> nn.Parameter:
+        return dict(self.named_parameters())[key]
+
     def outputs(self, hidden_BTD: Tensor, context: Mapping[str, Tensor]) -> ModelOutput:
         """The task head's full output: ``logits``, and ``loss`` where there are labels."""
         hidden_BTD = self._stack.run_blocks(hidden_BTD, context)
@@ -142,6 +178,10 @@ class EdgePart(Part):
         return BaseModelOutputWithPoolingAndCrossAttentions(
             last_hidden_state=finished_BTD, pooler_output=self._stack.pool(finished_BTD)
         )
+
+
+def _owner_of(model: nn.Module, path: str) -> nn.Module:
+    return model.get_submodule(path.rpartition(".")[0])
 
 
 def _parameters_of(module: nn.Module) -> frozenset[str]:

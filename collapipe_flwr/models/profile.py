@@ -48,6 +48,8 @@ def profile_model(splitter: Splitter, shape: BatchShape) -> ModelProfile:
         batch = _example(splitter, shape)
         context = splitter.context(batch)
         embedding = splitter.build_embedding(weights)
+        for key in splitter.ties:
+            embedding.load_rows(key, torch.arange(len(weights[key])), weights[key])
         hidden_BTD = embedding(batch).detach()
         edge = splitter.build_edge(weights)
         return ModelProfile(

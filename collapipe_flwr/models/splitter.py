@@ -148,7 +148,7 @@ class Splitter:
     def build_embedding(self, weights: Weights) -> EmbeddingPart:
         """The control unit's part; ``weights`` must hold ``embedding_keys``."""
         stack = self._stack(0, 0)
-        return EmbeddingPart(stack, self._holdings(EMBEDDING), weights)
+        return EmbeddingPart(stack, self._holdings(EMBEDDING), weights, self.ties)
 
     def build_segment(self, first_block: int, stop_block: int, weights: Weights) -> SegmentPart:
         """A device's part; ``weights`` must hold its ``segment_keys`` and ``shared_keys``."""
