@@ -54,8 +54,8 @@ def natural(examples: Dataset, count: int, *, by: str) -> list[list[int]]:
     part_of = {value: turn % count for turn, value in enumerate(sorted(set(values)))}
     if len(part_of) < count:
         raise DataError(
-            f'data.partition-column "{by}" has {len(part_of)} values, too few for {count} '
-            'clusters: choose another column, or data.partition "iid"'
+            f'data.partition "natural" finds {len(part_of)} values to go by, too few for {count} '
+            'clusters: name another data.partition-column, or choose data.partition "iid"'
         )
     parts: list[list[int]] = [[] for _ in range(count)]
     for row, value in enumerate(values):

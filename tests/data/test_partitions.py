@@ -59,7 +59,9 @@ def test_too_few_examples() -> None:
 
 
 def test_too_few_values() -> None:
-    with pytest.raises(DataError, match=r"data\.partition-column .* 6 values"):
+    with pytest.raises(
+        DataError, match=r"finds 6 values .* 7 clusters: name another data\.partition-column"
+    ):
         cut("natural", 7)
 
 
