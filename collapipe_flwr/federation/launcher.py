@@ -10,6 +10,7 @@ run directory, and stops what it started.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,16 +19,19 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from collapipe_flwr.core.errors import RunError
+from collapipe_flwr.core.parsing import Value
+from collapipe_flwr.federation.overrides import write_overrides
 
 _START_S = 60.0
 _STOP_S = 20.0
 _PROBE_S = 0.25
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +41,7 @@ class Launch:
     app: Path
     output_dir: Path
     run_name: str
-    run_config: tuple[str, ...] = ()  # as for `flwr run --run-config`, e.g. 'clusters=3'
+    run_config: Mapping[str, Value] = field(default_factory=dict)
     federation_config: Path | None = None
 
     @property
@@ -46,25 +50,46 @@ class Launch:
         return self.output_dir / self.run_name
 
 
-def run_app(launch: Launch) -> None:
-    """Run to the end, showing Flower's log; the outcome stands in the run directory.
+def run_app(launch: Launch) -> str | None:
+    """Run to the end, showing Flower's log; the first error in it, or None.
 
     Raises RunError when the SuperLink does not start.
     """
     with tempfile.TemporaryDirectory(prefix="collapipe-flwr-home-") as home:
         env = _environment(Path(home))
+        config = Path(home) / "run-config.toml"
+        where = {"output-dir": str(launch.output_dir), "run-name": launch.run_name}
+        write_overrides({**launch.run_config, **where}, config)
         with _superlink(launch.app, env):
-            subprocess.run(_flwr_run(launch), cwd=launch.app, env=env, check=False)
+            return _show(_flwr_run(launch, config), launch.app, env)
 
 
-def _flwr_run(launch: Launch) -> list[str]:
-    overrides = (f'output-dir="{launch.output_dir}"', f'run-name="{launch.run_name}"')
-    command = [_script("flwr"), "run", ".", "--stream"]
-    for override in (*launch.run_config, *overrides):
-        command += ["--run-config", override]
+def _flwr_run(launch: Launch, config: Path) -> list[str]:
+    command = [_script("flwr"), "run", ".", "--stream", "--run-config", str(config)]
     if launch.federation_config is not None:
         command += ["--federation-config", str(launch.federation_config.resolve())]
     return command
+
+
+def _show(command: list[str], app: Path, env: dict[str, str]) -> str | None:
+    """Pass the command's output on line by line; the first line that Flower logged as error."""
+    first_error = None
+    with subprocess.Popen(
+        command,
+        cwd=app,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            plain = _COLOUR.sub("", line)
+            if first_error is None and plain.startswith("ERROR"):
+                first_error = plain.partition(":")[2].strip()
+    return first_error
 
 
 def _environment(home: Path) -> dict[str, str]:

@@ -1,0 +1,62 @@
+"""Run-config overrides from files and the command line, merged into the one file Flower gets.
+
+``flwr run --run-config a.b=1 --run-config a.c=2`` keeps only ``a.c``: each flag replaces the whole
+table ``a``. One flat file has no such trap.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.parsing import Value
+
+
+def read_overrides(sources: Sequence[str]) -> dict[str, Value]:
+    """Merge ``KEY=VALUE`` pairs and ``.toml`` files, later ones first in rank.
+
+    A value is TOML; what is none is taken as a string, so quotes are optional. Raises ConfigError.
+    """
+    merged: dict[str, Value] = {}
+    for source in sources:
+        merged |= _read_file(Path(source)) if source.endswith(".toml") else _read_pair(source)
+    return merged
+
+
+def write_overrides(overrides: Mapping[str, Value], path: Path) -> None:
+    """A flat TOML file; JSON's strings, numbers and truth values are TOML's as well."""
+    lines = [f"{json.dumps(key)} = {json.dumps(value)}\n" for key, value in overrides.items()]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def _read_file(path: Path) -> dict[str, Value]:
+    try:
+        return _flat(tomllib.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ConfigError(f"--run-config {path} cannot be read ({error.strerror})") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"--run-config {path} is not TOML: {error}") from error
+
+
+def _read_pair(source: str) -> dict[str, Value]:
+    key, equals, text = source.partition("=")
+    if not key.strip() or not equals:
+        raise ConfigError(f"--run-config {source!r} is neither KEY=VALUE nor a .toml file")
+    try:
+        value: Value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    return {key.strip(): value}
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
+    flat: dict[str, Value] = {}
+    for key, value in table.items():
+        flat |= (
+            _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        )
+    return flat

@@ -1,0 +1,1 @@
+"""A plain Flower project on generated data."""
