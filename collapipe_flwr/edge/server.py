@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -25,6 +25,7 @@ from collapipe_flwr.rpc.weights import gather_weights, weight_frames
 
 _log = logging.getLogger(__name__)
 _CONTROL_THREADS = 8
+_SETTLE_S = 5.0
 
 
 class EdgeServer:
@@ -180,6 +181,7 @@ class _Skin:
         work.add_done_callback(lambda w: _finish(w, session, link))
         reader.start()
         yield from link.outgoing()
+        wait([work], timeout=_SETTLE_S)  # so that the session's fate is known when the call ends
 
     def _stream_settings(self, metadata: object) -> StreamSettings:
         assert isinstance(metadata, dict)

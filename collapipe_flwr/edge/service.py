@@ -214,4 +214,5 @@ def _settings(request: SessionRequest) -> StageSettings:
         depth=request.depth,
         deadline_s=request.deadline_s,
         idle_s=request.idle_s,
+        recompute=request.recompute,
     )

@@ -44,7 +44,7 @@ class StageReport:
 class Span:
     """One timed piece of work of one stage."""
 
-    work: str  # forward, backward, optimizer, wait
+    work: str  # forward, backward, optimizer, send, receive
     step: int
     micro_batch: int
     start_s: float

@@ -97,6 +97,7 @@ class FirstStage(Stage):
             train=train,
             weight=weight,
             settle=train and self._clip_norm is not None,
+            seed=self.settings.seed,
         )
         self._batch, self._loss, self._gradient_norm = batch, 0.0, None
         with self.telling_neighbours():

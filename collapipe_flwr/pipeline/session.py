@@ -13,7 +13,8 @@ from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 class SessionRequest:
     """Opens a session: whoever knows `session_id` and `token` may use it.
 
-    `spec_json` is the model (`ModelSpec.to_json`); `schedule` and `depth` as in `StageSettings`.
+    `spec_json` is the model (`ModelSpec.to_json`); `schedule`, `depth` and what follows as in
+    `StageSettings`.
     """
 
     session_id: str
@@ -24,6 +25,7 @@ class SessionRequest:
     depth: int = 1
     deadline_s: float = 60.0
     idle_s: float = 600.0
+    recompute: bool = False
 
     def __post_init__(self) -> None:
         if not (0 < self.deadline_s < math.inf and 0 < self.idle_s < math.inf):

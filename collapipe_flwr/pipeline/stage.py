@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from collapipe_flwr.core.errors import ProtocolError
+from collapipe_flwr.core.errors import ConfigError, ProtocolError
 from collapipe_flwr.pipeline.frame import GRAD, HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.link import Link, Traffic
 from collapipe_flwr.pipeline.meter import (
@@ -30,7 +30,7 @@ from collapipe_flwr.pipeline.meter import (
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.randomness import FreeRandomness, Randomness, SeededRandomness
 from collapipe_flwr.pipeline.schedule import Action, Op, forward_actions, stage_actions
-from collapipe_flwr.pipeline.step import Step
+from collapipe_flwr.pipeline.step import MOST_SEED, Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +38,8 @@ class StageSettings:
     """How a stage runs; `deadline_s` bounds each wait inside a step, `idle_s` between steps.
 
     `recompute` keeps only the input of a micro-batch in flight and computes its forward pass again
-    before the backward. `seed` makes dropout independent of the cut (`randomness`); all stages of
-    a chain share it, and it should change from round to round.
+    before the backward. `seed` makes dropout independent of the cut (`randomness`); that of the
+    first stage holds for the whole chain, and it should change from round to round.
     """
 
     name: str
@@ -50,6 +50,10 @@ class StageSettings:
     keep_spans: bool = False
     recompute: bool = False
     seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.seed is not None and not 0 <= self.seed < MOST_SEED:
+            raise ConfigError(f"a seed must be >= 0 and below 2**53, got {self.seed}")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,7 +85,7 @@ class Stage(ABC):
         self.downstream = downstream
         self.recorder = Recorder(keep_spans=settings.keep_spans)
         self.memory = MemoryMeter(self._fixed_tensors)
-        self._randomness = _randomness(part, settings)
+        self._randomness: Randomness = FreeRandomness()
         self._stash: dict[int, InFlight] = {}
         self._norms = GradientNorms()
 
@@ -117,6 +121,7 @@ class Stage(ABC):
         """Execute the actions of one step; in training, apply the optimiser once at the end."""
         self.part.train(step.train)
         self._stash.clear()
+        self._randomness = self._choose_randomness(step)
         for action in self._actions(step):
             if action.op is Op.FORWARD:
                 self._forward(step, action.micro_batch)
@@ -135,7 +140,7 @@ class Stage(ABC):
             forward_s=self.recorder.seconds("forward"),
             backward_s=self.recorder.seconds("backward"),
             optimizer_s=self.recorder.seconds("optimizer"),
-            wait_s=self.recorder.seconds("wait"),
+            wait_s=self.recorder.seconds("send") + self.recorder.seconds("receive"),
             sent_up_bytes=up.sent_bytes,
             received_up_bytes=up.received_bytes,
             sent_down_bytes=down.sent_bytes,
@@ -163,6 +168,14 @@ class Stage(ABC):
         if not step.train:
             return forward_actions(step.micro_batches)
         return stage_actions(self.settings.schedule, self.settings.depth, step.micro_batches)
+
+    def _choose_randomness(self, step: Step) -> Randomness:
+        """A second computation needs the masks of the first, so `recompute` implies a seed."""
+        if step.seed is None and not self.settings.recompute:
+            return FreeRandomness()
+        seed = secrets.randbits(48) if step.seed is None else step.seed
+        whole = getattr(self.part, "model", self.part)  # transformers parts name modules there
+        return SeededRandomness(whole, seed)
 
     def _forward(self, step: Step, micro_batch: int) -> None:
         frame = self._take(step, micro_batch)
@@ -234,7 +247,7 @@ class Stage(ABC):
     # -- talking to neighbours --------------------------------------------------------------
 
     def _send(self, link: Link, frame: Frame) -> None:
-        with self.recorder.span("wait", frame.step, frame.micro_batch):
+        with self.recorder.span("send", frame.step, frame.micro_batch):
             link.send(frame, deadline_s=self.settings.deadline_s)
 
     def _gradient_from(self, link: Link, step: Step, micro_batch: int) -> Frame:
@@ -248,7 +261,7 @@ class Stage(ABC):
 
     def _receive(self, link: Link, kind: FrameKind, step: int, micro_batch: int) -> Frame:
         """The next frame of a neighbour. Raises ProtocolError unless it is the expected one."""
-        with self.recorder.span("wait", step, micro_batch):
+        with self.recorder.span("receive", step, micro_batch):
             frame = link.receive(deadline_s=self.settings.deadline_s)
         if (frame.kind, frame.step, frame.micro_batch) != (kind, step, micro_batch):
             raise ProtocolError(
@@ -262,12 +275,3 @@ class Stage(ABC):
 def context_of(frame: Frame) -> dict[str, Tensor]:
     """All tensors of an ACTIVATION frame but the hidden state."""
     return {name: t for name, t in frame.tensors.items() if name != HIDDEN}
-
-
-def _randomness(part: nn.Module, settings: StageSettings) -> Randomness:
-    """A second computation needs the masks of the first, so `recompute` implies a seed."""
-    if settings.seed is None and not settings.recompute:
-        return FreeRandomness()
-    whole = getattr(part, "model", part)  # the parts of a transformers model name modules there
-    seed = secrets.randbits(63) if settings.seed is None else settings.seed
-    return SeededRandomness(whole, seed)

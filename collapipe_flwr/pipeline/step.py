@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.pipeline.frame import Frame, FrameKind
 
+MOST_SEED = 2**53  # a scalar on the wire is a float
 _STEP_SCALARS = ("micro_batches", "train", "weight", "settle")
 
 
@@ -22,6 +23,7 @@ class Step:
     train: bool
     weight: float
     settle: bool = False
+    seed: int | None = None  # of all random operations; None leaves them to chance
 
     def frame(self) -> Frame:
         """The BEGIN frame that tells the next stage."""
@@ -31,6 +33,8 @@ class Step:
             "weight": self.weight,
             "settle": float(self.settle),
         }
+        if self.seed is not None:
+            scalars["seed"] = float(self.seed)
         return Frame(kind=FrameKind.BEGIN, step=self.index, scalars=scalars)
 
     @staticmethod
@@ -48,4 +52,14 @@ class Step:
             train=bool(train),
             weight=weight,
             settle=bool(settle),
+            seed=_seed(frame),
         )
+
+
+def _seed(frame: Frame) -> int | None:
+    seed = frame.scalars.get("seed")
+    if seed is None:
+        return None
+    if not 0 <= seed < MOST_SEED or seed != int(seed):
+        raise ProtocolError(f"a BEGIN frame with the seed {seed}")
+    return int(seed)

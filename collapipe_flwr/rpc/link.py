@@ -7,6 +7,8 @@ the sender down (through HTTP/2 flow control) and does not fill its memory.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -17,18 +19,24 @@ from collapipe_flwr.pipeline.frame import Frame, FrameKind
 from collapipe_flwr.pipeline.link import Traffic
 from collapipe_flwr.pipeline.mailbox import Mailbox
 from collapipe_flwr.rpc.codec import FrameLimits, decode_frame, encode_frame
+from collapipe_flwr.rpc.pacing import Pacer
 
 _SENTENCE = 1000  # characters of an error that travel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamSettings:
-    """How a stream behaves; `idle_s` bounds silence in either direction."""
+    """How a stream behaves; `idle_s` bounds silence in either direction.
+
+    `rate_bytes_per_s` paces what this end sends (None: as fast as it goes): a frame leaves when
+    a wire of that rate would have carried it.
+    """
 
     codec: str = "fp32"
     limits: FrameLimits = field(default_factory=FrameLimits)
     queue_frames: int = 64
     idle_s: float = 3600.0
+    rate_bytes_per_s: float | None = None
 
 
 class StreamLink:
@@ -48,6 +56,8 @@ class StreamLink:
         self._hang_up = hang_up
         self._inbox: Mailbox[Frame] = Mailbox(settings.queue_frames, peer)
         self._outbox: Mailbox[bytes] = Mailbox(settings.queue_frames, peer)
+        self._pacer = Pacer(settings.rate_bytes_per_s)
+        self._over = threading.Event()
 
     def send(self, frame: Frame, *, deadline_s: float) -> None:
         """See `Link.send`."""
@@ -69,6 +79,7 @@ class StreamLink:
 
     def broken(self, error: LinkError) -> None:
         """The stream is gone: whoever waits on this link raises `error`."""
+        self._over.set()
         self._inbox.fail(error)
         self._outbox.fail(error)
 
@@ -86,6 +97,7 @@ class StreamLink:
                 return
             except LinkError:
                 return
+            self._over.wait(self._pacer.delay_s(len(data), time.monotonic()))
             yield data
 
     def feed(self, messages: Iterable[bytes]) -> None:

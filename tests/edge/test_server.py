@@ -109,6 +109,19 @@ def test_mutual_tls(tmp_path):
                 outsider.health()
 
 
+def test_a_paced_stream_takes_as_long_as_its_link(client):
+    parts = make_parts((2,))
+    open_session(client, parts[2])
+    pace = StreamSettings(rate_bytes_per_s=20_000.0)
+    cluster = Cluster(parts, client.stream("c1", TOKEN, settings=pace))
+    with cluster.running() as first:
+        start = time.monotonic()
+        first.train_step(make_batch((3, 3, 2)))
+        seconds = time.monotonic() - start
+    sent = cluster.device.report().sent_down_bytes
+    assert sent / 20_000 * 0.8 < seconds < sent / 20_000 + 2
+
+
 def test_missing_tls_files_are_named(tmp_path):
     with pytest.raises(ConfigError, match="nowhere"):
         client_credentials(TlsFiles(ca=tmp_path / "nowhere.pem"))
