@@ -36,19 +36,19 @@ class Movement:
 
 
 class MovementMeter:
-    """Measures successive rounds; remembers the last update."""
+    """Measures successive rounds; ``last`` is the update of the round before."""
 
     def __init__(self) -> None:
-        self._last: dict[str, NDArray[np.floating]] = {}
+        self.last: dict[str, NDArray[np.floating]] = {}
 
     def measure(self, models: Models) -> Movement:
         """The movement of this round."""
         before, after = averaging_view(models.before), averaging_view(models.after)
         moved = {k: after[k].numpy() - before[k].numpy() for k in before if k in after}
         change = None
-        if self._last.keys() == moved.keys():
-            change = math.sqrt(sum(_square(x - self._last[k]) for k, x in moved.items()))
-        self._last = moved
+        if self.last.keys() == moved.keys():
+            change = math.sqrt(sum(_square(x - self.last[k]) for k, x in moved.items()))
+        self.last = moved
         return Movement(
             norm=math.sqrt(sum(_square(x) for x in moved.values())),
             change_norm=change,

@@ -56,7 +56,6 @@ def _read_pair(source: str) -> dict[str, Value]:
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
     flat: dict[str, Value] = {}
     for key, value in table.items():
-        flat |= (
-            _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-        )
+        name = prefix + key
+        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
     return flat

@@ -23,6 +23,7 @@ from collapipe_flwr.core.domain import (
 )
 from collapipe_flwr.costs.compute import Options
 from collapipe_flwr.costs.price import PricedCluster, PricedRound, price
+from collapipe_flwr.federation.checkpoint import Memory
 from collapipe_flwr.federation.movement import Models, Movement, MovementMeter
 from collapipe_flwr.federation.rounds import ClosedRound, Outcome, RoundPlan
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
@@ -83,6 +84,16 @@ class ScheduledRounds:
             energy_j=priced.energy_j(),
             queues_j=self.state.energy_queue_j,
         )
+
+    def dump(self) -> Memory:
+        """Queues, estimates, the last plan and the last movement."""
+        text = self.state.to_json() if self.state is not None else ""
+        return Memory(text=text, arrays=self._meter.last)
+
+    def load(self, memory: Memory) -> None:
+        """Go on from a checkpoint; raises ScheduleError if it is not one of a scheduler."""
+        self.state = SchedulerState.from_json(memory.text) if memory.text else None
+        self._meter.last = dict(memory.arrays)
 
     def _step(self, server_round: int, present: Sequence[str]) -> Plan:
         snapshot = self._world.snapshot(server_round, self._model, present)

@@ -8,12 +8,15 @@ after the round, because nothing was measured.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 
 from flwr.app import ArrayRecord
 
 from collapipe_flwr.core.domain import BlockCost, ModelProfile
+from collapipe_flwr.core.errors import RunError
+from collapipe_flwr.federation.checkpoint import Memory
 from collapipe_flwr.federation.planning import ScheduledRounds
 from collapipe_flwr.federation.records import array_bytes
 from collapipe_flwr.federation.rounds import ClosedRound, Outcome, RoundPlan
@@ -35,6 +38,7 @@ class AssumedRounds:
         self._scheduler = scheduler
         self._nodes: list[int] = []
         self._rounds: ScheduledRounds | None = None
+        self._loaded = Memory()
 
     def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
         """Advice for ``nodes``; raises ScheduleError where the scheduler finds no plan."""
@@ -51,16 +55,30 @@ class AssumedRounds:
         del closed
         return Outcome()
 
+    def dump(self) -> Memory:
+        """The nodes seen so far and the scheduler's state."""
+        memory = self._rounds.dump() if self._rounds else self._loaded
+        return replace(memory, text=json.dumps({"nodes": self._nodes, "state": memory.text}))
+
+    def load(self, memory: Memory) -> None:
+        """Go on from a checkpoint; raises RunError if it is not one of this planner."""
+        try:
+            saved = json.loads(memory.text)
+            self._nodes, state = list(saved["nodes"]), str(saved["state"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise RunError(f"the checkpoint's planner state cannot be read: {error}") from error
+        self._rounds, self._loaded = None, replace(memory, text=state)
+
     def _rounds_for(self, nodes: Sequence[int], arrays: ArrayRecord) -> ScheduledRounds:
         new = sorted(set(nodes) - set(self._nodes))
         if self._rounds is None or new:
             self._nodes += new
             names = {node: f"node-{node}" for node in self._nodes}
             model = assumed_model(arrays)
-            known = self._rounds.state if self._rounds else None
             world = assumed_world(list(names.values()), model)
+            known = self._rounds.dump() if self._rounds else self._loaded
             self._rounds = ScheduledRounds(self._scheduler, world, model, names)
-            self._rounds.state = known
+            self._rounds.load(known)
         return self._rounds
 
 

@@ -61,7 +61,7 @@ class CollaPipe(Strategy):
         on_round: Callable[[RoundRecord], None] | None = None,
     ) -> None:
         self.inner_strategy = inner_strategy
-        self._planner = planner_of(scheduler)
+        self.planner = planner_of(scheduler)
         self._split = split
         self._on_round = on_round
         self._constant_keys = split.constant_keys if split else frozenset[str]()
@@ -112,7 +112,7 @@ class CollaPipe(Strategy):
         view = averaging_view(arrays, self._constant_keys)
         messages = list(self.inner_strategy.configure_train(server_round, view, config, grid))
         nodes = [message.metadata.dst_node_id for message in messages]
-        plan = self._planner.plan(server_round, nodes, arrays)
+        plan = self.planner.plan(server_round, nodes, arrays)
         split = SplitRound(self._split, server_round) if self._split else None
         self._round = OpenRound(plan, arrays, split)
         with ExitStack() as undo:
@@ -166,7 +166,7 @@ class CollaPipe(Strategy):
             failures=received.failures,
             train_metrics=metrics_as_dict(metrics),
             telemetry=received.telemetry,
-            outcome=self._planner.settle(closed),
+            outcome=self.planner.settle(closed),
             flower_bytes_sent=sum(sent.content_bytes for sent in received.sent),
             flower_bytes_received=received.content_bytes,
         )

@@ -158,3 +158,23 @@ def test_movement_is_that_of_the_averaged_arrays():
     assert first.spread == pytest.approx(0.25 * 4 * 9 + 0.75 * 4 * 1)
     second = meter.measure(Models(before=weights(4.0), after=weights(5.0), clusters=pairs))
     assert second.change_norm == pytest.approx(math.sqrt(4 * 9))
+
+
+@pytest.mark.parametrize("policy", ["dssda", "uniform", "static"])
+def test_a_planner_loaded_from_its_dump_goes_on_like_the_one_that_never_stopped(policy):
+    alive, dead = rounds(policy), rounds(policy)
+    for planner in (alive, dead):
+        plan = planner.plan(1, [11, 12], EMPTY)
+        planner.settle(closed(plan, "cluster-0", "cluster-1", after=weights(1.0)))
+    back = rounds(policy)
+    back.load(dead.dump())
+    for server_round in (2, 3):
+        plans = [p.plan(server_round, [11, 12], EMPTY) for p in (alive, back)]
+        assert plans[0] == plans[1]
+        after = weights(float(server_round))
+        outcomes = [
+            p.settle(closed(plan, "cluster-0", "cluster-1", after=after))
+            for p, plan in zip((alive, back), plans, strict=True)
+        ]
+        assert outcomes[0] == outcomes[1]
+    assert alive.state == back.state

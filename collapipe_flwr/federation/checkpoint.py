@@ -1,0 +1,165 @@
+"""A run's checkpoints: what a new server process needs to go on as if nothing had happened.
+
+One folder per finished round: ``global.safetensors`` (the model), ``inner.safetensors`` (arrays of
+the inner strategy and the planner), ``state.json`` (everything else) and ``chance.json`` (random
+generators, written again when the next round begins). No pickle: a checkpoint cannot run code.
+A folder gets its name only when it is complete, so a crash leaves the one before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from flwr.app import ArrayRecord
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file as load_arrays
+from safetensors.numpy import save_file as save_arrays
+from safetensors.torch import load_file as load_tensors
+from safetensors.torch import save_file as save_tensors
+
+from collapipe_flwr.core.errors import RunError
+from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
+from collapipe_flwr.federation.chance import read_chance
+
+VERSION = 1
+_PREFIX, _PARTIAL = "round-", ".partial"
+_MODEL, _ARRAYS, _STATE, _CHANCE = (
+    "global.safetensors",
+    "inner.safetensors",
+    "state.json",
+    "chance.json",
+)
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What one part of the run remembers between rounds: text and arrays."""
+
+    text: str = ""
+    arrays: Arrays = field(default_factory=dict)
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """A part whose memory a checkpoint keeps."""
+
+    def dump(self) -> Memory:
+        """All that the next round depends on."""
+
+    def load(self, memory: Memory) -> None:
+        """Take back what :meth:`dump` gave."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """The run after ``server_round``."""
+
+    server_round: int
+    arrays: ArrayRecord
+    strategy: str  # class name of the inner strategy
+    inner: Memory
+    planner: Memory = field(default_factory=Memory)
+    chance: str = field(repr=False, default="")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoints:
+    """A folder of checkpoints; with ``resume`` a run goes on from the newest one in it."""
+
+    folder: Path
+    resume: bool = False
+    keep: int = 2
+
+    def save(self, checkpoint: Checkpoint) -> Path:
+        """Write one, then drop all but the newest ``keep``."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"{_PREFIX}{checkpoint.server_round:06d}"
+        partial = path.with_name(path.name + _PARTIAL)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        _write(partial, checkpoint)
+        shutil.rmtree(path, ignore_errors=True)
+        partial.rename(path)
+        for old in self._paths()[: -self.keep]:
+            shutil.rmtree(old)
+        return path
+
+    def note_chance(self) -> None:
+        """Bring the random state of the newest checkpoint up to date, before a round draws."""
+        paths = self._paths()
+        if paths:
+            _write_text(paths[-1] / _CHANCE, read_chance())
+
+    def newest(self) -> Checkpoint | None:
+        """The newest checkpoint, None if there is none; raises RunError if it cannot be read."""
+        paths = self._paths()
+        return _read(paths[-1]) if paths else None
+
+    def _paths(self) -> list[Path]:
+        found = self.folder.glob(f"{_PREFIX}*") if self.folder.is_dir() else ()
+        return sorted(path for path in found if path.suffix != _PARTIAL)
+
+
+def _write(folder: Path, checkpoint: Checkpoint) -> None:
+    tensors = decode_tensors(checkpoint.arrays)
+    save_tensors({k: v.contiguous() for k, v in tensors.items()}, folder / _MODEL)
+    arrays = {f"inner/{k}": v for k, v in checkpoint.inner.arrays.items()}
+    arrays |= {f"planner/{k}": v for k, v in checkpoint.planner.arrays.items()}
+    save_arrays(
+        {k: np.ascontiguousarray(v).reshape(v.shape) for k, v in arrays.items()}, folder / _ARRAYS
+    )
+    state = {
+        "version": VERSION,
+        "server_round": checkpoint.server_round,
+        "strategy": checkpoint.strategy,
+        "keys": list(tensors),
+        "inner": checkpoint.inner.text,
+        "planner": checkpoint.planner.text,
+    }
+    _write_text(folder / _STATE, json.dumps(state))
+    _write_text(folder / _CHANCE, checkpoint.chance or read_chance())
+
+
+def _read(folder: Path) -> Checkpoint:
+    try:
+        state = json.loads((folder / _STATE).read_text())
+        if state["version"] != VERSION:
+            raise RunError(f"{folder} is of version {state['version']}, this program of {VERSION}")
+        tensors = load_tensors(folder / _MODEL)
+        arrays = load_arrays(folder / _ARRAYS)
+        return Checkpoint(
+            server_round=state["server_round"],
+            arrays=encode_tensors({key: tensors[key] for key in state["keys"]}),
+            strategy=state["strategy"],
+            inner=Memory(text=state["inner"], arrays=_under("inner/", arrays)),
+            planner=Memory(text=state["planner"], arrays=_under("planner/", arrays)),
+            chance=(folder / _CHANCE).read_text(),
+        )
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise RunError(
+            f"the checkpoint {folder} cannot be read ({error}); delete it to use the one before"
+        ) from error
+
+
+def _under(prefix: str, arrays: Arrays) -> dict[str, NDArray[Any]]:
+    return {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
+
+
+def _write_text(path: Path, text: str) -> None:
+    """Replace a file whole, and only once its bytes are on disk."""
+    partial = path.with_name(path.name + _PARTIAL)
+    with partial.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)

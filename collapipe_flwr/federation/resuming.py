@@ -1,0 +1,179 @@
+"""A run that goes on after its server died: checkpoints around a CollaPipe strategy.
+
+    strategy = Checkpointed(CollaPipe(FedAdam()), Checkpoints(folder=Path("run/checkpoints")))
+    strategy.start(grid, arrays, num_rounds=20)              # killed in round 13 ...
+    # ... and started again with Checkpoints(folder=..., resume=True): rounds 13 to 20
+
+Flower always counts from round 1, so a resumed run adds the rounds that are done to every number
+that the strategies, the clients and the evaluation see. At most the round in flight is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from typing import TypeVar
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+from collapipe_flwr.core.errors import RunError
+from collapipe_flwr.federation.chance import read_chance, restore_chance
+from collapipe_flwr.federation.checkpoint import Checkpoint, Checkpoints, Memory, Resumable
+from collapipe_flwr.federation.state_values import (
+    Arrays,
+    changed_state,
+    check_same_class,
+    encode_state,
+    restore_state,
+)
+from collapipe_flwr.federation.strategy import CollaPipe
+
+log = logging.getLogger("flwr.collapipe")
+Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
+T = TypeVar("T")
+
+
+class Checkpointed(Strategy):
+    """Saves after every round, and resumes where ``checkpoints`` say so."""
+
+    def __init__(self, strategy: CollaPipe, checkpoints: Checkpoints) -> None:
+        self._strategy = strategy
+        self._checkpoints = checkpoints
+        self._first_state = encode_state(strategy.inner_strategy, {})
+        self._arrays = ArrayRecord()
+        self._done = 0  # rounds before this process
+        self._chance = ""  # to restore when the first round begins
+
+    def summary(self) -> None:
+        """Where checkpoints go, then the strategy's own summary."""
+        log.info("\t├──> Checkpoints in %s", self._checkpoints.folder)
+        self._strategy.summary()
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Evaluate | None = None,
+    ) -> Result:
+        """Flower's loop over the rounds that are left; ``num_rounds`` counts from the first run.
+
+        Raises RunError if the checkpoint cannot be read or is of another model or strategy.
+        """
+        arrays = self._resume(initial_arrays)
+        with closing(self._strategy):
+            result = super().start(
+                grid,
+                arrays,
+                max(num_rounds - self._done, 0),
+                timeout,
+                train_config,
+                evaluate_config,
+                self._counted(evaluate_fn),
+            )
+        return self._renumbered(result, arrays)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """The strategy's messages of the true round."""
+        self._arrays = arrays
+        if self._chance:
+            restore_chance(self._chance)
+            self._chance = ""
+        self._checkpoints.note_chance()
+        return self._strategy.configure_train(server_round + self._done, arrays, config, grid)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """The strategy's aggregation, and a checkpoint of it."""
+        true_round = server_round + self._done
+        arrays, metrics = self._strategy.aggregate_train(true_round, replies)
+        self._arrays = arrays or self._arrays
+        self._checkpoints.save(self._checkpoint(true_round))
+        return arrays, metrics
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """The strategy's messages of the true round."""
+        return self._strategy.configure_evaluate(server_round + self._done, arrays, config, grid)
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """The strategy's aggregation."""
+        return self._strategy.aggregate_evaluate(server_round + self._done, replies)
+
+    def _checkpoint(self, server_round: int) -> Checkpoint:
+        inner, arrays = self._strategy.inner_strategy, Arrays()
+        state = changed_state(encode_state(inner, arrays), self._first_state)
+        planner = self._strategy.planner
+        return Checkpoint(
+            server_round=server_round,
+            arrays=self._arrays,
+            strategy=type(inner).__name__,
+            inner=Memory(text=json.dumps(state), arrays=arrays),
+            planner=planner.dump() if isinstance(planner, Resumable) else Memory(),
+            chance=read_chance(),
+        )
+
+    def _resume(self, initial: ArrayRecord) -> ArrayRecord:
+        """The newest checkpoint's arrays, with everything else put back; else ``initial``."""
+        checkpoint = self._checkpoints.newest()
+        if checkpoint is None:
+            return initial
+        if not self._checkpoints.resume:
+            raise RunError(
+                f"{self._checkpoints.folder} holds a checkpoint of round "
+                f"{checkpoint.server_round} already: resume that run or choose another folder"
+            )
+        _check_same_model(checkpoint.arrays, initial)
+        inner, planner = self._strategy.inner_strategy, self._strategy.planner
+        check_same_class(inner, checkpoint.strategy)
+        restore_state(inner, json.loads(checkpoint.inner.text), dict(checkpoint.inner.arrays))
+        if isinstance(planner, Resumable):
+            planner.load(checkpoint.planner)
+        self._chance = checkpoint.chance
+        self._done = checkpoint.server_round
+        log.info("resumed after round %d", self._done)
+        return checkpoint.arrays
+
+    def _counted(self, evaluate: Evaluate | None) -> Evaluate | None:
+        if evaluate is None:
+            return None
+        return lambda server_round, arrays: evaluate(server_round + self._done, arrays)
+
+    def _renumbered(self, result: Result, arrays: ArrayRecord) -> Result:
+        """Results under their true rounds; without a round left, the checkpoint's model."""
+
+        def shift(history: dict[int, T]) -> dict[int, T]:
+            return {server_round + self._done: value for server_round, value in history.items()}
+
+        return Result(
+            arrays=result.arrays or (arrays if self._done else result.arrays),
+            train_metrics_clientapp=shift(result.train_metrics_clientapp),
+            evaluate_metrics_clientapp=shift(result.evaluate_metrics_clientapp),
+            evaluate_metrics_serverapp=shift(result.evaluate_metrics_serverapp),
+        )
+
+
+def _check_same_model(saved: ArrayRecord, initial: ArrayRecord) -> None:
+    """Raise RunError unless both hold the same arrays in the same shapes."""
+    if set(saved) != set(initial):
+        odd = sorted(set(saved) ^ set(initial))[0]
+        raise RunError(f"the checkpoint is of another model (array {odd}): use its own run-config")
+    for key, array in initial.items():
+        if tuple(saved[key].shape) != tuple(array.shape):
+            raise RunError(
+                f"the checkpoint is of another model: {key} has shape {tuple(saved[key].shape)}, "
+                f"this run's has {tuple(array.shape)}"
+            )
