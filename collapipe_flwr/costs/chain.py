@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from collapipe_flwr.costs.compute import Options, bulk_of, steps_of, work_of
 from collapipe_flwr.costs.energy import bulk_energy_j, compute_energy_j, radio_energy_j
-from collapipe_flwr.costs.latency import PassTimes, gpipe_makespan_s
+from collapipe_flwr.costs.latency import PassTimes, gpipe_makespan_s, overlapped_makespan_s
 from collapipe_flwr.costs.layouts import Hops, Layouts, hops_of
 from collapipe_flwr.costs.radio import power_for_time_w, send_time_s
 from collapipe_flwr.costs.tables import Tables
@@ -26,6 +26,7 @@ class Chain:
     """Rows with all that is fixed before bandwidth and power are chosen."""
 
     rows: Layouts
+    options: Options
     hops: Hops
     steps_r: Array  # local steps H
     forward_stage_s: Array  # (R, S + 2)
@@ -55,6 +56,7 @@ def chain_of(tables: Tables, rows: Layouts, options: Options) -> Chain:
     transfers_s = bulk.server_s + bulk.handout_s.sum(1) + bulk.collect_s.sum(1)
     return Chain(
         rows=rows,
+        options=options,
         hops=hops,
         steps_r=steps,
         forward_stage_s=size * work.forward_flop / work.speed,
@@ -101,11 +103,9 @@ def powers_for(chain: Chain, edge_hz_r: Array, times: Array) -> Array:
 
 
 def price_rows(chain: Chain, times: Array, powers: Array) -> RowPrices:
-    """Latency and energy of every row under GPipe with the given hop times and powers."""
-    forward = PassTimes(stage_s=chain.forward_stage_s, hop_s=times[:, :, 0])
-    backward = PassTimes(stage_s=chain.backward_stage_s, hop_s=times[:, :, 1])
+    """Latency and energy of every row with the given hop times and powers."""
     count = chain.rows.micro_batches_r.astype(np.float64)
-    makespan = gpipe_makespan_s(forward, backward, count)
+    makespan = makespan_of(chain, times)
     hop_j = powers * times
     radiated = radio_energy_j(chain.steps_r * count, hop_j[:, :, 0], hop_j[:, :, 1])
     return RowPrices(
@@ -113,3 +113,13 @@ def price_rows(chain: Chain, times: Array, powers: Array) -> RowPrices:
         latency_s=chain.fixed_s + chain.steps_r * makespan,
         energy_j=chain.fixed_j + radiated,
     )
+
+
+def makespan_of(chain: Chain, times: Array) -> Array:
+    """Makespan of every row with the given hop times: GPipe's exactly, 1F1B's lower bound."""
+    forward = PassTimes(stage_s=chain.forward_stage_s, hop_s=times[:, :, 0])
+    backward = PassTimes(stage_s=chain.backward_stage_s, hop_s=times[:, :, 1])
+    count = chain.rows.micro_batches_r.astype(np.float64)
+    if chain.options.schedule == "gpipe":
+        return gpipe_makespan_s(forward, backward, count)
+    return overlapped_makespan_s(forward, backward, count, half_duplex=chain.options.half_duplex)

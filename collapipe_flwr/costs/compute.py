@@ -25,6 +25,8 @@ class Options:
     recompute: bool = False  # forward again in the backward pass instead of keeping activations
     edge_shared: bool = False  # the edge divides its speed by the number of clusters
     memory_margin: float = 0.05  # share of every memory that plans leave free
+    schedule: str = "gpipe"  # or "1f1b"
+    half_duplex: bool = False  # links carry one direction at a time; irrelevant to GPipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

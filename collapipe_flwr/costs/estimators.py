@@ -27,6 +27,7 @@ class LearningState:
     drift: float | None = None
     loss: float | None = None
     first_gradient_square: float | None = None
+    update_norm: float | None = None  # of the last round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +49,12 @@ def update(
     """Fold one round's telemetry in; fields that were not measured change nothing."""
     state = _with_loss(_with_noise(state, outcome), outcome)
     travelled = learning_rate * max(mean_steps, 1.0)
-    norm, change, spread = outcome.update_norm, outcome.update_change_norm, outcome.update_spread
-    if norm and change is not None and _usable(change / norm):
-        secant = change / (travelled * norm)
+    last, change, spread = state.update_norm, outcome.update_change_norm, outcome.update_spread
+    if last and change is not None and _usable(change):
+        secant = change / (travelled * last)
         state = replace(state, smoothness=_blend(state.smoothness, secant))
+    if outcome.update_norm is not None and _usable(outcome.update_norm):
+        state = replace(state, update_norm=outcome.update_norm)
     if spread is not None and _usable(spread):
         state = replace(state, drift=_blend(state.drift, spread / travelled**2))
     return state

@@ -39,6 +39,21 @@ def gpipe_makespan_s(forward: PassTimes, backward: PassTimes, micro_batches: Arr
     return np.asarray(ahead + backward.total() + further * backward.bottleneck())
 
 
+def overlapped_makespan_s(
+    forward: PassTimes, backward: PassTimes, micro_batches: Array, *, half_duplex: bool
+) -> Array:
+    """What a step cannot undercut when passes overlap (1F1B): trip plus J - 1 busiest periods.
+
+    A lower bound of every schedule, approached when warm-up is deep; see ``costs.depths``.
+    """
+    further = np.asarray(micro_batches, dtype=np.float64) - 1.0
+    hops = np.maximum(forward.hop_s, backward.hop_s)
+    if half_duplex:
+        hops = forward.hop_s + backward.hop_s
+    period = np.maximum((forward.stage_s + backward.stage_s).max(-1), hops.max(-1))
+    return np.asarray(forward.total() + backward.total() + further * period)
+
+
 def optimiser_flop(parameter_bytes: Array) -> Array:
     """Floating-point operations of one optimiser step over ``parameter_bytes`` of weights."""
     return np.asarray(OPTIMISER_FLOP_PER_BYTE * parameter_bytes)

@@ -53,15 +53,22 @@ def capacity_bytes(tables: Tables, rows: Layouts, options: Options) -> Array:
     )
 
 
-def fits(tables: Tables, rows: Layouts, options: Options, flight_rs: Array) -> NDArray[np.bool_]:
-    """Rows whose every stage keeps within its memory, (R,)."""
-    need = peak_bytes(tables, rows, options, flight_rs)
+def fits(tables: Tables, rows: Layouts, options: Options) -> NDArray[np.bool_]:
+    """Rows whose every stage keeps within its memory at the schedule's least depth, (R,)."""
+    need = peak_bytes(tables, rows, options, least_in_flight(rows, options))
     room = capacity_bytes(tables, rows, options)
     needed = np.pad(rows.used_rs, ((0, 0), (1, 1)), constant_values=True)
     return np.asarray(((need <= room) | ~needed).all(1))
 
 
-def whole_batch_in_flight(rows: Layouts) -> Array:
-    """GPipe's depth: all J micro-batches on every stage, (R, S + 2)."""
+def least_in_flight(rows: Layouts, options: Options) -> Array:
+    """The depth that a schedule cannot do without, (R, S + 2).
+
+    GPipe keeps all J micro-batches on every stage; 1F1B one per stage from here to the edge.
+    """
     count = rows.micro_batches_r.astype(np.float64)[:, None]
-    return np.broadcast_to(count, (len(rows), rows.member_rs.shape[1] + 2))
+    width = rows.member_rs.shape[1] + 2
+    if options.schedule == "gpipe":
+        return np.broadcast_to(count, (len(rows), width))
+    ahead = np.maximum(rows.depth_r[:, None] + 2.0 - np.arange(width)[None, :], 1.0)
+    return np.asarray(np.minimum(ahead, count))

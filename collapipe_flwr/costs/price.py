@@ -15,6 +15,7 @@ from collapipe_flwr.core.domain import ClusterPlan, Plan, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.chain import Chain, chain_of, hop_bandwidth_hz, price_rows
 from collapipe_flwr.costs.compute import Options
+from collapipe_flwr.costs.depths import flight_table, planned_makespan_s
 from collapipe_flwr.costs.memory import peak_bytes
 from collapipe_flwr.costs.plan_rows import restricted, rows_of_plans
 from collapipe_flwr.costs.radio import send_time_s
@@ -56,12 +57,15 @@ def price(plan: Plan, snapshot: Snapshot, options: Options | None = None) -> Pri
     powers = planned_powers(chain, plan.clusters)
     times = achieved_times(chain, plan.clusters, powers)
     priced = price_rows(chain, times, powers)
-    memory = peak_bytes(tables, chain.rows, choice, planned_depths(chain, plan.clusters))
+    depths = [c.warmup_depth for c in plan.clusters]
+    step_s = planned_makespan_s(chain, times, depths)
+    latency_s = chain.fixed_s + chain.steps_r * step_s
+    memory = peak_bytes(tables, chain.rows, choice, flight_table(chain, depths))
     clusters = tuple(
         PricedCluster(
             cluster_id=c.cluster_id,
-            latency_s=float(priced.latency_s[m]),
-            step_s=float(priced.makespan_s[m]),
+            latency_s=float(latency_s[m]),
+            step_s=float(step_s[m]),
             energy_j=named_energy(tables, chain, m, priced.energy_j[m]),
             memory_bytes=named_memory(
                 c, members_of(tables.snapshot.clusters[m])[0].device_id, memory[m]
@@ -92,15 +96,6 @@ def achieved_times(chain: Chain, plans: Sequence[ClusterPlan], powers: Array) ->
     snr = np.where(used, powers, 1.0) / chain.noise_over_gain[:, :, None]
     times = send_time_s(chain.hops.bits[:, :, None], width[:, :, None], snr)
     return np.where(used, times, 0.0)
-
-
-def planned_depths(chain: Chain, plans: Sequence[ClusterPlan]) -> Array:
-    """Micro-batches in flight per stage, (R, S + 2), with the edge in the last column."""
-    depths = np.zeros((len(plans), chain.rows.member_rs.shape[1] + 2))
-    for m, plan in enumerate(plans):
-        depths[m, : len(plan.warmup_depth) - 1] = plan.warmup_depth[:-1]
-        depths[m, -1] = plan.warmup_depth[-1]
-    return depths
 
 
 def named_energy(tables: Tables, chain: Chain, m: int, energy_s: Array) -> dict[str, float]:

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from collapipe_flwr.core.domain import ClusterPlan, Plan, RoundOutcome, Snapshot
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.costs.chain import chain_of
+from collapipe_flwr.costs.depths import Scheduled, schedule_rows
 from collapipe_flwr.costs.estimators import Prior, constants_of, update
-from collapipe_flwr.costs.memory import fits, peak_bytes, whole_batch_in_flight
+from collapipe_flwr.costs.memory import fits, peak_bytes
 from collapipe_flwr.costs.plan_rows import segments_of
 from collapipe_flwr.costs.price import named_energy, named_memory
 from collapipe_flwr.costs.tables import Tables, members_of, tabulate
@@ -50,7 +51,7 @@ def _reference(tables: Tables, settings: SchedulerSettings) -> Reference:
     for size, count in middle:
         batches = np.tile([size, count], (clusters, 1))
         rows = rows_from_weights(np.arange(clusters), order + 1, weight, tables.num_blocks, batches)
-        if fits(tables, rows, settings.options, whole_batch_in_flight(rows)).all():
+        if fits(tables, rows, settings.options).all():
             break
     planner = Planner(
         tables=tables,
@@ -156,38 +157,42 @@ def observed(
 def solution_plan(planner: Planner, solution: Solution, policy: str, share: float) -> Plan:
     """The solution in names and units that the rest of the product speaks."""
     tables = planner.tables
-    memory = peak_bytes(
-        tables, solution.rows, planner.settings.options, whole_batch_in_flight(solution.rows)
+    scheduled = schedule_rows(
+        tables, solution.chain, planner.settings.options, solution.allocation.times
     )
+    memory = peak_bytes(tables, solution.rows, planner.settings.options, scheduled.flight_rs)
     clusters = tuple(
-        _cluster_plan(tables, solution, m, memory[m]) for m in range(tables.num_clusters)
+        _cluster_plan(tables, solution, scheduled, m, memory[m]) for m in range(tables.num_clusters)
     )
     return Plan(
         round_index=tables.snapshot.round_index,
         policy=policy,
         clusters=clusters,
-        latency_s=float(solution.priced.latency_s.max()),
+        latency_s=max(c.latency_s for c in clusters),
         rho=solution.rho / share,
     )
 
 
-def _cluster_plan(tables: Tables, solution: Solution, m: int, memory_s: Array) -> ClusterPlan:
+def _cluster_plan(
+    tables: Tables, solution: Solution, scheduled: Scheduled, m: int, memory_s: Array
+) -> ClusterPlan:
     rows, chain, cluster = solution.rows, solution.chain, tables.snapshot.clusters[m]
     segments, control = segments_of(tables, rows, m), cluster.profile.control_unit.device_id
     names = [control, *(s.device_id for s in segments)]
     forward, backward = solution.powers[m, :, 0], solution.powers[m, :, 1]
+    step_s = float(scheduled.makespan_s[m])
     plan = ClusterPlan(
         cluster_id=cluster.profile.cluster_id,
         segments=segments,
         micro_batch_size=int(rows.micro_batch_size_r[m]),
         micro_batches=int(rows.micro_batches_r[m]),
-        warmup_depth=(int(rows.micro_batches_r[m]),) * (len(segments) + 2),
+        warmup_depth=scheduled.depths[m],
         local_steps=int(chain.steps_r[m]),
         bandwidth_hz=float(solution.allocation.edge_hz_r[m]),
         tx_power_w={name: float(forward[k]) for k, name in enumerate(names)},
         gradient_power_w={s.device_id: float(backward[k]) for k, s in enumerate(segments)},
-        latency_s=float(solution.priced.latency_s[m]),
-        step_s=float(solution.priced.makespan_s[m]),
+        latency_s=float(chain.fixed_s[m] + chain.steps_r[m] * step_s),
+        step_s=step_s,
         energy_j=named_energy(tables, chain, m, solution.priced.energy_j[m]),
         memory_bytes={},
     )

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from collapipe_flwr.core.domain import Plan, RoundOutcome, Snapshot
 from collapipe_flwr.costs.chain import chain_of
 from collapipe_flwr.costs.layouts import Layouts, stack
-from collapipe_flwr.costs.memory import fits, whole_batch_in_flight
+from collapipe_flwr.costs.memory import fits
 from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.scheduler.allocation import equal_shares
 from collapipe_flwr.scheduler.base import (
@@ -99,7 +99,7 @@ class RuleScheduler:
             batches = np.tile([size, count], (len(ranked), 1))
             owner = np.full(len(ranked), m, dtype=np.int64)
             rows = rows_from_weights(owner, order + 1, ranked, tables.num_blocks, batches)
-            good = fits(tables, rows, self.settings.options, whole_batch_in_flight(rows))
+            good = fits(tables, rows, self.settings.options)
             if good.any():
                 return rows.take(np.flatnonzero(good)[:1])
         raise infeasible(tables.snapshot.clusters[m].profile.cluster_id, self.name)

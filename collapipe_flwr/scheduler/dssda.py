@@ -9,7 +9,7 @@ import numpy as np
 from collapipe_flwr.core.domain import ClusterPlan, Plan, RoundOutcome, Snapshot
 from collapipe_flwr.core.errors import InfeasibleError, ScheduleError
 from collapipe_flwr.costs.layouts import Layouts
-from collapipe_flwr.costs.memory import fits, whole_batch_in_flight
+from collapipe_flwr.costs.memory import fits
 from collapipe_flwr.costs.plan_rows import rows_of_plans
 from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.scheduler.base import (
@@ -78,7 +78,7 @@ def kept_rows(tables: Tables, state: SchedulerState, settings: SchedulerSettings
         rows = rows_of_plans(tables, present)
     except ScheduleError:
         return None
-    return rows if fits(tables, rows, settings.options, whole_batch_in_flight(rows)).all() else None
+    return rows if fits(tables, rows, settings.options).all() else None
 
 
 def usable_plans(last: Plan | None, snapshot: Snapshot) -> tuple[ClusterPlan, ...]:

@@ -54,20 +54,21 @@ class InteriorPoint:
     def __init__(self, problem: RadioProblem) -> None:
         self.problem = problem
         self.rows, self.size = problem.used_rh.shape
-        self.half = self.size // 2
+        self.side = problem.cap_of_h
+        self.sides = np.eye(2)[self.side]  # (2(S+1), 2) which of phi, beta bounds a hop
         self.layout = Layout(self.rows, self.size)
         self.used = problem.used_rh.astype(np.float64)
         self.edge = (problem.edge_rh & problem.used_rh).astype(np.float64)
         self.log_d2d = np.where(problem.edge_rh, 0.0, np.log(problem.d2d_hz_r)[:, None])
         self.log_stage = np.log(np.maximum(problem.stage_max_r2, 1e-12))
-        self.capped = np.repeat((problem.cap_weight_r > 0)[:, None], 2, axis=1).astype(np.float64)
+        self.capped = (problem.cap_weight_r2 > 0).astype(np.float64)
         self.mask = self._mask()
         self.count = float(self.mask.sum())
 
     def _mask(self) -> Array:
         flat = np.ones(self.layout.length)
         parts = self.layout.parts(flat)
-        parts.cap[...] = self.used * np.repeat(self.capped, self.half, axis=1)
+        parts.cap[...] = self.used * self.capped[:, self.side]
         parts.stage[...] = self.capped
         parts.power[...] = self.used
         return flat
@@ -98,7 +99,7 @@ class InteriorPoint:
         snr = 0.8 * p.power_max_rh / p.noise_over_gain_rh
         x = np.log(p.bits_ln2_rh / (width * np.log1p(snr / width)))
         x = np.where(p.used_rh, x, 0.0)
-        slowest = np.where(p.used_rh, x, -np.inf).reshape(self.rows, 2, self.half).max(2)
+        slowest = np.where(p.used_rh, x, -np.inf).max(1, keepdims=True)
         cap = np.maximum(slowest, self.log_stage) + 0.1
         late, _, _ = self._late(x, cap)
         return Point(x=x, omega=omega, cap=cap, tau=float(late.max()) + 0.1)
@@ -110,7 +111,7 @@ class InteriorPoint:
         """ln(latency) of every row, and the shares of hops and slowest resources in it."""
         p = self.problem
         hop = self.used * p.weight_r[:, None] * np.exp(x)
-        slow = p.cap_weight_r[:, None] * np.exp(cap)
+        slow = p.cap_weight_r2 * np.exp(cap)
         total = p.fixed_s_r + hop.sum(1) + slow.sum(1)
         return np.log(total), hop / total[:, None], slow / total[:, None]
 
@@ -127,7 +128,7 @@ class InteriorPoint:
         width = np.exp(point.omega) / p.bandwidth_hz
         room = np.empty(self.layout.length)
         parts = self.layout.parts(room)
-        parts.cap[...] = np.repeat(point.cap, self.half, axis=1) - point.x
+        parts.cap[...] = point.cap[:, self.side] - point.x
         parts.stage[...] = point.cap - self.log_stage
         parts.power[...] = -link.power
         parts.late[...] = point.tau - late
@@ -145,7 +146,7 @@ class InteriorPoint:
         """Gradient of the objective plus ``weight``-ed constraints (weights 0 where masked)."""
         link, w = value.link, self.layout.parts(weight)
         by_y = self.scale * self.used * link.energy_1 + w.power * link.power_1
-        capped = w.cap.reshape(self.rows, 2, self.half).sum(2)
+        capped = w.cap @ self.sides
         return Point(
             x=by_y + w.cap + w.late[:, None] * value.share_x,
             omega=(self.edge * (by_y + w.power)).sum(1) + w.band[0] * value.width,
@@ -177,7 +178,7 @@ class InteriorPoint:
         """Directional derivatives of every constraint along ``step``, flat."""
         flat = np.empty(self.layout.length)
         parts, domega = self.layout.parts(flat), self.edge * step.omega[:, None]
-        parts.cap[...] = step.x - np.repeat(step.cap, self.half, axis=1)
+        parts.cap[...] = step.x - step.cap[:, self.side]
         parts.stage[...] = -step.cap
         parts.power[...] = value.link.power_1 * (step.x + domega) + domega
         hops = (value.share_x * step.x).sum(1) + (value.share_cap * step.cap).sum(1)
@@ -221,7 +222,7 @@ class InteriorPoint:
         """Curvature of the slowest resources phi and beta, and their coupling with x."""
         index = np.arange(self.size)
         for side in range(2):
-            part = slice(side * self.half, (side + 1) * self.half)
+            part = self.side == side
             at = self.size + 1 + side
             matrix[:, index[part], at] -= k.cap[:, part]
             matrix[:, at, index[part]] -= k.cap[:, part]

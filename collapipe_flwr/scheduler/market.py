@@ -22,7 +22,7 @@ from collapipe_flwr.costs.chain import (
 )
 from collapipe_flwr.costs.compute import Options
 from collapipe_flwr.costs.layouts import Layouts
-from collapipe_flwr.costs.memory import fits, whole_batch_in_flight
+from collapipe_flwr.costs.memory import fits
 from collapipe_flwr.costs.radio import thrifty_time_s
 from collapipe_flwr.costs.tables import Tables
 
@@ -61,10 +61,19 @@ def market_times(chain: Chain, price_rs: Array, slope_r: Array, edge_hz_r: Array
     width = hop_bandwidth_hz(chain, edge_hz_r)[:, :, None]
     bits = np.maximum(chain.hops.bits, 1.0)[:, :, None]
     wished = thrifty_time_s(bits, width, chain.noise_over_gain[:, :, None], per_send)
-    stages = np.stack([chain.forward_stage_s.max(1), chain.backward_stage_s.max(1)], axis=1)
-    slowest = np.maximum(stages, fastest.max(1))[:, None, :]
+    slowest = _slowest(chain, fastest)[:, None, :]
     slowest = np.where(count > 1, slowest, np.inf)
     return np.where(price > 0, np.clip(wished, fastest, np.maximum(slowest, fastest)), fastest)
+
+
+def _slowest(chain: Chain, fastest: Array) -> Array:
+    """The unavoidable bottleneck of each pass, (R, 2): no hop need be faster than that."""
+    stages = np.stack([chain.forward_stage_s.max(1), chain.backward_stage_s.max(1)], axis=1)
+    if chain.options.schedule == "gpipe":
+        return np.asarray(np.maximum(stages, fastest.max(1)))
+    both = (chain.forward_stage_s + chain.backward_stage_s).max(1)
+    period = np.maximum(both, fastest.max((1, 2)))
+    return np.stack([period, period], axis=1)
 
 
 def score(
@@ -79,7 +88,7 @@ def score(
     times = market_times(chain, price, np.maximum(slack, LEAST_SLOPE * slope), edge_hz)
     priced = price_rows(chain, times, powers_for(chain, edge_hz, times))
     value = objective_rows(market, cluster, priced, rho_r) + (price * priced.energy_j).sum(1)
-    keep = fits(tables, rows, options, whole_batch_in_flight(rows)) & np.isfinite(rho_r)
+    keep = fits(tables, rows, options) & np.isfinite(rho_r)
     return np.where(keep, value, np.inf), chain
 
 

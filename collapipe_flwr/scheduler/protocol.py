@@ -26,6 +26,7 @@ class SchedulerSettings:
     bound: bool = True  # plan for rounds-to-target, not only for the latency of a round
     recompute: bool = False
     edge_shared: bool = False
+    half_duplex: bool = False
     memory_margin: float = 0.05
     budget_margin: float = 0.05  # queues aim this share below every energy budget
     hysteresis: float = 0.02  # least relative gain for which devices change segments
@@ -41,6 +42,8 @@ class SchedulerSettings:
             recompute=self.recompute,
             edge_shared=self.edge_shared,
             memory_margin=self.memory_margin,
+            schedule=self.schedule,
+            half_duplex=self.half_duplex,
         )
 
 

@@ -6,6 +6,8 @@ latency). With ``z = A ln2 / (t w)`` a transmission costs ``(N0/g) A ln2 (e^z - 
 needs the power ``(N0/g) w (e^z - 1)``; both are convex in the logarithms, as are the latency
 (a sum of exponentials) and the bandwidth sum. Hence one optimum. See docs/theory.md, "Radio".
 
+Under 1F1B phi alone bounds both passes; that is the schedule's lower bound (costs.latency).
+
 Suffixes: ``_r`` row (one cluster each), ``_h`` hop-direction (forward hops, then backward hops).
 """
 
@@ -37,9 +39,10 @@ class RadioProblem:
     d2d_hz_r: Array
     price_rh: Array  # objective per joule of this transmission, times its number in a round
     weight_r: Array  # H: how often a hop's time counts in the round
-    cap_weight_r: Array  # H (J - 1): how often the slowest resource counts
+    cap_weight_r2: Array  # H (J - 1): how often the slowest resource counts, phi and beta
     fixed_s_r: Array  # latency outside hops and slowest resources
-    stage_max_r2: Array  # slowest compute stage, forward and backward
+    stage_max_r2: Array  # slowest compute stage that phi and beta bound
+    cap_of_h: NDArray[np.int64]  # which of phi (0) and beta (1) bounds a hop-direction
     latency_price: float
     bandwidth_hz: float
 
@@ -71,14 +74,31 @@ def radio_problem(
         d2d_hz_r=chain.d2d_hz_r,
         price_rh=np.concatenate([price_rs, backward_price], axis=1) * sends,
         weight_r=chain.steps_r,
-        cap_weight_r=chain.steps_r * (count - 1.0),
+        cap_weight_r2=_cap_weights(chain),
         fixed_s_r=chain.fixed_s + chain.steps_r * compute,
-        stage_max_r2=np.stack(
-            [chain.forward_stage_s.max(1), chain.backward_stage_s.max(1)], axis=1
-        ),
+        stage_max_r2=_slowest_stages(chain),
+        cap_of_h=np.repeat([0, 0 if _overlaps(chain) else 1], hops.used.shape[1]),
         latency_price=latency_price,
         bandwidth_hz=bandwidth_hz,
     )
+
+
+def _overlaps(chain: Chain) -> bool:
+    """Under 1F1B one slowest resource, phi, paces both passes; under GPipe each has its own."""
+    return chain.options.schedule == "1f1b"
+
+
+def _cap_weights(chain: Chain) -> Array:
+    further = chain.steps_r * (chain.rows.micro_batches_r - 1.0)
+    return np.stack([further, further * (not _overlaps(chain))], axis=1)
+
+
+def _slowest_stages(chain: Chain) -> Array:
+    forward, backward = chain.forward_stage_s, chain.backward_stage_s
+    if _overlaps(chain):
+        both = (forward + backward).max(1)
+        return np.stack([both, both], axis=1)
+    return np.stack([forward.max(1), backward.max(1)], axis=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

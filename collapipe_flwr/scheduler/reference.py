@@ -7,7 +7,7 @@ Gauss-Legendre sum with positive weights, exact to rounding for the exponents th
 """
 
 # cvxpy exports its functions without annotations.
-# mypy: disable-error-code="attr-defined,return-value,no-any-return"
+# mypy: disable-error-code="attr-defined,arg-type,no-untyped-call,return-value,no-any-return"
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ class _Model:
 
     def __init__(self, problem: RadioProblem) -> None:
         self.p = problem
-        self.rows, size = problem.used_rh.shape
-        self.half = size // 2
+        self.rows = problem.used_rh.shape[0]
         self.unit_rh = _fastest(problem)
         self.round_s = _round_at(problem, self.unit_rh)
         self.worth = problem.latency_price * self.round_s
@@ -57,8 +56,8 @@ class _Model:
         """Build, solve with Clarabel and unscale; raises ScheduleError if it does not converge."""
         p = self.p
         total = self._d2d() + self._edge()
-        slow = cp.multiply(p.cap_weight_r, cp.sum(self.cap, axis=1))
-        idle = np.flatnonzero(p.cap_weight_r == 0)  # one micro-batch: nothing is bounded
+        slow = cp.sum(cp.multiply(p.cap_weight_r2, self.cap), axis=1)
+        idle = np.nonzero(p.cap_weight_r2 == 0)  # one micro-batch: nothing is bounded
         self.constraints += [
             self.cap >= p.stage_max_r2 / self.round_s,
             self.cap[idle] <= p.stage_max_r2[idle] / self.round_s,
@@ -114,10 +113,10 @@ class _Model:
 
     def _count(self, u: cp.Variable, row: Ints, hop: Ints) -> cp.Expression:
         """Keep hops within their pass's slowest resource; their part of every latency."""
-        capped = np.flatnonzero(self.p.cap_weight_r[row] > 0)
-        side = (hop[capped] >= self.half).astype(int)
+        side = self.p.cap_of_h[hop]
+        capped = np.flatnonzero(self.p.cap_weight_r2[row, side] > 0)
         unit = self.unit_rh[row, hop] / self.round_s
-        slowest = self.cap[row[capped], side]
+        slowest = self.cap[row[capped], side[capped]]
         self.constraints.append(cp.multiply(unit[capped], u[capped]) <= slowest)
         sums = np.zeros((self.rows, len(row)))
         sums[row, np.arange(len(row))] = self.p.weight_r[row] * unit

@@ -1,0 +1,57 @@
+"""Analytic cost profiles of transformers, for experiments without a model in memory.
+
+Per token a block of width d does 24 d^2 multiply-add operations' worth of FLOPs in its linear
+layers (four d x d projections, two d x 4d ones) and 4 T d in attention over T tokens; the
+backward pass costs twice the forward pass (Kaplan et al. 2020, arXiv 2001.08361, section 2.1).
+Activations kept per block are about 34 d bytes per token at 16 bits (Korthikanti et al. 2022,
+arXiv 2205.05198) without the attention maps, twice that in fp32; AdamW keeps 16 bytes per weight.
+"""
+
+from __future__ import annotations
+
+from collapipe_flwr.core.domain import BlockCost, ModelProfile
+
+WEIGHT_BYTES = 4
+STATE_BYTES = 16
+STASH_BYTES_PER_UNIT = 68
+
+
+def transformer_profile(
+    *,
+    blocks: int,
+    width: int,
+    tokens: int,
+    decoder_blocks: int | None = None,
+    vocabulary: int = 30_000,
+    wire_bytes: int = 2,
+) -> ModelProfile:
+    """An encoder of equal blocks, its embedding, and a decoder of as many blocks and a head.
+
+    ``wire_bytes`` is what the codec makes of one activation: 4, 2 or 1.
+    """
+    depth = blocks if decoder_blocks is None else decoder_blocks
+    cut = float(tokens * width * wire_bytes)
+    one = _block(width, tokens, cut)
+    table = vocabulary * width
+    embedding = _cost(table, 2.0 * tokens * width, tokens * width * WEIGHT_BYTES, cut)
+    head_flop = 2.0 * table * tokens
+    stash = depth * one.stash_bytes + tokens * vocabulary * WEIGHT_BYTES
+    weights = depth * one.parameter_bytes // WEIGHT_BYTES + table
+    decoder = _cost(weights, depth * one.forward_flop + head_flop, stash, 0.0)
+    return ModelProfile(embedding=embedding, blocks=(one,) * blocks, decoder=decoder)
+
+
+def _block(width: int, tokens: int, cut: float) -> BlockCost:
+    forward = tokens * (24.0 * width**2 + 4.0 * tokens * width)
+    return _cost(12 * width**2, forward, tokens * width * STASH_BYTES_PER_UNIT, cut)
+
+
+def _cost(weights: int, forward_flop: float, stash_bytes: float, cut: float) -> BlockCost:
+    return BlockCost(
+        forward_flop=forward_flop,
+        backward_flop=2.0 * forward_flop,
+        parameter_bytes=WEIGHT_BYTES * weights,
+        state_bytes=STATE_BYTES * weights,
+        stash_bytes=float(stash_bytes),
+        output_bytes=cut,
+    )
