@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,25 +21,28 @@ class LinkClosed(LinkError):
 class Mailbox(Generic[Item]):
     """Holds at most `capacity` items; `peer` names the other side in error sentences.
 
+    With `most_bytes` the sizes of the items inside are bounded too; one item always fits.
+
     It ends in one of two ways: `end` delivers what is queued and then raises `LinkClosed`;
     `fail` drops what is queued and raises the given error to all who wait, at once.
     """
 
-    def __init__(self, capacity: int, peer: str) -> None:
-        self._items: deque[Item] = deque()
+    def __init__(self, capacity: int, peer: str, *, most_bytes: float = math.inf) -> None:
+        self._items: deque[tuple[Item, int]] = deque()
+        self._bytes = 0
+        self._most_bytes = most_bytes
         self._capacity = capacity
         self._peer = peer
         self._end: LinkError | None = None
         self._changed = Condition()
 
-    def put(self, item: Item, deadline_s: float) -> None:
+    def put(self, item: Item, deadline_s: float, *, size_bytes: int = 0) -> None:
         """Queue one item. Raises LinkError when ended, LinkTimeout when full until the deadline."""
         with self._changed:
-            self._wait(lambda: len(self._items) < self._capacity, deadline_s, "took nothing")
+            self._wait(lambda: self._has_room(size_bytes), deadline_s, "took nothing")
             if self._end is not None:
                 raise _again(self._end)
-            self._items.append(item)
-            self._changed.notify_all()
+            self._append(item, size_bytes)
 
     def get(self, deadline_s: float) -> Item:
         """Take the oldest item. Raises LinkClosed, LinkError or, at the deadline, LinkTimeout."""
@@ -47,7 +51,8 @@ class Mailbox(Generic[Item]):
             if not self._items:
                 assert self._end is not None
                 raise _again(self._end)
-            item = self._items.popleft()
+            item, size_bytes = self._items.popleft()
+            self._bytes -= size_bytes
             self._changed.notify_all()
             return item
 
@@ -62,18 +67,30 @@ class Mailbox(Generic[Item]):
         """Deliver `last` instead of what is queued, and raise `error` afterwards."""
         with self._changed:
             if self._end is None:
-                self._items.clear()
-                self._items.append(last)
+                self._clear()
                 self._end = error
-                self._changed.notify_all()
+                self._append(last, 0)
 
     def fail(self, error: LinkError) -> None:
         """Drop what is queued and raise `error` from now on; the first failure stays."""
         with self._changed:
             if self._end is None or isinstance(self._end, LinkClosed):
                 self._end = error
-                self._items.clear()
+                self._clear()
                 self._changed.notify_all()
+
+    def _has_room(self, size_bytes: int) -> bool:
+        fits = not self._items or self._bytes + size_bytes <= self._most_bytes
+        return fits and len(self._items) < self._capacity
+
+    def _append(self, item: Item, size_bytes: int) -> None:
+        self._items.append((item, size_bytes))
+        self._bytes += size_bytes
+        self._changed.notify_all()
+
+    def _clear(self) -> None:
+        self._items.clear()
+        self._bytes = 0
 
     def _wait(self, ready: Callable[[], bool], deadline_s: float, what: str) -> None:
         until_s = time.monotonic() + deadline_s

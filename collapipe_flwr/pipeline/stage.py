@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from collapipe_flwr.core.errors import ConfigError, ProtocolError
+from collapipe_flwr.core.errors import ConfigError, ModelError, ProtocolError
 from collapipe_flwr.pipeline.frame import GRAD, HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.link import Link, Traffic
 from collapipe_flwr.pipeline.meter import (
@@ -31,6 +31,9 @@ from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.randomness import FreeRandomness, Randomness, SeededRandomness
 from collapipe_flwr.pipeline.schedule import Action, Op, forward_actions, stage_actions
 from collapipe_flwr.pipeline.step import MOST_SEED, Step
+
+# What torch and transformers raise for tensors that do not fit, and for memory that runs out.
+_PART_ERRORS = (RuntimeError, ValueError, IndexError, KeyError, TypeError, MemoryError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,12 +198,20 @@ class Stage(ABC):
         self._emit(step, frame, output)
 
     def _run_part(self, frame: Frame, hidden: Tensor | None, *, grad: bool) -> Tensor:
-        with (
-            torch.set_grad_enabled(grad),
-            self.memory.saving(),
-            self._randomness.at(frame.step, frame.micro_batch),
-        ):
-            return self._compute(frame, hidden)
+        """The forward pass. Raises ModelError when the part cannot take these tensors."""
+        try:
+            with (
+                torch.set_grad_enabled(grad),
+                self.memory.saving(),
+                self._randomness.at(frame.step, frame.micro_batch),
+            ):
+                return self._compute(frame, hidden)
+        except _PART_ERRORS as error:
+            shapes = {name: tuple(t.shape) for name, t in frame.tensors.items()}
+            raise ModelError(
+                f"{self.settings.name} cannot compute micro-batch {frame.micro_batch} of step "
+                f"{frame.step} with tensors {shapes}: {error}"
+            ) from error
 
     def _backward(self, step: Step, micro_batch: int) -> None:
         frame = self._take_gradient(step, micro_batch)

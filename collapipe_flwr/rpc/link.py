@@ -35,6 +35,7 @@ class StreamSettings:
     codec: str = "fp32"
     limits: FrameLimits = field(default_factory=FrameLimits)
     queue_frames: int = 64
+    queue_bytes: int = 512 * 2**20
     idle_s: float = 3600.0
     rate_bytes_per_s: float | None = None
 
@@ -54,15 +55,19 @@ class StreamLink:
         self._settings = settings
         self._translate = translate
         self._hang_up = hang_up
-        self._inbox: Mailbox[Frame] = Mailbox(settings.queue_frames, peer)
-        self._outbox: Mailbox[bytes] = Mailbox(settings.queue_frames, peer)
+        self._inbox: Mailbox[Frame] = Mailbox(
+            settings.queue_frames, peer, most_bytes=settings.queue_bytes
+        )
+        self._outbox: Mailbox[bytes] = Mailbox(
+            settings.queue_frames, peer, most_bytes=settings.queue_bytes
+        )
         self._pacer = Pacer(settings.rate_bytes_per_s)
         self._over = threading.Event()
 
     def send(self, frame: Frame, *, deadline_s: float) -> None:
         """See `Link.send`."""
         data = encode_frame(frame, self._settings.codec)
-        self._outbox.put(data, deadline_s)
+        self._outbox.put(data, deadline_s, size_bytes=len(data))
         self.traffic.sent_bytes += len(data)
 
     def receive(self, *, deadline_s: float) -> Frame:
@@ -118,7 +123,7 @@ class StreamLink:
         if frame.kind is FrameKind.ERROR:
             self.broken(LinkError(f"{self.peer} failed: {frame.text[:_SENTENCE]}"))
         else:
-            self._inbox.put(frame, self._settings.idle_s)
+            self._inbox.put(frame, self._settings.idle_s, size_bytes=len(data))
 
     def _give_up(self, error: LinkError) -> None:
         text = str(error)[:_SENTENCE]

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
 
-from collapipe_flwr.core.errors import LinkError, LinkTimeout, ProtocolError, ScheduleError
+from collapipe_flwr.core.errors import (
+    CollaPipeError,
+    LinkError,
+    LinkTimeout,
+    ProtocolError,
+    ScheduleError,
+)
 from collapipe_flwr.pipeline.frame import Frame, FrameKind
 from collapipe_flwr.pipeline.link import memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer
@@ -145,3 +155,46 @@ def test_gradients_that_do_not_fit_are_refused(answer):
     edge.send(Frame(kind=FrameKind.GRADIENT, **answer), deadline_s=1)
     with pytest.raises(ProtocolError):
         stage.serve()
+
+
+odd_tensors = st.dictionaries(
+    st.sampled_from(["hidden", "labels", "attention_mask", "grad", "x"]),
+    st.builds(
+        lambda shape, dtype: torch.ones(shape, dtype=dtype),
+        st.lists(st.integers(0, 17), max_size=4),
+        st.sampled_from([torch.float32, torch.int64, torch.bool, torch.bfloat16]),
+    ),
+    max_size=4,
+)
+odd_frames = st.builds(
+    Frame,
+    kind=st.sampled_from(FrameKind),
+    step=st.integers(0, 2),
+    micro_batch=st.integers(0, 2),
+    tensors=odd_tensors,
+    scalars=st.dictionaries(
+        st.sampled_from(["scale", "weight", "loss", "micro_batches", "train", "settle", "seed"]),
+        st.sampled_from([0.0, 0.5, 1.0, 2.0, float("nan"), float("inf"), -1.0]),
+    ),
+)
+
+
+@examples(max_examples=60, deadline=None)
+@given(
+    frames=st.lists(odd_frames | st.just(begin(micro_batches=1.0)), max_size=5),
+    opening=st.booleans(),
+    place=st.sampled_from([LastStage, MiddleStage]),
+)
+def test_any_sequence_of_frames_ends_in_an_error_of_ours_or_in_good_order(frames, opening, place):
+    ours, theirs = memory_pair("edge", "stranger")
+    down, behind = memory_pair("edge", "behind")
+    part = make_parts((1,))[-1 if place is LastStage else 1]
+    links = {"upstream": ours} if place is LastStage else {"upstream": ours, "downstream": down}
+    stage = place(part, Optimizer(SGD, part.parameters()), settings("edge"), **links)
+    for frame in [begin(micro_batches=1.0)] * opening + frames:
+        theirs.send(frame, deadline_s=1)
+    behind.close()
+    theirs.close()
+    with contextlib.suppress(CollaPipeError):
+        stage.serve()
+    assert all(p.isfinite().all() for p in part.parameters())

@@ -75,6 +75,19 @@ def test_a_waiting_receiver_hears_of_a_close_at_once():
     timer.join()
 
 
+def test_a_mailbox_is_bounded_in_bytes_but_takes_one_item_of_any_size():
+    box: Mailbox[int] = Mailbox(9, "peer", most_bytes=10)
+    box.put(0, 0.05, size_bytes=99)
+    with pytest.raises(LinkTimeout):
+        box.put(1, 0.05, size_bytes=1)
+    assert box.get(1) == 0
+    for item in range(2):
+        box.put(item, 0.05, size_bytes=5)
+    with pytest.raises(LinkTimeout):
+        box.put(2, 0.05, size_bytes=1)
+    assert [box.get(1) for _ in range(2)] == [0, 1]
+
+
 def test_the_first_failure_stays():
     box: Mailbox[int] = Mailbox(4, "peer")
     box.fail(LinkError("first"))
