@@ -42,7 +42,7 @@ def decode_tensors(record: ArrayRecord) -> dict[str, torch.Tensor]:
 
 def is_floating(array: Array) -> bool:
     """True where averaging makes sense: not for integers and booleans."""
-    return array.dtype in _RAW_DTYPES or np.dtype(array.dtype).kind not in "iub"
+    return array.dtype in _RAW_DTYPES or not array.dtype.startswith(("int", "uint", "bool"))
 
 
 def averaging_view(record: ArrayRecord, constant: Collection[str] = ()) -> ArrayRecord:

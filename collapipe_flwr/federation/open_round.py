@@ -138,34 +138,38 @@ class OpenRound:
         return sorted(pairs, key=lambda pair: pair[1].cluster_id) if self._split else pairs
 
     def _receive(self, reply: Message, sent: Sent, weighted_by: str, received: Received) -> Message:
+        name = sent.cluster_id
         if reply.has_error():
-            received.failures[sent.cluster_id] = why = sentence(reply.error)
-            log.warning("cluster %s failed: %s", sent.cluster_id, why)
+            received.failures[name] = why = sentence(reply.error)
+            log.warning("cluster %s failed: %s", name, why)
             return reply
         received.content_bytes += content_bytes(reply.content)
         try:
-            content, telemetry = take_telemetry(reply.content)
-            self._join(content, sent.cluster_id)
-        except (LinkError, ProtocolError) as error:
-            received.failures[sent.cluster_id] = str(error)
-            log.warning("the reply of cluster %s is unusable: %s", sent.cluster_id, error)
+            content, telemetry = self._unpack(reply.content, name)
+            shown = viewed(content, self.constant)
+        except LinkError as error:
+            received.failures[name] = str(error)
+            log.warning("the reply of cluster %s is unusable: %s", name, error)
             return as_failed(sent, str(error))
-        name = sent.cluster_id
         received.models[name] = next(iter(content.array_records.values()), ArrayRecord())
         received.examples[name] = examples_of(content, weighted_by)
         if telemetry is not None:
-            received.telemetry[name] = self._with_edge(telemetry)
-        return with_content(reply, viewed(content, self.constant))
+            received.telemetry[name] = telemetry
+        return with_content(reply, shown)
 
-    def _with_edge(self, telemetry: ClusterTelemetry) -> ClusterTelemetry:
-        if self._split is None:
-            return telemetry
-        return replace(telemetry, edge=self._split.report(telemetry.cluster_id))
-
-    def _join(self, content: RecordDict, cluster_id: str) -> None:
+    def _unpack(
+        self, content: RecordDict, cluster_id: str
+    ) -> tuple[RecordDict, ClusterTelemetry | None]:
+        """The whole model and the whole telemetry; raises ProtocolError, LinkError."""
+        content, telemetry = take_telemetry(content)
+        if telemetry is not None and telemetry.cluster_id != cluster_id:
+            raise ProtocolError(f"cluster {cluster_id} sent telemetry of {telemetry.cluster_id!r}")
         if self._split is not None:
             name, arrays = only_arrays(content, f"the reply of cluster {cluster_id}")
             content[name] = self._split.join(cluster_id, arrays, self.template)
+            if telemetry is not None:
+                telemetry = replace(telemetry, edge=self._split.report(cluster_id))
+        return content, telemetry
 
 
 def edge_depth(plan: ClusterPlan | None) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from flwr.app import Array, ArrayRecord
 
 from collapipe_flwr.core.errors import LinkError, ProtocolError, RunError
-from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
+from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors, is_floating
 from collapipe_flwr.federation.edge_gateway import DecoderOrder, EdgeGateway, EdgeSession
 from collapipe_flwr.federation.records import LearningSettings, SplitTask
 from collapipe_flwr.pipeline.meter import StageReport
@@ -56,6 +56,8 @@ class SplitRound:
                 f"the global model lacks the array {missing[0]} that the edge trains; start the "
                 "strategy with the weights of the same model specification"
             )
+        if cluster_id in self._sessions:
+            raise RunError(f"cluster {cluster_id} is asked twice in one round: give it one node")
         learning = self._model.learning(self._server_round)
         order = DecoderOrder(
             cluster_id=cluster_id,
@@ -97,7 +99,7 @@ class SplitRound:
         whole = ArrayRecord()
         for key, array in template.items():
             whole[key] = decoder[key] if key in decoder else reply[key]
-            check_shape(key, whole[key], array, cluster_id)
+            check_like(key, whole[key], array, cluster_id)
         return whole
 
     def report(self, cluster_id: str) -> StageReport | None:
@@ -133,10 +135,10 @@ def check_keys(found: set[str], wanted: set[str], sender: str) -> None:
         raise ProtocolError(f"{sender} returned {len(extra)} unknown arrays, as {extra[0]}")
 
 
-def check_shape(key: str, array: Array, template: Array, cluster_id: str) -> None:
-    """Raise ProtocolError unless a returned array has the shape that was sent."""
-    if tuple(array.shape) != tuple(template.shape):
+def check_like(key: str, array: Array, template: Array, cluster_id: str) -> None:
+    """Raise ProtocolError unless a returned array has the shape and kind that were sent."""
+    if tuple(array.shape) != tuple(template.shape) or is_floating(array) != is_floating(template):
         raise ProtocolError(
-            f"cluster {cluster_id} returned {key} with shape {tuple(array.shape)}, "
-            f"it was sent {tuple(template.shape)}"
+            f"cluster {cluster_id} returned {key} as {array.dtype} {tuple(array.shape)}, "
+            f"it was sent as {template.dtype} {tuple(template.shape)}"
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
@@ -99,7 +101,10 @@ def trainer(edge: MemoryEdge, step: float, examples: int, **change):
             }
         )
         telemetry = ClusterTelemetry(
-            cluster_id=task.cluster_id, examples=examples, wall_s=0.1, losses=(step,)
+            cluster_id=change.get("telemetry", task.cluster_id),
+            examples=examples,
+            wall_s=0.1,
+            losses=(step,),
         )
         return Message(write_telemetry(content, telemetry), reply_to=message)
 
@@ -198,7 +203,9 @@ def test_the_round_goes_on_without_a_failed_cluster():
         ({"missing": "embed.weight"}, "1 arrays too few, as embed.weight"),
         ({"extra": {"lm_head": torch.ones(1)}}, "1 unknown arrays, as lm_head"),
         ({"extra": {"decoder.weight": torch.ones(2, 2)}}, "1 unknown arrays, as decoder.weight"),
-        ({"extra": {"embed.weight": torch.ones(2, 3)}}, r"embed.weight with shape \(2, 3\)"),
+        ({"extra": {"embed.weight": torch.ones(2, 3)}}, r"embed.weight as float32 \(2, 3\)"),
+        ({"extra": {"embed.weight": torch.ones(3, 2).long()}}, r"embed.weight as int64 \(3, 2\)"),
+        ({"telemetry": "c1"}, "cluster c2 sent telemetry of 'c1'"),
     ],
 )
 def test_a_reply_that_does_not_fit_is_a_failure_that_says_why(change, words):
@@ -231,6 +238,19 @@ def test_an_edge_that_refuses_the_second_cluster_closes_the_first():
     grid = LocalGrid({1: failing, 2: failing})
     with pytest.raises(LinkError, match="its limit"):
         wrapped(edge, FixedPlanner("c1", "c2"), []).start(grid, encode_tensors(model()))
+    assert edge.replicas == {}
+
+
+def test_a_cluster_behind_two_nodes_is_refused():
+    class Twins(FixedPlanner):
+        def plan(self, server_round, nodes, arrays):
+            planned = super().plan(server_round, nodes, arrays)
+            return replace(planned, cluster_ids=dict.fromkeys(nodes, "c1"))
+
+    edge = MemoryEdge()
+    grid = LocalGrid({1: failing, 2: failing})
+    with pytest.raises(RunError, match="cluster c1 is asked twice in one round"):
+        wrapped(edge, Twins("c1"), []).start(grid, encode_tensors(model()))
     assert edge.replicas == {}
 
 
