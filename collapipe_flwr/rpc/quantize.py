@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 _BLOCK = 128  # elements that share one scale
+_SMALLEST = 1e-38  # blocks below are sent as zeros: the inverse of their scale would overflow
 
 
 class WireCodec(Protocol):
@@ -74,18 +75,20 @@ class Int8Blocks:
     def pack(self, tensor: Tensor) -> memoryview:
         """See `WireCodec.pack`."""
         flat = tensor.reshape(-1).to(torch.float32)
-        blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % _BLOCK)).view(-1, _BLOCK)
-        scale = blocks.abs().amax(dim=1, keepdim=True) / 127 if flat.numel() else blocks[:, :1]
-        steps = torch.nan_to_num(blocks / scale.clamp_min(torch.finfo(torch.float32).tiny))
-        steps = steps.round().clamp(-127, 127).to(torch.int8).reshape(-1)[: flat.numel()]
-        return memoryview(bytes(_bytes_of(scale)) + bytes(_bytes_of(steps)))
+        blocks = _blocks(flat)
+        largest = torch.maximum(blocks.amax(1, keepdim=True), -blocks.amin(1, keepdim=True))
+        scale = largest / 127
+        inverse = torch.where(scale > _SMALLEST, 1 / scale, 0.0)  # NaN and infinity give NaN or 0
+        steps = (blocks * inverse).round_().to(torch.int8).reshape(-1)[: flat.numel()]
+        return memoryview(b"".join((_bytes_of(scale), _bytes_of(steps))))
 
     def unpack(self, raw: bytearray, dtype: torch.dtype) -> Tensor:
         """See `WireCodec.unpack`."""
         blocks = -(-len(raw) // (_BLOCK + 4))
         scale, steps = _flat(raw[: 4 * blocks], torch.float32), _flat(raw[4 * blocks :], torch.int8)
         scale = torch.where(scale.isfinite(), scale, torch.nan)
-        return (steps * scale.repeat_interleave(_BLOCK)[: steps.numel()]).to(dtype)
+        values = _blocks(steps) * scale.view(-1, 1)
+        return values.reshape(-1)[: steps.numel()].to(dtype)
 
     def wire_bytes(self, elements: int, dtype: torch.dtype) -> int:
         """See `WireCodec.wire_bytes`."""
@@ -99,6 +102,13 @@ WIRE_CODECS: Mapping[str, WireCodec] = {
     "bf16": Cast(torch.bfloat16),
     "int8": Int8Blocks(),
 }
+
+
+def _blocks(flat: Tensor) -> Tensor:
+    """Rows of one block each; the last is filled up with zeros."""
+    missing = -flat.numel() % _BLOCK
+    full = torch.nn.functional.pad(flat, (0, missing)) if missing else flat
+    return full.view(-1, _BLOCK)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

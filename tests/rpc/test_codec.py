@@ -91,6 +91,14 @@ def test_an_overflow_stays_visible(codec, bad):
     torch.testing.assert_close(back[:128], tensor[:128])
 
 
+@pytest.mark.parametrize("magnitude", [0.0, 1e-45, 1e-39, 1e-30, 1e30, 3e38])
+def test_int8_takes_any_magnitude(magnitude):
+    tensor = torch.linspace(-1, 1, 300) * magnitude
+    data = encode_frame(Frame(kind=FrameKind.GRADIENT, tensors={"grad": tensor}), "int8")
+    error = (decode_frame(data).tensors["grad"] - tensor).abs().max().item()
+    assert error <= max(magnitude / 250, 2e-36)
+
+
 def test_decoded_tensors_own_their_memory():
     data = encode_frame(sample())
     first, second = decode_frame(data), decode_frame(data)
