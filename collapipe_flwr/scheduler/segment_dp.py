@@ -1,0 +1,256 @@
+"""Exact segmentation of one cluster: shortest paths under bottleneck caps.
+
+Minimise ``sum of stage and hop costs + pace * (slowest forward + slowest backward resource)`` over
+contiguous segments on distinct devices. For caps on the two bottlenecks the rest is additive: a
+shortest path over (devices used so far, last device, blocks covered). Caps are swept best first
+over the values that cheapest paths attain, and the sweep stops when its lower bound passes the
+best path: exact. Under overlapping passes (1F1B) one bottleneck counts; then the backward arrays
+hold zeros.
+
+Suffixes: ``_i`` member (0 control unit, n devices, last index the edge where it receives),
+``_n`` device (member n + 1), ``_l`` blocks covered before, ``_k`` blocks covered after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from itertools import count
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collapipe_flwr.core.errors import InfeasibleError
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentProblem:
+    """One cluster's segmentation for given micro-batches, prices and hop times."""
+
+    stage_cost_nlk: Array  # inf where memory forbids it or k <= l
+    stage_forward_nlk: Array
+    stage_backward_nlk: Array
+    hop_cost_ijl: Array  # (N + 1, N + 2, L + 1)
+    hop_forward_ijl: Array
+    hop_backward_ijl: Array
+    pace: float  # objective per second of each bottleneck
+    floor: tuple[float, float]  # bottlenecks that control unit and edge cause anyway
+    fixed_cost: float  # what does not depend on the segments
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return int(self.stage_cost_nlk.shape[0])
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks."""
+        return int(self.stage_cost_nlk.shape[1]) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Path:
+    """Devices (from 0) in order, and the first block behind each one's segment."""
+
+    devices: tuple[int, ...]
+    stops: tuple[int, ...]
+    cost: float  # without the bottlenecks
+    forward_s: float  # slowest forward resource
+    backward_s: float
+
+    def value(self, problem: SegmentProblem) -> float:
+        """The objective."""
+        pace = problem.pace * (self.forward_s + self.backward_s)
+        return self.cost + pace + problem.fixed_cost
+
+
+Shortest = Callable[[SegmentProblem], "tuple[tuple[int, ...], tuple[int, ...]] | None"]
+
+
+def best_path(problem: SegmentProblem, shortest: Shortest, *, below: float = np.inf) -> Path:
+    """The optimum, best first over pairs of caps; raises InfeasibleError without any path.
+
+    A path that beats the cheapest one under some caps must undercut one of its two bottlenecks,
+    so each pair of caps branches into two; its cheapest cost bounds everything beyond. Only
+    paths of value under ``below`` are looked for.
+    """
+    best: Path | None = None
+    limit, serial = below, count()
+    queue = [(-np.inf, next(serial), (np.inf, np.inf))]
+    seen = {queue[0][2]}
+    while queue:
+        bound, _, caps = heappop(queue)
+        if bound >= limit:
+            break
+        found = shortest(_capped(problem, caps))
+        if found is None:
+            continue
+        path = describe(problem, *found)
+        if path.value(problem) < limit:
+            best, limit = path, path.value(problem)
+        bound = path.cost + problem.pace * sum(problem.floor) + problem.fixed_cost
+        for after in _lower(problem, caps, path):
+            if bound < limit and after not in seen:
+                seen.add(after)
+                heappush(queue, (bound, next(serial), after))
+    if best is None:
+        raise InfeasibleError("no segmentation fits the devices' memories or beats the given one")
+    return best
+
+
+def _lower(
+    problem: SegmentProblem, caps: tuple[float, float], path: Path
+) -> list[tuple[float, float]]:
+    """The two pairs of caps that exclude ``path``, where its bottlenecks can be undercut."""
+    after = []
+    if path.forward_s > problem.floor[0]:
+        after.append((path.forward_s, caps[1]))
+    if path.backward_s > problem.floor[1]:
+        after.append((caps[0], path.backward_s))
+    return after
+
+
+def _capped(problem: SegmentProblem, caps: tuple[float, float]) -> SegmentProblem:
+    """Infinite cost for resources that are not faster than the caps."""
+    stage = (problem.stage_forward_nlk >= caps[0]) | (problem.stage_backward_nlk >= caps[1])
+    hop = (problem.hop_forward_ijl >= caps[0]) | (problem.hop_backward_ijl >= caps[1])
+    return replace(
+        problem,
+        stage_cost_nlk=np.where(stage, np.inf, problem.stage_cost_nlk),
+        hop_cost_ijl=np.where(hop, np.inf, problem.hop_cost_ijl),
+    )
+
+
+def describe(problem: SegmentProblem, devices: Sequence[int], stops: Sequence[int]) -> Path:
+    """Costs and bottlenecks of a path."""
+    cost, slowest = 0.0, [problem.floor[0], problem.floor[1]]
+    member, at = 0, 0
+    for device, stop in zip(devices, stops, strict=True):
+        hop, stage = (member, device + 1, at), (device, at, stop)
+        cost += float(problem.hop_cost_ijl[hop] + problem.stage_cost_nlk[stage])
+        _slow(slowest, problem, hop, stage)
+        member, at = device + 1, stop
+    last = (member, problem.devices + 1, at)
+    cost += float(problem.hop_cost_ijl[last])
+    slowest[0] = max(slowest[0], float(problem.hop_forward_ijl[last]))
+    slowest[1] = max(slowest[1], float(problem.hop_backward_ijl[last]))
+    return Path(
+        devices=tuple(devices),
+        stops=tuple(stops),
+        cost=cost,
+        forward_s=slowest[0],
+        backward_s=slowest[1],
+    )
+
+
+def _slow(
+    slowest: list[float],
+    problem: SegmentProblem,
+    hop: tuple[int, int, int],
+    stage: tuple[int, int, int],
+) -> None:
+    forward = (problem.hop_forward_ijl[hop], problem.stage_forward_nlk[stage])
+    backward = (problem.hop_backward_ijl[hop], problem.stage_backward_nlk[stage])
+    slowest[0] = max(slowest[0], *(float(t) for t in forward))
+    slowest[1] = max(slowest[1], *(float(t) for t in backward))
+
+
+def in_order(order: Sequence[int]) -> Shortest:
+    """Shortest path that visits devices in a given order; any of them may be left out."""
+
+    def shortest(p: SegmentProblem) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        blocks = p.blocks
+        reached = np.full((len(order), blocks + 1), np.inf)
+        came: list[tuple[NDArray[np.intp], NDArray[np.intp]]] = []
+        for position, device in enumerate(order):
+            start = np.full(blocks + 1, np.inf)
+            start[0] = p.hop_cost_ijl[0, device + 1, 0]
+            earlier = [start] + [
+                reached[q] + p.hop_cost_ijl[order[q] + 1, device + 1] for q in range(position)
+            ]
+            entered = np.stack(earlier)
+            source = entered.argmin(0)
+            through = entered.min(0)[:, None] + p.stage_cost_nlk[device]
+            reached[position] = through.min(0)
+            came.append((source, through.argmin(0)))
+        ends = reached[:, blocks] + p.hop_cost_ijl[np.array(order) + 1, p.devices + 1, blocks]
+        last = int(ends.argmin())
+        if not np.isfinite(ends[last]):
+            return None
+        devices, stops, at = [], [], blocks
+        while True:
+            devices.append(order[last])
+            stops.append(at)
+            source, first = came[last]
+            at = int(first[at])
+            if source[at] == 0:
+                break
+            last = int(source[at]) - 1
+        return tuple(reversed(devices)), tuple(reversed(stops))
+
+    return shortest
+
+
+def any_order(p: SegmentProblem) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Shortest path over all orders and subsets: dynamic programming over sets of devices."""
+    table = _SubsetTable(p)
+    table.fill()
+    return table.path()
+
+
+class _SubsetTable:
+    """Cheapest cost of (set of devices used, last device, blocks covered), layer by layer."""
+
+    def __init__(self, p: SegmentProblem) -> None:
+        self.p, self.n = p, p.devices
+        shape = (1 << self.n, self.n, p.blocks + 1)
+        self.reached = np.full(shape, np.inf)
+        self.source = np.full(shape, -1, dtype=np.int8)  # previous device when entering at l
+        self.first = np.zeros(shape, dtype=np.int16)
+        masks = np.arange(1 << self.n)
+        self.sizes = np.array([int(mask).bit_count() for mask in masks])
+
+    def fill(self) -> None:
+        """All layers up to as many devices as there are blocks."""
+        p = self.p
+        for device in range(self.n):
+            through = p.hop_cost_ijl[0, device + 1, 0] + p.stage_cost_nlk[device, 0]
+            self.reached[1 << device, device] = through
+        for size in range(1, min(self.n, p.blocks)):
+            masks = np.flatnonzero(self.sizes == size)
+            for device in range(self.n):
+                self._extend(masks[(masks >> device) & 1 == 0], device)
+
+    def _extend(self, masks: NDArray[np.intp], device: int) -> None:
+        """Append ``device`` to every path over ``masks``."""
+        p = self.p
+        if not len(masks):
+            return
+        options = self.reached[masks] + p.hop_cost_ijl[None, 1 : self.n + 1, device + 1]
+        source = options.argmin(1)
+        entered = options.min(1)
+        through = entered[:, :, None] + p.stage_cost_nlk[device][None]
+        after = masks | (1 << device)
+        first = through.argmin(1)
+        self.reached[after, device] = through.min(1)
+        self.first[after, device] = first
+        self.source[after, device] = np.take_along_axis(source, first, axis=1)
+
+    def path(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Walk back from the cheapest end."""
+        p = self.p
+        ends = self.reached[:, :, p.blocks] + p.hop_cost_ijl[1 : self.n + 1, -1, p.blocks][None]
+        mask, last = divmod(int(ends.argmin()), self.n)
+        if not np.isfinite(ends[mask, last]):
+            return None
+        devices, stops, at = [], [], p.blocks
+        while last >= 0:
+            devices.append(last)
+            stops.append(at)
+            state = (mask, last, at)
+            mask ^= 1 << last
+            at, last = int(self.first[state]), int(self.source[state])
+        return tuple(reversed(devices)), tuple(reversed(stops))
