@@ -38,11 +38,9 @@ class Family:
     settings: tuple[str, ...] = ()  # keys that the model reads but its configuration omits
     input_name: str = "input_ids"
     entry: str = "inputs_embeds"  # the argument through which a task head takes hidden states
-
-    @property
-    def decodes(self) -> bool:
-        """Whether a decoder, not blocks and a head, stands at the edge."""
-        return self.stack == "encoder"
+    decodes: bool = False  # a decoder, not blocks and a head, stands at the edge
+    replayed: bool = False  # run inside the library's own loop (``replay.py``)
+    block_extras: int = 0  # what a block returns beside hidden states; replaying needs it
 
 
 _FAMILIES = (
@@ -98,6 +96,7 @@ _FAMILIES = (
     Family(
         model_types=("marian", "bart"),
         stack="encoder",
+        decodes=True,
         blocks="layers",
         before=("embed_tokens", "embed_positions", "layernorm_embedding"),
         inputs=block_inputs.bidirectional,
@@ -106,6 +105,7 @@ _FAMILIES = (
     Family(
         model_types=("mbart", "m2m_100"),
         stack="encoder",
+        decodes=True,
         blocks="layers",
         before=("embed_tokens", "embed_positions", "layernorm_embedding"),
         inputs=block_inputs.bidirectional,
@@ -115,6 +115,7 @@ _FAMILIES = (
     Family(
         model_types=("t5", "mt5"),
         stack="encoder",
+        decodes=True,
         blocks="block",
         before=("embed_tokens",),
         inputs=block_inputs.t5,
@@ -125,6 +126,7 @@ _FAMILIES = (
     Family(
         model_types=("whisper",),
         stack="encoder",
+        decodes=True,
         blocks="layers",
         before=("conv1", "conv2", "embed_positions"),
         input_name="input_features",

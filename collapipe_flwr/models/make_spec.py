@@ -68,6 +68,7 @@ def make_spec(
         shared=shared,
     )
     splitter = Splitter(spec)  # fails here, not on a device
+    splitter.rehearse()
     if pretrained is not None and splitter.decodes:
         return replace(spec, untied=splitter.checkpoint_unties())
     return spec

@@ -8,10 +8,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import (
-    BaseModelOutput,
-    BaseModelOutputWithPoolingAndCrossAttentions,
-)
 from transformers.utils.generic import ModelOutput
 
 from collapipe_flwr.core.errors import ModelError
@@ -158,8 +154,7 @@ class EdgePart(Part):
         if "use_cache" in _parameters_of(self.model):
             known["use_cache"] = False
         if self._stack.family.decodes:
-            encoded = BaseModelOutput(last_hidden_state=self._stack.finish(hidden_BTD))
-            return self._call(encoder_outputs=encoded, **known)
+            return self._call(encoder_outputs=self._stack.finish(hidden_BTD), **known)
         return self._call(**{self._stack.family.entry: hidden_BTD}, **known)
 
     def _call(self, **arguments: Any) -> ModelOutput:
@@ -169,15 +164,10 @@ class EdgePart(Part):
             raise ModelError(f"the edge cannot compute its output: {first_lines(cause)}") from cause
         return output
 
-    def _base_output(
-        self, *args: Tensor, **kwargs: Any
-    ) -> BaseModelOutputWithPoolingAndCrossAttentions:
-        """What the base model would return, from hidden states behind the last block."""
+    def _base_output(self, *args: Tensor, **kwargs: Any) -> ModelOutput:
+        """What the base model would return, had it run all blocks itself."""
         hidden_BTD = kwargs.get(self._stack.family.entry)
-        finished_BTD = self._stack.finish(args[0] if hidden_BTD is None else hidden_BTD)
-        return BaseModelOutputWithPoolingAndCrossAttentions(
-            last_hidden_state=finished_BTD, pooler_output=self._stack.pool(finished_BTD)
-        )
+        return self._stack.finish(args[0] if hidden_BTD is None else hidden_BTD)
 
 
 def _owner_of(model: nn.Module, path: str) -> nn.Module:

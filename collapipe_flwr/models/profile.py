@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.utils.generic import ModelOutput
 
 from collapipe_flwr.core.domain import BlockCost, ModelProfile
+from collapipe_flwr.models.examples import example_inputs
 from collapipe_flwr.models.part import Part
 from collapipe_flwr.models.spec import BatchShape
 
@@ -133,19 +134,8 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 def _example(splitter: Splitter, shape: BatchShape) -> dict[str, Tensor]:
     """One example of the task. A single class label is left out: its loss costs nothing."""
-    config = splitter.config
-    source = (1, shape.source_length)
-    whole = torch.ones(source, dtype=torch.long)
-    if splitter.input_name == "pixel_values":
-        size = config.image_size
-        height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        inputs = {"pixel_values": torch.empty(1, config.num_channels, height, width)}
-    elif splitter.input_name == "input_features":
-        frames = 2 * config.max_source_positions
-        inputs = {"input_features": torch.empty(1, config.num_mel_bins, frames)}
-    else:
-        inputs = {"input_ids": whole, "attention_mask": whole}
+    inputs = example_inputs(splitter.config, splitter.input_name, shape.source_length)
     if splitter.task.label_per_example:
         return inputs
-    target = (1, shape.target_length) if splitter.decodes else source
-    return {**inputs, "labels": torch.ones(target, dtype=torch.long)}
+    length = shape.target_length if splitter.decodes else shape.source_length
+    return {**inputs, "labels": torch.ones(1, length, dtype=torch.long)}

@@ -29,6 +29,7 @@ def read_config(spec: ModelSpec) -> PreTrainedConfig:
     if model_type not in CONFIG_MAPPING:
         raise ModelError(f"config_json names the unknown model_type {model_type!r}")
     config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
+    config.architectures = config.architectures or []  # None breaks the choice of a head
     return config
 
 

@@ -11,12 +11,14 @@ from transformers import PreTrainedModel
 
 from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.checkpoint import load_checkpoint
+from collapipe_flwr.models.checkpoint import first_lines, load_checkpoint
+from collapipe_flwr.models.discovery import discover_family
 from collapipe_flwr.models.families import FAMILIES, Family
 from collapipe_flwr.models.layout import EDGE, EMBEDDING, Layout, find_blocks, make_layout
 from collapipe_flwr.models.part import Holdings, Part
 from collapipe_flwr.models.parts import EdgePart, EmbeddingPart, SegmentPart
 from collapipe_flwr.models.profile import profile_model
+from collapipe_flwr.models.replay import ReplayedStack
 from collapipe_flwr.models.skeleton import build_random, build_skeleton
 from collapipe_flwr.models.spec import BatchShape, ModelSpec
 from collapipe_flwr.models.stack import Stack
@@ -143,6 +145,17 @@ class Splitter:
             if not torch.equal(found[path], found[key])
         )
 
+    def rehearse(self) -> None:
+        """Run a model type without a record once, on shapes; raises ModelError if it breaks."""
+        if not self._family.replayed:
+            return
+        try:
+            self.profile(BatchShape(source_length=8, target_length=8))
+        except (RuntimeError, ValueError, TypeError, AttributeError) as cause:
+            raise ModelError(
+                f"model type {self.spec.model_type!r} cannot be split: {first_lines(cause)}"
+            ) from cause
+
     # Parts
 
     def build_embedding(self, weights: Weights) -> EmbeddingPart:
@@ -182,7 +195,8 @@ class Splitter:
         return frozenset(key for key in self.all_keys() if key not in head)
 
     def _stack(self, first_block: int, stop_block: int) -> Stack:
-        return Stack(
+        kind = ReplayedStack if self._family.replayed else Stack
+        return kind(
             model=build_skeleton(self.spec),
             family=self._family,
             first_block=first_block,
@@ -208,11 +222,7 @@ class Splitter:
 
 
 def _family_for(spec: ModelSpec) -> Family:
-    family = FAMILIES.get(spec.model_type)
-    if family is None:
-        raise ModelError(
-            f"model type {spec.model_type!r} cannot be split; choose one of {', '.join(FAMILIES)}"
-        )
+    family = FAMILIES.get(spec.model_type) or discover_family(spec)
     if spec.task not in family.tasks:
         raise ModelError(
             f"model type {spec.model_type!r} cannot do the task {spec.task!r} when split; "

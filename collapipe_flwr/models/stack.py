@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
+from transformers.utils.generic import ModelOutput
 
 from collapipe_flwr.models.block_inputs import token_mask
 from collapipe_flwr.models.families import Family
@@ -42,16 +44,15 @@ class Stack:
             hidden_BTD = output_BTD
         return hidden_BTD
 
-    def finish(self, hidden_BTD: Tensor) -> Tensor:
-        """What the library does behind the last block: a norm, a dropout, or nothing."""
+    def finish(self, hidden_BTD: Tensor) -> ModelOutput:
+        """What the library's stack returns, from hidden states behind the last block."""
         for name in self.family.after:
             hidden_BTD = self.module.get_submodule(name)(hidden_BTD)
-        return hidden_BTD
-
-    def pool(self, hidden_BTD: Tensor) -> Tensor | None:
-        """The pooled first token (B, D), None in models without a pooler."""
         pooler: Any = getattr(self.module, self.family.pooler, None)
-        return None if pooler is None else pooler(hidden_BTD)
+        return BaseModelOutputWithPoolingAndCrossAttentions(
+            last_hidden_state=hidden_BTD,
+            pooler_output=None if pooler is None else pooler(hidden_BTD),
+        )
 
     def _join(self, before_BTD: Tensor, after_BTD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
         assert self.family.joined is not None

@@ -90,6 +90,15 @@ _GPT2 = {
     "attn_pdrop": 0.0,
 }
 _SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}
+_OPT = {
+    "hidden_size": 32,
+    "num_hidden_layers": BLOCKS,
+    "num_attention_heads": 4,
+    "ffn_dim": 48,
+    "word_embed_proj_dim": 32,
+    "dropout": 0.0,
+}
+_BLOOM = {"hidden_size": 32, "n_layer": BLOCKS, "n_head": 4}
 _VIT = {**_BERT, "image_size": 16, "patch_size": 4}
 _WHISPER = {**_BART, "num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 20}
 
@@ -113,6 +122,14 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {**_DECODER, **_SLIDING},
     "qwen3": {**_DECODER, **_SLIDING, "head_dim": 8},
     "gemma": {**_DECODER, "head_dim": 8},
+    # without a record
+    "electra": {**_BERT, "embedding_size": 16},
+    "opt": _OPT,
+    "bloom": {**_BLOOM, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    "granite": {**_DECODER, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
+    "gemma2": {**_DECODER, "head_dim": 8, "sliding_window": 4},
+    "beit": _VIT,
+    "pegasus": _TRANSLATION,
 }
 
 
@@ -124,7 +141,7 @@ class Tiny:
 
     def spec(self, model_type: str, task: str, **choices: Any) -> ModelSpec:
         """A small random model of that family."""
-        tokens: dict[str, Any] = {} if model_type == "vit" else TOKENS
+        tokens: dict[str, Any] = {} if task == "image-classification" else TOKENS
         labels = {"num_labels": 3} if "classification" in task else {}
         return make_spec(
             task,
@@ -138,7 +155,7 @@ class Tiny:
     def batch(self, model_type: str, task: str, *, examples: int = 4) -> dict[str, Tensor]:
         """Unequal lengths, padded; labels of padding are ignored."""
         random = torch.Generator().manual_seed(7)
-        if model_type == "vit":
+        if task == "image-classification":
             images = torch.randn(examples, 3, 16, 16, generator=random)
             return {"pixel_values": images, "labels": torch.arange(examples) % 3}
         tokens = torch.randint(3, VOCABULARY, (examples, 11), generator=random)

@@ -44,6 +44,14 @@ CASES = [
     ("qwen3", "causal-lm", {}),
     ("gemma", "causal-lm", {"edge_blocks": 1}),
     ("gemma", "sequence-classification", {}),
+    # model types without a record
+    ("electra", "sequence-classification", {"edge_blocks": 1}),
+    ("opt", "causal-lm", {"edge_blocks": 1}),
+    ("bloom", "causal-lm", {}),
+    ("granite", "causal-lm", {"edge_blocks": 2}),
+    ("gemma2", "sequence-classification", {}),
+    ("beit", "image-classification", {"edge_blocks": 1}),
+    ("pegasus", "seq2seq", {}),
 ]
 
 

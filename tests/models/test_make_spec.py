@@ -60,7 +60,7 @@ def test_attention_masks_cannot_be_dropped_silently(tiny: Any) -> None:
     ("wrong", "sentence"),
     [
         ({"model_type": "brt"}, "unknown model type 'brt'; did you mean 'bert'"),
-        ({"model_type": "resnet"}, "'resnet' cannot be split"),
+        ({"model_type": "resnet"}, "transformers has no 'sequence-classification' head"),
         ({"task": "translate"}, "unknown task 'translate'"),
         ({"task": "seq2seq"}, "cannot do the task 'seq2seq'"),
         ({"overrides": {"hiden_size": 3}}, "no setting 'hiden_size'; did you mean 'hidden_size'"),

@@ -1,0 +1,178 @@
+"""Model types without a record: find their blocks by running the library once on fake tensors.
+
+A cut is sound if a block reads nothing of the model but the hidden states of the block before
+it. The trace proves that or says what stands against it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.models import block_inputs
+from collapipe_flwr.models.checkpoint import first_lines
+from collapipe_flwr.models.examples import example_inputs
+from collapipe_flwr.models.families import Family
+from collapipe_flwr.models.skeleton import build_skeleton, place_tensor
+from collapipe_flwr.models.spec import ModelSpec
+from collapipe_flwr.models.tasks import TASKS
+
+_LENGTH = 8
+
+
+@dataclass(slots=True)
+class _Trace:
+    """What the run showed: modules ahead of block 0, block arguments and results."""
+
+    before: list[str] = field(default_factory=list)
+    arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    results: list[Any] = field(default_factory=list)
+
+
+def discover_family(spec: ModelSpec) -> Family:
+    """A record for ``spec``'s model type; raises ModelError saying why it cannot be split."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = _fake_model(spec)
+        decodes = bool(model.config.is_encoder_decoder)
+        blocks_path = _find_block_list(model, spec, decodes=decodes)
+        stack_path, stack = _find_stack(model, blocks_path)
+        blocks = blocks_path[len(stack_path) :].lstrip(".")
+        trace = _run(stack, blocks, spec)
+    _check_chain(trace, spec)
+    base = model.base_model
+    base_path = next(name for name, module in model.named_modules() if module is base)
+    tasks = {"seq2seq"} if decodes else set(TASKS) - {"seq2seq"}
+    first = trace.results[0]
+    return Family(
+        model_types=(spec.model_type,),
+        blocks=blocks,
+        before=tuple(trace.before),
+        inputs=block_inputs.no_inputs,
+        tasks=tuple(sorted(tasks)),
+        stack=stack_path[len(base_path) :].lstrip("."),
+        input_name=stack.main_input_name,
+        entry="pixel_values" if stack.main_input_name == "pixel_values" else "inputs_embeds",
+        decodes=decodes,
+        replayed=True,
+        block_extras=0 if isinstance(first, Tensor) else len(first) - 1,
+    )
+
+
+def _fake_model(spec: ModelSpec) -> PreTrainedModel:
+    model = build_skeleton(spec)
+    held = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    for path, tensor in held:
+        fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+        whole = nn.Parameter(fake) if isinstance(tensor, nn.Parameter) else fake
+        place_tensor(model, path, whole)
+    return model
+
+
+def _find_block_list(model: PreTrainedModel, spec: ModelSpec, *, decodes: bool) -> str:
+    within: Any = model.get_encoder() if decodes else model.base_model
+    inside = {id(module) for module in within.modules()}
+    for path, module in model.named_modules():
+        if id(module) in inside and _is_block_list(module):
+            return str(path)
+    raise ModelError(f"model type {spec.model_type!r} cannot be split: it has no list of blocks")
+
+
+def _is_block_list(module: nn.Module) -> bool:
+    blocks = list(module) if isinstance(module, nn.ModuleList) else []
+    return bool(blocks) and all(isinstance(block, GradientCheckpointingLayer) for block in blocks)
+
+
+def _find_stack(model: PreTrainedModel, blocks_path: str) -> tuple[str, PreTrainedModel]:
+    """The innermost library model around the blocks that reads raw inputs."""
+    names = blocks_path.split(".")
+    for depth in range(len(names) - 1, 0, -1):
+        path = ".".join(names[:depth])
+        module = model.get_submodule(path)
+        if isinstance(module, PreTrainedModel) and _reads_inputs(module):
+            return path, module
+    raise ModelError(
+        f"model type {model.config.model_type!r} cannot be split: nothing around its blocks "
+        "reads input_ids, pixel_values or input_features"
+    )
+
+
+def _reads_inputs(module: PreTrainedModel) -> bool:
+    return module.main_input_name in inspect.signature(type(module).forward).parameters
+
+
+def _run(stack: PreTrainedModel, blocks_path: str, spec: ModelSpec) -> _Trace:
+    trace = _Trace()
+    blocks: Any = stack.get_submodule(blocks_path)
+    _watch_before(stack, blocks_path, trace)
+    for block in blocks:
+        block.register_forward_pre_hook(
+            lambda _, args, kwargs: trace.arguments.append((args, kwargs)), with_kwargs=True
+        )
+        block.register_forward_hook(lambda _, __, result: trace.results.append(result))
+    inputs = example_inputs(stack.config, stack.main_input_name, _LENGTH)
+    try:
+        stack(**inputs)
+    except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as cause:
+        raise _refusal(spec, f"its forward pass cannot be traced ({first_lines(cause)})") from cause
+    if len(trace.results) != len(blocks):
+        raise _refusal(spec, f"{len(trace.results)} of its {len(blocks)} blocks ran")
+    return trace
+
+
+def _watch_before(stack: nn.Module, blocks_path: str, trace: _Trace) -> None:
+    """Note the outermost modules with parameters that run ahead of block 0."""
+    for name, module in stack.named_modules():
+        if not name or blocks_path.startswith(name) or name.startswith(blocks_path + "."):
+            continue
+        parent = name.rpartition(".")[0]
+        outermost = not parent or f"{blocks_path}.".startswith(parent + ".")
+        if outermost and next(module.parameters(), None) is not None:
+            module.register_forward_pre_hook(_noting(trace, name))
+
+
+def _noting(trace: _Trace, name: str) -> Any:
+    def note(*_: object) -> None:
+        if not trace.arguments and name not in trace.before:
+            trace.before.append(name)
+
+    return note
+
+
+def _check_chain(trace: _Trace, spec: ModelSpec) -> None:
+    """Hidden states go from block to block untouched, and nothing else is learned input."""
+    for index, (args, kwargs) in enumerate(trace.arguments):
+        if not args or not isinstance(args[0], Tensor):
+            raise _refusal(spec, f"block {index} does not take hidden states first")
+        if index and args[0] is not _hidden(trace.results[index - 1]):
+            raise _refusal(spec, f"something happens between its blocks {index - 1} and {index}")
+        others = {**{f"argument {place}": arg for place, arg in enumerate(args)}, **kwargs}
+        del others["argument 0"]
+        learned = [name for name, value in others.items() if _requires_grad(value)]
+        if learned:
+            raise _refusal(
+                spec, f"block {index} reads {learned[0]!r} besides hidden states, which is learned"
+            )
+
+
+def _hidden(result: Any) -> Any:
+    return result if isinstance(result, Tensor) else result[0]
+
+
+def _requires_grad(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    if isinstance(value, (tuple, list)):
+        return any(_requires_grad(item) for item in value)
+    return False
+
+
+def _refusal(spec: ModelSpec, reason: str) -> ModelError:
+    return ModelError(f"model type {spec.model_type!r} cannot be split: {reason}")

@@ -1,0 +1,24 @@
+"""One made-up example of a task: shapes are right, values mean nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def example_inputs(config: Any, input_name: str, length: int) -> dict[str, Tensor]:
+    """What the embedding reads for one example of ``length`` tokens.
+
+    Images and sound have the size that ``config`` says, whatever ``length`` is.
+    """
+    if input_name == "pixel_values":
+        size = config.image_size
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        return {input_name: torch.zeros(1, config.num_channels, height, width)}
+    if input_name == "input_features":
+        frames = 2 * config.max_source_positions  # the second convolution halves them
+        return {input_name: torch.zeros(1, config.num_mel_bins, frames)}
+    ones = torch.ones(1, length, dtype=torch.long)
+    return {"input_ids": ones, "attention_mask": ones}
