@@ -36,7 +36,5 @@ def describe_cluster(config: WorldConfig, place: Place, examples: int) -> Cluste
 
 
 def _device(config: WorldConfig, kind: str, device_id: str) -> DeviceProfile:
-    device = device_preset(kind).device(device_id, energy_budget_j=0.0)
-    if config.memory_mb:
-        device = replace(device, memory_bytes=int(config.memory_mb * 1e6))
-    return device
+    preset = device_preset(kind).device(device_id, energy_budget_j=0.0)
+    return replace(preset, memory_bytes=int(preset.memory_bytes * config.memory_share))

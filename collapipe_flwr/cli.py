@@ -30,7 +30,9 @@ def run(
     project: Annotated[Path, typer.Argument(help="Folder of the Flower app.")] = Path("."),
     run_config: Annotated[
         list[str] | None,
-        typer.Option("--run-config", "-c", help="Override, e.g. 'train.learning-rate=0.001'."),
+        typer.Option(
+            "--run-config", "-c", help="KEY=VALUE or a .toml file; may be given several times."
+        ),
     ] = None,
     federation_config: Annotated[
         Path | None, typer.Option(help="TOML with num-supernodes, client-resources-num-cpus, ...")
@@ -43,6 +45,7 @@ def run(
     line printed is the path of the run directory.
     """
     from collapipe_flwr.federation.launcher import Launch, run_app
+    from collapipe_flwr.federation.overrides import read_overrides
     from collapipe_flwr.reporting.console import summary_table
     from collapipe_flwr.reporting.run_directory import read_summary
 
@@ -50,13 +53,13 @@ def run(
         app=project.resolve(),
         output_dir=output_dir.resolve(),
         run_name=time.strftime("%Y%m%d-%H%M%S"),
-        run_config=tuple(run_config or ()),
+        run_config=read_overrides(run_config or ()),
         federation_config=federation_config,
     )
-    run_app(launch)
+    first_error = run_app(launch)
     summary = read_summary(launch.run_dir)
     if summary is None:
-        raise CollaPipeError("the run ended before its first round; the reason stands above")
+        raise CollaPipeError(first_error or "the run ended early; the reason stands above")
     Console().print(summary_table(summary))
     if summary["status"] != "completed":
         raise CollaPipeError(f"the run failed: {summary['reason']} (see {launch.run_dir})")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
@@ -12,6 +11,7 @@ from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, Strategy
 from collapipe_flwr.core.config import AppConfig, count_list
 from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile, ModelProfile
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.parsing import read_assignments
 from collapipe_flwr.data.registry import load_task
 from collapipe_flwr.data.settings import settings_of
 from collapipe_flwr.data.tasks import Task
@@ -22,7 +22,11 @@ from collapipe_flwr.scheduler.protocol import SchedulerSettings
 from collapipe_flwr.scheduler.registry import make_scheduler
 from collapipe_flwr.simulator.world import Budgets, World, make_world
 
-_STRATEGIES: dict[str, Callable[..., Strategy]] = {"fedavg": FedAvg, "fedavgm": FedAvgM, "fedadam": FedAdam}
+_STRATEGIES: dict[str, Callable[..., Strategy]] = {
+    "fedavg": FedAvg,
+    "fedavgm": FedAvgM,
+    "fedadam": FedAdam,
+}
 _SHAPE_EXAMPLES, _SHAPE_BATCH = 256, 16
 
 
@@ -52,7 +56,7 @@ def _spec(config: AppConfig, task: Task) -> ModelSpec:
         task.model_task,
         model_type=None if pretrained else config.model.type,
         pretrained=pretrained or None,
-        overrides=json.loads(config.model.overrides),
+        overrides=read_assignments(config.model.overrides),
         vocab_size=len(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
@@ -76,12 +80,16 @@ def _shape(task: Task) -> BatchShape:
 
 
 def optimizer_settings(config: AppConfig, server_round: int) -> OptimizerSettings:
-    """The clusters' optimiser in one round, from 1; the rate grows over the warm-up rounds."""
-    train = config.train
-    share = min(1.0, server_round / train.warmup_rounds) if train.warmup_rounds else 1.0
+    """The clusters' optimiser in one round, from 1: linear warm-up, then the chosen decay."""
+    train, rounds = config.train, config.run.num_server_rounds
+    rate = train.learning_rate
+    if server_round <= train.warmup_rounds:
+        rate *= server_round / train.warmup_rounds
+    elif train.decay == "linear":
+        rate *= (rounds - server_round + 1) / (rounds - train.warmup_rounds)
     return OptimizerSettings(
         name=train.optimizer,
-        learning_rate=train.learning_rate * share,
+        learning_rate=rate,
         weight_decay=train.weight_decay,
     )
 
@@ -120,7 +128,8 @@ def make_planner(
         learning_rate=config.train.learning_rate,
     )
     model = learner.splitter.profile(learner.shape)
-    world = _world(config, model, tuple(clusters.values()))
+    profiles = sorted(clusters.values(), key=lambda profile: profile.cluster_id)
+    world = _world(config, model, profiles)
     scheduler = make_scheduler(config.scheduler.policy, settings)
     scheduler.step(scheduler.init(snapshot := world.snapshot(1, model)), snapshot)
     names = {node: profile.cluster_id for node, profile in clusters.items()}
@@ -136,7 +145,7 @@ def make_planner(
 
 def _world(config: AppConfig, model: ModelProfile, profiles: Sequence[ClusterProfile]) -> World:
     """The described clusters, placed around the edge, with energy budgets to suit the model."""
-    budgets = Budgets(model=model, share=config.world.energy_share)
+    budgets = Budgets(model=model, share=config.world.energy_share, radio_s=0.0)
     world = make_world(
         cluster_devices=[[m.kind for m in (p.control_unit, *p.devices)] for p in profiles],
         examples=[profile.examples for profile in profiles],

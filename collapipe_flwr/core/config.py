@@ -12,14 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.parsing import (
     Value,
     above,
+    assignments,
     at_least,
     between,
     counts,
-    json_object,
     key,
     key_names,
     one_of,
@@ -27,12 +26,18 @@ from collapipe_flwr.core.parsing import (
     refuse_unknown,
 )
 
+_DEMO_MODEL = (
+    "d_model=64 encoder_layers=6 decoder_layers=2 encoder_attention_heads=4 "
+    "decoder_attention_heads=4 encoder_ffn_dim=128 decoder_ffn_dim=128 "
+    "max_position_embeddings=64 scale_embedding=true init_std=0.05 dropout=0.0"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """The run as a whole (keys without a section)."""
 
-    num_server_rounds: int = key(12, at_least(1))
+    num_server_rounds: int = key(10, at_least(1))
     clusters: int = key(2, at_least(1))  # Flower nodes to wait for; each is one cluster
     seed: int = key(7, at_least(0))
     output_dir: str = "runs"
@@ -54,11 +59,11 @@ class DataConfig:
     label_column: str = "label"
     source_column: str = "source"
     target_column: str = "target"
-    partition: str = key("natural", one_of("natural", "iid", "dirichlet"))
-    partition_column: str = ""  # natural, own data: rows with one value stay in one cluster
+    partition: str = key("auto", one_of("auto", "natural", "iid", "dirichlet"))
+    partition_column: str = ""  # what natural and dirichlet go by; empty: the task's choice
     alpha: float = key(0.5, above(0))  # dirichlet: small is more skewed
     tokenizer: str = "train"  # byte-level BPE learnt on the spot; else a folder or hub name
-    vocab_size: int = key(320, at_least(260))
+    vocab_size: int = key(384, at_least(260))
     max_source_length: int = key(64, at_least(2))
     max_target_length: int = key(64, at_least(2))
     train_examples: int = key(0, at_least(0))  # 0: all
@@ -71,7 +76,7 @@ class ModelConfig:
 
     type: str = "marian"  # a transformers model type; ignored when pretrained is set
     pretrained: str = ""
-    overrides: str = key("{}", json_object())  # fields of the model's config, as JSON
+    overrides: str = key(_DEMO_MODEL, assignments())  # fields of its config; "" keeps them all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +87,8 @@ class TrainConfig:
     learning_rate: float = key(0.002, above(0))
     weight_decay: float = key(0.0, at_least(0))
     warmup_rounds: int = key(0, at_least(0))  # the rate grows linearly over these rounds
-    examples_per_round: int = key(0, at_least(0))  # of each cluster; 0: all it has
+    decay: str = key("linear", one_of("none", "linear"))  # linear: towards 0 after the last round
+    examples_per_round: int = key(960, at_least(0))  # of each cluster; 0: all it has
     threads: int = key(1, at_least(1))  # torch threads of one simulated cluster
 
 
@@ -92,7 +98,7 @@ class SchedulerConfig:
 
     policy: str = "dssda"
     penalty_weight: float = key(10.0, above(0))  # V: latency against energy queues
-    micro_batch_sizes: str = key("8,16", counts())
+    micro_batch_sizes: str = key("8,16,32", counts())
     micro_batches: str = key("2,4", counts())
     schedule: str = key("gpipe", one_of("gpipe", "1f1b"))
     participation_floor: float = key(0.5, between(0, 1))
@@ -106,8 +112,10 @@ class WorldConfig:
     control_unit: str = "raspberry-pi-5"  # of every cluster
     radio: str = key("wifi", one_of("wifi", "5g"))
     channel: str = key("block-fading", one_of("static", "block-fading", "mobility"))
-    memory_mb: float = key(0.0, at_least(0))  # 0: what the preset has, else of every device
-    energy_share: float = key(0.6, above(0))  # budget: this share of training all blocks alone
+    memory_share: float = key(
+        0.002, between(0, 1)
+    )  # of a preset's memory; small model, small share
+    energy_share: float = key(0.5, above(0))  # budget: this share of training all blocks alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,9 +175,7 @@ def parse(values: Mapping[str, Value]) -> AppConfig:
     sections: dict[str, Any] = {
         n: parse_section(s, _prefix(n), values) for n, s in _SECTIONS.items()
     }
-    config = AppConfig(**sections)
-    _check_together(config)
-    return config
+    return AppConfig(**sections)
 
 
 def flatten(config: AppConfig) -> dict[str, Value]:
@@ -184,13 +190,3 @@ def flatten(config: AppConfig) -> dict[str, Value]:
 def count_list(text: str) -> tuple[int, ...]:
     """``"4,8"`` as ``(4, 8)``."""
     return tuple(int(part) for part in text.split(","))
-
-
-def _check_together(config: AppConfig) -> None:
-    """Rules that span several keys."""
-    own_data = config.data.task != "number-words"
-    if own_data and not config.data.train:
-        raise ConfigError(
-            f'data.train is empty but data.task = "{config.data.task}" needs your own data: '
-            "give a csv or json file, a folder or a hub data set"
-        )

@@ -56,16 +56,30 @@ def counts() -> Rule:
     return Rule(holds, 'must list whole numbers >= 1, for example "4,8"')
 
 
-def json_object() -> Rule:
-    """Accept the text of a JSON object."""
+def assignments() -> Rule:
+    """Accept what :func:`read_assignments` reads."""
 
     def holds(text: str) -> bool:
-        try:
-            return isinstance(json.loads(text), dict)
-        except json.JSONDecodeError:
-            return False
+        return all(name and equals for name, equals, _ in _parts(text))
 
-    return Rule(holds, "must be a JSON object, for example '{\"d_model\": 64}'")
+    return Rule(holds, 'must read like "d_model=64 dropout=0.0"')
+
+
+def read_assignments(text: str) -> dict[str, object]:
+    """``"d_model=64 act=gelu"`` as a mapping; a value is JSON where it can be, else a string."""
+    return {name: _json_or_text(value) for name, _, value in _parts(text)}
+
+
+def _parts(text: str) -> list[tuple[str, str, str]]:
+    return [word.partition("=") for word in text.split()]
+
+
+def _json_or_text(value: str) -> object:
+    try:
+        parsed: object = json.loads(value)
+    except json.JSONDecodeError:
+        return value
+    return parsed
 
 
 def key(default: T, rule: Rule | None = None) -> T:
@@ -90,6 +104,13 @@ def parse_section(section: type[T], prefix: str, values: Mapping[str, Value]) ->
             _check(name, value, field_.metadata.get("rule"))
             found[field_.name] = value
     return section(**found)
+
+
+def check_section(section: object, prefix: str) -> None:
+    """Check the values of a section that was built by hand; raises ConfigError."""
+    for field_ in fields(section):  # type: ignore[arg-type]
+        name = prefix + field_.name.replace("_", "-")
+        _check(name, getattr(section, field_.name), field_.metadata.get("rule"))
 
 
 def refuse_unknown(values: Mapping[str, Value], known: set[str]) -> None:

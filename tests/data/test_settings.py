@@ -23,7 +23,6 @@ from collapipe_flwr.data.settings import DataSettings, key_of
         ("max_target_length", 1),
         ("train_examples", -1),
         ("test_examples", -1),
-        ("seed", -1),
         ("tokenizer", ""),
     ],
 )

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from collapipe_flwr.core.errors import DataError
-from collapipe_flwr.data.settings import SMALLEST_VOCABULARY
 from collapipe_flwr.data.tokenizer import (
     load_tokenizer,
     tokenizer_from_json,
@@ -54,11 +53,11 @@ def test_texts_end_with_eos_and_begin_with_bos_on_demand() -> None:
     assert small(starts_with_bos=True)("4")["input_ids"][0] == TOKENIZER.bos_token_id
 
 
-@pytest.mark.parametrize("vocab_size", [SMALLEST_VOCABULARY, 270, 300])
+@pytest.mark.parametrize("vocab_size", [260, 270, 300])
 def test_vocabulary_is_bounded_and_the_smallest_is_bytes(vocab_size: int) -> None:
     tokenizer = small(vocab_size=vocab_size)
     assert len(tokenizer) <= vocab_size
-    if vocab_size == SMALLEST_VOCABULARY:
+    if vocab_size == 260:
         assert len(tokenizer("four é")["input_ids"]) == len("four é".encode()) + 1
 
 
