@@ -31,7 +31,7 @@ def from_json(kind: type[T], text: str, what: str) -> T:
     """Rebuild a ``kind``; raises ProtocolError that names the place, as ``what.field``."""
     try:
         data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"{what} is not JSON: {error}") from error
     return cast(T, _decode(kind, data, what))
 
@@ -116,7 +116,7 @@ def _decode_enum(kind: type[Enum], data: Any, path: str) -> Enum:
 
 
 def _decode_scalar(kind: type, data: Any, path: str) -> Any:
-    if kind is float and type(data) in (int, float):
+    if kind is float and type(data) is int and abs(data) < 2**63:
         return float(data)
     if type(data) is not kind:
         raise _wrong(path, _SCALARS.get(kind, "a number"), data)

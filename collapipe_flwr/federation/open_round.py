@@ -6,6 +6,7 @@ This is where a message becomes a cluster's own and a reply becomes a whole mode
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
@@ -145,6 +146,9 @@ class OpenRound:
             return reply
         received.content_bytes += content_bytes(reply.content)
         try:
+            examples = examples_of(reply.content, weighted_by)
+            if self._split is not None:
+                check_weight(examples, weighted_by, name)
             content, telemetry = self._unpack(reply.content, name)
             shown = viewed(content, self.constant)
         except LinkError as error:
@@ -152,7 +156,7 @@ class OpenRound:
             log.warning("the reply of cluster %s is unusable: %s", name, error)
             return as_failed(sent, str(error))
         received.models[name] = next(iter(content.array_records.values()), ArrayRecord())
-        received.examples[name] = examples_of(content, weighted_by)
+        received.examples[name] = examples
         if telemetry is not None:
             received.telemetry[name] = telemetry
         return with_content(reply, shown)
@@ -170,6 +174,14 @@ class OpenRound:
             if telemetry is not None:
                 telemetry = replace(telemetry, edge=self._split.report(cluster_id))
         return content, telemetry
+
+
+def check_weight(examples: float, weighted_by: str, cluster_id: str) -> None:
+    """Raise ProtocolError for a weight that would spoil the average."""
+    if not (math.isfinite(examples) and examples > 0):
+        raise ProtocolError(
+            f"cluster {cluster_id} replied with {weighted_by} = {examples:g}, it must be > 0"
+        )
 
 
 def edge_depth(plan: ClusterPlan | None) -> int:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from flwr.app import Array, ArrayRecord
 
 from collapipe_flwr.core.errors import LinkError, ProtocolError, RunError
@@ -89,7 +90,8 @@ class SplitRound:
     def join(self, cluster_id: str, reply: ArrayRecord, template: ArrayRecord) -> ArrayRecord:
         """The whole model of one cluster in the order of ``template``.
 
-        Raises ProtocolError if a key is missing, unknown or twice, LinkError if the edge fails.
+        Raises ProtocolError if a key is missing, unknown or twice, or if an array is not like the
+        one that was sent or holds infinities; LinkError if the edge fails.
         """
         replica = self._model.edge.fetch(self._sessions[cluster_id])
         copies = self._model.shared_keys - self._model.edge_keys
@@ -100,6 +102,7 @@ class SplitRound:
         for key, array in template.items():
             whole[key] = decoder[key] if key in decoder else reply[key]
             check_like(key, whole[key], array, cluster_id)
+        check_finite(whole, cluster_id)
         return whole
 
     def report(self, cluster_id: str) -> StageReport | None:
@@ -142,3 +145,15 @@ def check_like(key: str, array: Array, template: Array, cluster_id: str) -> None
             f"cluster {cluster_id} returned {key} as {array.dtype} {tuple(array.shape)}, "
             f"it was sent as {template.dtype} {tuple(template.shape)}"
         )
+
+
+def check_finite(whole: ArrayRecord, cluster_id: str) -> None:
+    """Raise ProtocolError for a model that diverged: averaged, it would spoil everyone's."""
+    for key, tensor in decode_tensors(whole).items():
+        if tuple(tensor.shape) != tuple(whole[key].shape):
+            raise ProtocolError(f"cluster {cluster_id} returned {key} with data of another shape")
+        if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
+            raise ProtocolError(
+                f"cluster {cluster_id} returned {key} with values that are not finite: its "
+                "training diverged; lower the learning rate"
+            )

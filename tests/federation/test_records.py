@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 
 import pytest
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from collapipe_flwr.core.domain import (
     ClusterPlan,
@@ -197,3 +200,33 @@ def test_a_whole_number_serves_as_a_float_and_a_value_that_checks_itself_is_hear
     assert from_json(ClusterPlan, json.dumps(data), "p").latency_s == 3.0
     with pytest.raises(ProtocolError, match="o: optimizer must be one of adamw, sgd"):
         from_json(OptimizerSettings, '{"name": "lion"}', "o")
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda children: (
+        st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=5), children, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(
+    field=st.sampled_from(sorted(json.loads(to_json(TELEMETRY)))),
+    value=ANYTHING,
+    cut=st.integers(0),
+)
+@settings(max_examples=200, deadline=None)
+def test_no_nonsense_from_a_peer_raises_anything_but_a_protocol_error(field, value, cut):
+    data = json.loads(to_json(TELEMETRY)) | {field: value}
+    text = json.dumps(data)
+    for sent in (text, text[: cut % len(text)], json.dumps(value)):
+        with suppress(ProtocolError):
+            from_json(ClusterTelemetry, sent, "telemetry")
+
+
+def test_numbers_beyond_all_bounds_are_refused():
+    for number in ("1" + "0" * 400, "1" * 5000):
+        text = to_json(TELEMETRY).replace("2.5", number)
+        with pytest.raises(ProtocolError, match="telemetry"):
+            from_json(ClusterTelemetry, text, "telemetry")
