@@ -97,7 +97,7 @@ def trainer(edge: MemoryEdge, step: float, examples: int, **change):
         content = RecordDict(
             {
                 ARRAYS: encode_tensors(half),
-                METRICS: MetricRecord({"loss": step, EXAMPLES: change.get("examples", examples)}),
+                METRICS: MetricRecord({"loss": step, EXAMPLES: change.get("weight", examples)}),
             }
         )
         telemetry = ClusterTelemetry(
@@ -206,8 +206,8 @@ def test_the_round_goes_on_without_a_failed_cluster():
         ({"extra": {"embed.weight": torch.ones(2, 3)}}, r"embed.weight as float32 \(2, 3\)"),
         ({"extra": {"embed.weight": torch.ones(3, 2).long()}}, r"embed.weight as int64 \(3, 2\)"),
         ({"extra": {"embed.weight": torch.full((3, 2), float("nan"))}}, "training diverged"),
-        ({"examples": 0}, "num-examples = 0, it must be > 0"),
-        ({"examples": float("nan")}, "num-examples = nan, it must be > 0"),
+        ({"weight": 0}, "num-examples = 0, it must be > 0"),
+        ({"weight": float("nan")}, "num-examples = nan, it must be > 0"),
         ({"telemetry": "c1"}, "cluster c2 sent telemetry of 'c1'"),
     ],
 )
