@@ -122,6 +122,7 @@ class _Skin:
                 "PushWeights": grpc.stream_unary_rpc_method_handler(self.push_weights),
                 "FetchWeights": grpc.unary_stream_rpc_method_handler(self.fetch_weights),
                 "Report": grpc.unary_unary_rpc_method_handler(self.report),
+                "Timeline": grpc.unary_unary_rpc_method_handler(self.timeline),
                 "CloseSession": grpc.unary_unary_rpc_method_handler(self.close_session),
                 "Health": grpc.unary_unary_rpc_method_handler(self.health),
                 "Stream": grpc.stream_stream_rpc_method_handler(self.stream),
@@ -155,6 +156,11 @@ class _Skin:
         with _refusing(context):
             session_id, token, _metadata = _caller(context)
             return encode_message(self._service.report(session_id, token))
+
+    def timeline(self, _: bytes, context: grpc.ServicerContext) -> bytes:
+        with _refusing(context):
+            session_id, token, _metadata = _caller(context)
+            return encode_message(self._service.timeline(session_id, token))
 
     def close_session(self, _: bytes, context: grpc.ServicerContext) -> bytes:
         with _refusing(context):

@@ -21,7 +21,7 @@ from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import LastStage
 from collapipe_flwr.pipeline.schedule import stage_actions
-from collapipe_flwr.pipeline.session import Health, SessionRequest
+from collapipe_flwr.pipeline.session import Health, SessionRequest, Timeline
 from collapipe_flwr.pipeline.stage import StageSettings
 
 
@@ -60,6 +60,7 @@ class Session:
     part: LastPart | None = None
     optimizer: Optimizer | None = None
     report: StageReport | None = None
+    timeline: Timeline = field(default_factory=Timeline)
     running: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -127,6 +128,10 @@ class EdgeService:
             raise SessionRefused(f"session {session_id} has not run yet")
         return report
 
+    def timeline(self, session_id: str, token: str) -> Timeline:
+        """What the last stream of a session did when."""
+        return self.find(session_id, token).timeline
+
     def close(self, session_id: str, token: str) -> None:
         """Forget a session."""
         self.find(session_id, token)
@@ -168,6 +173,7 @@ class EdgeService:
             raise
         finally:
             session.report = stage.report()
+            session.timeline = Timeline(spans=tuple(stage.recorder.spans))
             session.running = False
 
     def find(self, session_id: str, token: str) -> Session:
@@ -215,4 +221,5 @@ def _settings(request: SessionRequest) -> StageSettings:
         deadline_s=request.deadline_s,
         idle_s=request.idle_s,
         recompute=request.recompute,
+        keep_spans=request.keep_spans,
     )

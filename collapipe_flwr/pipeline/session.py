@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.pipeline.meter import Span
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 
 
@@ -26,12 +27,20 @@ class SessionRequest:
     deadline_s: float = 60.0
     idle_s: float = 600.0
     recompute: bool = False
+    keep_spans: bool = False
 
     def __post_init__(self) -> None:
         if not (0 < self.deadline_s < math.inf and 0 < self.idle_s < math.inf):
             raise ConfigError(
                 f"deadlines of a session must be > 0, got {self.deadline_s} and {self.idle_s}"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """The single spans of a session's last stream, if it was opened with `keep_spans`."""
+
+    spans: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

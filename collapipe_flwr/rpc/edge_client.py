@@ -14,7 +14,7 @@ from collapipe_flwr.core.errors import LinkError, LinkTimeout, ProtocolError
 from collapipe_flwr.pipeline.frame import Frame, FrameKind
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.meter import StageReport
-from collapipe_flwr.pipeline.session import Health, SessionRequest
+from collapipe_flwr.pipeline.session import Health, SessionRequest, Timeline
 from collapipe_flwr.rpc import methods
 from collapipe_flwr.rpc.codec import FrameLimits, decode_frame, encode_frame
 from collapipe_flwr.rpc.link import StreamLink, StreamSettings
@@ -86,6 +86,11 @@ class EdgeClient:
         """What the session's last stream measured."""
         answer = self._unary("Report", b"", _key(session_id, token))
         return self._translated(lambda: decode_message(StageReport, answer))
+
+    def timeline(self, session_id: str, token: str) -> Timeline:
+        """What the session's last stream did when, by the edge's clock."""
+        answer = self._unary("Timeline", b"", _key(session_id, token))
+        return self._translated(lambda: decode_message(Timeline, answer))
 
     def close_session(self, session_id: str, token: str) -> None:
         """Free everything that the session holds."""

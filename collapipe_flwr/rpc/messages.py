@@ -58,10 +58,17 @@ def _read(kind: type[Message], raw: object) -> Message:
 def _value(hint: object, raw: object, where: str) -> object:
     if isinstance(hint, type) and is_dataclass(hint):
         return _read(hint, raw)
-    if get_origin(hint) is tuple and isinstance(raw, list) and len(raw) == len(get_args(hint)):
-        return tuple(_value(h, r, where) for h, r in zip(get_args(hint), raw, strict=True))
+    if get_origin(hint) is tuple and isinstance(raw, list):
+        hints = _item_hints(get_args(hint), len(raw))
+        if len(raw) == len(hints):
+            return tuple(_value(h, r, where) for h, r in zip(hints, raw, strict=True))
     if hint is float and type(raw) is int and abs(raw) < 2**63:
         return float(raw)
     if hint in (str, int, bool, float) and type(raw) is hint:
         return raw
     raise ProtocolError(f"{where} cannot be {str(raw)[:40]!r}")
+
+
+def _item_hints(arguments: tuple[object, ...], length: int) -> tuple[object, ...]:
+    """The types of a tuple's items: `tuple[X, ...]` has as many as there are."""
+    return arguments[:1] * length if arguments[-1] is Ellipsis else arguments

@@ -122,6 +122,16 @@ def test_a_paced_stream_takes_as_long_as_its_link(client):
     assert sent / 20_000 * 0.8 < seconds < sent / 20_000 + 2
 
 
+def test_the_timeline_of_the_edge_reaches_the_client(client):
+    parts = make_parts((2,))
+    client.open_session(request(keep_spans=True))
+    client.push_weights("c1", TOKEN, parts[2].state_dict())
+    with Cluster(parts, client.stream("c1", TOKEN)).running() as first:
+        first.train_step(make_batch((3, 3, 2)))
+    works = [span.work for span in client.timeline("c1", TOKEN).spans]
+    assert works.count("forward") == works.count("backward") == 3
+
+
 def test_missing_tls_files_are_named(tmp_path):
     with pytest.raises(ConfigError, match="nowhere"):
         client_credentials(TlsFiles(ca=tmp_path / "nowhere.pem"))
@@ -252,7 +262,7 @@ def test_garbage_in_a_stream_ends_it_with_an_error_frame(server, client, data):
 
 
 @pytest.mark.parametrize(
-    "name", ["PushWeights", "FetchWeights", "Report", "CloseSession", "Stream"]
+    "name", ["PushWeights", "FetchWeights", "Report", "Timeline", "CloseSession", "Stream"]
 )
 @pytest.mark.parametrize("key", [(), KEY[:1], KEY[1:], (KEY[0], (methods.TOKEN_KEY, "guess"))])
 def test_every_call_needs_session_and_token(server, client, name, key):

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collapipe_flwr.core.errors import ProtocolError
-from collapipe_flwr.pipeline.meter import StageReport
+from collapipe_flwr.pipeline.meter import Span, StageReport
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
-from collapipe_flwr.pipeline.session import SessionRequest
+from collapipe_flwr.pipeline.session import SessionRequest, Timeline
 from collapipe_flwr.rpc.messages import MESSAGE_BYTES, decode_message, encode_message
 
 REQUEST = SessionRequest(
@@ -22,8 +22,14 @@ REQUEST = SessionRequest(
     depth=3,
 )
 
+SPAN = Span(work="forward", step=1, micro_batch=2, start_s=0.5, stop_s=0.75)
+TIMELINE = Timeline(spans=(SPAN, SPAN))
 
-@pytest.mark.parametrize("message", [REQUEST, StageReport(name="edge", steps=3, wait_s=0.5)])
+
+@pytest.mark.parametrize(
+    "message",
+    [REQUEST, StageReport(name="edge", steps=3, wait_s=0.5), TIMELINE, Timeline(spans=())],
+)
 def test_round_trip(message):
     assert decode_message(type(message), encode_message(message)) == message
 
