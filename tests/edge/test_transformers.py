@@ -41,7 +41,7 @@ def test_a_round_of_bert_equals_the_whole_model():
         client.push_weights("c1", TOKEN, {k: weights[k] for k in splitter.edge_keys()})
         with Cluster(parts, client.stream("c1", TOKEN)).running() as first:
             loss = first.train_step(batch).loss
-        trained = {**client.fetch_weights("c1", TOKEN)}
+        trained = client.fetch_weights("c1", TOKEN)
     for part in parts:
         trained.update(part.state_dict())
     expected_loss, expected = one_process(splitter, weights, batch)
@@ -75,6 +75,9 @@ def test_a_description_that_is_none_is_refused_with_its_reason():
     service.open(request(spec_json="nonsense"))
     with pytest.raises(ModelError, match="not JSON"):
         service.push_weights("c1", TOKEN, {})
-    with EdgeServer("127.0.0.1:0", service) as server, EdgeClient(server.address) as client:
-        with pytest.raises(LinkError, match=r"edge at .* refused: .*not JSON"):
-            client.push_weights("c1", TOKEN, {})
+    with (
+        EdgeServer("127.0.0.1:0", service) as server,
+        EdgeClient(server.address) as client,
+        pytest.raises(LinkError, match=r"edge at .* refused: .*not JSON"),
+    ):
+        client.push_weights("c1", TOKEN, {})
