@@ -35,6 +35,7 @@ class Family:
     pooler: str = "pooler"
     shared: tuple[str, ...] = ()
     joined: str | None = None
+    exit: str | None = None  # where the embedding ends, if modules run ahead of block 0
     settings: tuple[str, ...] = ()  # keys that the model reads but its configuration omits
     input_name: str = "input_ids"
     entry: str = "inputs_embeds"  # the argument through which a task head takes hidden states
@@ -66,6 +67,7 @@ _FAMILIES = (
         tasks=_UNDERSTANDING,
         shared=("encoder.rel_embeddings", "encoder.LayerNorm"),
         joined="encoder.conv",
+        exit="encoder",
         settings=(
             "position_buckets",
             "norm_rel_ebd",

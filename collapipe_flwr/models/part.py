@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.skeleton import place_tensor, read_tensor
+from collapipe_flwr.models.skeleton import leave_hole, place_tensor, read_tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +59,14 @@ class Part(nn.Module):
         """
         with torch.no_grad():
             for key, paths in self._holdings.all.items():
-                target = _present(self.model, paths[0])
+                target = read_tensor(self.model, paths[0])
                 target.copy_(_fitting(key, _pick(weights, key), target))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
         """Owned tensors by absolute key, detached but not copied."""
         del args, kwargs
         owned = self._holdings.owned
-        return {key: _present(self.model, paths[0]).detach() for key, paths in owned.items()}
+        return {key: read_tensor(self.model, paths[0]).detach() for key, paths in owned.items()}
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -74,17 +74,17 @@ class Part(nn.Module):
         """Owned parameters and replicas by absolute key."""
         del recurse, remove_duplicate
         for key, paths in self._holdings.all.items():
-            tensor = _present(self.model, paths[0])
+            tensor = read_tensor(self.model, paths[0])
             if isinstance(tensor, nn.Parameter):
                 yield prefix + key, tensor
 
     def replicated_parameters(self) -> dict[str, nn.Parameter]:
         """Trainable parameters whose gradients other parts hold too: sum them before a step."""
-        found = {key: _present(self.model, p[0]) for key, p in self._holdings.replicas.items()}
+        found = {key: read_tensor(self.model, p[0]) for key, p in self._holdings.replicas.items()}
         return {k: p for k, p in found.items() if isinstance(p, nn.Parameter) and p.requires_grad}
 
     def _adopt(self, key: str, paths: tuple[str, ...], value: Tensor) -> None:
-        blueprint = _present(self.model, paths[0])
+        blueprint = read_tensor(self.model, paths[0])
         tensor = _fitting(key, value, blueprint).detach().clone()
         if isinstance(blueprint, nn.Parameter):
             trains = blueprint.requires_grad and key not in self._holdings.frozen
@@ -97,13 +97,7 @@ def _drop_all_but(model: nn.Module, holdings: Holdings) -> None:
     kept = {path for paths in holdings.all.values() for path in paths}
     for path in model.state_dict():
         if path not in kept:
-            place_tensor(model, path, None)
-
-
-def _present(model: nn.Module, path: str) -> Tensor:
-    tensor = read_tensor(model, path)
-    assert tensor is not None, f"{path} is not part of this skeleton"
-    return tensor
+            leave_hole(model, path)
 
 
 def _pick(weights: Mapping[str, Tensor], key: str) -> Tensor:

@@ -12,7 +12,6 @@ from transformers.utils.generic import ModelOutput
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.checkpoint import first_lines
-from collapipe_flwr.models.layout import find_blocks
 from collapipe_flwr.models.part import Holdings, Part
 from collapipe_flwr.models.stack import Stack
 from collapipe_flwr.models.tasks import Task
@@ -32,7 +31,7 @@ class _FirstBlockReached(Exception):
 
 
 def _leave(hidden_BTD: Tensor, *args: object, **kwargs: object) -> NoReturn:
-    """Stands in for block 0's forward at the control unit."""
+    """Stands in for the forward of what comes behind the embedding."""
     del args, kwargs
     raise _FirstBlockReached(hidden_BTD)
 
@@ -53,7 +52,7 @@ class EmbeddingPart(Part):
             for key, paths in (ties or {}).items()
         }
         self._accepted = _parameters_of(self._stack)
-        find_blocks(stack.model, stack.family)[0].forward = _leave
+        stack.entrance.forward = _leave
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Hidden states (B, T, D) from ``input_ids``, ``pixel_values`` or ``input_features``.

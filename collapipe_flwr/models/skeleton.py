@@ -65,23 +65,38 @@ def build_random(spec: ModelSpec, seed: int) -> PreTrainedModel:
         return _from_config(builder, config)
 
 
-def place_tensor(model: nn.Module, path: str, tensor: Tensor | None) -> None:
-    """Set the parameter or buffer at ``path``; None leaves a hole that costs nothing."""
-    owner_path, _, name = path.rpartition(".")
-    owner = model.get_submodule(owner_path)
+def place_tensor(model: nn.Module, path: str, tensor: Tensor) -> None:
+    """Set the parameter or buffer at ``path``."""
+    owner, name = _holder(model, path)
     if name in owner._parameters:
         owner._parameters[name] = tensor  # type: ignore[assignment]
     else:
         owner._buffers[name] = tensor
 
 
-def read_tensor(model: nn.Module, path: str) -> Tensor | None:
-    """The parameter or buffer at ``path``, None where there is a hole."""
+def leave_hole(model: nn.Module, path: str) -> None:
+    """Drop the tensor at ``path``.
+
+    The hole is an empty tensor: unlike None, which norms and biases take for "do without", any
+    use of it fails.
+    """
+    dtype = read_tensor(model, path).dtype
+    place_tensor(model, path, nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False))
+
+
+def read_tensor(model: nn.Module, path: str) -> Tensor:
+    """The parameter or buffer at ``path``."""
+    owner, name = _holder(model, path)
+    tensor: Tensor | None = owner._parameters.get(name)
+    if tensor is None:
+        tensor = owner._buffers.get(name)
+    assert tensor is not None, f"{path} is not part of this skeleton"
+    return tensor
+
+
+def _holder(model: nn.Module, path: str) -> tuple[nn.Module, str]:
     owner_path, _, name = path.rpartition(".")
-    owner = model.get_submodule(owner_path)
-    if name in owner._parameters:
-        return owner._parameters[name]
-    return owner._buffers[name]
+    return model.get_submodule(owner_path), name
 
 
 def _from_config(builder: Any, config: PreTrainedConfig) -> PreTrainedModel:

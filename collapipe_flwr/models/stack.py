@@ -30,6 +30,13 @@ class Stack:
         """The module that owns embedding and blocks."""
         return self.model.get_submodule(stack_path(self.model, self.family))
 
+    @property
+    def entrance(self) -> nn.Module:
+        """The module whose first argument is the embedding's output."""
+        if self.family.exit is not None:
+            return self.module.get_submodule(self.family.exit)
+        return find_blocks(self.model, self.family)[0]
+
     def run_blocks(self, hidden_BTD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
         """Hidden states (B, T, D) behind the last of these blocks."""
         if self.first_block == self.stop_block:

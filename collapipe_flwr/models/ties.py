@@ -43,7 +43,7 @@ class BorrowedTable:
     def gradients(self) -> Tensor:
         """The gradients (U, D) of the rows last loaded, zero where no loss reached them."""
         rows = self._module.weight
-        if self._ids is None or rows is None:
+        if self._ids is None:
             raise ModelError("no rows were loaded, so there are no gradients to return")
         return torch.zeros_like(rows) if rows.grad is None else rows.grad
 

@@ -63,9 +63,7 @@ def test_a_part_holds_only_its_own_tensors(model_type: str, task: str, tiny: Any
     weights = splitter.initial_weights(seed=1)
     segment = splitter.build_segment(1, 3, weights)
     own = {*splitter.segment_keys(1, 3), *splitter.shared_keys}
-    present = {
-        name for name, tensor in segment.model.named_parameters() if tensor.device.type != "meta"
-    }
+    present = {name for name, tensor in segment.model.named_parameters() if tensor.numel() > 0}
     assert present == own
     assert all(p.device.type == "cpu" for p in segment.parameters())
 
