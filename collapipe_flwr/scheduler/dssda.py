@@ -19,7 +19,7 @@ from collapipe_flwr.scheduler.base import (
     planner_for,
     solution_plan,
 )
-from collapipe_flwr.scheduler.planner import Planner, Solution
+from collapipe_flwr.scheduler.planner import FEW_CLUSTERS, Planner, Solution
 from collapipe_flwr.scheduler.protocol import SchedulerSettings
 from collapipe_flwr.scheduler.queues import budgets_of
 from collapipe_flwr.scheduler.state import SchedulerState
@@ -57,11 +57,13 @@ class Dssda:
 
     def _settle(self, planner: Planner, state: SchedulerState) -> Solution:
         """The new optimum, unless the segments in place are nearly as good."""
-        solution = planner.solve()
         kept = kept_rows(planner.tables, state, self.settings)
         if kept is None:
-            return solution
+            return planner.solve()
         stay = planner.radio(kept)
+        solution = planner.improve(stay)
+        if planner.tables.num_clusters <= FEW_CLUSTERS:
+            solution = min(solution, planner.solve(), key=lambda s: s.objective)
         worth = stay.objective - solution.objective
         return solution if worth > self.settings.hysteresis * abs(stay.objective) else stay
 

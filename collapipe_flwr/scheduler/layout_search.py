@@ -47,13 +47,10 @@ def rows_for(cluster: int, members: Ints, stops: Ints, batches: Ints) -> Layouts
 
 
 class Moves:
-    """Neighbours of every row: shift, swap, replace, drop, insert a device; other batches.
+    """Neighbours of every row: shift a cut; swap, replace, drop or insert a device."""
 
-    ``parent_r`` of the result says which row a neighbour comes from.
-    """
-
-    def __init__(self, rows: Layouts, devices_r: Ints, batches: Ints) -> None:
-        self.rows, self.batches = rows, batches
+    def __init__(self, rows: Layouts, devices_r: Ints) -> None:
+        self.rows = rows
         width = rows.member_rs.shape[1]
         self.members = np.pad(rows.member_rs, ((0, 0), (0, 1)), constant_values=UNUSED)
         self.stops = np.pad(rows.stop_rs, ((0, 0), (0, 1)), mode="edge")
@@ -67,22 +64,21 @@ class Moves:
         self.spare &= np.arange(most + 1)[None, :] <= devices_r[:, None]
         self.parts: list[tuple[Ints, Ints, Ints]] = []
 
-    def all(self) -> tuple[Layouts, Ints]:
-        """Every valid neighbour and its parent row."""
+    def all(self) -> Layouts:
+        """Every valid neighbour."""
         self._shifts()
         self._swaps()
         self._replacements()
         self._drops()
         self._insertions()
         parent = np.concatenate([p for p, _, _ in self.parts])
-        made = Layouts(
+        return Layouts(
             cluster_r=self.rows.cluster_r[parent],
             member_rs=np.concatenate([m for _, m, _ in self.parts]),
             stop_rs=np.concatenate([s for _, _, s in self.parts]),
             micro_batch_size_r=self.rows.micro_batch_size_r[parent],
             micro_batches_r=self.rows.micro_batches_r[parent],
         )
-        return made, parent
 
     def _add(self, parent: Ints, members: Ints, stops: Ints) -> None:
         self.parts.append((parent, members, stops))

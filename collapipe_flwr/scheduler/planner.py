@@ -19,8 +19,9 @@ from collapipe_flwr.scheduler.layout_search import (
     count_layouts,
     rows_for,
 )
-from collapipe_flwr.scheduler.market import Market, row_prices, score, segment_choice
+from collapipe_flwr.scheduler.market import Market, row_prices, segment_choice
 from collapipe_flwr.scheduler.protocol import SchedulerSettings
+from collapipe_flwr.scheduler.scorer import Scorer
 from collapipe_flwr.scheduler.starts import starting_rows
 
 Array = NDArray[np.float64]
@@ -28,6 +29,7 @@ Ints = NDArray[np.int64]
 
 ENUMERATED_ROWS = 20_000  # clusters with fewer candidates than this are searched completely
 DESCENT_SWEEPS = 40
+FEW_CLUSTERS = 20  # up to here time allows planning from scratch and alternating to the end
 SAME = 1e-9  # relative differences below this count as none
 
 
@@ -58,11 +60,14 @@ class Planner:
     latency_price: float
     price_mi: Array
 
-    def solve(self, start: Layouts | None = None) -> Solution:
-        """Alternate until neither half improves; raises InfeasibleError."""
-        rows = self.choose(self.opening_market(), start)
-        best = self.radio(rows)
-        for _ in range(self.settings.rounds_of_search):
+    def solve(self) -> Solution:
+        """Plan from scratch; raises InfeasibleError."""
+        return self.improve(self.radio(self.choose(self.opening_market(), None)))
+
+    def improve(self, best: Solution) -> Solution:
+        """Alternate segments and radio from ``best`` on while the objective falls."""
+        few = self.tables.num_clusters <= FEW_CLUSTERS
+        for _ in range(self.settings.rounds_of_search if few else 1):
             rows = self.choose(self.market(best), best.rows)
             if _equal(rows, best.rows):
                 break
@@ -124,15 +129,16 @@ class Planner:
 
     def choose(self, market: Market, now: Layouts | None) -> Layouts:
         """The best row of every cluster under ``market``: exact where small, else a descent."""
-        current = now if now is not None else self._starts(market)
+        scorer = self.scorer(market)
+        current = now if now is not None else self._starts(scorer)
         small = self._enumerable()
         if not small.any():
-            return self._descend(market, current)
-        exact = self._enumerate(market, np.flatnonzero(small), current)
+            return self._descend(scorer, current)
+        exact = self._enumerate(scorer, np.flatnonzero(small), current)
         if small.all():
             return exact
         large = np.flatnonzero(~small)
-        rest = self._descend(market, current).take(large)
+        rest = self._descend(scorer, current).take(large)
         merged = stack([exact, rest])
         return merged.take(np.argsort(merged.cluster_r, kind="stable"))
 
@@ -152,24 +158,28 @@ class Planner:
             [count_layouts(int(n), blocks) * grid <= ENUMERATED_ROWS for n in self.device_counts()]
         )
 
-    def _enumerate(self, market: Market, clusters: Ints, now: Layouts) -> Layouts:
+    def _enumerate(self, scorer: Scorer, clusters: Ints, now: Layouts) -> Layouts:
         counts, blocks, batches = self.device_counts(), self.tables.num_blocks, self.batches()
         chosen = []
         for m in clusters:
             rows = rows_for(int(m), *all_layouts(int(counts[m]), blocks), batches)
-            values = self.score(market, rows, now)
+            values = self.score(scorer, rows, now)
             best = int(np.argmin(values))
             if not np.isfinite(values[best]):
                 self.refuse(int(m))
             chosen.append(rows.take(np.array([best])))
         return stack(chosen)
 
-    def score(self, market: Market, rows: Layouts, now: Layouts) -> Array:
-        """The cluster-wise objective of every row, the other clusters as in ``now``."""
-        rho = self.learning.rho_rows(self.tables, rows, now)
-        return score(self.tables, rows, self.settings.options, market, rho)[0]
+    def scorer(self, market: Market) -> Scorer:
+        """Fast pricing of candidate rows under ``market``."""
+        counts = np.array(self.settings.micro_batches)
+        return Scorer(self.tables, self.settings.options, market, counts)
 
-    def _starts(self, market: Market) -> Layouts:
+    def score(self, scorer: Scorer, rows: Layouts, now: Layouts) -> Array:
+        """The cluster-wise objective of every row, the other clusters as in ``now``."""
+        return scorer.values(rows, self.learning.rho_rows(self.tables, rows, now))
+
+    def _starts(self, scorer: Scorer) -> Layouts:
         rows = starting_rows(self.tables, self.device_counts(), self.batches())
         one = self.batches()[len(self.batches()) // 2]
         clusters = self.tables.num_clusters
@@ -180,26 +190,29 @@ class Planner:
             micro_batch_size_r=np.full(clusters, one[0]),
             micro_batches_r=np.full(clusters, one[1]),
         )
-        values = self.score(market, rows, plain)
-        best, least = segment_choice(values, rows.cluster_r, clusters)
-        for m in np.flatnonzero(~np.isfinite(least)):
+        values = self.score(scorer, rows, plain)
+        best = segment_choice(values, rows.cluster_r, np.arange(clusters))
+        for m in np.flatnonzero(~np.isfinite(values[best])):
             if not self._enumerable()[m]:
                 self.refuse(int(m))
         return rows.take(best)
 
-    def _descend(self, market: Market, rows: Layouts) -> Layouts:
-        """Steepest descent over single moves, all clusters in step."""
+    def _descend(self, scorer: Scorer, rows: Layouts) -> Layouts:
+        """Steepest descent over single moves, all clusters in step until each stands still."""
         counts = self.device_counts()
+        moving = np.arange(len(rows))
         for _ in range(DESCENT_SWEEPS):
-            moved = Moves(rows, counts[rows.cluster_r], self.batches()).all()
-            batched = self._rebatched(rows)
-            both = stack([rows, batched, moved[0]])
-            values = self.score(market, both, rows)
-            values[: len(rows)] -= SAME * np.abs(values[: len(rows)])
-            best, _ = segment_choice(values, both.cluster_r, self.tables.num_clusters)
-            if (best < len(rows)).all():
+            here = rows.take(moving)
+            moves = Moves(here, counts[here.cluster_r]).all()
+            tried = stack([here, self._rebatched(here), moves])
+            values = self.score(scorer, tried, rows)
+            values[: len(here)] -= SAME * np.abs(values[: len(here)])
+            best = segment_choice(values, tried.cluster_r, here.cluster_r)
+            better = best >= len(here)
+            if not better.any():
                 break
-            rows = _narrow(both.take(best))
+            rows = replaced(rows, moving[better], tried.take(best[better]))
+            moving = moving[better]
         return rows
 
     def _rebatched(self, rows: Layouts) -> Layouts:
@@ -221,10 +234,14 @@ class Planner:
         )
 
 
-def _narrow(rows: Layouts) -> Layouts:
-    """Drop slot columns that no row uses."""
-    width = max(int(rows.depth_r.max()), 1)
-    return replace(rows, member_rs=rows.member_rs[:, :width], stop_rs=rows.stop_rs[:, :width])
+def replaced(rows: Layouts, where: Ints, new: Layouts) -> Layouts:
+    """``rows`` with ``new`` at positions ``where``, no wider than needed."""
+    keep = np.delete(np.arange(len(rows)), where)
+    both = stack([rows.take(keep), new])
+    order = np.argsort(np.concatenate([keep, where]), kind="stable")
+    merged = both.take(order)
+    width = max(int(merged.depth_r.max()), 1)
+    return replace(merged, member_rs=merged.member_rs[:, :width], stop_rs=merged.stop_rs[:, :width])
 
 
 def _equal(left: Layouts, right: Layouts) -> bool:
