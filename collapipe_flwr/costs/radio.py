@@ -7,6 +7,8 @@ A payload of ``A`` bits sent in time ``t`` over bandwidth ``w`` needs the power
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -64,6 +66,18 @@ def solve_exponent(ratio: ArrayLike) -> Array:
         f, slope = _exponent_log(z)
         z = np.maximum(z - (f - np.log(value)) / slope, z * 0.1)
     return z
+
+
+@lru_cache(maxsize=1)
+def _exponent_grid() -> tuple[Array, Array]:
+    log_ratio = np.linspace(np.log(1e-18), np.log(1e40), 20_001)
+    return log_ratio, np.log(solve_exponent(np.exp(log_ratio)))
+
+
+def exponent_near(ratio: ArrayLike) -> Array:
+    """``solve_exponent`` by interpolation, to about 1e-5 relative: for tables of many links."""
+    clipped = np.clip(np.asarray(ratio, dtype=np.float64), 1e-18, 1e40)
+    return np.exp(np.interp(np.log(clipped), *_exponent_grid()))
 
 
 def _exponent_log(z: Array) -> tuple[Array, Array]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from collapipe_flwr.scheduler.newton import Layout, NewtonSystem, Parts, Point, to_boundary
+from collapipe_flwr.scheduler.newton import HopCurves, Layout, NewtonSystem, Point, to_boundary
 from collapipe_flwr.scheduler.radio_problem import Link, RadioProblem, link_terms
 
 Array = NDArray[np.float64]
@@ -187,48 +187,26 @@ class InteriorPoint:
         return flat
 
     def _system(self, value: Evaluation, duals: Array, curve: Array) -> NewtonSystem:
-        y, k = self.layout.parts(duals), self.layout.parts(curve)
-        shares = np.concatenate([value.share_x, np.zeros((self.rows, 1)), value.share_cap], axis=1)
-        matrix = ((k.late - y.late)[:, None] * shares)[:, :, None] * shares[:, None, :]
-        self._add_hops(matrix, value, y, k)
-        self._add_caps(matrix, value, y, k)
+        y, k, link = self.layout.parts(duals), self.layout.parts(curve), value.link
+        hops = HopCurves(
+            bend=self.used * self.scale * link.energy_2 + y.power * link.power_2,
+            slope=link.power_1,
+            k_power=k.power,
+            k_cap=k.cap,
+            own=y.late[:, None] * value.share_x + (1.0 - self.used),
+            edge=self.edge,
+        )
+        caps = k.stage + y.late[:, None] * value.share_cap + (1.0 - self.capped)
+        band = (y.band[0] * value.width)[:, None]
+        none = np.zeros((self.rows, 1))
         return NewtonSystem(
-            matrix=matrix,
-            cross=-k.late[:, None] * shares,
+            hops=hops,
+            sides=self.sides,
+            ends=np.concatenate([band, caps], axis=1),
+            share=np.concatenate([value.share_x, none, value.share_cap], axis=1),
+            lift=k.late - y.late,
+            k_late=k.late,
             width=value.width,
             tau_curve=value.objective_tau + float(k.late.sum()),
             band_curve=float(k.band[0]),
         )
-
-    def _add_hops(self, matrix: Array, value: Evaluation, y: Parts, k: Parts) -> None:
-        """Curvature of energies and power limits, over x and omega."""
-        link, size, index = value.link, self.size, np.arange(self.size)
-        bend = self.used * self.scale * link.energy_2 + y.power * link.power_2
-        slope = self.edge * (1.0 + link.power_1)
-        matrix[:, index, index] += (
-            bend
-            + k.power * link.power_1**2
-            + k.cap
-            + y.late[:, None] * value.share_x
-            + (1.0 - self.used)
-        )
-        mixed = self.edge * bend + k.power * link.power_1 * slope
-        matrix[:, index, size] += mixed
-        matrix[:, size, index] += mixed
-        own = (self.edge * bend + k.power * slope**2).sum(1)
-        matrix[:, size, size] += own + y.band[0] * value.width
-
-    def _add_caps(self, matrix: Array, value: Evaluation, y: Parts, k: Parts) -> None:
-        """Curvature of the slowest resources phi and beta, and their coupling with x."""
-        index = np.arange(self.size)
-        for side in range(2):
-            part = self.side == side
-            at = self.size + 1 + side
-            matrix[:, index[part], at] -= k.cap[:, part]
-            matrix[:, at, index[part]] -= k.cap[:, part]
-            matrix[:, at, at] += (
-                k.cap[:, part].sum(1)
-                + k.stage[:, side]
-                + y.late * value.share_cap[:, side]
-                + (1.0 - self.capped[:, side])
-            )

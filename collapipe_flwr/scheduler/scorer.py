@@ -19,7 +19,7 @@ from collapipe_flwr.costs.compute import Options, steps_of
 from collapipe_flwr.costs.latency import OPTIMISER_FLOP_PER_BYTE
 from collapipe_flwr.costs.layouts import Layouts, segment_sums
 from collapipe_flwr.costs.memory import fits
-from collapipe_flwr.costs.radio import LN2, power_for_time_w, rate_bit_per_s, solve_exponent
+from collapipe_flwr.costs.radio import LN2, exponent_near, power_for_time_w, rate_bit_per_s
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.scheduler.market import Market
 
@@ -68,7 +68,7 @@ class Scorer:
         counts = self.counts.astype(np.float64)[None, None, None, :, None]
         for times in (np.ones_like(counts), 1.0 / counts):
             ratio = per_send * times / (noise * width)
-            slow = LN2 / (width * solve_exponent(ratio))
+            slow = LN2 / (width * exponent_near(ratio))
             time = np.where(price > 0, np.maximum(slow, fastest), fastest)
             joule = np.minimum(power_for_time_w(1.0, width, noise, time), watt) * time
             flat = (clusters * members * receivers * len(self.counts), 2)
