@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.scheduler.baselines import RULES, LatencyOnly, RuleScheduler, Static
+from collapipe_flwr.scheduler.brute_force import BruteForce
 from collapipe_flwr.scheduler.dssda import Dssda
 from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerSettings
 
-POLICIES = ("dssda", *RULES, "static", "latency-only")
+POLICIES = ("dssda", *RULES, "static", "latency-only", "brute-force")
 
 
 def make_scheduler(name: str, settings: SchedulerSettings | None = None) -> Scheduler:
@@ -19,6 +20,8 @@ def make_scheduler(name: str, settings: SchedulerSettings | None = None) -> Sche
         return Static(Dssda(chosen))
     if name == "latency-only":
         return LatencyOnly(Dssda(chosen))
+    if name == "brute-force":
+        return BruteForce(chosen)
     if name in RULES:
         return RuleScheduler(chosen, name, RULES[name])
     raise ConfigError(f"unknown scheduler {name!r}: choose one of {', '.join(POLICIES)}")
