@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from collapipe_flwr.models import block_inputs
 from collapipe_flwr.models.checkpoint import first_lines
 from collapipe_flwr.models.examples import example_inputs
 from collapipe_flwr.models.families import Family
-from collapipe_flwr.models.skeleton import build_skeleton, place_tensor
+from collapipe_flwr.models.skeleton import build_skeleton, has_head, place_tensor
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.tasks import TASKS
 
@@ -37,6 +38,7 @@ class _Trace:
     results: list[Any] = field(default_factory=list)
 
 
+@lru_cache(maxsize=64)
 def discover_family(spec: ModelSpec) -> Family:
     """A record for ``spec``'s model type; raises ModelError saying why it cannot be split."""
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -49,7 +51,7 @@ def discover_family(spec: ModelSpec) -> Family:
     _check_chain(trace, spec)
     base = model.base_model
     base_path = next(name for name, module in model.named_modules() if module is base)
-    tasks = {"seq2seq"} if decodes else set(TASKS) - {"seq2seq"}
+    tasks = {"seq2seq"} if decodes else _head_tasks(model)
     first = trace.results[0]
     return Family(
         model_types=(spec.model_type,),
@@ -64,6 +66,10 @@ def discover_family(spec: ModelSpec) -> Family:
         replayed=True,
         block_extras=0 if isinstance(first, Tensor) else len(first) - 1,
     )
+
+
+def _head_tasks(model: PreTrainedModel) -> set[str]:
+    return {task for task in TASKS if task != "seq2seq" and has_head(task, model.config)}
 
 
 def _fake_model(spec: ModelSpec) -> PreTrainedModel:

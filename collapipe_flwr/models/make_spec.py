@@ -11,10 +11,11 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.models.admission import LAYERDROPS
 from collapipe_flwr.models.checkpoint import first_lines, read_pretrained_config
 from collapipe_flwr.models.families import FAMILIES
-from collapipe_flwr.models.spec import ModelSpec
-from collapipe_flwr.models.splitter import LAYERDROPS, Splitter
+from collapipe_flwr.models.spec import BatchShape, ModelSpec
+from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.models.tasks import find_task
 
 
@@ -54,6 +55,8 @@ def make_spec(
             setattr(config, key, value)
     if vocab_size is not None:
         _set_vocabulary(config, vocab_size, pretrained)
+    if pretrained is None:
+        _set_generation(config)
     if labelled:
         _set_labels(config, num_labels, id2label)
     _set_exact_training(config, overrides or {})
@@ -68,9 +71,10 @@ def make_spec(
         shared=shared,
     )
     splitter = Splitter(spec)  # fails here, not on a device
-    splitter.rehearse()
+    if not splitter.has_record:
+        _rehearse(splitter)
     if pretrained is not None and splitter.decodes:
-        return replace(spec, untied=splitter.checkpoint_unties())
+        return replace(spec, untied=splitter.untied_by_checkpoint())
     return spec
 
 
@@ -132,6 +136,16 @@ def _set_vocabulary(config: PreTrainedConfig, vocab_size: int, pretrained: str |
         )
 
 
+def _set_generation(config: PreTrainedConfig) -> None:
+    """Decoding rules of the published model that name tokens of its own vocabulary."""
+    if getattr(config, "forced_eos_token_id", None) is not None:
+        config.forced_eos_token_id = config.eos_token_id
+    for key in ("suppress_tokens", "begin_suppress_tokens"):
+        named = getattr(config, key, None)
+        if named is not None:
+            setattr(config, key, [token for token in named if token < config.vocab_size] or None)
+
+
 def _set_labels(
     config: PreTrainedConfig, num_labels: int | None, id2label: Mapping[int, str] | None
 ) -> None:
@@ -165,3 +179,13 @@ def _untie(config: PreTrainedConfig) -> None:
     family = FAMILIES.get(config.model_type)
     if family is not None and not family.decodes:
         config.tie_word_embeddings = False
+
+
+def _rehearse(splitter: Splitter) -> None:
+    """Run a model type without a record once, on shapes only."""
+    try:
+        splitter.profile(BatchShape(source_length=8, target_length=8))
+    except (RuntimeError, ValueError, TypeError, AttributeError) as cause:
+        raise ModelError(
+            f"model type {splitter.spec.model_type!r} cannot be split: {first_lines(cause)}"
+        ) from cause

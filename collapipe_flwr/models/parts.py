@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -117,7 +118,9 @@ class EdgePart(Part):
         self._accepted = _parameters_of(stack.model) - {stack.family.entry, "encoder_outputs"}
         if not stack.family.decodes:
             # The head calls its base model as always, and gets what the devices computed.
-            stack.module.forward = self._base_output
+            # Weakly, so that a part that is dropped frees its memory at once.
+            edge = weakref.ref(self)
+            stack.module.forward = lambda *args, **kwargs: _alive(edge)._finish(*args, **kwargs)
 
     def forward(self, hidden_BTD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
         """The loss: a scalar, the mean over this batch's own targets (``weight_of``).
@@ -163,10 +166,16 @@ class EdgePart(Part):
             raise ModelError(f"the edge cannot compute its output: {first_lines(cause)}") from cause
         return output
 
-    def _base_output(self, *args: Tensor, **kwargs: Any) -> ModelOutput:
+    def _finish(self, *args: Tensor, **kwargs: Any) -> ModelOutput:
         """What the base model would return, had it run all blocks itself."""
         hidden_BTD = kwargs.get(self._stack.family.entry)
         return self._stack.finish(args[0] if hidden_BTD is None else hidden_BTD)
+
+
+def _alive(edge: weakref.ref[EdgePart]) -> EdgePart:
+    part = edge()
+    assert part is not None, "the head outlived its part"
+    return part
 
 
 def _owner_of(model: nn.Module, path: str) -> nn.Module:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
 
-from collapipe_flwr.models.layout import find_blocks
 from collapipe_flwr.models.stack import Stack
 
 Forward = Callable[..., Any]
@@ -55,13 +54,22 @@ class ReplayedStack(Stack):
         context: Mapping[str, Tensor],
         forward_of: Callable[[int, nn.Module, Tensor], Forward],
     ) -> Any:
-        for name in self.family.before:
-            self.module.get_submodule(name).forward = lambda *_, **__: hidden_BTD
-        for index, block in enumerate(find_blocks(self.model, self.family)):
-            block.forward = forward_of(index, block, hidden_BTD)
         known = {key: context[key] for key in ("attention_mask", "position_ids") if key in context}
         stack: Any = self.module  # the edge replaces this instance's own forward
-        return type(stack).forward(stack, **self._input(hidden_BTD), **known)
+        stand_ins = {
+            **{
+                stack.get_submodule(name): (lambda *_, **__: hidden_BTD)
+                for name in self.family.before
+            },
+            **{block: forward_of(i, block, hidden_BTD) for i, block in enumerate(self.blocks)},
+        }
+        try:
+            for module, forward in stand_ins.items():
+                module.forward = forward
+            return type(stack).forward(stack, **self._input(hidden_BTD), **known)
+        finally:
+            for module in stand_ins:
+                del module.forward
 
     def _input(self, hidden_BTD: Tensor) -> dict[str, Tensor]:
         """Anything of the right shape: the first block of this part reads ``hidden_BTD``."""

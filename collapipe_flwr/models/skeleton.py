@@ -33,12 +33,21 @@ def read_config(spec: ModelSpec) -> PreTrainedConfig:
     return config
 
 
+def has_head(task: str, config: PreTrainedConfig) -> bool:
+    """Whether transformers has a head for the task on this architecture."""
+    return bool(_auto_classes(task, config))
+
+
 def auto_class(task: str, config: PreTrainedConfig) -> Any:
     """The Auto class that puts the task's head on this architecture; raises ModelError."""
-    for candidate in find_task(task).auto_classes:
-        if type(config) in candidate._model_mapping:  # type: ignore[attr-defined]
-            return candidate
+    for candidate in _auto_classes(task, config):
+        return candidate
     raise ModelError(f"transformers has no {task!r} head for model type {config.model_type!r}")
+
+
+def _auto_classes(task: str, config: PreTrainedConfig) -> list[Any]:
+    candidates: tuple[Any, ...] = find_task(task).auto_classes
+    return [candidate for candidate in candidates if type(config) in candidate._model_mapping]
 
 
 def build_skeleton(spec: ModelSpec) -> PreTrainedModel:

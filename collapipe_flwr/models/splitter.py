@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,9 +10,8 @@ from transformers import PreTrainedModel
 
 from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.checkpoint import first_lines, load_checkpoint
-from collapipe_flwr.models.discovery import discover_family
-from collapipe_flwr.models.families import FAMILIES, Family
+from collapipe_flwr.models.admission import blocks_for_devices, family_for, refuse_inexact
+from collapipe_flwr.models.checkpoint import find_untied, load_checkpoint
 from collapipe_flwr.models.layout import EDGE, EMBEDDING, Layout, find_blocks, make_layout
 from collapipe_flwr.models.part import Holdings, Part
 from collapipe_flwr.models.parts import EdgePart, EmbeddingPart, SegmentPart
@@ -25,7 +23,6 @@ from collapipe_flwr.models.stack import Stack
 from collapipe_flwr.models.tasks import find_task
 
 Weights = Mapping[str, Tensor]
-LAYERDROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 TensorShape = tuple[torch.Size, torch.dtype]
 
 
@@ -39,11 +36,11 @@ class Splitter:
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
         self.task = find_task(spec.task)
-        self._family = _family_for(spec)
+        self._family = family_for(spec)
         skeleton = build_skeleton(spec)
-        _refuse_inexact(skeleton.config, self._family)
+        refuse_inexact(skeleton.config, self._family)
         total_blocks = len(find_blocks(skeleton, self._family))
-        self.num_blocks = _blocks_for_devices(total_blocks, spec, self._family)
+        self.num_blocks = blocks_for_devices(total_blocks, spec, self._family)
         self._layout = make_layout(
             skeleton,
             self._family,
@@ -51,6 +48,7 @@ class Splitter:
             untie=spec.ties == "untie",
         )
         self.config = skeleton.config
+        self.has_record = not self._family.replayed
         self.input_name = self._family.input_name
         self.shapes = _shapes(skeleton, self._layout)
         self._constants = _constant_keys(skeleton, self._layout)
@@ -100,8 +98,8 @@ class Splitter:
         wanted = {"attention_mask", "position_ids", "labels"}
         if self._family.decodes:
             return frozenset(wanted | {"decoder_input_ids", "decoder_attention_mask"})
-        if self.spec.task == "sequence-classification" and "causal-lm" in self._family.tasks:
-            wanted.add("input_ids")  # the head looks for the last token that is not padding
+        if self.spec.task == "sequence-classification" and "masked-lm" not in self._family.tasks:
+            wanted.add("input_ids")  # decoders classify by the last token that is not padding
         return frozenset(wanted)
 
     def context(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -116,45 +114,23 @@ class Splitter:
         A checkpoint without the task's head gets a fresh one. Raises ModelError if it cannot be
         read or lacks tensors of the model's body.
         """
-        if self.spec.pretrained is None:
-            model = build_random(self.spec, seed)
-        else:
-            model = load_checkpoint(self.spec, seed, body=self._body())
+        model = self._first_model(seed)
+        differing = find_untied(model, self._all_places())
+        if differing:
+            raise ModelError(
+                f"the checkpoint {self.spec.pretrained!r} holds an own {differing[0]!r}, which its "
+                "configuration ties to another table; describe the model by make_spec"
+            )
         found = model.state_dict()
-        for key, paths in self._all_places().items():
-            differing = [path for path in paths if not torch.equal(found[path], found[key])]
-            if differing:
-                raise ModelError(
-                    f"the checkpoint {self.spec.pretrained!r} holds {differing[0]!r} and {key!r} "
-                    "with different values where the configuration ties them; name it in 'untied'"
-                )
         return {key: found[key].detach().clone() for key in self.all_keys()}
+
+    def untied_by_checkpoint(self) -> tuple[str, ...]:
+        """Keys that the architecture ties and ``spec.pretrained`` holds with own values."""
+        return find_untied(self._first_model(seed=0), self._all_places())
 
     def profile(self, shape: BatchShape) -> ModelProfile:
         """Costs per example of embedding, every block and the edge; computes nothing."""
         return profile_model(self, shape)
-
-    def checkpoint_unties(self) -> tuple[str, ...]:
-        """Keys that the architecture ties and ``spec.pretrained`` holds with own values."""
-        model = load_checkpoint(self.spec, seed=0, body=self._body())
-        found = model.state_dict()
-        return tuple(
-            path
-            for key, paths in self._all_places().items()
-            for path in paths
-            if not torch.equal(found[path], found[key])
-        )
-
-    def rehearse(self) -> None:
-        """Run a model type without a record once, on shapes; raises ModelError if it breaks."""
-        if not self._family.replayed:
-            return
-        try:
-            self.profile(BatchShape(source_length=8, target_length=8))
-        except (RuntimeError, ValueError, TypeError, AttributeError) as cause:
-            raise ModelError(
-                f"model type {self.spec.model_type!r} cannot be split: {first_lines(cause)}"
-            ) from cause
 
     # Parts
 
@@ -189,10 +165,15 @@ class Splitter:
         ties = self._layout.ties
         return {key: paths + ties.get(key, ()) for key, paths in self._layout.places.items()}
 
+    def _first_model(self, seed: int) -> PreTrainedModel:
+        if self.spec.pretrained is None:
+            return build_random(self.spec, seed)
+        return load_checkpoint(self.spec, seed, body=self._body())
+
     def _body(self) -> frozenset[str]:
         """What a checkpoint must bring: everything where a decoder, all but a head otherwise."""
-        head = set() if self.decodes else set(self.edge_keys())
-        return frozenset(key for key in self.all_keys() if key not in head)
+        head = () if self.decodes else self.edge_keys()
+        return frozenset(self.all_keys()).difference(head)
 
     def _stack(self, first_block: int, stop_block: int) -> Stack:
         kind = ReplayedStack if self._family.replayed else Stack
@@ -219,39 +200,6 @@ class Splitter:
                 f"blocks {first_block}..{stop_block - 1} do not exist; "
                 f"devices may hold blocks 0..{self.num_blocks - 1}"
             )
-
-
-def _family_for(spec: ModelSpec) -> Family:
-    family = FAMILIES.get(spec.model_type) or discover_family(spec)
-    if spec.task not in family.tasks:
-        raise ModelError(
-            f"model type {spec.model_type!r} cannot do the task {spec.task!r} when split; "
-            f"it can do {', '.join(family.tasks)}"
-        )
-    return family
-
-
-def _refuse_inexact(config: Any, family: Family) -> None:
-    """Settings under which a cut model would compute something else than the whole one."""
-    if family.decodes is False and getattr(config, "is_decoder", False):
-        raise ModelError(f"is_decoder must be false for {config.model_type!r}: it is an encoder")
-    if getattr(config, "apply_spec_augment", False):
-        raise ModelError("apply_spec_augment must be false: mask the input features beforehand")
-    for key in LAYERDROPS:
-        if getattr(config, key, 0.0):
-            raise ModelError(f"{key} must be 0: a block cannot be skipped on one machine only")
-
-
-def _blocks_for_devices(total_blocks: int, spec: ModelSpec, family: Family) -> int:
-    if spec.edge_blocks and family.decodes:
-        raise ModelError(
-            f"edge_blocks must be 0 for {spec.model_type!r}: its decoder stands at the edge"
-        )
-    if spec.edge_blocks >= total_blocks:
-        raise ModelError(
-            f"edge_blocks must be below the model's {total_blocks} blocks, got {spec.edge_blocks}"
-        )
-    return total_blocks - spec.edge_blocks
 
 
 def _shapes(skeleton: PreTrainedModel, layout: Layout) -> dict[str, TensorShape]:

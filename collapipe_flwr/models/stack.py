@@ -31,20 +31,24 @@ class Stack:
         return self.model.get_submodule(stack_path(self.model, self.family))
 
     @property
+    def blocks(self) -> nn.ModuleList:
+        """All blocks of the stack, those of other parts hollow."""
+        return find_blocks(self.model, self.family)
+
+    @property
     def entrance(self) -> nn.Module:
         """The module whose first argument is the embedding's output."""
         if self.family.exit is not None:
             return self.module.get_submodule(self.family.exit)
-        return find_blocks(self.model, self.family)[0]
+        return self.blocks[0]
 
     def run_blocks(self, hidden_BTD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
         """Hidden states (B, T, D) behind the last of these blocks."""
         if self.first_block == self.stop_block:
             return hidden_BTD
         arguments = self.family.inputs(self.module, hidden_BTD, context)
-        blocks = find_blocks(self.model, self.family)
         for index in range(self.first_block, self.stop_block):
-            output = blocks[index](hidden_BTD, **arguments(index))
+            output = self.blocks[index](hidden_BTD, **arguments(index))
             output_BTD = output if isinstance(output, Tensor) else output[0]
             if index == 0 and self.family.joined:
                 output_BTD = self._join(hidden_BTD, output_BTD, context)

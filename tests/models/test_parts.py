@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -93,6 +95,36 @@ def test_parts_do_not_write_into_the_weights_they_got(tiny: Any) -> None:
         for parameter in segment.parameters():
             parameter.add_(1.0)
     assert all(torch.equal(weights[key], before[key]) for key in weights)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "task", "choices"),
+    [
+        ("bert", "masked-lm", {"edge_blocks": 1}),
+        ("t5", "seq2seq", {}),
+        ("opt", "causal-lm", {"edge_blocks": 1}),
+    ],
+)
+def test_a_dropped_part_frees_its_memory_at_once(
+    model_type: str, task: str, choices: dict[str, Any], tiny: Any
+) -> None:
+    """Segments move between rounds; the old ones may not wait for the garbage collector."""
+    splitter = Splitter(tiny.spec(model_type, task, **choices))
+    weights = splitter.initial_weights(seed=1)
+    batch = tiny.batch(model_type, task)
+    context = splitter.context(batch)
+    gc.collect()
+    gc.disable()
+    try:
+        embedding, edge = splitter.build_embedding(weights), splitter.build_edge(weights)
+        segment = splitter.build_segment(0, splitter.num_blocks, weights)
+        edge(segment(embedding(batch), context), context).backward()
+        parts = (embedding, segment, edge)
+        held = [weakref.ref(p) for part in parts for p in part.parameters()]
+        del embedding, segment, edge, parts
+        assert not [parameter for parameter in held if parameter() is not None]
+    finally:
+        gc.enable()
 
 
 def test_loading_keeps_the_parameter_objects(tiny: Any) -> None:

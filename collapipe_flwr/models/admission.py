@@ -1,0 +1,48 @@
+"""Which models may be cut, and how far: one clear sentence for every refusal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.models.discovery import discover_family
+from collapipe_flwr.models.families import FAMILIES, Family
+from collapipe_flwr.models.spec import ModelSpec
+
+LAYERDROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+
+
+def family_for(spec: ModelSpec) -> Family:
+    """The record of the model type, or what a trace finds; raises ModelError."""
+    family = FAMILIES.get(spec.model_type) or discover_family(spec)
+    if spec.task not in family.tasks:
+        raise ModelError(
+            f"model type {spec.model_type!r} cannot do the task {spec.task!r} when split; "
+            f"it can do {', '.join(family.tasks)}"
+        )
+    return family
+
+
+def refuse_inexact(config: Any, family: Family) -> None:
+    """Raise ModelError where a cut model would compute something else than the whole one."""
+    is_encoder = not family.decodes and not family.replayed
+    if is_encoder and getattr(config, "is_decoder", False):
+        raise ModelError(f"is_decoder must be false for {config.model_type!r}: it is an encoder")
+    if getattr(config, "apply_spec_augment", False):
+        raise ModelError("apply_spec_augment must be false: mask the input features beforehand")
+    for key in LAYERDROPS:
+        if getattr(config, key, 0.0):
+            raise ModelError(f"{key} must be 0: a block cannot be skipped on one machine only")
+
+
+def blocks_for_devices(total_blocks: int, spec: ModelSpec, family: Family) -> int:
+    """How many of the blocks devices may hold; raises ModelError if none is left."""
+    if spec.edge_blocks and family.decodes:
+        raise ModelError(
+            f"edge_blocks must be 0 for {spec.model_type!r}: its decoder stands at the edge"
+        )
+    if spec.edge_blocks >= total_blocks:
+        raise ModelError(
+            f"edge_blocks must be below the model's {total_blocks} blocks, got {spec.edge_blocks}"
+        )
+    return total_blocks - spec.edge_blocks
