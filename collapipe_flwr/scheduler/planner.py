@@ -30,6 +30,8 @@ Ints = NDArray[np.int64]
 ENUMERATED_ROWS = 20_000  # clusters with fewer candidates than this are searched completely
 DESCENT_SWEEPS = 40
 FEW_CLUSTERS = 20  # up to here time allows planning from scratch and alternating to the end
+POLISH_SOLVES = 24  # radio solves spent on runners-up
+POLISH_RIVALS = 8  # of them at a time
 SAME = 1e-9  # relative differences below this count as none
 
 
@@ -61,8 +63,45 @@ class Planner:
     price_mi: Array
 
     def solve(self) -> Solution:
-        """Plan from scratch; raises InfeasibleError."""
-        return self.improve(self.radio(self.choose(self.opening_market(), None)))
+        """Plan from scratch; raises InfeasibleError.
+
+        Few clusters allow two openings: every cluster as if it alone were the slowest, and every
+        cluster with its equal part of the latency's price.
+        """
+        clusters = self.tables.num_clusters
+        shares = (1.0, 1.0 / clusters) if 1 < clusters <= FEW_CLUSTERS else (1.0,)
+        openings = [self.choose(self.opening_market(share), None) for share in shares]
+        solutions = [self.improve(self.radio(rows)) for rows in openings]
+        return self.polished(min(solutions, key=lambda s: s.objective))
+
+    def polished(self, best: Solution) -> Solution:
+        """Try the runners-up of every cluster with the radio re-optimised, while time allows.
+
+        The market prices a cluster's alternatives at the bandwidth it has now; the radio solver
+        knows what each is really worth.
+        """
+        tries = POLISH_SOLVES if self.tables.num_clusters <= FEW_CLUSTERS else 0
+        tried: set[bytes] = set()
+        while tries > 0:
+            rivals = [r for r in self._rivals(best) if _key(r) not in tried][:tries]
+            tried |= {_key(r) for r in rivals}
+            tries -= len(rivals)
+            solutions = [self.radio(rows) for rows in rivals]
+            better = min(solutions, key=lambda s: s.objective, default=best)
+            if not better.objective < best.objective * (1.0 - SAME):
+                break
+            best = better
+        return best
+
+    def _rivals(self, best: Solution) -> list[Layouts]:
+        """Plans that differ from ``best`` in one cluster, the most promising first."""
+        scorer = self.scorer(self.market(best))
+        counts, now = self.device_counts(), best.rows
+        near = stack([Moves(now, counts).all(), self._rebatched(now)])
+        values = self.score(scorer, near, now) - self.score(scorer, now, now)[near.cluster_r]
+        order = np.argsort(values, kind="stable")
+        order = order[np.isfinite(values[order])][:POLISH_RIVALS]
+        return [replaced(now, near.cluster_r[[r]], near.take(np.array([r]))) for r in order]
 
     def improve(self, best: Solution) -> Solution:
         """Alternate segments and radio from ``best`` on while the objective falls."""
@@ -104,14 +143,14 @@ class Planner:
             objective=self.latency_price * rho * float(priced.latency_s.max()) + float(energy),
         )
 
-    def opening_market(self) -> Market:
-        """Equal bandwidth, and every cluster as if it were the slowest."""
+    def opening_market(self, share: float = 1.0) -> Market:
+        """Equal bandwidth; every second of a cluster costs ``share`` of a second of the round."""
         clusters = self.tables.num_clusters
         return Market(
-            latency_price=self.latency_price,
+            latency_price=self.latency_price * share,
             price_mi=self.price_mi,
             ceiling_m=np.zeros(clusters),
-            slack_price_m=np.full(clusters, self.latency_price),
+            slack_price_m=np.full(clusters, self.latency_price * share),
             edge_hz_m=np.full(clusters, self.tables.snapshot.radio.bandwidth_hz / clusters),
         )
 
@@ -242,6 +281,11 @@ def replaced(rows: Layouts, where: Ints, new: Layouts) -> Layouts:
     merged = both.take(order)
     width = max(int(merged.depth_r.max()), 1)
     return replace(merged, member_rs=merged.member_rs[:, :width], stop_rs=merged.stop_rs[:, :width])
+
+
+def _key(rows: Layouts) -> bytes:
+    parts = (rows.member_rs, rows.stop_rs, rows.micro_batch_size_r, rows.micro_batches_r)
+    return b"|".join(np.ascontiguousarray(part).tobytes() for part in parts)
 
 
 def _equal(left: Layouts, right: Layouts) -> bool:
