@@ -47,13 +47,13 @@ def train(message: Message, context: Context) -> Message:
     weights = decode_tensors(message.content.array_records[records.ARRAYS])
     whole = records.read_whole_task(message.content)
     if whole is not None:
-        data = local_data(config, place, _vocabulary(whole.tokenizer_json))
+        data = local_data(config, place, _vocabulary(whole.vocabulary_json))
         content = _train_whole(whole, _server_round(message), data, weights)
     else:
         assignment = records.read_assignment(message.content)
         if assignment.split is None or assignment.plan is None:
             raise ProtocolError("the server sent neither a plan with an edge nor a whole task")
-        data = local_data(config, place, _vocabulary(assignment.split.tokenizer_json))
+        data = local_data(config, place, _vocabulary(assignment.split.vocabulary_json))
         content = _train_split(assignment, assignment.split, data, weights)
     return Message(content, reply_to=message)
 
@@ -94,10 +94,11 @@ def _train_whole(
     """The same round on the unsplit model."""
     splitter = _splitter(task.model_spec_json)
     model = splitter.build_whole(weights)
+    model.config.use_cache = False
     steps = data.steps(
         server_round, batch_size=task.batch_size, micro_batch_size=task.micro_batch_size
     )
-    optimizer = Optimizer(task.optimizer, model.parameters())
+    optimizer = Optimizer(task.optimizers[server_round - 1], model.parameters())
     losses = train_whole(model, optimizer, steps, splitter.task.targets)
     trained = model.state_dict()
     return _reply({key: trained[key] for key in weights}, losses, data)

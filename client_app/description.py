@@ -7,7 +7,7 @@ from dataclasses import replace
 from client_app.data import Place
 from collapipe_flwr.core.config import WorldConfig
 from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile
-from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.errors import ConfigError, blaming
 from collapipe_flwr.simulator.devices import device_preset, radio_preset
 from collapipe_flwr.simulator.world import SERVER_RATE_BIT_PER_S
 
@@ -25,9 +25,9 @@ def describe_cluster(config: WorldConfig, place: Place, examples: int) -> Cluste
     return ClusterProfile(
         cluster_id=cluster_id,
         examples=examples,
-        control_unit=_device(config, config.control_unit, f"{cluster_id}/cu"),
+        control_unit=_device(config, "control-unit", config.control_unit, f"{cluster_id}/cu"),
         devices=tuple(
-            _device(config, kind, f"{cluster_id}/{number}-{kind}")
+            _device(config, "devices", kind, f"{cluster_id}/{number}-{kind}")
             for number, kind in enumerate(kinds, start=1)
         ),
         d2d_bandwidth_hz=radio_preset(config.radio).d2d_bandwidth_hz,
@@ -35,6 +35,7 @@ def describe_cluster(config: WorldConfig, place: Place, examples: int) -> Cluste
     )
 
 
-def _device(config: WorldConfig, kind: str, device_id: str) -> DeviceProfile:
-    preset = device_preset(kind).device(device_id, energy_budget_j=0.0)
+def _device(config: WorldConfig, key: str, kind: str, device_id: str) -> DeviceProfile:
+    with blaming(f"world.{key}"):
+        preset = device_preset(kind).device(device_id, energy_budget_j=0.0)
     return replace(preset, memory_bytes=int(preset.memory_bytes * config.memory_share))

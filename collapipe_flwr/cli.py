@@ -20,11 +20,6 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def root() -> None:
-    """Keep sub-commands named even while there is only one."""
-
-
 @app.command()
 def run(
     project: Annotated[Path, typer.Argument(help="Folder of the Flower app.")] = Path("."),
@@ -64,6 +59,31 @@ def run(
     if summary["status"] != "completed":
         raise CollaPipeError(f"the run failed: {summary['reason']} (see {launch.run_dir})")
     typer.echo(launch.run_dir)
+
+
+@app.command()
+def edge(
+    listen: Annotated[str, typer.Option(help="HOST:PORT; port 0 takes a free one.")] = (
+        "127.0.0.1:50061"
+    ),
+) -> None:
+    """Serve decoders (or heads) to clusters until SIGTERM or Ctrl-C.
+
+    Point a run at it with the run-config key `edge.address`. Plain text: only for loopback and
+    networks that you trust.
+    """
+    import signal
+    import threading
+
+    from collapipe_flwr.edge.server import EdgeServer
+    from collapipe_flwr.edge.service import EdgeService
+
+    stop = threading.Event()
+    for sign in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(sign, lambda *_: stop.set())
+    with EdgeServer(listen, EdgeService()) as server:
+        typer.echo(f"edge server on {server.address}")
+        stop.wait()
 
 
 def main() -> None:

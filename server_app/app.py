@@ -112,9 +112,10 @@ def _strategy(
         split = SplitModel(
             edge=RpcEdgeGateway(client),
             edge_keys=frozenset(learner.splitter.edge_keys()),
+            shared_keys=frozenset(learner.splitter.shared_keys),
             constant_keys=learner.splitter.constant_keys,
             model_spec_json=learner.spec.to_json(),
-            tokenizer_json=learner.task.vocabulary.to_json(),
+            vocabulary_json=learner.task.vocabulary.to_json(),
             learning=lambda server_round: LearningSettings(
                 optimizer=optimizer_settings(config, server_round),
                 schedule=config.scheduler.schedule,
@@ -147,12 +148,13 @@ def _edge(config: EdgeConfig) -> Iterator[EdgeClient]:
 def _whole_task(config: AppConfig, learner: Learner) -> WholeTask:
     """The batches of a plan with the largest micro-batch and count, on the unsplit model."""
     size = max(count_list(config.scheduler.micro_batch_sizes))
+    rounds = config.run.num_server_rounds
     return WholeTask(
         model_spec_json=learner.spec.to_json(),
-        tokenizer_json=learner.task.vocabulary.to_json(),
+        vocabulary_json=learner.task.vocabulary.to_json(),
         batch_size=size * max(count_list(config.scheduler.micro_batches)),
         micro_batch_size=size,
-        optimizer=optimizer_settings(config, 1),
+        optimizers=tuple(optimizer_settings(config, r + 1) for r in range(rounds)),
     )
 
 

@@ -10,7 +10,7 @@ from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, Strategy
 
 from collapipe_flwr.core.config import AppConfig, count_list
 from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile, ModelProfile
-from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.errors import ConfigError, blaming
 from collapipe_flwr.core.parsing import read_assignments
 from collapipe_flwr.data.registry import load_task
 from collapipe_flwr.data.settings import settings_of
@@ -52,19 +52,20 @@ def _spec(config: AppConfig, task: Task) -> ModelSpec:
     labels = dict(enumerate(task.labels))
     seq2seq = task.model_task == "seq2seq"
     pretrained = config.model.pretrained
-    return make_spec(
-        task.model_task,
-        model_type=None if pretrained else config.model.type,
-        pretrained=pretrained or None,
-        overrides=read_assignments(config.model.overrides),
-        vocab_size=len(tokenizer),
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        decoder_start_token_id=tokenizer.pad_token_id if seq2seq else None,
-        num_labels=len(labels) or None,
-        id2label=labels or None,
-    )
+    with blaming("model.pretrained" if pretrained else "model.type, model.overrides"):
+        return make_spec(
+            task.model_task,
+            model_type=None if pretrained else config.model.type,
+            pretrained=pretrained or None,
+            overrides=read_assignments(config.model.overrides),
+            vocab_size=len(tokenizer),
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            decoder_start_token_id=tokenizer.pad_token_id if seq2seq else None,
+            num_labels=len(labels) or None,
+            id2label=labels or None,
+        )
 
 
 def _shape(task: Task) -> BatchShape:
@@ -130,7 +131,8 @@ def make_planner(
     model = learner.splitter.profile(learner.shape)
     profiles = sorted(clusters.values(), key=lambda profile: profile.cluster_id)
     world = _world(config, model, profiles)
-    scheduler = make_scheduler(config.scheduler.policy, settings)
+    with blaming("scheduler.policy"):
+        scheduler = make_scheduler(config.scheduler.policy, settings)
     scheduler.step(scheduler.init(snapshot := world.snapshot(1, model)), snapshot)
     names = {node: profile.cluster_id for node, profile in clusters.items()}
     return Planned(

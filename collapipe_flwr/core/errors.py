@@ -17,6 +17,9 @@ are translated where they enter, with their cause kept.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class CollaPipeError(Exception):
     """Base of everything that CollaPipe raises on purpose."""
@@ -56,3 +59,12 @@ class ProtocolError(LinkError):
 
 class RunError(CollaPipeError):
     """A federated run that cannot go on."""
+
+
+@contextmanager
+def blaming(key: str) -> Iterator[None]:
+    """Put the run-config key in front of whatever the body refuses."""
+    try:
+        yield
+    except CollaPipeError as error:
+        raise type(error)(f"{key}: {error}") from error

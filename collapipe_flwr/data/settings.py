@@ -28,11 +28,6 @@ class DataSettings(DataConfig):
             raise ConfigError(f"seed must be at least 0, got {self.seed}")
         if not self.tokenizer:
             raise ConfigError('data.tokenizer is empty: write "train", a name or a directory')
-        if self.task != "number-words" and not self.train:
-            raise ConfigError(
-                f'data.train is empty, but data.task "{self.task}" reads its examples from there: '
-                "name a CSV or JSON file, a directory or a hub data set"
-            )
 
 
 def settings_of(config: DataConfig, seed: int) -> DataSettings:

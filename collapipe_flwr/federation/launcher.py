@@ -56,11 +56,11 @@ def run_app(launch: Launch) -> str | None:
     Raises RunError when the SuperLink does not start.
     """
     with tempfile.TemporaryDirectory(prefix="collapipe-flwr-home-") as home:
-        env = _environment(Path(home))
+        env = private_environment(Path(home))
         config = Path(home) / "run-config.toml"
         where = {"output-dir": str(launch.output_dir), "run-name": launch.run_name}
         write_overrides({**launch.run_config, **where}, config)
-        with _superlink(launch.app, env):
+        with private_superlink(launch.app, env):
             return _show(_flwr_run(launch, config), launch.app, env)
 
 
@@ -92,7 +92,7 @@ def _show(command: list[str], app: Path, env: dict[str, str]) -> str | None:
     return first_error
 
 
-def _environment(home: Path) -> dict[str, str]:
+def private_environment(home: Path) -> dict[str, str]:
     """The caller's environment, with a Flower home and ports that nobody else uses."""
     http_port, control_port = _free_ports(2)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -115,7 +115,7 @@ def _environment(home: Path) -> dict[str, str]:
 
 
 @contextmanager
-def _superlink(app: Path, env: dict[str, str]) -> Iterator[None]:
+def private_superlink(app: Path, env: dict[str, str]) -> Iterator[None]:
     """A local SuperLink in simulation mode, stopped on the way out with all its children."""
     log_path = Path(env["FLWR_HOME"]) / "superlink.log"
     http_port = env["FLWR_LOCAL_SUPERLINK_HTTP_API_PORT"]

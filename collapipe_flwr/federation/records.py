@@ -53,7 +53,7 @@ class SplitTask:
     """What a cluster needs to train its part of the model against the edge."""
 
     model_spec_json: str
-    tokenizer_json: str
+    vocabulary_json: str
     edge_address: str
     session_id: str
     session_token: str = field(repr=False)  # a secret: never printed
@@ -65,10 +65,10 @@ class WholeTask:
     """What a client needs to train the unsplit model: the peer of every comparison."""
 
     model_spec_json: str
-    tokenizer_json: str
+    vocabulary_json: str
     batch_size: int
     micro_batch_size: int
-    optimizer: OptimizerSettings
+    optimizers: tuple[OptimizerSettings, ...]  # one per server round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ class SplitModel:
     shared_keys: frozenset[str] = frozenset()
     constant_keys: frozenset[str] = frozenset()
     model_spec_json: str
-    tokenizer_json: str
+    vocabulary_json: str
     learning: Callable[[int], LearningSettings]  # by server round, from 1
 
 
@@ -72,7 +72,7 @@ class SplitRound:
         self._sessions[cluster_id] = session
         return SplitTask(
             model_spec_json=self._model.model_spec_json,
-            tokenizer_json=self._model.tokenizer_json,
+            vocabulary_json=self._model.vocabulary_json,
             edge_address=session.address,
             session_id=session.session_id,
             session_token=session.token,

@@ -23,7 +23,7 @@ from flwr.serverapp.strategy import (
     Strategy,
 )
 
-from collapipe_flwr.federation.launcher import _environment, _superlink
+from collapipe_flwr.federation.launcher import private_environment, private_superlink
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.strategy import CollaPipe
 
@@ -114,8 +114,8 @@ def test_flower_itself_runs_both_and_saves_the_same_bits(tmp_path):
         project = tmp_path / server_app
         output = tmp_path / f"{server_app}.pt"
         copy_example(project, server_app)
-        env = _environment(tmp_path)
-        with _superlink(project, env):
+        env = private_environment(tmp_path)
+        with private_superlink(project, env):
             flwr = Path(sys.executable).parent / "flwr"
             command = [str(flwr), "run", ".", "--stream", "--run-config", f'output="{output}"']
             subprocess.run(command, cwd=project, env=env, check=True, timeout=240)

@@ -1,0 +1,53 @@
+"""A small run of the two apps in this process: everything real but Flower's own transport."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from client_app.app import app as client_app
+from collapipe_flwr.core.config import parse
+from collapipe_flwr.core.parsing import Value
+from collapipe_flwr.federation.local_grid import LocalGrid
+from server_app.app import run
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+TINY_MODEL = (
+    "d_model=16 encoder_layers=4 decoder_layers=1 encoder_attention_heads=2 "
+    "decoder_attention_heads=2 encoder_ffn_dim=24 decoder_ffn_dim=24 "
+    "max_position_embeddings=64 dropout=0.0"
+)
+TINY: dict[str, Value] = {
+    "num-server-rounds": 2,
+    "model.overrides": TINY_MODEL,
+    "data.train-examples": 120,
+    "data.test-examples": 12,
+    "data.max-target-length": 8,
+    "train.examples-per-round": 40,
+    "scheduler.micro-batch-sizes": "4",
+    "scheduler.micro-batches": "2,3",
+    "world.memory-share": 0.00006,
+    "world.devices": "raspberry-pi-4,jetson-nano,phone",
+    "run-name": "run",
+}
+RunApp = Callable[..., Path]
+
+
+@pytest.fixture
+def run_app(tmp_path: Path) -> RunApp:
+    """Runs the apps with these overrides of the small run; returns the run directory."""
+
+    def start(overrides: dict[str, Value] | None = None, nodes: int | None = None) -> Path:
+        values = {**TINY, "output-dir": str(tmp_path / "runs"), **(overrides or {})}
+        config = parse(values)
+        count = config.run.clusters if nodes is None else nodes
+        places = {i + 1: {"partition-id": i, "num-partitions": count} for i in range(count)}
+        grid = LocalGrid(dict.fromkeys(places, client_app), node_configs=places, run_config=values)
+        run(grid, config)
+        return Path(config.run.output_dir) / config.run.run_name
+
+    return start

@@ -1,0 +1,70 @@
+"""An edge that dies in the middle of a round: one sentence, soon, and a run marked as failed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from collapipe_flwr.core.errors import CollaPipeError
+from collapipe_flwr.rpc.edge_client import EdgeClient
+from tests.integration.conftest import RunApp
+
+START_S, NOTICE_S = 60.0, 20.0
+
+
+@contextmanager
+def _edge_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    command = [sys.executable, "-m", "collapipe_flwr.cli", "edge", "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process, process.stdout.readline().split()[-1]
+        finally:
+            process.kill()
+
+
+def _kill_when_busy(process: subprocess.Popen[str], address: str, killed_s: list[float]) -> None:
+    deadline = time.monotonic() + START_S
+    with EdgeClient(address, deadline_s=5.0) as client:
+        while time.monotonic() < deadline:
+            if client.health().running:
+                process.send_signal(signal.SIGKILL)
+                killed_s.append(time.monotonic())
+                return
+            time.sleep(0.01)
+
+
+def test_killing_the_edge_in_a_round_ends_the_run_with_a_sentence(
+    run_app: RunApp, tmp_path: Path
+) -> None:
+    killed_s: list[float] = []
+    with _edge_process() as (process, address):
+        killer = threading.Thread(target=_kill_when_busy, args=(process, address, killed_s))
+        killer.start()
+        with pytest.raises(CollaPipeError, match=f"edge at {address}") as failure:
+            run_app(
+                {
+                    "edge.address": address,
+                    "edge.timeout-s": 5.0,
+                    "num-server-rounds": 50,
+                    "train.examples-per-round": 400,
+                }
+            )
+        failed_s = time.monotonic()
+        killer.join(5.0)
+    assert killed_s, "the edge was never busy"
+    assert failed_s - killed_s[0] < NOTICE_S
+    assert "\n" not in str(failure.value)
+    summary = json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert address in summary["reason"]
+    assert not (tmp_path / "runs" / "run" / "model").exists()
