@@ -31,7 +31,7 @@ def read_pretrained_config(pretrained: str) -> PreTrainedConfig:
 def first_lines(cause: BaseException) -> str:
     """The beginning of a foreign message, on one line."""
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    return " ".join(lines[:2]) if lines else type(cause).__name__
+    return " ".join(lines[:2]).rstrip(".") if lines else type(cause).__name__
 
 
 def load_checkpoint(spec: ModelSpec, seed: int, *, body: frozenset[str]) -> PreTrainedModel:

@@ -47,8 +47,9 @@ class Stack:
         if self.first_block == self.stop_block:
             return hidden_BTD
         arguments = self.family.inputs(self.module, hidden_BTD, context)
+        blocks = self.blocks
         for index in range(self.first_block, self.stop_block):
-            output = self.blocks[index](hidden_BTD, **arguments(index))
+            output = blocks[index](hidden_BTD, **arguments(index))
             output_BTD = output if isinstance(output, Tensor) else output[0]
             if index == 0 and self.family.joined:
                 output_BTD = self._join(hidden_BTD, output_BTD, context)

@@ -114,6 +114,22 @@ def test_a_checkpoint_with_its_own_output_table_keeps_it(tiny: Any, tmp_path: Pa
     assert torch.equal(again.loss, whole(**batch, use_cache=False).loss)
 
 
+@pytest.mark.parametrize("ties", ["untie", "rows"])
+@pytest.mark.parametrize(("model_type", "task"), [("gpt2", "causal-lm"), ("bart", "seq2seq")])
+def test_a_tied_checkpoint_starts_with_equal_tables(
+    model_type: str, task: str, ties: str, tiny: Any, tmp_path: Path
+) -> None:
+    """Whatever becomes of the tie, the first loss is that of the checkpoint."""
+    source = Splitter(tiny.spec(model_type, task, ties="rows"))
+    whole = source.build_whole(source.initial_weights(seed=6))
+    whole.save_pretrained(tmp_path)
+    splitter = Splitter(make_spec(task, pretrained=str(tmp_path), ties=ties))
+    assert splitter.spec.untied == ()
+    again = splitter.build_whole(splitter.initial_weights(seed=0))
+    batch = tiny.batch(model_type, task)
+    assert torch.equal(again(**batch, use_cache=False).loss, whole(**batch, use_cache=False).loss)
+
+
 def test_a_missing_checkpoint_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot read the checkpoint"):
         make_spec("masked-lm", pretrained=str(tmp_path / "nowhere"))
