@@ -84,6 +84,29 @@ def _widen_stops(table: Ints, width: int) -> Ints:
     return np.pad(table, ((0, 0), (0, width - table.shape[1])), mode="edge")
 
 
+def replaced(rows: Layouts, where: Ints, new: Layouts) -> Layouts:
+    """``rows`` with ``new`` at positions ``where``, no wider than needed."""
+    keep = np.delete(np.arange(len(rows)), where)
+    both = stack([rows.take(keep), new])
+    order = np.argsort(np.concatenate([keep, where]), kind="stable")
+    merged = both.take(order)
+    width = max(int(merged.depth_r.max()), 1)
+    return replace(merged, member_rs=merged.member_rs[:, :width], stop_rs=merged.stop_rs[:, :width])
+
+
+def key_of(rows: Layouts) -> bytes:
+    """The same for rows that are the same, whatever their padding."""
+    width = max(int(rows.depth_r.max()), 1)
+    parts = (
+        rows.cluster_r,
+        rows.member_rs[:, :width],
+        rows.stop_rs[:, :width],
+        rows.micro_batch_size_r,
+        rows.micro_batches_r,
+    )
+    return b"|".join(np.ascontiguousarray(part, dtype=np.int64).tobytes() for part in parts)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hops:
     """Payload, parties and radio of every hop of every row; unused hops carry 0 bits."""

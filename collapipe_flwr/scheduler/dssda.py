@@ -19,7 +19,7 @@ from collapipe_flwr.scheduler.base import (
     planner_for,
     solution_plan,
 )
-from collapipe_flwr.scheduler.planner import FEW_CLUSTERS, Planner, Solution
+from collapipe_flwr.scheduler.planner import Planner, Solution
 from collapipe_flwr.scheduler.protocol import SchedulerSettings
 from collapipe_flwr.scheduler.queues import budgets_of
 from collapipe_flwr.scheduler.state import SchedulerState
@@ -61,9 +61,7 @@ class Dssda:
         if kept is None:
             return planner.solve()
         stay = planner.radio(kept)
-        solution = planner.improve(stay)
-        if planner.tables.num_clusters <= FEW_CLUSTERS:
-            solution = min(solution, planner.solve(), key=lambda s: s.objective)
+        solution = planner.solve(stay)
         worth = stay.objective - solution.objective
         return solution if worth > self.settings.hysteresis * abs(stay.objective) else stay
 

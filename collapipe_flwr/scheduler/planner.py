@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.costs.chain import Chain, RowPrices, chain_of, powers_for, price_rows
-from collapipe_flwr.costs.layouts import Layouts, stack
+from collapipe_flwr.costs.layouts import Layouts, key_of, replaced, stack
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.scheduler.allocation import Allocation, allocate
 from collapipe_flwr.scheduler.bound import Learning
-from collapipe_flwr.scheduler.layout_search import (
-    Moves,
-    all_layouts,
-    count_layouts,
-    rows_for,
-)
-from collapipe_flwr.scheduler.market import Market, row_prices, segment_choice
+from collapipe_flwr.scheduler.layout_search import Moves
+from collapipe_flwr.scheduler.market import Market, row_prices
 from collapipe_flwr.scheduler.protocol import SchedulerSettings
 from collapipe_flwr.scheduler.scorer import Scorer
-from collapipe_flwr.scheduler.starts import starting_rows
+from collapipe_flwr.scheduler.search import Search
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-ENUMERATED_ROWS = 20_000  # clusters with fewer candidates than this are searched completely
-DESCENT_SWEEPS = 40
 FEW_CLUSTERS = 20  # up to here time allows planning from scratch and alternating to the end
-POLISH_SOLVES = 24  # radio solves spent on runners-up
+POLISH_SOLVES = 16  # radio solves spent on runners-up
 POLISH_RIVALS = 8  # of them at a time
 SAME = 1e-9  # relative differences below this count as none
 
@@ -62,17 +55,20 @@ class Planner:
     latency_price: float
     price_mi: Array
 
-    def solve(self) -> Solution:
-        """Plan from scratch; raises InfeasibleError.
+    def solve(self, stay: Solution | None = None) -> Solution:
+        """The best plan found, from scratch or also from ``stay``; raises InfeasibleError.
 
-        Few clusters allow two openings: every cluster as if it alone were the slowest, and every
-        cluster with its equal part of the latency's price.
+        Openings are the rows in place, every cluster as if it alone were the slowest and, without
+        rows in place, every cluster with its equal part of the latency's price. Many clusters
+        leave time for one opening only.
         """
         clusters = self.tables.num_clusters
-        shares = (1.0, 1.0 / clusters) if 1 < clusters <= FEW_CLUSTERS else (1.0,)
-        openings = [self.choose(self.opening_market(share), None) for share in shares]
-        solutions = [self.improve(self.radio(rows)) for rows in openings]
-        return self.polished(min(solutions, key=lambda s: s.objective))
+        if stay is not None and clusters > FEW_CLUSTERS:
+            return self.improve(stay)
+        starts = [] if stay is None else [stay]
+        shares = (1.0, 1.0 / clusters) if 1 < clusters <= FEW_CLUSTERS and not starts else (1.0,)
+        starts += [self.radio(self.choose(self.opening_market(s), None)) for s in shares]
+        return self.polished(min((self.improve(s) for s in starts), key=lambda s: s.objective))
 
     def polished(self, best: Solution) -> Solution:
         """Try the runners-up of every cluster with the radio re-optimised, while time allows.
@@ -83,8 +79,8 @@ class Planner:
         tries = POLISH_SOLVES if self.tables.num_clusters <= FEW_CLUSTERS else 0
         tried: set[bytes] = set()
         while tries > 0:
-            rivals = [r for r in self._rivals(best) if _key(r) not in tried][:tries]
-            tried |= {_key(r) for r in rivals}
+            rivals = [r for r in self._rivals(best) if key_of(r) not in tried][:tries]
+            tried |= {key_of(r) for r in rivals}
             tries -= len(rivals)
             solutions = [self.radio(rows) for rows in rivals]
             better = min(solutions, key=lambda s: s.objective, default=best)
@@ -97,7 +93,7 @@ class Planner:
         """Plans that differ from ``best`` in one cluster, the most promising first."""
         scorer = self.scorer(self.market(best))
         counts, now = self.device_counts(), best.rows
-        near = stack([Moves(now, counts).all(), self._rebatched(now)])
+        near = stack([Moves(now, counts).all(), self.rebatched(now)])
         values = self.score(scorer, near, now) - self.score(scorer, now, now)[near.cluster_r]
         order = np.argsort(values, kind="stable")
         order = order[np.isfinite(values[order])][:POLISH_RIVALS]
@@ -106,9 +102,9 @@ class Planner:
     def improve(self, best: Solution) -> Solution:
         """Alternate segments and radio from ``best`` on while the objective falls."""
         few = self.tables.num_clusters <= FEW_CLUSTERS
-        for _ in range(self.settings.rounds_of_search if few else 1):
+        for _ in range(self.settings.rounds_of_search if few else 3):
             rows = self.choose(self.market(best), best.rows)
-            if _equal(rows, best.rows):
+            if key_of(rows) == key_of(best.rows):
                 break
             trial = self.radio(rows)
             if not trial.objective < best.objective * (1.0 - SAME):
@@ -164,50 +160,11 @@ class Planner:
             edge_hz_m=now.allocation.edge_hz_r,
         )
 
-    # -- segments and batches ---------------------------------------------------------------
+    # -- what the search needs --------------------------------------------------------------
 
     def choose(self, market: Market, now: Layouts | None) -> Layouts:
-        """The best row of every cluster under ``market``: exact where small, else a descent."""
-        scorer = self.scorer(market)
-        current = now if now is not None else self._starts(scorer)
-        small = self._enumerable()
-        if not small.any():
-            return self._descend(scorer, current)
-        exact = self._enumerate(scorer, np.flatnonzero(small), current)
-        if small.all():
-            return exact
-        large = np.flatnonzero(~small)
-        rest = self._descend(scorer, current).take(large)
-        merged = stack([exact, rest])
-        return merged.take(np.argsort(merged.cluster_r, kind="stable"))
-
-    def batches(self) -> Ints:
-        """All (size, count) pairs."""
-        settings = self.settings
-        grid = [(b, j) for b in settings.micro_batch_sizes for j in settings.micro_batches]
-        return np.array(grid, dtype=np.int64)
-
-    def device_counts(self) -> Ints:
-        """Devices of every cluster, control units not counted."""
-        return np.asarray(self.tables.members.present_mi.sum(1) - 1, dtype=np.int64)
-
-    def _enumerable(self) -> NDArray[np.bool_]:
-        grid, blocks = len(self.batches()), self.tables.num_blocks
-        return np.array(
-            [count_layouts(int(n), blocks) * grid <= ENUMERATED_ROWS for n in self.device_counts()]
-        )
-
-    def _enumerate(self, scorer: Scorer, clusters: Ints, now: Layouts) -> Layouts:
-        counts, blocks, batches = self.device_counts(), self.tables.num_blocks, self.batches()
-        chosen = []
-        for m in clusters:
-            rows = rows_for(int(m), *all_layouts(int(counts[m]), blocks), batches)
-            values = self.score(scorer, rows, now)
-            best = int(np.argmin(values))
-            if not np.isfinite(values[best]):
-                self.refuse(int(m))
-            chosen.append(rows.take(np.array([best])))
-        return stack(chosen)
+        """The best row of every cluster under ``market``; raises InfeasibleError."""
+        return Search(self, market).choose(now)
 
     def scorer(self, market: Market) -> Scorer:
         """Fast pricing of candidate rows under ``market``."""
@@ -218,47 +175,22 @@ class Planner:
         """The cluster-wise objective of every row, the other clusters as in ``now``."""
         return scorer.values(rows, self.learning.rho_rows(self.tables, rows, now))
 
-    def _starts(self, scorer: Scorer) -> Layouts:
-        rows = starting_rows(self.tables, self.device_counts(), self.batches())
-        one = self.batches()[len(self.batches()) // 2]
-        clusters = self.tables.num_clusters
-        plain = Layouts(
-            cluster_r=np.arange(clusters),
-            member_rs=np.ones((clusters, 1), np.int64),
-            stop_rs=np.full((clusters, 1), self.tables.num_blocks),
-            micro_batch_size_r=np.full(clusters, one[0]),
-            micro_batches_r=np.full(clusters, one[1]),
-        )
-        values = self.score(scorer, rows, plain)
-        best = segment_choice(values, rows.cluster_r, np.arange(clusters))
-        for m in np.flatnonzero(~np.isfinite(values[best])):
-            if not self._enumerable()[m]:
-                self.refuse(int(m))
-        return rows.take(best)
+    def batches(self) -> Ints:
+        """All (size, count) pairs."""
+        settings = self.settings
+        grid = [(b, j) for b in settings.micro_batch_sizes for j in settings.micro_batches]
+        return np.array(grid, dtype=np.int64)
 
-    def _descend(self, scorer: Scorer, rows: Layouts) -> Layouts:
-        """Steepest descent over single moves, all clusters in step until each stands still."""
-        counts = self.device_counts()
-        moving = np.arange(len(rows))
-        for _ in range(DESCENT_SWEEPS):
-            here = rows.take(moving)
-            moves = Moves(here, counts[here.cluster_r]).all()
-            tried = stack([here, self._rebatched(here), moves])
-            values = self.score(scorer, tried, rows)
-            values[: len(here)] -= SAME * np.abs(values[: len(here)])
-            best = segment_choice(values, tried.cluster_r, here.cluster_r)
-            better = best >= len(here)
-            if not better.any():
-                break
-            rows = replaced(rows, moving[better], tried.take(best[better]))
-            moving = moving[better]
-        return rows
-
-    def _rebatched(self, rows: Layouts) -> Layouts:
+    def rebatched(self, rows: Layouts) -> Layouts:
+        """Every row with every (size, count) pair."""
         batches = self.batches()
         every = np.repeat(np.arange(len(rows)), len(batches))
         grid = np.tile(batches, (len(rows), 1))
         return rows.take(every).with_batches(grid[:, 0], grid[:, 1])
+
+    def device_counts(self) -> Ints:
+        """Devices of every cluster, control units not counted."""
+        return np.asarray(self.tables.members.present_mi.sum(1) - 1, dtype=np.int64)
 
     def refuse(self, m: int) -> None:
         """Say why cluster m cannot be planned."""
@@ -271,32 +203,6 @@ class Planner:
             f"devices have {room / 2**20:.0f} MiB: add a device, lower micro-batch-sizes or "
             "micro-batches, or choose a smaller model"
         )
-
-
-def replaced(rows: Layouts, where: Ints, new: Layouts) -> Layouts:
-    """``rows`` with ``new`` at positions ``where``, no wider than needed."""
-    keep = np.delete(np.arange(len(rows)), where)
-    both = stack([rows.take(keep), new])
-    order = np.argsort(np.concatenate([keep, where]), kind="stable")
-    merged = both.take(order)
-    width = max(int(merged.depth_r.max()), 1)
-    return replace(merged, member_rs=merged.member_rs[:, :width], stop_rs=merged.stop_rs[:, :width])
-
-
-def _key(rows: Layouts) -> bytes:
-    parts = (rows.member_rs, rows.stop_rs, rows.micro_batch_size_r, rows.micro_batches_r)
-    return b"|".join(np.ascontiguousarray(part).tobytes() for part in parts)
-
-
-def _equal(left: Layouts, right: Layouts) -> bool:
-    both = stack([left, right])
-    half = len(left)
-    return bool(
-        np.array_equal(both.member_rs[:half], both.member_rs[half:])
-        and np.array_equal(both.stop_rs[:half], both.stop_rs[half:])
-        and np.array_equal(both.micro_batch_size_r[:half], both.micro_batch_size_r[half:])
-        and np.array_equal(both.micro_batches_r[:half], both.micro_batches_r[half:])
-    )
 
 
 def _largest_other(values: Array) -> Array:

@@ -30,6 +30,7 @@ class SchedulerSettings:
     memory_margin: float = 0.05
     budget_margin: float = 0.05  # queues aim this share below every energy budget
     hysteresis: float = 0.02  # least relative gain for which devices change segments
+    exact_devices: int = 5  # clusters of few devices get exact orders; 8 is possible but slow
     rounds_of_search: int = 6  # alternations at most
 
     def __post_init__(self) -> None:

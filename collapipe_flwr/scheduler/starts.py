@@ -46,28 +46,27 @@ def rows_from_weights(
     )
 
 
-def starting_rows(tables: Tables, devices_m: Ints, batches: Ints) -> Layouts:
-    """For every cluster: the fastest (or largest) k devices for every k, shares by speed or memory.
+def starting_rows(tables: Tables, which: Ints, devices_m: Ints, batches: Ints) -> Layouts:
+    """For each of ``which``: the fastest or largest k devices for every k, shares by either.
 
-    Every (size, count) pair at the extremes and the middle of the grid is tried with each.
+    Every (size, count) pair is tried with each.
     """
-    width = min(int(devices_m.max()), tables.num_blocks)
-    speed, memory = tables.members.speed_mi[:, 1:], tables.members.memory_mi[:, 1:]
-    present = tables.members.present_mi[:, 1:]
+    width = min(int(devices_m[which].max()), tables.num_blocks)
+    speed, memory = tables.members.speed_mi[which, 1:], tables.members.memory_mi[which, 1:]
+    present = tables.members.present_mi[which, 1:]
     grid = batches
     parts = []
     for key, weight in ((speed, speed), (memory, memory), (speed, memory)):
         order = np.argsort(np.where(present, -key, np.inf), axis=1, kind="stable")[:, :width]
         ranked = np.take_along_axis(np.where(present, weight, 0.0), order, axis=1)
         parts.append((order + 1, ranked))
-    clusters = tables.num_clusters
     members, weights, owners = [], [], []
     for order, ranked in parts:
         for depth in range(1, width + 1):
             keep = np.where(np.arange(width)[None, :] < depth, ranked, 0.0)
             members.append(order)
             weights.append(keep)
-            owners.append(np.arange(clusters))
+            owners.append(which)
     owner, member = np.concatenate(owners), np.concatenate(members)
     weight = np.concatenate(weights)
     repeat = np.repeat(np.arange(len(owner)), len(grid))
