@@ -62,6 +62,20 @@ def run(
 
 
 @app.command()
+def compare(
+    runs: Annotated[list[str], typer.Argument(help="LABEL=RUN_DIRECTORY, one per run.")],
+    plot: Annotated[Path | None, typer.Option(help="Also draw the curves into this file.")] = None,
+) -> None:
+    """Print learning curves and costs of several runs side by side, as Markdown."""
+    from collapipe_flwr.reporting.comparison import draw, markdown, read_curves
+
+    curves = read_curves(runs)
+    if plot is not None:
+        draw(curves, plot)
+    typer.echo(markdown(curves), nl=False)
+
+
+@app.command()
 def edge(
     listen: Annotated[str, typer.Option(help="HOST:PORT; port 0 takes a free one.")] = (
         "127.0.0.1:50061"

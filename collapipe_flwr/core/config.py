@@ -97,8 +97,8 @@ class SchedulerConfig:
     """DSSDA or a baseline, and the grids it searches."""
 
     policy: str = "dssda"
-    penalty_weight: float = key(10.0, above(0))  # V: latency against energy queues
-    micro_batch_sizes: str = key("8,16,32", counts())
+    penalty_weight: float = key(1.0, above(0))  # V: latency against energy queues
+    micro_batch_sizes: str = key("16,32", counts())
     micro_batches: str = key("2,4", counts())
     schedule: str = key("gpipe", one_of("gpipe", "1f1b"))
     participation_floor: float = key(0.5, between(0, 1))

@@ -47,6 +47,7 @@ def test_summary_adds_up_bytes_averages_energy_and_keeps_peaks() -> None:
     assert summary["bytes"] == {"d2d": 20, "d2e": 10, "flower": 2}
     assert summary["energy"]["mean_j"] == {"A/pi": 2.0, "A/idle": 0.0}
     assert summary["peak_memory_bytes"] == {"A/pi": 9}
+    assert summary["test"] == {"exact_match": [0.0, 0.5]}
     assert summary["metric"] == {
         "name": "exact_match",
         "initial": 0.0,

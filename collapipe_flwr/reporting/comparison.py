@@ -1,0 +1,108 @@
+"""Runs side by side: learning curves as a Markdown table and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.reporting.run_directory import read_summary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """One run under the name that it bears in the comparison."""
+
+    label: str
+    summary: Mapping[str, Any]
+
+    @property
+    def metric(self) -> str:
+        """Name of the task's metric."""
+        return str(self.summary["metric"]["name"])
+
+    @property
+    def tests(self) -> Mapping[str, list[float]]:
+        """Every metric on unseen examples, before training and after every evaluated round."""
+        tests: Mapping[str, list[float]] = self.summary["test"]
+        return tests
+
+    @property
+    def scores(self) -> list[float]:
+        """The task's metric over the rounds."""
+        return self.tests[self.metric]
+
+
+def read_curves(sources: Sequence[str]) -> list[Curve]:
+    """Curves from ``LABEL=RUN_DIRECTORY``; raises ConfigError where there is no summary."""
+    curves = []
+    for source in sources:
+        label, equals, folder = source.partition("=")
+        summary = read_summary(Path(folder)) if equals else None
+        if summary is None:
+            raise ConfigError(f"{source!r} is not LABEL=RUN_DIRECTORY with a summary.json inside")
+        curves.append(Curve(label=label, summary=summary))
+    return curves
+
+
+def markdown(curves: Sequence[Curve]) -> str:
+    """Every metric by round, then what each run cost; an empty cell was not measured."""
+    columns = [(curve, name) for curve in curves for name in curve.tests]
+    head = ["round", *(f"{curve.label}: {name}" for curve, name in columns)]
+    points = zip_longest(*(curve.tests[name] for curve, name in columns))
+    rows = [
+        [str(index), *("" if value is None else f"{value:.4f}" for value in values)]
+        for index, values in enumerate(points)
+    ]
+    return _table(head, rows) + "\n" + _costs(curves)
+
+
+def _costs(curves: Sequence[Curve]) -> str:
+    rows = [
+        ["wall-clock seconds", *(f"{curve.summary['wall_s']:.0f}" for curve in curves)],
+        ["Flower MB", *(_megabytes(curve, "flower") for curve in curves)],
+        ["device-to-device MB", *(_megabytes(curve, "d2d") for curve in curves)],
+        ["device-to-edge MB", *(_megabytes(curve, "d2e") for curve in curves)],
+        ["largest device, peak MB", *(_largest_device(curve) for curve in curves)],
+    ]
+    return _table(["", *(curve.label for curve in curves)], rows)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _megabytes(curve: Curve, link: str) -> str:
+    size = curve.summary["bytes"][link]
+    return f"{size / 1e6:.1f}" if size else ""
+
+
+def _largest_device(curve: Curve) -> str:
+    """Peak tensor memory of the device that needed most; empty where devices were not measured."""
+    sizes = [
+        size
+        for role, size in curve.summary["peak_memory_bytes"].items()
+        if not role.endswith(("/edge", "/control-unit"))
+    ]
+    return f"{max(sizes) / 1e6:.1f}" if sizes else ""
+
+
+def draw(curves: Sequence[Curve], path: Path) -> None:
+    """A picture of the curves; raises ConfigError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib: pip install 'collapipe-flwr[plot]'") from error
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    axes = figure.subplots()
+    for curve in curves:
+        axes.plot(range(len(curve.scores)), curve.scores, marker="o", label=curve.label)
+    axes.set_xlabel("round")
+    axes.set_ylabel(curves[0].metric)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)

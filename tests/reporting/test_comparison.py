@@ -1,0 +1,44 @@
+"""Runs side by side: every metric of every run, and gaps where nothing was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.reporting.comparison import markdown, read_curves
+
+
+def _run(folder: Path, scores: list[float], **rest: Any) -> str:
+    folder.mkdir()
+    summary = {
+        "metric": {"name": "accuracy"},
+        "test": {"accuracy": scores},
+        "wall_s": 12.3,
+        "bytes": {"flower": 0, "d2d": 2_000_000, "d2e": 0},
+        "peak_memory_bytes": {},
+        **rest,
+    }
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return str(folder)
+
+
+def test_runs_of_different_length_share_one_table(tmp_path: Path) -> None:
+    memory = {"a/control-unit": 9_000_000, "a/1-phone": 4_000_000, "a/edge": 9_000_000}
+    long = _run(tmp_path / "long", [0.1, 0.5, 0.75], peak_memory_bytes=memory)
+    short = _run(tmp_path / "short", [0.1, 0.25])
+    lines = markdown(read_curves([f"long={long}", f"short={short}"])).splitlines()
+    assert lines[0] == "| round | long: accuracy | short: accuracy |"
+    assert lines[3] == "| 1 | 0.5000 | 0.2500 |"
+    assert lines[4] == "| 2 | 0.7500 |  |"
+    assert lines[-1] == "| largest device, peak MB | 4.0 |  |"
+    assert "| device-to-device MB | 2.0 | 2.0 |" in lines
+
+
+@pytest.mark.parametrize("source", ["no-label", "label=/nowhere/at/all"])
+def test_what_is_no_run_is_refused(source: str) -> None:
+    with pytest.raises(ConfigError, match="is not LABEL=RUN_DIRECTORY"):
+        read_curves([source])
