@@ -20,7 +20,7 @@ class StageReport:
     `small_square_norm` and `big_square_norm` are means over the steps of the squared norm of this
     stage's gradients for the first micro-batch alone and for the whole batch; `small_weight` and
     `big_weight` the mean number of examples (or tokens) behind each.
-    `peak_tensor_bytes`: see `MemoryMeter`.
+    `peak_tensor_bytes`: see `memory.MemoryMeter`.
     """
 
     name: str
@@ -87,76 +87,6 @@ class Recorder:
         return self._seconds.get(work, 0.0)
 
 
-class Held:
-    """Keeps one tensor and its place in the meter; dropping it gives the bytes back."""
-
-    __slots__ = ("_meter", "tensor")
-
-    def __init__(self, tensor: Tensor, meter: MemoryMeter) -> None:
-        self.tensor = tensor
-        self._meter = meter
-        meter.add(tensor)
-
-    def __del__(self) -> None:
-        self._meter.drop(self.tensor)
-
-
-class MemoryMeter:
-    """Measures the bytes of the tensors that a stage keeps alive.
-
-    Weights, gradients and optimiser state are read off the live tensors at the end of each
-    action. Activations are counted as autograd saves them for the backward pass: hooks see every
-    saved tensor, and its storage counts once, however many views of it are saved, until the last
-    of them is freed. Parameters that autograd saves are not counted again. Temporaries inside one
-    operator, and the working set while a block is computed again, are not seen.
-    """
-
-    def __init__(self, fixed: Callable[[], Iterable[Tensor]]) -> None:
-        self.peak_bytes = 0
-        self._fixed = fixed
-        self._stash_bytes = 0
-        self._stash_peak = 0
-        self._users: dict[int, tuple[int, int]] = {}  # storage address -> (users, bytes)
-        self._ignored: frozenset[int] = frozenset()
-
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Count what the body saves for backward."""
-        self._ignored = frozenset(_address(t) for t in self._fixed())
-        with torch.autograd.graph.saved_tensors_hooks(self.hold, _tensor_of):
-            yield
-        self.sample()
-
-    def hold(self, tensor: Tensor) -> Held:
-        """Count one tensor until the returned value is dropped."""
-        return Held(tensor, self)
-
-    def sample(self) -> None:
-        """Bring `peak_bytes` up to date with what is alive now."""
-        storages = {_address(t): t.untyped_storage().nbytes() for t in self._fixed()}
-        self.peak_bytes = max(self.peak_bytes, sum(storages.values()) + self._stash_peak)
-        self._stash_peak = self._stash_bytes
-
-    def add(self, tensor: Tensor) -> None:
-        """Count the storage of a tensor that came alive."""
-        address = _address(tensor)
-        users, counted_bytes = self._users.get(address, (0, 0))
-        if not users and address not in self._ignored:
-            counted_bytes = tensor.untyped_storage().nbytes()
-            self._stash_bytes += counted_bytes
-            self._stash_peak = max(self._stash_peak, self._stash_bytes)
-        self._users[address] = (users + 1, counted_bytes)
-
-    def drop(self, tensor: Tensor) -> None:
-        """Forget one user of a storage."""
-        address = _address(tensor)
-        users, counted_bytes = self._users.pop(address)
-        if users > 1:
-            self._users[address] = (users - 1, counted_bytes)
-        else:
-            self._stash_bytes -= counted_bytes
-
-
 @dataclass(slots=True, kw_only=True)
 class GradientNorms:
     """Running means over the steps, for the gradient noise scale; see `StageReport`.
@@ -191,12 +121,4 @@ class GradientNorms:
 def square_norm(tensors: Iterable[Tensor]) -> float:
     """Sum of the squares of all elements; 0 of nothing."""
     found = [t.detach() for t in tensors]
-    return sum(float(norm) ** 2 for norm in torch._foreach_norm(found)) if found else 0.0
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _tensor_of(held: Held) -> Tensor:
-    return held.tensor
+    return float(torch.stack(torch._foreach_norm(found)).square().sum()) if found else 0.0

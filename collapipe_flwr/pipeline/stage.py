@@ -19,14 +19,8 @@ from torch import Tensor, nn
 from collapipe_flwr.core.errors import ConfigError, ModelError, ProtocolError
 from collapipe_flwr.pipeline.frame import GRAD, HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.link import Link, Traffic
-from collapipe_flwr.pipeline.meter import (
-    GradientNorms,
-    Held,
-    MemoryMeter,
-    Recorder,
-    StageReport,
-    square_norm,
-)
+from collapipe_flwr.pipeline.memory import MemoryMeter
+from collapipe_flwr.pipeline.meter import GradientNorms, Recorder, StageReport, square_norm
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.randomness import FreeRandomness, Randomness, SeededRandomness
 from collapipe_flwr.pipeline.schedule import Action, Op, forward_actions, stage_actions
@@ -64,7 +58,7 @@ class InFlight:
     """One micro-batch between its forward and its backward."""
 
     frame: Frame  # the input, without the hidden state; scalars: scale n_i / N, weight n_i
-    hidden: Held | None  # the input whose gradient goes upstream; the first stage has none
+    hidden: Tensor | None  # the input whose gradient goes upstream; the first stage has none
     output: Tensor | None  # hidden state or scaled loss with its graph; None: compute it again
     shape: torch.Size  # of the output
 
@@ -87,10 +81,11 @@ class Stage(ABC):
         self.upstream = upstream
         self.downstream = downstream
         self.recorder = Recorder(keep_spans=settings.keep_spans)
-        self.memory = MemoryMeter(self._fixed_tensors)
+        self.memory = MemoryMeter()
         self._randomness: Randomness = FreeRandomness()
         self._stash: dict[int, InFlight] = {}
         self._norms = GradientNorms()
+        self.memory.set_fixed(self._fixed_tensors())
 
     # -- the three places differ in these ---------------------------------------------------
 
@@ -191,7 +186,7 @@ class Stage(ABC):
         if step.train:
             self._stash[micro_batch] = InFlight(
                 frame=replace(frame, tensors=context_of(frame)),
-                hidden=None if hidden is None else self.memory.hold(hidden),
+                hidden=hidden,
                 output=output if keep else None,
                 shape=output.shape,
             )
@@ -199,33 +194,38 @@ class Stage(ABC):
 
     def _run_part(self, frame: Frame, hidden: Tensor | None, *, grad: bool) -> Tensor:
         """The forward pass. Raises ModelError when the part cannot take these tensors."""
+        kind = (grad, hidden is None or hidden.shape, *(t.shape for t in frame.tensors.values()))
         try:
             with (
                 torch.set_grad_enabled(grad),
-                self.memory.saving(),
+                self.memory.saving(kind, self.part.parameters()),
                 self._randomness.at(frame.step, frame.micro_batch),
             ):
-                return self._compute(frame, hidden)
+                output = self._compute(frame, hidden)
         except _PART_ERRORS as error:
             shapes = {name: tuple(t.shape) for name, t in frame.tensors.items()}
             raise ModelError(
                 f"{self.settings.name} cannot compute micro-batch {frame.micro_batch} of step "
                 f"{frame.step} with tensors {shapes}: {error}"
             ) from error
+        if self.part.training:
+            alive = (*frame.tensors.values(), *(() if hidden is None else (hidden,)))
+            self.memory.hold(frame.micro_batch, kind, alive)
+        return output
 
     def _backward(self, step: Step, micro_batch: int) -> None:
         frame = self._take_gradient(step, micro_batch)
         with self.recorder.span("backward", step.index, micro_batch):
             flight = self._stash.pop(micro_batch)
             gradient = self._backpropagate(flight, frame.tensors)
-        self.memory.sample()
+        self.memory.release(micro_batch)
         if micro_batch == 0:
+            self.memory.set_fixed(self._fixed_tensors())
             self._norms.note_first(square_norm(self._gradients()), flight.frame.scalars)
         self._emit_gradient(replace(frame, tensors=gradient))
 
     def _backpropagate(self, flight: InFlight, incoming: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        hidden = None if flight.hidden is None else flight.hidden.tensor
-        output = flight.output
+        output, hidden = flight.output, flight.hidden
         if output is None:
             output = self._run_part(flight.frame, hidden, grad=True)
         if output.requires_grad:
@@ -243,8 +243,9 @@ class Stage(ABC):
                 torch._foreach_mul_(self._gradients(), factor)
             self._norms.note_step(norm, step.weight)
             self.optimizer.step()
-            self.memory.sample()
+            self.memory.set_fixed(self._fixed_tensors())
             self.optimizer.zero_grad()
+        self.memory.set_fixed(self._fixed_tensors())
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self.optimizer.parameters if p.grad is not None]
