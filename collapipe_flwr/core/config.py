@@ -113,7 +113,7 @@ class WorldConfig:
     radio: str = key("wifi", one_of("wifi", "5g"))
     channel: str = key("block-fading", one_of("static", "block-fading", "mobility"))
     memory_share: float = key(
-        0.002, between(0, 1)
+        0.0015, between(0, 1)
     )  # of a preset's memory; small model, small share
     energy_share: float = key(0.5, above(0))  # budget: this share of training all blocks alone
 

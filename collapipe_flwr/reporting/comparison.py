@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.reporting.run_directory import read_summary
+from collapipe_flwr.reporting.run_directory import read_events, read_summary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +18,7 @@ class Curve:
 
     label: str
     summary: Mapping[str, Any]
+    events: Sequence[Mapping[str, Any]]
 
     @property
     def metric(self) -> str:
@@ -25,15 +26,13 @@ class Curve:
         return str(self.summary["metric"]["name"])
 
     @property
-    def tests(self) -> Mapping[str, list[float]]:
-        """Every metric on unseen examples, before training and after every evaluated round."""
-        tests: Mapping[str, list[float]] = self.summary["test"]
-        return tests
+    def names(self) -> list[str]:
+        """All metrics on unseen examples."""
+        return list(next((e["metrics"] for e in self.events if e["metrics"]), {}))
 
-    @property
-    def scores(self) -> list[float]:
-        """The task's metric over the rounds."""
-        return self.tests[self.metric]
+    def points(self, name: str) -> list[float | None]:
+        """One metric by round; None where a round was not evaluated."""
+        return [event["metrics"].get(name) for event in self.events]
 
 
 def read_curves(sources: Sequence[str]) -> list[Curve]:
@@ -44,18 +43,18 @@ def read_curves(sources: Sequence[str]) -> list[Curve]:
         summary = read_summary(Path(folder)) if equals else None
         if summary is None:
             raise ConfigError(f"{source!r} is not LABEL=RUN_DIRECTORY with a summary.json inside")
-        curves.append(Curve(label=label, summary=summary))
+        curves.append(Curve(label=label, summary=summary, events=read_events(Path(folder))))
     return curves
 
 
 def markdown(curves: Sequence[Curve]) -> str:
     """Every metric by round, then what each run cost; an empty cell was not measured."""
-    columns = [(curve, name) for curve in curves for name in curve.tests]
+    columns = [(curve, name) for curve in curves for name in curve.names]
     head = ["round", *(f"{curve.label}: {name}" for curve, name in columns)]
-    points = zip_longest(*(curve.tests[name] for curve, name in columns))
+    points = zip_longest(*(curve.points(name) for curve, name in columns))
     rows = [
         [str(index), *("" if value is None else f"{value:.4f}" for value in values)]
-        for index, values in enumerate(points)
+        for index, values in enumerate(points, start=1)
     ]
     return _table(head, rows) + "\n" + _costs(curves)
 
@@ -100,7 +99,10 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.subplots()
     for curve in curves:
-        axes.plot(range(len(curve.scores)), curve.scores, marker="o", label=curve.label)
+        points = [
+            (i, p) for i, p in enumerate(curve.points(curve.metric), start=1) if p is not None
+        ]
+        axes.plot(*zip(*points, strict=True), marker="o", label=curve.label)
     axes.set_xlabel("round")
     axes.set_ylabel(curves[0].metric)
     axes.grid(alpha=0.3)

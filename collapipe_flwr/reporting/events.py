@@ -71,7 +71,6 @@ class RunStory:
                 "final": scored[-1] if scored else None,
                 "curve": scored,
             },
-            "test": self._test_curves(),
             "loss": [e.loss for e in self.events],
             "wall_s": round(wall_s, 3),
             "predicted_latency_s": [e.predicted_latency_s for e in self.events],
@@ -81,11 +80,6 @@ class RunStory:
             "plans": [e.plan for e in self.events],
         }
         return cast("dict[str, Any]", finite(summary))
-
-    def _test_curves(self) -> dict[str, list[float]]:
-        """Every metric on unseen examples, before training and after each evaluated round."""
-        points = [self.initial, *(event.metrics for event in self.events if event.metrics)]
-        return {name: [point[name] for point in points] for name in self.initial}
 
     def _mean_energy_j(self) -> dict[str, float]:
         """Per device: joules per round, rounds without work counted as zero."""

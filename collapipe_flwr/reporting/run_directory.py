@@ -55,3 +55,10 @@ def read_summary(run_dir: Path) -> dict[str, object] | None:
         return None
     summary: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
     return summary
+
+
+def read_events(run_dir: Path) -> list[dict[str, object]]:
+    """The rounds of a run directory so far, oldest first."""
+    path = run_dir / "events.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]

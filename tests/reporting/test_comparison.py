@@ -16,13 +16,14 @@ def _run(folder: Path, scores: list[float], **rest: Any) -> str:
     folder.mkdir()
     summary = {
         "metric": {"name": "accuracy"},
-        "test": {"accuracy": scores},
         "wall_s": 12.3,
         "bytes": {"flower": 0, "d2d": 2_000_000, "d2e": 0},
         "peak_memory_bytes": {},
         **rest,
     }
     (folder / "summary.json").write_text(json.dumps(summary))
+    events = [json.dumps({"metrics": {"accuracy": score}}) + "\n" for score in scores]
+    (folder / "events.jsonl").write_text("".join(events))
     return str(folder)
 
 
@@ -32,8 +33,8 @@ def test_runs_of_different_length_share_one_table(tmp_path: Path) -> None:
     short = _run(tmp_path / "short", [0.1, 0.25])
     lines = markdown(read_curves([f"long={long}", f"short={short}"])).splitlines()
     assert lines[0] == "| round | long: accuracy | short: accuracy |"
-    assert lines[3] == "| 1 | 0.5000 | 0.2500 |"
-    assert lines[4] == "| 2 | 0.7500 |  |"
+    assert lines[3] == "| 2 | 0.5000 | 0.2500 |"
+    assert lines[4] == "| 3 | 0.7500 |  |"
     assert lines[-1] == "| largest device, peak MB | 4.0 |  |"
     assert "| device-to-device MB | 2.0 | 2.0 |" in lines
 
