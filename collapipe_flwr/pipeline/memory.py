@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -22,12 +23,16 @@ class MemoryMeter:
     def __init__(self) -> None:
         self.peak_bytes = 0
         self._fixed_bytes = 0
+        self._known_fixed: dict[tuple[int, ...], int] = {}
         self._saved_bytes: dict[Hashable, int] = {}  # by kind of forward pass
         self._in_flight: dict[int, int] = {}  # by micro-batch
 
-    def set_fixed(self, tensors: Iterable[Tensor]) -> None:
-        """What is alive apart from micro-batches, from now on."""
-        self._fixed_bytes = sum(_distinct(tensors).values())
+    def set_fixed(self, *groups: Sequence[Tensor]) -> None:
+        """What is alive apart from micro-batches: looked at when the number of tensors changes."""
+        kind = tuple(map(len, groups))
+        if kind not in self._known_fixed:
+            self._known_fixed[kind] = sum(_distinct(chain.from_iterable(groups)).values())
+        self._fixed_bytes = self._known_fixed[kind]
         self._note()
 
     @contextmanager

@@ -85,7 +85,8 @@ class Stage(ABC):
         self._randomness: Randomness = FreeRandomness()
         self._stash: dict[int, InFlight] = {}
         self._norms = GradientNorms()
-        self.memory.set_fixed(self._fixed_tensors())
+        self._weights = tuple(part.parameters())
+        self._note_fixed()
 
     # -- the three places differ in these ---------------------------------------------------
 
@@ -198,7 +199,7 @@ class Stage(ABC):
         try:
             with (
                 torch.set_grad_enabled(grad),
-                self.memory.saving(kind, self.part.parameters()),
+                self.memory.saving(kind, self._weights),
                 self._randomness.at(frame.step, frame.micro_batch),
             ):
                 output = self._compute(frame, hidden)
@@ -220,7 +221,7 @@ class Stage(ABC):
             gradient = self._backpropagate(flight, frame.tensors)
         self.memory.release(micro_batch)
         if micro_batch == 0:
-            self.memory.set_fixed(self._fixed_tensors())
+            self._note_fixed()
             self._norms.note_first(square_norm(self._gradients()), flight.frame.scalars)
         self._emit_gradient(replace(frame, tensors=gradient))
 
@@ -243,18 +244,16 @@ class Stage(ABC):
                 torch._foreach_mul_(self._gradients(), factor)
             self._norms.note_step(norm, step.weight)
             self.optimizer.step()
-            self.memory.set_fixed(self._fixed_tensors())
+            self._note_fixed()
             self.optimizer.zero_grad()
-        self.memory.set_fixed(self._fixed_tensors())
+        self._note_fixed()
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self.optimizer.parameters if p.grad is not None]
 
-    def _fixed_tensors(self) -> Iterator[Tensor]:
-        yield from self.part.parameters()
-        yield from self._gradients()
-        for tensors in self.optimizer.state_tensors().values():
-            yield from tensors
+    def _note_fixed(self) -> None:
+        state = [t for tensors in self.optimizer.state_tensors().values() for t in tensors]
+        self.memory.set_fixed(self._weights, self._gradients(), state)
 
     # -- talking to neighbours --------------------------------------------------------------
 
