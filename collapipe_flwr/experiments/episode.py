@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from collapipe_flwr.core.domain import ClusterOutcome, ModelProfile, Plan, RoundOutcome, Snapshot
@@ -24,14 +24,6 @@ class EpisodeRound:
     decision_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeResult:
-    """All rounds of one policy in one world."""
-
-    policy: str
-    rounds: tuple[EpisodeRound, ...]
-
-
 def simulated_outcome(plan: Plan, priced: PricedRound) -> RoundOutcome:
     """The outcome of a round that costs what its price says."""
     clusters = tuple(
@@ -50,14 +42,13 @@ def run_episode(
     options: Options | None = None,
     seen: Callable[[Snapshot], Snapshot] | None = None,
     clock: Callable[[], float] = time.perf_counter,
-) -> EpisodeResult:
-    """Plan, price and observe ``rounds`` rounds.
+) -> Iterator[EpisodeRound]:
+    """Plan, price and observe ``rounds`` rounds, each yielded as it ends.
 
     ``seen`` distorts what the scheduler looks at (stale or wrong profiles); prices use the truth.
     """
     look = seen or (lambda snapshot: snapshot)
     state = scheduler.init(look(world.snapshot(1, model)))
-    done = []
     for index in range(1, rounds + 1):
         truth = world.snapshot(index, model)
         started = clock()
@@ -65,5 +56,4 @@ def run_episode(
         decision_s = clock() - started
         priced = price(plan, truth, options)
         state = scheduler.observe(state, plan, simulated_outcome(plan, priced))
-        done.append(EpisodeRound(plan=plan, priced=priced, state=state, decision_s=decision_s))
-    return EpisodeResult(policy=scheduler.name, rounds=tuple(done))
+        yield EpisodeRound(plan=plan, priced=priced, state=state, decision_s=decision_s)

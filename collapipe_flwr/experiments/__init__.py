@@ -1,0 +1,1 @@
+"""Scheduler-only experiments: simulated episodes, their scores, presets and benches."""

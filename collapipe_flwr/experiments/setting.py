@@ -1,0 +1,117 @@
+"""One simulated setting: clusters, model, radio, budgets and how policies may plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile, ModelProfile
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.experiments.budget import EnergyBudget
+from collapipe_flwr.experiments.fleet import FleetCluster
+from collapipe_flwr.experiments.model import ModelShape
+from collapipe_flwr.scheduler.protocol import SchedulerSettings
+from collapipe_flwr.scheduler.registry import POLICIES
+from collapipe_flwr.simulator.devices import DevicePreset, device_preset
+from collapipe_flwr.simulator.world import Budgets, World, make_world, mixed_devices
+
+CONTROL_UNIT = "raspberry-pi-5"
+COMPARED = tuple(name for name in POLICIES if name != "brute-force")
+SEED_LIMIT = 2**63
+_STAND_IN = CONTROL_UNIT  # replaced by the fleet's own boards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Everything but the policy and the seed; ``fleet`` replaces clusters, devices and kinds."""
+
+    clusters: int = 4
+    devices: int = 6  # of every cluster, the control unit not counted
+    kinds: tuple[str, ...] = ("raspberry-pi-4", "raspberry-pi-5", "jetson-nano", "phone")
+    examples: int = 1000  # of every cluster, each used once per round
+    rounds: int = 50
+    seeds: tuple[int, ...] = (0,)
+    policies: tuple[str, ...] = COMPARED
+    model: ModelShape = field(default_factory=ModelShape)
+    radio: str = "wifi"
+    channel: str = "block-fading"
+    budget: EnergyBudget = field(default_factory=lambda: EnergyBudget(share=0.3))
+    settings: SchedulerSettings = field(
+        default_factory=lambda: SchedulerSettings(micro_batches=(1, 2, 4, 8, 16))
+    )
+    fleet: tuple[FleetCluster, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("clusters", "devices", "examples", "rounds"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"--{name} must be >= 1, got {value}")
+        _check_names(self.policies)
+        if not self.seeds or not all(0 <= seed < SEED_LIMIT for seed in self.seeds):
+            raise ConfigError(f"--seeds needs at least one seed, all >= 0, got {self.seeds}")
+
+    def world(self, seed: int, profile: ModelProfile) -> World:
+        """The world of one seed; raises ConfigError for unknown kinds, radios and channels."""
+        budgets = self.budget.budgets(profile)
+        rows = self.fleet or _drawn(self, seed)
+        world = make_world(
+            cluster_devices=[[_STAND_IN] * len(row.members) for row in rows],
+            examples=[row.examples or self.examples for row in rows],
+            radio=self.radio,
+            channel=self.channel,
+            seed=seed,
+            budgets=budgets,
+            cluster_ids=[row.cluster_id for row in rows],
+        )
+        return replace(world, clusters=_equipped(world.clusters, rows, budgets))
+
+    def as_json(self) -> dict[str, object]:
+        """Plain data that states the setting."""
+        return {**asdict(self), "budget": str(self.budget)}
+
+
+def _check_names(policies: Sequence[str]) -> None:
+    if not policies:
+        raise ConfigError(f"--policies needs at least one of {', '.join(POLICIES)}")
+    for name in policies:
+        if name not in POLICIES:
+            raise ConfigError(f"--policies: unknown policy {name!r}; choose {', '.join(POLICIES)}")
+    if len(set(policies)) < len(policies):
+        raise ConfigError(f"--policies names one twice: {', '.join(policies)}")
+
+
+def _drawn(setting: Setting, seed: int) -> tuple[FleetCluster, ...]:
+    """Random kinds behind a fixed control unit."""
+    for kind in setting.kinds:
+        device_preset(kind)
+    rows = mixed_devices(setting.clusters, setting.devices, seed, setting.kinds)
+    return tuple(
+        FleetCluster(
+            cluster_id=f"cluster-{m}",
+            members=tuple(device_preset(str(kind)) for kind in row),
+            examples=None,
+        )
+        for m, row in enumerate(rows)
+    )
+
+
+def _equipped(
+    clusters: Sequence[ClusterProfile], rows: Sequence[FleetCluster], budgets: Budgets
+) -> tuple[ClusterProfile, ...]:
+    """The clusters with every member made the board that its row names."""
+    result = []
+    for cluster, row in zip(clusters, rows, strict=True):
+        places = (cluster.control_unit, *cluster.devices)
+        members = [
+            _board(place, kind, budgets, cluster.examples)
+            for place, kind in zip(places, row.members, strict=True)
+        ]
+        result.append(replace(cluster, control_unit=members[0], devices=tuple(members[1:])))
+    return tuple(result)
+
+
+def _board(
+    place: DeviceProfile, kind: DevicePreset, budgets: Budgets, examples: int
+) -> DeviceProfile:
+    device = kind.device(place.device_id, energy_budget_j=1.0)
+    return replace(device, energy_budget_j=budgets.of(device, examples))

@@ -1,0 +1,89 @@
+"""All policies of a setting in the worlds of all its seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from collapipe_flwr.core.domain import ModelProfile
+from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.costs.tables import tabulate
+from collapipe_flwr.experiments.episode import EpisodeRound, run_episode
+from collapipe_flwr.experiments.score import Score, score
+from collapipe_flwr.experiments.setting import Setting
+from collapipe_flwr.scheduler.base import initial_state, learning_in
+from collapipe_flwr.scheduler.registry import make_scheduler
+from collapipe_flwr.simulator.world import World
+
+Tick = Callable[[str], None]
+"""Called after every simulated round with the policy's name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyResult:
+    """One policy over all seeds, or the reason why it could not run."""
+
+    policy: str
+    scores: tuple[Score, ...]
+    refusal: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """Every policy of a setting."""
+
+    setting: Setting
+    policies: tuple[PolicyResult, ...]
+
+    def policy(self, name: str) -> PolicyResult | None:
+        """The policy of that name if it ran."""
+        found = (p for p in self.policies if p.policy == name and p.refusal is None)
+        return next(found, None)
+
+
+def simulate(setting: Setting, tick: Tick = lambda policy: None) -> Simulation:
+    """Run everything; a policy whose rule fits no device is reported, not raised.
+
+    Raises ConfigError for unusable settings, ScheduleError when no policy could run.
+    """
+    profile = setting.model.profile()
+    worlds = [(seed, setting.world(seed, profile)) for seed in setting.seeds]
+    results = tuple(_policy(setting, name, profile, worlds, tick) for name in setting.policies)
+    if all(result.refusal for result in results):
+        raise ScheduleError(f"no policy could run; {results[0].policy}: {results[0].refusal}")
+    return Simulation(setting=setting, policies=results)
+
+
+def _policy(
+    setting: Setting,
+    name: str,
+    profile: ModelProfile,
+    worlds: list[tuple[int, World]],
+    tick: Tick,
+) -> PolicyResult:
+    scores = []
+    for seed, world in worlds:
+        try:
+            rounds = list(_rounds(setting, name, profile, world, tick))
+        except ScheduleError as error:
+            return PolicyResult(policy=name, scores=(), refusal=f"seed {seed}: {error}")
+        target = reference_rounds(setting, world, profile)
+        scores.append(score(world, profile, seed, rounds, target))
+    return PolicyResult(policy=name, scores=tuple(scores))
+
+
+def _rounds(
+    setting: Setting, name: str, profile: ModelProfile, world: World, tick: Tick
+) -> Iterator[EpisodeRound]:
+    scheduler, options = make_scheduler(name, setting.settings), setting.settings.options
+    for done in run_episode(world, scheduler, profile, setting.rounds, options=options):
+        tick(name)
+        yield done
+
+
+def reference_rounds(setting: Setting, world: World, profile: ModelProfile) -> float:
+    """Rounds that the first round's plain plan needs to the target, by the convergence bound."""
+    settings = replace(setting.settings, bound=True)
+    snapshot = world.snapshot(1, profile)
+    state = initial_state(snapshot, settings)
+    return learning_in(tabulate(snapshot), state, settings).reference_rounds
