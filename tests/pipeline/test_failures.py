@@ -179,7 +179,7 @@ odd_frames = st.builds(
 )
 
 
-@examples(max_examples=60, deadline=None)
+@examples(max_examples=60)
 @given(
     frames=st.lists(odd_frames | st.just(begin(micro_batches=1.0)), max_size=5),
     opening=st.booleans(),
