@@ -37,7 +37,7 @@ _DEMO_MODEL = (
 class RunConfig:
     """The run as a whole (keys without a section)."""
 
-    num_server_rounds: int = key(10, at_least(1))
+    num_server_rounds: int = key(12, at_least(1))
     clusters: int = key(2, at_least(1))  # Flower nodes to wait for; each is one cluster
     seed: int = key(7, at_least(0))
     output_dir: str = "runs"

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: one line per round, and a table at the end."""
+"""What a person sees while a run goes on: each round, and a table at the end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WIDTH = 118
 
 
 class RoundPrinter:
-    """Prints a line per finished round; knows the number of rounds to come."""
+    """Prints two lines per finished round, numbers and plan; knows how many rounds there are."""
 
     def __init__(self, rounds: int, console: Console | None = None) -> None:
         self._rounds = rounds
@@ -25,18 +25,14 @@ class RoundPrinter:
         self._console.print(text, markup=False)
 
     def show(self, event: RoundEvent) -> None:
-        """The line of one round."""
+        """One round: what was learnt, then where."""
         loss = "-" if event.loss is None else f"{event.loss:.4f}"
         scores = "  ".join(f"test {name} {value:.4g}" for name, value in event.metrics.items())
-        parts = [
-            f"round {event.round_index:>3}/{self._rounds}",
-            f"{event.wall_s:5.1f} s",
-            f"train loss {loss}",
-            scores,
-            _plan_text(event.plan),
-            _queue_text(event.queues_j),
-        ]
-        self.say("  ".join(part for part in parts if part))
+        numbers = f"round {event.round_index:>3}/{self._rounds}  {event.wall_s:5.1f} s"
+        self.say("  ".join(filter(None, (numbers, f"train loss {loss}", scores))))
+        plan = "  ".join(filter(None, (_plan_text(event.plan), _queue_text(event.queues_j))))
+        if plan:
+            self.say(f"    {plan}")
         for failure in event.failures:
             self.say(f"    lost: {failure}")
 
@@ -47,7 +43,7 @@ def _short(device_id: str) -> str:
 
 
 def _plan_text(plan: Mapping[str, Any] | None) -> str:
-    """``A pi5:0-3 nano:4-5 8x4 | B ... | predicted 3.1 s``."""
+    """``plan A pi5:0-3 nano:4-5 8x4 | B ... | predicted 3.1 s``: blocks, micro-batches."""
     if plan is None:
         return ""
     clusters = []
@@ -67,7 +63,7 @@ def _queue_text(queues_j: Mapping[str, float]) -> str:
     if not queues_j:
         return ""
     worst = max(queues_j, key=lambda device: queues_j[device])
-    return f"queue max {queues_j[worst]:.1f} J"
+    return f"| energy queue at most {queues_j[worst]:.2g} J"
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
@@ -78,11 +74,11 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     table.add_row(metric["name"], f"{_number(initial)} -> {_number(final)} on unseen examples")
     table.add_row("rounds", f"{summary['rounds']} in {summary['wall_s']:.0f} s")
     links = summary["bytes"]
-    sizes = ", ".join(f"{name} {links[name] / 1e6:.1f} MB" for name in ("d2d", "d2e", "flower"))
+    sizes = ", ".join(f"{name} {links[name] / 1e6:.0f} MB" for name in ("d2d", "d2e", "flower"))
     table.add_row("traffic", sizes)
     for device, budget_j in summary["energy"]["budget_j"].items():
         mean_j = summary["energy"]["mean_j"].get(device, 0.0)
-        table.add_row(f"energy {device}", f"{mean_j:.1f} of {budget_j:.1f} J per round")
+        table.add_row(f"energy {device}", f"{mean_j:.3g} of {budget_j:.3g} J per round")
     for role, size in summary["peak_memory_bytes"].items():
         table.add_row(f"memory {role}", f"{size / 1e6:.1f} MB peak")
     return table

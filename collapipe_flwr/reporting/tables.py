@@ -1,0 +1,88 @@
+"""Tables of simulations and benches; every column is explained in docs/simulate.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite
+
+from rich.table import Table
+
+from collapipe_flwr.experiments.bench import BenchResult
+from collapipe_flwr.experiments.simulate import Simulation
+from collapipe_flwr.experiments.summary import Json, Summary, summaries
+
+CLAIMS = {
+    "latency_lower_percent": ("latency below fedavg, splitfed and uniform, least [%]", ">="),
+    "efficiency_higher_percent": ("compute efficiency above the best pipeline baseline [%]", ">="),
+    "peak_memory_share": ("peak device memory over that of fedavg", "<="),
+    "energy_over_budget_max": ("energy over budget, worst device", "<="),
+}
+
+
+def policy_table(simulation: Simulation) -> Table:
+    """One line per policy."""
+    setting = simulation.setting
+    where = f"{setting.rounds} rounds, {len(setting.seeds)} seeds, budget {setting.budget}"
+    table = Table(title=f"scheduler only, no training: {where}", title_justify="left")
+    table.add_column("policy")
+    for name in ("latency s", "p95 s", "efficiency", "capacity", "memory MiB", "energy/budget"):
+        table.add_column(name, justify="right")
+    table.add_column("to target h", justify="right")
+    table.add_column("decision ms", justify="right")
+    for row in summaries(simulation):
+        table.add_row(row.policy, *_cells(row))
+    for result in simulation.policies:
+        if result.refusal is not None:
+            table.add_row(result.policy, "cannot run", *["-"] * 7)
+    return table
+
+
+def refusals(simulation: Simulation) -> list[str]:
+    """A sentence for every policy that could not run."""
+    return [f"{p.policy}: {p.refusal}" for p in simulation.policies if p.refusal is not None]
+
+
+def _cells(row: Summary) -> list[str]:
+    hours = row.time_to_target_s / 3600
+    return [
+        f"{row.latency_mean_s:.1f}",
+        f"{row.latency_p95_s:.1f}",
+        f"{row.compute_efficiency:.3f}",
+        f"{row.capacity_used:.3f}",
+        f"{row.peak_device_memory_bytes / 2**20:.0f}",
+        f"{row.energy_over_budget_max:.3f}",
+        f"{hours:.1f}" if isfinite(hours) else "never",
+        f"{1e3 * row.decision_median_s:.1f}",
+    ]
+
+
+def claims_table(claims: Mapping[str, Json]) -> Table:
+    """What was claimed, what came out."""
+    table = Table(title="dssda against the baselines", title_justify="left")
+    for name in ("claim", "needed", "seen", ""):
+        table.add_column(name)
+    for key, (says, sign) in CLAIMS.items():
+        claim = claims[key]
+        if claim["seen"] is not None:
+            kept = "kept" if claim["kept"] else "MISSED"
+            table.add_row(says, f"{sign} {claim['needed']:g}", f"{claim['seen']:.3g}", kept)
+    return table
+
+
+def bench_table(result: BenchResult) -> Table:
+    """Decision times, the radio solvers, and the gap to brute force."""
+    table = Table(title="scheduler bench, one thread", title_justify="left", show_header=False)
+    for row in result.decisions:
+        size = f"{row.clusters} clusters x {row.devices} devices x {row.blocks} blocks"
+        table.add_row(f"one decision, {size}", f"{1e3 * row.median_s:.1f} ms")
+    radio, gaps = result.radio, result.optimality
+    table.add_row(
+        f"radio of {radio.clusters} clusters",
+        f"{1e3 * radio.fast_s:.1f} ms, cvxpy {1e3 * radio.cvxpy_s:.0f} ms: {radio.speedup:.0f}x",
+    )
+    table.add_row("radio objective above cvxpy's", f"{radio.relative_gap:.1e}")
+    table.add_row(
+        f"gap to brute force, {gaps.instances} instances",
+        f"mean {100 * gaps.mean_gap:.3f} %, worst {100 * gaps.max_gap:.2f} %",
+    )
+    return table
