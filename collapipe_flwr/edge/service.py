@@ -8,6 +8,7 @@ may stand in the middle of a step; the round's first weights are still where the
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from secrets import compare_digest
@@ -62,6 +63,7 @@ class Session:
     report: StageReport | None = None
     timeline: Timeline = field(default_factory=Timeline)
     running: bool = False
+    used_s: float = 0.0  # when somebody last asked for it
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -74,11 +76,24 @@ def build_edge_part(spec_json: str, weights: Mapping[str, Tensor]) -> LastPart:
 
 
 class EdgeService:
-    """Holds up to `most_sessions` sessions; every method may be called from any thread."""
+    """Holds up to `most_sessions` sessions; every method may be called from any thread.
 
-    def __init__(self, build_part: BuildPart = build_edge_part, *, most_sessions: int = 64) -> None:
+    When it is full, sessions that nobody used for `forget_after_s` make room: their cluster or
+    server is gone.
+    """
+
+    def __init__(
+        self,
+        build_part: BuildPart = build_edge_part,
+        *,
+        most_sessions: int = 64,
+        forget_after_s: float = 6 * 3600.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._build_part = build_part
         self._most_sessions = most_sessions
+        self._forget_after_s = forget_after_s
+        self._clock = clock
         self._sessions: dict[str, Session] = {}
         self._lock = threading.Lock()
 
@@ -90,9 +105,8 @@ class EdgeService:
         with self._lock:
             if request.session_id in self._sessions:
                 raise SessionRefused(f"session {request.session_id} is open already")
-            if len(self._sessions) >= self._most_sessions:
-                raise SessionRefused(f"the edge holds {self._most_sessions} sessions, its limit")
-            self._sessions[request.session_id] = Session(request)
+            self._make_room()
+            self._sessions[request.session_id] = Session(request, used_s=self._clock())
 
     def push_weights(
         self,
@@ -183,7 +197,19 @@ class EdgeService:
         known = session.request.token if session else ""
         if session is None or not compare_digest(known.encode(), token.encode()):
             raise SessionRefused(f"no session {session_id[:80]} with this token")
+        session.used_s = self._clock()
         return session
+
+    def _make_room(self) -> None:
+        """Drop forgotten sessions. Raises SessionRefused when the edge is full all the same."""
+        if len(self._sessions) < self._most_sessions:
+            return
+        oldest_s = self._clock() - self._forget_after_s
+        for key, session in tuple(self._sessions.items()):
+            if not session.running and session.used_s < oldest_s:
+                del self._sessions[key]
+        if len(self._sessions) >= self._most_sessions:
+            raise SessionRefused(f"the edge holds {self._most_sessions} sessions, its limit")
 
     def _forget(self, session_id: str) -> None:
         with self._lock:

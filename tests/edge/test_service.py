@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from collapipe_flwr.core.errors import LinkError, ScheduleError
-from collapipe_flwr.edge.service import SessionRefused
+from collapipe_flwr.edge.service import EdgeService, SessionRefused
 from collapipe_flwr.pipeline.frame import Frame, FrameKind
 from collapipe_flwr.pipeline.link import memory_pair
-from tests.edge.chain_to_edge import TOKEN, request, service
+from tests.edge.chain_to_edge import TOKEN, build_head, request, service
 from tests.pipeline.chains import Head
 
 
@@ -64,6 +64,23 @@ def test_limits_and_bad_requests():
         edge.open(request())
     with pytest.raises(SessionRefused, match="1 sessions, its limit"):
         edge.open(request("c2"))
+
+
+def test_a_full_edge_drops_sessions_that_nobody_uses_any_more():
+    now_s = 0.0
+    edge = EdgeService(build_head, most_sessions=2, forget_after_s=100.0, clock=lambda: now_s)
+    edge.open(request("old"))
+    edge.open(request("used"))
+    now_s = 90.0
+    edge.push_weights("used", TOKEN, Head().state_dict())
+    now_s = 99.0
+    with pytest.raises(SessionRefused, match="its limit"):
+        edge.open(request("new"))
+    now_s = 101.0
+    edge.open(request("new"))
+    edge.weights("used", TOKEN)
+    with pytest.raises(SessionRefused, match="no session old"):
+        edge.weights("old", TOKEN)
 
 
 def test_running_needs_weights_and_reporting_needs_a_run():

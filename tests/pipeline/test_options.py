@@ -164,8 +164,10 @@ def test_with_clipping_no_stage_applies_a_step_that_another_could_not_finish():
 def test_no_compiler_is_imported():
     """Importing torch._dynamo costs a small board 70 MB and seconds."""
     code = (
-        "import sys; from tests.pipeline.test_options import *;"
-        "trained_weights(make_parts((1,)), options(recompute=True, seed=1));"
+        "import sys; from dataclasses import replace; from tests.pipeline.chains import *;"
+        "chain = Chain(make_parts((1,)), lambda *place:"
+        " replace(classic('1f1b')(*place), recompute=True, seed=1));"
+        "exec('with chain.running() as first: first.train_step(make_batch((2, 2)))');"
         "print('torch._dynamo' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -152,7 +152,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     header=json_values
     | st.tuples(json_values, json_values, json_values, json_values, json_values, json_values)
