@@ -21,6 +21,7 @@ from collapipe_flwr.scheduler.state import Reference
 
 Array = NDArray[np.float64]
 
+NEVER = 1e3  # stands for "does not reach the target": finite, so that searches can cross it
 ROOM = 1.25  # the target stays this factor above the reference plan's own floor
 
 
@@ -31,6 +32,7 @@ class Learning:
     examples_m: Array
     constants: LearningConstants | None
     reference_rounds: float
+    reference: Reference
 
     def rho(self, tables: Tables, now: Layouts) -> float:
         """Rounds to the target over those of the reference plan."""
@@ -39,7 +41,7 @@ class Learning:
         weights = self.examples_m / self.examples_m.sum()
         batch = (now.micro_batch_size_r * now.micro_batches_r).astype(np.float64)
         sums = bound_sums(weights, steps_of(tables, now), batch)
-        return float(sums.rounds(self.constants)) / self.reference_rounds
+        return min(float(sums.rounds(self.constants)) / self.reference_rounds, NEVER)
 
     def rho_rows(self, tables: Tables, rows: Layouts, now: Layouts) -> Array:
         """The same for rows that each replace their own cluster's row of ``now``."""
@@ -50,7 +52,7 @@ class Learning:
         batch_r = (rows.micro_batch_size_r * rows.micro_batches_r).astype(np.float64)
         new = BoundRow(steps=steps_of(tables, rows), batches=batch_r)
         sums = exchanged(weights, steps_of(tables, now), batch_m, rows.cluster_r, new)
-        return sums.rounds(self.constants) / self.reference_rounds
+        return np.minimum(sums.rounds(self.constants) / self.reference_rounds, NEVER)
 
 
 def learning_for(
@@ -59,7 +61,9 @@ def learning_for(
     """The bound around a snapshot, its target kept reachable for the reference plan."""
     examples = tables.examples_m
     if constants is None:
-        return Learning(examples_m=examples, constants=None, reference_rounds=1.0)
+        return Learning(
+            examples_m=examples, constants=None, reference_rounds=1.0, reference=reference
+        )
     size = np.full(examples.shape, float(reference.micro_batch_size))
     count = np.full(examples.shape, float(reference.micro_batches))
     sums = bound_sums(examples / examples.sum(), local_steps(examples, size, count), size * count)
@@ -69,4 +73,5 @@ def learning_for(
         examples_m=examples,
         constants=reachable,
         reference_rounds=float(sums.rounds(reachable)),
+        reference=reference,
     )

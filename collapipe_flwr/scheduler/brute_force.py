@@ -89,13 +89,12 @@ def _limits(planner: Planner, rows: Layouts) -> tuple[Array, Array]:
 def _bounds(
     planner: Planner, options: list[Layouts], limits: list[tuple[Array, Array]]
 ) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """A lower bound of every combination; those that cannot reach the target are left out."""
+    """A lower bound of every combination, with the combination."""
     for choice in product(*(range(len(rows)) for rows in options)):
         rho = planner.learning.rho(planner.tables, _combined(options, choice))
         latency = max(float(t[c]) for (t, _), c in zip(limits, choice, strict=True))
         energy = sum(float(e[c]) for (_, e), c in zip(limits, choice, strict=True))
-        if np.isfinite(rho):
-            yield planner.latency_price * rho * latency + energy, choice
+        yield planner.latency_price * rho * latency + energy, choice
 
 
 @dataclass(frozen=True, slots=True)

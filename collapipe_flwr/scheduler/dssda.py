@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from collapipe_flwr.core.domain import ClusterPlan, Plan, RoundOutcome, Snapshot
+from collapipe_flwr.core.domain import (
+    ClusterPlan,
+    ClusterSnapshot,
+    Plan,
+    RoundOutcome,
+    Snapshot,
+)
 from collapipe_flwr.core.errors import InfeasibleError, ScheduleError
 from collapipe_flwr.costs.layouts import Layouts
 from collapipe_flwr.costs.memory import fits
@@ -23,6 +30,19 @@ from collapipe_flwr.scheduler.planner import Planner, Solution
 from collapipe_flwr.scheduler.protocol import SchedulerSettings
 from collapipe_flwr.scheduler.queues import budgets_of
 from collapipe_flwr.scheduler.state import SchedulerState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """A solved round for some set of clusters that hold ``share`` of all examples."""
+
+    planner: Planner
+    solution: Solution
+    share: float
+
+    def plan(self, policy: str) -> Plan:
+        """In names and units."""
+        return solution_plan(self.planner, self.solution, policy, self.share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +70,44 @@ class Dssda:
         return observed(state, plan, outcome, self.settings)
 
     def _plan(self, state: SchedulerState, snapshot: Snapshot) -> Plan:
-        tables = tabulate(snapshot)
-        planner = planner_for(tables, state, self.settings)
-        solution = self._settle(planner, state)
-        return solution_plan(planner, solution, self.name, 1.0)
+        everyone = self._decide(state, snapshot, 1.0)
+        if self.settings.participation_floor >= 1.0 or len(snapshot.clusters) == 1:
+            return everyone.plan(self.name)
+        return self._without_stragglers(state, snapshot, everyone).plan(self.name)
+
+    def _decide(self, state: SchedulerState, snapshot: Snapshot, share: float) -> Decision:
+        """The best plan in which exactly the clusters of ``snapshot`` take part."""
+        planner = planner_for(tabulate(snapshot), state, self.settings, share)
+        return Decision(planner=planner, solution=self._settle(planner, state), share=share)
+
+    def _without_stragglers(
+        self, state: SchedulerState, snapshot: Snapshot, best: Decision
+    ) -> Decision:
+        """Leave the slowest cluster out, and the next, while that is worth their absence."""
+        examples = {c.profile.cluster_id: c.profile.examples for c in snapshot.clusters}
+        value = best.solution.objective
+        while len(best.planner.tables.snapshot.clusters) > 1:
+            here = best.planner.tables.snapshot.clusters
+            slowest = int(np.argmax(best.solution.priced.latency_s))
+            rest = tuple(c for m, c in enumerate(here) if m != slowest)
+            share = sum(c.profile.examples for c in rest) / sum(examples.values())
+            fewer = self._decide(state, replace(snapshot, clusters=rest), share)
+            cost = fewer.solution.objective + self._absence(state, examples, rest)
+            if not cost < value:
+                break
+            best, value = fewer, cost
+        return best
+
+    def _absence(
+        self,
+        state: SchedulerState,
+        examples: Mapping[str, int],
+        present: Sequence[ClusterSnapshot],
+    ) -> float:
+        """The participation queues' price of everyone who is left out."""
+        absent = set(examples) - {c.profile.cluster_id for c in present}
+        owed = sum(state.participation_queue.get(cluster, 0.0) for cluster in absent)
+        return self.settings.penalty_weight * owed
 
     def _settle(self, planner: Planner, state: SchedulerState) -> Solution:
         """The new optimum, unless the segments in place are nearly as good."""

@@ -25,6 +25,7 @@ Ints = NDArray[np.int64]
 FEW_CLUSTERS = 20  # up to here time allows planning from scratch and alternating to the end
 POLISH_SOLVES = 16  # radio solves spent on runners-up
 POLISH_RIVALS = 8  # of them at a time
+WORTH_A_TRY = 0.05  # share of the objective by which a runner-up may seem worse
 SAME = 1e-9  # relative differences below this count as none
 
 
@@ -96,7 +97,7 @@ class Planner:
         near = stack([Moves(now, counts).all(), self.rebatched(now)])
         values = self.score(scorer, near, now) - self.score(scorer, now, now)[near.cluster_r]
         order = np.argsort(values, kind="stable")
-        order = order[np.isfinite(values[order])][:POLISH_RIVALS]
+        order = order[values[order] < WORTH_A_TRY * best.objective][:POLISH_RIVALS]
         return [replaced(now, near.cluster_r[[r]], near.take(np.array([r]))) for r in order]
 
     def improve(self, best: Solution) -> Solution:
@@ -116,11 +117,10 @@ class Planner:
         """The best bandwidth and powers for one row per cluster."""
         chain = chain_of(self.tables, rows, self.settings.options)
         rho = self.learning.rho(self.tables, rows)
-        finite = rho if np.isfinite(rho) else 1.0
         allocation = allocate(
             chain,
             row_prices(self.price_mi, rows),
-            latency_price=self.latency_price * finite,
+            latency_price=self.latency_price * rho,
             bandwidth_hz=self.tables.snapshot.radio.bandwidth_hz,
         )
         return self.priced(chain, allocation, rho)

@@ -104,14 +104,13 @@ class Scorer:
     # -- rows -------------------------------------------------------------------------------
 
     def values(self, rows: Layouts, rho_r: Array) -> Array:
-        """The objective of every row, infinite where memory or the bound forbids it."""
+        """The objective of every row, infinite where memory forbids it."""
         tables, market, cluster = self.tables, self.market, rows.cluster_r
-        finite = np.where(np.isfinite(rho_r), rho_r, 1.0)
         latency, worth = self._price(rows)
         ceiling = market.ceiling_m[cluster]
-        late = market.latency_price * finite * np.maximum(latency, ceiling)
+        late = market.latency_price * rho_r * np.maximum(latency, ceiling)
         early = market.slack_price_m[cluster] * np.maximum(ceiling - latency, 0.0)
-        keep = fits(tables, rows, self.options) & np.isfinite(rho_r)
+        keep = fits(tables, rows, self.options)
         return np.where(keep, late - early + worth, np.inf)
 
     def _price(self, rows: Layouts) -> tuple[Array, Array]:

@@ -86,7 +86,8 @@ class Search:
 
     def _plain(self) -> Layouts:
         """Everything on the first device: only a frame that better rows replace."""
-        size, count = self.batches[len(self.batches) // 2]
+        reference = self.planner.learning.reference
+        size, count = reference.micro_batch_size, reference.micro_batches
         clusters = len(self.clusters)
         return Layouts(
             cluster_r=self.clusters.copy(),

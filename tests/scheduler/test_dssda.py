@@ -1,0 +1,282 @@
+"""DSSDA over rounds: budgets, fallbacks, vanishing parties, participation; and the baselines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collapipe_flwr.core.domain import ClusterOutcome, ModelProfile, Plan, RoundOutcome, Snapshot
+from collapipe_flwr.core.errors import ConfigError, InfeasibleError, ScheduleError
+from collapipe_flwr.costs.price import price
+from collapipe_flwr.scheduler.plans import check_cluster_plan
+from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerSettings
+from collapipe_flwr.scheduler.registry import POLICIES, make_scheduler
+from collapipe_flwr.scheduler.state import SchedulerState
+from collapipe_flwr.simulator.models import transformer_profile
+from collapipe_flwr.simulator.world import Budgets, World, make_world, mixed_devices
+
+MakeWorld = Callable[..., tuple[World, ModelProfile]]
+FAST = SchedulerSettings(micro_batch_sizes=(2, 8), micro_batches=(2, 4))
+ONE = replace(FAST, micro_batch_sizes=(4,), micro_batches=(4,))
+KINDS = ("raspberry-pi-4", "raspberry-pi-5", "jetson-nano", "phone", "jetson-orin-nano")
+
+
+def outcome_of(plan: Plan, snapshot: Snapshot, settings: SchedulerSettings) -> RoundOutcome:
+    priced = price(plan, snapshot, settings.options)
+    clusters = tuple(
+        ClusterOutcome(cluster_id=c.cluster_id, latency_s=c.latency_s, energy_j=c.energy_j)
+        for c in priced.clusters
+    )
+    return RoundOutcome(round_index=plan.round_index, latency_s=priced.latency_s, clusters=clusters)
+
+
+def run(
+    scheduler: Scheduler, world: World, model: ModelProfile, rounds: int, options: SchedulerSettings
+) -> tuple[list[Plan], list[RoundOutcome], SchedulerState]:
+    state = scheduler.init(world.snapshot(1, model))
+    plans, outcomes = [], []
+    for index in range(1, rounds + 1):
+        snapshot = world.snapshot(index, model)
+        plan, state = scheduler.step(state, snapshot)
+        outcome = outcome_of(plan, snapshot, options)
+        state = scheduler.observe(state, plan, outcome)
+        plans.append(plan)
+        outcomes.append(outcome)
+    return plans, outcomes, state
+
+
+def check_plan(plan: Plan, snapshot: Snapshot, options: SchedulerSettings) -> None:
+    """Every hard constraint of a round."""
+    blocks = len(snapshot.model.blocks)
+    by_id = {c.profile.cluster_id: c.profile for c in snapshot.clusters}
+    total = sum(c.bandwidth_hz for c in plan.clusters)
+    assert total <= snapshot.radio.bandwidth_hz * (1 + 1e-9)
+    for cluster in plan.clusters:
+        check_cluster_plan(cluster, blocks)
+        profile = by_id[cluster.cluster_id]
+        members = {d.device_id: d for d in (profile.control_unit, *profile.devices)}
+        for powers in (cluster.tx_power_w, cluster.gradient_power_w):
+            for name, power in powers.items():
+                assert 0 < power <= members[name].tx_power_max_w * (1 + 1e-9)
+        for name, need in cluster.memory_bytes.items():
+            assert need <= (1 - options.memory_margin) * members[name].memory_bytes + 1
+        batch = cluster.micro_batch_size * cluster.micro_batches
+        assert cluster.local_steps == math.ceil(profile.examples / batch)
+        assert math.isfinite(cluster.latency_s) and cluster.latency_s > 0
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(1, 7),
+    st.sampled_from(["gpipe", "1f1b"]),
+    st.booleans(),
+)
+def test_no_valid_snapshot_yields_an_invalid_plan(
+    seed: int, clusters: int, devices: int, blocks: int, schedule: str, recompute: bool
+) -> None:
+    model = transformer_profile(blocks=blocks, width=128, tokens=32)
+    world = make_world(
+        cluster_devices=mixed_devices(clusters, devices, seed, KINDS),
+        examples=[int(e) for e in np.random.default_rng(seed).integers(1, 500, clusters)],
+        channel="block-fading",
+        budgets=Budgets(model=model, share=0.3, radio_s=1.0),
+        seed=seed,
+    )
+    options = replace(FAST, schedule=schedule, recompute=recompute, half_duplex=recompute)
+    scheduler = make_scheduler("dssda", options)
+    snapshot = world.snapshot(1, model)
+    plan, state = scheduler.step(scheduler.init(snapshot), snapshot)
+    check_plan(plan, snapshot, options)
+    assert plan.fallback is None
+    again = SchedulerState.from_json(state.to_json())
+    assert again.to_json() == state.to_json()
+
+
+@pytest.mark.parametrize("name", [p for p in POLICIES if p != "brute-force"])
+def test_every_policy_plans_validly_and_predicts_what_it_costs(
+    a_world: MakeWorld, name: str
+) -> None:
+    world, model = a_world(3)
+    plans, outcomes, _ = run(make_scheduler(name, FAST), world, model, 3, FAST)
+    for index, (plan, outcome) in enumerate(zip(plans, outcomes, strict=True), start=1):
+        assert plan.policy == name
+        check_plan(plan, world.snapshot(index, model), FAST)
+        if name != "static":  # whose prediction is of its first round
+            assert plan.latency_s == pytest.approx(outcome.latency_s, rel=1e-6)
+            for predicted, real in zip(plan.clusters, outcome.clusters, strict=True):
+                assert dict(predicted.energy_j) == pytest.approx(dict(real.energy_j), rel=1e-6)
+
+
+def test_average_excess_energy_is_at_most_queue_over_rounds(a_world: MakeWorld) -> None:
+    """On every path: mean(e) - budget <= Q(T) / T for the budget that the queue aims at."""
+    world, model = a_world(5)
+    for name in ("dssda", "throughput"):
+        _, outcomes, state = run(make_scheduler(name, FAST), world, model, 10, FAST)
+        for cluster, budgets in state.budget_j.items():
+            for device, budget in budgets.items():
+                spent = [
+                    next(c for c in o.clusters if c.cluster_id == cluster).energy_j[device]
+                    for o in outcomes
+                ]
+                aimed = (1 - FAST.budget_margin) * budget
+                queue = state.energy_queue_j[cluster][device]
+                assert np.mean(spent) - aimed <= queue / len(spent) + 1e-9
+
+
+def test_budgets_hold_in_the_long_run_where_latency_alone_breaks_them() -> None:
+    model = transformer_profile(blocks=6, width=128, tokens=32)
+    world = make_world(
+        cluster_devices=[["raspberry-pi-5", "raspberry-pi-4", "raspberry-pi-5", "jetson-nano"]],
+        examples=[400],
+        budgets=Budgets(model=model, share=0.5, radio_s=1.0),
+    )
+
+    def worst(name: str) -> float:
+        _, outcomes, state = run(make_scheduler(name, ONE), world, model, 30, ONE)
+        budgets = state.budget_j["cluster-0"]
+        spent = [o.clusters[0].energy_j for o in outcomes]
+        return max(np.mean([e[d] for e in spent]) / b for d, b in budgets.items())
+
+    assert worst("latency-only") > 1.05
+    assert worst("dssda") <= 1.0
+
+
+def test_larger_v_trades_queues_for_latency() -> None:
+    """O(1/V) and O(V) in direction: latency falls with V and the queues grow."""
+    model = transformer_profile(blocks=6, width=128, tokens=32)
+    world = make_world(
+        cluster_devices=[["raspberry-pi-5", "raspberry-pi-4", "raspberry-pi-5", "jetson-nano"]],
+        examples=[400],
+        budgets=Budgets(model=model, share=0.4, radio_s=1.0),
+    )
+    latency, queues = [], []
+    for weight in (0.1, 1.0, 10.0):
+        options = replace(ONE, penalty_weight=weight, hysteresis=0.0, bound=False)
+        _, outcomes, state = run(make_scheduler("dssda", options), world, model, 20, options)
+        latency.append(np.mean([o.latency_s for o in outcomes]))
+        budget = state.budget_j["cluster-0"]
+        queue = state.energy_queue_j["cluster-0"]
+        queues.append(max(queue[d] / budget[d] for d in budget))
+    assert latency[-1] < latency[0]
+    assert queues[-1] > queues[0]
+    assert all(a >= b * 0.97 for a, b in pairwise(latency))
+    assert queues[1] <= 20 * 1.0 + 5 and queues[2] <= 20 * 10.0 + 5  # O(V), not O(rounds V)
+
+
+def test_unusable_snapshot_repeats_the_last_plan_and_says_so(a_world: MakeWorld) -> None:
+    world, model = a_world(1)
+    scheduler = make_scheduler("dssda", FAST)
+    good = world.snapshot(1, model)
+    plan, state = scheduler.step(scheduler.init(good), good)
+    bad_device = replace(good.clusters[0].profile.devices[0], speed_flop_per_s=math.nan)
+    profile = good.clusters[0].profile
+    bad_profile = replace(profile, devices=(bad_device, *profile.devices[1:]))
+    bad_cluster = replace(good.clusters[0], profile=bad_profile)
+    bad = replace(good, round_index=2, clusters=(bad_cluster, *good.clusters[1:]))
+    kept, after = scheduler.step(state, bad)
+    assert kept.round_index == 2 and kept.clusters == plan.clusters
+    assert kept.fallback is not None and "speed_flop_per_s" in kept.fallback
+    recovered, _ = scheduler.step(after, replace(good, round_index=3))
+    assert recovered.fallback is None
+
+
+def test_first_snapshot_unusable_is_a_typed_error(a_world: MakeWorld) -> None:
+    world, model = a_world(1)
+    scheduler = make_scheduler("dssda", FAST)
+    good = world.snapshot(1, model)
+    state = scheduler.init(good)
+    with pytest.raises(ScheduleError, match="bandwidth_hz must be finite and > 0, got 0"):
+        scheduler.step(state, replace(good, radio=replace(good.radio, bandwidth_hz=0.0)))
+    with pytest.raises(ScheduleError, match="no cluster"):
+        scheduler.init(replace(good, clusters=()))
+
+
+def test_clusters_and_devices_come_and_go(a_world: MakeWorld) -> None:
+    world, model = a_world(2, clusters=3)
+    scheduler = make_scheduler("dssda", FAST)
+    state = scheduler.init(world.snapshot(1, model, present=["cluster-0", "cluster-2"]))
+    presence = (["cluster-0", "cluster-2"], None, ["cluster-1"], None)
+    for index, present in enumerate(presence, start=1):
+        snapshot = world.snapshot(index, model, present=present)
+        if index == 4:
+            first = snapshot.clusters[0]
+            fewer = replace(first.profile, devices=first.profile.devices[1:])
+            gains = tuple(
+                tuple(g for j, g in enumerate(row) if j != 1)
+                for i, row in enumerate(first.channel.d2d_gain)
+                if i != 1
+            )
+            edge = tuple(g for i, g in enumerate(first.channel.edge_gain) if i != 1)
+            channel = replace(first.channel, d2d_gain=gains, edge_gain=edge)
+            lost = replace(first, profile=fewer, channel=channel)
+            snapshot = replace(snapshot, clusters=(lost, *snapshot.clusters[1:]))
+        plan, state = scheduler.step(state, snapshot)
+        check_plan(plan, snapshot, FAST)
+        assert plan.fallback is None
+        assert {c.cluster_id for c in plan.clusters} == {
+            c.profile.cluster_id for c in snapshot.clusters
+        }
+        state = scheduler.observe(state, plan, outcome_of(plan, snapshot, FAST))
+
+
+def test_participation_floor_is_kept_on_average_and_stragglers_sit_out() -> None:
+    model = transformer_profile(blocks=4, width=128, tokens=32)
+    world = make_world(
+        cluster_devices=[
+            ["raspberry-pi-5", "jetson-orin-nano", "jetson-orin-nano"],
+            ["raspberry-pi-5", "jetson-orin-nano", "jetson-orin-nano"],
+            ["raspberry-pi-4", "raspberry-pi-4", "raspberry-pi-4"],
+        ],
+        examples=[600, 600, 200],
+    )
+    options = replace(ONE, participation_floor=0.3, bound=False)
+    rounds = 15
+    plans, _, state = run(make_scheduler("dssda", options), world, model, rounds, options)
+    share = np.mean([plan.cluster("cluster-2") is not None for plan in plans])
+    assert share < 1.0
+    assert share >= 0.3 - state.participation_queue["cluster-2"] / rounds - 1e-9
+    assert state.participation_queue["cluster-2"] < 5
+
+
+def test_hysteresis_keeps_segments_that_are_nearly_as_good(a_world: MakeWorld) -> None:
+    world, model = a_world(8)
+
+    def switches(hysteresis: float) -> int:
+        options = replace(ONE, hysteresis=hysteresis)
+        plans, _, _ = run(make_scheduler("dssda", options), world, model, 10, options)
+        return sum(
+            a.clusters[m].segments != b.clusters[m].segments
+            for a, b in pairwise(plans)
+            for m in range(2)
+        )
+
+    assert switches(0.5) <= switches(0.0)
+
+
+def test_names_and_settings_are_checked() -> None:
+    with pytest.raises(ConfigError, match=r"dssda.*uniform"):
+        make_scheduler("dsda")
+    with pytest.raises(ScheduleError, match=r"penalty-weight must be > 0, got -1"):
+        SchedulerSettings(penalty_weight=-1)
+    with pytest.raises(ScheduleError, match="micro-batches needs"):
+        SchedulerSettings(micro_batches=())
+    with pytest.raises(ScheduleError, match="schedule must be one of"):
+        SchedulerSettings(schedule="zb")
+
+
+def test_infeasible_memory_is_refused_at_once(a_world: MakeWorld) -> None:
+    world, model = a_world(0)
+    huge = transformer_profile(blocks=6, width=16384, tokens=64)
+    scheduler = make_scheduler("dssda", FAST)
+    with pytest.raises(InfeasibleError, match="MiB"):
+        scheduler.step(scheduler.init(world.snapshot(1, model)), world.snapshot(1, huge))

@@ -1,0 +1,186 @@
+"""Decisions: never worse than alternatives, monotone, near the brute-force optimum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from collapipe_flwr.core.domain import Snapshot
+from collapipe_flwr.core.errors import InfeasibleError, ScheduleError
+from collapipe_flwr.costs.chain import chain_of, powers_for, price_rows
+from collapipe_flwr.costs.layouts import stack
+from collapipe_flwr.costs.tables import tabulate
+from collapipe_flwr.scheduler.base import initial_state, planner_for
+from collapipe_flwr.scheduler.brute_force import exhaustive
+from collapipe_flwr.scheduler.layout_search import Moves, all_layouts, count_layouts, rows_for
+from collapipe_flwr.scheduler.market import row_prices
+from collapipe_flwr.scheduler.planner import Planner
+from collapipe_flwr.scheduler.protocol import SchedulerSettings
+from collapipe_flwr.scheduler.segment_dp import any_order, best_path, describe
+from collapipe_flwr.scheduler.segments import Terms, segment_problem
+
+MakeSnapshot = Callable[..., Snapshot]
+SMALL = SchedulerSettings(micro_batch_sizes=(2, 8), micro_batches=(2, 8))
+
+
+def a_planner(
+    snapshot: Snapshot, settings: SchedulerSettings = SMALL, queue_seed: int | None = None
+) -> Planner:
+    state = initial_state(snapshot, settings)
+    if queue_seed is not None:
+        rng = np.random.default_rng(queue_seed)
+        queues = {
+            cluster: {device: float(rng.exponential(2.0)) * budget for device, budget in b.items()}
+            for cluster, b in state.budget_j.items()
+        }
+        state = replace(state, energy_queue_j=queues)
+    return planner_for(tabulate(snapshot), state, settings)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_close_to_brute_force(a_snapshot: MakeSnapshot, seed: int) -> None:
+    shape = {"clusters": 1, "devices": 3, "blocks": 4}
+    if seed % 2:
+        shape = {"clusters": 2, "devices": 2, "blocks": 3}
+    settings = replace(SMALL, micro_batches=(4,), bound=bool(seed % 3))
+    planner = a_planner(a_snapshot(seed, **shape), settings, queue_seed=seed)
+    best, mine = exhaustive(planner).objective, planner.solve().objective
+    assert best * (1 - 1e-6) <= mine <= best * 1.05
+
+
+def test_alternation_never_gets_worse(a_snapshot: MakeSnapshot) -> None:
+    for seed in range(5):
+        planner = a_planner(a_snapshot(seed, clusters=3, devices=3, blocks=5), queue_seed=seed)
+        now = planner.radio(planner.choose(planner.opening_market(), None))
+        for _ in range(4):
+            after = planner.improve(now)
+            assert after.objective <= now.objective * (1 + 1e-12)
+            now = after
+        assert planner.polished(now).objective <= now.objective * (1 + 1e-12)
+
+
+def test_enumeration_counts_and_validity() -> None:
+    for devices, blocks in ((1, 1), (2, 3), (3, 5), (4, 2)):
+        members, stops = all_layouts(devices, blocks)
+        assert len(members) == count_layouts(devices, blocks)
+        assert len(
+            {(*m, *s) for m, s in zip(members.tolist(), stops.tolist(), strict=True)}
+        ) == len(members)
+
+
+def test_moves_stay_valid_and_reach_every_layout() -> None:
+    devices, blocks = 3, 4
+    batches = np.array([[1, 1]])
+    every = rows_for(0, *all_layouts(devices, blocks), batches)
+    seen = {_name(every, r) for r in range(len(every))}
+    reached, frontier = set(), [every.take(np.array([0]))]
+    while frontier:
+        row = frontier.pop()
+        near = Moves(row, np.array([devices])).all()
+        for r in range(len(near)):
+            name = _name(near, r)
+            assert name in seen
+            if name not in reached:
+                reached.add(name)
+                frontier.append(near.take(np.array([r])))
+    assert reached == seen
+
+
+def _name(rows: object, r: int) -> tuple[tuple[int, int], ...]:
+    pairs = zip(rows.member_rs[r].tolist(), rows.stop_rs[r].tolist(), strict=True)
+    return tuple((m, s) for m, s in pairs if m > 0)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_segment_problem_prices_like_the_cost_model(
+    a_snapshot: MakeSnapshot, schedule: str
+) -> None:
+    """The shortest path's arrays and the chain's arrays are two ways to the same number."""
+    settings = replace(SMALL, schedule=schedule)
+    planner = a_planner(a_snapshot(4, clusters=1, devices=3, blocks=5), settings, queue_seed=1)
+    tables, slope, width = planner.tables, 0.7, 3e7
+    terms = Terms(
+        cluster=0,
+        micro_batch_size=2,
+        micro_batches=8,
+        slope=slope,
+        price_i=planner.price_mi[0],
+        edge_hz=width,
+    )
+    problem = segment_problem(tables, settings.options, terms)
+    every = rows_for(0, *all_layouts(3, 5), np.array([[2, 8]]))
+    for number in range(0, len(every), 7):
+        rows = every.take(np.array([number]))
+        chain, r = chain_of(tables, rows, settings.options), 0
+        depth = int(rows.depth_r[r])
+        devices = [int(m) - 1 for m in rows.member_rs[r, :depth]]
+        stops = rows.stop_rs[r, :depth].tolist()
+        times = np.zeros_like(chain.power_max_w)
+        member, at = 0, 0
+        for k, target in enumerate([*(d + 1 for d in devices), problem.devices + 1]):
+            wished = _wished(tables, terms, settings, (member, target, at))
+            times[r, k] = wished
+            if k < depth:
+                member, at = target, stops[k]
+        powers = powers_for(chain, np.array([width]), times)
+        priced = price_rows(chain, times, powers)
+        energy = (row_prices(planner.price_mi, rows) * priced.energy_j).sum(1)[r]
+        expected = slope * priced.latency_s[r] + energy
+        assert describe(problem, devices, stops).value(problem) == pytest.approx(expected, rel=1e-9)
+
+
+def _wished(
+    tables: object, terms: Terms, settings: SchedulerSettings, hop: tuple[int, int, int]
+) -> tuple[float, float]:
+    gpipe = replace(settings.options, schedule="gpipe")
+    problem = segment_problem(tables, gpipe, terms)
+    return float(problem.hop_forward_ijl[hop]), float(problem.hop_backward_ijl[hop])
+
+
+def test_exact_paths_beat_or_match_the_descent(a_snapshot: MakeSnapshot) -> None:
+    """Five devices and nine blocks are beyond enumeration; the path must not win."""
+    settings = replace(SMALL, micro_batch_sizes=(4,), micro_batches=(8,), bound=False)
+    planner = a_planner(a_snapshot(7, clusters=1, devices=5, blocks=9), settings)
+    mine = planner.solve()
+    terms = Terms(
+        cluster=0,
+        micro_batch_size=4,
+        micro_batches=8,
+        slope=planner.latency_price,
+        price_i=planner.price_mi[0],
+        edge_hz=float(mine.allocation.edge_hz_r[0]),
+    )
+    problem = segment_problem(planner.tables, settings.options, terms)
+    best = best_path(problem, any_order).value(problem)
+    assert mine.objective <= best * (1 + 1e-5)
+
+
+def test_no_memory_is_infeasible_with_a_way_out(a_snapshot: MakeSnapshot) -> None:
+    snapshot = a_snapshot(1, clusters=2, devices=2, blocks=3)
+    poor = snapshot.clusters[1]
+    devices = tuple(replace(d, memory_bytes=1000) for d in poor.profile.devices)
+    broken = replace(poor, profile=replace(poor.profile, devices=devices))
+    planner = a_planner(replace(snapshot, clusters=(snapshot.clusters[0], broken)))
+    with pytest.raises(InfeasibleError, match=r"cluster-1.*add a device"):
+        planner.solve()
+
+
+def test_brute_force_refuses_large_instances(a_snapshot: MakeSnapshot) -> None:
+    with pytest.raises(ScheduleError, match="tiny"):
+        exhaustive(a_planner(a_snapshot(0, clusters=2, devices=4, blocks=12)))
+
+
+def test_scores_rank_like_priced_rows(a_snapshot: MakeSnapshot) -> None:
+    """The fast score of the chosen rows is what the cost model says at the market's own times."""
+    planner = a_planner(a_snapshot(3, clusters=3, devices=3, blocks=5))
+    best = planner.solve()
+    market = planner.market(best)
+    scorer = planner.scorer(market)
+    value = planner.score(scorer, best.rows, best.rows)
+    near = stack([best.rows, Moves(best.rows, planner.device_counts()).all()])
+    others = planner.score(scorer, near, best.rows)
+    assert np.isfinite(value).all()
+    assert (others >= value[near.cluster_r] - 0.05 * np.abs(value[near.cluster_r])).all()

@@ -1,0 +1,143 @@
+"""The vectorised radio solver against cvxpy, random perturbations and its own KKT conditions."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from collapipe_flwr.core.domain import Snapshot
+from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.costs.chain import Chain, chain_of, full_power_times, powers_for, price_rows
+from collapipe_flwr.costs.compute import Options
+from collapipe_flwr.costs.layouts import Layouts
+from collapipe_flwr.costs.tables import tabulate
+from collapipe_flwr.scheduler.allocation import allocate, equal_shares
+from collapipe_flwr.scheduler.interior_point import InteriorPoint
+from collapipe_flwr.scheduler.radio_problem import RadioProblem, radio_problem
+from collapipe_flwr.scheduler.reference import solve_reference
+
+MakeSnapshot = Callable[..., Snapshot]
+BAND = 40e6
+
+
+def an_instance(
+    make: MakeSnapshot, seed: int, clusters: int, schedule: str = "gpipe"
+) -> tuple[Chain, np.ndarray, float]:
+    rng = np.random.default_rng(seed)
+    tables = tabulate(make(seed, clusters=clusters, devices=3, blocks=6))
+    rows = Layouts(
+        cluster_r=np.arange(clusters),
+        member_rs=np.stack([rng.permutation(3)[:2] + 1 for _ in range(clusters)]),
+        stop_rs=np.stack([[int(rng.integers(1, 6)), 6] for _ in range(clusters)]),
+        micro_batch_size_r=rng.choice([1, 4], clusters),
+        micro_batches_r=rng.choice([1, 4, 8], clusters),
+    )
+    chain = chain_of(tables, rows, Options(schedule=schedule))
+    plain = equal_shares(chain, BAND)
+    powers = powers_for(chain, plain.edge_hz_r, plain.times)
+    priced = price_rows(chain, plain.times, powers)
+    latency_price = 1.0 / float(priced.latency_s.max())
+    price = 10 ** rng.uniform(-2, 1, (clusters, 3)) / float(priced.energy_j.sum())
+    return chain, price, latency_price
+
+
+def a_problem(make: MakeSnapshot, seed: int, clusters: int, **options: str) -> RadioProblem:
+    chain, price, latency_price = an_instance(make, seed, clusters, **options)
+    return radio_problem(chain, price, latency_price=latency_price, bandwidth_hz=BAND)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("seed", range(6))
+def test_agrees_with_the_cvxpy_reference(
+    a_snapshot: MakeSnapshot, seed: int, schedule: str
+) -> None:
+    problem = a_problem(a_snapshot, seed, (1, 2, 5)[seed % 3], schedule=schedule)
+    solver = InteriorPoint(problem)
+    mine = solver.objective(solver.solve().point)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # Clarabel's "may be inaccurate"
+        reference = solve_reference(problem).objective
+    assert mine == pytest.approx(reference, rel=1e-4)
+
+
+def test_allocation_is_feasible_and_no_worse_than_equal_shares(a_snapshot: MakeSnapshot) -> None:
+    for seed in range(8):
+        chain, price, worth = an_instance(a_snapshot, seed, 4)
+        values = []
+        for choice in (
+            allocate(chain, price, latency_price=worth, bandwidth_hz=BAND),
+            equal_shares(chain, BAND),
+        ):
+            assert choice.edge_hz_r.sum() <= BAND * (1 + 1e-9)
+            assert (choice.times >= full_power_times(chain, choice.edge_hz_r) * (1 - 1e-9)).all()
+            powers = powers_for(chain, choice.edge_hz_r, choice.times)
+            assert (powers <= chain.power_max_w * (1 + 1e-9)).all()
+            assert (powers[chain.hops.used] > 0).all()
+            priced = price_rows(chain, choice.times, powers)
+            values.append(worth * priced.latency_s.max() + (price * priced.energy_j).sum())
+        assert values[0] <= values[1] * (1 + 1e-5)
+
+
+def test_no_random_move_improves_the_optimum(a_snapshot: MakeSnapshot) -> None:
+    """Convexity makes local optimality global: perturbed points, repaired, never win."""
+    chain, price, worth = an_instance(a_snapshot, 3, 3)
+    best = allocate(chain, price, latency_price=worth, bandwidth_hz=BAND)
+    rng = np.random.default_rng(0)
+
+    def value(width: np.ndarray, times: np.ndarray) -> float:
+        times = np.maximum(times, full_power_times(chain, width))
+        priced = price_rows(chain, times, powers_for(chain, width, times))
+        return float(worth * priced.latency_s.max() + (price * priced.energy_j).sum())
+
+    optimum = value(best.edge_hz_r, best.times)
+    for scale in (1e-3, 1e-2, 0.1, 0.5):
+        for _ in range(50):
+            width = best.edge_hz_r * np.exp(scale * rng.standard_normal(3))
+            width *= BAND / width.sum()
+            times = best.times * np.exp(scale * rng.standard_normal(best.times.shape))
+            assert value(width, times) >= optimum * (1 - 1e-5)
+
+
+def test_problem_is_convex_in_the_logarithms(a_snapshot: MakeSnapshot) -> None:
+    """Objective and every constraint lie below their chords."""
+    problem = a_problem(a_snapshot, 5, 3)
+    solver = InteriorPoint(problem)
+    best = solver.solve().point
+    rng = np.random.default_rng(1)
+
+    def somewhere() -> object:
+        step = type(best)(
+            x=0.5 * rng.standard_normal(best.x.shape),
+            omega=0.5 * rng.standard_normal(best.omega.shape),
+            cap=0.5 * rng.standard_normal(best.cap.shape),
+            tau=float(rng.standard_normal()),
+        )
+        return best.moved(step, 1.0)
+
+    for _ in range(40):
+        left, right = somewhere(), somewhere()
+        middle = type(best)(
+            x=(left.x + right.x) / 2,
+            omega=(left.omega + right.omega) / 2,
+            cap=(left.cap + right.cap) / 2,
+            tau=(left.tau + right.tau) / 2,
+        )
+        ends = (solver.objective(left) + solver.objective(right)) / 2
+        assert solver.objective(middle) <= ends * (1 + 1e-9)
+        rooms = [solver._evaluate(point).room for point in (left, middle, right)]
+        assert (rooms[1] >= (rooms[0] + rooms[2]) / 2 - 1e-9).all()
+
+
+def test_latency_prices_sum_to_the_price_of_the_round(a_snapshot: MakeSnapshot) -> None:
+    chain, price, worth = an_instance(a_snapshot, 2, 5)
+    best = allocate(chain, price, latency_price=worth, bandwidth_hz=BAND)
+    assert best.latency_price_r.sum() == pytest.approx(worth, rel=1e-3)
+
+
+def test_hopeless_numbers_are_a_typed_error(a_snapshot: MakeSnapshot) -> None:
+    chain, price, worth = an_instance(a_snapshot, 0, 2)
+    with np.errstate(all="ignore"), pytest.raises(ScheduleError):
+        allocate(chain, price * np.nan, latency_price=worth, bandwidth_hz=BAND)
