@@ -18,6 +18,15 @@ from collapipe_flwr.models.spec import BatchShape, ModelSpec
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.models.tasks import find_task
 
+_SPECIAL_TOKENS = (
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "cls_token_id",
+    "sep_token_id",
+    "decoder_start_token_id",
+)
+
 
 def make_spec(
     task: str,
@@ -56,7 +65,7 @@ def make_spec(
     if vocab_size is not None:
         _set_vocabulary(config, vocab_size, pretrained)
     if pretrained is None:
-        _set_generation(config)
+        _forget_foreign_tokens(config)
     if labelled:
         _set_labels(config, num_labels, id2label)
     _set_exact_training(config, overrides or {})
@@ -71,8 +80,7 @@ def make_spec(
         shared=shared,
     )
     splitter = Splitter(spec)  # fails here, not on a device
-    if not splitter.has_record:
-        _rehearse(splitter)
+    _rehearse(splitter)
     if pretrained is not None and splitter.decodes:
         return replace(spec, untied=splitter.untied_by_checkpoint())
     return spec
@@ -136,14 +144,21 @@ def _set_vocabulary(config: PreTrainedConfig, vocab_size: int, pretrained: str |
         )
 
 
-def _set_generation(config: PreTrainedConfig) -> None:
-    """Decoding rules of the published model that name tokens of its own vocabulary."""
-    if getattr(config, "forced_eos_token_id", None) is not None:
-        config.forced_eos_token_id = config.eos_token_id
+def _forget_foreign_tokens(config: PreTrainedConfig) -> None:
+    """The defaults name tokens of the published model's vocabulary, which is not this one."""
+    size = getattr(config, "vocab_size", None)
+    if size is None:
+        return
+    for key in _SPECIAL_TOKENS:
+        token = getattr(config, key, None)
+        if isinstance(token, int) and token >= size:
+            setattr(config, key, None)
     for key in ("suppress_tokens", "begin_suppress_tokens"):
         named = getattr(config, key, None)
         if named is not None:
-            setattr(config, key, [token for token in named if token < config.vocab_size] or None)
+            setattr(config, key, [token for token in named if token < size] or None)
+    if getattr(config, "forced_eos_token_id", None) is not None:
+        config.forced_eos_token_id = config.eos_token_id
 
 
 def _set_labels(
@@ -182,9 +197,9 @@ def _untie(config: PreTrainedConfig) -> None:
 
 
 def _rehearse(splitter: Splitter) -> None:
-    """Run a model type without a record once, on shapes only."""
+    """Run all parts once, on shapes only, and let them complain."""
     try:
-        splitter.profile(BatchShape(source_length=8, target_length=8))
+        splitter.profile(BatchShape(source_length=2, target_length=2))
     except (RuntimeError, ValueError, TypeError, AttributeError) as cause:
         raise ModelError(
             f"model type {splitter.spec.model_type!r} cannot be split: {first_lines(cause)}"

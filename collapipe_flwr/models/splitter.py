@@ -48,7 +48,6 @@ class Splitter:
             untie=spec.ties == "untie",
         )
         self.config = skeleton.config
-        self.has_record = not self._family.replayed
         self.input_name = self._family.input_name
         self.shapes = _shapes(skeleton, self._layout)
         self._constants = _constant_keys(skeleton, self._layout)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -137,20 +138,9 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
 class Tiny:
     """Makes tiny specs and padded batches."""
 
-    overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: OVERRIDES)
-
     def spec(self, model_type: str, task: str, **choices: Any) -> ModelSpec:
         """A small random model of that family."""
-        tokens: dict[str, Any] = {} if task == "image-classification" else TOKENS
-        labels = {"num_labels": 3} if "classification" in task else {}
-        return make_spec(
-            task,
-            model_type=model_type,
-            overrides=self.overrides[model_type],
-            **tokens,
-            **labels,
-            **choices,
-        )
+        return _make(model_type, task, tuple(sorted(choices.items())))
 
     def batch(self, model_type: str, task: str, *, examples: int = 4) -> dict[str, Tensor]:
         """Unequal lengths, padded; labels of padding are ignored."""
@@ -171,6 +161,20 @@ class Tiny:
         else:
             labels = tokens.masked_fill(mask == 0, -100)
         return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+@cache
+def _make(model_type: str, task: str, choices: tuple[tuple[str, Any], ...]) -> ModelSpec:
+    tokens: dict[str, Any] = {} if task == "image-classification" else TOKENS
+    labels = {"num_labels": 3} if "classification" in task else {}
+    return make_spec(
+        task,
+        model_type=model_type,
+        overrides=OVERRIDES[model_type],
+        **tokens,
+        **labels,
+        **dict(choices),
+    )
 
 
 @pytest.fixture

@@ -88,6 +88,28 @@ def test_a_wrong_description_is_one_clear_sentence(wrong: dict[str, Any], senten
     assert "\n" not in str(caught.value)
 
 
+def test_what_only_a_run_would_show_is_refused_at_once() -> None:
+    with pytest.raises(ModelError, match="decoder_start_token_id"):
+        make_spec("seq2seq", model_type="t5", overrides={"decoder_start_token_id": None})
+
+
+def test_token_numbers_of_the_published_vocabulary_are_forgotten() -> None:
+    config = Splitter(
+        make_spec(
+            "seq2seq",
+            model_type="marian",
+            overrides={"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2},
+            vocab_size=30,
+            pad_token_id=0,
+            eos_token_id=7,
+            decoder_start_token_id=0,
+        )
+    ).config
+    assert config.forced_eos_token_id == 7
+    modern = Splitter(make_spec("masked-lm", model_type="modernbert", vocab_size=30)).config
+    assert (modern.cls_token_id, modern.sep_token_id, modern.pad_token_id) == (None, None, None)
+
+
 def test_a_decoder_stands_whole_at_the_edge() -> None:
     with pytest.raises(ModelError, match="edge_blocks must be 0"):
         make_spec("seq2seq", model_type="marian", edge_blocks=1)
