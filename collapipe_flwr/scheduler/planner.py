@@ -25,7 +25,7 @@ Ints = NDArray[np.int64]
 FEW_CLUSTERS = 20  # up to here time allows planning from scratch and alternating to the end
 POLISH_SOLVES = 16  # radio solves spent on runners-up
 POLISH_RIVALS = 8  # of them at a time
-WORTH_A_TRY = 0.05  # share of the objective by which a runner-up may seem worse
+WORTH_A_TRY = 0.15  # share of the objective by which a runner-up may seem worse
 SAME = 1e-9  # relative differences below this count as none
 
 

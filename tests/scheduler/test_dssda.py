@@ -142,7 +142,7 @@ def test_budgets_hold_in_the_long_run_where_latency_alone_breaks_them() -> None:
     )
 
     def worst(name: str) -> float:
-        _, outcomes, state = run(make_scheduler(name, ONE), world, model, 30, ONE)
+        _, outcomes, state = run(make_scheduler(name, ONE), world, model, 60, ONE)
         budgets = state.budget_j["cluster-0"]
         spent = [o.clusters[0].energy_j for o in outcomes]
         return max(np.mean([e[d] for e in spent]) / b for d, b in budgets.items())
