@@ -9,8 +9,8 @@ from dataclasses import replace
 from flwr.app import ArrayRecord, MetricRecord
 from torch import Tensor
 
+from collapipe_flwr.core.json_codec import plain
 from collapipe_flwr.federation.arrays import decode_tensors
-from collapipe_flwr.federation.json_codec import plain
 from collapipe_flwr.federation.rounds import RoundRecord
 from collapipe_flwr.reporting.console import RoundPrinter
 from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, RunStory

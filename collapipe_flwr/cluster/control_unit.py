@@ -25,8 +25,10 @@ from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
 from collapipe_flwr.pipeline.roles import FirstStage, MicroBatch, MiddleStage
 from collapipe_flwr.pipeline.stage import StageSettings
+from collapipe_flwr.scheduler.plans import check_cluster_plan
 
 CONTROL_UNIT = "control-unit"
+PATIENCE_PER_STAGE = 0.5  # upstream waits longer, so that the neighbour of a silent stage speaks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +60,12 @@ def train_round(
 ) -> RoundResult:
     """Run every batch as one optimiser step; ``edge`` leads to this cluster's decoder.
 
-    Raises LinkError (LinkTimeout) when a device or the edge fails (stays silent); the weights in
-    ``order`` are unchanged then and every thread has ended.
+    Raises ScheduleError for a plan that does not cover every block exactly once, and LinkError
+    (LinkTimeout) when a device or the edge fails (stays silent); the weights in ``order`` are
+    unchanged then and every thread has ended.
     """
     start_s = time.perf_counter()
+    check_cluster_plan(order.plan, splitter.num_blocks)
     first, devices = _build_chain(splitter, order, edge)
     with running(devices, order.deadline_s), first.telling_neighbours():
         losses = tuple(first.train_step(batch).loss for batch in batches)
@@ -102,11 +106,12 @@ def _trained(
 ) -> tuple[nn.Module, Optimizer, StageSettings]:
     """A part with its optimiser and its place in the schedule."""
     names = [CONTROL_UNIT, *(segment.device_id for segment in order.plan.segments)]
+    stages_between_here_and_edge = len(names) - 1 - stage
     settings = StageSettings(
         name=names[stage],
         schedule=order.schedule,
         depth=order.plan.warmup_depth[stage],
-        deadline_s=order.deadline_s,
+        deadline_s=order.deadline_s * (1 + PATIENCE_PER_STAGE * stages_between_here_and_edge),
     )
     return part, Optimizer(order.optimizer, part.parameters()), settings
 

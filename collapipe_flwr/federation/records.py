@@ -15,7 +15,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile
 from collapipe_flwr.core.errors import ProtocolError, ScheduleError
-from collapipe_flwr.federation.json_codec import from_json, to_json
+from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 from collapipe_flwr.scheduler.plans import check_cluster_plan

@@ -112,7 +112,7 @@ CUTS = [
 ]
 
 
-def _batch(splitter: Splitter, size: int, seed: int) -> Batch:
+def tiny_batch(splitter: Splitter, size: int, seed: int) -> Batch:
     """Padded examples of different lengths, with labels to match the task."""
     rng = torch.Generator().manual_seed(seed)
     lengths = torch.randint(3, 9, (size,), generator=rng)
@@ -128,7 +128,10 @@ def _batch(splitter: Splitter, size: int, seed: int) -> Batch:
 
 def _steps(splitter: Splitter, cut: Cut, count: int) -> list[list[Batch]]:
     return [
-        [_batch(splitter, size, seed=100 * step + i) for i, size in enumerate(cut.micro_batches)]
+        [
+            tiny_batch(splitter, size, seed=100 * step + i)
+            for i, size in enumerate(cut.micro_batches)
+        ]
         for step in range(count)
     ]
 

@@ -1,0 +1,126 @@
+"""A cluster's round when things go wrong: sentences, deadlines, no thread left behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from collapipe_flwr.cluster.control_unit import RoundOrder, train_round
+from collapipe_flwr.core.domain import ClusterPlan, Segment
+from collapipe_flwr.core.errors import LinkError, ScheduleError
+from collapipe_flwr.models import Splitter, make_spec
+from collapipe_flwr.pipeline.link import memory_pair
+from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+from collapipe_flwr.pipeline.roles import MicroBatch
+from tests.laws.test_cluster_equals_whole import tiny_batch
+
+DEADLINE_S = 0.5
+
+
+@pytest.fixture(scope="module")
+def splitter() -> Splitter:
+    sizes = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2}
+    spec = make_spec(
+        "sequence-classification",
+        model_type="bert",
+        overrides={**sizes, "intermediate_size": 8, "max_position_embeddings": 16},
+        vocab_size=50,
+        pad_token_id=0,
+        num_labels=4,
+    )
+    return Splitter(spec)
+
+
+def _plan(*stops: int) -> ClusterPlan:
+    starts = (0, *stops[:-1])
+    return ClusterPlan(
+        cluster_id="A",
+        segments=tuple(
+            Segment(device_id=f"A/d{i}", first_block=a, stop_block=b)
+            for i, (a, b) in enumerate(zip(starts, stops, strict=True))
+        ),
+        micro_batch_size=2,
+        micro_batches=1,
+        warmup_depth=(1,) * (len(stops) + 2),
+        local_steps=1,
+        bandwidth_hz=1.0,
+        tx_power_w={},
+        gradient_power_w={},
+        latency_s=1.0,
+        step_s=1.0,
+        energy_j={},
+        memory_bytes={},
+    )
+
+
+def _order(splitter: Splitter, plan: ClusterPlan) -> RoundOrder:
+    return RoundOrder(
+        plan=plan,
+        weights=splitter.initial_weights(seed=0),
+        optimizer=OptimizerSettings(name="sgd"),
+        schedule="gpipe",
+        deadline_s=DEADLINE_S,
+    )
+
+
+def _batches(splitter: Splitter) -> Iterator[list[MicroBatch]]:
+    batch = tiny_batch(splitter, 2, seed=0)
+    yield [MicroBatch(inputs=batch, context=splitter.context(batch), weight=2)]
+
+
+def _device_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("device ")]
+
+
+def test_a_silent_edge_is_given_up_at_the_deadline(splitter: Splitter) -> None:
+    ours, _theirs = memory_pair("A/d1", "edge")
+    started_s = time.monotonic()
+    with pytest.raises(LinkError, match=r"edge sent nothing within 0.5 s"):
+        train_round(splitter, _order(splitter, _plan(1, 3)), _batches(splitter), ours)
+    assert time.monotonic() - started_s < 10 * DEADLINE_S
+    assert not _device_threads()
+
+
+def test_an_edge_that_fails_says_why(splitter: Splitter) -> None:
+    ours, theirs = memory_pair("A/d1", "edge")
+    theirs.close("the decoder ran out of memory")
+    with pytest.raises(LinkError, match="the decoder ran out of memory"):
+        train_round(splitter, _order(splitter, _plan(1, 3)), _batches(splitter), ours)
+    assert not _device_threads()
+
+
+def test_a_failing_data_source_ends_the_devices(splitter: Splitter) -> None:
+    def broken() -> Iterator[list[MicroBatch]]:
+        raise ValueError("the disk is gone")
+        yield []
+
+    ours, _theirs = memory_pair("A/d1", "edge")
+    with pytest.raises(ValueError, match="the disk is gone"):
+        train_round(splitter, _order(splitter, _plan(1, 3)), broken(), ours)
+    assert not _device_threads()
+
+
+@pytest.mark.parametrize("stops", [(1, 2), (2,)])
+def test_a_plan_that_leaves_blocks_out_is_refused(
+    splitter: Splitter, stops: tuple[int, ...]
+) -> None:
+    ours, _theirs = memory_pair("A/d1", "edge")
+    with pytest.raises(ScheduleError, match="cover 2 blocks, the model has 3"):
+        train_round(splitter, _order(splitter, _plan(*stops)), _batches(splitter), ours)
+
+
+def test_a_plan_that_gives_a_block_twice_is_refused(splitter: Splitter) -> None:
+    plan = _plan(2, 3)
+    second = replace(plan.segments[1], first_block=1)
+    ours, _theirs = memory_pair("A/d1", "edge")
+    with pytest.raises(ScheduleError, match="exactly once"):
+        train_round(
+            splitter,
+            _order(splitter, replace(plan, segments=(plan.segments[0], second))),
+            _batches(splitter),
+            ours,
+        )
