@@ -12,7 +12,8 @@ from types import TracebackType
 import grpc
 
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError, LinkError
-from collapipe_flwr.edge.service import EdgeService, Session, SessionRefused
+from collapipe_flwr.edge.service import EdgeService
+from collapipe_flwr.edge.sessions import Session, SessionRefused
 from collapipe_flwr.pipeline.frame import Frame, FrameKind
 from collapipe_flwr.pipeline.session import SessionRequest
 from collapipe_flwr.rpc import methods

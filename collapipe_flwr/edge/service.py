@@ -1,4 +1,8 @@
-"""Sessions of the edge: one replica of the last part per cluster. Knows no transport.
+"""A host of model parts: one replica per session, trained by one stream at a time.
+
+The edge server is such a host: its sessions hold the last part of the model, one per cluster. A
+device is one too: a session with a next hop holds a segment and passes activations on. Knows no
+transport.
 
 A session is opened with a model and a token, gets weights, and then runs streams: each is one
 round of steps of one cluster. A stream that fails takes its session with it, because the replica
@@ -7,106 +11,63 @@ may stand in the middle of a step; the round's first weights are still where the
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from secrets import compare_digest
-from typing import Protocol, cast
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import cast
 
 from torch import Tensor, nn
 
-from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.edge.sessions import HostedPart, Session, SessionRefused, SessionTable
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import Optimizer
-from collapipe_flwr.pipeline.roles import LastStage
+from collapipe_flwr.pipeline.roles import LastStage, MiddleStage
 from collapipe_flwr.pipeline.schedule import stage_actions
-from collapipe_flwr.pipeline.session import Health, SessionRequest, Timeline
+from collapipe_flwr.pipeline.session import Health, NextHop, SessionRequest, Timeline
 from collapipe_flwr.pipeline.stage import StageSettings
 
-
-class LastPart(Protocol):
-    """What the edge needs of a part: an `nn.Module` that can also do these."""
-
-    def weight_of(self, context: Mapping[str, Tensor]) -> int:
-        """How many examples or tokens the loss is a mean over."""
-        ...
-
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Overwrite the weights in place. Raises ModelError when they do not fit."""
-        ...
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The weights."""
-        ...
-
-    def parameters(self) -> Iterable[nn.Parameter]:
-        """What may train."""
-        ...
+BuildPart = Callable[[SessionRequest, Mapping[str, Tensor]], HostedPart]
+Connect = Callable[[NextHop], AbstractContextManager[Link]]
 
 
-BuildPart = Callable[[str, Mapping[str, Tensor]], LastPart]
-
-
-class SessionRefused(LinkError):
-    """No such session, a wrong token, or no room for one more."""
-
-
-@dataclass(slots=True)
-class Session:
-    """One cluster's replica; `lock` guards the part while it is changed or read."""
-
-    request: SessionRequest
-    part: LastPart | None = None
-    optimizer: Optimizer | None = None
-    report: StageReport | None = None
-    timeline: Timeline = field(default_factory=Timeline)
-    running: bool = False
-    used_s: float = 0.0  # when somebody last asked for it
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-
-def build_edge_part(spec_json: str, weights: Mapping[str, Tensor]) -> LastPart:
-    """The last part of a transformers model."""
+def build_transformers_part(request: SessionRequest, weights: Mapping[str, Tensor]) -> HostedPart:
+    """A segment of a transformers model, or its last part where no blocks are named."""
     from collapipe_flwr.models.spec import ModelSpec  # slow imports: only when needed
     from collapipe_flwr.models.splitter import Splitter
 
-    return Splitter(ModelSpec.from_json(spec_json)).build_edge(weights)
+    splitter = Splitter(ModelSpec.from_json(request.spec_json))
+    if request.blocks is None:
+        return splitter.build_edge(weights)
+    return splitter.build_segment(*request.blocks, weights)
+
+
+def refuse_next_hop(hop: NextHop) -> AbstractContextManager[Link]:
+    """How a host connects that is always last."""
+    raise ConfigError(f"this host passes nothing on, so it cannot connect to {hop.address}")
 
 
 class EdgeService:
-    """Holds up to `most_sessions` sessions; every method may be called from any thread.
-
-    When it is full, sessions that nobody used for `forget_after_s` make room: their cluster or
-    server is gone.
-    """
+    """Holds up to `most_sessions` sessions; every method may be called from any thread."""
 
     def __init__(
         self,
-        build_part: BuildPart = build_edge_part,
+        build_part: BuildPart = build_transformers_part,
         *,
+        connect: Connect = refuse_next_hop,
         most_sessions: int = 64,
         forget_after_s: float = 6 * 3600.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._build_part = build_part
-        self._most_sessions = most_sessions
-        self._forget_after_s = forget_after_s
-        self._clock = clock
-        self._sessions: dict[str, Session] = {}
-        self._lock = threading.Lock()
+        self._connect = connect
+        self._sessions = SessionTable(most_sessions, forget_after_s, clock)
 
     def open(self, request: SessionRequest) -> None:
-        """Make a session. Raises SessionRefused when the id is taken or the edge is full."""
-        if not request.session_id or len(request.token) < 16:
-            raise SessionRefused("a session needs an id and a token of 16 characters or more")
+        """Make a session. Raises SessionRefused when the id is taken or the host is full."""
         stage_actions(request.schedule, request.depth, 1)
-        with self._lock:
-            if request.session_id in self._sessions:
-                raise SessionRefused(f"session {request.session_id} is open already")
-            self._make_room()
-            self._sessions[request.session_id] = Session(request, used_s=self._clock())
+        self._sessions.add(request)
 
     def push_weights(
         self,
@@ -121,9 +82,9 @@ class EdgeService:
         Raises ModelError when the keys or shapes are not those of the part.
         """
         session = self.find(session_id, token)
-        with _idle(session):
+        with session.at_rest():
             if session.part is None:
-                session.part = self._build_part(session.request.spec_json, weights)
+                session.part = self._build_part(session.request, weights)
             else:
                 session.part.load_weights(weights)
             if session.optimizer is None or not keep_optimizer:
@@ -132,8 +93,8 @@ class EdgeService:
     def weights(self, session_id: str, token: str) -> dict[str, Tensor]:
         """A copy of the weights of a session's part."""
         session = self.find(session_id, token)
-        with _idle(session):
-            return {k: t.detach().clone() for k, t in _part(session).state_dict().items()}
+        with session.at_rest():
+            return {k: t.detach().clone() for k, t in session.loaded_part().state_dict().items()}
 
     def report(self, session_id: str, token: str) -> StageReport:
         """What the last stream of a session measured."""
@@ -148,100 +109,72 @@ class EdgeService:
 
     def close(self, session_id: str, token: str) -> None:
         """Forget a session."""
-        self.find(session_id, token)
-        self._forget(session_id)
+        self._sessions.forget(self.find(session_id, token))
 
     def health(self) -> Health:
         """How many sessions there are."""
-        with self._lock:
-            running = sum(s.running for s in self._sessions.values())
-            return Health(
-                sessions=len(self._sessions), running=running, most_sessions=self._most_sessions
-            )
+        return self._sessions.health()
+
+    def find(self, session_id: str, token: str) -> Session:
+        """The session. Raises SessionRefused when the id or the token is wrong."""
+        return self._sessions.find(session_id, token)
 
     def run(self, session_id: str, token: str, upstream: Link) -> None:
-        """Run the last stage over one link until its END frame."""
+        """Run a session's stage over one link until its END frame."""
         self.serve(self.claim(session_id, token), upstream)
 
     def claim(self, session_id: str, token: str) -> Session:
         """Reserve a session for one stream, which `serve` then runs."""
         session = self.find(session_id, token)
-        with _idle(session):
-            _part(session)
+        with session.at_rest():
+            session.loaded_part()
             session.running = True
         return session
 
     def serve(self, session: Session, upstream: Link) -> None:
         """Run a claimed session. When it fails the session is gone; the error is raised."""
-        assert session.part is not None and session.optimizer is not None
-        stage = LastStage(
-            cast(nn.Module, session.part),
-            session.optimizer,
-            _settings(session.request),
-            upstream=upstream,
-        )
         try:
-            stage.serve()
-        except BaseException:
-            self._forget(session.request.session_id)
+            with self._stage(session, upstream) as stage:
+                stage.serve()
+        except BaseException as error:
+            self._sessions.forget(session)
+            upstream.close(str(error) or type(error).__name__)
             raise
         finally:
-            session.report = stage.report()
-            session.timeline = Timeline(spans=tuple(stage.recorder.spans))
             session.running = False
 
-    def find(self, session_id: str, token: str) -> Session:
-        """The session; the same refusal whether the id or the token is wrong."""
-        with self._lock:
-            session = self._sessions.get(session_id)
-        known = session.request.token if session else ""
-        if session is None or not compare_digest(known.encode(), token.encode()):
-            raise SessionRefused(f"no session {session_id[:80]} with this token")
-        session.used_s = self._clock()
-        return session
-
-    def _make_room(self) -> None:
-        """Drop forgotten sessions. Raises SessionRefused when the edge is full all the same."""
-        if len(self._sessions) < self._most_sessions:
+    @contextmanager
+    def _stage(self, session: Session, upstream: Link) -> Iterator[LastStage | MiddleStage]:
+        """The stage of a session, with its link downstream where there is one."""
+        assert session.part is not None and session.optimizer is not None
+        part, optimizer = cast(nn.Module, session.part), session.optimizer
+        settings = _settings(session.request)
+        stage: LastStage | MiddleStage
+        if session.request.next_hop is None:
+            stage = LastStage(part, optimizer, settings, upstream=upstream)
+            with _reporting(session, stage):
+                yield stage
             return
-        oldest_s = self._clock() - self._forget_after_s
-        for key, session in tuple(self._sessions.items()):
-            if not session.running and session.used_s < oldest_s:
-                del self._sessions[key]
-        if len(self._sessions) >= self._most_sessions:
-            raise SessionRefused(f"the edge holds {self._most_sessions} sessions, its limit")
-
-    def _forget(self, session_id: str) -> None:
-        with self._lock:
-            self._sessions.pop(session_id, None)
+        with self._connect(session.request.next_hop) as downstream:
+            links = {"upstream": upstream, "downstream": downstream}
+            stage = MiddleStage(part, optimizer, settings, **links)
+            with _reporting(session, stage):
+                yield stage
 
 
-class _idle:  # noqa: N801 - reads as a keyword
-    """Holds a session's lock. Raises SessionRefused while a stream runs."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    def __enter__(self) -> None:
-        if not self._session.lock.acquire(timeout=60):
-            raise SessionRefused("the session has been busy for a minute")
-        if self._session.running:
-            self._session.lock.release()
-            raise SessionRefused("the session is in the middle of a stream")
-
-    def __exit__(self, *_: object) -> None:
-        self._session.lock.release()
-
-
-def _part(session: Session) -> LastPart:
-    if session.part is None:
-        raise SessionRefused("the session has no weights yet: push them first")
-    return session.part
+@contextmanager
+def _reporting(session: Session, stage: LastStage | MiddleStage) -> Iterator[None]:
+    """Keep what the stage measured, however it ends."""
+    try:
+        yield
+    finally:
+        session.report = stage.report()
+        session.timeline = Timeline(spans=tuple(stage.recorder.spans))
 
 
 def _settings(request: SessionRequest) -> StageSettings:
     return StageSettings(
-        name="edge",
+        name=request.name,
         schedule=request.schedule,
         depth=request.depth,
         deadline_s=request.deadline_s,

@@ -11,16 +11,34 @@ from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NextHop:
+    """Where a device passes its activations on: a session on another host.
+
+    `codec` and `rate_bytes_per_s` (0: unpaced) are those of the link; see `StreamSettings`.
+    """
+
+    address: str
+    session_id: str
+    token: str
+    codec: str = "fp32"
+    rate_bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRequest:
     """Opens a session: whoever knows `session_id` and `token` may use it.
 
-    `spec_json` is the model (`ModelSpec.to_json`); `schedule`, `depth` and what follows as in
+    `spec_json` is the model (`ModelSpec.to_json`). A device has `blocks` (first, stop) and a
+    `next_hop`; the edge, which is last, has neither. `schedule`, `depth` and what follows as in
     `StageSettings`.
     """
 
     session_id: str
     token: str
     spec_json: str
+    name: str = "edge"
+    blocks: tuple[int, int] | None = None
+    next_hop: NextHop | None = None
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     schedule: str = "gpipe"
     depth: int = 1

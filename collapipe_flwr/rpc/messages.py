@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, fields, is_dataclass
+from types import NoneType, UnionType
 from typing import TypeVar, get_args, get_origin, get_type_hints
 
 from collapipe_flwr.core.errors import CollaPipeError, ProtocolError
@@ -58,6 +59,9 @@ def _read(kind: type[Message], raw: object) -> Message:
 def _value(hint: object, raw: object, where: str) -> object:
     if isinstance(hint, type) and is_dataclass(hint):
         return _read(hint, raw)
+    if get_origin(hint) is UnionType:  # always with None
+        inner = next(h for h in get_args(hint) if h is not NoneType)
+        return None if raw is None else _value(inner, raw, where)
     if get_origin(hint) is tuple and isinstance(raw, list):
         hints = _item_hints(get_args(hint), len(raw))
         if len(raw) == len(hints):

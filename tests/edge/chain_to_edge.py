@@ -20,8 +20,8 @@ from tests.pipeline.chains import SGD, Head, settings
 TOKEN = "a token for tests only"
 
 
-def build_head(spec_json: str, weights: Mapping[str, Tensor]) -> Head:
-    assert spec_json == "{}"
+def build_head(request: SessionRequest, weights: Mapping[str, Tensor]) -> Head:
+    assert request.spec_json == "{}"
     head = Head()
     head.load_weights(weights)
     return head

@@ -36,6 +36,9 @@ class Segment(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
 
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        self.load_state_dict(weights)
+
     def forward(self, hidden_BTD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
         padding = context["attention_mask"] == 0
         for block in self.blocks:

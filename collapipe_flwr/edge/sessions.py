@@ -1,0 +1,132 @@
+"""The sessions of a host: who may use which part, and whether it is in use."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from secrets import compare_digest
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.pipeline.meter import StageReport
+from collapipe_flwr.pipeline.optimizer import Optimizer
+from collapipe_flwr.pipeline.session import Health, SessionRequest, Timeline
+
+_BUSY_S = 60.0  # for whoever reads or changes a part before us
+
+
+class SessionRefused(LinkError):
+    """No such session, a wrong token, or no room for one more."""
+
+
+class HostedPart(Protocol):
+    """What a host needs of a part: an `nn.Module` that can also load weights in place."""
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Overwrite the weights. Raises ModelError when they do not fit."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The weights."""
+        ...
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """What may train."""
+        ...
+
+
+@dataclass(slots=True)
+class Session:
+    """One cluster's part on this host."""
+
+    request: SessionRequest
+    used_s: float  # when somebody last asked for it
+    part: HostedPart | None = None
+    optimizer: Optimizer | None = None
+    report: StageReport | None = None
+    timeline: Timeline = field(default_factory=Timeline)
+    running: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Keep the part from changing. Raises SessionRefused while a stream runs."""
+        if not self.lock.acquire(timeout=_BUSY_S):
+            raise SessionRefused(f"the session has been busy for {_BUSY_S:g} s")
+        try:
+            if self.running:
+                raise SessionRefused("the session is in the middle of a stream")
+            yield
+        finally:
+            self.lock.release()
+
+    def loaded_part(self) -> HostedPart:
+        """The part. Raises SessionRefused before its first weights."""
+        if self.part is None:
+            raise SessionRefused("the session has no weights yet: push them first")
+        return self.part
+
+
+class SessionTable:
+    """Up to `most_sessions` sessions by id; every method may be called from any thread.
+
+    When it is full, sessions that nobody used for `forget_after_s` make room: their cluster or
+    server is gone.
+    """
+
+    def __init__(
+        self, most_sessions: int, forget_after_s: float, clock: Callable[[], float]
+    ) -> None:
+        self._most_sessions = most_sessions
+        self._forget_after_s = forget_after_s
+        self._clock = clock
+        self._sessions: dict[str, Session] = {}
+        self._lock = threading.Lock()
+
+    def add(self, request: SessionRequest) -> None:
+        """Make a session. Raises SessionRefused when the id is taken or the table is full."""
+        if not request.session_id or len(request.token) < 16:
+            raise SessionRefused("a session needs an id and a token of 16 characters or more")
+        with self._lock:
+            if request.session_id in self._sessions:
+                raise SessionRefused(f"session {request.session_id} is open already")
+            self._make_room()
+            self._sessions[request.session_id] = Session(request, used_s=self._clock())
+
+    def find(self, session_id: str, token: str) -> Session:
+        """The session; the same refusal whether the id or the token is wrong."""
+        with self._lock:
+            session = self._sessions.get(session_id)
+        known = session.request.token if session else ""
+        if session is None or not compare_digest(known.encode(), token.encode()):
+            raise SessionRefused(f"no session {session_id[:80]} with this token")
+        session.used_s = self._clock()
+        return session
+
+    def forget(self, session: Session) -> None:
+        """Drop this very session, not one that was opened under its id since."""
+        with self._lock:
+            if self._sessions.get(session.request.session_id) is session:
+                del self._sessions[session.request.session_id]
+
+    def health(self) -> Health:
+        """How many sessions there are."""
+        with self._lock:
+            running = sum(s.running for s in self._sessions.values())
+            return Health(
+                sessions=len(self._sessions), running=running, most_sessions=self._most_sessions
+            )
+
+    def _make_room(self) -> None:
+        if len(self._sessions) < self._most_sessions:
+            return
+        oldest_s = self._clock() - self._forget_after_s
+        for key, session in tuple(self._sessions.items()):
+            if not session.running and session.used_s < oldest_s:
+                del self._sessions[key]
+        if len(self._sessions) >= self._most_sessions:
+            raise SessionRefused(f"the host holds {self._most_sessions} sessions, its limit")
