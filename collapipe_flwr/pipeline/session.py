@@ -12,7 +12,7 @@ from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextHop:
-    """Where a device passes its activations on: a session on another host.
+    """Where a device passes its activations on: a session on another host called `name`.
 
     `codec` and `rate_bytes_per_s` (0: unpaced) are those of the link; see `StreamSettings`.
     """
@@ -20,6 +20,7 @@ class NextHop:
     address: str
     session_id: str
     token: str
+    name: str = "edge"
     codec: str = "fp32"
     rate_bytes_per_s: float = 0.0
 

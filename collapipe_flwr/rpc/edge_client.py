@@ -28,7 +28,7 @@ _ABORT_S = 1.0  # for the edge to hear why, when it is closed with an error
 
 
 class EdgeClient:
-    """Talks to one edge server; use as a context manager.
+    """Talks to one edge server, or device (`what`); use as a context manager.
 
     Control calls end within `deadline_s`, transfers of weights within `transfer_s`. Every method
     raises LinkError with one sentence "edge at ADDRESS ..." when the edge cannot be reached,
@@ -39,12 +39,14 @@ class EdgeClient:
         self,
         address: str,
         *,
+        what: str = "edge",
         tls: TlsFiles | None = None,
         deadline_s: float = 20.0,
         transfer_s: float = 600.0,
         limits: FrameLimits | None = None,
     ) -> None:
         self.address = address
+        self.peer = f"{what} at {address}"
         self._deadline_s = deadline_s
         self._transfer_s = transfer_s
         self._limits = limits or FrameLimits()
@@ -116,7 +118,7 @@ class EdgeClient:
         settings = settings or StreamSettings(limits=self._limits)
         call_slot: list[grpc.Call] = []
         link = StreamLink(
-            f"edge at {self.address}",
+            f"{self.peer}",
             settings,
             self._translate,
             hang_up=lambda in_order: _hang_up(call_slot, reader, in_order),
@@ -154,7 +156,7 @@ class EdgeClient:
             raise
         if frame.kind is not FrameKind.HELLO:
             link.close("a stream begins with HELLO")
-            raise ProtocolError(f"edge at {self.address} began a stream with {frame.kind.name}")
+            raise ProtocolError(f"{self.peer} began a stream with {frame.kind.name}")
 
     def _unary(self, name: str, data: bytes, metadata: tuple[tuple[str, str], ...] = ()) -> bytes:
         call = self._channel.unary_unary(methods.method(name), None, None)
@@ -169,15 +171,15 @@ class EdgeClient:
         except grpc.RpcError as error:
             raise self._translate(error) from error
         except ProtocolError as error:
-            raise ProtocolError(f"edge at {self.address} answered nonsense: {error}") from error
+            raise ProtocolError(f"{self.peer} answered nonsense: {error}") from error
 
     def _translate(self, error: grpc.RpcError) -> LinkError:
         code, details = error.code(), error.details()
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return LinkTimeout(f"edge at {self.address} did not answer in time")
+            return LinkTimeout(f"{self.peer} did not answer in time")
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-            return LinkError(f"edge at {self.address} cannot be reached or broke off: {details}")
-        return LinkError(f"edge at {self.address} refused: {details}")
+            return LinkError(f"{self.peer} cannot be reached or broke off: {details}")
+        return LinkError(f"{self.peer} refused: {details}")
 
 
 def _key(session_id: str, token: str) -> tuple[tuple[str, str], ...]:

@@ -25,7 +25,9 @@ class Dialer:
     def __call__(self, hop: NextHop) -> Iterator[Link]:
         """The link to the next host while the body runs. Raises LinkError when it refuses."""
         settings = StreamSettings(codec=hop.codec, rate_bytes_per_s=hop.rate_bytes_per_s or None)
-        with EdgeClient(hop.address, tls=self.tls, deadline_s=self.deadline_s) as client:
+        with EdgeClient(
+            hop.address, what=hop.name, tls=self.tls, deadline_s=self.deadline_s
+        ) as client:
             link = client.stream(hop.session_id, hop.token, name=self.name, settings=settings)
             try:
                 yield link

@@ -33,10 +33,12 @@ torch.set_num_threads(1)
 NAMES = ("device 1", "device 2", "edge")
 
 
+PLAIN = dict.fromkeys(("control unit", *NAMES))
+
+
 def build(asked, weights):
-    part = (
-        Head() if asked.blocks is None else Segment(make_blocks(asked.blocks[1] - asked.blocks[0]))
-    )
+    first_block, stop_block = asked.blocks or (0, 0)
+    part = Segment(make_blocks(stop_block - first_block)) if asked.blocks else Head()
     part.load_weights(weights)
     return part
 
@@ -44,7 +46,7 @@ def build(asked, weights):
 class Hosts:
     """Three servers and their clients, each server reaching the next."""
 
-    def __init__(self, stack: ExitStack, tls=dict.fromkeys(("control unit", *NAMES))) -> None:
+    def __init__(self, stack: ExitStack, tls=PLAIN) -> None:
         services = [EdgeService(build, connect=Dialer(name=n, tls=tls[n])) for n in NAMES]
         self.servers = [
             stack.enter_context(EdgeServer("127.0.0.1:0", service, tls=tls[name]))
@@ -55,13 +57,13 @@ class Hosts:
             for server in self.servers
         ]
 
-    def open(self, parts, codec: str = "fp32") -> None:
+    def open(self, parts) -> None:
         cut = ((0, 2), (2, 3), None)
         for index, (client, blocks) in enumerate(zip(self.clients, cut, strict=True)):
             hop = None
             if blocks is not None:
                 address = self.servers[index + 1].address
-                hop = NextHop(address=address, session_id="c1", token=TOKEN, codec=codec)
+                hop = NextHop(address=address, session_id="c1", token=TOKEN, name=NAMES[index + 1])
             client.open_session(request(name=NAMES[index], blocks=blocks, next_hop=hop))
             client.push_weights("c1", TOKEN, parts[index + 1].state_dict())
 
@@ -129,7 +131,7 @@ def test_a_next_host_that_is_not_there_is_named_at_the_control_unit():
         hosts.servers[1].stop(grace_s=0.1)
         link = hosts.clients[0].stream("c1", TOKEN)
         first = first_stage(parts[0], link)
-        with pytest.raises(LinkError, match=f"edge at {hosts.servers[1].address}"):
+        with pytest.raises(LinkError, match=f"device 2 at {hosts.servers[1].address}"):
             for _ in range(100):
                 first.train_step(make_batch((3, 2)))
         link.close()
