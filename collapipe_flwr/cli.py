@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +19,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+benches = typer.Typer(help="Measure parts of CollaPipe on this machine.", no_args_is_help=True)
+app.add_typer(benches, name="bench")
 
 
 @app.command()
@@ -98,6 +101,83 @@ def edge(
     with EdgeServer(listen, EdgeService()) as server:
         typer.echo(f"edge server on {server.address}")
         stop.wait()
+
+
+@app.command()
+def simulate(
+    preset: Annotated[
+        str | None, typer.Option(help="paper, one-strong or cellular; other options change it.")
+    ] = None,
+    clusters: Annotated[int | None, typer.Option(help="Number of clusters.")] = None,
+    devices: Annotated[int | None, typer.Option(help="Devices of each, without the CU.")] = None,
+    blocks: Annotated[int | None, typer.Option(help="Encoder blocks of the model.")] = None,
+    width: Annotated[int | None, typer.Option(help="Width of the model.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens of an example.")] = None,
+    examples: Annotated[int | None, typer.Option(help="Examples of each cluster.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds of each episode.")] = None,
+    seeds: Annotated[str | None, typer.Option("--seeds", "--seed", help="0,1,2,...")] = None,
+    policies: Annotated[str | None, typer.Option(help="dssda,fedavg,...")] = None,
+    penalty_weight: Annotated[float | None, typer.Option(help="V of DSSDA.")] = None,
+    energy_budget: Annotated[
+        str | None, typer.Option(help="30% of training alone, 500 joules a round, or none.")
+    ] = None,
+    channel: Annotated[
+        str | None, typer.Option(help="static, block-fading, mobility or trace:FILE.")
+    ] = None,
+    radio: Annotated[str | None, typer.Option(help="wifi or 5g.")] = None,
+    kinds: Annotated[str | None, typer.Option(help="Device kinds to draw from.")] = None,
+    devices_from: Annotated[
+        Path | None, typer.Option(help="JSON or TOML file of clusters and device kinds.")
+    ] = None,
+    micro_batch_sizes: Annotated[str | None, typer.Option(help="Sizes to choose from.")] = None,
+    micro_batches: Annotated[str | None, typer.Option(help="Counts to choose from.")] = None,
+    schedule: Annotated[str | None, typer.Option(help="gpipe or 1f1b.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write results.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Folder for plots (needs matplotlib).")] = None,
+) -> None:
+    """Let scheduling policies plan rounds in a simulated world; nothing is trained."""
+    from collapipe_flwr.experiments.choices import Choices
+    from collapipe_flwr.experiments.presets import preset as preset_setting
+    from collapipe_flwr.reporting.simulating import Outputs, run_simulation
+
+    chosen = Choices(
+        clusters=clusters,
+        devices=devices,
+        blocks=blocks,
+        width=width,
+        tokens=tokens,
+        examples=examples,
+        rounds=rounds,
+        seeds=seeds,
+        policies=policies,
+        penalty_weight=penalty_weight,
+        energy_budget=energy_budget,
+        channel=channel,
+        radio=radio,
+        kinds=kinds,
+        devices_from=devices_from,
+        micro_batch_sizes=micro_batch_sizes,
+        micro_batches=micro_batches,
+        schedule=schedule,
+    )
+    setting = chosen.over(preset_setting(preset))
+    run_simulation(setting, Outputs(json_file=json_file, plot_dir=plot))
+
+
+@benches.command("scheduler")
+def bench_scheduler(
+    clusters: Annotated[str, typer.Option(help="Numbers of clusters.")] = "10,100,1000,10000",
+    instances: Annotated[int, typer.Option(help="Small instances for brute force.")] = 500,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write results.")] = None,
+) -> None:
+    """Time decisions and solvers on one thread, and measure gaps to brute force."""
+    for name in ("OMP", "OPENBLAS", "MKL", "RAYON"):  # read when numpy and solvers are loaded
+        os.environ[f"{name}_NUM_THREADS"] = "1"
+
+    from collapipe_flwr.experiments.choices import whole_numbers
+    from collapipe_flwr.reporting.simulating import run_bench
+
+    run_bench(whole_numbers("clusters", clusters), instances, json_file)
 
 
 def main() -> None:

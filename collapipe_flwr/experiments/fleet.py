@@ -65,7 +65,7 @@ def _is_list(value: object) -> bool:
 
 
 def _kind(name: str, board: Any) -> DevicePreset:
-    numbers = [board.get(field) for field in FIELDS] if isinstance(board, Mapping) else [None]
+    numbers: list[Any] = [board.get(f) for f in FIELDS] if isinstance(board, Mapping) else [None]
     if not all(_is_number(n) and 0 < n < float("inf") for n in numbers):
         raise ConfigError(f"kind {name!r} needs numbers > 0 for {', '.join(FIELDS)}")
     speed, memory, load, power = (float(n) for n in numbers)

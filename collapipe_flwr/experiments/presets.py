@@ -39,8 +39,10 @@ PRESETS: dict[str, Setting] = {
 }
 
 
-def preset(name: str) -> Setting:
-    """The setting of that name; raises ConfigError with the list of known names."""
+def preset(name: str | None) -> Setting:
+    """The setting of that name, plain defaults for None; raises ConfigError with known names."""
+    if name is None:
+        return Setting()
     if name not in PRESETS:
         raise ConfigError(f"--preset: unknown preset {name!r}; choose {', '.join(PRESETS)}")
     return PRESETS[name]

@@ -16,7 +16,11 @@ from collapipe_flwr.scheduler.registry import make_scheduler
 from collapipe_flwr.simulator.world import World
 
 Tick = Callable[[str], None]
-"""Called after every simulated round with the policy's name."""
+"""Called after every step of long work with the name of what is being done."""
+
+
+def silent(doing: str) -> None:
+    """The tick of work that nobody watches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +45,7 @@ class Simulation:
         return next(found, None)
 
 
-def simulate(setting: Setting, tick: Tick = lambda policy: None) -> Simulation:
+def simulate(setting: Setting, tick: Tick = silent) -> Simulation:
     """Run everything; a policy whose rule fits no device is reported, not raised.
 
     Raises ConfigError for unusable settings, ScheduleError when no policy could run.

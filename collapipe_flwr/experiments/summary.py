@@ -120,23 +120,27 @@ def _against(ours: Summary, other: Summary) -> Json:
         "latency_p95_lower_percent": _lower(ours.latency_p95_s, other.latency_p95_s),
         "time_to_target_lower_percent": _lower(ours.time_to_target_s, other.time_to_target_s),
         "efficiency_higher_percent": _higher(ours, other),
-        "peak_memory_share": ours.peak_device_memory_bytes / other.peak_device_memory_bytes,
+        "peak_memory_share": _memory_share(ours, other),
     }
 
 
 def _claims(ours: Summary, others: dict[str, Summary]) -> Json:
     """Each claim with its threshold and what came out; None where its baselines did not run."""
     latency = [
-        _lower(ours.latency_mean_s, others[n].latency_mean_s) for n in PAPER_BASELINES if n in others
+        _lower(ours.latency_mean_s, others[n].latency_mean_s)
+        for n in PAPER_BASELINES
+        if n in others
     ]
     efficiency = [_higher(ours, others[n]) for n in PIPELINE_BASELINES if n in others]
     whole = others.get("fedavg")
-    memory = whole and ours.peak_device_memory_bytes / whole.peak_device_memory_bytes
+    memory = None if whole is None else _memory_share(ours, whole)
     return {
         "latency_lower_percent": _claim(
             min((v for v in latency if v is not None), default=None), LATENCY_LOWER_PERCENT
         ),
-        "efficiency_higher_percent": _claim(min(efficiency, default=None), EFFICIENCY_HIGHER_PERCENT),
+        "efficiency_higher_percent": _claim(
+            min(efficiency, default=None), EFFICIENCY_HIGHER_PERCENT
+        ),
         "peak_memory_share": _claim(memory, MEMORY_SHARE, at_most=True),
         "energy_over_budget_max": _claim(ours.energy_over_budget_max, 1.0, at_most=True),
     }
@@ -153,6 +157,10 @@ def _lower(ours: float, other: float) -> float | None:
 
 def _higher(ours: Summary, other: Summary) -> float:
     return 100.0 * (ours.compute_efficiency / other.compute_efficiency - 1.0)
+
+
+def _memory_share(ours: Summary, other: Summary) -> float:
+    return ours.peak_device_memory_bytes / other.peak_device_memory_bytes
 
 
 def _mean(values: list[float]) -> float:

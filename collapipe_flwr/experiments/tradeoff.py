@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from collapipe_flwr.experiments.setting import Setting
-from collapipe_flwr.experiments.simulate import Tick, simulate
+from collapipe_flwr.experiments.simulate import Tick, silent, simulate
 from collapipe_flwr.experiments.summary import OURS, summarise
 
 FACTORS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -21,7 +21,7 @@ class TradeoffPoint:
     energy_over_budget: float
 
 
-def penalty_sweep(setting: Setting, tick: Tick = lambda policy: None) -> tuple[TradeoffPoint, ...]:
+def penalty_sweep(setting: Setting, tick: Tick = silent) -> tuple[TradeoffPoint, ...]:
     """One episode per factor on the setting's own penalty weight."""
     return tuple(_point(setting, factor, tick) for factor in FACTORS)
 

@@ -5,15 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import isfinite
 
+from rich import box
 from rich.table import Table
 
 from collapipe_flwr.experiments.bench import BenchResult
 from collapipe_flwr.experiments.simulate import Simulation
 from collapipe_flwr.experiments.summary import Json, Summary, summaries
 
+COLUMNS = (
+    "latency\ns",
+    "p95\ns",
+    "effi-\nciency",
+    "capa-\ncity",
+    "memory\nMiB",
+    "energy/\nbudget",
+    "target\nh",
+    "decide\nms",
+)
 CLAIMS = {
-    "latency_lower_percent": ("latency below fedavg, splitfed and uniform, least [%]", ">="),
-    "efficiency_higher_percent": ("compute efficiency above the best pipeline baseline [%]", ">="),
+    "latency_lower_percent": ("latency below fedavg, splitfed, uniform [%]", ">="),
+    "efficiency_higher_percent": ("efficiency above the best pipeline [%]", ">="),
     "peak_memory_share": ("peak device memory over that of fedavg", "<="),
     "energy_over_budget_max": ("energy over budget, worst device", "<="),
 }
@@ -23,17 +34,16 @@ def policy_table(simulation: Simulation) -> Table:
     """One line per policy."""
     setting = simulation.setting
     where = f"{setting.rounds} rounds, {len(setting.seeds)} seeds, budget {setting.budget}"
-    table = Table(title=f"scheduler only, no training: {where}", title_justify="left")
-    table.add_column("policy")
-    for name in ("latency s", "p95 s", "efficiency", "capacity", "memory MiB", "energy/budget"):
-        table.add_column(name, justify="right")
-    table.add_column("to target h", justify="right")
-    table.add_column("decision ms", justify="right")
+    title = f"scheduler only, no training: {where}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("policy", no_wrap=True)
+    for name in COLUMNS:
+        table.add_column(name, justify="right", no_wrap=True)
     for row in summaries(simulation):
         table.add_row(row.policy, *_cells(row))
     for result in simulation.policies:
         if result.refusal is not None:
-            table.add_row(result.policy, "cannot run", *["-"] * 7)
+            table.add_row(result.policy, "refused", *["-"] * (len(COLUMNS) - 1))
     return table
 
 
@@ -58,7 +68,7 @@ def _cells(row: Summary) -> list[str]:
 
 def claims_table(claims: Mapping[str, Json]) -> Table:
     """What was claimed, what came out."""
-    table = Table(title="dssda against the baselines", title_justify="left")
+    table = Table(title="dssda against the baselines", title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("claim", "needed", "seen", ""):
         table.add_column(name)
     for key, (says, sign) in CLAIMS.items():

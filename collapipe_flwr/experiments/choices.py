@@ -1,0 +1,76 @@
+"""What a user chose on the command line, laid over a preset."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.experiments.budget import energy_budget
+from collapipe_flwr.experiments.fleet import read_fleet
+from collapipe_flwr.experiments.setting import Setting
+
+_SETTING = ("clusters", "devices", "examples", "rounds", "channel", "radio")
+_MODEL = ("blocks", "width", "tokens")
+_PLANNING = ("penalty_weight", "schedule")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """Every field is an option of the same name; None leaves the preset as it is."""
+
+    clusters: int | None = None
+    devices: int | None = None
+    examples: int | None = None
+    rounds: int | None = None
+    channel: str | None = None
+    radio: str | None = None
+    blocks: int | None = None
+    width: int | None = None
+    tokens: int | None = None
+    penalty_weight: float | None = None
+    schedule: str | None = None
+    seeds: str | None = None
+    policies: str | None = None
+    kinds: str | None = None
+    micro_batch_sizes: str | None = None
+    micro_batches: str | None = None
+    energy_budget: str | None = None
+    devices_from: Path | None = None
+
+    def over(self, base: Setting) -> Setting:
+        """``base`` with everything that was chosen; raises ConfigError or ScheduleError."""
+        changes = self._given(_SETTING)
+        changes["model"] = replace(base.model, **self._given(_MODEL))
+        planning = self._given(_PLANNING)
+        for name in ("micro_batch_sizes", "micro_batches"):
+            if (text := getattr(self, name)) is not None:
+                planning[name] = whole_numbers(name, text)
+        changes["settings"] = replace(base.settings, **planning)
+        if self.seeds is not None:
+            changes["seeds"] = whole_numbers("seeds", self.seeds)
+        for name in ("policies", "kinds"):
+            if (text := getattr(self, name)) is not None:
+                changes[name] = _words(text)
+        if self.energy_budget is not None:
+            changes["budget"] = energy_budget(self.energy_budget)
+        if self.devices_from is not None:
+            changes["fleet"] = read_fleet(self.devices_from)
+        return replace(base, **changes)
+
+    def _given(self, names: tuple[str, ...]) -> dict[str, Any]:
+        return {n: value for n in names if (value := getattr(self, n)) is not None}
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def whole_numbers(name: str, text: str) -> tuple[int, ...]:
+    """The value of option ``name`` as numbers; raises ConfigError."""
+    words = _words(text)
+    if not words or not all(word.isdigit() for word in words):
+        option = name.replace("_", "-")
+        raise ConfigError(f'--{option} must list whole numbers, for example "1,2,4", got {text!r}')
+    return tuple(int(word) for word in words)

@@ -1,0 +1,79 @@
+"""What the commands ``simulate`` and ``bench scheduler`` show and write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from rich.console import Console
+
+from collapipe_flwr.experiments.bench import BenchPlan, bench
+from collapipe_flwr.experiments.setting import Setting
+from collapipe_flwr.experiments.simulate import Simulation, simulate
+from collapipe_flwr.experiments.summary import OURS, Json, comparison, simulation_json, summaries
+from collapipe_flwr.experiments.tradeoff import FACTORS, TradeoffPoint, penalty_sweep
+from collapipe_flwr.reporting.figures import check_plot, save_figures
+from collapipe_flwr.reporting.json_file import prepare, write_json
+from collapipe_flwr.reporting.progress import progress
+from collapipe_flwr.reporting.tables import bench_table, claims_table, policy_table, refusals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """Where results go besides the terminal."""
+
+    json_file: Path | None = None
+    plot_dir: Path | None = None
+
+    def check(self) -> None:
+        """Fail before the work rather than after it; raises ConfigError."""
+        if self.json_file is not None:
+            prepare("--json", self.json_file)
+        if self.plot_dir is not None:
+            check_plot(self.plot_dir)
+
+
+def run_simulation(setting: Setting, outputs: Outputs) -> None:
+    """Simulate with a progress bar, print tables, write files."""
+    outputs.check()
+    steps = setting.rounds * len(setting.seeds) * len(setting.policies)
+    with progress(steps) as tick:
+        simulation = simulate(setting, tick)
+    _print_simulation(simulation)
+    if outputs.json_file is not None:
+        write_json(outputs.json_file, simulation_json(simulation))
+    if outputs.plot_dir is not None:
+        _plot(simulation, outputs.plot_dir)
+
+
+def _print_simulation(simulation: Simulation) -> None:
+    console = Console(highlight=False)
+    console.print(policy_table(simulation))
+    for sentence in refusals(simulation):
+        console.print(sentence, markup=False)
+    compared = comparison(summaries(simulation))
+    if compared is not None:
+        console.print(claims_table(cast("dict[str, Json]", compared["claims"])))
+
+
+def _plot(simulation: Simulation, folder: Path) -> None:
+    setting = simulation.setting
+    sweep: tuple[TradeoffPoint, ...] = ()
+    if simulation.policy(OURS) is not None:
+        with progress(setting.rounds * len(FACTORS)) as tick:
+            sweep = penalty_sweep(setting, lambda _: tick("trade-off"))
+    for path in save_figures(simulation, sweep, folder):
+        Console().print(str(path), markup=False, highlight=False, soft_wrap=True)
+
+
+def run_bench(clusters: tuple[int, ...], instances: int, json_file: Path | None) -> None:
+    """Measure with a progress bar, print a table, write a file."""
+    plan = BenchPlan(clusters=clusters, instances=instances)
+    if json_file is not None:
+        prepare("--json", json_file)
+    with progress(plan.steps) as tick:
+        result = bench(plan, tick)
+    Console(highlight=False).print(bench_table(result))
+    if json_file is not None:
+        write_json(json_file, result.as_json())
