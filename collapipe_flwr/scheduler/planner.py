@@ -103,7 +103,7 @@ class Planner:
     def improve(self, best: Solution) -> Solution:
         """Alternate segments and radio from ``best`` on while the objective falls."""
         few = self.tables.num_clusters <= FEW_CLUSTERS
-        for _ in range(self.settings.rounds_of_search if few else 3):
+        for _ in range(self.settings.rounds_of_search if few else 1):
             rows = self.choose(self.market(best), best.rows)
             if key_of(rows) == key_of(best.rows):
                 break

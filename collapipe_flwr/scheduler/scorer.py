@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from collapipe_flwr.costs.compute import Options, steps_of
 from collapipe_flwr.costs.latency import OPTIMISER_FLOP_PER_BYTE
-from collapipe_flwr.costs.layouts import Layouts, segment_sums
+from collapipe_flwr.costs.layouts import Layouts
 from collapipe_flwr.costs.memory import fits
 from collapipe_flwr.costs.radio import LN2, exponent_near, power_for_time_w, rate_bit_per_s
 from collapipe_flwr.costs.tables import Tables
@@ -32,10 +32,10 @@ LEAST_SLOPE = 0.02  # of the latency price: even idle clusters do not waste time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTable:
-    """Per bit, flat over (cluster, sender, receiver, J), last axis (forward, backward)."""
+    """Per bit, flat over (cluster, sender, receiver, J); [QUICK or CALM][forward or backward]."""
 
-    seconds: tuple[Array, Array]  # quick, calm
-    worth: tuple[Array, Array]  # objective, likewise
+    seconds: list[list[Array]]
+    worth: list[list[Array]]  # objective
 
 
 class Scorer:
@@ -56,7 +56,6 @@ class Scorer:
     def _links(self) -> LinkTable:
         """Operating points of every link in both directions for every J."""
         tables, market = self.tables, self.market
-        clusters, members, receivers = tables.gain_mij.shape
         noise = (tables.snapshot.radio.noise_w_per_hz / tables.gain_mij)[:, :, :, None, None]
         width = np.broadcast_to(tables.d2d_hz_m[:, None, None], tables.gain_mij.shape).copy()
         width[:, :, -1] = market.edge_hz_m[:, None]
@@ -71,10 +70,13 @@ class Scorer:
             slow = LN2 / (width * exponent_near(ratio))
             time = np.where(price > 0, np.maximum(slow, fastest), fastest)
             joule = np.minimum(power_for_time_w(1.0, width, noise, time), watt) * time
-            flat = (clusters * members * receivers * len(self.counts), 2)
-            seconds.append(np.broadcast_to(time, (*self.shape, 2)).reshape(flat))
-            worth.append(np.broadcast_to(price * joule, (*self.shape, 2)).reshape(flat))
-        return LinkTable(seconds=(seconds[0], seconds[1]), worth=(worth[0], worth[1]))
+            seconds.append(self._by_way(time))
+            worth.append(self._by_way(price * joule))
+        return LinkTable(seconds=seconds, worth=worth)
+
+    def _by_way(self, values: Array) -> list[Array]:
+        whole = np.broadcast_to(values, (*self.shape, 2))
+        return [np.ascontiguousarray(whole[..., way]).ravel() for way in (0, 1)]
 
     def _senders(self, watt_mi: Array, price_mi: Array) -> tuple[Array, Array]:
         """Power limits and prices of (forward, backward) senders, (M, I, I + 1, 1, 2)."""
@@ -114,44 +116,44 @@ class Scorer:
         return np.where(keep, late - early + worth, np.inf)
 
     def _price(self, rows: Layouts) -> tuple[Array, Array]:
-        """Round latency and priced energy of every row."""
+        """Round latency and priced energy of every row.
+
+        Inside, slots come first, (S, R): sums and maxima over a leading axis are much faster.
+        """
         tables, blocks, model = self.tables, self.tables.blocks, self.tables.snapshot.model
-        cluster = rows.cluster_r[:, None]
-        member = np.maximum(rows.member_rs, 0)
+        chain = _Slots(rows, self.flop_worth.shape[1])
         size = rows.micro_batch_size_r.astype(np.float64)
         count = rows.micro_batches_r.astype(np.float64)
         steps = steps_of(tables, rows)
-        slot = cluster * self.flop_worth.shape[1] + member
-        speed = tables.members.speed_mi.ravel()[slot]
-        ahead = segment_sums(blocks.forward_flop_l, rows)
-        back = segment_sums(blocks.backward_flop_l, rows)
+        speed = tables.members.speed_mi.ravel()[chain.slot_sr]
+        ahead, back = chain.sums(blocks.forward_flop_l), chain.sums(blocks.backward_flop_l)
         if self.options.recompute:
             back = back + ahead
-        weights = segment_sums(blocks.parameter_bytes_l, rows)
+        weights = chain.sums(blocks.parameter_bytes_l)
         update = OPTIMISER_FLOP_PER_BYTE * weights
         ends = self._ends(rows)
-        forward = np.concatenate([ends[0], ahead / speed], axis=1) * size[:, None]
-        backward = np.concatenate([ends[1], back / speed], axis=1) * size[:, None]
-        hop_s, hop_worth = self._hops(rows, forward.max(1), backward.max(1))
+        forward = np.concatenate([ends[0], ahead / speed]) * size
+        backward = np.concatenate([ends[1], back / speed]) * size
+        hop_s, hop_worth = self._hops(rows, chain, forward.max(0), backward.max(0))
         makespan = self._makespan(forward, backward, hop_s, count)
-        fixed = (8.0 * weights * self.bulk_seconds.ravel()[slot]).sum(1) + self._server(rows)
-        fixed += steps * ((update / speed).sum(1) + ends[2])
-        flop = (size * count)[:, None] * (ahead + back) + update
-        worth = steps * (flop * self.flop_worth.ravel()[slot]).sum(1)
-        worth += (8.0 * weights * self.bulk_worth.ravel()[slot]).sum(1)
+        fixed = 8.0 * (weights * self.bulk_seconds.ravel()[chain.slot_sr]).sum(0)
+        fixed += self._server(rows) + steps * ((update / speed).sum(0) + ends[2])
+        flop = size * count * (ahead + back) + update
+        worth = steps * (flop * self.flop_worth.ravel()[chain.slot_sr]).sum(0)
+        worth += 8.0 * (weights * self.bulk_worth.ravel()[chain.slot_sr]).sum(0)
         head = model.embedding.forward_flop + model.embedding.backward_flop
         own = size * count * head + OPTIMISER_FLOP_PER_BYTE * model.embedding.parameter_bytes
         worth += steps * own * self.flop_worth[rows.cluster_r, 0] + steps * count * hop_worth
         return fixed + steps * makespan, worth
 
     def _ends(self, rows: Layouts) -> tuple[Array, Array, Array]:
-        """Seconds per example of control unit and edge, (R, 2) twice, and of their optimisers."""
+        """Seconds per example of control unit and edge, (2, R) twice, and of their optimisers."""
         model = self.tables.snapshot.model
         own = self.tables.members.speed_mi[rows.cluster_r, 0]
         edge = np.full(len(rows), self.edge_speed)
         first, last = model.embedding, model.decoder
-        forward = np.stack([first.forward_flop / own, last.forward_flop / edge], axis=1)
-        backward = np.stack([first.backward_flop / own, last.backward_flop / edge], axis=1)
+        forward = np.stack([first.forward_flop / own, last.forward_flop / edge])
+        backward = np.stack([first.backward_flop / own, last.backward_flop / edge])
         update = first.parameter_bytes / own + last.parameter_bytes / edge
         return forward, backward, OPTIMISER_FLOP_PER_BYTE * update
 
@@ -160,46 +162,71 @@ class Scorer:
         whole_bits = 16.0 * (whole + self.tables.blocks.parameter_bytes_l[-1])
         return np.asarray(whole_bits / self.tables.server_rate_m[rows.cluster_r])
 
-    def _hops(self, rows: Layouts, ahead_r: Array, back_r: Array) -> tuple[Array, Array]:
-        """Seconds of every hop, (R, S + 1, 2), and the priced energy of one micro-batch, (R,)."""
-        index, bits = self._link_index(rows)
-        quick = bits * self.links.seconds[QUICK][index]
-        calm = bits * self.links.seconds[CALM][index]
-        slowest = np.maximum(np.stack([ahead_r, back_r], axis=1), quick.max(1))
+    def _hops(
+        self, rows: Layouts, chain: _Slots, ahead_r: Array, back_r: Array
+    ) -> tuple[tuple[Array, Array], Array]:
+        """Seconds of hops forward and backward, (S + 1, R), and energy's price, (R,)."""
+        index, bits = self._link_index(rows, chain)
+        ways = (0, 1)
+        quick = [bits * self.links.seconds[QUICK][way][index] for way in ways]
+        calm = [bits * self.links.seconds[CALM][way][index] for way in ways]
+        slowest = [np.maximum(ahead_r, quick[0].max(0)), np.maximum(back_r, quick[1].max(0))]
         if self.options.schedule == "1f1b":
-            period = np.maximum(ahead_r + back_r, quick.max((1, 2)))
-            slowest = np.stack([period, period], axis=1)
+            slowest = [np.maximum(ahead_r + back_r, np.maximum(*slowest))] * 2
         single = rows.micro_batches_r == 1
-        slowest = np.where(single[:, None], np.inf, slowest)
-        time = np.minimum(calm, np.maximum(quick, slowest[:, None, :]))
-        share = (time - quick) / np.maximum(calm - quick, 1e-300)
-        fast, slow = self.links.worth[QUICK][index], self.links.worth[CALM][index]
-        worth = bits * (fast + share * (slow - fast))
-        return time, worth.sum((1, 2))
+        worth, times = np.zeros(len(rows)), []
+        for way in ways:
+            bound = np.where(single, np.inf, slowest[way])
+            time = np.minimum(calm[way], np.maximum(quick[way], bound))
+            share = (time - quick[way]) / np.maximum(calm[way] - quick[way], 1e-300)
+            fast = self.links.worth[QUICK][way][index]
+            slow = self.links.worth[CALM][way][index]
+            worth += (bits * (fast + share * (slow - fast))).sum(0)
+            times.append(time)
+        return (times[0], times[1]), worth
 
-    def _link_index(self, rows: Layouts) -> tuple[Ints, Array]:
-        """Flat table index and bits of every hop; unused hops carry no bits."""
+    def _link_index(self, rows: Layouts, chain: _Slots) -> tuple[Ints, Array]:
+        """Flat table index and bits of every hop, (S + 1, R); unused hops carry no bits."""
         tables = self.tables
         _, members, receivers, counts = self.shape
-        depth = rows.depth_r[:, None]
-        hop = np.arange(rows.member_rs.shape[1] + 1)[None, :]
-        zero = np.zeros((len(rows), 1), np.int64)
-        sender = np.maximum(np.concatenate([zero, rows.member_rs], axis=1), 0)
-        receiver = np.maximum(np.concatenate([rows.member_rs, zero], axis=1), 0)
-        receiver = np.where(hop == depth, tables.edge, receiver)
-        cut = np.concatenate([zero, rows.stop_rs], axis=1)
-        bits = 8.0 * rows.micro_batch_size_r[:, None] * tables.blocks.cut_bytes_l[cut]
-        bits = np.where(hop <= depth, np.maximum(bits, 1.0), 0.0)
-        which = np.searchsorted(self.counts, rows.micro_batches_r)[:, None]
-        flat = (rows.cluster_r[:, None] * members + sender) * receivers + receiver
-        return flat * counts + which, bits[:, :, None]
+        zero = np.zeros((1, len(rows)), np.int64)
+        hop = np.arange(len(chain.member_sr) + 1)[:, None]
+        sender = np.concatenate([zero, chain.member_sr])
+        receiver = np.concatenate([chain.member_sr, zero])
+        receiver = np.where(hop == chain.depth_r, tables.edge, receiver)
+        bits = tables.blocks.cut_bytes_l[np.concatenate([zero, chain.stop_sr])]
+        bits = np.maximum(8.0 * rows.micro_batch_size_r * bits, 1.0) * (hop <= chain.depth_r)
+        which = np.searchsorted(self.counts, rows.micro_batches_r)
+        flat = (rows.cluster_r * members + sender) * receivers + receiver
+        return flat * counts + which, bits
 
-    def _makespan(self, forward: Array, backward: Array, hop_s: Array, count: Array) -> Array:
-        total = forward.sum(1) + backward.sum(1) + hop_s.sum((1, 2))
+    def _makespan(
+        self, forward: Array, backward: Array, hop_s: tuple[Array, Array], count: Array
+    ) -> Array:
+        total = forward.sum(0) + backward.sum(0) + hop_s[0].sum(0) + hop_s[1].sum(0)
         if self.options.schedule == "gpipe":
-            pace = np.maximum(forward.max(1), hop_s[:, :, 0].max(1))
-            pace = pace + np.maximum(backward.max(1), hop_s[:, :, 1].max(1))
+            pace = np.maximum(forward.max(0), hop_s[0].max(0))
+            pace = pace + np.maximum(backward.max(0), hop_s[1].max(0))
         else:
-            links = hop_s.sum(2) if self.options.half_duplex else hop_s.max(2)
-            pace = np.maximum((forward + backward).max(1), links.max(1))
+            both = self.options.half_duplex
+            links = hop_s[0] + hop_s[1] if both else np.maximum(hop_s[0], hop_s[1])
+            pace = np.maximum((forward + backward).max(0), links.max(0))
         return np.asarray(total + (count - 1.0) * pace)
+
+
+class _Slots:
+    """A batch of rows with the slot axis in front."""
+
+    def __init__(self, rows: Layouts, members: int) -> None:
+        width = max(int(rows.depth_r.max()), 1)
+        self.depth_r = rows.depth_r
+        self.member_sr = np.maximum(np.ascontiguousarray(rows.member_rs[:, :width].T), 0)
+        self.stop_sr = np.ascontiguousarray(rows.stop_rs[:, :width].T)
+        self.slot_sr = rows.cluster_r * members + self.member_sr
+
+    def sums(self, prefix_l: Array) -> Array:
+        """Sums of a per-block quantity over every slot's segment."""
+        reached = prefix_l[self.stop_sr]
+        result = reached.copy()
+        result[1:] -= reached[:-1]
+        return np.asarray(result)
