@@ -54,6 +54,7 @@ def _axes(title: str, x: str, y: str) -> tuple[Figure, Axes]:
     figure = Figure(figsize=INCHES, layout="constrained")
     axes = figure.add_subplot()
     axes.set(title=title, xlabel=x, ylabel=y)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     return figure, axes
 
 

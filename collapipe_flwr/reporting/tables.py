@@ -35,7 +35,7 @@ def policy_table(simulation: Simulation) -> Table:
     setting = simulation.setting
     where = f"{setting.rounds} rounds, {len(setting.seeds)} seeds, budget {setting.budget}"
     title = f"scheduler only, no training: {where}"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("policy", no_wrap=True)
     for name in COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
