@@ -261,6 +261,7 @@ class LastStage(_Follower):
     def run_step(self, step: Step) -> None:
         """See `Stage.run_step`."""
         self._loss = 0.0
+        self._losses.clear()
         super().run_step(step)
 
     def _compute(self, frame: Frame, hidden: Tensor | None) -> Tensor:

@@ -49,6 +49,8 @@ class SessionRequest:
     keep_spans: bool = False
 
     def __post_init__(self) -> None:
+        if not all(text.isascii() and text.isprintable() for text in (self.session_id, self.token)):
+            raise ConfigError("a session's id and token must be printable ASCII characters")
         if not (0 < self.deadline_s < math.inf and 0 < self.idle_s < math.inf):
             raise ConfigError(
                 f"deadlines of a session must be > 0, got {self.deadline_s} and {self.idle_s}"

@@ -118,12 +118,12 @@ class EdgeClient:
         settings = settings or StreamSettings(limits=self._limits)
         call_slot: list[grpc.Call] = []
         link = StreamLink(
-            f"{self.peer}",
+            self.peer,
             settings,
             self._translate,
             hang_up=lambda in_order: _hang_up(call_slot, reader, in_order),
         )
-        extra = ((methods.CODEC_KEY, settings.codec), (methods.NAME_KEY, name))
+        extra = ((methods.CODEC_KEY, settings.codec), (methods.NAME_KEY, _ascii(name)))
         call = self._channel.stream_stream(methods.method("Stream"), None, None)(
             link.outgoing(), metadata=(*_key(session_id, token), *extra)
         )
@@ -184,6 +184,11 @@ class EdgeClient:
 
 def _key(session_id: str, token: str) -> tuple[tuple[str, str], ...]:
     return ((methods.SESSION_KEY, session_id), (methods.TOKEN_KEY, token))
+
+
+def _ascii(name: str) -> str:
+    """Metadata of a call takes no other characters."""
+    return name.encode("ascii", "replace").decode()
 
 
 def _decoded(messages: Iterable[bytes], limits: FrameLimits) -> Iterator[Frame]:

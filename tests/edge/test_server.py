@@ -175,6 +175,14 @@ def _bad_codec(client):
     client.stream("c9", TOKEN, settings=StreamSettings(codec="zip"))
 
 
+def test_names_of_any_alphabet(client):
+    open_session(client, Head())
+    link = client.stream("c1", TOKEN, name="café 1")
+    link.close()
+    with pytest.raises(ConfigError, match="ASCII"):
+        request("é")
+
+
 def test_a_second_stream_is_refused_while_one_runs(client):
     open_session(client, Head())
     link = client.stream("c1", TOKEN)
