@@ -9,6 +9,9 @@ from collapipe_flwr.models.discovery import discover_family
 from collapipe_flwr.models.families import FAMILIES, Family
 from collapipe_flwr.models.spec import ModelSpec
 
+# mBART's decoder starts with the label's language token
+_START_TOKENS = {"mbart": ("pad_token_id",)}
+_ALL_START_TOKENS = ("pad_token_id", "decoder_start_token_id")
 LAYERDROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 
@@ -30,6 +33,7 @@ def refuse_inexact(config: Any, family: Family) -> None:
         raise ModelError(f"is_decoder must be false for {config.model_type!r}: it is an encoder")
     if getattr(config, "apply_spec_augment", False):
         raise ModelError("apply_spec_augment must be false: mask the input features beforehand")
+    _require_start_tokens(config, family)
     for key in LAYERDROPS:
         if getattr(config, key, 0.0):
             raise ModelError(f"{key} must be 0: a block cannot be skipped on one machine only")
@@ -46,3 +50,11 @@ def blocks_for_devices(total_blocks: int, spec: ModelSpec, family: Family) -> in
             f"edge_blocks must be below the model's {total_blocks} blocks, got {spec.edge_blocks}"
         )
     return total_blocks - spec.edge_blocks
+
+
+def _require_start_tokens(config: Any, family: Family) -> None:
+    """Raise ModelError where a decoder could not shift its labels."""
+    needed = _START_TOKENS.get(config.model_type, _ALL_START_TOKENS)
+    for key in needed if family.decodes and not family.replayed else ():
+        if getattr(config, key, None) is None:
+            raise ModelError(f"{config.model_type!r} models need {key}; take it from the tokenizer")

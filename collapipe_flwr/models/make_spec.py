@@ -80,7 +80,8 @@ def make_spec(
         shared=shared,
     )
     splitter = Splitter(spec)  # fails here, not on a device
-    _rehearse(splitter)
+    if not splitter.has_record:
+        _rehearse(splitter)
     if pretrained is not None and splitter.decodes:
         return replace(spec, untied=splitter.untied_by_checkpoint())
     return spec

@@ -53,6 +53,11 @@ class Splitter:
         self._constants = _constant_keys(skeleton, self._layout)
 
     @property
+    def has_record(self) -> bool:
+        """Whether the model type is known, not discovered by a trace."""
+        return not self._family.replayed
+
+    @property
     def decodes(self) -> bool:
         """Whether a decoder, not just a head, stands at the edge."""
         return self._family.decodes

@@ -22,7 +22,7 @@ def test_overrides_and_tokens_reach_the_configuration() -> None:
     spec = make_spec(
         "seq2seq",
         model_type="marian",
-        overrides={"d_model": 16, "encoder_layers": 3, "encoder_attention_heads": 2},
+        overrides={"d_model": 16, "encoder_layers": 3, "decoder_layers": 1},
         vocab_size=30,
         pad_token_id=4,
         eos_token_id=5,
@@ -44,9 +44,11 @@ def test_labels_reach_the_head() -> None:
 
 
 def test_a_default_layerdrop_is_switched_off_and_a_wanted_one_refused() -> None:
-    assert Splitter(make_spec("seq2seq", model_type="m2m_100")).config.encoder_layerdrop == 0
+    small = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1}
+    spec = make_spec("seq2seq", model_type="m2m_100", overrides=small)
+    assert Splitter(spec).config.encoder_layerdrop == 0
     with pytest.raises(ModelError, match="encoder_layerdrop must be 0"):
-        make_spec("seq2seq", model_type="m2m_100", overrides={"encoder_layerdrop": 0.1})
+        make_spec("seq2seq", model_type="m2m_100", overrides={**small, "encoder_layerdrop": 0.1})
 
 
 def test_attention_masks_cannot_be_dropped_silently(tiny: Any) -> None:
@@ -90,7 +92,7 @@ def test_a_wrong_description_is_one_clear_sentence(wrong: dict[str, Any], senten
 
 def test_what_only_a_run_would_show_is_refused_at_once() -> None:
     with pytest.raises(ModelError, match="decoder_start_token_id"):
-        make_spec("seq2seq", model_type="t5", overrides={"decoder_start_token_id": None})
+        make_spec("seq2seq", model_type="t5", overrides={"num_layers": 1})
 
 
 def test_token_numbers_of_the_published_vocabulary_are_forgotten() -> None:
@@ -98,7 +100,7 @@ def test_token_numbers_of_the_published_vocabulary_are_forgotten() -> None:
         make_spec(
             "seq2seq",
             model_type="marian",
-            overrides={"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2},
+            overrides={"d_model": 16, "encoder_layers": 1, "decoder_layers": 1},
             vocab_size=30,
             pad_token_id=0,
             eos_token_id=7,
@@ -106,7 +108,10 @@ def test_token_numbers_of_the_published_vocabulary_are_forgotten() -> None:
         )
     ).config
     assert config.forced_eos_token_id == 7
-    modern = Splitter(make_spec("masked-lm", model_type="modernbert", vocab_size=30)).config
+    two = {"num_hidden_layers": 2}
+    modern = Splitter(
+        make_spec("masked-lm", model_type="modernbert", overrides=two, vocab_size=30)
+    ).config
     assert (modern.cls_token_id, modern.sep_token_id, modern.pad_token_id) == (None, None, None)
 
 
