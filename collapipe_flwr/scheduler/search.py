@@ -28,6 +28,8 @@ Ints = NDArray[np.int64]
 
 ENUMERATED_ROWS = 20_000  # clusters with fewer candidates than this are searched completely
 DESCENT_SWEEPS = 40
+MANY = 20  # more clusters than this, already planned once, go on for a few sweeps per round
+WARM_SWEEPS = 6
 FRESH_CLUSTERS = 8  # so many of the clusters whose latency matters most start afresh, too
 EXACT_CLUSTERS = 3  # shortest paths cost up to seconds: for so many clusters at most
 SAME = 1e-9
@@ -55,7 +57,7 @@ class Search:
             rows = replaced(rows, large, self._starts(rows, large))
             rows = self._descend(rows, large)
         else:
-            rows = self._descend(rows, large)
+            rows = self._descend(rows, large, WARM_SWEEPS if len(large) > MANY else DESCENT_SWEEPS)
             rows = self._afresh(rows, large)
         if len(large) <= EXACT_CLUSTERS:
             for m in large:
@@ -106,9 +108,9 @@ class Search:
             self.planner.refuse(int(m))
         return rows.take(best)
 
-    def _descend(self, rows: Layouts, moving: Ints) -> Layouts:
+    def _descend(self, rows: Layouts, moving: Ints, sweeps: int = DESCENT_SWEEPS) -> Layouts:
         """Steepest descent over single moves, all clusters in step until each stands still."""
-        for _ in range(DESCENT_SWEEPS):
+        for _ in range(sweeps):
             here = rows.take(moving)
             moves = Moves(here, self.counts[here.cluster_r]).all()
             tried = stack([here, self.planner.rebatched(here), moves])
