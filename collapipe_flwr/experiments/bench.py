@@ -6,6 +6,7 @@ plans from scratch; the median is over the rounds after it, with new fading and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -20,29 +21,36 @@ from collapipe_flwr.experiments.simulate import Tick, silent
 from collapipe_flwr.scheduler.registry import make_scheduler
 
 DEVICES = 10
-MODEL = ModelShape(blocks=24, width=1024)
+MODEL = ModelShape(blocks=24)
 ROUNDS = {10: 15, 100: 15, 1000: 7, 10_000: 3}  # timed decisions by number of clusters
 RADIO_CLUSTERS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchPlan:
-    """How much to measure."""
+    """What to measure: one decision per setting and round, one radio problem, random instances."""
 
-    clusters: tuple[int, ...] = tuple(ROUNDS)
-    radio_clusters: int = RADIO_CLUSTERS
-    instances: int = 500
+    decisions: tuple[Setting, ...]
+    radio: Setting
+    instances: int
 
     def __post_init__(self) -> None:
-        if not self.clusters or min(self.clusters) < 1:
-            raise ConfigError(f"--clusters must list numbers >= 1, got {self.clusters}")
         if self.instances < 1:
             raise ConfigError(f"--instances must be >= 1, got {self.instances}")
 
     @property
     def steps(self) -> int:
-        """Ticks of a whole bench."""
-        return sum(1 + timed_rounds(c) for c in self.clusters) + 1 + self.instances
+        """Ticks of the whole bench."""
+        return sum(setting.rounds for setting in self.decisions) + 1 + self.instances
+
+
+def bench_plan(clusters: Sequence[int], instances: int) -> BenchPlan:
+    """The usual settings, for these numbers of clusters."""
+    return BenchPlan(
+        decisions=tuple(bench_setting(number, 1 + timed_rounds(number)) for number in clusters),
+        radio=bench_setting(RADIO_CLUSTERS, 1),
+        instances=instances,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,35 +84,33 @@ def timed_rounds(clusters: int) -> int:
 
 
 def bench_setting(clusters: int, rounds: int) -> Setting:
-    """Clusters of ten mixed boards and a BERT-large-shaped encoder."""
+    """Clusters of ten mixed boards and an encoder of 24 blocks of BERT-base's width."""
     return Setting(clusters=clusters, devices=DEVICES, rounds=rounds, model=MODEL)
 
 
-def decision_time(clusters: int, tick: Tick) -> DecisionTime:
-    """Time the first and the following decisions of one size."""
-    rounds = timed_rounds(clusters)
-    setting = bench_setting(clusters, rounds + 1)
+def decision_time(setting: Setting, tick: Tick = silent) -> DecisionTime:
+    """Time the first and the following decisions of a setting of at least two rounds."""
     profile = setting.model.profile()
-    world = setting.world(0, profile)
+    world = setting.world(setting.seeds[0], profile)
     scheduler = make_scheduler("dssda", setting.settings)
     seconds = []
     for done in run_episode(world, scheduler, profile, setting.rounds):
         seconds.append(done.decision_s)
-        tick(f"{clusters} clusters")
+        tick(f"{setting.clusters} clusters")
     return DecisionTime(
-        clusters=clusters,
+        clusters=setting.clusters,
         devices=setting.devices,
         blocks=setting.model.blocks,
         first_s=seconds[0],
         median_s=float(np.median(seconds[1:])),
-        rounds=rounds,
+        rounds=setting.rounds - 1,
     )
 
 
 def bench(plan: BenchPlan, tick: Tick = silent) -> BenchResult:
-    """Measure everything; takes minutes at the default sizes."""
-    decisions = tuple(decision_time(clusters, tick) for clusters in plan.clusters)
-    radio = compare_radio(bench_setting(plan.radio_clusters, 1))
+    """Measure everything; takes minutes at the usual sizes."""
+    decisions = tuple(decision_time(setting, tick) for setting in plan.decisions)
+    radio = compare_radio(plan.radio)
     tick("radio")
     return BenchResult(
         decisions=decisions, radio=radio, optimality=optimality(plan.instances, tick)

@@ -8,7 +8,7 @@ from typing import cast
 
 from rich.console import Console
 
-from collapipe_flwr.experiments.bench import BenchPlan, bench
+from collapipe_flwr.experiments.bench import bench, bench_plan
 from collapipe_flwr.experiments.setting import Setting
 from collapipe_flwr.experiments.simulate import Simulation, simulate
 from collapipe_flwr.experiments.summary import OURS, Json, comparison, simulation_json, summaries
@@ -69,7 +69,7 @@ def _plot(simulation: Simulation, folder: Path) -> None:
 
 def run_bench(clusters: tuple[int, ...], instances: int, json_file: Path | None) -> None:
     """Measure with a progress bar, print a table, write a file."""
-    plan = BenchPlan(clusters=clusters, instances=instances)
+    plan = bench_plan(clusters, instances)
     if json_file is not None:
         prepare("--json", json_file)
     with progress(plan.steps) as tick:

@@ -1,0 +1,51 @@
+"""The bench on tiny sizes: what it measures and that its gaps are gaps."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.experiments.bench import BenchPlan, bench, bench_plan
+from collapipe_flwr.experiments.bench_optimality import gap, instance
+from collapipe_flwr.experiments.setting import Setting
+from collapipe_flwr.reporting.tables import bench_table
+
+
+def test_a_tiny_bench_has_the_promised_form(small: Setting) -> None:
+    ticks: list[str] = []
+    plan = BenchPlan(decisions=(small,), radio=small, instances=1)
+    result = bench(plan, ticks.append)
+    values = json.loads(json.dumps(result.as_json()))
+    assert {"clusters", "devices", "blocks", "median_s"} <= set(values["decisions"][0])
+    assert {"clusters", "fast_s", "cvxpy_s", "speedup", "relative_gap"} <= set(values["radio"])
+    assert {"instances", "mean_gap", "max_gap"} <= set(values["optimality"])
+    assert abs(values["radio"]["relative_gap"]) < 1e-3
+    assert len(ticks) == plan.steps
+    assert bench_table(result).row_count == 4
+
+
+def test_nothing_beats_brute_force() -> None:
+    gaps = [gap(instance(seed)) for seed in (3, 6, 13)]
+    assert min(gaps) > -1e-9
+    assert max(gaps) < 0.05
+
+
+def test_instances_are_the_same_every_time() -> None:
+    assert instance(3) == instance(3)
+    assert instance(3).snapshot != instance(4).snapshot
+
+
+def test_the_usual_sizes_and_bad_ones() -> None:
+    plan = bench_plan((10, 10_000), 500)
+    assert [(s.clusters, s.devices, s.model.blocks) for s in plan.decisions] == [
+        (10, 10, 24),
+        (10_000, 10, 24),
+    ]
+    assert plan.decisions[0].rounds > plan.decisions[1].rounds >= 2
+    with pytest.raises(ConfigError, match="--clusters must be >= 1"):
+        bench_plan((0,), 1)
+    with pytest.raises(ConfigError, match="--instances must be >= 1"):
+        bench_plan((1,), 0)

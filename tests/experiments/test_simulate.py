@@ -1,0 +1,104 @@
+"""Simulations: the same seeds give the same JSON, in the promised form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from collapipe_flwr import cli
+from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.experiments.model import ModelShape
+from collapipe_flwr.experiments.setting import COMPARED, Setting
+from collapipe_flwr.experiments.simulate import simulate
+from collapipe_flwr.experiments.summary import simulation_json
+from collapipe_flwr.experiments.tradeoff import FACTORS, penalty_sweep
+
+SMALL = (
+    "simulate --clusters 2 --devices 2 --blocks 3 --width 64 --tokens 16 --examples 100 --rounds 2 "
+    "--micro-batch-sizes 2,4 --micro-batches 2,4 --policies dssda,uniform,random "
+    "--channel block-fading --seeds 3,4"
+)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., bytes]:
+    """Runs the command with more arguments; returns the JSON file without decision times."""
+
+    def call(*more: str) -> bytes:
+        path = tmp_path / "made" / "out.json"
+        monkeypatch.setattr("sys.argv", ["collapipe", *SMALL.split(), "--json", str(path), *more])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert end.value.code == 0
+        values = json.loads(path.read_bytes())
+        for policy in values["policies"].values():
+            assert policy.pop("decision_s")["median"] > 0
+        return json.dumps(values).encode()
+
+    return call
+
+
+def test_equal_seeds_give_equal_bytes_and_other_seeds_others(run: Callable[..., bytes]) -> None:
+    first = run()
+    assert run() == first
+    assert run("--seeds", "5") != first
+
+
+def test_json_has_the_promised_keys(run: Callable[..., bytes]) -> None:
+    policies: dict[str, Any] = json.loads(run())["policies"]
+    assert set(policies) == {"dssda", "uniform", "random"}
+    for policy in policies.values():
+        assert policy["latency_s"]["p95"] >= policy["latency_s"]["mean"] > 0
+        assert 0 < policy["compute_efficiency"] <= 1
+        assert policy["compute_efficiency"] >= policy["capacity_used"] > 0
+        assert policy["peak_device_memory_bytes"] > 0
+        assert policy["energy_over_budget_max"] > 0
+        assert policy["time_to_target_s"] > 0
+        assert [seed["seed"] for seed in policy["seeds"]] == [3, 4]
+
+
+def test_every_policy_runs_and_latency_only_equals_dssda_without_budgets(small: Setting) -> None:
+    free = replace(small, policies=COMPARED, budget=type(small.budget)())
+    result = simulate(free)
+    ours, blind = result.policy("dssda"), result.policy("latency-only")
+    assert ours is not None and blind is not None
+    assert ours.scores[0].latency_s == blind.scores[0].latency_s
+    assert ours.scores[0].energy_over_budget == 0
+    assert {p.policy for p in result.policies if p.refusal is None} == set(COMPARED)
+
+
+def test_a_policy_that_fits_nowhere_is_reported_not_raised(small: Setting) -> None:
+    # 16 blocks of this width fit no board alone, but three boards together.
+    large = replace(
+        small,
+        kinds=("jetson-nano",),
+        devices=3,
+        clusters=1,
+        rounds=1,
+        model=ModelShape(blocks=16, width=1024, tokens=16, decoder_blocks=1),
+        policies=("dssda", "fedavg"),
+    )
+    result = simulate(large)
+    assert result.policy("dssda") is not None
+    values: Any = simulation_json(result)
+    assert "fits its devices' memories" in values["policies"]["fedavg"]["refused"]
+    with pytest.raises(ScheduleError, match="no policy could run; fedavg"):
+        simulate(replace(large, policies=("fedavg",)))
+
+
+def test_penalty_sweep_buys_latency_with_queues(small: Setting) -> None:
+    points = penalty_sweep(replace(small, clusters=1, rounds=6))
+    assert len(points) == len(FACTORS)
+    assert points[-1].latency_mean_s <= points[0].latency_mean_s
+    assert points[-1].queue_share_max >= points[0].queue_share_max
+
+
+def test_ticks_count_rounds(small: Setting) -> None:
+    ticks: list[str] = []
+    simulate(replace(small, seeds=(0, 1)), ticks.append)
+    assert ticks == [name for name in small.policies for _ in range(2 * small.rounds)]
