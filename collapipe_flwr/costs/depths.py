@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +49,11 @@ def step_times(chain: Chain, times: Array, row: int, *, half_duplex: bool) -> St
 
 
 def deepest(tables: Tables, chain: Chain, options: Options, row: int) -> list[int]:
-    """The most micro-batches in flight that each stage's memory allows, at most J."""
+    """The most micro-batches in flight that memory allows on each stage, at most J.
+
+    No stage may be deeper than the one before it: it would wait for forwards that the shallower
+    one holds back until a backward returns, and both would wait for ever.
+    """
     one = chain.rows.take(np.array([row]))
     shape = (1, chain.rows.member_rs.shape[1] + 2)
     empty = peak_bytes(tables, one, options, np.zeros(shape))[0]
@@ -57,9 +62,10 @@ def deepest(tables: Tables, chain: Chain, options: Options, row: int) -> list[in
     most = int(chain.rows.micro_batches_r[row])
     depth = int(chain.rows.depth_r[row])
     columns = [*range(depth + 1), shape[1] - 1]
-    return [
+    own = [
         most if each[k] <= 0 else max(min(most, math.floor(room[k] / each[k])), 1) for k in columns
     ]
+    return list(accumulate(own, min))
 
 
 def choose_depths(

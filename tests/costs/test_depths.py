@@ -1,0 +1,75 @@
+"""Warm-up depths: within memory, never blocking, no deeper than useful."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.costs.chain import Chain, chain_of, full_power_times
+from collapipe_flwr.costs.compute import Options
+from collapipe_flwr.costs.depths import choose_depths, deepest, schedule_rows, step_times
+from collapipe_flwr.costs.events import replay
+from collapipe_flwr.costs.layouts import Layouts
+from collapipe_flwr.costs.memory import capacity_bytes, peak_bytes
+from collapipe_flwr.costs.tables import Tables, tabulate
+from collapipe_flwr.simulator.models import transformer_profile
+from collapipe_flwr.simulator.world import make_world
+
+OPTIONS = Options(schedule="1f1b", memory_margin=0.0)
+
+
+def a_chain(memory_share: tuple[float, ...], count: int = 8) -> tuple[Tables, Chain]:
+    """Three devices; each one's memory allows its state and that many micro-batches in flight."""
+    model = transformer_profile(blocks=6, width=256, tokens=64)
+    kinds = ["raspberry-pi-5", "raspberry-pi-4", "raspberry-pi-4", "raspberry-pi-4"]
+    snapshot = make_world(cluster_devices=[kinds], examples=[100]).snapshot(1, model)
+    cluster, block = snapshot.clusters[0], model.blocks[0]
+    devices = tuple(
+        replace(d, memory_bytes=int(2 * (block.state_bytes + 4 * share * block.stash_bytes)))
+        for d, share in zip(cluster.profile.devices, memory_share, strict=True)
+    )
+    tight = replace(cluster, profile=replace(cluster.profile, devices=devices))
+    tables = tabulate(replace(snapshot, clusters=(tight,)))
+    rows = Layouts(
+        cluster_r=np.array([0]),
+        member_rs=np.array([[1, 2, 3]]),
+        stop_rs=np.array([[2, 4, 6]]),
+        micro_batch_size_r=np.array([4]),
+        micro_batches_r=np.array([count]),
+    )
+    return tables, chain_of(tables, rows, OPTIONS)
+
+
+@pytest.mark.parametrize("share", [(8.0, 8.0, 8.0), (2.5, 8.0, 8.0), (8.0, 1.2, 3.0), (1.0,) * 3])
+def test_chosen_depths_never_block_and_fit(share: tuple[float, ...]) -> None:
+    tables, chain = a_chain(share)
+    times = full_power_times(chain, np.array([8e7]))
+    depths, makespan = choose_depths(tables, chain, OPTIONS, times, 0)
+    step = step_times(chain, times, 0, half_duplex=False)
+    assert replay(step, depths, 8).makespan_s == makespan
+    assert list(depths) == sorted(depths, reverse=True)
+    flight = schedule_rows(tables, chain, OPTIONS, times).flight_rs
+    need = peak_bytes(tables, chain.rows, OPTIONS, flight)
+    assert (need <= capacity_bytes(tables, chain.rows, OPTIONS) * (1 + 1e-9)).all()
+
+
+def test_a_stage_deeper_than_the_one_before_it_blocks() -> None:
+    tables, chain = a_chain((8.0, 8.0, 8.0))
+    step = step_times(chain, full_power_times(chain, np.array([8e7])), 0, half_duplex=False)
+    with pytest.raises(ScheduleError, match="blocks"):
+        replay(step, [3, 1, 2, 1, 1], 4)
+    assert max(deepest(tables, chain, OPTIONS, 0)) <= 8
+
+
+def test_deeper_is_not_chosen_without_gain() -> None:
+    tables, chain = a_chain((8.0, 8.0, 8.0))
+    times = full_power_times(chain, np.array([8e7]))
+    depths, makespan = choose_depths(tables, chain, OPTIONS, times, 0)
+    step = step_times(chain, times, 0, half_duplex=False)
+    assert makespan <= replay(step, [8] * 5, 8).makespan_s * 1.001
+    shallower = [max(d - 1, 1) for d in depths]
+    if shallower != list(depths):
+        assert replay(step, shallower, 8).makespan_s > makespan
