@@ -136,7 +136,8 @@ def _run(stack: PreTrainedModel, blocks_path: str, spec: ModelSpec) -> _Trace:
 def _watch_before(stack: nn.Module, blocks_path: str, trace: _Trace) -> None:
     """Note the outermost modules with parameters that run ahead of block 0."""
     for name, module in stack.named_modules():
-        if not name or blocks_path.startswith(name) or name.startswith(blocks_path + "."):
+        around = f"{blocks_path}.".startswith(f"{name}.") or not name
+        if around or name.startswith(f"{blocks_path}."):
             continue
         parent = name.rpartition(".")[0]
         outermost = not parent or f"{blocks_path}.".startswith(parent + ".")

@@ -53,17 +53,15 @@ def make_spec(
     """
     labelled = find_task(task).labelled
     config = _starting_config(model_type, pretrained, dict(overrides or {}))
+    if vocab_size is not None:
+        _set_vocabulary(config, vocab_size, pretrained)
     tokens = {
         "pad_token_id": pad_token_id,
         "bos_token_id": bos_token_id,
         "eos_token_id": eos_token_id,
         "decoder_start_token_id": decoder_start_token_id,
     }
-    for key, value in tokens.items():
-        if value is not None:
-            setattr(config, key, value)
-    if vocab_size is not None:
-        _set_vocabulary(config, vocab_size, pretrained)
+    _set_tokens(config, {key: token for key, token in tokens.items() if token is not None})
     if pretrained is None:
         _forget_foreign_tokens(config)
     if labelled:
@@ -145,6 +143,14 @@ def _set_vocabulary(config: PreTrainedConfig, vocab_size: int, pretrained: str |
         )
 
 
+def _set_tokens(config: PreTrainedConfig, tokens: Mapping[str, int]) -> None:
+    size = getattr(config, "vocab_size", None)
+    for key, token in tokens.items():
+        if size is not None and not 0 <= token < size:
+            raise ModelError(f"{key} must be below the vocabulary's {size} tokens, got {token}")
+        setattr(config, key, token)
+
+
 def _forget_foreign_tokens(config: PreTrainedConfig) -> None:
     """The defaults name tokens of the published model's vocabulary, which is not this one."""
     size = getattr(config, "vocab_size", None)
@@ -192,8 +198,7 @@ def _untie(config: PreTrainedConfig) -> None:
     """Use the library's own switch where it has one; the splitter unties the rest."""
     if config.model_type == "marian":
         config.share_encoder_decoder_embeddings = False
-    family = FAMILIES.get(config.model_type)
-    if family is not None and not family.decodes:
+    if not config.is_encoder_decoder:
         config.tie_word_embeddings = False
 
 

@@ -76,7 +76,7 @@ class Part(nn.Module):
         for key, paths in self._holdings.all.items():
             tensor = read_tensor(self.model, paths[0])
             if isinstance(tensor, nn.Parameter):
-                yield prefix + key, tensor
+                yield f"{prefix}.{key}" if prefix else key, tensor
 
     def replicated_parameters(self) -> dict[str, nn.Parameter]:
         """Trainable parameters whose gradients other parts hold too: sum them before a step."""

@@ -71,6 +71,7 @@ def test_attention_masks_cannot_be_dropped_silently(tiny: Any) -> None:
         ({"overrides": {"num_attention_heads": 5}}, "not a multiple"),
         ({"overrides": {"num_hidden_layers": 0}}, "no blocks"),
         ({"overrides": {"is_decoder": True}}, "is_decoder must be false"),
+        ({"vocab_size": 9, "pad_token_id": 9}, "pad_token_id must be below the vocabulary's 9"),
         ({"num_labels": 0}, "num_labels must be 1 or more, got 0"),
         ({"num_labels": 3, "id2label": {0: "a", 1: "b"}}, "names 2 labels"),
         ({"edge_blocks": 12}, "edge_blocks must be below the model's 12 blocks"),
