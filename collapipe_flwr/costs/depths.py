@@ -76,15 +76,22 @@ def choose_depths(
     count = int(chain.rows.micro_batches_r[row])
     limit = deepest(tables, chain, options, row)
     classic = classic_depths(step.stages, count)
-    tried: list[tuple[float, tuple[int, ...]]] = []
-    for extra in range(count):
+
+    def played(extra: int) -> tuple[tuple[int, ...], float]:
         depths = tuple(min(c + extra, m) for c, m in zip(classic, limit, strict=True))
-        if tried and depths == tried[-1][1]:
-            break
-        tried.append((replay(step, depths, count).makespan_s, depths))
-    best = min(makespan for makespan, _ in tried)
-    makespan, depths = next(t for t in tried if t[0] <= best * (1.0 + AS_GOOD))
-    return depths, makespan
+        return depths, replay(step, depths, count).makespan_s
+
+    too_shallow, enough = -1, count - 1
+    best = played(enough)
+    good = best[1] * (1.0 + AS_GOOD)
+    while enough - too_shallow > 1:
+        middle = (too_shallow + enough) // 2
+        trial = played(middle)
+        if trial[1] <= good:
+            best, enough = trial, middle
+        else:
+            too_shallow = middle
+    return best
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
