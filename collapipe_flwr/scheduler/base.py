@@ -110,10 +110,7 @@ def planner_for(
 
 
 def energy_prices(tables: Tables, state: SchedulerState, settings: SchedulerSettings) -> Array:
-    """Objective per joule: ``Q / budget^2`` over the number of clusters, plus a little.
-
-    The little keeps energy from being wasted while queues are empty.
-    """
+    """Objective per joule: ``Q / budget^2``, plus a little so that nothing is wasted."""
     members, reference = tables.members, state.reference
     assert reference is not None
     queue = np.zeros_like(members.speed_mi)
@@ -127,8 +124,7 @@ def energy_prices(tables: Tables, state: SchedulerState, settings: SchedulerSett
     busy_w = members.energy_per_flop_mi * members.speed_mi + members.power_max_mi
     least = THRIFT * settings.penalty_weight / (busy_w * reference.latency_s)
     least /= max(int(members.present_mi.sum()), 1)
-    owed = queue / budget**2 / tables.num_clusters
-    return np.where(finite, owed, 0.0) + least
+    return np.where(finite, queue / budget**2, 0.0) + least
 
 
 def observed(

@@ -17,7 +17,7 @@ SCHEDULES = ("gpipe", "1f1b")
 class SchedulerSettings:
     """What a user may choose about planning."""
 
-    penalty_weight: float = 2.0  # V: latency against energy queues, which grow to about V budgets
+    penalty_weight: float = 5.0  # V: latency against energy queues, which grow to about V budgets
     micro_batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16)
     micro_batches: tuple[int, ...] = (1, 2, 4, 8)
     schedule: str = "gpipe"
