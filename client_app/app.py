@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from hashlib import sha256
 
 import torch
 from flwr.app import Context, Message, MetricRecord, RecordDict
@@ -71,6 +72,7 @@ def _train_split(
         optimizer=task.learning.optimizer,
         schedule=task.learning.schedule,
         deadline_s=deadline_s,
+        dropout_seed=_dropout_seed(splitter, assignment, task.learning.seed),
     )
     steps = data.steps(
         assignment.server_round,
@@ -86,6 +88,15 @@ def _train_split(
             link.close()
     content = _reply(result.weights, result.losses, data)
     return records.write_telemetry(content, _telemetry(plan.cluster_id, result, data))
+
+
+def _dropout_seed(splitter: Splitter, assignment: RoundAssignment, seed: int) -> int | None:
+    """One seed per run, cluster and round; None for a model that drops nothing, which is faster."""
+    settings = splitter.config.to_dict().items()
+    if not any("drop" in name and isinstance(p, float) and p > 0 for name, p in settings):
+        return None
+    place = f"{seed}/{assignment.cluster_id}/{assignment.server_round}"
+    return int.from_bytes(sha256(place.encode()).digest()[:6], "big")
 
 
 def _train_whole(

@@ -40,6 +40,7 @@ class RoundOrder:
     optimizer: OptimizerSettings
     schedule: str
     deadline_s: float  # longest silence of a neighbour inside a step
+    dropout_seed: int | None = None  # the same dropout for every cut; None where there is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +113,7 @@ def _trained(
         schedule=order.schedule,
         depth=order.plan.warmup_depth[stage],
         deadline_s=order.deadline_s * (1 + PATIENCE_PER_STAGE * stages_between_here_and_edge),
+        seed=order.dropout_seed,
     )
     return part, Optimizer(order.optimizer, part.parameters()), settings
 

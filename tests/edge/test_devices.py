@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import pytest
 import torch
@@ -129,9 +129,8 @@ def test_a_next_host_that_is_not_there_is_named_at_the_control_unit():
         hosts = Hosts(stack)
         hosts.open(parts)
         hosts.servers[1].stop(grace_s=0.1)
-        link = hosts.clients[0].stream("c1", TOKEN)
-        first = first_stage(parts[0], link)
         with pytest.raises(LinkError, match=f"device 2 at {hosts.servers[1].address}"):
+            link = stack.enter_context(closing(hosts.clients[0].stream("c1", TOKEN)))
+            first = first_stage(parts[0], link)
             for _ in range(100):
                 first.train_step(make_batch((3, 2)))
-        link.close()

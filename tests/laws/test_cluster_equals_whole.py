@@ -42,11 +42,15 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=["marian", "bert"])
 def splitter(request: pytest.FixtureRequest) -> Splitter:
-    if request.param == "marian":
+    return make_splitter(request.param, dropout=0.0)
+
+
+def make_splitter(model_type: str, dropout: float) -> Splitter:
+    if model_type == "marian":
         sizes = {"d_model": 16, "encoder_layers": BLOCKS, "decoder_layers": 1}
         heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
         rest = {"encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "max_position_embeddings": 32}
-        off = {"dropout": 0.0, "attention_dropout": 0.0}
+        off = {"dropout": dropout, "attention_dropout": dropout}
         spec = make_spec(
             "seq2seq",
             model_type="marian",
@@ -59,7 +63,7 @@ def splitter(request: pytest.FixtureRequest) -> Splitter:
         )
     else:
         sizes = {"hidden_size": 16, "num_hidden_layers": BLOCKS, "num_attention_heads": 2}
-        off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        off = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
         spec = make_spec(
             "sequence-classification",
             model_type="bert",
@@ -167,6 +171,7 @@ def _train_split(
     cut: Cut,
     steps: Sequence[Sequence[Batch]],
     rule: OptimizerSettings,
+    dropout_seed: int | None = None,
 ) -> tuple[tuple[float, ...], dict[str, Tensor]]:
     count = splitter.task.targets
     batches = [
@@ -174,7 +179,12 @@ def _train_split(
         for step in steps
     ]
     order = RoundOrder(
-        plan=cut.plan(), weights=weights, optimizer=rule, schedule=cut.schedule, deadline_s=20.0
+        plan=cut.plan(),
+        weights=weights,
+        optimizer=rule,
+        schedule=cut.schedule,
+        deadline_s=20.0,
+        dropout_seed=dropout_seed,
     )
     with _edge(splitter, weights, cut, rule) as (link, service):
         result = train_round(splitter, order, batches, link)
@@ -237,3 +247,18 @@ def test_weights_given_to_a_round_stay_as_they_were(splitter: Splitter) -> None:
     cut = Cut(stops=(5,), micro_batches=(2,))
     _train_split(splitter, weights, cut, _steps(splitter, cut, count=1), SGD)
     assert _largest_difference(weights, copy) == 0.0
+
+
+@pytest.mark.parametrize("model_type", ["marian", "bert"])
+def test_dropout_is_the_same_for_every_cut_and_another_for_another_seed(model_type: str) -> None:
+    dropping = make_splitter(model_type, dropout=0.2)
+    weights = dropping.initial_weights(seed=5)
+    one = Cut(stops=(5,), micro_batches=(3, 3))
+    three = Cut(stops=(1, 2, 5), micro_batches=(3, 3), schedule="1f1b")
+    steps = _steps(dropping, one, count=2)
+    losses, reference = _train_split(dropping, weights, one, steps, ADAMW, dropout_seed=1)
+    cut_losses, cut = _train_split(dropping, weights, three, steps, ADAMW, dropout_seed=1)
+    other_losses, _ = _train_split(dropping, weights, one, steps, ADAMW, dropout_seed=2)
+    assert cut_losses == pytest.approx(losses, rel=1e-5)
+    assert _largest_difference(cut, reference) <= 1e-5
+    assert other_losses != pytest.approx(losses, rel=1e-5)
