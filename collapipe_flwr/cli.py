@@ -115,11 +115,16 @@ def simulate(
     tokens: Annotated[int | None, typer.Option(help="Tokens of an example.")] = None,
     examples: Annotated[int | None, typer.Option(help="Examples of each cluster.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Rounds of each episode.")] = None,
-    seeds: Annotated[str | None, typer.Option("--seeds", "--seed", help="0,1,2,...")] = None,
+    seeds: Annotated[
+        list[str] | None, typer.Option("--seeds", "--seed", help="0,1,2 or given repeatedly.")
+    ] = None,
     policies: Annotated[str | None, typer.Option(help="dssda,fedavg,...")] = None,
     penalty_weight: Annotated[float | None, typer.Option(help="V of DSSDA.")] = None,
     energy_budget: Annotated[
-        str | None, typer.Option(help="30% of training alone, 500 joules a round, or none.")
+        str | None,
+        typer.Option(
+            help="1.8x an equal share of work, 30% of training alone, 500 joules, or none."
+        ),
     ] = None,
     channel: Annotated[
         str | None, typer.Option(help="static, block-fading, mobility or trace:FILE.")
@@ -148,7 +153,7 @@ def simulate(
         tokens=tokens,
         examples=examples,
         rounds=rounds,
-        seeds=seeds,
+        seeds=",".join(seeds) if seeds else None,
         policies=policies,
         penalty_weight=penalty_weight,
         energy_budget=energy_budget,

@@ -12,35 +12,48 @@ from collapipe_flwr.simulator.world import Budgets
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnergyBudget:
-    """A share of what a device would spend training alone, or joules per round, or neither."""
+    """One of three, or none for unlimited energy.
 
+    ``equal_shares`` and ``share`` count in what a device would spend on training the whole encoder
+    alone: the former in units of its cluster's equal share of that, 1 over the number of devices.
+    """
+
+    equal_shares: float | None = None
     share: float | None = None
     joule: float | None = None
 
-    def budgets(self, model: ModelProfile) -> Budgets:
-        """The budgets of a world in which ``model`` is trained."""
-        if self.share is not None:
-            return Budgets(model=model, share=self.share)
-        return Budgets(fixed_j=self.joule)
+    def budgets(self, model: ModelProfile, devices: int) -> Budgets:
+        """The budgets of a cluster of so many devices in which ``model`` is trained."""
+        if self.joule is not None:
+            return Budgets(fixed_j=self.joule)
+        share = self.share if self.equal_shares is None else self.equal_shares / devices
+        return Budgets() if share is None else Budgets(model=model, share=share)
 
     def __str__(self) -> str:
+        if self.equal_shares is not None:
+            return f"{self.equal_shares:g}x"
         if self.share is not None:
             return f"{100 * self.share:g}%"
         return "none" if self.joule is None else f"{self.joule:g}"
 
 
 def energy_budget(text: str) -> EnergyBudget:
-    """``30%`` of training alone, ``500`` joules per round, or ``none``; raises ConfigError."""
+    """``1.8x`` an equal share, ``30%`` of training alone, ``500`` joules or ``none``.
+
+    Raises ConfigError for anything else.
+    """
     word = text.strip()
     if word == "none":
         return EnergyBudget()
     try:
-        value = float(word.removesuffix("%"))
+        value = float(word.rstrip("%x"))
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and value > 0):
         raise ConfigError(
-            f"--energy-budget must be joules per round (500), a share of training alone (30%) "
-            f"or none, got {text!r}"
+            "--energy-budget must be joules per round (500), a share of training alone (30%), "
+            f"a multiple of an equal share of it (1.8x) or none, got {text!r}"
         )
+    if word.endswith("x"):
+        return EnergyBudget(equal_shares=value)
     return EnergyBudget(share=value / 100) if word.endswith("%") else EnergyBudget(joule=value)

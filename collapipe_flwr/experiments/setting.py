@@ -35,7 +35,7 @@ class Setting:
     model: ModelShape = field(default_factory=ModelShape)
     radio: str = "wifi"
     channel: str = "block-fading"
-    budget: EnergyBudget = field(default_factory=lambda: EnergyBudget(share=0.3))
+    budget: EnergyBudget = field(default_factory=lambda: EnergyBudget(equal_shares=1.8))
     settings: SchedulerSettings = field(
         default_factory=lambda: SchedulerSettings(micro_batches=(1, 2, 4, 8, 16))
     )
@@ -52,7 +52,6 @@ class Setting:
 
     def world(self, seed: int, profile: ModelProfile) -> World:
         """The world of one seed; raises ConfigError for unknown kinds, radios and channels."""
-        budgets = self.budget.budgets(profile)
         rows = self.fleet or _drawn(self, seed)
         world = make_world(
             cluster_devices=[[_STAND_IN] * len(row.members) for row in rows],
@@ -60,10 +59,9 @@ class Setting:
             radio=self.radio,
             channel=self.channel,
             seed=seed,
-            budgets=budgets,
             cluster_ids=[row.cluster_id for row in rows],
         )
-        return replace(world, clusters=_equipped(world.clusters, rows, budgets))
+        return replace(world, clusters=_equipped(self, world, rows, profile))
 
     def as_json(self) -> dict[str, object]:
         """Plain data that states the setting."""
@@ -96,11 +94,12 @@ def _drawn(setting: Setting, seed: int) -> tuple[FleetCluster, ...]:
 
 
 def _equipped(
-    clusters: Sequence[ClusterProfile], rows: Sequence[FleetCluster], budgets: Budgets
+    setting: Setting, world: World, rows: Sequence[FleetCluster], profile: ModelProfile
 ) -> tuple[ClusterProfile, ...]:
-    """The clusters with every member made the board that its row names."""
+    """The world's clusters with every member made the board that its row names."""
     result = []
-    for cluster, row in zip(clusters, rows, strict=True):
+    for cluster, row in zip(world.clusters, rows, strict=True):
+        budgets = setting.budget.budgets(profile, len(cluster.devices))
         places = (cluster.control_unit, *cluster.devices)
         members = [
             _board(place, kind, budgets, cluster.examples)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
+from operator import ge, le, lt
 
 import numpy as np
 
@@ -137,19 +138,18 @@ def _claims(ours: Summary, others: dict[str, Summary]) -> Json:
     memory = None if whole is None else _memory_share(ours, whole)
     return {
         "latency_lower_percent": _claim(
-            min((v for v in latency if v is not None), default=None), LATENCY_LOWER_PERCENT
+            min((v for v in latency if v is not None), default=None), ge, LATENCY_LOWER_PERCENT
         ),
         "efficiency_higher_percent": _claim(
-            min(efficiency, default=None), EFFICIENCY_HIGHER_PERCENT
+            min(efficiency, default=None), ge, EFFICIENCY_HIGHER_PERCENT
         ),
-        "peak_memory_share": _claim(memory, MEMORY_SHARE, at_most=True),
-        "energy_over_budget_max": _claim(ours.energy_over_budget_max, 1.0, at_most=True),
+        "peak_memory_share": _claim(memory, lt, MEMORY_SHARE),
+        "energy_over_budget_max": _claim(ours.energy_over_budget_max, le, 1.0),
     }
 
 
-def _claim(seen: float | None, needed: float, *, at_most: bool = False) -> Json:
-    kept = None if seen is None else (seen <= needed if at_most else seen >= needed)
-    return {"seen": seen, "needed": needed, "kept": kept}
+def _claim(seen: float | None, holds: Callable[[float, float], bool], needed: float) -> Json:
+    return {"seen": seen, "needed": needed, "kept": None if seen is None else holds(seen, needed)}
 
 
 def _lower(ours: float, other: float) -> float | None:

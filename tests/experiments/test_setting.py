@@ -49,7 +49,7 @@ def test_drawn_worlds_equal_the_simulators_own(small: Setting) -> None:
         examples=[200, 200],
         channel=small.channel,
         seed=7,
-        budgets=small.budget.budgets(profile),
+        budgets=small.budget.budgets(profile, 2),
     )
     world = small.world(7, profile)
     assert world.clusters == own.clusters
@@ -92,9 +92,10 @@ def test_bad_files_are_refused_with_their_name(tmp_path: Path, values: object, s
 
 def test_energy_budgets_read_as_written() -> None:
     assert energy_budget("30%") == EnergyBudget(share=0.3)
+    assert energy_budget("1.8x") == EnergyBudget(equal_shares=1.8)
     assert energy_budget("500") == EnergyBudget(joule=500.0)
     assert energy_budget("none") == EnergyBudget()
-    assert [str(energy_budget(text)) for text in ("30%", "500", "none")] == ["30%", "500", "none"]
+    assert all(str(energy_budget(text)) == text for text in ("1.8x", "30%", "500", "none"))
 
 
 def test_choices_change_a_preset_and_leave_the_rest() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from collapipe_flwr import cli
 from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.experiments.budget import EnergyBudget
 from collapipe_flwr.experiments.model import ModelShape
 from collapipe_flwr.experiments.setting import COMPARED, Setting
 from collapipe_flwr.experiments.simulate import simulate
@@ -63,7 +64,7 @@ def test_json_has_the_promised_keys(run: Callable[..., bytes]) -> None:
 
 
 def test_every_policy_runs_and_latency_only_equals_dssda_without_budgets(small: Setting) -> None:
-    free = replace(small, policies=COMPARED, budget=type(small.budget)())
+    free = replace(small, policies=COMPARED, budget=EnergyBudget())
     result = simulate(free)
     ours, blind = result.policy("dssda"), result.policy("latency-only")
     assert ours is not None and blind is not None
@@ -91,11 +92,12 @@ def test_a_policy_that_fits_nowhere_is_reported_not_raised(small: Setting) -> No
         simulate(replace(large, policies=("fedavg",)))
 
 
-def test_penalty_sweep_buys_latency_with_queues(small: Setting) -> None:
-    points = penalty_sweep(replace(small, clusters=1, rounds=6))
+def test_a_larger_penalty_weight_buys_latency_with_energy(small: Setting) -> None:
+    tight = replace(small, clusters=1, rounds=6, budget=EnergyBudget(joule=2.0))
+    points = penalty_sweep(tight)
     assert len(points) == len(FACTORS)
     assert points[-1].latency_mean_s <= points[0].latency_mean_s
-    assert points[-1].queue_share_max >= points[0].queue_share_max
+    assert points[-1].energy_over_budget >= points[0].energy_over_budget
 
 
 def test_ticks_count_rounds(small: Setting) -> None:
