@@ -194,15 +194,7 @@ class Planner:
 
     def refuse(self, m: int) -> None:
         """Say why cluster m cannot be planned."""
-        profile = self.tables.snapshot.clusters[m].profile
-        state = self.tables.blocks.state_bytes_l[-1]
-        room = sum(device.memory_bytes for device in profile.devices)
-        raise InfeasibleError(
-            f"cluster {profile.cluster_id!r}: no segmentation fits its memories; the encoder's "
-            f"state needs {state / 2**20:.0f} MiB plus activations and its {len(profile.devices)} "
-            f"devices have {room / 2**20:.0f} MiB: add a device, lower micro-batch-sizes or "
-            "micro-batches, or choose a smaller model"
-        )
+        raise InfeasibleError(refusal(self.tables, m))
 
 
 def _largest_other(values: Array) -> Array:
@@ -212,3 +204,25 @@ def _largest_other(values: Array) -> Array:
     result = np.full(values.shape, values[order[-1]])
     result[order[-1]] = values[order[-2]]
     return result
+
+
+def refusal(tables: Tables, m: int) -> str:
+    """Which memory is too small for cluster m, and what to do."""
+    snapshot, mib = tables.snapshot, 2.0**20
+    profile, model = snapshot.clusters[m].profile, snapshot.model
+    share = snapshot.edge.memory_bytes / tables.num_clusters
+    blocks = tables.blocks.state_bytes_l[-1]
+    room = sum(device.memory_bytes for device in profile.devices)
+    parts = (
+        ("the control unit", model.embedding.state_bytes, profile.control_unit.memory_bytes),
+        ("the edge (its share per cluster)", model.decoder.state_bytes, share),
+        (f"the {len(profile.devices)} devices together", blocks, room),
+    )
+    needs = "; ".join(
+        f"{name} need {need / mib:.0f} MiB of state plus activations and have {have / mib:.0f} MiB"
+        for name, need, have in sorted(parts, key=lambda p: p[2] / max(p[1], 1.0))
+    )
+    return (
+        f"cluster {profile.cluster_id!r}: no plan fits its memories ({needs}): add a device, lower "
+        "micro-batch-sizes or micro-batches, or choose a smaller model"
+    )

@@ -30,6 +30,7 @@ ENUMERATED_ROWS = 20_000  # clusters with fewer candidates than this are searche
 DESCENT_SWEEPS = 40
 MANY = 20  # more clusters than this, already planned once, go on for a few sweeps per round
 WARM_SWEEPS = 6
+CHUNK = 400  # clusters searched at a time: keeps candidates within tens of megabytes
 FRESH_CLUSTERS = 8  # so many of the clusters whose latency matters most start afresh, too
 EXACT_CLUSTERS = 3  # shortest paths cost up to seconds: for so many clusters at most
 SAME = 1e-9
@@ -53,11 +54,12 @@ class Search:
         large = self.clusters[~small]
         if not len(large):
             return rows
-        if now is None:
-            rows = replaced(rows, large, self._starts(rows, large))
-            rows = self._descend(rows, large)
-        else:
-            rows = self._descend(rows, large, WARM_SWEEPS if len(large) > MANY else DESCENT_SWEEPS)
+        for chunk in np.array_split(large, -(-len(large) // CHUNK)):
+            if now is None:
+                rows = replaced(rows, chunk, self._starts(rows, chunk))
+            sweeps = WARM_SWEEPS if now is not None and len(large) > MANY else DESCENT_SWEEPS
+            rows = self._descend(rows, chunk, sweeps)
+        if now is not None:
             rows = self._afresh(rows, large)
         if len(large) <= EXACT_CLUSTERS:
             for m in large:
@@ -101,7 +103,14 @@ class Search:
 
     def _starts(self, now: Layouts, clusters: Ints) -> Layouts:
         """The best simple layout of each of ``clusters``; raises InfeasibleError without any."""
-        rows = starting_rows(self.planner.tables, clusters, self.counts, self.batches)
+        reference = self.planner.learning.reference
+        batches = np.array(
+            [
+                [reference.micro_batch_size, reference.micro_batches],
+                [self.batches[:, 0].min(), self.batches[:, 1].min()],
+            ]
+        )
+        rows = starting_rows(self.planner.tables, clusters, self.counts, batches)
         values = self.score(rows, now)
         best = segment_choice(values, rows.cluster_r, clusters)
         for m in clusters[~np.isfinite(values[best])]:

@@ -20,7 +20,9 @@ from collapipe_flwr.core.domain import (
 from collapipe_flwr.simulator.devices import RadioPreset, device_preset, radio_preset
 from collapipe_flwr.simulator.radio import ChannelModel, Placement, channel_model
 
-EDGE = EdgeProfile(speed_flop_per_s=5e12, memory_bytes=64 * 2**30, tx_power_w=1.0)
+EDGE_FLOP_PER_S = 5e12  # what one cluster sees of a server-class GPU in fp32
+EDGE_BYTES_PER_CLUSTER = 8 * 2**30
+EDGE_TX_POWER_W = 1.0  # an access point's 30 dBm
 SERVER_RATE_BIT_PER_S = 100e6
 CLUSTER_DISTANCE_M = (30.0, 120.0)
 DEVICE_DISTANCE_M = (3.0, 15.0)
@@ -109,7 +111,11 @@ def make_world(
             _cluster(name, kinds, count, bands, budgets or Budgets()) for name, kinds, count in rows
         ),
         placements=tuple(_place(name, len(kinds), bands, rng) for name, kinds, _ in rows),
-        edge=EDGE,
+        edge=EdgeProfile(
+            speed_flop_per_s=EDGE_FLOP_PER_S,
+            memory_bytes=EDGE_BYTES_PER_CLUSTER * len(ids),
+            tx_power_w=EDGE_TX_POWER_W,
+        ),
         radio=RadioProfile(
             bandwidth_hz=bands.edge_bandwidth_hz, noise_w_per_hz=bands.noise_w_per_hz
         ),
