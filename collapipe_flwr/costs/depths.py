@@ -34,7 +34,7 @@ def classic_depths(stages: int, micro_batches: int) -> list[int]:
 
 def step_times(chain: Chain, times: Array, row: int, *, half_duplex: bool) -> StepTimes:
     """One row's stage and hop times, without the padding."""
-    depth = int(chain.rows.depth_r[row])
+    depth = chain.rows.depth_of(row)
     columns = [*range(depth + 1), chain.forward_stage_s.shape[1] - 1]
 
     def pick(table: Array, index: list[int]) -> tuple[float, ...]:
@@ -60,7 +60,7 @@ def deepest(tables: Tables, chain: Chain, options: Options, row: int) -> list[in
     each = peak_bytes(tables, one, options, np.ones(shape))[0] - empty
     room = capacity_bytes(tables, one, options)[0] - empty
     most = int(chain.rows.micro_batches_r[row])
-    depth = int(chain.rows.depth_r[row])
+    depth = chain.rows.depth_of(row)
     columns = [*range(depth + 1), shape[1] - 1]
     own = [
         most if each[k] <= 0 else max(min(most, math.floor(room[k] / each[k])), 1) for k in columns

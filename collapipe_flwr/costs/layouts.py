@@ -43,6 +43,10 @@ class Layouts:
         """Number of segments."""
         return np.asarray(self.used_rs.sum(1), dtype=np.int64)
 
+    def depth_of(self, row: int) -> int:
+        """Number of segments of one row."""
+        return int(np.count_nonzero(self.member_rs[row] != UNUSED))
+
     @property
     def first_rs(self) -> Ints:
         """First block of each slot's segment."""

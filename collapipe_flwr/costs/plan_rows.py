@@ -59,12 +59,12 @@ def _member_indices(tables: Tables, m: int, plan: ClusterPlan) -> Ints:
 def segments_of(tables: Tables, rows: Layouts, row: int) -> tuple[Segment, ...]:
     """The segments of one row, with device names."""
     devices = tables.snapshot.clusters[int(rows.cluster_r[row])].profile.devices
-    firsts = rows.first_rs[row]
+    members, stops = rows.member_rs[row].tolist(), rows.stop_rs[row].tolist()
     return tuple(
         Segment(
-            device_id=devices[int(rows.member_rs[row, s]) - 1].device_id,
-            first_block=int(firsts[s]),
-            stop_block=int(rows.stop_rs[row, s]),
+            device_id=devices[members[s] - 1].device_id,
+            first_block=stops[s - 1] if s else 0,
+            stop_block=stops[s],
         )
-        for s in range(int(rows.depth_r[row]))
+        for s in range(rows.depth_of(row))
     )

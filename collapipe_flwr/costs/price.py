@@ -103,7 +103,7 @@ def named_energy(tables: Tables, chain: Chain, m: int, energy_s: Array) -> dict[
     members = members_of(tables.snapshot.clusters[m])
     result = {member.device_id: 0.0 for member in members}
     result[members[0].device_id] = float(energy_s[0])
-    for slot in range(int(chain.rows.depth_r[m])):
+    for slot in range(chain.rows.depth_of(m)):
         name = members[int(chain.rows.member_rs[m, slot])].device_id
         result[name] = float(energy_s[slot + 1])
     return result

@@ -124,7 +124,8 @@ def kept_rows(tables: Tables, state: SchedulerState, settings: SchedulerSettings
     """Last round's layouts where they still fit today's clusters, else None."""
     if state.last_plan is None:
         return None
-    plans = [state.last_plan.cluster(c.profile.cluster_id) for c in tables.snapshot.clusters]
+    by_id = {plan.cluster_id: plan for plan in state.last_plan.clusters}
+    plans = [by_id.get(c.profile.cluster_id) for c in tables.snapshot.clusters]
     present = [plan for plan in plans if plan is not None]
     if len(present) < len(plans):
         return None
