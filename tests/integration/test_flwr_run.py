@@ -1,0 +1,54 @@
+"""The command that users type: `flwr run` on a SuperLink of its own, and an honest exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from collapipe_flwr.federation.overrides import write_overrides
+from tests.integration.conftest import TINY
+
+PROJECT = Path(__file__).parents[2]
+LIMIT_S = 240.0
+
+
+def _collapipe_run(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    config = folder / "tiny.toml"
+    write_overrides({key: value for key, value in TINY.items() if key != "run-name"}, config)
+    command = [sys.executable, "-m", "collapipe_flwr.cli", "run", str(PROJECT)]
+    command += ["--federation-config", str(PROJECT / "sim.toml")]
+    command += ["--output-dir", str(folder / "runs"), "-c", str(config), *more]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+@pytest.mark.timeout(2 * LIMIT_S)
+def test_a_completed_run_exits_with_0_and_prints_its_directory_last(tmp_path: Path) -> None:
+    done = _collapipe_run(tmp_path)
+    if "Ray" in done.stderr or "RayBackend" in done.stdout:  # its start fails now and then
+        done = _collapipe_run(tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run_dir = Path(done.stdout.strip().splitlines()[-1])
+    assert run_dir.parent == tmp_path / "runs"
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["status"] == "completed"
+    assert (run_dir / "model" / "model.safetensors").exists()
+    assert "round   2/2" in done.stdout
+
+
+def test_a_refused_run_exits_with_1_and_one_sentence(tmp_path: Path) -> None:
+    done = _collapipe_run(tmp_path, "-c", "model.overrides=d_modell=8")
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("Error: model.type, model.overrides: 'marian' models have no setting")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_misspelt_override_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    done = _collapipe_run(tmp_path, "-c", "nonsense")
+    assert done.returncode == 1
+    assert "neither KEY=VALUE nor a .toml file" in done.stderr
+    assert "SuperLink" not in done.stdout
