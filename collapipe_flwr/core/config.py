@@ -101,7 +101,7 @@ class SchedulerConfig:
     micro_batch_sizes: str = key("16,32", counts())
     micro_batches: str = key("2,4", counts())
     schedule: str = key("gpipe", one_of("gpipe", "1f1b"))
-    participation_floor: float = key(0.5, between(0, 1))
+    participation_floor: float = key(1.0, between(0, 1))  # long-term share of rounds, each cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
