@@ -18,7 +18,7 @@ from collapipe_flwr.core.domain import (
     Segment,
 )
 from collapipe_flwr.core.errors import ProtocolError
-from collapipe_flwr.federation.json_codec import from_json, to_json
+from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.federation.records import (
     LearningSettings,
     RoundAssignment,
