@@ -82,10 +82,11 @@ def instance(seed: int) -> Instance:
     profile = setting.model.profile()
     snapshot = setting.world(seed, profile).snapshot(1, profile)
     state = make_scheduler("dssda", settings).init(snapshot)
-    return Instance(snapshot=snapshot, state=_queued(state, snapshot, rng), settings=settings)
+    return Instance(snapshot=snapshot, state=queued(state, snapshot, rng), settings=settings)
 
 
-def _queued(state: SchedulerState, snapshot: Snapshot, rng: np.random.Generator) -> SchedulerState:
+def queued(state: SchedulerState, snapshot: Snapshot, rng: np.random.Generator) -> SchedulerState:
+    """``state`` with energy queues of up to a few budgets on about half of all members."""
     queues = {
         c.profile.cluster_id: {
             m.device_id: float(rng.exponential(2.0) * rng.integers(0, 2)) * m.energy_budget_j

@@ -23,6 +23,7 @@ from collapipe_flwr.scheduler.radio_problem import RadioProblem
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
 NODES = 12
+TOLERANCES = {"tol_gap_abs": 1e-6, "tol_gap_rel": 1e-6, "tol_feas": 1e-6}  # reached at M = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,7 @@ class _Model:
         ]
         problem = cp.Problem(cp.Minimize(self.round + sum(self.energy)), self.constraints)
         try:
-            problem.solve(solver=cp.CLARABEL)
+            problem.solve(solver=cp.CLARABEL, **TOLERANCES)
         except cp.SolverError as error:
             raise ScheduleError("the reference solver broke off: rescale the instance") from error
         if problem.status != cp.OPTIMAL:
