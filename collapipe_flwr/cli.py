@@ -39,19 +39,21 @@ def run(
 ) -> None:
     """Run the app with `flwr run . --stream` on a private SuperLink and exit by its outcome.
 
-    Unlike plain `flwr run --stream`, the exit code is 1 when the run did not complete. The last
-    line printed is the path of the run directory.
+    Unlike plain `flwr run --stream`, the exit code is 1 when the run did not complete.
+    The last line printed is the path of the run directory.
     """
     from collapipe_flwr.federation.launcher import Launch, run_app
-    from collapipe_flwr.federation.overrides import read_overrides
+    from collapipe_flwr.federation.overrides import check_overrides, read_overrides
     from collapipe_flwr.reporting.console import summary_table
     from collapipe_flwr.reporting.run_directory import read_summary
 
+    overrides = read_overrides(run_config or ())
+    check_overrides(project, overrides)
     launch = Launch(
         app=project.resolve(),
         output_dir=output_dir.resolve(),
         run_name=time.strftime("%Y%m%d-%H%M%S"),
-        run_config=read_overrides(run_config or ()),
+        run_config=overrides,
         federation_config=federation_config,
     )
     first_error = run_app(launch)

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from collapipe_flwr.core.config import known_keys, parse
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.parsing import Value
+from collapipe_flwr.core.parsing import Value, refuse_unknown
 
 
 def read_overrides(sources: Sequence[str]) -> dict[str, Value]:
@@ -25,6 +26,21 @@ def read_overrides(sources: Sequence[str]) -> dict[str, Value]:
     for source in sources:
         merged |= _read_file(Path(source)) if source.endswith(".toml") else _read_pair(source)
     return merged
+
+
+def check_overrides(project: Path, overrides: Mapping[str, Value]) -> None:
+    """Raise ConfigError for keys that the app does not declare; Flower would not say which.
+
+    For an app with exactly our keys, values are checked as well, before anything starts.
+    """
+    path = project / "pyproject.toml"
+    if not path.exists():
+        raise ConfigError(f"{project} is no Flower app: it has no pyproject.toml")
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    declared = _flat(table.get("tool", {}).get("flwr", {}).get("app", {}).get("config", {}))
+    refuse_unknown(overrides, set(declared))
+    if set(declared) == known_keys():
+        parse({**declared, **overrides})
 
 
 def write_overrides(overrides: Mapping[str, Value], path: Path) -> None:

@@ -47,8 +47,19 @@ def test_a_refused_run_exits_with_1_and_one_sentence(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_misspelt_override_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    done = _collapipe_run(tmp_path, "-c", "nonsense")
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("nonsense", "neither KEY=VALUE nor a .toml file"),
+        ("train.learning-rat=0.1", "train.learning-rat is unknown; did you mean"),
+        ("train.learning-rate=-1", "train.learning-rate must be > 0, got -1.0"),
+        ("missing.toml", "--run-config missing.toml cannot be read"),
+    ],
+)
+def test_a_wrong_override_is_refused_before_anything_starts(
+    tmp_path: Path, override: str, sentence: str
+) -> None:
+    done = _collapipe_run(tmp_path, "-c", override)
     assert done.returncode == 1
-    assert "neither KEY=VALUE nor a .toml file" in done.stderr
-    assert "SuperLink" not in done.stdout
+    assert sentence in done.stderr
+    assert done.stdout == ""
