@@ -29,6 +29,7 @@ from collapipe_flwr.scheduler.base import (
 from collapipe_flwr.scheduler.planner import Planner, Solution
 from collapipe_flwr.scheduler.protocol import SchedulerSettings
 from collapipe_flwr.scheduler.queues import budgets_of
+from collapipe_flwr.scheduler.smoothing import smoothed
 from collapipe_flwr.scheduler.state import SchedulerState
 
 
@@ -58,12 +59,14 @@ class Dssda:
 
     def step(self, state: SchedulerState, snapshot: Snapshot) -> tuple[Plan, SchedulerState]:
         """Plan one round; an unusable snapshot repeats the last plan and says so in it."""
+        seen, profiles = smoothed(snapshot, state.profiles, self.settings.profile_memory)
         try:
-            plan = self._plan(state, snapshot)
+            plan = self._plan(state, seen)
         except (ScheduleError, np.linalg.LinAlgError) as error:
             plan = repeated(state, snapshot, error)
         budgets = budgets_of(state, budgets_in(snapshot))
-        return plan, replace(state, rounds=state.rounds + 1, budget_j=budgets, last_plan=plan)
+        after = replace(state, rounds=state.rounds + 1, budget_j=budgets, last_plan=plan)
+        return plan, replace(after, profiles=profiles)
 
     def observe(self, state: SchedulerState, plan: Plan, outcome: RoundOutcome) -> SchedulerState:
         """Queues by realised energy, estimates by telemetry."""

@@ -30,6 +30,7 @@ class SchedulerSettings:
     memory_margin: float = 0.05
     budget_margin: float = 0.05  # queues aim this share below every energy budget
     hysteresis: float = 0.02  # least relative gain for which devices change segments
+    profile_memory: float = 0.8  # weight of the past in averages of measured speeds; 0: none
     exact_devices: int = 5  # clusters of few devices get exact orders; 8 is possible but slow
     rounds_of_search: int = 6  # alternations at most
 
@@ -81,6 +82,12 @@ def _check(settings: SchedulerSettings) -> None:
         ),
         ("memory-margin", settings.memory_margin, 0 <= settings.memory_margin < 1, "in [0, 1)"),
         ("budget-margin", settings.budget_margin, 0 <= settings.budget_margin < 1, "in [0, 1)"),
+        (
+            "profile-memory",
+            settings.profile_memory,
+            0 <= settings.profile_memory < 1,
+            "in [0, 1)",
+        ),
         ("hysteresis", settings.hysteresis, settings.hysteresis >= 0, ">= 0"),
         ("schedule", settings.schedule, settings.schedule in SCHEDULES, f"one of {SCHEDULES}"),
     )
