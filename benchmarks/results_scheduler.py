@@ -2,7 +2,7 @@
 
     python benchmarks/results_scheduler.py FOLDER > docs/results-scheduler.md
 
-FOLDER holds the files that the commands in ``RUNS`` and ``BENCH`` write.
+FOLDER holds the files that the commands in ``RUNS`` (any of them) and ``BENCH`` write.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ RUNS = {
     "same-batches": (
         "--preset paper --micro-batch-sizes 4 --micro-batches 4",
         "The same, every policy with 4 micro-batches of 4",
+    ),
+    "half-memory": (
+        "--preset paper --memory-margin 0.5",
+        "The same, half of every memory left to the board's owner",
     ),
     "one-strong": ("--preset one-strong", "Some boards as fast as a whole cluster, no budgets"),
     "cellular": ("--preset cellular", "Eight moving clusters in a 5G cell, a larger model"),
@@ -47,14 +51,15 @@ def lines(folder: Path) -> Iterator[str]:
     yield "Scheduler-only simulations: nothing is trained, rounds cost what the cost model says."
     yield "Columns, presets and definitions are explained in [simulate.md](simulate.md). Made with"
     yield from ("", "```bash")
-    for name, (options, _) in RUNS.items():
+    runs = {name: run for name, run in RUNS.items() if (folder / f"{name}.json").exists()}
+    for name, (options, _) in runs.items():
         yield f"collapipe simulate {options} --json {name}.json"
     yield from (
         BENCH,
         "python benchmarks/results_scheduler.py . > docs/results-scheduler.md",
         "```",
     )
-    for name, (options, title) in RUNS.items():
+    for name, (options, title) in runs.items():
         yield from run_lines(title, options, read(folder / f"{name}.json"))
     yield from bench_lines(read(folder / "bench.json"))
 

@@ -139,6 +139,9 @@ def simulate(
     micro_batch_sizes: Annotated[str | None, typer.Option(help="Sizes to choose from.")] = None,
     micro_batches: Annotated[str | None, typer.Option(help="Counts to choose from.")] = None,
     schedule: Annotated[str | None, typer.Option(help="gpipe or 1f1b.")] = None,
+    memory_margin: Annotated[
+        float | None, typer.Option(help="Share of every memory that plans leave free.")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write results.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Folder for plots (needs matplotlib).")] = None,
 ) -> None:
@@ -166,6 +169,7 @@ def simulate(
         micro_batch_sizes=micro_batch_sizes,
         micro_batches=micro_batches,
         schedule=schedule,
+        memory_margin=memory_margin,
     )
     setting = chosen.over(preset_setting(preset))
     run_simulation(setting, Outputs(json_file=json_file, plot_dir=plot))

@@ -13,7 +13,7 @@ from collapipe_flwr.experiments.setting import Setting
 
 _SETTING = ("clusters", "devices", "examples", "rounds", "channel", "radio")
 _MODEL = ("blocks", "width", "tokens")
-_PLANNING = ("penalty_weight", "schedule")
+_PLANNING = ("penalty_weight", "schedule", "memory_margin")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +31,7 @@ class Choices:
     tokens: int | None = None
     penalty_weight: float | None = None
     schedule: str | None = None
+    memory_margin: float | None = None
     seeds: str | None = None
     policies: str | None = None
     kinds: str | None = None
