@@ -75,10 +75,12 @@ class Layout:
 
 
 def to_boundary(values: Array, step: Array) -> float:
-    """How far ``values + length * step`` stays non-negative, at most 1e3."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        lengths = np.where(step < 0, -values / step, np.inf)
-    return min(float(lengths.min()), 1e3)
+    """How far ``values + length * step`` stays non-negative, at most 1e3.
+
+    Entries that are masked out are 0 and do not move.
+    """
+    fastest_fall = float(np.max(-step / (values + 1e-300)))
+    return 1.0 / max(fastest_fall, 1e-3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
