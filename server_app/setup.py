@@ -133,7 +133,8 @@ def make_planner(
     world = _world(config, model, profiles)
     with blaming("scheduler.policy"):
         scheduler = make_scheduler(config.scheduler.policy, settings)
-    scheduler.step(scheduler.init(snapshot := world.snapshot(1, model)), snapshot)
+    with blaming("world.devices, world.memory-share"):
+        scheduler.step(scheduler.init(snapshot := world.snapshot(1, model)), snapshot)
     names = {node: profile.cluster_id for node, profile in clusters.items()}
     return Planned(
         rounds=ScheduledRounds(scheduler, world, model, names, options=settings.options),

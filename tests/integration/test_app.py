@@ -119,7 +119,11 @@ def test_own_csv_by_run_config_alone(run_app: RunApp, tmp_path: Path) -> None:
         ({"data.task": "classification"}, 2, "data.train is empty"),
         ({"model.type": "martian"}, 2, "model.type, model.overrides: unknown model type 'martian'"),
         ({"model.overrides": "d_modell=8"}, 2, "model.overrides"),
-        ({"world.memory-share": 1e-6}, 2, "no segmentation fits its memories"),
+        (
+            {"world.memory-share": 1e-6},
+            2,
+            "world.devices, world.memory-share: cluster 'cluster-0': no plan",
+        ),
         ({"world.devices": "toaster"}, 2, "world.devices: unknown device kind 'toaster'"),
         ({"scheduler.policy": "astrology"}, 2, "scheduler.policy"),
         ({"edge.address": "127.0.0.1:1", "edge.timeout-s": 2.0}, 2, "edge at 127.0.0.1:1"),
