@@ -44,7 +44,7 @@ class RunConfig:
     run_name: str = ""  # folder inside output-dir; empty: named after the start time
     strategy: str = key("fedavg", one_of("fedavg", "fedavgm", "fedadam"))
     runtime: str = key("pipeline", one_of("pipeline", "whole"))  # whole: plain FedAvg, no split
-    node_timeout_s: float = key(60.0, above(0))  # wait this long for the clusters to connect
+    node_timeout_s: float = key(300.0, above(0))  # wait this long for the clusters to connect
     round_timeout_s: float = key(900.0, above(0))
 
 
