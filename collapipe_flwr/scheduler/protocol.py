@@ -93,12 +93,12 @@ def _check(settings: SchedulerSettings) -> None:
     )
     for key, value, good, wanted in checks:
         if not good:
-            raise ScheduleError(f"collapipe.scheduler.{key} must be {wanted}, got {value!r}")
+            raise ScheduleError(f"scheduler.{key} must be {wanted}, got {value!r}")
     for key, grid in (
         ("micro-batch-sizes", settings.micro_batch_sizes),
         ("micro-batches", settings.micro_batches),
     ):
         if not grid or min(grid) < 1:
             raise ScheduleError(
-                f"collapipe.scheduler.{key} needs at least one value, all >= 1, got {grid!r}"
+                f"scheduler.{key} needs at least one value, all >= 1, got {grid!r}"
             )
