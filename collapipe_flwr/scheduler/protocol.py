@@ -99,6 +99,4 @@ def _check(settings: SchedulerSettings) -> None:
         ("micro-batches", settings.micro_batches),
     ):
         if not grid or min(grid) < 1:
-            raise ScheduleError(
-                f"scheduler.{key} needs at least one value, all >= 1, got {grid!r}"
-            )
+            raise ScheduleError(f"scheduler.{key} needs at least one value, all >= 1, got {grid!r}")
