@@ -33,6 +33,9 @@ def check_overrides(project: Path, overrides: Mapping[str, Value]) -> None:
 
     For an app with exactly our keys, values are checked as well, before anything starts.
     """
+    for key in ("output-dir", "run-name"):  # the launcher sets both, to find the run again
+        if key in overrides:
+            raise ConfigError(f"--run-config {key} cannot be set here: use --output-dir")
     path = project / "pyproject.toml"
     if not path.exists():
         raise ConfigError(f"{project} is no Flower app: it has no pyproject.toml")

@@ -5,7 +5,6 @@ They are small and rare, so they need no generated code; tensors never travel in
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TypeVar
 
 from collapipe_flwr.core.errors import ProtocolError
@@ -18,15 +17,6 @@ MESSAGE_BYTES = 4 * 2**20  # more than any model config needs
 def encode_message(message: object) -> bytes:
     """A dataclass instance as JSON bytes."""
     return to_json(message).encode()
-
-
-def message_decoder(kind: type[Message]) -> Callable[[bytes], Message]:
-    """A function that reads exactly `kind`. It raises ProtocolError on anything else."""
-
-    def decode(data: bytes) -> Message:
-        return decode_message(kind, data)
-
-    return decode
 
 
 def decode_message(kind: type[Message], data: bytes) -> Message:

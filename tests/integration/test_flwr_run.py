@@ -53,6 +53,7 @@ def test_a_refused_run_exits_with_1_and_one_sentence(tmp_path: Path) -> None:
         ("nonsense", "neither KEY=VALUE nor a .toml file"),
         ("train.learning-rat=0.1", "train.learning-rat is unknown; did you mean"),
         ("train.learning-rate=-1", "train.learning-rate must be > 0, got -1.0"),
+        ("output-dir=elsewhere", "output-dir cannot be set here: use --output-dir"),
         ("missing.toml", "--run-config missing.toml cannot be read"),
     ],
 )
