@@ -10,13 +10,13 @@ from dataclasses import replace
 import pytest
 
 from collapipe_flwr.cluster.control_unit import RoundOrder, train_round
-from collapipe_flwr.core.domain import ClusterPlan, Segment
+from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import LinkError, ScheduleError
 from collapipe_flwr.models import Splitter, make_spec
 from collapipe_flwr.pipeline.link import memory_pair
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 from collapipe_flwr.pipeline.roles import MicroBatch
-from tests.laws.test_cluster_equals_whole import tiny_batch
+from tests.laws.test_cluster_equals_whole import Cut, tiny_batch
 
 DEADLINE_S = 0.5
 
@@ -36,25 +36,7 @@ def splitter() -> Splitter:
 
 
 def _plan(*stops: int) -> ClusterPlan:
-    starts = (0, *stops[:-1])
-    return ClusterPlan(
-        cluster_id="A",
-        segments=tuple(
-            Segment(device_id=f"A/d{i}", first_block=a, stop_block=b)
-            for i, (a, b) in enumerate(zip(starts, stops, strict=True))
-        ),
-        micro_batch_size=2,
-        micro_batches=1,
-        warmup_depth=(1,) * (len(stops) + 2),
-        local_steps=1,
-        bandwidth_hz=1.0,
-        tx_power_w={},
-        gradient_power_w={},
-        latency_s=1.0,
-        step_s=1.0,
-        energy_j={},
-        memory_bytes={},
-    )
+    return Cut(stops=stops, micro_batches=(2,)).plan()
 
 
 def _order(splitter: Splitter, plan: ClusterPlan) -> RoundOrder:
