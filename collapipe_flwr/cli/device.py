@@ -30,7 +30,7 @@ def device(
     certificate: Certificate = None,
     key: Key = None,
     insecure: Insecure = False,
-    memory_mb: MemoryMb = 8000.0,
+    memory_mb: MemoryMb = 0.0,
     threads: Threads = 0,
     grace_s: Grace = 10.0,
     radio_interface: Annotated[

@@ -31,7 +31,7 @@ def edge(
     certificate: Certificate = None,
     key: Key = None,
     insecure: Insecure = False,
-    memory_mb: MemoryMb = 8000.0,
+    memory_mb: MemoryMb = 0.0,
     threads: Threads = 0,
     grace_s: Grace = 10.0,
     state_dir: StateDir = None,

@@ -18,7 +18,7 @@ Listen = Annotated[
 ]
 Cluster = Annotated[
     list[Path] | None,
-    typer.Option(help="Cluster files (TOML): address, TLS, and who may call."),
+    typer.Option(help="Cluster files (TOML), or a folder of them: address, TLS, who may call."),
 ]
 Allow = Annotated[
     list[str] | None, typer.Option(help="Certificate names that may call, besides the clusters'.")
@@ -29,7 +29,9 @@ Key = Annotated[Path | None, typer.Option("--tls-key", help="PEM: its private ke
 StateDir = Annotated[
     Path | None, typer.Option(help="Keep sessions here, so that a restart goes on with them.")
 ]
-MemoryMb = Annotated[float, typer.Option(help="Refuse a model part with more megabytes.")]
+MemoryMb = Annotated[
+    float, typer.Option(help="Weights taken in all; 0: as much as is free at the start.", min=0)
+]
 Threads = Annotated[int, typer.Option(help="To compute on; 0: one per core.", min=0)]
 Insecure = Annotated[bool, typer.Option(help="Plain text beyond loopback, knowing what it means.")]
 Grace = Annotated[float, typer.Option(help="Seconds that running streams get on a stop.", min=0)]
@@ -56,25 +58,34 @@ class Hosting:
 
     def settings(self) -> HostSettings:
         """The daemon that was asked for; raises ConfigError."""
-        from collapipe_flwr.core.cluster_file import read_cluster
+        from collapipe_flwr.core.roster import roster_of
         from collapipe_flwr.edge.daemon import HostSettings
+        from collapipe_flwr.pipeline.benchmark import available_memory_bytes
 
-        clusters = [read_cluster(path) for path in self.clusters or ()]
+        clusters = self._clusters()
         files = tls_files(self.ca, self.certificate, self.key)
         tls = files or next((c.tls_files(self.name) for c in clusters), None)
-        names = frozenset([*(n for c in clusters for n in c.names), *(self.allow or ())])
+        roster = roster_of(clusters, self.allow or ())
         return HostSettings(
             listen=self.listen or self._address(clusters) or self.fallback,
             name=self.name,
             tls=tls,
             insecure=self.insecure,
-            allowed=names if tls and names else None,
+            roster=roster if tls and roster.callers else None,
             grace_s=self.grace_s,
             state_dir=self.state_dir,
-            memory_bytes=int(self.memory_mb * 1e6),
+            memory_bytes=int(self.memory_mb * 1e6) or available_memory_bytes(),
             radio_interface=self.radio_interface,
             threads=self.threads,
         )
+
+    def _clusters(self) -> list[ClusterConfig]:
+        """The files named, and of folders those that list this member."""
+        from collapipe_flwr.core.cluster_file import clusters_in, read_cluster
+
+        paths = self.clusters or []
+        files = [read_cluster(path) for path in paths if not path.is_dir()]
+        return files + [c for p in paths if p.is_dir() for c in clusters_in(p, self.name)]
 
     def _address(self, clusters: list[ClusterConfig]) -> str:
         return next((a for c in clusters if (a := c.member(self.name).address)), "")

@@ -144,6 +144,15 @@ def read_cluster(path: Path) -> ClusterConfig:
         raise ConfigError(f"cluster file {path}: {error}") from error
 
 
+def clusters_in(folder: Path, member: str) -> list[ClusterConfig]:
+    """The cluster files of a folder that list this member; raises ConfigError where none does."""
+    found = [read_cluster(path) for path in sorted(folder.glob("*.toml"))]
+    listing = [config for config in found if member in config.names]
+    if not listing:
+        raise ConfigError(f"no cluster file in {folder} lists a member {member!r}")
+    return listing
+
+
 def parse_cluster(values: Mapping[str, Any], folder: Path) -> ClusterConfig:
     """A cluster from the tables of its file; raises ConfigError."""
     tables = ("control-unit", "edge", "server", "links", "tls")

@@ -8,10 +8,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.roster import Roster
 from collapipe_flwr.core.tls_files import TlsFiles
 from collapipe_flwr.edge.allocator import share_one_heap
 from collapipe_flwr.edge.listener import Listener, ListenerSettings
@@ -26,8 +28,8 @@ _LOOPBACK = ("127.", "localhost", "[::1]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSettings:
-    """One daemon; `name` is how its neighbours call it, `allowed` who may call (None: whoever
-    the CA signed).
+    """One daemon; `name` is how its neighbours call it, `roster` who may call what (None: whoever
+    the CA signed may all).
 
     On a stop, streams that run get `grace_s` to end; new ones are refused at once. Snapshots of
     recoverable sessions are kept in `state_dir`, from where the next process takes them up.
@@ -39,7 +41,7 @@ class HostSettings:
     name: str
     tls: TlsFiles | None = None
     insecure: bool = False
-    allowed: frozenset[str] | None = None
+    roster: Roster | None = None
     state_dir: Path | None = None
     memory_bytes: int = 8 * 2**30
     radio_interface: str = ""
@@ -77,7 +79,7 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
     listener = Listener(
         settings.listen,
         lambda: kept or _skin(settings, passes_on),
-        ListenerSettings(tls=settings.tls, allowed=settings.allowed),
+        ListenerSettings(tls=settings.tls, roster=settings.roster, on_edge=not passes_on),
     )
     with stopping() as stop, listener:
         announce(listener.address)
@@ -93,6 +95,7 @@ def _skin(settings: HostSettings, passes_on: bool) -> Skin:
     from collapipe_flwr.edge.store import TensorStore
     from collapipe_flwr.edge.vault import Vault
     from collapipe_flwr.rpc.next_hop import Dialer
+    from collapipe_flwr.rpc.probe import probe
 
     connect = Dialer(name=settings.name, tls=settings.tls) if passes_on else refuse_next_hop
     vault = Vault(settings.state_dir) if settings.state_dir is not None else None
@@ -101,7 +104,13 @@ def _skin(settings: HostSettings, passes_on: bool) -> Skin:
         torch.set_num_threads(settings.threads)
     power = IwPower(settings.radio_interface) if settings.radio_interface else RadioAsItIs()
     service = EdgeService(connect=connect, vault=vault, store=store, power=power)
-    return Skin(service, SkinSettings(weight_bytes=settings.memory_bytes))
+    guests = frozenset() if passes_on or settings.roster is None else settings.roster.control_units
+    skin_settings = SkinSettings(
+        weight_bytes=settings.memory_bytes,
+        guests=guests,
+        probe=partial(probe, tls=settings.tls) if passes_on else None,
+    )
+    return Skin(service, skin_settings)
 
 
 @contextmanager

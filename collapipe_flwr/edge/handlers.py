@@ -1,24 +1,27 @@
-"""What a host does with a call: see who it is, then let the skin answer.
+"""What a host does with a call: see who it is and what it may, then let the skin answer.
 
-The skin, and torch with it, comes into being with the first admitted call.
+The skin, and torch with it, comes into being with the first call of a member that needs it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import grpc
 
+from collapipe_flwr.core.roster import Caller
 from collapipe_flwr.rpc import methods
-from collapipe_flwr.rpc.peers import PeerRefused, admit
+from collapipe_flwr.rpc.host_status import status_here
+from collapipe_flwr.rpc.messages import encode_message
+from collapipe_flwr.rpc.peers import Gate, PeerBusy, PeerRefused
 
 if TYPE_CHECKING:
     from collapipe_flwr.edge.skin import Skin
 
 _UNARY = {
-    "OpenSession": "open_session",
     "Report": "report",
     "Timeline": "timeline",
     "Snapshot": "snapshot",
@@ -28,35 +31,43 @@ _UNARY = {
     "Digests": "digests",
     "Health": "health",
     "Benchmark": "benchmark",
+    "Probe": "probe",
 }
+_Messages = Iterator[bytes]
+_MESSAGE_S = 60.0
 
 
 class Handlers:
-    """All methods of a host; `make_skin` is called once. `allowed` as in `ListenerSettings`."""
+    """All methods of a host behind its gate; `make_skin` is called once.
 
-    def __init__(self, make_skin: Callable[[], Skin], allowed: frozenset[str] | None) -> None:
+    On the wire every method takes a stream, so that a stranger's message is never read; those of
+    one message take the first.
+    """
+
+    def __init__(self, make_skin: Callable[[], Skin], gate: Gate) -> None:
         self._make_skin = make_skin
-        self._allowed = allowed
+        self._gate = gate
         self._skin: Skin | None = None
         self._lock = threading.Lock()
 
     def grpc_handler(self) -> grpc.GenericRpcHandler:
         """What the server calls, by method name; bytes in, bytes out."""
+        answering: dict[str, Callable[[_Messages, grpc.ServicerContext], bytes]] = {
+            **{name: self._unary(name, method) for name, method in _UNARY.items()},
+            "OpenSession": self._open_session,
+            "PushWeights": self._push_weights,
+            "Echo": self._echo,
+            "Status": self._status,
+        }
+        streaming = {
+            "FetchWeights": self._fetch_weights,
+            "Stream": self._stream,
+        }
         return grpc.method_handlers_generic_handler(
             methods.SERVICE,
             {
-                **{
-                    name: grpc.unary_unary_rpc_method_handler(self._answering(method))
-                    for name, method in _UNARY.items()
-                },
-                "Echo": grpc.unary_unary_rpc_method_handler(self._echo),
-                "PushWeights": grpc.stream_unary_rpc_method_handler(
-                    self._answering("push_weights")
-                ),
-                "FetchWeights": grpc.unary_stream_rpc_method_handler(
-                    self._answering("fetch_weights")
-                ),
-                "Stream": grpc.stream_stream_rpc_method_handler(self._answering("stream")),
+                **{n: grpc.stream_unary_rpc_method_handler(call) for n, call in answering.items()},
+                **{n: grpc.stream_stream_rpc_method_handler(c) for n, c in streaming.items()},
             },
         )
 
@@ -66,26 +77,81 @@ class Handlers:
             if self._skin is not None:
                 self._skin.close()
 
-    def _answering(self, method: str) -> Callable[[Any, grpc.ServicerContext], Any]:
-        def answer(request: Any, context: grpc.ServicerContext) -> Any:
-            self._check(context)
-            return getattr(self._built(), method)(request, context)
+    def _unary(self, name: str, method: str) -> Callable[[_Messages, grpc.ServicerContext], bytes]:
+        def answer(messages: _Messages, context: grpc.ServicerContext) -> bytes:
+            with self._entered(context, name) as skin:
+                answered: bytes = getattr(skin, method)(_only(messages, context), context)
+                return answered
 
         return answer
 
-    def _echo(self, _: bytes, context: grpc.ServicerContext) -> bytes:
-        """Answer a payload of any size with nothing: for the rate and delay of the way here."""
-        self._check(context)
-        return b""
+    def _open_session(self, messages: _Messages, context: grpc.ServicerContext) -> bytes:
+        with self._admitted(context, "OpenSession") as caller:
+            return self._built().open_session(_only(messages, context), context, caller)
 
-    def _check(self, context: grpc.ServicerContext) -> None:
+    def _push_weights(self, messages: _Messages, context: grpc.ServicerContext) -> bytes:
+        with self._entered(context, "PushWeights") as skin:
+            return skin.push_weights(messages, context)
+
+    def _fetch_weights(self, messages: _Messages, context: grpc.ServicerContext) -> _Messages:
+        with self._entered(context, "FetchWeights") as skin:
+            yield from skin.fetch_weights(_only(messages, context), context)
+
+    def _stream(self, messages: _Messages, context: grpc.ServicerContext) -> _Messages:
+        with self._entered(context, "Stream") as skin:
+            yield from skin.stream(messages, context)
+
+    def _echo(self, messages: _Messages, context: grpc.ServicerContext) -> bytes:
+        """Answer a payload of any size with nothing: for the rate and delay of the way here."""
+        with self._admitted(context, "Echo"):
+            _only(messages, context)
+            return b""
+
+    def _status(self, messages: _Messages, context: grpc.ServicerContext) -> bytes:
+        """What a check wants to know of a host that may not have loaded torch yet."""
+        with self._admitted(context, "Status"):
+            _only(messages, context)
+            return encode_message(status_here())
+
+    @contextmanager
+    def _entered(self, context: grpc.ServicerContext, name: str) -> Iterator[Skin]:
+        """The skin, for a caller that may do this to the session that it names, if it names one."""
+        with self._admitted(context, name) as caller:
+            skin = self._built()
+            metadata = dict(context.invocation_metadata())
+            session_id = metadata.get(methods.SESSION_KEY, "")
+            if caller is not None and not skin.may_use(caller, name, session_id):
+                refusal = f"no session {session_id[:80]} with this token"  # as if there were none
+                context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
+            yield skin
+
+    @contextmanager
+    def _admitted(self, context: grpc.ServicerContext, name: str) -> Iterator[Caller | None]:
         try:
-            admit(context, self._allowed)
+            with self._gate.entered(context, name) as caller:
+                yield caller
         except PeerRefused as error:
             context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
+        except PeerBusy as error:
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
 
     def _built(self) -> Skin:
         with self._lock:
             if self._skin is None:
                 self._skin = self._make_skin()
             return self._skin
+
+
+def _only(messages: _Messages, context: grpc.ServicerContext) -> bytes:
+    """The message of a call that takes one; who does not send it is cut off."""
+    cut_off = threading.Timer(_MESSAGE_S, context.cancel)
+    cut_off.daemon = True
+    cut_off.start()
+    try:
+        message = next(messages, None)
+    finally:
+        cut_off.cancel()
+    if message is None:
+        context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a call without its message")
+    assert message is not None
+    return message

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Self
 import grpc
 
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.roster import Roster
 from collapipe_flwr.core.tls_files import TlsFiles
 from collapipe_flwr.edge.handlers import Handlers
 from collapipe_flwr.rpc import methods
 from collapipe_flwr.rpc.limits import FrameLimits
+from collapipe_flwr.rpc.peers import Gate
 from collapipe_flwr.rpc.tls import bind
 
 if TYPE_CHECKING:
@@ -26,15 +28,16 @@ CONTROL_THREADS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenerSettings:
-    """How a server listens; `allowed` are the certificate names that may call (None: all)."""
+    """How a server listens; `roster` says who may call what (None: all that the CA signed)."""
 
     tls: TlsFiles | None = None
     limits: FrameLimits = field(default_factory=FrameLimits)
-    allowed: frozenset[str] | None = None
+    roster: Roster | None = None
+    on_edge: bool = False
     most_streams: int = 64
 
     def __post_init__(self) -> None:
-        if self.allowed is not None and (self.tls is None or self.tls.ca is None):
+        if self.roster is not None and (self.tls is None or self.tls.ca is None):
             raise ConfigError(
                 "only a peer with a certificate can be told apart: give TLS with a CA"
             )
@@ -54,10 +57,15 @@ class Listener:
         self._callers = ThreadPoolExecutor(threads, thread_name_prefix="edge-rpc")
         self._server = grpc.server(
             self._callers,
-            options=[*methods.channel_options(settings.limits), ("grpc.so_reuseport", 0)],
+            options=[
+                *methods.channel_options(settings.limits),
+                *methods.server_options(2 * threads),
+                ("grpc.so_reuseport", 0),
+            ],
             maximum_concurrent_rpcs=2 * threads,
         )
-        self._handlers = Handlers(make_skin, settings.allowed)
+        gate = Gate(settings.roster, on_edge=settings.on_edge)
+        self._handlers = Handlers(make_skin, gate)
         self._server.add_generic_rpc_handlers((self._handlers.grpc_handler(),))
         self.address = bind(self._server, listen, settings.tls)
 

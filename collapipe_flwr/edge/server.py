@@ -12,8 +12,7 @@ from collapipe_flwr.rpc.limits import FrameLimits
 class EdgeServer(Listener):
     """A running gRPC server around an `EdgeService`; use as a context manager.
 
-    See `Listener`. `allowed` are the certificate names that may call, None for all that the CA
-    signed.
+    See `Listener`; whoever the CA signed may call.
     """
 
     def __init__(
@@ -24,7 +23,6 @@ class EdgeServer(Listener):
         tls: TlsFiles | None = None,
         limits: FrameLimits | None = None,
         weight_bytes: int = 8 * 2**30,
-        allowed: frozenset[str] | None = None,
     ) -> None:
         limits = limits or FrameLimits()
         skin_settings = SkinSettings(limits=limits, weight_bytes=weight_bytes)
@@ -32,7 +30,6 @@ class EdgeServer(Listener):
         settings = ListenerSettings(
             tls=tls,
             limits=limits,
-            allowed=allowed,
             most_streams=service.health().most_sessions,
         )
         super().__init__(listen, lambda: skin, settings)

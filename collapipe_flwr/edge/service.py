@@ -81,10 +81,13 @@ class EdgeService:
             session.saved = Saved(step=kept.step, state=kept.state)
             session.go_back()
 
-    def open(self, request: SessionRequest) -> None:
-        """Make a session. Raises SessionRefused when the id is taken or the host is full."""
+    def open(self, request: SessionRequest, *, most_of_opener: int | None = None) -> None:
+        """Make a session. Raises SessionRefused when the id is taken or the host is full.
+
+        See `SessionTable.add` for `most_of_opener`.
+        """
         stage_actions(request.schedule, request.depth, 1)
-        self._sessions.add(request)
+        self._sessions.add(request, most_of_opener=most_of_opener)
         if self._vault is not None:
             self._vault.keep_only(self._sessions.ids())
 
@@ -121,6 +124,7 @@ class EdgeService:
             if state.slots:
                 load_slots(_module(session), session.optimizer, state.slots)
             session.steps = 0
+            session.pushed_bytes = sum(t.nbytes for t in weights.values())
             if session.request.recoverable:
                 self._save(session, state.weights)
 
@@ -198,6 +202,18 @@ class EdgeService:
     def health(self) -> Health:
         """How many sessions there are."""
         return self._sessions.health()
+
+    def request(self, session_id: str) -> SessionRequest | None:
+        """What a session was opened with."""
+        return self._sessions.request(session_id)
+
+    def room_bytes(self, session: Session, most_bytes: int, most_of_opener: int | None) -> int:
+        """How many bytes of weights may be pushed into a session, beside those of the others."""
+        own, opener = session.pushed_bytes, session.request.opener
+        room = most_bytes - self._sessions.held_bytes() + own
+        if most_of_opener is None:
+            return room
+        return min(room, most_of_opener - self._sessions.held_bytes(opener=opener) + own)
 
     def find(self, session_id: str, token: str) -> Session:
         """The session. Raises SessionRefused when the id or the token is wrong."""

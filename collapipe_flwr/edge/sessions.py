@@ -60,6 +60,7 @@ class Session:
     report: StageReport | None = None
     timeline: Timeline = field(default_factory=Timeline)
     steps: int = 0  # done since the weights were set
+    pushed_bytes: int = 0  # of the weights that it was given
     saved: Saved | None = None  # where a recoverable session goes back to
     running: bool = False
     kept: dict[str, Tensor] = field(default_factory=dict)  # found here, for the next push
@@ -121,17 +122,34 @@ class SessionTable:
         self._sessions: dict[str, Session] = {}
         self._lock = threading.Lock()
 
-    def add(self, request: SessionRequest) -> Session:
-        """Make a session. Raises SessionRefused when the id is taken or the table is full."""
+    def add(self, request: SessionRequest, *, most_of_opener: int | None = None) -> Session:
+        """Make a session. Raises SessionRefused when the id is taken or the table is full.
+
+        With `most_of_opener` its opener's longest unused session goes when it has that many.
+        """
         if not request.session_id or len(request.token) < 16:
             raise SessionRefused("a session needs an id and a token of 16 characters or more")
         with self._lock:
             if request.session_id in self._sessions:
                 raise SessionRefused(f"session {request.session_id} is open already")
+            if most_of_opener is not None:
+                self._make_room_for(request.opener, most_of_opener)
             self._make_room()
             session = Session(request, used_s=self._clock())
             self._sessions[request.session_id] = session
             return session
+
+    def request(self, session_id: str) -> SessionRequest | None:
+        """What a session was opened with, for whoever decides who may use it."""
+        with self._lock:
+            session = self._sessions.get(session_id)
+        return session.request if session else None
+
+    def held_bytes(self, *, opener: str | None = None) -> int:
+        """What was pushed into all sessions, or those of one opener."""
+        with self._lock:
+            sessions = tuple(self._sessions.values())
+        return sum(s.pushed_bytes for s in sessions if opener in (None, s.request.opener))
 
     def ids(self) -> tuple[str, ...]:
         """All sessions by id."""
@@ -161,6 +179,15 @@ class SessionTable:
             return Health(
                 sessions=len(self._sessions), running=running, most_sessions=self._most_sessions
             )
+
+    def _make_room_for(self, opener: str, most: int) -> None:
+        theirs = [s for s in self._sessions.values() if s.request.opener == opener]
+        if len(theirs) < most:
+            return
+        idle = [session for session in theirs if not session.running]
+        if not idle:
+            raise SessionRefused(f"{opener} runs {most} sessions, its limit here")
+        del self._sessions[min(idle, key=lambda s: s.used_s).request.session_id]
 
     def _make_room(self) -> None:
         if len(self._sessions) < self._most_sessions:

@@ -8,11 +8,12 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc
 
 from collapipe_flwr.core.errors import CheckpointMissing, CollaPipeError, LinkError
+from collapipe_flwr.core.roster import Caller
 from collapipe_flwr.edge.service import EdgeService
 from collapipe_flwr.edge.sessions import Session, SessionRefused
 from collapipe_flwr.pipeline.benchmark import BenchmarkRequest, run_benchmark
@@ -21,6 +22,7 @@ from collapipe_flwr.pipeline.frame import Frame, FrameKind
 from collapipe_flwr.pipeline.session import SessionRequest, StepMark
 from collapipe_flwr.rpc import methods
 from collapipe_flwr.rpc.codec import decode_frame, encode_frame
+from collapipe_flwr.rpc.host_status import ProbeAnswer, ProbeRequest
 from collapipe_flwr.rpc.limits import FrameLimits
 from collapipe_flwr.rpc.link import StreamLink, StreamSettings
 from collapipe_flwr.rpc.messages import decode_message, encode_message
@@ -33,11 +35,19 @@ _SETTLE_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkinSettings:
-    """What callers may send, in how much time."""
+    """What callers may send, in how much time.
+
+    ``guests`` hold sessions here besides the host's own cluster or server: a few each, and a share
+    of the weights. ``probe`` tries the way to another host; the edge dials nobody.
+    """
 
     limits: FrameLimits = field(default_factory=FrameLimits)
     weight_bytes: int = 8 * 2**30
     transfer_s: float = 600.0
+    guests: frozenset[str] = frozenset()
+    sessions_of_guest: int = 8
+    share_of_guest: float = 0.25
+    probe: Callable[[ProbeRequest], ProbeAnswer] | None = None
 
 
 class Skin:
@@ -53,25 +63,47 @@ class Skin:
         self._limits = settings.limits
         self._weight_bytes = settings.weight_bytes
         self._transfer_s = settings.transfer_s
+        self._settings = settings
 
     def close(self) -> None:
         """Wait for the stages that run."""
         self._workers.shutdown(wait=True)
 
-    def open_session(self, data: bytes, context: grpc.ServicerContext) -> bytes:
+    def may_use(self, caller: Caller, method: str, session_id: str) -> bool:
+        """Whether a caller may do this to a session; what is unknown is refused by the method."""
+        request = self._service.request(session_id)
+        return request is None or caller.may_use(
+            method, cluster_id=request.cluster_id, opener=request.opener
+        )
+
+    def open_session(
+        self, data: bytes, context: grpc.ServicerContext, caller: Caller | None = None
+    ) -> bytes:
         with _refusing(context):
-            self._service.open(decode_message(SessionRequest, data))
+            request = decode_message(SessionRequest, data)
+            opener = caller.name if caller else ""
+            cluster_id = caller.cluster_of(request.cluster_id) if caller else request.cluster_id
+            guest = opener in self._settings.guests
+            self._service.open(
+                replace(request, cluster_id=cluster_id, opener=opener),
+                most_of_opener=self._settings.sessions_of_guest if guest else None,
+            )
         return b""
 
     def push_weights(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         with _refusing(context), _cancelled_after(context, self._transfer_s):
             session_id, token, metadata = _caller(context)
-            self._service.find(session_id, token)
+            room_bytes = self._room_bytes(self._service.find(session_id, token))
             frames = (decode_frame(data, self._limits) for data in messages)
-            weights = gather_weights(frames, self._weight_bytes)
+            weights = gather_weights(frames, room_bytes)
             keep = metadata.get(methods.KEEP_KEY) == "1"
             self._service.push_weights(session_id, token, weights, keep_optimizer=keep)
         return b""
+
+    def _room_bytes(self, session: Session) -> int:
+        guest = session.request.opener in self._settings.guests
+        share = int(self._weight_bytes * self._settings.share_of_guest) if guest else None
+        return self._service.room_bytes(session, self._weight_bytes, share)
 
     def missing(self, data: bytes, context: grpc.ServicerContext) -> bytes:
         with _refusing(context):
@@ -139,6 +171,12 @@ class Skin:
                 return encode_message(run_benchmark(request))
             finally:
                 self._measuring.release()
+
+    def probe(self, data: bytes, context: grpc.ServicerContext) -> bytes:
+        with _refusing(context):
+            if self._settings.probe is None:
+                raise SessionRefused("this host dials nobody")
+            return encode_message(self._settings.probe(decode_message(ProbeRequest, data)))
 
     def stream(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Three threads: this one sends, a reader receives, a worker computes."""

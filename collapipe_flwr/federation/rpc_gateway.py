@@ -68,4 +68,5 @@ def _request(order: DecoderOrder, session: EdgeSession) -> SessionRequest:
         precision=learning.execution.precision,
         keep_spans=learning.execution.keep_spans,
         recoverable=True,
+        cluster_id=order.cluster_id,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from collapipe_flwr.models.tasks import find_task
 
 # Building a transformers model patches library globals for a moment; devices may be threads.
 _BUILDING = threading.Lock()
+_MOST = {"layer": 4096, "depth": 4096, "num_blocks": 4096, "label": 2**17}  # by words in keys
 
 
 def read_config(spec: ModelSpec) -> PreTrainedConfig:
@@ -30,9 +32,21 @@ def read_config(spec: ModelSpec) -> PreTrainedConfig:
     model_type = values.get("model_type")
     if model_type not in CONFIG_MAPPING:
         raise ModelError(f"config_json names the unknown model_type {model_type!r}")
+    _refuse_endless(values)
     config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
     config.architectures = config.architectures or []  # None breaks the choice of a head
     return config
+
+
+def _refuse_endless(values: Mapping[str, Any]) -> None:
+    """A peer's configuration may not have the library build modules or labels without end."""
+    for key, value in values.items():
+        most = next((most for word, most in _MOST.items() if word in key), None)
+        if isinstance(value, Mapping):
+            _refuse_endless(value)
+        for count in value if isinstance(value, list) else (value,):
+            if most is not None and type(count) is int and count > most:
+                raise ModelError(f"config_json asks for {key} of {count}; {most} are allowed")
 
 
 def has_head(task: str, config: PreTrainedConfig) -> bool:

@@ -12,6 +12,7 @@ from statistics import median
 from collapipe_flwr.core.errors import ConfigError
 
 _MOST = {"width": 4096, "tokens": 2048, "examples": 128, "seconds": 30.0}
+_MOST_ELEMENTS = 2**22  # 16 MB a tensor: a member may not fill the memory of another
 _HEAD_WIDTH = 32
 _LEAST_REPEATS, _MOST_REPEATS = 3, 1000
 
@@ -30,6 +31,11 @@ class BenchmarkRequest:
             value = getattr(self, name)
             if not 0 < value <= most:
                 raise ConfigError(f"{name} of a benchmark must be > 0 and <= {most:g}, got {value}")
+        if self.width * self.tokens * self.examples > _MOST_ELEMENTS:
+            raise ConfigError(
+                f"width x tokens x examples of a benchmark must be <= {_MOST_ELEMENTS}, got "
+                f"{self.width * self.tokens * self.examples}"
+            )
         if self.width % _HEAD_WIDTH:
             raise ConfigError(f"width must be a multiple of {_HEAD_WIDTH}, got {self.width}")
 

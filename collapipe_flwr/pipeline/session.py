@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.pipeline.execution import check_precision
 from collapipe_flwr.pipeline.meter import Span
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+
+LONGEST_WAIT_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,9 @@ class SessionRequest:
     `StageSettings`. A `recoverable` session keeps a copy of its last snapshot (at first of the
     weights that it was given) and goes back to it when a stream fails, instead of ending.
     `tx_power_w` is the planned power of a device's radio.
+
+    Members of `cluster_id` may use it; the host writes down which one was its `opener`. Both count
+    only where certificates tell callers apart.
     """
 
     session_id: str
@@ -56,14 +60,17 @@ class SessionRequest:
     keep_spans: bool = False
     recoverable: bool = False
     tx_power_w: float | None = None
+    cluster_id: str = ""
+    opener: str = ""
 
     def __post_init__(self) -> None:
         if not all(text.isascii() and text.isprintable() for text in (self.session_id, self.token)):
             raise ConfigError("a session's id and token must be printable ASCII characters")
         check_precision(self.precision)
-        if not (0 < self.deadline_s < math.inf and 0 < self.idle_s < math.inf):
+        if not all(0 < seconds <= LONGEST_WAIT_S for seconds in (self.deadline_s, self.idle_s)):
             raise ConfigError(
-                f"deadlines of a session must be > 0, got {self.deadline_s} and {self.idle_s}"
+                f"deadlines of a session must be > 0 and <= {LONGEST_WAIT_S:g} s, got "
+                f"{self.deadline_s} and {self.idle_s}"
             )
 
 

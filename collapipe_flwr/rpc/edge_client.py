@@ -26,6 +26,7 @@ from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.session import Health, SessionRequest, StepMark, Timeline
 from collapipe_flwr.rpc import methods
 from collapipe_flwr.rpc.codec import decode_frame, encode_frame
+from collapipe_flwr.rpc.host_status import HostStatus, ProbeAnswer, ProbeRequest
 from collapipe_flwr.rpc.limits import FrameLimits
 from collapipe_flwr.rpc.link import StreamLink, StreamSettings
 from collapipe_flwr.rpc.messages import decode_message, encode_message
@@ -153,6 +154,16 @@ class EdgeClient:
         """Whether the edge answers, and how many sessions it holds."""
         answer = self._unary("Health", b"")
         return self._translated(lambda: decode_message(Health, answer))
+
+    def status(self) -> HostStatus:
+        """Memory and clock of the host, which need not load anything to answer."""
+        answer = self._unary("Status", b"")
+        return self._translated(lambda: decode_message(HostStatus, answer))
+
+    def probe(self, request: ProbeRequest) -> ProbeAnswer:
+        """Have the host measure its own way to another; it may load its libraries first."""
+        answer = self._unary("Probe", encode_message(request), within_s=self._transfer_s)
+        return self._translated(lambda: decode_message(ProbeAnswer, answer))
 
     def benchmark(self, request: BenchmarkRequest) -> BenchmarkAnswer:
         """Have the host time a transformer block; it may load its libraries first."""

@@ -16,6 +16,7 @@ SLOTS_KEY = "collapipe-with-optimizer"
 NAME_KEY = "collapipe-name"
 RATE_KEY = "collapipe-rate"
 HTTP2_FRAME_BYTES = 4 * 2**20
+MOST_CONNECTIONS = 512
 
 
 def method(name: str) -> str:
@@ -40,6 +41,16 @@ def channel_options(limits: FrameLimits, certificate_name: str = "") -> list[tup
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.max_reconnect_backoff_ms", 1_000),  # a peer that restarts is found soon
         *expected,
+    ]
+
+
+def server_options(most_calls: int) -> list[tuple[str, object]]:
+    """What keeps one peer, or many who never say a word, from filling a server's memory."""
+    return [
+        ("grpc.server_handshake_timeout_ms", 10_000),
+        ("grpc.max_allowed_incoming_connections", MOST_CONNECTIONS),
+        ("grpc.max_concurrent_streams", most_calls),  # of one connection
+        ("grpc.max_metadata_size", 16 * 2**10),
     ]
 
 

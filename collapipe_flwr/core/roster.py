@@ -1,0 +1,123 @@
+"""Who may do what on a host: the members of its cluster files, each in its role.
+
+| role | on a device | on the edge |
+|---|---|---|
+| control unit | everything | open sessions for its own cluster; use that cluster's sessions |
+| device | stream into a session that it has the token of | the same |
+| server | ask how it is | everything |
+| edge | ask how it is | - |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from collapipe_flwr.core.cluster_file import ClusterConfig
+from collapipe_flwr.core.errors import ConfigError
+
+
+class Role(Enum):
+    """What a member is in its cluster."""
+
+    CONTROL_UNIT = "control unit"
+    DEVICE = "device"
+    EDGE = "edge"
+    SERVER = "server"
+
+
+ASK = frozenset({"Echo", "Status"})
+_STREAM = ASK | {"Stream"}
+_USE = frozenset({"Stream", "Snapshot", "Rollback", "Report", "Timeline"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """A member as its certificate proves it; without a role it is trusted by name (`--allow`)."""
+
+    name: str
+    role: Role | None = None
+    clusters: frozenset[str] = frozenset()
+
+    def may_call(self, method: str, *, on_edge: bool) -> bool:
+        """Whether the role needs this method on such a host."""
+        match self.role:
+            case None:
+                return True
+            case Role.CONTROL_UNIT:
+                return True
+            case Role.DEVICE:
+                return method in _STREAM
+            case Role.SERVER:
+                return on_edge or method in ASK
+            case Role.EDGE:
+                return method in ASK
+
+    def may_use(self, method: str, *, cluster_id: str, opener: str) -> bool:
+        """Whether it may do this to a session of ``cluster_id`` that ``opener`` opened."""
+        if self.role in (None, Role.SERVER):
+            return True
+        return cluster_id in self.clusters and (method in _USE or self.name == opener)
+
+    def cluster_of(self, wanted: str) -> str:
+        """The cluster of a session that it opens; raises ConfigError for another's."""
+        if self.role is not Role.CONTROL_UNIT:
+            return wanted
+        if wanted and wanted not in self.clusters:
+            raise ConfigError(f"{self.name} opens no session for the cluster {wanted[:80]}")
+        return wanted or min(self.clusters)
+
+
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """All who may call, by the name in their certificates."""
+
+    callers: Mapping[str, Caller]
+
+    @property
+    def control_units(self) -> frozenset[str]:
+        """Their names."""
+        return frozenset(n for n, c in self.callers.items() if c.role is Role.CONTROL_UNIT)
+
+    def find(self, names: Iterable[str]) -> Caller | None:
+        """The caller that bears one of these names."""
+        return next((self.callers[name] for name in names if name in self.callers), None)
+
+
+def roster_of(clusters: Iterable[ClusterConfig], allow: Iterable[str] = ()) -> Roster:
+    """Everybody in these files, and whoever is allowed besides.
+
+    Edge and server may serve several clusters; raises ConfigError when another member is named in
+    two files, because its certificate would open both.
+    """
+    callers = {name: Caller(name=name) for name in allow}
+    named: dict[str, Caller] = {}
+    for config in clusters:
+        for name, role in _roles(config):
+            named[name] = _joined(named.get(name), name, role, config.id)
+    return Roster({**callers, **named})
+
+
+def _roles(config: ClusterConfig) -> list[tuple[str, Role]]:
+    devices = [(device.name, Role.DEVICE) for device in config.devices]
+    return [
+        (config.control_unit.name, Role.CONTROL_UNIT),
+        *devices,
+        (config.edge.name, Role.EDGE),
+        (config.server.name, Role.SERVER),
+    ]
+
+
+def _joined(known: Caller | None, name: str, role: Role, cluster_id: str) -> Caller:
+    if known is None:
+        return Caller(name=name, role=role, clusters=frozenset({cluster_id}))
+    shared = role in (Role.EDGE, Role.SERVER)
+    if cluster_id in known.clusters:
+        raise ConfigError(f"two cluster files have the id {cluster_id!r}: give each its own")
+    if not shared or known.role is not role:
+        raise ConfigError(
+            f"{name!r} is a member of {min(known.clusters)} and of {cluster_id}: names must "
+            "differ, because they are what certificates prove"
+        )
+    return Caller(name=name, role=role, clusters=known.clusters | {cluster_id})

@@ -1,0 +1,74 @@
+"""What a host is asked before anybody works with it: memory, clock, and its ways to others."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from collapipe_flwr.core.errors import ConfigError
+
+_KIB = 1024
+_MOST_PAYLOAD_BYTES = 16 * 2**20
+_MOST_DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostStatus:
+    """``resident_bytes`` is the daemon's own memory (0: not known), ``unix_s`` its clock."""
+
+    resident_bytes: int
+    unix_s: float
+    version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeRequest:
+    """The host to try; it must prove `certificate_name` under TLS (empty: its address)."""
+
+    name: str
+    address: str
+    certificate_name: str = ""
+    payload_bytes: int = 4 * 2**20
+    deadline_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.payload_bytes <= _MOST_PAYLOAD_BYTES:
+            raise ConfigError(
+                f"payload_bytes of a probe must be > 0 and <= {_MOST_PAYLOAD_BYTES}, got "
+                f"{self.payload_bytes}"
+            )
+        if not 0 < self.deadline_s <= _MOST_DEADLINE_S:
+            raise ConfigError(
+                f"deadline_s of a probe must be > 0 and <= {_MOST_DEADLINE_S:g}, got "
+                f"{self.deadline_s}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeAnswer:
+    """Of one way, there; `delay_s` is half a round trip of an empty message."""
+
+    rate_bit_per_s: float
+    delay_s: float
+
+
+def status_here() -> HostStatus:
+    """Of this process."""
+    return HostStatus(resident_bytes=_resident_bytes(), unix_s=time.time(), version=_version())
+
+
+def _version() -> str:
+    try:
+        return version("collapipe-flwr")
+    except PackageNotFoundError:  # a checkout that nobody installed
+        return ""
+
+
+def _resident_bytes() -> int:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(li.split()[1]) * _KIB for li in lines if li.startswith("VmRSS:")), 0)

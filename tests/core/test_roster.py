@@ -1,0 +1,90 @@
+"""Who may call what: every role has what its work needs, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from collapipe_flwr.core.cluster_file import ClusterConfig, parse_cluster
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.roster import Caller, Role, Roster, roster_of
+
+
+def cluster(name: str, *devices: str, **tables: dict[str, str]) -> ClusterConfig:
+    values = {
+        "id": name,
+        "control-unit": {"name": f"cu-{name}"},
+        "device": [{"name": device, "address": f"{device}:1"} for device in devices],
+        **tables,
+    }
+    return parse_cluster(values, Path("."))
+
+
+@pytest.fixture
+def roster() -> Roster:
+    return roster_of([cluster("g", "g1", "g2"), cluster("w", "w1")], allow=["laptop"])
+
+
+def caller(roster: Roster, name: str) -> Caller:
+    found = roster.find([name])
+    assert found is not None
+    return found
+
+
+def test_edge_and_server_belong_to_all_clusters_and_others_to_one(roster: Roster) -> None:
+    assert caller(roster, "server").clusters == {"g", "w"}
+    assert caller(roster, "edge").role is Role.EDGE
+    assert caller(roster, "g1").clusters == {"g"}
+    assert roster.control_units == {"cu-g", "cu-w"}
+    assert roster.find(["stranger"]) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "on_device", "on_edge"),
+    [
+        ("cu-g", {"OpenSession", "PushWeights", "Stream", "Echo"}, {"OpenSession", "Stream"}),
+        ("g1", {"Stream", "Echo", "Status"}, {"Stream", "Echo", "Status"}),
+        ("server", {"Echo", "Status"}, {"OpenSession", "PushWeights", "FetchWeights"}),
+        ("edge", {"Echo", "Status"}, {"Echo", "Status"}),
+        ("laptop", {"OpenSession", "Stream"}, {"OpenSession", "Stream"}),
+    ],
+)
+def test_a_role_may_call_what_its_work_needs(roster, name, on_device, on_edge) -> None:
+    who = caller(roster, name)
+    assert all(who.may_call(method, on_edge=False) for method in on_device)
+    assert all(who.may_call(method, on_edge=True) for method in on_edge)
+
+
+@pytest.mark.parametrize("method", ["OpenSession", "PushWeights", "FetchWeights", "Benchmark"])
+def test_a_device_and_a_server_give_no_orders_to_a_device(roster, method) -> None:
+    for name in ("g1", "server", "edge"):
+        assert not caller(roster, name).may_call(method, on_edge=False)
+    assert not caller(roster, "g1").may_call(method, on_edge=True)
+
+
+def test_a_session_is_its_clusters_and_its_openers(roster: Roster) -> None:
+    place = {"cluster_id": "g", "opener": "server"}
+    for name in ("cu-g", "g1", "server", "laptop"):
+        assert caller(roster, name).may_use("Stream", **place)
+    for name in ("cu-w", "w1"):
+        assert not caller(roster, name).may_use("Stream", **place)
+    assert caller(roster, "cu-g").may_use("Rollback", **place)
+    assert not caller(roster, "cu-g").may_use("FetchWeights", **place)
+    assert caller(roster, "cu-g").may_use("FetchWeights", cluster_id="g", opener="cu-g")
+    assert not caller(roster, "cu-w").may_use("FetchWeights", cluster_id="g", opener="cu-w")
+
+
+def test_a_control_unit_opens_sessions_for_its_own_cluster(roster: Roster) -> None:
+    assert caller(roster, "cu-g").cluster_of("") == "g"
+    assert caller(roster, "cu-g").cluster_of("g") == "g"
+    assert caller(roster, "server").cluster_of("w") == "w"
+    with pytest.raises(ConfigError, match="cu-g opens no session for the cluster w"):
+        caller(roster, "cu-g").cluster_of("w")
+
+
+def test_a_certificate_opens_one_cluster_only() -> None:
+    with pytest.raises(ConfigError, match="'g1' is a member of g and of w: names must differ"):
+        roster_of([cluster("g", "g1"), cluster("w", "g1")])
+    with pytest.raises(ConfigError, match="two cluster files have the id 'g'"):
+        roster_of([cluster("g", "g1"), cluster("g", "g2", edge={"name": "edge"})])
