@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from flwr.app import ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Strategy
@@ -56,6 +57,7 @@ def main(grid: Grid, context: Context) -> None:
 
 def run(grid: Grid, config: AppConfig) -> None:
     """Everything is checked before the run directory is made."""
+    torch.set_num_threads(config.train.threads)  # the edge sums as the clusters do
     learner = make_learner(config)
     evaluator = Evaluator(learner.splitter, learner.task, config.evaluation.batch_size)
     clusters = discover_clusters(

@@ -134,7 +134,7 @@ class TrainConfig:
     recompute: bool = False  # devices keep less and compute forward passes twice
     clip_norm: float = key(0.0, at_least(0))  # most norm of all gradients together; 0: any
     timeline: bool = False  # write what every stage did when, for Perfetto
-    threads: int = key(1, at_least(1))  # torch threads of one simulated cluster
+    threads: int = key(1, at_least(1))  # torch threads of a cluster's process, and of the server's
     snapshot_every: int = key(0, at_least(0))  # steps that a lost device costs at most; 0: a round
 
 
