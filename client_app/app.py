@@ -25,7 +25,7 @@ from collapipe_flwr.cluster.leg import MeanLoss
 from collapipe_flwr.cluster.order import RoundOrder
 from collapipe_flwr.cluster.recovery import Recovery
 from collapipe_flwr.cluster.whole import evaluate_whole, train_whole
-from collapipe_flwr.core.config import parse
+from collapipe_flwr.core.config import AppConfig, parse
 from collapipe_flwr.core.errors import ConfigError, ProtocolError
 from collapipe_flwr.data.vocabulary import Vocabulary
 from collapipe_flwr.federation import records
@@ -42,8 +42,10 @@ app = ClientApp()
 
 @app.query("describe")
 def describe(message: Message, context: Context) -> Message:
-    """Tell the server what this cluster is made of."""
-    config, place = parse(context.run_config), _place(context)
+    """Tell the server what this cluster is made of, or that the run has no place for it."""
+    config, place = _settings(context)
+    if place.index >= place.count:
+        return Message(records.write_spare(), reply_to=message)
     examples = local_data(config, place, None).examples_per_round
     profile = Site(config=config, place=place, cluster=cluster_file(context)).profile(examples)
     return Message(records.write_profile(profile), reply_to=message)
@@ -52,7 +54,7 @@ def describe(message: Message, context: Context) -> Message:
 @app.train()
 def train(message: Message, context: Context) -> Message:
     """One round: through the planned pipeline, or the whole model for a plain strategy."""
-    config, place = parse(context.run_config), _place(context)
+    config, place = _settings(context)
     torch.set_num_threads(config.train.threads)
     weights = decode_tensors(message.content.array_records[records.ARRAYS])
     whole = records.read_whole_task(message.content)
@@ -77,7 +79,7 @@ def train(message: Message, context: Context) -> Message:
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
     """The loss on the cluster's share of the test set, by the path that training takes."""
-    config, place = parse(context.run_config), _place(context)
+    config, place = _settings(context)
     torch.set_num_threads(config.train.threads)
     weights = decode_tensors(message.content.array_records[records.ARRAYS])
     whole = records.read_whole_task(message.content)
@@ -231,16 +233,19 @@ def _telemetry(result: RoundResult, examples: RoundExamples) -> ClusterTelemetry
     )
 
 
-def _place(context: Context) -> Place:
-    """Which cluster this node is; SuperNodes are told by ``--node-config``."""
-    try:
-        index, count = (context.node_config[k] for k in ("partition-id", "num-partitions"))
-    except KeyError as error:
+def _settings(context: Context) -> tuple[AppConfig, Place]:
+    """The run-config, and which of its clusters this node is: ``--node-config`` tells SuperNodes.
+
+    Raises ConfigError.
+    """
+    config = parse(context.run_config)
+    index = context.node_config.get("partition-id")
+    if index is None:
         raise ConfigError(
-            f"this node has no {error}: start the SuperNode with "
+            "this node has no 'partition-id': start the SuperNode with "
             '--node-config "partition-id=0 num-partitions=2"'
-        ) from error
-    return Place(index=int(index), count=int(count))
+        )
+    return config, Place(index=int(index), count=config.run.clusters)
 
 
 def _server_round(message: Message) -> int:

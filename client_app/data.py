@@ -20,7 +20,7 @@ from collapipe_flwr.data.vocabulary import Vocabulary
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Which of the clusters this node is."""
+    """Which of the run's clusters this node is; from ``count`` on it is spare."""
 
     index: int
     count: int

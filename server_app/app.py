@@ -18,6 +18,7 @@ from collapipe_flwr.edge.service import EdgeService
 from collapipe_flwr.federation.arrays import encode_tensors
 from collapipe_flwr.federation.checkpoint import Checkpoints
 from collapipe_flwr.federation.discovery import discover_clusters
+from collapipe_flwr.federation.members import Members
 from collapipe_flwr.federation.records import LearningSettings, WholeTask, whole_task_config
 from collapipe_flwr.federation.resuming import Checkpointed
 from collapipe_flwr.federation.rpc_gateway import RpcEdgeGateway
@@ -63,6 +64,7 @@ def run(grid: Grid, config: AppConfig) -> None:
     clusters = discover_clusters(
         grid, expected=config.run.clusters, timeout_s=config.run.node_timeout_s
     )
+    members = Members(grid, clusters)
     planned = make_planner(config, learner, clusters) if config.run.runtime == "pipeline" else None
     folder = open_run(config)
     recorder = RunRecorder(
@@ -77,7 +79,7 @@ def run(grid: Grid, config: AppConfig) -> None:
         past=folder.past,
     )
     try:
-        _train(grid, config, learner, planned, recorder, folder.checkpoints)
+        _train(members, config, learner, planned, recorder, folder.checkpoints)
         _save_model(folder.directory, learner, recorder)
     except BaseException as error:
         recorder.finish("failed", str(error) or type(error).__name__)
@@ -86,7 +88,7 @@ def run(grid: Grid, config: AppConfig) -> None:
 
 
 def _train(
-    grid: Grid,
+    members: Members,
     config: AppConfig,
     learner: Learner,
     planned: Planned | None,
@@ -94,11 +96,16 @@ def _train(
     checkpoints: Checkpoints | None,
 ) -> None:
     weights = learner.splitter.initial_weights(config.run.seed)
-    with _strategy(config, learner, planned, recorder) as (strategy, train_config):
+
+    def on_training(loss: float) -> None:
+        recorder.on_training(loss, members.take_train_bytes())
+
+    inner = inner_strategy(config, on_training, recorder.on_clusters)
+    with _strategy(inner, config, learner, planned, recorder) as (strategy, train_config):
         if checkpoints is not None and isinstance(strategy, CollaPipe):
             strategy = Checkpointed(strategy, checkpoints)
         strategy.start(
-            grid,
+            members,
             encode_tensors(weights),
             num_rounds=config.run.num_server_rounds,
             timeout=config.run.round_timeout_s,
@@ -110,10 +117,13 @@ def _train(
 
 @contextmanager
 def _strategy(
-    config: AppConfig, learner: Learner, planned: Planned | None, recorder: RunRecorder
+    inner: Strategy,
+    config: AppConfig,
+    learner: Learner,
+    planned: Planned | None,
+    recorder: RunRecorder,
 ) -> Iterator[tuple[Strategy, ConfigRecord]]:
     """The strategy, and what it tells every client; the edge lives as long as it does."""
-    inner = inner_strategy(config, recorder.on_clusters)
     if planned is None:
         yield inner, whole_task_config(_whole_task(config, learner))
         return

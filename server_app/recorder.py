@@ -46,6 +46,7 @@ class RunRecorder:
         self._evaluate = evaluate
         self._every = every
         self._pending = past.pending  # the round that is not evaluated yet
+        self._plain = RoundEvent(round_index=0, metrics={}, wall_s=0.0)
         self._clusters_loss: float | None = None
         self._started_s = self._round_started_s = time.monotonic() - past.wall_s
         if past.pending is not None:
@@ -60,6 +61,10 @@ class RunRecorder:
         timelines = {name: told.timeline for name, told in record.telemetry.items()}
         if any(timelines.values()):
             write_trace(self._directory.timeline_path(record.server_round), timelines)
+
+    def on_training(self, loss: float, flower_bytes: int) -> None:
+        """Keep what a plain strategy tells of a round; a plan's :meth:`on_round` tells more."""
+        self._plain = replace(self._plain, loss=loss, bytes=LinkBytes(flower=flower_bytes))
 
     def on_clusters(self, loss: float) -> None:
         """Keep what the clusters found on their shares of the test set."""
@@ -91,10 +96,12 @@ class RunRecorder:
 
     def _finish_round(self, server_round: int, metrics: Mapping[str, float]) -> None:
         now_s = time.monotonic()
-        bare = RoundEvent(round_index=server_round, metrics={}, wall_s=0.0)  # of a plain strategy
-        wall_s = now_s - self._round_started_s
         event = replace(
-            self._pending or bare, metrics=metrics, clusters_loss=self._clusters_loss, wall_s=wall_s
+            self._pending or self._plain,
+            round_index=server_round,
+            metrics=metrics,
+            clusters_loss=self._clusters_loss,
+            wall_s=now_s - self._round_started_s,
         )
         self._round_started_s, self._pending, self._clusters_loss = now_s, None, None
         self.story = replace(self.story, events=(*self.story.events, event))

@@ -189,22 +189,17 @@ def optimizer_settings(config: AppConfig, server_round: int) -> OptimizerSetting
     )
 
 
-def inner_strategy(config: AppConfig, on_evaluation: Callable[[float], None]) -> Strategy:
+Tell = Callable[[float], None]
+
+
+def inner_strategy(config: AppConfig, on_training: Tell, on_evaluation: Tell) -> Strategy:
     """The Flower strategy that CollaPipe wraps; it goes on with the clusters that are connected.
 
     The run as a whole has waited for all of them before.
 
-    ``on_evaluation`` gets the loss that the clusters find, where the run-config asks them.
+    ``on_training`` gets the mean training loss of a round, ``on_evaluation`` the loss that the
+    clusters find on the test set, where the run-config asks them.
     """
-
-    def mean_loss(replies: list[RecordDict], weighted_by: str) -> MetricRecord:
-        found = [next(iter(reply.metric_records.values())) for reply in replies]
-        counts = [cast(float, metrics[weighted_by]) for metrics in found]
-        losses = [cast(float, metrics["loss"]) for metrics in found]
-        loss = fsum(map(mul, losses, counts)) / fsum(counts)
-        on_evaluation(loss)
-        return MetricRecord({"loss": loss})
-
     try:
         strategy = _STRATEGIES[config.run.strategy]
     except KeyError as error:
@@ -214,8 +209,23 @@ def inner_strategy(config: AppConfig, on_evaluation: Callable[[float], None]) ->
         min_train_nodes=1,
         min_evaluate_nodes=1,
         min_available_nodes=1,
-        evaluate_metrics_aggr_fn=mean_loss,
+        train_metrics_aggr_fn=_mean_loss(on_training),
+        evaluate_metrics_aggr_fn=_mean_loss(on_evaluation),
     )
+
+
+def _mean_loss(tell: Tell) -> Callable[[list[RecordDict], str], MetricRecord]:
+    """Flower's average of the loss in the replies' metrics, told to ``tell``, too."""
+
+    def mean_loss(replies: list[RecordDict], weighted_by: str) -> MetricRecord:
+        found = [next(iter(reply.metric_records.values())) for reply in replies]
+        counts = [cast(float, metrics[weighted_by]) for metrics in found]
+        losses = [cast(float, metrics["loss"]) for metrics in found]
+        loss = fsum(map(mul, losses, counts)) / fsum(counts)
+        tell(loss)
+        return MetricRecord({"loss": loss})
+
+    return mean_loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,7 +51,7 @@ class RunConfig:
     """The run as a whole (keys without a section)."""
 
     num_server_rounds: int = key(12, at_least(1))
-    clusters: int = key(2, at_least(1))  # Flower nodes to wait for; each is one cluster
+    clusters: int = key(2, at_least(1))  # Flower nodes that take part: partition ids below this
     seed: int = key(7, at_least(0))
     output_dir: str = "runs"
     run_name: str = ""  # folder inside output-dir; empty: named after the start time

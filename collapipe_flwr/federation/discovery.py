@@ -1,5 +1,6 @@
-"""Who is there: wait for the expected number of nodes and ask each what its cluster is.
+"""Who is there: wait for the expected number of clusters and ask each node what it is.
 
+A run of N clusters is that of the nodes with partition ids below N; others are spare and say so.
 Flower itself waits for nodes without end; here every wait has a deadline and says what is missing.
 """
 
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flwr.app import Message, RecordDict
@@ -33,42 +34,54 @@ class Patience:
 def discover_clusters(
     grid: Grid, *, expected: int, timeout_s: float, patience: Patience | None = None
 ) -> dict[int, ClusterProfile]:
-    """The description of every connected cluster by node id.
+    """The description of every cluster of the run by node id; spare nodes are left out.
 
-    Raises RunError if fewer than ``expected`` nodes connect, if one does not describe itself
-    within ``timeout_s``, or if two clusters bear one name.
+    Raises RunError if fewer than ``expected`` clusters connect, if a node does not answer within
+    ``timeout_s``, or if two clusters bear one name.
     """
     if expected < 1:
         raise RunError(f"at least 1 cluster is needed, {expected} expected (run-config `clusters`)")
-    nodes = wait_for_nodes(grid, expected=expected, timeout_s=timeout_s, patience=patience)
+    patience = patience or Patience()
+    deadline = patience.now() + timeout_s
+    answers: dict[int, ClusterProfile | None] = {}
+    while len(clusters := _clusters(answers)) < expected:
+        strangers = [node for node in sorted(grid.get_node_ids()) if node not in answers]
+        if len(clusters) + len(strangers) >= expected:
+            answers |= _ask(grid, strangers, timeout_s)
+            continue
+        if patience.now() >= deadline:
+            connected, spare = len(strangers) + len(clusters), len(answers) - len(clusters)
+            raise RunError(_missing(expected, connected, spare, timeout_s))
+        patience.pause(patience.between_looks_s)
+    _refuse_namesakes(clusters)
+    return clusters
+
+
+def _clusters(answers: Mapping[int, ClusterProfile | None]) -> dict[int, ClusterProfile]:
+    return {node: profile for node, profile in sorted(answers.items()) if profile is not None}
+
+
+def _missing(expected: int, connected: int, spare: int, timeout_s: float) -> str:
+    also = f" ({spare} more have a partition-id of {expected} or above)" if spare else ""
+    return (
+        f"{expected} clusters expected (run-config `clusters`), {connected} connected "
+        f"after {timeout_s:g} s{also}: start the missing ones (each is one SuperNode), "
+        "or expect fewer"
+    )
+
+
+def _ask(grid: Grid, nodes: Sequence[int], timeout_s: float) -> dict[int, ClusterProfile | None]:
+    """What each node says that it is; None of a spare one."""
     asked = [Message(RecordDict(), node, QUERY_DESCRIBE) for node in nodes]
     replies = list(grid.send_and_receive(asked, timeout=timeout_s))
-    profiles = {_sender(reply, asked): _profile(reply) for reply in replies}
-    silent = [node for node in nodes if node not in profiles]
+    answers = {_sender(reply, asked): _profile(reply) for reply in replies}
+    silent = [node for node in nodes if node not in answers]
     if silent:
         raise RunError(
             f"{len(silent)} of {len(nodes)} clusters did not describe themselves within "
             f"{timeout_s:g} s, first node {silent[0]}: check its log"
         )
-    _refuse_namesakes(profiles)
-    return {node: profiles[node] for node in nodes}
-
-
-def wait_for_nodes(
-    grid: Grid, *, expected: int, timeout_s: float, patience: Patience | None = None
-) -> Sequence[int]:
-    """The ids of at least ``expected`` nodes, sorted; raises RunError after ``timeout_s``."""
-    patience = patience or Patience()
-    deadline = patience.now() + timeout_s
-    while len(nodes := sorted(grid.get_node_ids())) < expected:
-        if patience.now() >= deadline:
-            raise RunError(
-                f"{expected} clusters expected (run-config `clusters`), {len(nodes)} connected "
-                f"after {timeout_s:g} s: start the missing ones (each is one SuperNode), "
-                "or expect fewer"
-            )
-        patience.pause(patience.between_looks_s)
-    return nodes
+    return answers
 
 
 def _sender(reply: Message, asked: Sequence[Message]) -> int:
@@ -78,7 +91,7 @@ def _sender(reply: Message, asked: Sequence[Message]) -> int:
     return next(by_id, reply.metadata.src_node_id)
 
 
-def _profile(reply: Message) -> ClusterProfile:
+def _profile(reply: Message) -> ClusterProfile | None:
     node = reply.metadata.src_node_id
     if reply.has_error():
         raise RunError(f"the cluster of node {node} cannot start: {sentence(reply.error)}")
@@ -86,6 +99,9 @@ def _profile(reply: Message) -> ClusterProfile:
         profile = read_profile(reply.content)
     except ProtocolError as error:
         raise RunError(f"the cluster of node {node} gave no usable description: {error}") from error
+    if profile is None:
+        log.info("node %d is spare in this run", node)
+        return None
     log.info(
         "cluster %s: %d devices, %d examples",
         profile.cluster_id,

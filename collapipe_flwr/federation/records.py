@@ -35,6 +35,7 @@ _SPLIT = "collapipe.split"
 _WHOLE = "collapipe.whole"
 _TELEMETRY = "collapipe.telemetry"
 _PROFILE = "collapipe.profile"
+_SPARE = "collapipe.spare"
 _JSON = "json"
 
 SHORT = BatchShape(source_length=1, target_length=1)  # where nobody said
@@ -164,9 +165,19 @@ def write_profile(profile: ClusterProfile) -> RecordDict:
     return RecordDict({_PROFILE: ConfigRecord({_JSON: to_json(profile)})})
 
 
-def read_profile(content: RecordDict) -> ClusterProfile:
-    """The description in an answer; raises ProtocolError if it is missing or malformed."""
+def write_spare() -> RecordDict:
+    """The answer of a node that the run has no place for."""
+    return RecordDict({_SPARE: ConfigRecord()})
+
+
+def read_profile(content: RecordDict) -> ClusterProfile | None:
+    """The description in an answer, None of a spare node.
+
+    Raises ProtocolError if it is missing or malformed.
+    """
     profile = _read(content, _PROFILE, ClusterProfile)
+    if profile is None and _SPARE in content:
+        return None
     if profile is None:
         raise ProtocolError(f"the answer holds no {_PROFILE} record")
     return profile

@@ -12,7 +12,7 @@ from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.federation.discovery import Patience, discover_clusters
 from collapipe_flwr.federation.local_grid import LocalGrid
-from collapipe_flwr.federation.records import write_profile
+from collapipe_flwr.federation.records import write_profile, write_spare
 
 DEVICE = DeviceProfile(
     device_id="d1",
@@ -45,6 +45,11 @@ def cluster(name: str) -> ClientApp:
         return Message(write_profile(profile(name)), reply_to=message)
 
     return app
+
+
+def spare(message, context):
+    del context
+    return Message(write_spare(), reply_to=message)
 
 
 class Clock:
@@ -84,6 +89,16 @@ def test_the_wait_ends_at_its_deadline_and_names_what_is_missing():
     with pytest.raises(RunError, match=words):
         find(LocalGrid({3: cluster("a")}), clock=clock)
     assert clock.t == pytest.approx(60.0)
+
+
+def test_a_spare_node_is_no_cluster_whenever_it_connects():
+    assert find(LocalGrid({3: spare, 8: cluster("b")}), expected=1) == {8: profile("b")}
+    grid = LocalGrid({3: spare})
+    clock = Clock(lambda: grid.add(8, cluster("b")))
+    assert find(grid, expected=1, clock=clock) == {8: profile("b")}
+    words = r"1 clusters expected .*, 0 connected after 60 s \(1 more have a partition-id of 1 or"
+    with pytest.raises(RunError, match=words):
+        find(LocalGrid({3: spare}), expected=1)
 
 
 def test_zero_clusters_are_refused():

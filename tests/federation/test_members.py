@@ -1,0 +1,46 @@
+"""A run sees its own clusters and nobody else, and knows what training them sends."""
+
+from __future__ import annotations
+
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from collapipe_flwr.federation.local_grid import LocalGrid
+from collapipe_flwr.federation.members import Members
+from collapipe_flwr.federation.records import array_bytes
+
+
+def _arrays() -> ArrayRecord:
+    import numpy as np
+
+    return ArrayRecord([np.zeros(100, np.float32)])
+
+
+def _client() -> ClientApp:
+    app = ClientApp()
+
+    @app.train()
+    def train(message, context):
+        del context
+        content = RecordDict({"arrays": _arrays(), "metrics": MetricRecord({"loss": 1.0})})
+        return Message(content, reply_to=message)
+
+    @app.evaluate()
+    def evaluate(message, context):
+        return train(message, context)
+
+    return app
+
+
+def test_only_clusters_are_seen():
+    client = _client()
+    grid = LocalGrid({1: client, 2: client, 3: client})
+    assert Members(grid, [3, 1, 9]).get_node_ids() == [1, 3]
+
+
+def test_bytes_are_those_of_training_messages_and_replies():
+    members = Members(LocalGrid({1: _client()}), [1])
+    for kind in ("train", "evaluate"):
+        members.send_and_receive([Message(RecordDict({"arrays": _arrays()}), 1, kind)])
+    assert members.take_train_bytes() == 2 * array_bytes(_arrays()) + 8  # and the loss
+    assert members.take_train_bytes() == 0

@@ -1,0 +1,43 @@
+"""Centralised training by run-config alone: one cluster with all the data, others stay idle."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from client_app.data import LocalData, Place
+from collapipe_flwr.core.config import parse
+from tests.integration.conftest import TINY, RunApp
+
+ALONE = {"clusters": 1, "world.memory-share": 1.0, "scheduler.micro-batches": "2"}
+
+
+def _events(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("runtime", ["pipeline", "whole"])
+def test_spare_nodes_change_nothing(run_app: RunApp, runtime: str) -> None:
+    alone = run_app({**ALONE, "runtime": runtime, "run-name": "alone"}, nodes=1)
+    beside = run_app({**ALONE, "runtime": runtime, "run-name": "beside"}, nodes=3)
+    found, expected = _events(beside), _events(alone)
+    assert [e["metrics"] for e in found] == [e["metrics"] for e in expected]
+    assert [e["loss"] for e in found] == [e["loss"] for e in expected]
+
+
+def test_a_plain_run_tells_its_training_loss_and_what_it_sent(run_app: RunApp) -> None:
+    plain = _events(run_app({**ALONE, "runtime": "whole", "run-name": "plain"}))
+    split = _events(run_app({**ALONE, "run-name": "split"}))
+    for ours, theirs in zip(plain, split, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
+        assert ours["bytes"]["flower"] > theirs["bytes"]["flower"] > 0  # no decoder in the latter
+
+
+def test_one_cluster_has_all_the_data() -> None:
+    def rows(clusters: int, index: int) -> int:
+        config = parse({**TINY, "clusters": clusters, "train.examples-per-round": 0})
+        return LocalData(config, Place(index=index, count=clusters), None).examples_per_round
+
+    assert rows(1, 0) == rows(2, 0) + rows(2, 1) == 120
