@@ -26,7 +26,6 @@ from collapipe_flwr.federation.records import SplitTask
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.session import NextHop
 from collapipe_flwr.rpc.edge_client import EdgeClient
-from collapipe_flwr.rpc.link import StreamSettings
 
 CLUSTER_KEY = "cluster"
 
@@ -79,7 +78,6 @@ def open_crew(site: Site, task: SplitTask) -> Iterator[Crew]:
             client=client,
             session_id=task.session_id,
             token=task.session_token,
-            settings=StreamSettings(codec=task.learning.execution.codec),
         )
         fleet: Fleet = ThreadFleet(edge.connect)
         if site.cluster is not None:
@@ -117,7 +115,6 @@ def remote_fleet(cluster: ClusterConfig, task: SplitTask) -> RemoteFleet:
             token=task.session_token,
             certificate_name=cluster.edge.name if cluster.tls else "",
         ),
-        codec=task.learning.execution.codec,
         deadline_s=task.learning.deadline_s,
     )
 

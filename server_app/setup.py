@@ -12,11 +12,10 @@ from typing import Any, cast
 from flwr.app import MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, Strategy
 
-from collapipe_flwr.core.config import AppConfig, count_list
+from collapipe_flwr.core.config import AppConfig, LinksConfig, count_list, name_list
 from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile, ModelProfile
 from collapipe_flwr.core.errors import ConfigError, blaming
 from collapipe_flwr.core.parsing import read_assignments
-from collapipe_flwr.costs.codecs import coded_profile
 from collapipe_flwr.data.registry import load_task
 from collapipe_flwr.data.settings import settings_of
 from collapipe_flwr.data.tasks import Task
@@ -163,14 +162,20 @@ def _shape(task: Task) -> BatchShape:
     )
 
 
+def allowed_codecs(links: LinksConfig) -> tuple[str, ...]:
+    """The one that the run names, or those that its plans choose from."""
+    return name_list(links.codecs) if links.codec == "auto" else (links.codec,)
+
+
 def execution_of(config: AppConfig) -> Execution:
     """How every stage of the run computes and sends."""
     return Execution(
         precision=config.train.precision,
         recompute=config.train.recompute,
         clip_norm=config.train.clip_norm,
-        codec=config.links.codec,
+        codec=config.links.codec if config.links.codec != "auto" else "fp32",
         keep_spans=config.train.timeline,
+        paced=config.links.pace == "plan",
     )
 
 
@@ -252,8 +257,9 @@ def make_planner(
         learning_rate=config.train.learning_rate,
         max_model_share=config.scheduler.max_model_share,
         recompute=config.train.recompute,
+        codecs=allowed_codecs(config.links),
     )
-    model = coded_profile(learner.splitter.profile(learner.shape), config.links.codec)
+    model = learner.splitter.profile(learner.shape)
     profiles = sorted(clusters.values(), key=lambda profile: profile.cluster_id)
     world = _world(config, model, profiles)
     with blaming("scheduler.policy"):

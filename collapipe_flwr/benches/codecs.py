@@ -32,8 +32,8 @@ from collapipe_flwr.pipeline.roles import FirstStage, MicroBatch
 from collapipe_flwr.pipeline.session import NextHop, SessionRequest
 from collapipe_flwr.pipeline.stage import StageSettings
 from collapipe_flwr.rpc.edge_client import EdgeClient
-from collapipe_flwr.rpc.link import StreamSettings
 from collapipe_flwr.rpc.next_hop import Dialer
+from collapipe_flwr.rpc.pacing import StreamSettings
 from collapipe_flwr.rpc.quantize import WIRE_CODECS
 
 _SESSION = "codecs"

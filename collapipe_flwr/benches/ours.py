@@ -21,8 +21,8 @@ from collapipe_flwr.pipeline.roles import FirstStage
 from collapipe_flwr.pipeline.session import NextHop, SessionRequest
 from collapipe_flwr.pipeline.stage import StageSettings
 from collapipe_flwr.rpc.edge_client import EdgeClient
-from collapipe_flwr.rpc.link import StreamSettings
 from collapipe_flwr.rpc.next_hop import Dialer
+from collapipe_flwr.rpc.pacing import StreamSettings
 
 OPTIMIZER = OptimizerSettings(learning_rate=1e-4)
 _SESSION = "bench"

@@ -23,7 +23,7 @@ from collapipe_flwr.pipeline.frame import HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.session import SessionRequest
 from collapipe_flwr.rpc.edge_client import EdgeClient
-from collapipe_flwr.rpc.link import StreamSettings
+from collapipe_flwr.rpc.pacing import StreamSettings
 
 SINK = "sink"
 _TOKEN = "a stream of a bench on this machine"

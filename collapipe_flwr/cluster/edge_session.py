@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.rpc.edge_client import EdgeClient
-from collapipe_flwr.rpc.link import StreamSettings
+from collapipe_flwr.rpc.pacing import StreamSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,13 +18,12 @@ class EdgeSession:
     client: EdgeClient
     session_id: str
     token: str = field(repr=False)
-    settings: StreamSettings = field(default_factory=StreamSettings)
 
     @contextmanager
-    def connect(self) -> Iterator[Link]:
+    def connect(self, settings: StreamSettings) -> Iterator[Link]:
         """A new stream to the decoder; raises LinkError when the edge refuses."""
         link = self.client.stream(
-            self.session_id, self.token, name="last device", settings=self.settings
+            self.session_id, self.token, name="last device", settings=settings
         )
         try:
             yield link

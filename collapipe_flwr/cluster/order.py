@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from collapipe_flwr.core.domain import ClusterPlan
+from collapipe_flwr.core.domain import ClusterPlan, HopPlan
 from collapipe_flwr.pipeline.execution import Execution
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 from collapipe_flwr.pipeline.stage import StageSettings
 from collapipe_flwr.pipeline.state import Slots
+from collapipe_flwr.rpc.pacing import StreamSettings
 
 CONTROL_UNIT = "control-unit"
 PATIENCE_PER_STAGE = 0.5  # upstream waits longer, so that the neighbour of a silent stage speaks
@@ -31,6 +32,17 @@ class RoundOrder:
     execution: Execution = field(default_factory=Execution)
     slots: Slots = field(default_factory=dict)  # of the optimiser; none at the start of a round
     first_step: int = 0  # the number of the first step; not 0 in the middle of a round
+
+    @property
+    def hops(self) -> tuple[StreamSettings, ...]:
+        """How every hop behaves, seen from its upstream end: as planned, else as the run says."""
+        planned = self.plan.hops or (HopPlan(codec=self.execution.codec),) * len(self.names)
+        return tuple(self._hop(hop) for hop in planned)
+
+    def _hop(self, hop: HopPlan) -> StreamSettings:
+        rates = (hop.forward_bit_per_s, hop.backward_bit_per_s)
+        ahead, back = (rate / 8 if self.execution.paced and rate else None for rate in rates)
+        return StreamSettings(codec=hop.codec, rate_bytes_per_s=ahead, peer_rate_bytes_per_s=back)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from collapipe_flwr.pipeline.session import NextHop, SessionRequest
 from collapipe_flwr.pipeline.state import PartState
 from collapipe_flwr.rpc.differences import Moved, fetch_changed, push_missing
 from collapipe_flwr.rpc.edge_client import EdgeClient
-from collapipe_flwr.rpc.link import StreamSettings
+from collapipe_flwr.rpc.pacing import StreamSettings, slower
 
 _log = logging.getLogger(__name__)
 _RANDOM_BYTES = 16
@@ -37,14 +37,13 @@ Answer = TypeVar("Answer")
 class RemoteFleet:
     """A `Fleet` of the daemons in a cluster file.
 
-    ``edge`` is the session that the last device passes its activations to; ``codec`` is that of
-    the links where the cluster file names none. Calls end within
-    ``deadline_s``, transfers of weights within ``transfer_s``.
+    ``edge`` is the session that the last device passes its activations to. Links behave as the
+    order says; a codec in the cluster file stands above it, and of two rates the smaller holds.
+    Calls end within ``deadline_s``, transfers of weights within ``transfer_s``.
     """
 
     cluster: ClusterConfig
     edge: NextHop
-    codec: str = "fp32"
     deadline_s: float = 20.0
     transfer_s: float = 600.0
 
@@ -56,12 +55,13 @@ class RemoteFleet:
                 stack.enter_context(self._client(segment.device_id))
                 for segment in order.plan.segments
             ]
-            hops = [self._hop(segment.device_id) for segment in order.plan.segments]
-            requests = _requests(splitter, order, [*hops, self._paced(self.edge)])
+            streams = [self._limited(settings) for settings in order.hops]
+            hops = [*(self._hop(s.device_id) for s in order.plan.segments), self.edge]
+            requests = _requests(splitter, order, list(map(_paced, hops, streams)))
             sessions = [Hosted(*pair) for pair in zip(members, requests, strict=True)]
             stack.callback(_close_all, sessions)
             _at_once(lambda hosted: hosted.open(splitter, order), sessions)
-            link = sessions[0].stream(self._stream_settings())
+            link = sessions[0].stream(streams[0])
             stack.callback(link.close)
             try:
                 yield RemoteChain(link, sessions)
@@ -99,24 +99,24 @@ class RemoteFleet:
     def _hop(self, device_id: str) -> NextHop:
         """A fresh session on a device."""
         member = self._member(device_id)
-        hop = NextHop(
+        return NextHop(
             address=member.address,
             session_id=f"{device_id}-{secrets.token_hex(4)}",
             token=secrets.token_hex(_RANDOM_BYTES),
             name=device_id,
             certificate_name=self._certificate_name(member),
         )
-        return self._paced(hop)
 
-    def _paced(self, hop: NextHop) -> NextHop:
-        settings = self._stream_settings()
-        rate = settings.rate_bytes_per_s or 0.0
-        return replace(hop, codec=settings.codec, rate_bytes_per_s=rate)
-
-    def _stream_settings(self) -> StreamSettings:
+    def _limited(self, planned: StreamSettings) -> StreamSettings:
+        """A planned link within the limits of the cluster file."""
         links = self.cluster.links
-        rate = links.rate_mbit_per_s * _BYTES_PER_MBIT or None
-        return StreamSettings(codec=links.codec or self.codec, rate_bytes_per_s=rate)
+        most = links.rate_mbit_per_s * _BYTES_PER_MBIT or None
+        return replace(
+            planned,
+            codec=links.codec or planned.codec,
+            rate_bytes_per_s=slower(planned.rate_bytes_per_s, most),
+            peer_rate_bytes_per_s=slower(planned.peer_rate, most),
+        )
 
     def _certificate_name(self, member: MemberConfig) -> str:
         return member.name if self.cluster.tls else ""
@@ -204,6 +204,15 @@ class RemoteChain:
             reports=tuple(report for part in parts for report in part.reports),
             moved=sum((part.moved for part in parts), Moved()),
         )
+
+
+def _paced(hop: NextHop, settings: StreamSettings) -> NextHop:
+    return replace(
+        hop,
+        codec=settings.codec,
+        rate_bytes_per_s=settings.rate_bytes_per_s or 0.0,
+        back_rate_bytes_per_s=settings.peer_rate or 0.0,
+    )
 
 
 def _requests(

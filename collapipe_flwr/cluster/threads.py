@@ -16,13 +16,15 @@ from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import MiddleStage
 from collapipe_flwr.pipeline.state import PartState, load_slots, slots_of
 from collapipe_flwr.rpc.coded import coded
+from collapipe_flwr.rpc.paced import paced_pair
+from collapipe_flwr.rpc.pacing import StreamSettings
 
-Connect = Callable[[], AbstractContextManager[Link]]
+Connect = Callable[[StreamSettings], AbstractContextManager[Link]]
 MakeStage = Callable[..., MiddleStage]
 
 
 class ThreadFleet:
-    """A `Fleet` in this process; ``connect`` makes a new link to the cluster's decoder.
+    """A `Fleet` in this process; ``connect`` makes a new link as asked to the cluster's decoder.
 
     A thread that ends by an error that is not one of ours has crashed: its device is missing from
     then on. ``make_stage`` is the seam for tests that crash one on purpose.
@@ -37,7 +39,7 @@ class ThreadFleet:
     def chain(self, splitter: Splitter, order: RoundOrder) -> Iterator[ThreadChain]:
         """See `Fleet.chain`; every thread has ended afterwards."""
         with ExitStack() as edge:
-            downstream = edge.enter_context(self._connect())
+            downstream = edge.enter_context(self._connect(order.hops[-1]))
             link, stages = _join(splitter, order, downstream, self._make_stage)
             chain = ThreadChain(link, [DeviceThread(s) for s in stages], order.deadline_s, edge)
             chain.start()
@@ -140,13 +142,19 @@ class DeviceThread:
             self._failure = error
 
 
+def _pair(left: str, right: str, settings: StreamSettings) -> tuple[Link, Link]:
+    """Two ends that lose and wait as a wire with these settings would."""
+    one, other = (coded(end, settings.codec) for end in memory_pair(left, right))
+    return paced_pair(one, other, settings)
+
+
 def _join(
     splitter: Splitter, order: RoundOrder, edge: Link, make_stage: MakeStage
 ) -> tuple[Link, list[MiddleStage]]:
     """The control unit's link, and a stage per segment with its links, the last one to ``edge``."""
     pairs = [
-        [coded(end, order.execution.codec) for end in memory_pair(left, right)]
-        for left, right in pairwise(order.names)
+        _pair(left, right, settings)
+        for (left, right), settings in zip(pairwise(order.names), order.hops, strict=False)
     ]
     downstream: list[Link] = [*(left for left, _ in pairs), edge]
     stages = []

@@ -149,7 +149,11 @@ def writer_here(
     with (
         edge_here(model.splitter, model.weights, deadline_s) as link,
         open_writer(
-            model, plan, ThreadFleet(lambda: nullcontext(link)), slots=slots, deadline_s=deadline_s
+            model,
+            plan,
+            ThreadFleet(lambda _: nullcontext(link)),
+            slots=slots,
+            deadline_s=deadline_s,
         ) as writer,
     ):
         yield writer

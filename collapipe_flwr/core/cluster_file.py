@@ -37,6 +37,7 @@ from collapipe_flwr.core.parsing import (
     key,
     key_names,
     matches,
+    one_of,
     parse_section,
     refuse_unknown,
 )
@@ -68,8 +69,8 @@ class LinksConfig:
 
     bandwidth_mhz: float = key(20.0, above(0))  # of each hop between devices
     server_mbit_per_s: float = key(100.0, above(0))  # control unit to the Flower server
-    rate_mbit_per_s: float = key(0.0, at_least(0))  # senders keep to this; 0: as fast as it goes
-    codec: str = ""  # of activations and gradients; empty: the run's links.codec
+    rate_mbit_per_s: float = key(0.0, at_least(0))  # most that senders use; 0: as fast as it goes
+    codec: str = key("", one_of("", "fp32", "fp16", "bf16", "int8"))  # empty: the run's choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

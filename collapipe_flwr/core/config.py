@@ -26,6 +26,7 @@ from collapipe_flwr.core.parsing import (
     one_of,
     parse_section,
     refuse_unknown,
+    some_of,
 )
 from collapipe_flwr.core.tls_files import TlsFiles
 
@@ -39,6 +40,7 @@ DATA_TASKS = (
     "translation",
     "summarisation",
 )
+LINK_CODECS = ("fp32", "fp16", "bf16", "int8")
 _DEMO_MODEL = (
     "d_model=64 encoder_layers=6 decoder_layers=2 encoder_attention_heads=4 "
     "decoder_attention_heads=4 encoder_ffn_dim=128 decoder_ffn_dim=128 "
@@ -169,7 +171,9 @@ class WorldConfig:
 class LinksConfig:
     """What travels between the stages of a cluster; a cluster file may choose for itself."""
 
-    codec: str = key("fp32", one_of("fp32", "fp16", "bf16", "int8"))  # hidden states, gradients
+    codec: str = key("fp32", one_of(*LINK_CODECS, "auto"))  # of hidden states and gradients
+    codecs: str = key("fp32,bf16,int8", some_of(*LINK_CODECS))  # auto: the plan chooses per hop
+    pace: str = key("none", one_of("none", "plan"))  # plan: senders keep to the planned rates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,6 +261,11 @@ def flatten(config: AppConfig) -> dict[str, Value]:
         for name, section in _SECTIONS.items()
         for k, f in key_names(section, _prefix(name)).items()
     }
+
+
+def name_list(text: str) -> tuple[str, ...]:
+    """``"fp32, int8"`` as ``("fp32", "int8")``."""
+    return tuple(part.strip() for part in text.split(","))
 
 
 def count_list(text: str) -> tuple[int, ...]:

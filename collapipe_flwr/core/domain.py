@@ -23,7 +23,7 @@ class BlockCost:
     parameter_bytes: int
     state_bytes: int
     stash_bytes: float  # activations kept between forward and backward
-    output_bytes: float  # activations at the cut behind this piece, after the codec
+    output_bytes: float  # activations at the cut behind this piece, before a link codes them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +76,7 @@ class ClusterProfile:
     devices: tuple[DeviceProfile, ...]
     d2d_bandwidth_hz: float  # of each hop inside the cluster, as far as both ends' radios go
     server_rate_bit_per_s: float  # control unit <-> Flower server
+    link_codec: str = ""  # that its links are bound to; empty: as the run says
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +120,18 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HopPlan:
+    """One hop of a chain, between two neighbouring stages.
+
+    Rates are those that the planned power and bandwidth reach; 0 where nobody computed them.
+    """
+
+    codec: str = "fp32"  # of hidden states and gradients
+    forward_bit_per_s: float = 0.0  # towards the edge
+    backward_bit_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPlan:
     """What one cluster does in one round; segments stand in pipeline order.
 
@@ -141,6 +154,7 @@ class ClusterPlan:
     energy_j: Mapping[str, float]  # predicted, of the round
     memory_bytes: Mapping[str, int]  # predicted peak, of each device with a segment
     model_share: float | None = None  # of the whole model's memory, kept by every device
+    hops: tuple[HopPlan, ...] = ()  # control unit to the first device, ..., the last to the edge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,6 +49,15 @@ def one_of(*names: str | int) -> Rule:
     return Rule(lambda v: v in names, "must be one of " + ", ".join(map(str, names)))
 
 
+def some_of(*names: str) -> Rule:
+    """Accept a comma-separated choice of a few names."""
+
+    def holds(text: str) -> bool:
+        return all(part.strip() in names for part in text.split(","))
+
+    return Rule(holds, "must list some of " + ", ".join(names))
+
+
 def matches(pattern: str, says: str) -> Rule:
     """Accept text that a regular expression covers from end to end."""
     return Rule(lambda v: re.fullmatch(pattern, v) is not None, says)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from collapipe_flwr.costs.codecs import SHARES
 from collapipe_flwr.costs.tables import Tables
 
 Array = NDArray[np.float64]
@@ -133,8 +134,9 @@ class Hops:
     to_edge: NDArray[np.bool_]  # (R, S + 1): the hop over the shared bandwidth
     sender: Ints  # member index of the upstream party
     receiver: Ints  # member index of the downstream party; the edge's own index at the end
-    bits: Array  # per micro-batch, in either direction
+    bits: Array  # per micro-batch, in either direction, coded
     gain: Array
+    codec: Ints  # place in ``codecs.CODECS``
 
 
 def hops_of(tables: Tables, rows: Layouts) -> Hops:
@@ -147,15 +149,17 @@ def hops_of(tables: Tables, rows: Layouts) -> Hops:
     cut = np.where(used, np.concatenate([zero, rows.stop_rs], axis=1), 0)
     receiver = np.concatenate([rows.member_rs, zero], axis=1)
     receiver = np.where(to_edge, tables.edge, np.where(used, receiver, 0))
-    bits = 8.0 * rows.micro_batch_size_r[:, None] * tables.blocks.cut_bytes_l[cut]
-    gain = tables.gain_mij[rows.cluster_r[:, None], sender, receiver]
+    link = (rows.cluster_r[:, None], sender, receiver)
+    codec = tables.codec_mij[link]
+    bits = 8.0 * rows.micro_batch_size_r[:, None] * tables.blocks.cut_bytes_l[cut] * SHARES[codec]
     return Hops(
         used=used,
         to_edge=to_edge,
         sender=sender,
         receiver=receiver,
         bits=np.where(used, np.maximum(bits, 1.0), 0.0),
-        gain=gain,
+        gain=tables.gain_mij[link],
+        codec=codec,
     )
 
 

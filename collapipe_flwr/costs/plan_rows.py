@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from collapipe_flwr.core.domain import ClusterPlan, Segment, Snapshot
+from collapipe_flwr.core.domain import ClusterPlan, HopPlan, Segment, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.costs.layouts import UNUSED, Ints, Layouts
+from collapipe_flwr.costs.codecs import CODECS, codec_index
+from collapipe_flwr.costs.layouts import UNUSED, Hops, Ints, Layouts, hops_of
 from collapipe_flwr.costs.tables import Tables
 
 
@@ -54,6 +55,28 @@ def _member_indices(tables: Tables, m: int, plan: ClusterPlan) -> Ints:
             "connected: plan the round again"
         )
     return np.array([index[s.device_id] for s in plan.segments], dtype=np.int64)
+
+
+def with_codecs(tables: Tables, rows: Layouts, codec_rh: Ints) -> Tables:
+    """``tables`` in which the hops of ``rows``, one per cluster, have these codecs."""
+    hops, codec = hops_of(tables, rows), tables.codec_mij.copy()
+    cluster = np.broadcast_to(rows.cluster_r[:, None], hops.sender.shape)[hops.used]
+    codec[cluster, hops.sender[hops.used], hops.receiver[hops.used]] = codec_rh[hops.used]
+    return replace(tables, codec_mij=codec)
+
+
+def planned_codecs(tables: Tables, rows: Layouts, plans: Sequence[ClusterPlan]) -> Tables:
+    """``tables`` with the codecs of ``plans``, whose rows these are."""
+    codec = hops_of(tables, rows).codec.copy()
+    for m, plan in enumerate(plans):
+        codec[m, : len(plan.hops)] = [codec_index(hop.codec) for hop in plan.hops]
+    return with_codecs(tables, rows, codec)
+
+
+def hop_plans(hops: Hops, row: int) -> tuple[HopPlan, ...]:
+    """The hops of one row; their rates are not known yet."""
+    used = hops.codec[row, hops.used[row]].tolist()
+    return tuple(HopPlan(codec=CODECS[index]) for index in used)
 
 
 def segments_of(tables: Tables, rows: Layouts, row: int) -> tuple[Segment, ...]:

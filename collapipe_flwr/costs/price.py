@@ -6,19 +6,19 @@ The plan's powers and bandwidth are kept; the snapshot's gains and speeds decide
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from collapipe_flwr.core.domain import ClusterPlan, Plan, Snapshot
+from collapipe_flwr.core.domain import ClusterPlan, HopPlan, Plan, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.chain import Chain, chain_of, hop_bandwidth_hz, price_rows
 from collapipe_flwr.costs.compute import Options
 from collapipe_flwr.costs.depths import flight_table, planned_makespan_s
 from collapipe_flwr.costs.memory import peak_bytes
-from collapipe_flwr.costs.plan_rows import restricted, rows_of_plans
-from collapipe_flwr.costs.radio import send_time_s
+from collapipe_flwr.costs.plan_rows import planned_codecs, restricted, rows_of_plans
+from collapipe_flwr.costs.radio import rate_bit_per_s
 from collapipe_flwr.costs.tables import Tables, members_of, tabulate
 
 Array = NDArray[np.float64]
@@ -52,8 +52,7 @@ def price(plan: Plan, snapshot: Snapshot, options: Options | None = None) -> Pri
     if not plan.clusters:
         raise ScheduleError(f"the plan of round {plan.round_index} has no clusters to price")
     choice = options or Options()
-    tables = tabulate(restricted(snapshot, [c.cluster_id for c in plan.clusters]))
-    chain = chain_of(tables, rows_of_plans(tables, plan.clusters), choice)
+    tables, chain = _chain(plan, snapshot, choice)
     powers = planned_powers(chain, plan.clusters)
     times = achieved_times(chain, plan.clusters, powers)
     priced = price_rows(chain, times, powers)
@@ -76,6 +75,37 @@ def price(plan: Plan, snapshot: Snapshot, options: Options | None = None) -> Pri
     return PricedRound(latency_s=max(c.latency_s for c in clusters), clusters=clusters)
 
 
+def with_rates(plan: Plan, snapshot: Snapshot) -> Plan:
+    """The plan with the rate of every hop over the snapshot's gains.
+
+    Raises ScheduleError if a planned party is gone.
+    """
+    if not plan.clusters:
+        return plan
+    _, chain = _chain(plan, snapshot, Options())
+    rates = achieved_rates(chain, plan.clusters, planned_powers(chain, plan.clusters))
+    clusters = [
+        replace(cluster, hops=_rated(cluster, rates[m])) for m, cluster in enumerate(plan.clusters)
+    ]
+    return replace(plan, clusters=tuple(clusters))
+
+
+def _rated(plan: ClusterPlan, rate_h2: Array) -> tuple[HopPlan, ...]:
+    hops = plan.hops or (HopPlan(),) * (len(plan.segments) + 1)
+    return tuple(
+        replace(hop, forward_bit_per_s=float(ahead), backward_bit_per_s=float(back))
+        for hop, (ahead, back) in zip(hops, rate_h2[: len(hops)], strict=True)
+    )
+
+
+def _chain(plan: Plan, snapshot: Snapshot, options: Options) -> tuple[Tables, Chain]:
+    """The plan's clusters in its order, with its layouts and codecs."""
+    tables = tabulate(restricted(snapshot, [c.cluster_id for c in plan.clusters]))
+    rows = rows_of_plans(tables, plan.clusters)
+    tables = planned_codecs(tables, rows, plan.clusters)
+    return tables, chain_of(tables, rows, options)
+
+
 def planned_powers(chain: Chain, plans: Sequence[ClusterPlan]) -> Array:
     """The plans' powers on hops, (R, S + 1, 2); the edge sends at its own full power."""
     powers = np.zeros_like(chain.power_max_w)
@@ -91,11 +121,16 @@ def planned_powers(chain: Chain, plans: Sequence[ClusterPlan]) -> Array:
 
 def achieved_times(chain: Chain, plans: Sequence[ClusterPlan], powers: Array) -> Array:
     """Hop times of the planned powers over the snapshot's gains."""
+    times = chain.hops.bits[:, :, None] / achieved_rates(chain, plans, powers)
+    return np.where(chain.hops.used[:, :, None], times, 0.0)
+
+
+def achieved_rates(chain: Chain, plans: Sequence[ClusterPlan], powers: Array) -> Array:
+    """Bits per second of every hop, (R, S + 1, 2): forward and backward; 1 where none is."""
     width = hop_bandwidth_hz(chain, np.array([plan.bandwidth_hz for plan in plans]))
     used = chain.hops.used[:, :, None]
     snr = np.where(used, powers, 1.0) / chain.noise_over_gain[:, :, None]
-    times = send_time_s(chain.hops.bits[:, :, None], width[:, :, None], snr)
-    return np.where(used, times, 0.0)
+    return np.where(used, rate_bit_per_s(width[:, :, None], snr), 1.0)
 
 
 def named_energy(tables: Tables, chain: Chain, m: int, energy_s: Array) -> dict[str, float]:

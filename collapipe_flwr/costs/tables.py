@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 
 from collapipe_flwr.core.domain import BlockCost, ClusterSnapshot, DeviceProfile, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.costs.codecs import codec_index
 
 Array = NDArray[np.float64]
+Ints = NDArray[np.int64]
 TINY_GAIN = 1e-30  # stands in for absent links so that logarithms stay finite
 
 
@@ -29,7 +31,7 @@ class BlockTable:
     parameter_bytes_l: Array
     state_bytes_l: Array
     stash_bytes_l: Array
-    cut_bytes_l: Array  # bytes over the cut behind block l-1; entry 0 leaves the embedding
+    cut_bytes_l: Array  # uncoded, over the cut behind block l-1; entry 0 leaves the embedding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,7 @@ class Tables:
     members: MemberTable
     gain_mij: Array  # (M, I, I + 1): the last receiver is the edge
     d2d_hz_mij: Array  # like gain_mij; what stands behind the last member means nothing
+    codec_mij: Ints  # like gain_mij: the link's place in ``codecs.CODECS``
     server_rate_m: Array
     examples_m: Array
 
@@ -72,8 +75,11 @@ class Tables:
         return int(self.gain_mij.shape[2]) - 1
 
 
-def tabulate(snapshot: Snapshot) -> Tables:
-    """Arrays of ``snapshot``; raises ScheduleError where a number cannot be planned with."""
+def tabulate(snapshot: Snapshot, codec: str = "fp32") -> Tables:
+    """Arrays of ``snapshot``; raises ScheduleError where a number cannot be planned with.
+
+    ``codec`` is that of all links but those of clusters that are bound to another one.
+    """
     _check(snapshot)
     clusters = snapshot.clusters
     return Tables(
@@ -82,6 +88,7 @@ def tabulate(snapshot: Snapshot) -> Tables:
         members=_members(clusters),
         gain_mij=_gains(clusters),
         d2d_hz_mij=_d2d(clusters),
+        codec_mij=_codecs(clusters, codec),
         server_rate_m=np.array([c.profile.server_rate_bit_per_s for c in clusters], float),
         examples_m=np.array([c.profile.examples for c in clusters], dtype=np.float64),
     )
@@ -137,6 +144,12 @@ def _gains(clusters: tuple[ClusterSnapshot, ...]) -> Array:
         table[m, :size, :size] = cluster.channel.d2d_gain
         table[m, :size, width] = cluster.channel.edge_gain
     return np.asarray(np.maximum(table, TINY_GAIN))
+
+
+def _codecs(clusters: tuple[ClusterSnapshot, ...], codec: str) -> Ints:
+    width = max(len(c.profile.devices) + 1 for c in clusters)
+    bound = [codec_index(c.profile.link_codec or codec) for c in clusters]
+    return np.tile(np.array(bound, np.int64)[:, None, None], (1, width, width + 1))
 
 
 def _d2d(clusters: tuple[ClusterSnapshot, ...]) -> Array:

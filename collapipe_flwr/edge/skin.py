@@ -24,8 +24,9 @@ from collapipe_flwr.rpc import methods
 from collapipe_flwr.rpc.codec import decode_frame, encode_frame
 from collapipe_flwr.rpc.host_status import ProbeAnswer, ProbeRequest
 from collapipe_flwr.rpc.limits import FrameLimits
-from collapipe_flwr.rpc.link import StreamLink, StreamSettings
+from collapipe_flwr.rpc.link import StreamLink
 from collapipe_flwr.rpc.messages import decode_message, encode_message
+from collapipe_flwr.rpc.pacing import StreamSettings
 from collapipe_flwr.rpc.quantize import WIRE_CODECS
 from collapipe_flwr.rpc.weights import gather_weights, weight_frames
 

@@ -46,7 +46,9 @@ def target_in(world: World, model: ModelProfile, settings: SchedulerSettings) ->
     """The yardstick of one world, the same for all policies."""
     settings = replace(settings, bound=True)
     snapshot = world.snapshot(1, model)
-    learning = learning_in(tabulate(snapshot), initial_state(snapshot, settings), settings)
+    learning = learning_in(
+        tabulate(snapshot, settings.coarsest), initial_state(snapshot, settings), settings
+    )
     assert learning.constants is not None
     return Target(
         constants=learning.constants,

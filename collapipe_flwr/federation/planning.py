@@ -24,7 +24,7 @@ from collapipe_flwr.core.domain import (
 )
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.costs.compute import Options
-from collapipe_flwr.costs.price import PricedCluster, PricedRound, price
+from collapipe_flwr.costs.price import PricedCluster, PricedRound, price, with_rates
 from collapipe_flwr.federation.absence import without_absent, without_clusters
 from collapipe_flwr.federation.checkpoint import Memory
 from collapipe_flwr.federation.movement import Models, Movement, MovementMeter
@@ -119,7 +119,7 @@ class ScheduledRounds:
             log.warning("%s cannot take part without their lost devices", ", ".join(short))
             plan, self.state = self._scheduler.step(self.state, rest)
             self._absent.clear()  # who sits out reports nothing: try it in full next time
-        return plan
+        return with_rates(plan, snapshot)
 
     def _snapshot(self, closed: ClosedRound) -> Snapshot:
         present = [n for n in closed.plan.cluster_ids.values() if n in self._known()]

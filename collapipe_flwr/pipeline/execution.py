@@ -16,7 +16,8 @@ class Execution:
     ``precision`` bf16 computes matrix products in bfloat16 (torch's autocast) on weights, gradients
     and optimiser state that stay in single precision. ``recompute`` makes devices compute the
     forward pass again instead of keeping it. ``clip_norm`` bounds the norm of all gradients
-    together (0: not at all). ``codec`` is that of hidden states and gradients on the links.
+    together (0: not at all). ``codec`` is that of hidden states and gradients on links for which
+    the plan chose none. ``paced`` makes senders keep to the planned rates.
     ``keep_spans`` keeps what every stage did when.
     """
 
@@ -25,6 +26,7 @@ class Execution:
     clip_norm: float = 0.0
     codec: str = "fp32"
     keep_spans: bool = False
+    paced: bool = False
 
     def __post_init__(self) -> None:
         check_precision(self.precision)

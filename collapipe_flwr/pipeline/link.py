@@ -12,10 +12,15 @@ from collapipe_flwr.pipeline.mailbox import Mailbox
 
 @dataclass(slots=True, kw_only=True)
 class Traffic:
-    """What went over one link since it was opened, as seen from one of its ends."""
+    """What went over one link since it was opened, as seen from one of its ends.
+
+    `sending_s` is the time in which what was sent kept the wire busy, as far as this end can tell:
+    until the transport took it, and as long as a pace held it back. 0 where nothing is sent.
+    """
 
     sent_bytes: int = 0
     received_bytes: int = 0
+    sending_s: float = 0.0
 
 
 class Link(Protocol):

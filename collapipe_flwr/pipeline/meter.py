@@ -29,7 +29,8 @@ class StageReport:
     """One stage over all steps since it was opened.
 
     `wait_s` is time spent waiting for a neighbour, to receive or to find room to send.
-    `*_up_bytes` is the link towards the control unit, `*_down_bytes` towards the edge.
+    `*_up_bytes` is the link towards the control unit, `*_down_bytes` towards the edge, and
+    `sending_*_s` how long what was sent kept them busy (`Traffic.sending_s`).
     `small_square_norm` and `big_square_norm` are means over the steps of the squared norm of this
     stage's gradients for the first micro-batch alone and for the whole batch; `small_weight` and
     `big_weight` the mean number of examples (or tokens) behind each.
@@ -46,6 +47,8 @@ class StageReport:
     received_up_bytes: int = 0
     sent_down_bytes: int = 0
     received_down_bytes: int = 0
+    sending_up_s: float = 0.0
+    sending_down_s: float = 0.0
     peak_tensor_bytes: int = 0
     small_square_norm: float = 0.0
     big_square_norm: float = 0.0

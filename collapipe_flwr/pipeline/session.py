@@ -19,6 +19,7 @@ class NextHop:
     `certificate_name` is what it must prove under TLS; empty: the host in `address`.
 
     `codec` and `rate_bytes_per_s` (0: unpaced) are those of the link; see `StreamSettings`.
+    `back_rate_bytes_per_s` is that of the other direction (0: the same).
     """
 
     address: str
@@ -28,6 +29,7 @@ class NextHop:
     certificate_name: str = ""
     codec: str = "fp32"
     rate_bytes_per_s: float = 0.0
+    back_rate_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

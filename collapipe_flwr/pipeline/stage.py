@@ -157,6 +157,8 @@ class Stage(ABC):
             received_up_bytes=up.received_bytes,
             sent_down_bytes=down.sent_bytes,
             received_down_bytes=down.received_bytes,
+            sending_up_s=up.sending_s,
+            sending_down_s=down.sending_s,
             peak_tensor_bytes=self.memory.peak_bytes,
             small_square_norm=self._norms.small_square_norm,
             big_square_norm=self._norms.big_square_norm,

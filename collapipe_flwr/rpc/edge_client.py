@@ -28,8 +28,9 @@ from collapipe_flwr.rpc import methods
 from collapipe_flwr.rpc.codec import decode_frame, encode_frame
 from collapipe_flwr.rpc.host_status import HostStatus, ProbeAnswer, ProbeRequest
 from collapipe_flwr.rpc.limits import FrameLimits
-from collapipe_flwr.rpc.link import StreamLink, StreamSettings
+from collapipe_flwr.rpc.link import StreamLink
 from collapipe_flwr.rpc.messages import decode_message, encode_message
+from collapipe_flwr.rpc.pacing import StreamSettings
 from collapipe_flwr.rpc.tls import TlsFiles, open_channel
 from collapipe_flwr.rpc.weights import gather_weights, weight_frames
 
@@ -184,7 +185,7 @@ class EdgeClient:
     ) -> Link:
         """The link to the session's stage; `name` is how the edge calls this side in errors.
 
-        `settings` hold for both directions.
+        `settings` hold for both directions, but for their rates.
 
         Returns after the edge accepted the stream. Close the link when done.
         """
@@ -199,7 +200,7 @@ class EdgeClient:
         extra = (
             (methods.CODEC_KEY, settings.codec),
             (methods.NAME_KEY, _ascii(name)),
-            (methods.RATE_KEY, repr(settings.rate_bytes_per_s or 0.0)),
+            (methods.RATE_KEY, repr(settings.peer_rate or 0.0)),
         )
         call = self._channel.stream_stream(methods.method("Stream"), None, None)(
             link.outgoing(), metadata=(*_key(session_id, token), *extra)

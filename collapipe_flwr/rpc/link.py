@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 
 import grpc
 
@@ -19,26 +18,9 @@ from collapipe_flwr.pipeline.frame import Frame, FrameKind
 from collapipe_flwr.pipeline.link import Traffic
 from collapipe_flwr.pipeline.mailbox import Mailbox
 from collapipe_flwr.rpc.codec import decode_frame, encode_frame
-from collapipe_flwr.rpc.limits import FrameLimits
-from collapipe_flwr.rpc.pacing import Pacer
+from collapipe_flwr.rpc.pacing import Pacer, StreamSettings
 
 _SENTENCE = 1000  # characters of an error that travel
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamSettings:
-    """How a stream behaves; `idle_s` bounds silence in either direction.
-
-    `rate_bytes_per_s` paces what this end sends (None: as fast as it goes): a frame leaves when
-    a wire of that rate would have carried it.
-    """
-
-    codec: str = "fp32"
-    limits: FrameLimits = field(default_factory=FrameLimits)
-    queue_frames: int = 64
-    queue_bytes: int = 512 * 2**20
-    idle_s: float = 3600.0
-    rate_bytes_per_s: float | None = None
 
 
 class StreamLink:
@@ -103,8 +85,10 @@ class StreamLink:
                 return
             except LinkError:
                 return
-            self._over.wait(self._pacer.delay_s(len(data), time.monotonic()))
+            start_s = time.monotonic()
+            self._over.wait(self._pacer.delay_s(len(data), start_s))
             yield data
+            self.traffic.sending_s += time.monotonic() - start_s
 
     def feed(self, messages: Iterable[bytes]) -> None:
         """Read the stream until it ends. Errors end the link and reach whoever receives."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.session import NextHop
 from collapipe_flwr.rpc.edge_client import EdgeClient
-from collapipe_flwr.rpc.link import StreamSettings
+from collapipe_flwr.rpc.pacing import StreamSettings
 from collapipe_flwr.rpc.tls import TlsFiles
 
 
@@ -24,7 +24,11 @@ class Dialer:
     @contextmanager
     def __call__(self, hop: NextHop) -> Iterator[Link]:
         """The link to the next host while the body runs. Raises LinkError when it refuses."""
-        settings = StreamSettings(codec=hop.codec, rate_bytes_per_s=hop.rate_bytes_per_s or None)
+        settings = StreamSettings(
+            codec=hop.codec,
+            rate_bytes_per_s=hop.rate_bytes_per_s or None,
+            peer_rate_bytes_per_s=hop.back_rate_bytes_per_s or None,
+        )
         with EdgeClient(
             hop.address,
             what=hop.name,

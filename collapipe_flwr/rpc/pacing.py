@@ -2,7 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.rpc.limits import FrameLimits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamSettings:
+    """How a stream behaves; `idle_s` bounds silence in either direction.
+
+    `rate_bytes_per_s` paces what this end sends (None: as fast as it goes): a frame leaves when
+    a wire of that rate would have carried it. `peer_rate_bytes_per_s` is what the other end is
+    asked to keep to (None: the same rate).
+    """
+
+    codec: str = "fp32"
+    limits: FrameLimits = field(default_factory=FrameLimits)
+    queue_frames: int = 64
+    queue_bytes: int = 512 * 2**20
+    idle_s: float = 3600.0
+    rate_bytes_per_s: float | None = None
+    peer_rate_bytes_per_s: float | None = None
+
+    @property
+    def peer_rate(self) -> float | None:
+        """Bytes per second of the other end."""
+        return self.peer_rate_bytes_per_s or self.rate_bytes_per_s
+
+
+def slower(rate: float | None, other: float | None) -> float | None:
+    """The smaller of two limits; None is no limit."""
+    return min((r for r in (rate, other) if r is not None), default=None)
 
 
 class Pacer:

@@ -14,7 +14,7 @@ from collapipe_flwr.costs.depths import Scheduled, schedule_rows
 from collapipe_flwr.costs.estimators import Prior, constants_of, update
 from collapipe_flwr.costs.layouts import Layouts, replaced
 from collapipe_flwr.costs.memory import fits, peak_bytes
-from collapipe_flwr.costs.plan_rows import segments_of
+from collapipe_flwr.costs.plan_rows import hop_plans, segments_of
 from collapipe_flwr.costs.price import named_energy, named_memory
 from collapipe_flwr.costs.tables import Tables, members_of, tabulate
 from collapipe_flwr.scheduler.allocation import equal_shares
@@ -39,7 +39,7 @@ THRIFT = 1e-3  # of the latency weight: the price of energy while all queues are
 
 def initial_state(snapshot: Snapshot, settings: SchedulerSettings) -> SchedulerState:
     """Empty queues, and a plain plan as the reference of latency and rounds."""
-    tables = tabulate(snapshot)
+    tables = tabulate(snapshot, settings.coarsest)
     reference = _reference(tables, settings)
     return SchedulerState(reference=reference, budget_j=budgets_in(snapshot))
 
@@ -223,6 +223,7 @@ def _cluster_plan(
         step_s=step_s,
         energy_j=named_energy(tables, chain, m, solution.priced.energy_j[m]),
         memory_bytes={},
+        hops=hop_plans(chain.hops, m),
     )
     return replace(plan, memory_bytes=named_memory(plan, control, memory_s))
 

@@ -40,7 +40,7 @@ Pairs = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class RuleScheduler:
-    """A fixed rule for segments, equal bandwidth, full power.
+    """A fixed rule for segments, equal bandwidth, full power, the coarsest codec allowed.
 
     Micro-batches are the middle of the grid or the nearest that fit. With ``best_batches`` the
     first round tries the whole grid, and the pair with the least time to target stays.
@@ -56,7 +56,7 @@ class RuleScheduler:
 
     def step(self, state: SchedulerState, snapshot: Snapshot) -> tuple[Plan, SchedulerState]:
         """Apply the rule; raises InfeasibleError where nothing it names fits."""
-        planner = planner_for(tabulate(snapshot), state, self.settings)
+        planner = planner_for(tabulate(snapshot, self.settings.coarsest), state, self.settings)
         grid = middle_first(self.settings)
         if not self.settings.best_batches:
             solution = self._solution(planner, {}, grid)

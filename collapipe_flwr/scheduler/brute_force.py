@@ -32,6 +32,7 @@ from collapipe_flwr.scheduler.layout_search import all_layouts, count_layouts, r
 from collapipe_flwr.scheduler.market import row_prices
 from collapipe_flwr.scheduler.model_share import capped, least_shares
 from collapipe_flwr.scheduler.planner import Planner, Solution
+from collapipe_flwr.scheduler.precision import refined
 from collapipe_flwr.scheduler.protocol import SchedulerSettings
 from collapipe_flwr.scheduler.queues import budgets_of
 from collapipe_flwr.scheduler.state import SchedulerState, reference_of
@@ -111,11 +112,11 @@ class BruteForce:
 
     def step(self, state: SchedulerState, snapshot: Snapshot) -> tuple[Plan, SchedulerState]:
         """The optimal plan; raises ScheduleError for instances that are too large."""
-        tables = tabulate(snapshot)
+        tables = tabulate(snapshot, self.settings.coarsest)
         shares = least_shares(tables, reference_of(state), self.settings)
         room = capped(tables, shares, reference_of(state), self.settings.options)
         planner = planner_for(room, state, self.settings)
-        plan = solution_plan(planner, exhaustive(planner), self.name, 1.0)
+        plan = solution_plan(planner, refined(planner, exhaustive(planner)), self.name, 1.0)
         budgets = budgets_of(state, budgets_in(snapshot))
         return plan, replace(state, rounds=state.rounds + 1, budget_j=budgets, last_plan=plan)
 

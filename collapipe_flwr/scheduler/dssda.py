@@ -30,6 +30,7 @@ from collapipe_flwr.scheduler.base import (
 from collapipe_flwr.scheduler.caution import averaged, believed, forecast
 from collapipe_flwr.scheduler.model_share import capped, least_shares, widened
 from collapipe_flwr.scheduler.planner import Planner, Solution
+from collapipe_flwr.scheduler.precision import refined
 from collapipe_flwr.scheduler.protocol import SchedulerSettings
 from collapipe_flwr.scheduler.queues import budgets_of
 from collapipe_flwr.scheduler.smoothing import smoothed
@@ -47,6 +48,10 @@ class Decision:
     solution: Solution
     share: float
     model_share_m: Array
+
+    def refined(self) -> Decision:
+        """The same with codecs no coarser than they must be."""
+        return replace(self, solution=refined(self.planner, self.solution))
 
     def plan(self, policy: str) -> Plan:
         """In names and units."""
@@ -86,14 +91,14 @@ class Dssda:
         return observed(state, plan, outcome, self.settings)
 
     def _plan(self, state: SchedulerState, snapshot: Snapshot) -> Plan:
-        everyone = self._decide(state, snapshot, 1.0)
-        if self.settings.participation_floor >= 1.0 or len(snapshot.clusters) == 1:
-            return everyone.plan(self.name)
-        return self._without_stragglers(state, snapshot, everyone).plan(self.name)
+        best = self._decide(state, snapshot, 1.0)
+        if self.settings.participation_floor < 1.0 and len(snapshot.clusters) > 1:
+            best = self._without_stragglers(state, snapshot, best)
+        return best.refined().plan(self.name)
 
     def _decide(self, state: SchedulerState, snapshot: Snapshot, share: float) -> Decision:
         """The best plan in which exactly the clusters of ``snapshot`` take part."""
-        tables = tabulate(snapshot)
+        tables = tabulate(snapshot, self.settings.coarsest)
         caps = least_shares(tables, reference_of(state), self.settings)
         while True:
             try:

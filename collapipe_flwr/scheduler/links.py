@@ -1,4 +1,4 @@
-"""What a bit costs on every link of some clusters, at prices of the market.
+"""What a bit, before it is coded, costs on every link of some clusters, at prices of the market.
 
 The best time per bit of a transmission depends only on its two parties and on how often a second
 of it counts, not on the payload. Each link has two operating points: ``quick`` as if it were its
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from collapipe_flwr.costs.codecs import SHARES
 from collapipe_flwr.costs.radio import LN2, exponent_near
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.scheduler.market import Market
@@ -47,9 +48,12 @@ def link_table(tables: Tables, market: Market, clusters: Ints, counts: Ints) -> 
     width[:, :, -1] = market.edge_hz_m[clusters, None]
     slope = np.maximum(market.slack_price_m[clusters], LEAST_SLOPE * market.latency_price)
     noise_w = width * (tables.snapshot.radio.noise_w_per_hz / gain)
+    edge_w = tables.snapshot.edge.tx_power_w
     ends = _Ends(tables.members.power_max_mi[clusters], market.price_mi[clusters])
     points = [
-        _Way(width, noise_w, *ends.of(way, tables.snapshot.edge.tx_power_w)).points(slope, counts)
+        _Way(width, noise_w, SHARES[tables.codec_mij[clusters]], *ends.of(way, edge_w)).points(
+            slope, counts
+        )
         for way in (FORWARD, BACKWARD)
     ]
     return LinkTable(quick=(points[0][0], points[1][0]), calm=(points[0][1], points[1][1]))
@@ -77,6 +81,7 @@ class _Way:
 
     width: Array
     noise_w: Array  # power that gives 0 dB
+    coded: Array  # bits sent for a bit
     watt: Array
     price: Array
 
@@ -95,6 +100,6 @@ class _Way:
     def _at(self, log_ratio: Array, full: Array) -> Point:
         """Where a second is worth so many joules; at most at full power, and at it if free."""
         exponent = np.minimum(exponent_near(log_ratio), full)
-        seconds = LN2 / (self.width * exponent)
+        seconds = LN2 * self.coded / (self.width * exponent)
         worth = self.price * self.noise_w * np.expm1(exponent) * seconds
         return Point(seconds=seconds.ravel(), worth=worth.ravel())

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from math import isfinite
 
-from collapipe_flwr.core.domain import ClusterPlan, Plan, Segment
+from collapipe_flwr.core.domain import ClusterPlan, HopPlan, Plan, Segment
 from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.costs.codecs import CODECS
 
 Json = Mapping[str, object]
 
@@ -30,6 +32,22 @@ def check_cluster_plan(plan: ClusterPlan, num_blocks: int | None = None) -> None
             f"{where}: warmup_depth needs one entry >= 1 per stage "
             f"({len(plan.segments) + 2}), got {plan.warmup_depth}"
         )
+    if plan.hops:
+        _check_hops(where, plan)
+
+
+def _check_hops(where: str, plan: ClusterPlan) -> None:
+    if len(plan.hops) != len(plan.segments) + 1:
+        raise ScheduleError(
+            f"{where}: hops needs one entry per hop ({len(plan.segments) + 1}), "
+            f"got {len(plan.hops)}"
+        )
+    for hop in plan.hops:
+        if hop.codec not in CODECS:
+            raise ScheduleError(f"{where}: a hop's codec must be one of {CODECS}, got {hop.codec}")
+        rates = (hop.forward_bit_per_s, hop.backward_bit_per_s)
+        if not all(isfinite(rate) and rate >= 0 for rate in rates):
+            raise ScheduleError(f"{where}: rates of hops must be finite and >= 0, got {rates}")
 
 
 def _check_segments(where: str, segments: tuple[Segment, ...], num_blocks: int | None) -> None:
@@ -105,6 +123,7 @@ def cluster_plan_from_dict(values: Json) -> ClusterPlan:
                 **values,
                 "segments": tuple(Segment(**s) for s in values["segments"]),  # type: ignore[attr-defined]
                 "warmup_depth": tuple(values["warmup_depth"]),  # type: ignore[arg-type]
+                "hops": tuple(HopPlan(**hop) for hop in values.get("hops", ())),  # type: ignore[attr-defined]
             }
         )
     except (TypeError, KeyError) as error:

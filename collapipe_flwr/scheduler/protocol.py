@@ -7,6 +7,7 @@ from typing import Protocol
 
 from collapipe_flwr.core.domain import Plan, RoundOutcome, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.costs.codecs import CODECS, ladder
 from collapipe_flwr.costs.compute import Options
 from collapipe_flwr.scheduler.state import SchedulerState
 
@@ -28,6 +29,7 @@ class SchedulerSettings:
     edge_shared: bool = False
     half_duplex: bool = False
     best_batches: bool = False  # rules, too, choose the best of the grid, once
+    codecs: tuple[str, ...] = ("fp32",)  # that links may use; of several the plan chooses
     memory_margin: float = 0.05
     max_model_share: float = 1.0  # of the whole model's memory on any device; 1: no cap
     budget_margin: float = 0.05  # queues aim this share below every energy budget
@@ -38,6 +40,11 @@ class SchedulerSettings:
 
     def __post_init__(self) -> None:
         _check(self)
+
+    @property
+    def coarsest(self) -> str:
+        """The codec that leaves the least of an activation's bytes."""
+        return CODECS[ladder(self.codecs)[-1]]
 
     @property
     def options(self) -> Options:
@@ -102,6 +109,8 @@ def _check(settings: SchedulerSettings) -> None:
     for key, value, good, wanted in checks:
         if not good:
             raise ScheduleError(f"scheduler.{key} must be {wanted}, got {value!r}")
+    if not settings.codecs or not set(settings.codecs) <= set(CODECS):
+        raise ScheduleError(f"links.codecs must list some of {CODECS}, got {settings.codecs!r}")
     for key, grid in (
         ("micro-batch-sizes", settings.micro_batch_sizes),
         ("micro-batches", settings.micro_batches),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +19,12 @@ from collapipe_flwr.core.domain import (
     ClusterPlan,
     ClusterProfile,
     DeviceProfile,
+    HopPlan,
     ModelProfile,
     Segment,
 )
 from collapipe_flwr.core.errors import InfeasibleError
+from collapipe_flwr.costs.codecs import CODECS
 from collapipe_flwr.costs.compute import Options
 from collapipe_flwr.scheduler.segment_dp import (
     Path,
@@ -150,7 +153,22 @@ def _with_segments(plan: ClusterPlan, remains: Remains, path: Path, step_s: floa
         memory_bytes={
             device.device_id: int(need[span]) for device, span in zip(chosen, spans, strict=True)
         },
+        hops=_hops(plan, [d.device_id for d in chosen]),
     )
+
+
+def _hops(plan: ClusterPlan, device_ids: Sequence[str]) -> tuple[HopPlan, ...]:
+    """As planned between parties that were neighbours; elsewhere coarse, and of unknown rate."""
+    if not plan.hops:
+        return ()
+    known = dict(zip(_neighbours([s.device_id for s in plan.segments]), plan.hops, strict=True))
+    coarsest = max((hop.codec for hop in plan.hops), key=CODECS.index)
+    return tuple(known.get(pair, HopPlan(codec=coarsest)) for pair in _neighbours(device_ids))
+
+
+def _neighbours(device_ids: Sequence[str]) -> list[tuple[str, str]]:
+    """The hops of a chain between control unit and edge, both without a name."""
+    return list(pairwise(["", *device_ids, ""]))
 
 
 def _depths(plan: ClusterPlan, stages: int) -> tuple[int, ...]:

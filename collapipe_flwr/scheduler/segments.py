@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from collapipe_flwr.costs.codecs import SHARES
 from collapipe_flwr.costs.compute import Options
 from collapipe_flwr.costs.latency import OPTIMISER_FLOP_PER_BYTE, local_steps
 from collapipe_flwr.costs.radio import power_for_time_w, send_time_s, thrifty_time_s
@@ -129,7 +130,10 @@ class _Builder:
         terms, n = self.terms, self.members
         gain = self.tables.gain_mij[terms.cluster][:n]
         gain = np.concatenate([gain[:, :n], gain[:, -1:]], axis=1)[:, :, None]
+        codec = self.tables.codec_mij[terms.cluster][:n]
+        coded = SHARES[np.concatenate([codec[:, :n], codec[:, -1:]], axis=1)][:, :, None]
         bits = 8.0 * self.size * np.maximum(self.tables.blocks.cut_bytes_l, 1e-9)[None, None, :]
+        bits = bits * coded
         width = self.tables.d2d_hz_mij[terms.cluster, :n, : n + 1, None].copy()
         width[:, n] = terms.edge_hz
         noise = self.noise / gain

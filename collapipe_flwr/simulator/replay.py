@@ -7,7 +7,7 @@ from collapipe_flwr.costs.chain import chain_of
 from collapipe_flwr.costs.compute import Options
 from collapipe_flwr.costs.depths import step_times
 from collapipe_flwr.costs.events import Trace, replay
-from collapipe_flwr.costs.plan_rows import restricted, rows_of_plans
+from collapipe_flwr.costs.plan_rows import planned_codecs, restricted, rows_of_plans
 from collapipe_flwr.costs.price import achieved_times, planned_powers
 from collapipe_flwr.costs.tables import tabulate
 
@@ -16,7 +16,8 @@ def replay_plan(plan: ClusterPlan, snapshot: Snapshot, options: Options | None =
     """One optimiser step of ``plan`` under ``snapshot``; raises ScheduleError."""
     choice = options or Options()
     tables = tabulate(restricted(snapshot, [plan.cluster_id]))
-    chain = chain_of(tables, rows_of_plans(tables, [plan]), choice)
+    rows = rows_of_plans(tables, [plan])
+    chain = chain_of(planned_codecs(tables, rows, [plan]), rows, choice)
     times = achieved_times(chain, [plan], planned_powers(chain, [plan]))
     step = step_times(chain, times, 0, half_duplex=choice.half_duplex)
     return replay(step, plan.warmup_depth, plan.micro_batches)

@@ -58,7 +58,7 @@ def _batches(splitter: Splitter) -> Iterator[list[MicroBatch]]:
 
 
 def fleet(edge: Link) -> ThreadFleet:
-    return ThreadFleet(lambda: nullcontext(edge))
+    return ThreadFleet(lambda _: nullcontext(edge))
 
 
 def _device_threads() -> list[str]:

@@ -22,6 +22,7 @@ from collapipe_flwr.models import BatchShape, Splitter
 from collapipe_flwr.pipeline.link import Link, memory_pair
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 from collapipe_flwr.pipeline.session import SessionRequest
+from collapipe_flwr.rpc.pacing import StreamSettings
 from tests.cluster.faults import PHASES, Fault, failing
 from tests.laws.test_cluster_equals_whole import (
     TOKEN,
@@ -94,7 +95,7 @@ class Edge:
     snapshots: int = 0
 
     @contextmanager
-    def connect(self) -> Iterator[Link]:
+    def connect(self, _: StreamSettings) -> Iterator[Link]:
         ours, theirs = memory_pair("last device", "edge")
         thread = threading.Thread(target=self._run, args=(theirs,))
         thread.start()

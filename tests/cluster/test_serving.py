@@ -110,7 +110,7 @@ def local(
     with (
         edge_here(case.splitter, case.weights, deadline_s) as link,
         prompter(
-            case.splitter, order, ThreadFleet(lambda: nullcontext(link)), slots=slots
+            case.splitter, order, ThreadFleet(lambda _: nullcontext(link)), slots=slots
         ) as driver,
     ):
         yield driver

@@ -1,19 +1,26 @@
-"""Plans count with the bytes that the codecs really write."""
+"""Plans count with the bytes that the codecs really write, and with what they really lose."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
-from collapipe_flwr.costs.codecs import WIRE_SHARE, coded_profile
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.costs.codecs import CODECS, ROUNDING, WIRE_SHARE, ladder
+from collapipe_flwr.costs.layouts import Layouts, hops_of
+from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.rpc.quantize import WIRE_CODECS
 from collapipe_flwr.simulator.models import transformer_profile
+from collapipe_flwr.simulator.world import make_world
 
 ELEMENTS = 128 * 1000
 
 
-def test_there_is_a_share_for_every_codec():
-    assert WIRE_SHARE.keys() == WIRE_CODECS.keys()
+def test_there_is_a_share_and_an_error_for_every_codec():
+    assert WIRE_SHARE.keys() == ROUNDING.keys() == WIRE_CODECS.keys()
 
 
 @pytest.mark.parametrize("codec", WIRE_CODECS)
@@ -22,10 +29,45 @@ def test_the_share_is_that_of_the_codec(codec):
     assert WIRE_SHARE[codec] == written / (4 * ELEMENTS)
 
 
-def test_only_cuts_become_smaller():
+@pytest.mark.parametrize("codec", WIRE_CODECS)
+def test_the_error_is_that_of_the_codec(codec):
+    values = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(1))
+    raw = bytearray(WIRE_CODECS[codec].pack(values))
+    read = WIRE_CODECS[codec].unpack(raw, values.dtype)
+    error = float(((read - values).square().mean() / values.square().mean()).sqrt())
+    assert error == pytest.approx(ROUNDING[codec], rel=0.05)
+
+
+def test_codecs_stand_in_order_of_what_they_lose():
+    assert [ROUNDING[name] for name in CODECS] == sorted(ROUNDING.values())
+
+
+def test_a_codec_that_loses_more_without_being_smaller_is_never_chosen():
+    assert [CODECS[k] for k in ladder(("int8", "bf16", "fp16", "fp32"))] == ["fp32", "fp16", "int8"]
+    assert [CODECS[k] for k in ladder(("bf16",))] == ["bf16"]
+    with pytest.raises(ConfigError, match="zip"):
+        ladder(("zip",))
+
+
+def _hops(codec: str, bound: str = "") -> np.ndarray:
+    """Bits of every hop of one cluster over two devices, the cluster bound to a codec or not."""
+    world = make_world(cluster_devices=[["phone", "phone", "phone"]], examples=[10])
+    world = replace(world, clusters=(replace(world.clusters[0], link_codec=bound),))
     model = transformer_profile(blocks=3, width=16, tokens=8, wire_bytes=4)
-    halved = coded_profile(model, "fp16")
-    assert halved.embedding.output_bytes == model.embedding.output_bytes / 2
-    assert [b.output_bytes * 2 for b in halved.blocks] == [b.output_bytes for b in model.blocks]
-    assert [b.stash_bytes for b in halved.blocks] == [b.stash_bytes for b in model.blocks]
-    assert coded_profile(model, "fp32") == model
+    rows = Layouts(
+        cluster_r=np.array([0]),
+        member_rs=np.array([[1, 2]]),
+        stop_rs=np.array([[1, 3]]),
+        micro_batch_size_r=np.array([4]),
+        micro_batches_r=np.array([2]),
+    )
+    return hops_of(tabulate(world.snapshot(1, model), codec), rows).bits
+
+
+@pytest.mark.parametrize("codec", WIRE_SHARE)
+def test_hops_carry_coded_bits(codec):
+    assert _hops(codec) == pytest.approx(_hops("fp32") * WIRE_SHARE[codec])
+
+
+def test_a_cluster_may_be_bound_to_a_codec():
+    assert (_hops("fp32", bound="int8") == _hops("int8")).all()

@@ -15,8 +15,8 @@ from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage
 from collapipe_flwr.pipeline.session import NextHop
 from collapipe_flwr.rpc.edge_client import EdgeClient
-from collapipe_flwr.rpc.link import StreamSettings
 from collapipe_flwr.rpc.next_hop import Dialer
+from collapipe_flwr.rpc.pacing import StreamSettings
 from tests.edge.certificates import Authority
 from tests.edge.chain_to_edge import TOKEN, request
 from tests.pipeline.chains import (

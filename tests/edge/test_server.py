@@ -17,7 +17,7 @@ from collapipe_flwr.rpc import methods
 from collapipe_flwr.rpc.codec import decode_frame, encode_frame
 from collapipe_flwr.rpc.edge_client import EdgeClient
 from collapipe_flwr.rpc.limits import FrameLimits
-from collapipe_flwr.rpc.link import StreamSettings
+from collapipe_flwr.rpc.pacing import StreamSettings
 from collapipe_flwr.rpc.tls import TlsFiles, client_credentials, server_credentials
 from tests.edge.certificates import Authority
 from tests.edge.chain_to_edge import TOKEN, Cluster, open_session, request, service

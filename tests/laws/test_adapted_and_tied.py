@@ -202,7 +202,7 @@ def test_nothing_goes_back_to_a_frozen_embedding(adapted: Splitter) -> None:
     )
     with _edge(adapted, weights, cut, rule) as (link, _):
         batches = _micro_batches(adapted, _steps(adapted, cut, count=1))
-        result = train_round(adapted, order, batches, ThreadFleet(lambda: nullcontext(link)))
+        result = train_round(adapted, order, batches, ThreadFleet(lambda _: nullcontext(link)))
     control_unit, lowest, *_ = result.reports
     assert control_unit.received_down_bytes == 0
     assert lowest.sent_up_bytes == 0

@@ -193,7 +193,7 @@ def _train_split(
         dropout_seed=dropout_seed,
     )
     with _edge(splitter, weights, cut, rule) as (link, service):
-        fleet = ThreadFleet(lambda: nullcontext(link))
+        fleet = ThreadFleet(lambda _: nullcontext(link))
         result = train_round(splitter, order, _micro_batches(splitter, steps), fleet)
     return result.losses, {**result.weights, **service.weights("A", TOKEN)}
 

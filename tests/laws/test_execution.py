@@ -84,7 +84,7 @@ def split(
         [MicroBatch(inputs=b, context=splitter.context(b), weight=count(b["labels"])) for b in step]
         for step in steps
     ]
-    result = train_round(splitter, order, batches, ThreadFleet(lambda: nullcontext(ours)))
+    result = train_round(splitter, order, batches, ThreadFleet(lambda _: nullcontext(ours)))
     thread.join(20.0)
     return result.losses, {**result.weights, **service.weights("A", TOKEN)}
 

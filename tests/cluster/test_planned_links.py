@@ -1,0 +1,178 @@
+"""Every hop of a chain behaves as its plan says: its own codec, its own rate in each direction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from collapipe_flwr.cluster.control_unit import RoundResult, train_round
+from collapipe_flwr.cluster.edge_session import EdgeSession
+from collapipe_flwr.cluster.fleet import Fleet
+from collapipe_flwr.cluster.order import RoundOrder
+from collapipe_flwr.cluster.remote import RemoteFleet
+from collapipe_flwr.cluster.threads import ThreadFleet
+from collapipe_flwr.core.cluster_file import LinksConfig
+from collapipe_flwr.core.domain import ClusterPlan, HopPlan
+from collapipe_flwr.models import Splitter, make_spec
+from collapipe_flwr.pipeline.execution import Execution
+from collapipe_flwr.pipeline.meter import StageReport
+from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+from collapipe_flwr.pipeline.roles import MicroBatch
+from collapipe_flwr.pipeline.session import NextHop, SessionRequest
+from collapipe_flwr.rpc.edge_client import EdgeClient
+from tests.cluster.hosted import daemons
+from tests.laws.test_cluster_equals_whole import Cut, tiny_batch
+
+TOKEN = "0123456789abcdef"
+SGD = OptimizerSettings(name="sgd")
+EXAMPLES, STEPS = 8, 3
+RATES = ((2e6, 3e6), (1.5e6, 4e6), (1e6, 2e6))  # bit/s per hop: forward, backward
+
+
+@pytest.fixture(scope="module")
+def splitter() -> Splitter:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    exact = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    spec = make_spec(
+        "sequence-classification",
+        model_type="bert",
+        overrides={**sizes, **exact, "intermediate_size": 32, "max_position_embeddings": 16},
+        vocab_size=50,
+        pad_token_id=0,
+        num_labels=4,
+    )
+    return Splitter(spec)
+
+
+def _plan(names: tuple[str, str], hops: tuple[HopPlan, ...]) -> ClusterPlan:
+    plan = Cut(stops=(1, 2), micro_batches=(EXAMPLES,)).plan()
+    segments = tuple(
+        replace(segment, device_id=name) for segment, name in zip(plan.segments, names, strict=True)
+    )
+    return replace(plan, segments=segments, hops=hops)
+
+
+def _order(splitter: Splitter, plan: ClusterPlan, *, paced: bool) -> RoundOrder:
+    return RoundOrder(
+        plan=plan,
+        weights=splitter.initial_weights(seed=0),
+        optimizer=SGD,
+        schedule="gpipe",
+        deadline_s=20.0,
+        execution=Execution(paced=paced),
+    )
+
+
+def _train(splitter: Splitter, order: RoundOrder, fleet: Fleet) -> RoundResult:
+    def batches() -> Iterator[list[MicroBatch]]:
+        for step in range(STEPS):
+            batch = tiny_batch(splitter, EXAMPLES, seed=step)
+            context = splitter.context(batch)
+            yield [MicroBatch(inputs=batch, context=context, weight=EXAMPLES)] * 2
+
+    return train_round(splitter, order, batches(), fleet)
+
+
+@contextmanager
+def _session(splitter: Splitter, address: str) -> Iterator[EdgeClient]:
+    """A decoder of its own at the edge."""
+    with EdgeClient(address) as client:
+        request = SessionRequest(
+            session_id="A", token=TOKEN, spec_json=splitter.spec.to_json(), optimizer=SGD, depth=2
+        )
+        client.open_session(request)
+        weights = splitter.initial_weights(seed=0)
+        client.push_weights("A", TOKEN, {key: weights[key] for key in splitter.edge_keys()})
+        yield client
+        client.close_session("A", TOKEN)
+
+
+def _round(
+    splitter: Splitter,
+    hops: tuple[HopPlan, ...],
+    *,
+    paced: bool = False,
+    remote: bool = True,
+    links: LinksConfig | None = None,
+) -> tuple[RoundResult, list[StageReport]]:
+    """One round over two devices; the reports of all four stages."""
+    with daemons(2) as (cluster, address), _session(splitter, address) as client:
+        cluster = replace(cluster, links=links or LinksConfig())
+        names = tuple(cluster.device_id(device) for device in cluster.devices)
+        order = _order(splitter, _plan((names[0], names[1]), hops), paced=paced)
+        edge = NextHop(address=address, session_id="A", token=TOKEN)
+        fleet: Fleet = RemoteFleet(cluster=cluster, edge=edge)
+        if not remote:
+            fleet = ThreadFleet(EdgeSession(client=client, session_id="A", token=TOKEN).connect)
+        result = _train(splitter, order, fleet)
+        return result, [*result.reports, client.report("A", TOKEN)]
+
+
+def _measured(reports: list[StageReport]) -> list[tuple[float, float]]:
+    """Bits per second of every hop, forward and backward, as the senders saw it."""
+    return [
+        (
+            8 * here.sent_down_bytes / here.sending_down_s,
+            8 * behind.sent_up_bytes / behind.sending_up_s,
+        )
+        for here, behind in pairwise(reports)
+    ]
+
+
+def _hops(rates: tuple[tuple[float, float], ...]) -> tuple[HopPlan, ...]:
+    return tuple(HopPlan(forward_bit_per_s=f, backward_bit_per_s=b) for f, b in rates)
+
+
+@pytest.mark.parametrize("remote", [True, False], ids=["daemons", "threads"])
+def test_paced_senders_keep_to_the_planned_rates(splitter: Splitter, remote: bool) -> None:
+    result, reports = _round(splitter, _hops(RATES), paced=True, remote=remote)
+    for (forward, backward), (ahead, back) in zip(_measured(reports), RATES, strict=True):
+        assert 0.8 * ahead < forward < 1.02 * ahead
+        assert 0.8 * back < backward < 1.02 * back
+    carried_s = sum(r.sent_down_bytes * 8 / RATES[k][0] for k, r in enumerate(reports[:-1])) / 2
+    assert result.wall_s > carried_s / STEPS  # it is not only the meter that waits
+
+
+def test_the_cluster_file_stays_the_upper_limit(splitter: Splitter) -> None:
+    limit = LinksConfig(rate_mbit_per_s=1.8)
+    _, reports = _round(splitter, _hops(RATES), paced=True, links=limit)
+    for (forward, backward), (ahead, back) in zip(_measured(reports), RATES, strict=True):
+        assert 0.8 * min(ahead, 1.8e6) < forward < 1.02 * min(ahead, 1.8e6)
+        assert 0.8 * min(back, 1.8e6) < backward < 1.02 * min(back, 1.8e6)
+
+
+def test_nobody_is_paced_unless_the_run_says_so(splitter: Splitter) -> None:
+    slow = _hops(((1e3, 1e3),) * 3)  # would take minutes
+    for remote in (True, False):
+        result, _ = _round(splitter, slow, remote=remote)
+        assert result.wall_s < 20
+
+
+@pytest.mark.parametrize("remote", [True, False], ids=["daemons", "threads"])
+def test_every_hop_has_the_codec_of_its_plan(splitter: Splitter, remote: bool) -> None:
+    names = ("int8", "fp32", "bf16")
+    _, exact = _round(splitter, (HopPlan(),) * 3, remote=remote)
+    _, coded = _round(splitter, tuple(HopPlan(codec=name) for name in names), remote=remote)
+    for hop, most in enumerate((0.5, 1.0, 0.7)):
+        for sent in ("sent_down_bytes", "sent_up_bytes"):
+            stage = hop if sent == "sent_down_bytes" else hop + 1
+            share = getattr(coded[stage], sent) / getattr(exact[stage], sent)
+            assert share == 1.0 if most == 1.0 else share < most
+
+
+def test_threads_lose_what_daemons_lose(splitter: Splitter) -> None:
+    hops = tuple(HopPlan(codec=name) for name in ("int8", "fp32", "bf16"))
+    far, near = (_round(splitter, hops, remote=remote)[0] for remote in (True, False))
+    assert far.losses == near.losses
+    assert all(torch.equal(far.weights[key], near.weights[key]) for key in far.weights)
+
+
+def test_a_codec_in_the_cluster_file_stands_above_the_plan(splitter: Splitter) -> None:
+    _, bound = _round(splitter, (HopPlan(),) * 3, links=LinksConfig(codec="int8"))
+    _, exact = _round(splitter, (HopPlan(),) * 3)
+    assert bound[1].sent_down_bytes < 0.5 * exact[1].sent_down_bytes
