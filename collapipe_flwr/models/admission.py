@@ -27,13 +27,18 @@ def family_for(spec: ModelSpec) -> Family:
     return family
 
 
-def refuse_inexact(config: Any, family: Family) -> None:
+def refuse_inexact(config: Any, family: Family, task: str) -> None:
     """Raise ModelError where a cut model would compute something else than the whole one."""
     is_encoder = not family.decodes and not family.replayed
     if is_encoder and getattr(config, "is_decoder", False):
         raise ModelError(f"is_decoder must be false for {config.model_type!r}: it is an encoder")
     if getattr(config, "apply_spec_augment", False):
         raise ModelError("apply_spec_augment must be false: mask the input features beforehand")
+    if task == "masked-lm" and not getattr(config, "legacy", True):
+        raise ModelError(
+            f"legacy must be true for {config.model_type!r} and masked-lm: its other head reads "
+            "the embedding, which is on another machine"
+        )
     _require_start_tokens(config, family)
     for key in LAYERDROPS:
         if getattr(config, key, 0.0):

@@ -66,10 +66,33 @@ def causal(stack: Any, hidden_BTD: Tensor, context: Context, cache: Any = None) 
 def causal_rotary(
     stack: Any, hidden_BTD: Tensor, context: Context, cache: Any = None
 ) -> BlockArguments:
-    """Decoder-only models with rotary positions; each layer is full or sliding."""
+    """Decoder-only models with rotary positions whose blocks see all that came before.
+
+    A window that their configuration may name is not theirs: the library ignores it.
+    """
+    return _causal_rotary(stack, hidden_BTD, context, cache, ["full_attention"] * len(stack.layers))
+
+
+def windowed_rotary(
+    stack: Any, hidden_BTD: Tensor, context: Context, cache: Any = None
+) -> BlockArguments:
+    """The same, but all blocks see the configuration's window, if it has one (Mistral)."""
+    kind = "full_attention" if stack.config.sliding_window is None else "sliding_attention"
+    return _causal_rotary(stack, hidden_BTD, context, cache, [kind] * len(stack.layers))
+
+
+def mixed_rotary(
+    stack: Any, hidden_BTD: Tensor, context: Context, cache: Any = None
+) -> BlockArguments:
+    """The same, but the configuration says of each block what it sees (Qwen)."""
+    return _causal_rotary(stack, hidden_BTD, context, cache, stack.config.layer_types)
+
+
+def _causal_rotary(
+    stack: Any, hidden_BTD: Tensor, context: Context, cache: Any, kinds: list[str]
+) -> BlockArguments:
     positions = _positions(hidden_BTD, context, cache)
     rotary = stack.rotary_emb(hidden_BTD, position_ids=positions)
-    kinds = _attention_kinds(stack.config)
     source = _mask_source(stack, hidden_BTD, context)
     builders = {
         "full_attention": create_causal_mask,
@@ -131,11 +154,3 @@ def _positions(hidden_BTD: Tensor, context: Context, cache: Any = None) -> Tenso
     start = 0 if cache is None else cache.get_seq_length()
     stop = start + hidden_BTD.shape[1]
     return torch.arange(start, stop, device=hidden_BTD.device).unsqueeze(0)
-
-
-def _attention_kinds(config: Any) -> list[str]:
-    kinds: list[str] | None = getattr(config, "layer_types", None)
-    if kinds is not None:
-        return kinds
-    sliding = getattr(config, "sliding_window", None) is not None
-    return ["sliding_attention" if sliding else "full_attention"] * int(config.num_hidden_layers)

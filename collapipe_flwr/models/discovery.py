@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -22,32 +22,40 @@ from collapipe_flwr.models import block_inputs
 from collapipe_flwr.models.checkpoint import first_lines
 from collapipe_flwr.models.examples import example_inputs
 from collapipe_flwr.models.families import Family
+from collapipe_flwr.models.shapes_only import shapes_only
 from collapipe_flwr.models.skeleton import build_skeleton, has_head, place_tensor
 from collapipe_flwr.models.spec import ModelSpec
+from collapipe_flwr.models.stack import without_cache
 from collapipe_flwr.models.tasks import TASKS
 
-_LENGTH = 8
+ON_VALUES = "what it computes depends on values, not only on shapes"
+_EXAMPLES, _LENGTH = 2, 8
 
 
 @dataclass(slots=True)
 class _Trace:
-    """What the run showed: modules ahead of block 0, block arguments and results."""
+    """What the run showed: modules ahead of block 0, block arguments and results.
+
+    ``output`` is the stack's, computed from a result of the last block that has no history.
+    """
 
     before: list[str] = field(default_factory=list)
     arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     results: list[Any] = field(default_factory=list)
+    output: Any = None
 
 
 @lru_cache(maxsize=64)
 def discover_family(spec: ModelSpec) -> Family:
     """A record for ``spec``'s model type; raises ModelError saying why it cannot be split."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with shapes_only():
         model = _fake_model(spec)
         decodes = bool(model.config.is_encoder_decoder)
         blocks_path = _find_block_list(model, spec, decodes=decodes)
         stack_path, stack = _find_stack(model, blocks_path)
         blocks = blocks_path[len(stack_path) :].lstrip(".")
         trace = _run(stack, blocks, spec)
+        _check_end(trace, stack, blocks, spec)
     _check_chain(trace, spec)
     base = model.base_model
     base_path = next(name for name, module in model.named_modules() if module is base)
@@ -64,7 +72,7 @@ def discover_family(spec: ModelSpec) -> Family:
         entry="pixel_values" if stack.main_input_name == "pixel_values" else "inputs_embeds",
         decodes=decodes,
         replayed=True,
-        block_extras=0 if isinstance(first, Tensor) else len(first) - 1,
+        block_results=0 if isinstance(first, Tensor) else len(first),
     )
 
 
@@ -83,17 +91,21 @@ def _fake_model(spec: ModelSpec) -> PreTrainedModel:
 
 
 def _find_block_list(model: PreTrainedModel, spec: ModelSpec, *, decodes: bool) -> str:
+    """The first list of the library's own layers, or else of equal modules."""
     within: Any = model.get_encoder() if decodes else model.base_model
     inside = {id(module) for module in within.modules()}
-    for path, module in model.named_modules():
-        if id(module) in inside and _is_block_list(module):
-            return str(path)
-    raise ModelError(f"model type {spec.model_type!r} cannot be split: it has no list of blocks")
-
-
-def _is_block_list(module: nn.Module) -> bool:
-    blocks = list(module) if isinstance(module, nn.ModuleList) else []
-    return bool(blocks) and all(isinstance(block, GradientCheckpointingLayer) for block in blocks)
+    lists = {
+        str(path): [type(block) for block in module]
+        for path, module in model.named_modules()
+        if id(module) in inside and isinstance(module, nn.ModuleList) and len(module)
+    }
+    for path, kinds in lists.items():
+        if all(issubclass(kind, GradientCheckpointingLayer) for kind in kinds):
+            return path
+    for path, kinds in lists.items():
+        if len(set(kinds)) == 1:
+            return path
+    raise refusal(spec, "it has no list of blocks")
 
 
 def _find_stack(model: PreTrainedModel, blocks_path: str) -> tuple[str, PreTrainedModel]:
@@ -123,13 +135,19 @@ def _run(stack: PreTrainedModel, blocks_path: str, spec: ModelSpec) -> _Trace:
             lambda _, args, kwargs: trace.arguments.append((args, kwargs)), with_kwargs=True
         )
         block.register_forward_hook(lambda _, __, result: trace.results.append(result))
-    inputs = example_inputs(stack.config, stack.main_input_name, _LENGTH)
+    blocks[-1].register_forward_hook(lambda _, __, result: _without_history(result))
+    one = example_inputs(stack.config, stack.main_input_name, _LENGTH)
+    inputs = {key: torch.cat([value] * _EXAMPLES) for key, value in one.items()}
     try:
-        stack(**inputs)
+        trace.output = stack(**inputs, **without_cache(stack))
+    except DataDependentOutputException as cause:
+        raise refusal(spec, ON_VALUES) from cause
     except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as cause:
-        raise _refusal(spec, f"its forward pass cannot be traced ({first_lines(cause)})") from cause
+        raise refusal(spec, f"its forward pass cannot be traced ({first_lines(cause)})") from cause
     if len(trace.results) != len(blocks):
-        raise _refusal(spec, f"{len(trace.results)} of its {len(blocks)} blocks ran")
+        raise refusal(
+            spec, f"its {len(blocks)} blocks ran {len(trace.results)} times instead of once each"
+        )
     return trace
 
 
@@ -157,16 +175,33 @@ def _check_chain(trace: _Trace, spec: ModelSpec) -> None:
     """Hidden states go from block to block untouched, and nothing else is learned input."""
     for index, (args, kwargs) in enumerate(trace.arguments):
         if not args or not isinstance(args[0], Tensor):
-            raise _refusal(spec, f"block {index} does not take hidden states first")
+            raise refusal(spec, f"block {index} does not take hidden states first")
+        if args[0].shape[0] != _EXAMPLES:
+            raise refusal(spec, "the hidden states that its blocks read do not begin with examples")
         if index and args[0] is not _hidden(trace.results[index - 1]):
-            raise _refusal(spec, f"something happens between its blocks {index - 1} and {index}")
+            raise refusal(spec, f"something happens between its blocks {index - 1} and {index}")
         others = {**{f"argument {place}": arg for place, arg in enumerate(args)}, **kwargs}
         del others["argument 0"]
         learned = [name for name, value in others.items() if _requires_grad(value)]
         if learned:
-            raise _refusal(
+            raise refusal(
                 spec, f"block {index} reads {learned[0]!r} besides hidden states, which is learned"
             )
+
+
+def _check_end(trace: _Trace, stack: nn.Module, blocks: str, spec: ModelSpec) -> None:
+    """Behind the last block nothing is read of what came before it."""
+    ahead = [stack.get_submodule(name) for name in (*trace.before, blocks)]
+    learned = [parameter for module in ahead for parameter in module.parameters()]
+    read = torch.autograd.grad(_hidden(trace.output).sum(), learned, allow_unused=True)
+    if any(gradient is not None for gradient in read):
+        raise refusal(spec, "what stands behind its blocks reads more than the last one's result")
+
+
+def _without_history(result: Any) -> Any:
+    if isinstance(result, Tensor):
+        return result.detach().requires_grad_()
+    return (_without_history(result[0]), *result[1:])
 
 
 def _hidden(result: Any) -> Any:
@@ -181,5 +216,6 @@ def _requires_grad(value: Any) -> bool:
     return False
 
 
-def _refusal(spec: ModelSpec, reason: str) -> ModelError:
+def refusal(spec: ModelSpec, reason: str) -> ModelError:
+    """Why no cut of this model type is exact."""
     return ModelError(f"model type {spec.model_type!r} cannot be split: {reason}")

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from collapipe_flwr.core.errors import ModelError
+
 
 def example_inputs(config: Any, input_name: str, length: int) -> dict[str, Tensor]:
     """What the embedding reads for one example of ``length`` tokens.
@@ -14,6 +16,11 @@ def example_inputs(config: Any, input_name: str, length: int) -> dict[str, Tenso
     Images and sound have the size that ``config`` says, whatever ``length`` is.
     """
     if input_name == "pixel_values":
+        if getattr(config, "image_size", None) is None:
+            raise ModelError(
+                f"model type {config.model_type!r} cannot be split: its configuration has no "
+                "image_size, so the shapes in it are unknown"
+            )
         size = config.image_size
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
         return {input_name: torch.zeros(1, config.num_channels, height, width)}

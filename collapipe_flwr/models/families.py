@@ -42,7 +42,7 @@ class Family:
     cached_inputs: CachedInputsBuilder | None = None  # for blocks that generate token by token
     decodes: bool = False  # a decoder, not blocks and a head, stands at the edge
     replayed: bool = False  # run inside the library's own loop (``replay.py``)
-    block_extras: int = 0  # what a block returns beside hidden states; replaying needs it
+    block_results: int = 0  # length of the tuple that a block returns; 0: hidden states, bare
 
 
 _FAMILIES = (
@@ -146,14 +146,21 @@ _FAMILIES = (
         tasks=_GENERATING,
         after=("ln_f",),
     ),
-    Family(
-        model_types=("llama", "mistral", "qwen2", "qwen3", "gemma"),
-        blocks="layers",
-        before=("embed_tokens",),
-        inputs=block_inputs.causal_rotary,
-        cached_inputs=block_inputs.causal_rotary,
-        tasks=_GENERATING,
-        after=("norm",),
+    *(
+        Family(
+            model_types=model_types,
+            blocks="layers",
+            before=("embed_tokens",),
+            inputs=inputs,
+            cached_inputs=inputs,
+            tasks=_GENERATING,
+            after=("norm",),
+        )
+        for model_types, inputs in (
+            (("llama", "gemma"), block_inputs.causal_rotary),
+            (("mistral",), block_inputs.windowed_rotary),
+            (("qwen2", "qwen3"), block_inputs.mixed_rotary),
+        )
     ),
 )
 FAMILIES: Mapping[str, Family] = {

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from collapipe_flwr.core.errors import ModelError
@@ -17,6 +18,7 @@ from collapipe_flwr.models.checkpoint import (
     first_lines,
     read_pretrained_config,
 )
+from collapipe_flwr.models.discovery import ON_VALUES, refusal
 from collapipe_flwr.models.families import FAMILIES
 from collapipe_flwr.models.lora import LoraSettings, default_targets, head_modules
 from collapipe_flwr.models.skeleton import build_skeleton
@@ -32,6 +34,9 @@ _SPECIAL_TOKENS = (
     "sep_token_id",
     "decoder_start_token_id",
 )
+
+
+_NO_START = "decoder_start_token_id is not set; take it from the tokenizer"
 
 
 def make_spec(
@@ -254,7 +259,10 @@ def _rehearse(splitter: Splitter) -> None:
     """Run all parts once, on shapes only, and let them complain."""
     try:
         splitter.profile(BatchShape(source_length=2, target_length=2))
+    except DataDependentOutputException as cause:
+        raise refusal(splitter.spec, ON_VALUES) from cause
     except (RuntimeError, ValueError, TypeError, AttributeError) as cause:
-        raise ModelError(
-            f"model type {splitter.spec.model_type!r} cannot be split: {first_lines(cause)}"
-        ) from cause
+        if splitter.decodes and splitter.config.decoder_start_token_id is None:
+            raise refusal(splitter.spec, _NO_START) from cause
+        reason = f"its parts do not run apart from each other ({first_lines(cause)})"
+        raise refusal(splitter.spec, reason) from cause

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -17,7 +16,7 @@ from collapipe_flwr.models.generating import FEEDING, Ask, Emit, Prompt, generat
 from collapipe_flwr.models.kv_cache import PartCache
 from collapipe_flwr.models.misfits import misfit_of_inputs, misfit_of_labels
 from collapipe_flwr.models.part import Holdings, Part
-from collapipe_flwr.models.stack import Stack
+from collapipe_flwr.models.stack import Stack, accepted_arguments, without_cache
 from collapipe_flwr.models.tasks import Task
 from collapipe_flwr.models.ties import BorrowedTable, add_rows, tokens_of
 
@@ -55,7 +54,7 @@ class EmbeddingPart(Part):
             key: [BorrowedTable(_owner_of(stack.model, path)) for path in paths]
             for key, paths in (ties or {}).items()
         }
-        self._accepted = _parameters_of(self._stack)
+        self._accepted = accepted_arguments(self._stack)
         stack.entrance.forward = _leave
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -132,7 +131,7 @@ class EdgePart(Part):
         super().__init__(stack.model, holdings, weights)
         self._stack = stack
         self._task = task
-        self._accepted = _parameters_of(stack.model) - {stack.family.entry, "encoder_outputs"}
+        self._accepted = accepted_arguments(stack.model) - {stack.family.entry, "encoder_outputs"}
         if not stack.family.decodes:
             # The head calls its base model as always, and gets what the devices computed.
             # Weakly, so that a part that is dropped frees its memory at once.
@@ -170,8 +169,7 @@ class EdgePart(Part):
         """The task head's full output: ``logits``, and ``loss`` where there are labels."""
         hidden_BTD = self._stack.run_blocks(hidden_BTD, context)
         known: dict[str, Any] = {k: v for k, v in context.items() if k in self._accepted}
-        if "use_cache" in _parameters_of(self.model):
-            known["use_cache"] = False
+        known.update(without_cache(self.model))
         if self._stack.family.decodes:
             return self._call(encoder_outputs=self._stack.finish(hidden_BTD), **known)
         return self._call(**{self._stack.family.entry: hidden_BTD}, **known)
@@ -208,12 +206,3 @@ def _alive(edge: weakref.ref[EdgePart]) -> EdgePart:
 
 def _owner_of(model: nn.Module, path: str) -> nn.Module:
     return model.get_submodule(path.rpartition(".")[0])
-
-
-def _parameters_of(module: nn.Module) -> frozenset[str]:
-    signature = inspect.signature(type(module).forward)
-    return frozenset(
-        name
-        for name, parameter in signature.parameters.items()
-        if parameter.kind is not inspect.Parameter.VAR_KEYWORD and name != "self"
-    )

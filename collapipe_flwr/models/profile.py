@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.utils.generic import ModelOutput
 
 from collapipe_flwr.core.domain import BlockCost, ModelProfile
 from collapipe_flwr.models.examples import example_inputs
 from collapipe_flwr.models.part import Part
+from collapipe_flwr.models.shapes_only import shapes_only
 from collapipe_flwr.models.spec import BatchShape
 
 if TYPE_CHECKING:
@@ -43,8 +43,7 @@ class _Measured:
 
 def profile_model(splitter: Splitter, shape: BatchShape) -> ModelProfile:
     """Costs of embedding, every block and the edge for examples of ``shape``."""
-    # transformers makes a few scalars that escape the mode (Gemma's embedding scale)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with shapes_only():
         weights = {
             key: torch.empty(size, dtype=dtype) for key, (size, dtype) in splitter.shapes.items()
         }

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
 
 from collapipe_flwr.models.kv_cache import PartCache
-from collapipe_flwr.models.stack import Stack
+from collapipe_flwr.models.stack import Stack, without_cache
 
 Forward = Callable[..., Any]
 
@@ -62,11 +62,12 @@ class ReplayedStack(Stack):
         context: Mapping[str, Tensor],
         forward_of: Callable[[int, nn.Module, Tensor], Forward],
     ) -> Any:
+        unread_BTD = torch.zeros_like(hidden_BTD)  # the library may change it in place
         known = {key: context[key] for key in ("attention_mask", "position_ids") if key in context}
         stack: Any = self.module  # the edge replaces this instance's own forward
         stand_ins = {
             **{
-                stack.get_submodule(name): (lambda *_, **__: hidden_BTD)
+                stack.get_submodule(name): (lambda *_, **__: unread_BTD)
                 for name in self.family.before
             },
             **{block: forward_of(i, block, hidden_BTD) for i, block in enumerate(self.blocks)},
@@ -74,7 +75,9 @@ class ReplayedStack(Stack):
         try:
             for module, forward in stand_ins.items():
                 module.forward = forward
-            return type(stack).forward(stack, **self._input(hidden_BTD), **known)
+            return type(stack).forward(
+                stack, **self._input(hidden_BTD), **known, **without_cache(stack)
+            )
         finally:
             for module in stand_ins:
                 del module.forward
@@ -82,7 +85,7 @@ class ReplayedStack(Stack):
     def _input(self, hidden_BTD: Tensor) -> dict[str, Tensor]:
         """Anything of the right shape: the first block of this part reads ``hidden_BTD``."""
         if self.family.input_name != "pixel_values":
-            return {"inputs_embeds": hidden_BTD}
+            return {"inputs_embeds": torch.zeros_like(hidden_BTD)}
         config: Any = self.module.config
         size = config.image_size
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
@@ -105,5 +108,5 @@ class ReplayedStack(Stack):
 
     def _handing_on(self, hidden_BTD: Tensor) -> Forward:
         """A block that returns ``hidden_BTD`` in the form in which this family's blocks do."""
-        extra = self.family.block_extras
-        return lambda *_, **__: (hidden_BTD, *(None,) * extra) if extra else hidden_BTD
+        results = self.family.block_results
+        return lambda *_, **__: (hidden_BTD, *(None,) * (results - 1)) if results else hidden_BTD

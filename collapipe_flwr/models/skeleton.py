@@ -21,6 +21,9 @@ from collapipe_flwr.models.lora import add_adapters
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.tasks import find_task
 
+# What the library raises for a configuration that it cannot build.
+_NO_MODEL = (ValueError, TypeError, KeyError, IndexError, ArithmeticError, AssertionError)
+
 # Building a transformers model patches library globals for a moment; devices may be threads.
 _BUILDING = threading.Lock()
 _MOST = {"layer": 4096, "depth": 4096, "num_blocks": 4096, "label": 2**17}  # by words in keys
@@ -73,14 +76,15 @@ def build_skeleton(spec: ModelSpec) -> PreTrainedModel:
     """
     config = read_config(spec)
     builder = auto_class(spec.task, config)
-    with _BUILDING, torch.device("meta"):
-        model = _from_config(builder, config)
-    for key in spec.untied:
-        model.all_tied_weights_keys.pop(key, None)
-    _fill_constants(model)
-    if spec.lora is not None:
-        with _BUILDING, unset_fake_temporarily():  # peft moves modules, which fakes refuse
-            add_adapters(model, spec.lora, spec.task)
+    with unset_fake_temporarily():  # some read values of tensors while they are built
+        with _BUILDING, torch.device("meta"):
+            model = _from_config(builder, config)
+        for key in spec.untied:
+            model.all_tied_weights_keys.pop(key, None)
+        _fill_constants(model)
+        if spec.lora is not None:
+            with _BUILDING:
+                add_adapters(model, spec.lora, spec.task)
     return model
 
 
@@ -130,7 +134,7 @@ def _holder(model: nn.Module, path: str) -> tuple[nn.Module, str]:
 def _from_config(builder: Any, config: PreTrainedConfig) -> PreTrainedModel:
     try:
         model: PreTrainedModel = builder.from_config(config)
-    except (ValueError, TypeError, KeyError, IndexError, ZeroDivisionError) as cause:
+    except _NO_MODEL as cause:
         reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
         raise ModelError(
             f"transformers cannot build the {config.model_type!r} model: {reason}"

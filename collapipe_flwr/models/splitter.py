@@ -47,7 +47,7 @@ class Splitter:
         self.task = find_task(spec.task)
         self._family = family_for(spec)
         skeleton = build_skeleton(spec)
-        refuse_inexact(skeleton.config, self._family)
+        refuse_inexact(skeleton.config, self._family, spec.task)
         total_blocks = len(find_blocks(skeleton, self._family))
         self.num_blocks = blocks_for_devices(total_blocks, spec, self._family)
         self._layout = make_layout(

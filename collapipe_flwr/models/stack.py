@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -106,3 +107,18 @@ class Stack:
             return after_BTD
         joined: Tensor = module(before_BTD, after_BTD, token_mask(before_BTD, context))
         return joined
+
+
+def without_cache(model: nn.Module) -> dict[str, bool]:
+    """The argument that keeps a model from building a cache for generating, if it would."""
+    return {"use_cache": False} if "use_cache" in accepted_arguments(model) else {}
+
+
+def accepted_arguments(module: nn.Module) -> frozenset[str]:
+    """The arguments that a module's own forward names."""
+    signature = inspect.signature(type(module).forward)
+    return frozenset(
+        name
+        for name, parameter in signature.parameters.items()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD and name != "self"
+    )

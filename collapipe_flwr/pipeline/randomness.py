@@ -16,6 +16,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -72,8 +73,12 @@ class SeededRandomness:
         """Random operations of the body belong to this step and micro-batch."""
         mode = _Mode(f"{self._seed}/{step}/{micro_batch}")
         hooks = [
-            module.register_forward_pre_hook(mode.enter(name))
+            hook
             for name, module in self._root.named_modules()
+            for hook in (
+                module.register_forward_pre_hook(mode.enter(name)),
+                module.register_forward_hook(mode.leave),
+            )
         ]
         try:
             with mode:
@@ -83,23 +88,35 @@ class SeededRandomness:
                 hook.remove()
 
 
+@dataclass(slots=True)
+class _Running:
+    """A module whose forward pass has begun, and its random operations so far."""
+
+    name: str
+    count: int = 0
+
+
 class _Mode(TorchFunctionMode):
-    """Knows the module that runs, and seeds each random operation in it."""
+    """Knows the innermost module that runs, and seeds each random operation in it."""
 
     def __init__(self, place: str) -> None:
         super().__init__()
         self._place = place
-        self._module = ""
-        self._count = 0
+        self._running = [_Running(name="")]
 
     def enter(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         """A hook that notes that the module `name` begins."""
 
         def begin(module: nn.Module, args: tuple[Any, ...]) -> None:
             del module, args
-            self._module, self._count = name, 0
+            self._running.append(_Running(name=name))
 
         return begin
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], result: object) -> None:
+        """A hook: the innermost module has ended, the one around it goes on."""
+        del module, args, result
+        self._running.pop()
 
     def __torch_function__(
         self,
@@ -111,8 +128,9 @@ class _Mode(TorchFunctionMode):
         del types
         if func not in _RANDOM:
             return func(*args, **(kwargs or {}))
-        self._count += 1
-        with _seeded(f"{self._place}/{self._module}/{self._count}"):
+        running = self._running[-1]
+        running.count += 1
+        with _seeded(f"{self._place}/{running.name}/{running.count}"):
             return func(*args, **(kwargs or {}))
 
 

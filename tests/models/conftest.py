@@ -101,6 +101,7 @@ _OPT = {
 }
 _BLOOM = {"hidden_size": 32, "n_layer": BLOCKS, "n_head": 4}
 _VIT = {**_BERT, "image_size": 16, "patch_size": 4}
+_MIXTRAL = {**_DECODER, "num_local_experts": 4, "num_experts_per_tok": 2}
 _WHISPER = {**_BART, "num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 20}
 
 OVERRIDES: Mapping[str, Mapping[str, Any]] = {
@@ -130,6 +131,16 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "granite": {**_DECODER, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
     "gemma2": {**_DECODER, "head_dim": 8, "sliding_window": 4},
     "beit": _VIT,
+    "nystromformer": _BERT,  # its blocks return tuples of one
+    "mixtral": {**_MIXTRAL, "sliding_window": 4},
+    "ctrl": {
+        "n_embd": 32,
+        "n_layer": BLOCKS,
+        "n_head": 2,
+        "dff": 48,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    },
     "pegasus": _TRANSLATION,
 }
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from transformers.models.electra import modeling_electra
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models import Splitter, make_spec
@@ -69,8 +71,33 @@ def test_a_learned_side_input_is_named(model_type: str, task: str, reason: str, 
         discover_family(tiny.spec(model_type, task))
 
 
-@pytest.mark.parametrize("model_type", ["xlnet", "albert"])
-def test_a_model_without_a_block_list_says_so(model_type: str) -> None:
-    task = "causal-lm" if model_type == "xlnet" else "masked-lm"
-    with pytest.raises(ModelError, match=f"'{model_type}' cannot be split: it has no list"):
+@pytest.mark.parametrize(
+    ("model_type", "task", "reason"),
+    [
+        ("albert", "masked-lm", "its 1 blocks ran 12 times instead of once each"),
+        ("mpnet", "masked-lm", "besides hidden states, which is learned"),
+        ("xlnet", "causal-lm", "do not begin with examples"),
+        ("longformer", "masked-lm", "depends on values, not only on shapes"),
+        ("swin", "image-classification", "do not run apart from each other"),
+        ("resnet", "image-classification", "has no image_size"),
+        ("cvt", "image-classification", "has no image_size"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_says_why(model_type: str, task: str, reason: str) -> None:
+    with pytest.raises(ModelError, match=f"'{model_type}' cannot be split: .*{reason}") as refused:
         make_spec(task, model_type=model_type)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_model_whose_end_reads_its_beginning_is_refused(monkeypatch: Any) -> None:
+    """No model of the library does so today; this one adds the embedding behind its blocks."""
+    encode = modeling_electra.ElectraEncoder.forward
+
+    def skip_ahead(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        output = encode(self, hidden_states, *args, **kwargs)
+        output.last_hidden_state = output.last_hidden_state + hidden_states
+        return output
+
+    monkeypatch.setattr(modeling_electra.ElectraEncoder, "forward", skip_ahead)
+    with pytest.raises(ModelError, match="reads more than the last one's result"):
+        make_spec("masked-lm", model_type="electra", overrides={"num_hidden_layers": 2})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.models import ModelSpec, Splitter
+from collapipe_flwr.pipeline.randomness import SeededRandomness
 
 CASES = [
     ("bert", "sequence-classification", {}),
@@ -52,6 +55,9 @@ CASES = [
     ("gemma2", "sequence-classification", {}),
     ("beit", "image-classification", {"edge_blocks": 1}),
     ("pegasus", "seq2seq", {}),
+    ("nystromformer", "masked-lm", {"edge_blocks": 1}),
+    ("mixtral", "causal-lm", {"edge_blocks": 1}),
+    ("ctrl", "causal-lm", {}),
 ]
 
 
@@ -123,6 +129,46 @@ def _assert_equal(key: str, found: Tensor | None, wanted: Tensor | None, *, exac
         assert torch.equal(found, wanted), key
     else:  # replicas add up in another order
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma"])
+def test_a_window_that_the_library_ignores_is_ignored(model_type: str, tiny: Any) -> None:
+    """Checkpoints converted from Mistral carry ``sliding_window`` in a Llama configuration."""
+    spec = tiny.spec(model_type, "causal-lm")
+    config = json.loads(spec.config_json)
+    splitter = Splitter(replace(spec, config_json=json.dumps({**config, "sliding_window": 3})))
+    weights = splitter.initial_weights(seed=5)
+    batch = tiny.batch(model_type, "causal-lm")
+    expected, _ = _whole_step(splitter, weights, batch)
+    assert torch.equal(_split_step(splitter, weights, batch, [(0, 2), (2, 4)])[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "task"), [("t5", "seq2seq"), ("bert", "masked-lm"), ("gpt2", "causal-lm")]
+)
+def test_seeded_dropout_masks_are_those_of_the_unsplit_model(
+    model_type: str, task: str, tiny: Any
+) -> None:
+    """T5's first block computes the bias itself when whole, and gets it when cut."""
+    spec = tiny.spec(model_type, task)
+    config = json.loads(spec.config_json)
+    drops = {key: 0.2 for key in config if "dropout" in key or key.endswith("pdrop")}
+    splitter = Splitter(replace(spec, config_json=json.dumps({**config, **drops})))
+    weights = splitter.initial_weights(seed=5)
+    batch = tiny.batch(model_type, task)
+    whole = splitter.build_whole(weights).train()
+    with SeededRandomness(whole, 3).at(0, 0):
+        expected = whole(**batch, use_cache=False).loss
+    context = splitter.context(batch)
+    hidden_BTD: Any = batch
+    edge = splitter.build_edge(weights)
+    segments = [splitter.build_segment(first, first + 2, weights) for first in (0, 2)]
+    for part in (splitter.build_embedding(weights), *segments, edge):
+        inputs = (hidden_BTD,) if hidden_BTD is batch else (hidden_BTD, context)
+        with SeededRandomness(part.model, 3).at(0, 0):
+            hidden_BTD = part(*inputs)
+    assert torch.equal(hidden_BTD, expected)
+    assert not torch.equal(hidden_BTD, splitter.build_whole(weights)(**batch).loss)
 
 
 @pytest.mark.parametrize("model_type", ["bert", "t5", "gpt2"])
