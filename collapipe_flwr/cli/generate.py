@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from collapipe_flwr.cli.hosting import Ca, Certificate, Key, tls_files
+from collapipe_flwr.cli.hosting import Allow, Ca, Certificate, Key, tls_files
 from collapipe_flwr.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collapipe_flwr.core.tls_files import TlsFiles
     from collapipe_flwr.rpc.texts import Wish, Write
 
 
@@ -21,8 +23,19 @@ def generate(
         Path | None, typer.Option(help="Run directory, or a folder that transformers loads.")
     ] = None,
     text: Annotated[list[str] | None, typer.Option(help="Repeat for several texts.")] = None,
+    audio: Annotated[
+        list[Path] | None, typer.Option(help="Sounds (.wav, .npy) for a model of speech.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="0: as the model says.", min=0)] = 0,
     num_beams: Annotated[int, typer.Option(help="0: as the model says.", min=0)] = 0,
+    sample: Annotated[
+        bool | None, typer.Option("--sample/--greedy", help="Default: as the model says.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="Of sampling; 0: the model's.", min=0)] = 0,
+    top_k: Annotated[int, typer.Option(help="Sample from so many tokens.", min=0)] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample from this mass.", min=0, max=1)] = 0,
+    seed: Annotated[int | None, typer.Option(help="The same again.", min=0)] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End behind this; may repeat.")] = None,
     stream: Annotated[bool, typer.Option(help="Print pieces as they are made.")] = False,
     devices: Annotated[int, typer.Option(help="Devices as threads here.", min=1)] = 2,
     edge_blocks: Annotated[
@@ -33,6 +46,10 @@ def generate(
     slots: Annotated[int, typer.Option(help="Texts in the making at once.", min=1, max=64)] = 4,
     listen: Annotated[str, typer.Option(help="HOST:PORT: serve clients until SIGTERM.")] = "",
     at: Annotated[str, typer.Option(help="HOST:PORT of a server that was started so.")] = "",
+    certificate_name: Annotated[
+        str, typer.Option(help="What the server of --at proves to be called; default: its host.")
+    ] = "",
+    allow: Allow = None,
     ca: Ca = None,
     certificate: Certificate = None,
     key: Key = None,
@@ -44,20 +61,33 @@ def generate(
     """
     from collapipe_flwr.rpc.texts import TextClient, Wish
 
-    wishes = [Wish(text=t, max_new_tokens=max_new_tokens, num_beams=num_beams) for t in text or ()]
+    blank = Wish(
+        max_new_tokens=max_new_tokens,
+        num_beams=num_beams,
+        sample=sample,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop=tuple(stop or ()),
+    )
+    wishes = [replace(blank, text=each) for each in text or ()]
+    wishes += [replace(blank, sound=_sound(path)) for path in audio or ()]
     tls = tls_files(ca, certificate, key)
     if not wishes and not listen:
         raise ConfigError('--text is missing: give --text "...", or --listen to serve clients')
     if at:
-        with TextClient(at, tls=tls) as client:
+        with TextClient(at, tls=tls, certificate_name=certificate_name) as client:
             _print(client.write, wishes, stream, slots)
         return
     if run is None:
         raise ConfigError("--run is missing: name a run directory, or a server with --at")
+    serving = _Serving(listen=listen, slots=slots, tls=tls, allowed=frozenset(allow or ()) or None)
+    serving.check()
     with _writing(run, edge_blocks, devices, cluster, edge, slots) as write:
         _print(write, wishes, stream, slots)
         if listen:
-            _serve(write, listen, slots, tls)
+            serving.run(write)
 
 
 @contextmanager
@@ -91,17 +121,42 @@ def _print(write: Write, wishes: list[Wish], stream: bool, slots: int) -> None:
             typer.echo(written)
 
 
-def _serve(write: Write, listen: str, slots: int, tls: object) -> None:
-    from collapipe_flwr.core.tls_files import TlsFiles
-    from collapipe_flwr.edge.daemon import is_loopback, stopping
-    from collapipe_flwr.rpc.texts import TextServer
+def _sound(path: Path) -> str:
+    import base64
 
-    assert tls is None or isinstance(tls, TlsFiles)
-    if tls is None and not is_loopback(listen):
-        raise ConfigError(
-            f"--listen {listen} without TLS would let anybody in the network use the model: give "
-            "--tls-ca, --tls-cert and --tls-key"
-        )
-    with stopping() as stop, TextServer(listen, write, most=slots, tls=tls) as server:
-        typer.echo(f"text server on {server.address}")
-        stop.wait()
+    try:
+        return base64.b64encode(path.read_bytes()).decode()
+    except OSError as error:
+        raise ConfigError(f"--audio {path} cannot be read: {error.strerror}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Serving:
+    """A server of texts, as the user typed it."""
+
+    listen: str
+    slots: int
+    tls: TlsFiles | None
+    allowed: frozenset[str] | None
+
+    def check(self) -> None:
+        """Before a model is loaded; raises ConfigError."""
+        from collapipe_flwr.edge.daemon import is_loopback
+
+        if self.allowed is not None and self.tls is None:
+            raise ConfigError("--allow needs TLS: only a peer with a certificate can be told apart")
+        if self.listen and self.tls is None and not is_loopback(self.listen):
+            raise ConfigError(
+                f"--listen {self.listen} without TLS would let anybody in the network use the "
+                "model: give --tls-ca, --tls-cert and --tls-key"
+            )
+
+    def run(self, write: Write) -> None:
+        """Serve until SIGTERM or Ctrl-C."""
+        from collapipe_flwr.edge.daemon import stopping
+        from collapipe_flwr.rpc.texts import TextServer
+
+        server = TextServer(self.listen, write, most=self.slots, tls=self.tls, allowed=self.allowed)
+        with stopping() as stop, server:
+            typer.echo(f"text server on {server.address}")
+            stop.wait()

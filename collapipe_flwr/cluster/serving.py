@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from torch import Tensor
 from collapipe_flwr.cluster.fleet import Fleet
 from collapipe_flwr.cluster.order import RoundOrder
 from collapipe_flwr.core.domain import ClusterPlan, Segment
-from collapipe_flwr.core.errors import CollaPipeError, ConfigError
+from collapipe_flwr.core.errors import CollaPipeError, ConfigError, LinkError
 from collapipe_flwr.edge.service import EdgeService
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.link import Link, memory_pair
@@ -21,6 +22,7 @@ from collapipe_flwr.pipeline.prompter import Prompter
 from collapipe_flwr.pipeline.session import NextHop, SessionRequest
 from collapipe_flwr.rpc.edge_client import EdgeClient
 
+_log = logging.getLogger(__name__)
 Weights = Mapping[str, Tensor]
 IDLE_S = 24 * 3600.0  # a server may wait a day for its next text
 _CLUSTER = "generation"
@@ -68,7 +70,12 @@ def prompter(
     embedding = splitter.build_embedding(order.weights)
     with fleet.chain(splitter, order) as chain:
         driver = Prompter(
-            embedding, chain.link, order.settings(0), cached=not splitter.decodes, slots=slots
+            embedding,
+            chain.link,
+            order.settings(0),
+            cached=not splitter.decodes,
+            slots=slots,
+            input_name=splitter.input_name,
         )
         yield driver
         driver.finish()
@@ -124,7 +131,10 @@ def edge_at(
             address=client.address, session_id=request.session_id, token=request.token, name="edge"
         )
     finally:
-        client.close_session(request.session_id, request.token)
+        try:
+            client.close_session(request.session_id, request.token)
+        except LinkError as error:  # it ended by itself when the chain broke
+            _log.info("nothing to close: %s", error)
 
 
 def _request(splitter: Splitter, deadline_s: float) -> SessionRequest:

@@ -3,6 +3,11 @@
 An encoder-decoder model gets its encoder's output once and decodes here with a cache. Of a
 decoder-only model the lower blocks stand on devices: for every new token the head's forward asks
 for its hidden states, and the answer comes up through the devices, each with a cache of its own.
+With beams every row of a step says which row of the last one it goes on from, and the devices'
+caches follow.
+
+Chance is drawn from a generator of the text's own, seeded like torch's: so texts that are made
+at once do not disturb each other, and each is what the unsplit model samples from that seed.
 """
 
 from __future__ import annotations
@@ -15,17 +20,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.generic import ModelOutput
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.checkpoint import first_lines
-from collapipe_flwr.models.kv_cache import PartCache
+from collapipe_flwr.models.kv_cache import TopCache
 from collapipe_flwr.models.stack import Stack
 
-Ask = Callable[[Tensor], Tensor]  # token ids (1, T) -> hidden states (1, T, D) of the devices
+# Token ids (B, T) and the rows (B,) that they go on from -> hidden states (B, T, D) of the devices
+Ask = Callable[[Tensor, Tensor | None], Tensor]
 Emit = Callable[[Tensor], bool]  # new token ids (T,), maybe none -> whether to go on
 FEEDING: ContextVar[Feed | None] = ContextVar("FEEDING", default=None)
+SEED = "seed"  # beside the generation settings: where chance begins
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,15 +46,16 @@ class Feed:
     """Where the head of a decoder-only model gets hidden states from, in this thread."""
 
     ask: Ask
-    cache: PartCache
+    cache: TopCache
     prompt_BTD: Tensor | None  # of the devices; None once it is used
 
     def forward(self, stack: Stack, ids_BT: Tensor) -> ModelOutput:
         """What the base model returns for the tokens that come next."""
         if self.prompt_BTD is not None:
-            hidden_BTD, self.prompt_BTD = self.prompt_BTD, None
+            hidden_BTD = self.prompt_BTD.expand(len(ids_BT), -1, -1)
+            self.prompt_BTD = None
         else:
-            hidden_BTD = self.ask(ids_BT)
+            hidden_BTD = self.ask(ids_BT, self.cache.take_rows(len(ids_BT)))
         output = stack.finish(stack.run_blocks(hidden_BTD, {}, self.cache))
         output["past_key_values"] = self.cache
         return output
@@ -60,58 +74,76 @@ class Prompt:
 class _Watch(StoppingCriteria):
     """Tells of every new token, and stops where nobody listens."""
 
-    def __init__(self, emit: Emit, seen: int, beams: int) -> None:
+    def __init__(self, emit: Emit, beams: int) -> None:
         self._emit = emit
-        self._seen = seen
-        self._beams = beams
+        self._new = 1 if beams == 1 else 0  # tokens that are certain after a step
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         del scores, kwargs
-        new = input_ids[0, self._seen :] if self._beams == 1 else input_ids[0, :0]
-        self._seen = input_ids.shape[1]
-        stop = not self._emit(new)
+        stop = not self._emit(input_ids[0, input_ids.shape[1] - self._new :])
         return torch.full((len(input_ids),), stop, dtype=torch.bool, device=input_ids.device)
+
+
+class _Draw(LogitsProcessor):
+    """Chooses as the library would, but by a generator of its own: only that token stays."""
+
+    def __init__(self, seed: int) -> None:
+        self._chance = torch.Generator().manual_seed(seed)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
+        del input_ids
+        chosen = torch.multinomial(scores.softmax(-1), 1, generator=self._chance)
+        return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
+
+
+def _sampling(seed: int) -> Callable[..., Any]:
+    """The library's own sampling, with `_Draw` behind all that shapes its probabilities."""
+
+    def sample(model: Any, input_ids: Tensor, logits_processor: Any, **model_kwargs: Any) -> Any:
+        drawn = type(logits_processor)([*logits_processor, _Draw(seed)])
+        return model._sample(input_ids, logits_processor=drawn, **model_kwargs)
+
+    return sample
 
 
 def generate(model: Any, stack: Stack, prompt: Prompt, emit: Emit, ask: Ask) -> Tensor:
     """The new token ids (T,) of one text, special ones included; ``emit`` hears of them before.
 
     With beam search tokens are known at the end only: ``emit`` is called with none. Raises
-    ModelError where the library refuses, or for beams over devices.
+    ModelError where the library refuses.
     """
-    settings = _settings(model, prompt.settings_json)
-    decodes = stack.family.decodes
+    settings, seed = _settings(model, prompt.settings_json)
     beams = settings.num_beams or 1
-    if beams > 1 and not decodes:
-        raise ModelError(
-            "num_beams must be 1 for a decoder-only model in parts: the devices' caches follow one "
-            "text; set it in generation_config.json or by --num-beams 1"
-        )
-    shown = 1 if decodes or prompt.input_ids is None else prompt.input_ids.shape[1]
-    watch = StoppingCriteriaList([_Watch(emit, shown, beams)])
-    common = {"generation_config": settings, "stopping_criteria": watch}
+    common: dict[str, Any] = {
+        "generation_config": settings,
+        "stopping_criteria": StoppingCriteriaList([_Watch(emit, beams)]),
+    }
+    if settings.do_sample:
+        if beams > 1:
+            raise ModelError("num_beams must be 1 where texts are sampled: set one of the two")
+        common["custom_generate"] = _sampling(seed)
     try:
-        if decodes:
-            output = _decode(model, stack, prompt, common)
-        else:
-            output = _continue(model, stack, prompt, ask, common)
+        if stack.family.decodes:
+            return _decode(model, stack, prompt, common)
+        return _continue(model, stack, prompt, ask, common)
     except (ValueError, IndexError, TypeError, RuntimeError) as cause:
         raise ModelError(f"the edge cannot generate: {first_lines(cause)}") from cause
-    return output[0, shown:]
 
 
 def _decode(model: Any, stack: Stack, prompt: Prompt, common: dict[str, Any]) -> Tensor:
+    hidden_BTD = stack.finish(prompt.hidden_BTD)["last_hidden_state"]
     output: Tensor = model.generate(
-        encoder_outputs=stack.finish(prompt.hidden_BTD),
+        encoder_outputs=BaseModelOutput(last_hidden_state=hidden_BTD),
         attention_mask=prompt.attention_mask,
         **common,
     )
-    return output
+    hears = stack.family.input_name == "input_features"
+    return output[0, 0 if hears else 1 :]  # a model that hears leaves out its first tokens
 
 
 def _continue(model: Any, stack: Stack, prompt: Prompt, ask: Ask, common: dict[str, Any]) -> Tensor:
     assert prompt.input_ids is not None
-    cache = PartCache(model.config, stack.first_block, stack.stop_block)
+    cache = TopCache(model.config, stack.first_block, stack.stop_block)
     token = FEEDING.set(Feed(ask=ask, cache=cache, prompt_BTD=prompt.hidden_BTD))
     try:
         output: Tensor = model.generate(
@@ -122,14 +154,15 @@ def _continue(model: Any, stack: Stack, prompt: Prompt, ask: Ask, common: dict[s
         )
     finally:
         FEEDING.reset(token)
-    return output
+    return output[0, prompt.input_ids.shape[1] :]
 
 
-def _settings(model: Any, text: str) -> GenerationConfig:
-    if not text:
-        own: GenerationConfig = model.generation_config
-        return own
+def _settings(model: Any, text: str) -> tuple[GenerationConfig, int]:
+    """How to generate one text, and its seed; the model's own settings where none came."""
     try:
-        return GenerationConfig.from_dict(json.loads(text))
+        values = json.loads(text) if text else model.generation_config.to_dict()
+        seed = int(values.pop(SEED, 0))
+        settings = GenerationConfig.from_dict({**values, "num_return_sequences": 1})
     except (ValueError, TypeError, AttributeError) as cause:
         raise ModelError(f"generation settings cannot be read: {first_lines(cause)}") from cause
+    return settings, seed

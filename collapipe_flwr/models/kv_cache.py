@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -38,6 +39,31 @@ class PartCache(DynamicCache):
         """Tokens before this step, the same for every block."""
         del layer_idx
         return self.tokens
+
+
+class TopCache(PartCache):
+    """That of the uppermost blocks, which also remembers which rows the library went on with.
+
+    The devices' caches hold one row until the first answer, so the first rows are all row 0.
+    """
+
+    def __init__(self, config: Any, first_block: int, stop_block: int) -> None:
+        super().__init__(config, first_block, stop_block)
+        self._rows: Tensor | None = None
+        self._widened = False
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Row i goes on from row ``beam_idx[i]``, a tensor (B,)."""
+        super().reorder_cache(beam_idx)
+        self._rows = beam_idx
+
+    def take_rows(self, width: int) -> Tensor | None:
+        """From which rows of the last step the next ``width`` go on; None where nothing moved."""
+        rows, self._rows = self._rows, None
+        if not self._widened:
+            self._widened = True
+            return torch.zeros(width, dtype=torch.long) if width > 1 else None
+        return rows
 
 
 def _sliced(config: Any, first_block: int, stop_block: int) -> Any:

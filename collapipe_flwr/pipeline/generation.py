@@ -4,6 +4,8 @@
     device         the same, through its blocks; a cache per slot for decoder-only models      ->
     edge           generates; TOKENS: new ones, or those whose hidden states it needs          <-
 
+With beams a step has several rows; ROWS says which rows of the last step they go on from.
+
 A SERVE frame turns a chain into this mode until END. Slots are numbered by ``micro_batch``. Frames
 of different slots mix freely, so that while one text waits for a token the devices work on others.
 """
@@ -25,7 +27,7 @@ from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.mailbox import Mailbox
 from collapipe_flwr.pipeline.stage import StageSettings
 
-TOKENS, INPUT_IDS, ATTENTION_MASK = "tokens", "input_ids", "attention_mask"
+TOKENS, INPUT_IDS, ATTENTION_MASK, ROWS = "tokens", "input_ids", "attention_mask", "rows"
 PAST, PROMPT, ASK, DONE, SLOTS = "past", "prompt", "ask", "done", "slots"
 MOST_SLOTS = 64
 _INBOX = 4  # frames of one slot; one waits for the other, so there are never more
@@ -56,6 +58,8 @@ def _through(part: Any, caches: dict[int, Any], frame: Frame) -> Frame:
         else:
             if PROMPT in frame.scalars:
                 caches[frame.micro_batch] = part.new_cache()
+            if ROWS in frame.tensors:
+                caches[frame.micro_batch].reorder_cache(frame.tensors[ROWS])
             output = part.advance(hidden, caches[frame.micro_batch])
     return replace(frame, tensors={**frame.tensors, HIDDEN: output})
 
@@ -128,7 +132,7 @@ class GeneratingEdge:
         """One text; what goes wrong with it is told in its last frame, the others go on."""
         try:
             tokens = self._generate(number, slot, prompt)
-            self._tell(number, tokens, {DONE: 1.0})
+            self._tell(number, {TOKENS: tokens}, {DONE: 1.0})
         except CollaPipeError as error:
             self._tell_failure(number, str(error))
         except BaseException as error:
@@ -139,11 +143,12 @@ class GeneratingEdge:
         from collapipe_flwr.models.generating import Prompt  # only where texts are generated
 
         def emit(tokens: Tensor) -> bool:
-            self._tell(number, tokens, {})
+            self._tell(number, {TOKENS: tokens}, {})
             return not slot.stopped.is_set()
 
-        def ask(ids: Tensor) -> Tensor:
-            self._tell(number, ids[0], {ASK: 1.0})
+        def ask(ids: Tensor, rows: Tensor | None) -> Tensor:
+            moved = {} if rows is None else {ROWS: rows}
+            self._tell(number, {TOKENS: ids, **moved}, {ASK: 1.0})
             return slot.inbox.get(self._settings.deadline_s).tensors[HIDDEN]
 
         prompt = Prompt(
@@ -156,11 +161,13 @@ class GeneratingEdge:
             tokens: Tensor = self._part.generate(prompt, emit, ask)
         return tokens
 
-    def _tell(self, number: int, tokens: Tensor, scalars: Mapping[str, float]) -> None:
+    def _tell(
+        self, number: int, tensors: Mapping[str, Tensor], scalars: Mapping[str, float]
+    ) -> None:
         frame = Frame(
             kind=FrameKind.TOKENS,
             micro_batch=number,
-            tensors={TOKENS: tokens.detach().clone()},
+            tensors={name: tensor.detach().clone() for name, tensor in tensors.items()},
             scalars=scalars,
         )
         self._up.send(frame, deadline_s=self._settings.deadline_s)

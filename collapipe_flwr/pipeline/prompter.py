@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from collapipe_flwr.pipeline.generation import (
     INPUT_IDS,
     PAST,
     PROMPT,
+    ROWS,
     SLOTS,
     TOKENS,
 )
@@ -28,21 +29,35 @@ from collapipe_flwr.pipeline.stage import StageSettings
 _CAPACITY = 4096  # frames of one slot that nobody has read yet
 
 
+class SlotsBusy(LinkTimeout):
+    """The chain works, but for others."""
+
+
 class Prompter:
     """Drives a chain in generation; ``generate`` may be called from ``slots`` threads at once.
 
-    ``part`` is the embedding, ``cached`` says that the devices keep caches (decoder-only models).
+    ``part`` is the embedding, which reads ``input_name``; ``cached`` says that the devices keep
+    caches (decoder-only models).
     """
 
     def __init__(
-        self, part: Any, down: Link, settings: StageSettings, *, cached: bool, slots: int
+        self,
+        part: Any,
+        down: Link,
+        settings: StageSettings,
+        *,
+        cached: bool,
+        slots: int,
+        input_name: str = INPUT_IDS,
     ) -> None:
         self._part = part.train(False)
         self._down = down
         self._settings = settings
         self._cached = cached
+        self._input_name = input_name
         self._slots = slots
         self._inboxes: dict[int, Mailbox[Frame]] = {}
+        self._broken: LinkError | None = None
         self._free: Mailbox[int] = Mailbox(slots, peer=f"the chain with {slots} slots")
         self._reader = threading.Thread(target=self._read, name="prompter", daemon=True)
         down.send(
@@ -53,19 +68,21 @@ class Prompter:
             self._free.put(slot, settings.deadline_s)
         self._reader.start()
 
-    def generate(self, ids: Tensor, settings_json: str) -> Iterator[Tensor]:
-        """New token ids, a few (T,) at a time, for the prompt ``ids`` (1, T).
+    def generate(self, prompt: Tensor, settings_json: str) -> Generator[Tensor]:
+        """New token ids, a few (T,) at a time, for the ids (1, T), or what else the model reads.
 
-        Waits for a free slot. Raises ModelError where the text cannot be generated, LinkTimeout
+        Waits for a free slot. Raises ModelError where the text cannot be generated, SlotsBusy
         when no slot comes free, LinkError when the chain breaks. Closing the iterator stops it.
         """
         slot = self._take_slot()
         inbox: Mailbox[Frame] = Mailbox(_CAPACITY, peer="the edge")
         self._inboxes[slot] = inbox
+        if self._broken is not None:
+            inbox.fail(self._broken)
         over = False
         try:
-            self._send(slot, ids, 0, text=settings_json)
-            told, place = 0, ids.shape[1]
+            self._send(slot, prompt, 0, text=settings_json)
+            told, place = 0, prompt.shape[1]
             while not over:
                 frame = inbox.get(self._settings.deadline_s)
                 if frame.text:
@@ -73,8 +90,8 @@ class Prompter:
                     raise ModelError(frame.text)
                 tokens = frame.tensors[TOKENS]
                 if ASK in frame.scalars:
-                    self._send(slot, tokens[None], place)
-                    place += len(tokens)
+                    self._send(slot, tokens, place, rows=frame.tensors.get(ROWS))
+                    place += tokens.shape[1]
                     continue
                 over = DONE in frame.scalars
                 new = tokens[told:] if over else tokens
@@ -90,7 +107,7 @@ class Prompter:
         try:
             return self._free.get(self._settings.deadline_s)
         except LinkTimeout as error:
-            raise LinkTimeout(
+            raise SlotsBusy(
                 f"all {self._slots} slots were busy for {self._settings.deadline_s:g} s: try again "
                 "later, or open the chain with more slots"
             ) from error
@@ -102,7 +119,9 @@ class Prompter:
         if self._reader.is_alive():
             raise LinkTimeout("the chain did not end its generation in time")
 
-    def _send(self, slot: int, ids: Tensor, past: int, text: str = "") -> None:
+    def _send(
+        self, slot: int, ids: Tensor, past: int, *, text: str = "", rows: Tensor | None = None
+    ) -> None:
         inputs, carried = self._inputs(ids, past)
         with torch.no_grad():
             hidden = self._part(inputs)
@@ -112,7 +131,7 @@ class Prompter:
         frame = Frame(
             kind=FrameKind.ACTIVATION,
             micro_batch=slot,
-            tensors={HIDDEN: hidden, **carried},
+            tensors={HIDDEN: hidden, **carried, **({} if rows is None else {ROWS: rows})},
             scalars=scalars,
             text=text,
         )
@@ -120,6 +139,8 @@ class Prompter:
 
     def _inputs(self, ids: Tensor, past: int) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         """What the embedding reads, and what travels with its output."""
+        if self._input_name != INPUT_IDS:
+            return {self._input_name: ids}, {}
         if not self._cached:
             mask = torch.ones_like(ids)
             return {INPUT_IDS: ids, ATTENTION_MASK: mask}, {ATTENTION_MASK: mask}
@@ -143,6 +164,7 @@ class Prompter:
             while (frame := self._next()).kind is not FrameKind.END:
                 self._inboxes[frame.micro_batch].put(frame, self._settings.deadline_s)
         except LinkError as error:
+            self._broken = error
             for inbox in list(self._inboxes.values()):
                 inbox.fail(error)
 

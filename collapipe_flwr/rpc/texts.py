@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,9 +11,18 @@ from typing import Self
 
 import grpc
 
-from collapipe_flwr.core.errors import CollaPipeError, ConfigError, LinkError, LinkTimeout
+from collapipe_flwr.core.errors import (
+    CollaPipeError,
+    ConfigError,
+    LinkError,
+    LinkTimeout,
+    ProtocolError,
+)
 from collapipe_flwr.core.tls_files import TlsFiles
+from collapipe_flwr.rpc.limits import FrameLimits
 from collapipe_flwr.rpc.messages import decode_message, encode_message
+from collapipe_flwr.rpc.methods import channel_options
+from collapipe_flwr.rpc.peers import PeerRefused, peer_names
 from collapipe_flwr.rpc.tls import bind, open_channel
 
 _SERVICE = "collapipe.Texts"
@@ -21,11 +31,31 @@ _WAITING = 16  # calls in line for a free place; more are refused at once
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """One text to continue, translate or sum up; 0 leaves a number to the model's settings."""
+    """One text to continue, translate or sum up; 0 leaves a number to the model's settings.
 
-    text: str
+    ``sound`` is a .wav or .npy file in base64, for a model of speech. ``sample`` None leaves
+    that to the settings too, unless a number asks for chance. A text ends behind one of ``stop``.
+    """
+
+    text: str = ""
+    sound: str = ""
     max_new_tokens: int = 0
     num_beams: int = 0
+    sample: bool | None = None
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 0.0
+    seed: int | None = None  # None: another one for every text
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        least = min(self.max_new_tokens, self.num_beams, self.temperature, self.top_k, self.top_p)
+        if not (least >= 0 and self.top_p <= 1 and self.temperature < math.inf):
+            raise ConfigError("numbers of a wish must be >= 0 and finite, top-p at most 1")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed must be >= 0 and below 2^63, got {self.seed}")
+        if not all(self.stop):
+            raise ConfigError("an empty stop string would end every text at once")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,15 +72,27 @@ class TextServer:
     """Serves ``write`` to ``most`` clients at once; use as a context manager.
 
     ``listen`` is HOST:PORT; port 0 takes a free one, which ``address`` then names. A client that
-    hangs up stops its text. Raises ConfigError when it cannot be bound.
+    hangs up stops its text. With ``allowed``, callers' certificates must bear one of these names.
+    Raises ConfigError when it cannot be bound.
     """
 
     def __init__(
-        self, listen: str, write: Write, *, most: int, tls: TlsFiles | None = None
+        self,
+        listen: str,
+        write: Write,
+        *,
+        most: int,
+        tls: TlsFiles | None = None,
+        allowed: frozenset[str] | None = None,
     ) -> None:
         self._write = write
+        self._allowed = allowed
         self._pool = ThreadPoolExecutor(most, thread_name_prefix="texts")
-        self._server = grpc.server(self._pool, maximum_concurrent_rpcs=most + _WAITING)
+        self._server = grpc.server(
+            self._pool,
+            options=channel_options(FrameLimits()),
+            maximum_concurrent_rpcs=most + _WAITING,
+        )
         handlers = {"Write": grpc.unary_stream_rpc_method_handler(self._serve)}
         generic = grpc.method_handlers_generic_handler(_SERVICE, handlers)
         self._server.add_generic_rpc_handlers((generic,))
@@ -75,23 +117,37 @@ class TextServer:
 
     def _serve(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         try:
+            self._check(peer_names(context))
             for text in self._write(decode_message(Wish, data)):
                 yield encode_message(Piece(text=text))
+        except (PeerRefused, ProtocolError) as error:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except LinkError as error:
             context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         except CollaPipeError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+    def _check(self, names: tuple[str, ...]) -> None:
+        if self._allowed is not None and not self._allowed.intersection(names):
+            shown = ", ".join(names)[:120] or "no name at all"
+            raise PeerRefused(f"the peer's certificate names {shown}, which may ask for no text")
 
 
 class TextClient:
     """Asks a `TextServer`; use as a context manager."""
 
     def __init__(
-        self, address: str, *, tls: TlsFiles | None = None, deadline_s: float = 600.0
+        self,
+        address: str,
+        *,
+        tls: TlsFiles | None = None,
+        certificate_name: str = "",
+        deadline_s: float = 600.0,
     ) -> None:
         self._peer = f"text server at {address}"
         self._deadline_s = deadline_s
-        self._channel = open_channel(address, tls)
+        options = channel_options(FrameLimits(), certificate_name)
+        self._channel = open_channel(address, tls, options)
 
     def write(self, wish: Wish) -> Iterator[str]:
         """The text, piece by piece; closing the iterator stops it.

@@ -160,20 +160,42 @@ def test_waiting_for_a_slot_ends() -> None:
         assert written(driver, PROMPTS[1], case.settings()) == case.unsplit(PROMPTS[1])
 
 
-def test_beams_of_a_decoder_at_the_edge_are_those_of_the_unsplit_model() -> None:
-    case = Case("marian")
+@pytest.mark.parametrize("model_type", ["marian", "gpt2", "llama", "qwen2"])
+def test_beams_are_those_of_the_unsplit_model(model_type: str) -> None:
+    """With caches on the devices too: a decoder-only model keeps lower blocks there."""
+    case = Case(model_type)
     beams = {"num_beams": 3, "length_penalty": 0.6}
+    greedy = [case.unsplit(prompt) for prompt in PROMPTS]
+    assert case.splitter.decodes or greedy != [case.unsplit(prompt, **beams) for prompt in PROMPTS]
     with local(case) as driver:
         for prompt in PROMPTS:
             found = written(driver, prompt, case.settings(**beams))
             assert found == case.unsplit(prompt, **beams)
 
 
+@pytest.mark.parametrize("model_type", ["marian", "gpt2"])
+def test_a_seed_samples_what_it_samples_from_the_unsplit_model(model_type: str) -> None:
+    case = Case(model_type)
+    chosen = {"do_sample": True, "temperature": 1.3, "top_k": 20, "top_p": 0.9}
+
+    def unsplit(prompt: list[int], seed: int) -> list[int]:
+        torch.manual_seed(seed)
+        return case.unsplit(prompt, **chosen)
+
+    seeds = range(4)
+    expected = [unsplit(PROMPTS[0], seed) for seed in seeds]
+    assert len({tuple(text) for text in expected}) > 1
+    with local(case, slots=4) as driver, ThreadPoolExecutor(4) as pool:
+        settings = [case.settings(**chosen, seed=seed) for seed in seeds]
+        found = list(pool.map(lambda s: written(driver, PROMPTS[0], s), settings))
+    assert found == expected
+
+
 def test_a_refused_text_leaves_the_chain_in_order() -> None:
     case = Case("gpt2")
     with local(case, slots=1) as driver:
-        with pytest.raises(ModelError, match="num_beams must be 1"):
-            written(driver, PROMPTS[0], case.settings(num_beams=2))
+        with pytest.raises(ModelError, match="num_beams must be 1 where texts are sampled"):
+            written(driver, PROMPTS[0], case.settings(num_beams=2, do_sample=True))
         with pytest.raises(ModelError, match="settings cannot be read"):
             written(driver, PROMPTS[0], "[")
         assert written(driver, PROMPTS[0], case.settings()) == case.unsplit(PROMPTS[0])

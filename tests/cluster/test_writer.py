@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,47 @@ def test_a_text_beyond_the_positions(storyteller: Path) -> None:
         pytest.raises(ModelError, match="64 positions: shorten the text"),
     ):
         list(writer.write(Wish(text=TEXTS[0], max_new_tokens=64)))
+
+
+def test_a_text_ends_behind_a_stop_string(storyteller: Path) -> None:
+    """As the library has it: with the whole token that completes the string."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(storyteller / "model")
+    model: Any = AutoModelForCausalLM.from_pretrained(storyteller / "model")
+    whole = unsplit(storyteller, TEXTS[0])
+    stop = whole[3:5]
+    prompt = torch.tensor([tokenizer(TEXTS[0])["input_ids"][:-1]])
+    output = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=NEW,
+        do_sample=False,
+        stop_strings=[stop],
+        tokenizer=tokenizer,
+    )
+    expected = tokenizer.decode(output[0, prompt.shape[1] :], skip_special_tokens=True)
+    assert stop in expected and expected != whole
+    wish = Wish(text=TEXTS[0], max_new_tokens=NEW, stop=("nowhere", stop))
+    with writer_here(WritingModel.load(storyteller), devices=2, slots=1) as writer:
+        assert "".join(writer.write(wish)) == expected
+        with pytest.raises(ConfigError, match="--stop needs --num-beams 1"):
+            list(writer.write(replace(wish, num_beams=2)))
+        assert "".join(writer.write(replace(wish, stop=()))) == whole
+
+
+def test_chance_repeats_itself_with_a_seed_only(storyteller: Path) -> None:
+    wish = Wish(text=TEXTS[0], max_new_tokens=NEW, temperature=3.0, seed=4)
+    with writer_here(WritingModel.load(storyteller), devices=2, slots=2) as writer:
+        assert "".join(writer.write(wish)) == "".join(writer.write(wish))
+        texts = {"".join(writer.write(replace(wish, seed=None))) for _ in range(4)}
+        assert len(texts) > 1
+        greedy = "".join(writer.write(replace(wish, sample=False)))
+    assert greedy == unsplit(storyteller, TEXTS[0])
+
+
+@pytest.mark.parametrize("wrong", [{"seed": -1}, {"top_p": 2.0}, {"stop": ("",)}])
+def test_a_wish_that_makes_no_sense(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Wish(text="hello", **wrong)
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:

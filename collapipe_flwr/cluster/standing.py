@@ -1,0 +1,146 @@
+"""A chain that generates for a long time: when it breaks it is built anew from what is left.
+
+A text whose chain broke is written again from its prompt; the tokens that were told already are
+not told twice. Greedy decoding, beams and seeded chance repeat themselves, so the text is the one
+of an undisturbed chain.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Collection, Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self
+
+from torch import Tensor
+
+from collapipe_flwr.core.errors import CollaPipeError, LinkError
+from collapipe_flwr.pipeline.prompter import Prompter, SlotsBusy
+
+_log = logging.getLogger(__name__)
+MOST_REPLAYS = 2  # of one text without the loss of a device: whatever breaks it then will not mend
+
+
+class Site(Protocol):
+    """Devices and an edge on which chains can be built."""
+
+    @property
+    def device_ids(self) -> Sequence[str]:
+        """In the order of the chain."""
+        ...
+
+    def chain(self, device_ids: Sequence[str]) -> AbstractContextManager[Prompter]:
+        """A new chain over these devices. Raises LinkError where one does not answer."""
+        ...
+
+    def missing(self, device_ids: Collection[str]) -> frozenset[str]:
+        """Those that do not answer now."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class _Built:
+    """A chain that stands, and what takes it down."""
+
+    driver: Prompter
+    stack: ExitStack
+
+    def drop(self, error: LinkError) -> None:
+        """Take a broken chain down; what it says to that is not news."""
+        try:
+            self.stack.__exit__(type(error), error, error.__traceback__)
+        except CollaPipeError as again:
+            _log.info("a broken chain: %s", again)
+
+
+class StandingChain:
+    """Generates over the devices of ``site`` that answer; use as a context manager.
+
+    ``generate`` may be called from several threads at once.
+    """
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._lock = threading.Lock()
+        self._built: _Built | None = None
+        self._lost: frozenset[str] = frozenset()
+
+    def __enter__(self) -> Self:
+        """Raises LinkError when no chain can be built."""
+        self._standing()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._lock:
+            built, self._built = self._built, None
+        if built is not None:
+            built.stack.__exit__(kind, error, trace)
+
+    def generate(self, prompt: Tensor, settings_json: str) -> Generator[Tensor]:
+        """See `Prompter.generate`; raises LinkError when the chain cannot be mended."""
+        told, replays = 0, 0
+        while True:
+            built = self._standing()
+            skipped = 0
+            try:
+                with closing(built.driver.generate(prompt, settings_json)) as pieces:
+                    for new in pieces:
+                        fresh = new[max(told - skipped, 0) :]
+                        skipped += len(new)
+                        if len(fresh):
+                            told += len(fresh)
+                            yield fresh
+                return
+            except SlotsBusy:
+                raise
+            except LinkError as error:
+                replays = 0 if self._void(built, error) else replays + 1
+                if replays > MOST_REPLAYS:
+                    raise
+
+    def _standing(self) -> _Built:
+        """The chain, built where there is none."""
+        with self._lock:
+            while self._built is None:
+                self._built = self._build()
+            return self._built
+
+    def _build(self) -> _Built | None:
+        """A chain over the devices that are not lost; None if that shows that more are."""
+        present = [name for name in self._site.device_ids if name not in self._lost]
+        stack = ExitStack()
+        try:
+            driver = stack.enter_context(self._site.chain(present))
+        except LinkError as error:
+            if not self._look(error):
+                raise
+            return None
+        return _Built(driver=driver, stack=stack)
+
+    def _void(self, broken: _Built, error: LinkError) -> bool:
+        """Give a chain up, unless somebody else did; whether that lost a device."""
+        with self._lock:
+            if self._built is not broken:
+                return True  # mended since: not this text's fault
+            self._built = None
+            broken.drop(error)
+            return self._look(error)
+
+    def _look(self, error: LinkError) -> bool:
+        """Who answers now; whether fewer do than before. Raises LinkError when nobody does."""
+        lost = self._site.missing(self._site.device_ids)
+        more, self._lost = lost - self._lost, lost
+        if len(lost) == len(self._site.device_ids):
+            self._lost = frozenset()
+            raise LinkError(f"no device of the cluster answers any more: {error}") from error
+        if more:
+            _log.warning("lost %s: %s", ", ".join(sorted(more)), error)
+        return bool(more)

@@ -1,0 +1,158 @@
+"""`collapipe generate` over real daemons with mutual TLS writes what the unsplit model writes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from collapipe_flwr.cluster.writer import WritingModel, writer_on
+from collapipe_flwr.core.cluster_file import read_cluster
+from collapipe_flwr.core.errors import ConfigError, LinkError
+from collapipe_flwr.core.tls_files import TlsFiles
+from collapipe_flwr.rpc.authority import sign_all
+from collapipe_flwr.rpc.edge_client import EdgeClient
+from collapipe_flwr.rpc.texts import TextClient, Wish
+from tests.cluster.daemon_processes import ROOT, Daemon, first_line, running, tls_options
+from tests.cluster.test_serving import GPT2, SEQ2SEQ
+from tests.cluster.test_writer import NEW, TEXTS, save, unsplit
+
+DEVICES = ("d0", "d1", "d2")
+MEMBERS = (*DEVICES, "edge", "control-unit", "laptop", "stranger")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shed:
+    """Running daemons and the cluster file that names them."""
+
+    file: Path
+    devices: dict[str, Daemon]
+
+    def sessions(self) -> int:
+        """On all hosts that answer."""
+        cluster, total = read_cluster(self.file), 0
+        for member in (*cluster.devices, cluster.edge):
+            if member.name in self.devices and self.devices[member.name].process.poll() is not None:
+                continue
+            tls = cluster.tls_files("control-unit")
+            with EdgeClient(member.address, tls=tls, certificate_name=member.name) as client:
+                total += client.health().sessions
+        return total
+
+
+@pytest.fixture
+def shed(tmp_path: Path) -> Iterator[Shed]:
+    files = sign_all(tmp_path / "certs", dict.fromkeys(MEMBERS, ()))
+    allow = ["--allow", "control-unit"]
+    daemons = [
+        Daemon("device", "--name", name, *allow, *_before(name), tls=files[name])
+        for name in DEVICES
+    ]
+    edge = Daemon("edge", *allow, "--allow", DEVICES[-1], "--allow", "d1", tls=files["edge"])
+    with running(*daemons, edge):
+        tables = "".join(
+            f'[[device]]\nname = "{name}"\naddress = "{daemon.address}"\n'
+            for name, daemon in zip(DEVICES, daemons, strict=True)
+        )
+        file = tmp_path / "shed.toml"
+        file.write_text(f'id = "shed"\n{tables}[edge]\naddress = "{edge.address}"\n[tls]\n')
+        yield Shed(file=file, devices=dict(zip(DEVICES, daemons, strict=True)))
+
+
+def _before(name: str) -> list[str]:
+    """Who may pass activations to a device: those in front of it, one of which may be lost."""
+    return [word for other in DEVICES[: DEVICES.index(name)] for word in ("--allow", other)]
+
+
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("marian"), "seq2seq", "marian", SEQ2SEQ)
+
+
+@pytest.fixture(scope="module")
+def storyteller(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("gpt2"), "causal-lm", "gpt2", GPT2)
+
+
+def command(*options: str) -> list[str]:
+    return [sys.executable, "-m", "collapipe_flwr.cli", "generate", *options]
+
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def test_the_command_and_a_server_over_daemons(
+    shed: Shed, translator: Path, storyteller: Path
+) -> None:
+    """A translation by the command alone; stories by a server, for whom it allows."""
+    words = ["--run", str(translator), "--cluster", str(shed.file), "--max-new-tokens", str(NEW)]
+    words += [word for text in TEXTS[:2] for word in ("--text", text)]
+    done = subprocess.run(
+        command(*words), capture_output=True, text=True, timeout=120, env=ENVIRONMENT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "".join(unsplit(translator, text) + "\n" for text in TEXTS[:2])
+    assert shed.sessions() == 0
+    _check_server(shed, storyteller)
+    assert shed.sessions() == 0
+
+
+def _check_server(shed: Shed, run_dir: Path) -> None:
+    certs = shed.file.parent / "certs"
+
+    def member(name: str) -> TlsFiles:
+        return TlsFiles(
+            ca=certs / "ca.pem", certificate=certs / f"{name}.pem", key=certs / f"{name}.key"
+        )
+
+    words = ["--run", str(run_dir), "--cluster", str(shed.file), "--listen", "127.0.0.1:0"]
+    words += ["--allow", "laptop", *tls_options(member("control-unit"))]
+    server = subprocess.Popen(command(*words), stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    try:
+        address = first_line(server).rpartition(" ")[2]
+        name = {"certificate_name": "control-unit"}
+        with TextClient(address, tls=member("laptop"), **name) as client:
+            pieces = list(client.write(Wish(text=TEXTS[0], max_new_tokens=NEW)))
+            assert "".join(pieces) == unsplit(run_dir, TEXTS[0])
+            assert len(pieces) > 1
+        with (
+            TextClient(address, tls=member("stranger"), **name) as client,
+            pytest.raises(ConfigError, match="names stranger, which may ask for no text"),
+        ):
+            list(client.write(Wish(text=TEXTS[0])))
+        server.terminate()
+        assert server.wait(30) == 0
+    finally:
+        server.kill()
+        server.wait(10)
+        assert server.stdout is not None
+        server.stdout.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["translator", "storyteller"])
+def test_a_device_killed_in_the_middle_of_a_text(
+    shed: Shed, which: str, request: pytest.FixtureRequest
+) -> None:
+    run_dir: Path = request.getfixturevalue(which)
+    model = WritingModel.load(run_dir)
+    wish = Wish(text=TEXTS[0], max_new_tokens=NEW)
+    with writer_on(model, read_cluster(shed.file), slots=2, deadline_s=30.0) as writer:
+        text = writer.write(wish)
+        pieces = [next(text)]
+        shed.devices["d1"].process.kill()
+        pieces += list(text)
+        assert "".join(pieces) == unsplit(run_dir, TEXTS[0])
+        assert "".join(writer.write(wish)) == unsplit(run_dir, TEXTS[0])
+        if which == "storyteller":
+            for name in ("d0", "d2"):
+                shed.devices[name].process.kill()
+            with pytest.raises(LinkError, match="no device of the cluster answers any more"):
+                list(writer.write(wish))
+    if which == "translator":
+        assert shed.sessions() == 0

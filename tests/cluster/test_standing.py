@@ -1,0 +1,127 @@
+"""Law: a chain that breaks in the middle of a text is mended, and the text stays the same."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from collapipe_flwr.cluster.sites import Served, ThreadSite
+from collapipe_flwr.cluster.standing import MOST_REPLAYS, StandingChain
+from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.models import SegmentPart
+from collapipe_flwr.pipeline.prompter import Prompter
+from tests.cluster.test_serving import PROMPTS, Case
+
+PROMPT = torch.tensor([PROMPTS[0]])
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    return Case("llama")
+
+
+def site(case: Case, devices: int = 3, slots: int = 3) -> ThreadSite:
+    served = Served(splitter=case.splitter, weights=case.weights, slots=slots, deadline_s=20.0)
+    return ThreadSite(served, devices)
+
+
+def written(chain: StandingChain, prompt: list[int], settings: str) -> list[int]:
+    pieces = chain.generate(torch.tensor([prompt]), settings)
+    return [token for piece in pieces for token in piece.tolist()]
+
+
+def once(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """A device's blocks break down, once, ``after`` so many calls."""
+    whole, left = SegmentPart.advance, [after]
+
+    def advance(self: SegmentPart, *arguments: Any) -> Tensor:
+        left[0] -= 1
+        if left[0] == 0:
+            raise RuntimeError("board on fire")
+        return whole(self, *arguments)
+
+    monkeypatch.setattr(SegmentPart, "advance", advance)
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_beams": 3}, {"do_sample": True, "seed": 5}])
+def test_the_rest_of_the_devices_write_the_same_text(
+    case: Case, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    before = threading.active_count()
+    settings = case.settings(**changes)
+    with StandingChain(site(case)) as chain:
+        undisturbed = written(chain, PROMPTS[0], settings)
+    ours = site(case)
+    with StandingChain(ours) as chain:
+        once(monkeypatch, after=14)
+        assert written(chain, PROMPTS[0], settings) == undisturbed
+        assert len(ours.missing(ours.device_ids)) == 1
+    assert threading.active_count() == before
+
+
+def test_every_text_in_the_making_goes_on(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    with StandingChain(site(case)) as chain, ThreadPoolExecutor(3) as pool:
+        once(monkeypatch, after=20)
+        found = list(pool.map(lambda p: written(chain, p, case.settings()), PROMPTS))
+    assert found == [case.unsplit(prompt) for prompt in PROMPTS]
+
+
+def test_without_any_device_it_is_one_sentence(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    with StandingChain(site(case, devices=1)) as chain:
+        once(monkeypatch, after=4)
+        with pytest.raises(LinkError, match=r"no device of the cluster .*on fire"):
+            written(chain, PROMPTS[0], case.settings())
+
+
+@dataclass
+class _Flaky:
+    """A site whose chains break at the n-th token, though all devices answer."""
+
+    inner: ThreadSite
+    breaks: Callable[[], bool]
+    device_ids: tuple[str, ...] = ("device-1", "device-2")
+    chains: list[tuple[str, ...]] = field(default_factory=list)
+
+    @contextmanager
+    def chain(self, device_ids: Any) -> Iterator[Prompter]:
+        self.chains.append(tuple(device_ids))
+        with self.inner.chain(device_ids) as driver:
+            whole = driver.generate
+
+            def generate(prompt: Tensor, settings_json: str) -> Iterator[Tensor]:
+                for number, piece in enumerate(whole(prompt, settings_json)):
+                    if number == 2 and self.breaks():
+                        raise LinkError("the cable is loose")
+                    yield piece
+
+            driver.generate = generate  # type: ignore[method-assign, assignment]
+            yield driver
+
+    def missing(self, device_ids: Any) -> frozenset[str]:
+        return frozenset(device_ids).difference(self.device_ids)
+
+
+def test_a_chain_that_breaks_for_no_reason_is_tried_again(case: Case) -> None:
+    left = [True] * MOST_REPLAYS
+    flaky = _Flaky(site(case, devices=2), breaks=lambda: bool(left) and left.pop())
+    with StandingChain(flaky) as chain:
+        assert written(chain, PROMPTS[0], case.settings()) == case.unsplit(PROMPTS[0])
+    assert flaky.chains == [flaky.device_ids] * (MOST_REPLAYS + 1)
+
+
+def test_but_not_for_ever(case: Case) -> None:
+    always = _Flaky(site(case, devices=2), breaks=lambda: True)
+    with (
+        StandingChain(always) as chain,
+        pytest.raises(LinkError, match="the cable is loose"),
+    ):
+        written(chain, PROMPTS[0], case.settings())
+    assert len(always.chains) == MOST_REPLAYS + 1
