@@ -23,6 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from collapipe_flwr.reporting.comparison import draw, markdown, read_curves
+from collapipe_flwr.reporting.run_directory import read_events
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT, RESULTS = ROOT / "docs/results.md", ROOT / "docs/results"
@@ -128,7 +129,16 @@ def _start(study: Study, keys: tuple[str, ...], places: Mapping[str, object], na
     print(shlex.join(command), flush=True)
     subprocess.run(command, check=True, cwd=ROOT)
     (finished,) = [p for p in (work / f"{name}.partial").iterdir() if (p / "model").exists()]
+    _refuse_gaps(finished)
     finished.rename(work / name)
+
+
+def _refuse_gaps(run_dir: Path) -> None:
+    """Raise SystemExit for a run that lost a cluster on the way: it compares with nothing."""
+    events = read_events(run_dir)
+    sizes = {event["bytes"]["flower"] for event in events}
+    if any(event["failures"] for event in events) or max(sizes) > 1.05 * min(sizes):
+        raise SystemExit(f"{run_dir}: a round went on without one of the clusters; run it again")
 
 
 def _keep(run_dir: Path) -> None:

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.core.parsing import Value
@@ -53,9 +54,9 @@ class Launch:
 def run_app(launch: Launch) -> str | None:
     """Run to the end, showing Flower's log; the first error in it, or None.
 
-    Raises RunError when the SuperLink does not start.
+    Raises RunError when the SuperLink does not start, and SystemExit on SIGTERM.
     """
-    with tempfile.TemporaryDirectory(prefix="collapipe-flwr-home-") as home:
+    with _terminable(), tempfile.TemporaryDirectory(prefix="collapipe-flwr-home-") as home:
         env = private_environment(Path(home))
         config = Path(home) / "run-config.toml"
         where = {"output-dir": str(launch.output_dir), "run-name": launch.run_name}
@@ -84,12 +85,31 @@ def _show(command: list[str], app: Path, env: dict[str, str]) -> str | None:
         errors="replace",
     ) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            plain = _COLOUR.sub("", line)
-            if first_error is None and plain.startswith("ERROR"):
-                first_error = plain.partition(":")[2].strip()
+        try:
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                plain = _COLOUR.sub("", line)
+                if first_error is None and plain.startswith("ERROR"):
+                    first_error = plain.partition(":")[2].strip()
+        except BaseException:
+            process.terminate()  # else leaving the block would wait for the end of the run
+            raise
     return first_error
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM leaves by an exception, as Ctrl-C does, so that what was started is stopped."""
+
+    def leave(signum: int, frame: FrameType | None) -> None:
+        del frame
+        raise SystemExit(128 + signum)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def private_environment(home: Path) -> dict[str, str]:
@@ -131,7 +151,10 @@ def private_superlink(app: Path, env: dict[str, str]) -> Iterator[None]:
         _wait_until_healthy(process, f"http://127.0.0.1:{http_port}/health", log_path)
         yield
     finally:
+        groups = _groups_below(process.pid)
         _stop_group(process)
+        for group in groups:
+            _end_group(group)
 
 
 def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log_path: Path) -> None:
@@ -159,6 +182,28 @@ def _stop_group(process: subprocess.Popen[bytes]) -> None:
             return
         except subprocess.TimeoutExpired:
             continue
+
+
+def _groups_below(pid: int) -> set[int]:
+    """Process groups of a process's children: they outlive the SuperLink in the midst of a run."""
+    shown = subprocess.run(
+        ["ps", "-axo", "ppid=,pgid="], capture_output=True, text=True, check=True
+    )
+    rows = [tuple(map(int, line.split())) for line in shown.stdout.splitlines()]
+    return {group for parent, group in rows if parent == pid and group != pid}
+
+
+def _end_group(group: int) -> None:
+    """The same for a group of processes that are not our children."""
+    deadline = time.monotonic() + _STOP_S
+    try:
+        os.killpg(group, signal.SIGTERM)
+        while time.monotonic() < deadline:
+            os.killpg(group, 0)  # raises when nobody is left
+            time.sleep(_PROBE_S)
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return
 
 
 def _free_ports(count: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,12 +17,16 @@ PROJECT = Path(__file__).parents[2]
 LIMIT_S = 240.0
 
 
-def _collapipe_run(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+def _command(folder: Path, *more: str) -> list[str]:
     config = folder / "tiny.toml"
     write_overrides({key: value for key, value in TINY.items() if key != "run-name"}, config)
     command = [sys.executable, "-m", "collapipe_flwr.cli", "run", str(PROJECT)]
     command += ["--federation-config", str(PROJECT / "sim.toml")]
-    command += ["--output-dir", str(folder / "runs"), "-c", str(config), *more]
+    return [*command, "--output-dir", str(folder / "runs"), "-c", str(config), *more]
+
+
+def _collapipe_run(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    command = _command(folder, *more)
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
@@ -37,6 +42,33 @@ def test_a_completed_run_exits_with_0_and_prints_its_directory_last(tmp_path: Pa
     assert summary["status"] == "completed"
     assert (run_dir / "model" / "model.safetensors").exists()
     assert "round   2/2" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * LIMIT_S)
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_sigterm_in_the_midst_of_a_run_leaves_no_process(tmp_path: Path) -> None:
+    mark = f"MARK={tmp_path}"
+    env = {**os.environ, "MARK": str(tmp_path)}
+    command = _command(tmp_path, "-c", "num-server-rounds=500")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout is not None
+        assert any(line.startswith("round   2/500") for line in process.stdout)
+        assert len(_bearing(mark)) > 4  # SuperLink, simulation, Ray and its workers
+        process.terminate()
+        assert process.wait(60) != 0
+    assert _bearing(mark) == []
+
+
+def _bearing(mark: str) -> list[str]:
+    """Processes with the entry in their environment; one that has ended has none."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            found += [path.parent.name] if mark.encode() in path.read_bytes().split(b"\0") else []
+        except OSError:
+            continue  # it has ended, or belongs to somebody else
+    return found
 
 
 def test_a_refused_run_exits_with_1_and_one_sentence(tmp_path: Path) -> None:
