@@ -20,7 +20,6 @@ from collapipe_flwr.cluster.control_unit import (
     evaluate_batches,
     train_round,
 )
-from collapipe_flwr.cluster.fleet import Fleet
 from collapipe_flwr.cluster.leg import MeanLoss
 from collapipe_flwr.cluster.order import RoundOrder
 from collapipe_flwr.cluster.recovery import Recovery
@@ -91,7 +90,10 @@ def evaluate(message: Message, context: Context) -> Message:
         data = local_data(config, place, _vocabulary(task.vocabulary_json))
         site = Site(config=config, place=place, cluster=cluster_file(context))
         with open_crew(site, task) as crew:
-            found = _evaluate_split(assignment, task, data, weights, crew.fleet)
+            recovery = crew.recovery(
+                site.profile(data.examples_per_round), _splitter(task.model_spec_json), task
+            )
+            found = _evaluate_split(assignment, data, weights, crew, recovery)
     metrics = MetricRecord({"loss": found.loss, records.EXAMPLES: found.targets})
     return Message(RecordDict({records.METRICS: metrics}), reply_to=message)
 
@@ -106,20 +108,20 @@ def _assignment(message: Message) -> tuple[RoundAssignment, SplitTask]:
 
 def _evaluate_split(
     assignment: RoundAssignment,
-    task: SplitTask,
     data: LocalData,
     weights: Mapping[str, Tensor],
-    fleet: Fleet,
+    crew: Crew,
+    recovery: Recovery,
 ) -> MeanLoss:
-    plan = assignment.plan
-    assert plan is not None
+    plan, task = assignment.plan, assignment.split
+    assert plan is not None and task is not None
     splitter = _splitter(task.model_spec_json)
     steps = data.test_steps(
         batch_size=plan.micro_batch_size * plan.micro_batches,
         micro_batch_size=plan.micro_batch_size,
     )
     order, batches = _order(assignment, task, weights), _micro_batches(splitter, steps)
-    return evaluate_batches(splitter, order, batches, fleet)
+    return evaluate_batches(splitter, order, batches, crew.fleet, recovery=recovery)
 
 
 def _evaluate_whole(task: WholeTask, data: LocalData, weights: Mapping[str, Tensor]) -> MeanLoss:

@@ -88,6 +88,7 @@ def open_crew(site: Site, task: SplitTask) -> Iterator[Crew]:
 def _edge_client(site: Site, task: SplitTask) -> EdgeClient:
     """How the control unit itself reaches the edge; one that restarts is waited for."""
     edge, cluster, deadline_s = site.config.edge, site.cluster, task.learning.deadline_s
+    heartbeat = task.learning.heartbeat
     if cluster is None:
         return EdgeClient(
             task.edge_address,
@@ -95,6 +96,7 @@ def _edge_client(site: Site, task: SplitTask) -> EdgeClient:
             certificate_name=edge.certificate_name,
             deadline_s=deadline_s,
             patience_s=deadline_s,
+            heartbeat=heartbeat,
         )
     return EdgeClient(
         cluster.edge.address or task.edge_address,
@@ -102,6 +104,7 @@ def _edge_client(site: Site, task: SplitTask) -> EdgeClient:
         certificate_name=cluster.edge.name if cluster.tls else "",
         deadline_s=deadline_s,
         patience_s=deadline_s,
+        heartbeat=heartbeat,
     )
 
 
@@ -116,6 +119,7 @@ def remote_fleet(cluster: ClusterConfig, task: SplitTask) -> RemoteFleet:
             certificate_name=cluster.edge.name if cluster.tls else "",
         ),
         deadline_s=task.learning.deadline_s,
+        heartbeat=task.learning.heartbeat,
     )
 
 

@@ -142,6 +142,7 @@ def _strategy(
                 seed=config.run.seed,
                 execution=execution_of(config),
                 snapshot_every=config.train.snapshot_every,
+                heartbeat=config.edge.heartbeat,
             ),
             shape=learner.shape,
         )
@@ -160,6 +161,7 @@ def _edge(config: EdgeConfig) -> Iterator[EdgeClient]:
             tls=config.tls(),
             certificate_name=config.certificate_name,
             deadline_s=config.timeout_s,
+            heartbeat=config.heartbeat,
         ) as client:
             client.health()
             yield client

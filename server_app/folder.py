@@ -14,7 +14,14 @@ from collapipe_flwr.reporting.run_directory import RunDirectory, read_config
 
 # What a resumed run may change: none of these alters a round that is done or its data.
 _FREE = ("num-server-rounds", "output-dir", "run-name", "resume", "checkpoint-every")
-_FREE_ENDS = ("-timeout-s", "edge.address", "evaluation.every", "evaluation.batch-size")
+_FREE_ENDS = (
+    "timeout-s",
+    "edge.heartbeat-s",
+    "edge.heartbeat-misses",
+    "edge.address",
+    "evaluation.every",
+    "evaluation.batch-size",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,14 +17,13 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from collapipe_flwr.cluster.fleet import Fleet
-from collapipe_flwr.cluster.leg import MeanLoss, run_leg, tested_on
+from collapipe_flwr.cluster.leg import MeanLoss, run_leg, run_test
 from collapipe_flwr.cluster.order import CONTROL_UNIT, RoundOrder
 from collapipe_flwr.cluster.recovery import Incident, RecoveringRound, Recovery
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.meter import StageReport
-from collapipe_flwr.pipeline.optimizer import Optimizer
-from collapipe_flwr.pipeline.roles import FirstStage, MicroBatch
+from collapipe_flwr.pipeline.roles import MicroBatch
 from collapipe_flwr.rpc.differences import Moved
 from collapipe_flwr.scheduler.plans import check_cluster_plan
 
@@ -80,18 +79,18 @@ def train_round(
 
 
 def evaluate_batches(
-    splitter: Splitter, order: RoundOrder, batches: Iterable[Sequence[MicroBatch]], fleet: Fleet
+    splitter: Splitter,
+    order: RoundOrder,
+    batches: Iterable[Sequence[MicroBatch]],
+    fleet: Fleet,
+    *,
+    recovery: Recovery | None = None,
 ) -> MeanLoss:
-    """The loss of the same chain without training it; raises as ``train_round``."""
+    """The loss of the same chain without training it; raises, and goes on, as ``train_round``."""
     check_cluster_plan(order.plan, splitter.num_blocks)
-    embedding = splitter.build_embedding(order.weights)
-    optimizer = Optimizer(order.optimizer, embedding.parameters())
-    with fleet.chain(splitter, order) as chain:
-        first = FirstStage(embedding, optimizer, order.settings(0), downstream=chain.link)
-        with first.telling_neighbours():
-            tested = tested_on(first, batches)
-            first.finish()
-    return tested
+    if recovery is None:
+        return run_test(splitter, order, batches, fleet)
+    return RecoveringRound(splitter, order, fleet, recovery).test(batches)
 
 
 def joined(reports: Iterable[Sequence[StageReport]]) -> tuple[StageReport, ...]:

@@ -108,6 +108,20 @@ def run_leg(
     )
 
 
+def run_test(
+    splitter: Splitter, order: RoundOrder, batches: Iterable[Sequence[MicroBatch]], fleet: Fleet
+) -> MeanLoss:
+    """The loss over one chain, which learns nothing; raises as ``run_leg``."""
+    embedding = splitter.build_embedding(order.weights)
+    optimizer = Optimizer(order.optimizer, embedding.parameters())
+    with fleet.chain(splitter, order) as chain:
+        first = FirstStage(embedding, optimizer, order.settings(0), downstream=chain.link)
+        with first.telling_neighbours():
+            tested = tested_on(first, batches)
+            first.finish()
+    return tested
+
+
 def tested_on(first: FirstStage, batches: Iterable[Sequence[MicroBatch]]) -> MeanLoss:
     """The loss of the chain as it is."""
     results = [first.evaluate(batch) for batch in batches]

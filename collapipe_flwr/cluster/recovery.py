@@ -19,11 +19,12 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from collapipe_flwr.cluster.fleet import Fleet
-from collapipe_flwr.cluster.leg import Leg, run_leg
+from collapipe_flwr.cluster.leg import Leg, MeanLoss, run_leg, run_test
 from collapipe_flwr.cluster.order import RoundOrder
 from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
 from collapipe_flwr.core.errors import LinkError
@@ -34,6 +35,7 @@ from collapipe_flwr.scheduler.replan import Remains, replan
 
 log = logging.getLogger(__name__)
 Batch = Sequence[MicroBatch]
+Result = TypeVar("Result")
 MOST_REPLAYS = 2  # of one leg without losing a device: whatever breaks it then will not mend
 
 
@@ -98,16 +100,29 @@ class RecoveringRound:
         """
         source, self._probe = Source(batches), tuple(probe)
         while source.more():
-            leg = self._until_done(Tape(source, self._recovery.snapshot_every))
+            tape = Tape(source, self._recovery.snapshot_every)
+            leg = self._until_done(partial(self._once, tape), resumed_s=tape.first_done)
             self.order = leg.order_behind(self.order)
             self.legs.append(leg)
             self._probe, self._done = (), self._done + len(leg.losses)
 
-    def _until_done(self, tape: Tape) -> Leg:
+    def test(self, batches: Iterable[Batch]) -> MeanLoss:
+        """The loss over the chain without training it; raises as :meth:`run`."""
+        taken = tuple(batches)
+
+        def attempt() -> MeanLoss:
+            return run_test(self._splitter, self.order, taken, self._fleet)
+
+        return self._until_done(attempt, resumed_s=time.monotonic)
+
+    def _until_done(
+        self, attempt: Callable[[], Result], *, resumed_s: Callable[[], float]
+    ) -> Result:
+        """Try again, without the devices that each failure cost, until it works."""
         replays, incident = 0, None
         while True:
             try:
-                leg = self._once(tape)
+                result = attempt()
             except LinkError as error:
                 incident = self._recover(error)
                 replays = 0 if incident.lost else replays + 1
@@ -115,8 +130,8 @@ class RecoveringRound:
                     raise
             else:
                 if incident is not None:
-                    self.incidents.append(replace(incident, resumed_s=tape.first_done_s))
-                return leg
+                    self.incidents.append(replace(incident, resumed_s=resumed_s()))
+                return result
 
     def _once(self, tape: Tape) -> Leg:
         """Play the leg and have the edge keep its end, unless it is the last of the round."""
@@ -189,15 +204,19 @@ class Tape:
 
     def __init__(self, source: Source, limit: int) -> None:
         self.source = source
-        self.first_done_s = 0.0  # when the first step of the last play was over
+        self._first_done_s = 0.0
         self._limit = limit or math.inf
         self._batches: list[Batch] = []
+
+    def first_done(self) -> float:
+        """When the first step of the last play was over."""
+        return self._first_done_s
 
     def play(self) -> Iterator[Batch]:
         """From the first batch on; takes new ones when the known ones are through."""
         for index in count():
             if index == 1:
-                self.first_done_s = time.monotonic()
+                self._first_done_s = time.monotonic()
             if index == len(self._batches) and index < self._limit and self.source.more():
                 self._batches.append(self.source.take())
             if index == len(self._batches):

@@ -29,6 +29,7 @@ from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.core.cluster_file import ClusterConfig, parse_cluster
 from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.core.errors import RunError
+from collapipe_flwr.core.heartbeat import Heartbeat
 from collapipe_flwr.models import BatchShape, Splitter, make_spec
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 from collapipe_flwr.pipeline.roles import MicroBatch
@@ -102,6 +103,7 @@ class Job:
     steps: int
     deadline_s: float = 20.0
     snapshot_every: int = 0
+    heartbeat: Heartbeat | None = None
 
     @property
     def rule(self) -> OptimizerSettings:
@@ -187,7 +189,6 @@ def run_job(
     """One round on the daemons; the result, and all trained weights with those of the edge."""
     splitter, address = job.splitter, cluster.edge.address
     shape = BatchShape(source_length=_LENGTH, target_length=1)
-    hop = NextHop(address=address, session_id=_ID, token=_TOKEN)
     request = SessionRequest(
         session_id=_ID,
         token=_TOKEN,
@@ -196,7 +197,7 @@ def run_job(
         deadline_s=job.deadline_s,
         recoverable=True,
     )
-    with EdgeClient(address, patience_s=START_S) as client:
+    with EdgeClient(address, patience_s=START_S, heartbeat=job.heartbeat) as client:
         client.open_session(request)
         try:
             keys = splitter.edge_keys()
@@ -211,12 +212,21 @@ def run_job(
                 splitter,
                 job.order(),
                 batches or job.batches(),
-                RemoteFleet(cluster=cluster, edge=hop, deadline_s=job.deadline_s),
+                _fleet(job, cluster),
                 recovery=recovery,
             )
             return result, {**result.weights, **client.fetch_weights(_ID, _TOKEN)}
         finally:
             client.close_session(_ID, _TOKEN)
+
+
+def _fleet(job: Job, cluster: ClusterConfig) -> RemoteFleet:
+    return RemoteFleet(
+        cluster=cluster,
+        edge=NextHop(address=cluster.edge.address, session_id=_ID, token=_TOKEN),
+        deadline_s=job.deadline_s,
+        heartbeat=job.heartbeat,
+    )
 
 
 def measure_recovery(devices: int = 3) -> dict[str, float]:

@@ -17,6 +17,7 @@ from collapipe_flwr.cluster.fleet import Segments
 from collapipe_flwr.cluster.order import CONTROL_UNIT, RoundOrder
 from collapipe_flwr.core.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.core.errors import ConfigError, FrozenWanted, LinkError
+from collapipe_flwr.core.heartbeat import Heartbeat
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.session import NextHop, SessionRequest
@@ -39,13 +40,15 @@ class RemoteFleet:
 
     ``edge`` is the session that the last device passes its activations to. Links behave as the
     order says; a codec in the cluster file stands above it, and of two rates the smaller holds.
-    Calls end within ``deadline_s``, transfers of weights within ``transfer_s``.
+    Calls end within ``deadline_s``, transfers of weights within ``transfer_s``; with a
+    ``heartbeat`` every member also watches the one behind it, and this side watches all.
     """
 
     cluster: ClusterConfig
     edge: NextHop
     deadline_s: float = 20.0
     transfer_s: float = 600.0
+    heartbeat: Heartbeat | None = None
 
     @contextmanager
     def chain(self, splitter: Splitter, order: RoundOrder) -> Iterator[RemoteChain]:
@@ -56,7 +59,7 @@ class RemoteFleet:
                 for segment in order.plan.segments
             ]
             streams = [self._limited(settings) for settings in order.hops]
-            hops = [*(self._hop(s.device_id) for s in order.plan.segments), self.edge]
+            hops = [*(self._hop(s.device_id) for s in order.plan.segments), self._edge()]
             requests = _requests(splitter, order, list(map(_paced, hops, streams)))
             sessions = [Hosted(*pair) for pair in zip(members, requests, strict=True)]
             stack.callback(_close_all, sessions)
@@ -71,7 +74,7 @@ class RemoteFleet:
 
     def missing(self, device_ids: Collection[str]) -> frozenset[str]:
         """See `Fleet.missing`."""
-        hasty = replace(self, deadline_s=PROBE_S)
+        hasty = replace(self, deadline_s=PROBE_S, heartbeat=None)
         with ThreadPoolExecutor(max(len(device_ids), 1), thread_name_prefix="probe") as pool:
             answers = list(pool.map(hasty._answers, device_ids))
         return frozenset(d for d, here in zip(device_ids, answers, strict=True) if not here)
@@ -94,6 +97,7 @@ class RemoteFleet:
             certificate_name=self._certificate_name(member),
             deadline_s=self.deadline_s,
             transfer_s=self.transfer_s,
+            heartbeat=self.heartbeat,
         )
 
     def _hop(self, device_id: str) -> NextHop:
@@ -105,7 +109,11 @@ class RemoteFleet:
             token=secrets.token_hex(_RANDOM_BYTES),
             name=device_id,
             certificate_name=self._certificate_name(member),
+            heartbeat=self.heartbeat,
         )
+
+    def _edge(self) -> NextHop:
+        return replace(self.edge, heartbeat=self.heartbeat)
 
     def _limited(self, planned: StreamSettings) -> StreamSettings:
         """A planned link within the limits of the cluster file."""
@@ -176,7 +184,12 @@ class Hosted:
         return Segments(state=state, reports=(report,), moved=sum(self.moved, Moved()))
 
     def close(self) -> None:
-        """Free the session; a device that is gone, or dropped it already, is logged."""
+        """Free the session; a device that is gone, or dropped it already, is logged.
+
+        One that fell silent frees it by itself when it is back.
+        """
+        if self.client.silent:
+            return
         try:
             session_id, token = self.request.session_id, self.request.token
             self.client.close_session(session_id, token, within_s=CLOSE_S)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from collapipe_flwr.core.heartbeat import LEAST_MISSES, LEAST_PERIOD_S, Heartbeat
 from collapipe_flwr.core.parsing import (
     Value,
     above,
@@ -185,7 +186,14 @@ class EdgeConfig:
     tls_ca: str = ""  # PEM files of this side; empty: plain text
     tls_cert: str = ""
     tls_key: str = ""
-    timeout_s: float = key(30.0, above(0))  # longest silence of the edge or a device
+    timeout_s: float = key(30.0, above(0))  # longest time for the edge or a device to answer
+    heartbeat_s: float = key(2.0, above(LEAST_PERIOD_S))  # how often they show that they live
+    heartbeat_misses: int = key(LEAST_MISSES, at_least(LEAST_MISSES))  # that make one lost
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        """The two as one value."""
+        return Heartbeat(period_s=self.heartbeat_s, misses=self.heartbeat_misses)
 
     def tls(self) -> TlsFiles | None:
         """The PEM files; None where none is named."""

@@ -16,6 +16,7 @@ from collapipe_flwr.edge.handlers import Handlers
 from collapipe_flwr.rpc import methods
 from collapipe_flwr.rpc.limits import FrameLimits
 from collapipe_flwr.rpc.peers import Gate
+from collapipe_flwr.rpc.pulse import host_options
 from collapipe_flwr.rpc.tls import bind
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Listener:
             options=[
                 *methods.channel_options(settings.limits),
                 *methods.server_options(2 * threads),
+                *host_options(),
                 ("grpc.so_reuseport", 0),
             ],
             maximum_concurrent_rpcs=2 * threads,

@@ -132,6 +132,7 @@ class SessionTable:
         with self._lock:
             if request.session_id in self._sessions:
                 raise SessionRefused(f"session {request.session_id} is open already")
+            self._drop_left_by(request)
             if most_of_opener is not None:
                 self._make_room_for(request.opener, most_of_opener)
             self._make_room()
@@ -188,6 +189,18 @@ class SessionTable:
         if not idle:
             raise SessionRefused(f"{opener} runs {most} sessions, its limit here")
         del self._sessions[min(idle, key=lambda s: s.used_s).request.session_id]
+
+    def _drop_left_by(self, request: SessionRequest) -> None:
+        """A device has one segment of a cluster: what an earlier round left here is of no use.
+
+        That is so when the device, or its control unit, was away when the round ended.
+        """
+        for key, session in tuple(self._sessions.items()):
+            before = session.request
+            same = (before.name, before.opener) == (request.name, request.opener)
+            segments = before.blocks is not None and request.blocks is not None
+            if same and segments and not session.running:
+                del self._sessions[key]
 
     def _make_room(self) -> None:
         if len(self._sessions) < self._most_sessions:

@@ -84,6 +84,22 @@ def _ask(grid: Grid, nodes: Sequence[int], timeout_s: float) -> dict[int, Cluste
     return answers
 
 
+def describe_late(grid: Grid, nodes: Sequence[int], *, timeout_s: float) -> dict[int, str]:
+    """The cluster ids of nodes that connected in the middle of a run, "" of spare ones.
+
+    Those that do not say so are left out.
+    """
+    asked = [Message(RecordDict(), node, QUERY_DESCRIBE) for node in nodes]
+    names = {}
+    for reply in grid.send_and_receive(asked, timeout=timeout_s):
+        try:
+            profile = _profile(reply)
+            names[_sender(reply, asked)] = "" if profile is None else profile.cluster_id
+        except RunError as error:
+            log.warning("%s; it is asked again next round", error)
+    return names
+
+
 def _sender(reply: Message, asked: Sequence[Message]) -> int:
     """The node that was asked; a lost node answers under another id."""
     asked_id = reply.metadata.reply_to_message_id

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from flwr.app import ArrayRecord
+from flwr.serverapp import Grid
 
 from collapipe_flwr.core.domain import (
     ClusterOutcome,
@@ -23,10 +24,12 @@ from collapipe_flwr.core.domain import (
     Snapshot,
 )
 from collapipe_flwr.core.errors import InfeasibleError
+from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.costs.compute import Options
 from collapipe_flwr.costs.price import PricedCluster, PricedRound, price, with_rates
 from collapipe_flwr.federation.absence import without_absent, without_clusters
 from collapipe_flwr.federation.checkpoint import Memory
+from collapipe_flwr.federation.discovery import describe_late
 from collapipe_flwr.federation.movement import Models, Movement, MovementMeter
 from collapipe_flwr.federation.rounds import ClosedRound, Outcome, RoundPlan
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
@@ -34,6 +37,7 @@ from collapipe_flwr.scheduler.protocol import Scheduler
 from collapipe_flwr.scheduler.state import SchedulerState
 
 log = logging.getLogger("flwr.collapipe")
+_DESCRIBE_S = 60.0  # for a node that is new in the middle of a run
 
 
 class World(Protocol):
@@ -43,6 +47,14 @@ class World(Protocol):
         self, round_index: int, model: ModelProfile, present: Sequence[str] | None = None
     ) -> Snapshot:
         """The state of the clusters named in ``present`` at the start of a round."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """A planner's memory in a checkpoint."""
+
+    state: str = ""
+    absent: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 class ScheduledRounds:
@@ -69,6 +81,24 @@ class ScheduledRounds:
         self._options = options
         self._meter = MovementMeter()
         self._absent: dict[str, tuple[str, ...]] = {}  # devices by cluster
+        self._strangers: set[int] = set()  # nodes that are no cluster of this run, or not any more
+
+    def welcome(self, grid: Grid, nodes: Sequence[int]) -> None:
+        """Know a cluster again whose SuperNode was started anew and so is another node."""
+        late = [n for n in nodes if n not in self._clusters and n not in self._strangers]
+        if not late:
+            return
+        for node, name in describe_late(grid, late, timeout_s=_DESCRIBE_S).items():
+            before = next((n for n, known in self._clusters.items() if known == name), None)
+            if before is None:
+                if name:
+                    log.warning("cluster %s came too late for this run: it is left out", name)
+                self._strangers.add(node)
+            else:
+                log.info("cluster %s is back as node %d", name, node)
+                del self._clusters[before]
+                self._strangers.add(before)
+                self._clusters[node] = name
 
     def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
         """The scheduler's plan for the clusters behind ``nodes``; raises ScheduleError."""
@@ -93,13 +123,16 @@ class ScheduledRounds:
         )
 
     def dump(self) -> Memory:
-        """Queues, estimates, the last plan and the last movement."""
-        text = self.state.to_json() if self.state is not None else ""
-        return Memory(text=text, arrays=self._meter.last)
+        """Queues, estimates, the last plan, the last movement, and who was absent."""
+        state = self.state.to_json() if self.state is not None else ""
+        kept = to_json(_Kept(state=state, absent=self._absent))
+        return Memory(text=kept, arrays=self._meter.last)
 
     def load(self, memory: Memory) -> None:
-        """Go on from a checkpoint; raises ScheduleError if it is not one of a scheduler."""
-        self.state = SchedulerState.from_json(memory.text) if memory.text else None
+        """Go on from a checkpoint; raises ScheduleError, ProtocolError if it is not a planner's."""
+        kept = from_json(_Kept, memory.text, "the planner's checkpoint") if memory.text else _Kept()
+        self.state = SchedulerState.from_json(kept.state) if kept.state else None
+        self._absent = dict(kept.absent)
         self._meter.last = dict(memory.arrays)
 
     def _step(self, server_round: int, present: Sequence[str]) -> Plan:
@@ -119,6 +152,8 @@ class ScheduledRounds:
             log.warning("%s cannot take part without their lost devices", ", ".join(short))
             plan, self.state = self._scheduler.step(self.state, rest)
             self._absent.clear()  # who sits out reports nothing: try it in full next time
+        for cluster_id in _left_out(snapshot, there):
+            self._absent.pop(cluster_id, None)  # the same
         return with_rates(plan, snapshot)
 
     def _snapshot(self, closed: ClosedRound) -> Snapshot:
@@ -127,6 +162,11 @@ class ScheduledRounds:
 
     def _known(self) -> set[str]:
         return set(self._clusters.values())
+
+
+def _left_out(whole: Snapshot, part: Snapshot) -> set[str]:
+    left = {cluster.profile.cluster_id for cluster in part.clusters}
+    return {cluster.profile.cluster_id for cluster in whole.clusters} - left
 
 
 def finished(plan: Plan, closed: ClosedRound) -> Plan:

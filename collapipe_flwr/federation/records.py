@@ -15,6 +15,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile
 from collapipe_flwr.core.errors import ProtocolError, ScheduleError
+from collapipe_flwr.core.heartbeat import Heartbeat
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.models.spec import BatchShape
@@ -53,6 +54,7 @@ class LearningSettings:
     seed: int = 0
     execution: Execution = field(default_factory=Execution)
     snapshot_every: int = 0  # steps; 0: a loss replays the round
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.heartbeat import Heartbeat
 from collapipe_flwr.pipeline.execution import check_precision
 from collapipe_flwr.pipeline.meter import Span
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
@@ -20,6 +21,7 @@ class NextHop:
 
     `codec` and `rate_bytes_per_s` (0: unpaced) are those of the link; see `StreamSettings`.
     `back_rate_bytes_per_s` is that of the other direction (0: the same).
+    With a `heartbeat` the device notices by itself when the next host falls silent.
     """
 
     address: str
@@ -30,6 +32,7 @@ class NextHop:
     codec: str = "fp32"
     rate_bytes_per_s: float = 0.0
     back_rate_bytes_per_s: float = 0.0
+    heartbeat: Heartbeat | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
@@ -18,6 +20,7 @@ from collapipe_flwr.core.errors import (
     ProtocolError,
     Unreachable,
 )
+from collapipe_flwr.core.heartbeat import Heartbeat
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest
 from collapipe_flwr.pipeline.digest import Digests, Keys
 from collapipe_flwr.pipeline.frame import Frame, FrameKind
@@ -31,6 +34,7 @@ from collapipe_flwr.rpc.limits import FrameLimits
 from collapipe_flwr.rpc.link import StreamLink
 from collapipe_flwr.rpc.messages import decode_message, encode_message
 from collapipe_flwr.rpc.pacing import StreamSettings
+from collapipe_flwr.rpc.pulse import Pulse, pulse_options
 from collapipe_flwr.rpc.tls import TlsFiles, open_channel
 from collapipe_flwr.rpc.weights import gather_weights, weight_frames
 
@@ -38,6 +42,7 @@ Answer = TypeVar("Answer")
 _WAKE_S = 120.0  # for a board that loads its libraries with the first session
 _DRAIN_S = 60.0  # for the edge to finish what it has, when a stream is closed in good order
 _ABORT_S = 1.0  # for the edge to hear why, when it is closed with an error
+_CLOSED = "Channel closed!"  # what gRPC says of calls on a channel that this side closed
 
 
 class EdgeClient:
@@ -48,7 +53,9 @@ class EdgeClient:
     Control calls end within `deadline_s`, transfers of weights within `transfer_s`; those that may
     be made twice are repeated for `patience_s` while the edge is away, as when it restarts. Every
     method raises LinkError with one sentence "edge at ADDRESS ..." when the edge cannot be
-    reached, refuses or breaks off, and LinkTimeout when it does not answer in time.
+    reached, refuses or breaks off, and LinkTimeout when it does not answer in time. With a
+    `heartbeat` calls and streams also break when the edge has shown no life for so long, however
+    long it may take to answer.
     """
 
     def __init__(
@@ -62,6 +69,7 @@ class EdgeClient:
         transfer_s: float = 600.0,
         patience_s: float = 0.0,
         limits: FrameLimits | None = None,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         self.address = address
         self._patience_s = patience_s
@@ -69,8 +77,16 @@ class EdgeClient:
         self._deadline_s = deadline_s
         self._transfer_s = transfer_s
         self._limits = limits or FrameLimits()
-        options = methods.channel_options(self._limits, certificate_name)
-        self._channel = open_channel(address, tls, options)
+        named = methods.name_options(certificate_name)
+        options = [*methods.channel_options(self._limits), *named]
+        self._connect = partial(open_channel, address, tls, options)
+        self._channel = self._connect()
+        self._heartbeat = heartbeat
+        self._silent = False  # whether the peer ever was
+        self._life = ExitStack()
+        if heartbeat is not None:
+            pinged = partial(open_channel, address, tls, [*pulse_options(heartbeat), *named])
+            self._life.enter_context(Pulse(pinged, heartbeat, self._break))
 
     def open_session(self, request: SessionRequest) -> None:
         """Make a session on the edge; it needs weights before it can run."""
@@ -86,11 +102,15 @@ class EdgeClient:
         keep_optimizer: bool = False,
     ) -> None:
         """Set the weights of a session's part; the optimiser starts anew unless it is kept."""
-        call = self._channel.stream_unary(methods.method("PushWeights"), None, None)
         frames = (encode_frame(f) for f in weight_frames(weights))
         keep = (methods.KEEP_KEY, str(int(keep_optimizer)))
         metadata = (*_key(session_id, token), keep)
-        self._translated(lambda: call(frames, timeout=self._transfer_s, metadata=metadata))
+
+        def push() -> None:
+            call = self._channel.stream_unary(methods.method("PushWeights"), None, None)
+            call(frames, timeout=self._transfer_s, metadata=metadata)
+
+        self._translated(push)
 
     def fetch_weights(
         self,
@@ -107,9 +127,9 @@ class EdgeClient:
         """
         request = encode_message(Keys(keys=keys))
         metadata = (*_key(session_id, token), (methods.SLOTS_KEY, str(int(with_optimizer))))
-        call = self._channel.unary_stream(methods.method("FetchWeights"), None, None)
 
         def fetch() -> dict[str, Tensor]:
+            call = self._channel.unary_stream(methods.method("FetchWeights"), None, None)
             answers = call(request, timeout=self._transfer_s, metadata=metadata)
             return gather_weights(_decoded(answers, self._limits), most_bytes)
 
@@ -213,6 +233,7 @@ class EdgeClient:
 
     def close(self) -> None:
         """Close the channel; its streams break."""
+        self._life.close()
         self._channel.close()
 
     def __enter__(self) -> EdgeClient:
@@ -225,6 +246,17 @@ class EdgeClient:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    @property
+    def silent(self) -> bool:
+        """Whether the peer ever missed its heartbeat."""
+        return self._silent
+
+    def _break(self) -> None:
+        """Break all that waits for a peer that fell silent; later calls find out for themselves."""
+        silent, self._silent = self._channel, True
+        self._channel = self._connect()
+        silent.close()
 
     def _await_hello(self, link: StreamLink) -> None:
         try:
@@ -243,20 +275,19 @@ class EdgeClient:
         metadata: tuple[tuple[str, str], ...] = (),
         within_s: float | None = None,
     ) -> bytes:
-        call = self._channel.unary_unary(methods.method(name), None, None)
         timeout_s = within_s or self._deadline_s
-        answer: bytes = self._translated(lambda: call(data, timeout=timeout_s, metadata=metadata))
-        return answer
+        return self._translated(lambda: self._ask(name, data, metadata, timeout_s))
 
     def _again(self, name: str, data: bytes, metadata: tuple[tuple[str, str], ...]) -> bytes:
         """A call that may be made twice: it outlives a restart of the edge."""
+        return self._patiently(lambda: self._ask(name, data, metadata, self._deadline_s))
+
+    def _ask(
+        self, name: str, data: bytes, metadata: tuple[tuple[str, str], ...], timeout_s: float
+    ) -> bytes:
         call = self._channel.unary_unary(methods.method(name), None, None)
-
-        def ask() -> bytes:
-            answer: bytes = call(data, timeout=self._deadline_s, metadata=metadata)
-            return answer
-
-        return self._patiently(ask)
+        answer: bytes = call(data, timeout=timeout_s, metadata=metadata)
+        return answer
 
     def _patiently(self, call: Callable[[], Answer]) -> Answer:
         """Repeat a call that may be made twice while the edge is away, for `patience_s`."""
@@ -288,11 +319,16 @@ class EdgeClient:
             raise self._translate(error) from error
         except ProtocolError as error:
             raise ProtocolError(f"{self.peer} answered nonsense: {error}") from error
+        except ValueError as error:  # the channel was closed just before the call began
+            raise Unreachable(f"{self.peer} broke off: {error}") from error
 
     def _translate(self, error: grpc.RpcError) -> LinkError:
         code, details = error.code(), error.details()
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return LinkTimeout(f"{self.peer} did not answer in time")
+        if self._silent and self._heartbeat is not None and details == _CLOSED:
+            silence_s = self._heartbeat.lost_after_s
+            return Unreachable(f"{self.peer} has shown no life for {silence_s:g} s")
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
             return Unreachable(f"{self.peer} cannot be reached or broke off: {details}")
         if code is grpc.StatusCode.NOT_FOUND:

@@ -35,6 +35,7 @@ class Dialer:
             tls=self.tls,
             certificate_name=hop.certificate_name,
             deadline_s=self.deadline_s,
+            heartbeat=hop.heartbeat,
         ) as client:
             link = client.stream(hop.session_id, hop.token, name=self.name, settings=settings)
             try:

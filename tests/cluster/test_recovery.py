@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from collapipe_flwr.cluster.control_unit import RoundResult, train_round
+from collapipe_flwr.cluster.control_unit import RoundResult, evaluate_batches, train_round
 from collapipe_flwr.cluster.order import RoundOrder
 from collapipe_flwr.cluster.recovery import MOST_REPLAYS, Recovery
 from collapipe_flwr.cluster.threads import ThreadFleet
@@ -313,6 +313,29 @@ def test_without_room_for_the_rest_the_round_fails_with_one_sentence(
     tight = recovery(splitter, edge, memory_bytes=60_000)
     with pytest.raises(InfeasibleError, match=r"'A': without A/d1 no plan fits the 2 devices"):
         train_round(splitter, order(first), batches, fleet, recovery=tight)
+
+
+@pytest.mark.parametrize("device_id", DEVICES)
+def test_an_evaluation_goes_on_without_a_device_that_dies(
+    splitter: Splitter, first, device_id: str
+) -> None:
+    batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
+    calm = new_edge(splitter, first)
+    loss = evaluate_batches(splitter, order(first), batches, ThreadFleet(calm.connect))
+    edge = new_edge(splitter, first)
+    stages = failing(Fault(step=1, device_id=device_id, phase="forward"))
+    hit = evaluate_batches(
+        splitter,
+        order(first),
+        iter(batches),
+        ThreadFleet(edge.connect, stages),
+        recovery=recovery(splitter, edge),
+    )
+    assert edge.rollbacks == 1
+    assert hit.targets == loss.targets
+    assert hit.loss == pytest.approx(loss.loss, rel=1e-6)
+    weights = edge.service.weights("A", TOKEN)
+    assert all(torch.equal(weights[key], first[key]) for key in weights)
 
 
 def test_without_recovery_a_lost_device_fails_the_round(splitter: Splitter, first) -> None:

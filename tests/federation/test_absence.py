@@ -55,6 +55,16 @@ def test_a_cluster_without_devices_sits_out_and_the_others_go_on():
     settle(planner, planner.plan(1, [11, 12], EMPTY), cluster_0=gone)
     planned = planner.plan(2, [11, 12], EMPTY)
     assert not planned.takes_part(11) and planned.takes_part(12)
+    # It says nothing while it sits out, so the next round finds out whether it is back.
+    assert planner.plan(3, [11, 12], EMPTY).takes_part(11)
+
+
+def test_a_checkpoint_remembers_who_is_absent():
+    dead = rounds("uniform")
+    settle(dead, dead.plan(1, [11, 12], EMPTY), cluster_0=("cluster-0/d1",))
+    back = rounds("uniform")
+    back.load(dead.dump())
+    assert devices_of(back.plan(2, [11, 12], EMPTY), 11) == {"cluster-0/d2"}
 
 
 def test_who_sat_out_for_want_of_memory_is_tried_again():

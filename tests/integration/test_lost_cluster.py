@@ -18,10 +18,13 @@ CALM = {**TINY, "num-server-rounds": 3}
 
 
 class UnreliableGrid(LocalGrid):
-    """Node 2's replies to training get lost in some rounds; from ``gone`` on it is away."""
+    """Node 2's replies to training get lost in some rounds; from ``gone`` on it is away.
+
+    From ``back`` on its SuperNode runs again, as node 3; the SuperLink lists both for a while.
+    """
 
     late: tuple[int, ...] = ()
-    gone = 99
+    gone = back = 99
     trained = 0
 
     def __init__(self, *args: Any, service: EdgeService, **more: Any) -> None:
@@ -30,7 +33,9 @@ class UnreliableGrid(LocalGrid):
 
     def get_node_ids(self) -> list[int]:
         ids = super().get_node_ids()
-        return [1] if self.trained + 1 >= self.gone else ids
+        if self.trained + 1 >= self.back:
+            return ids
+        return [1] if self.trained + 1 >= self.gone else [i for i in ids if i < 3]
 
     def send_and_receive(self, messages, *, timeout=None):
         messages = list(messages)
@@ -48,6 +53,7 @@ def _run(folder: Path, **fate: Any) -> tuple[UnreliableGrid, list[dict[str, Any]
     places = {i + 1: {"partition-id": i, "num-partitions": 2} for i in range(2)}
     with EdgeServer("127.0.0.1:0", service) as edge:
         values = {**CALM, "output-dir": str(folder), "edge.address": edge.address}
+        places[3] = places[2]  # the same machine, started again
         nodes = dict.fromkeys(places, client_app)
         grid = UnreliableGrid(nodes, node_configs=places, run_config=values, service=service)
         for name, value in fate.items():
@@ -69,6 +75,15 @@ def test_a_late_cluster_does_not_stop_the_round(tmp_path: Path) -> None:
     queues = [sum(v for k, v in e["queues_j"].items() if k.startswith("cluster-1")) for e in events]
     assert queues[1] <= queues[0]  # who did not finish is charged nothing
     assert all(not k.startswith("cluster-1") for k in events[1]["energy_j"])
+
+
+def test_a_cluster_that_comes_back_as_another_node_takes_part_again(tmp_path: Path) -> None:
+    grid, events = _run(tmp_path, gone=2, back=3)
+    planned = [[c["cluster_id"] for c in event["plan"]["clusters"]] for event in events]
+    assert planned == [["cluster-0", "cluster-1"], ["cluster-0"], ["cluster-0", "cluster-1"]]
+    assert grid.open_sessions == [2, 1, 2]
+    asked = [m.metadata.dst_node_id for m in grid.sent if m.metadata.message_type == "train"]
+    assert sorted(asked) == [1, 1, 1, 2, 3]
 
 
 def test_a_cluster_that_vanishes_is_planned_without(tmp_path: Path) -> None:

@@ -51,17 +51,26 @@ class Deployment:
         return self.folder / "certs"
 
     def start(self) -> dict[str, Program]:
-        """Everything but the run, each part waited for; edge and devices by name."""
+        """Everything but the run, by name."""
         parts = {"edge": self.start_edge()}
         for device in DEVICES:
             parts[device] = self.start_device(device)
+        parts["superlink"] = self.start_superlink()
+        for name in CLUSTERS:
+            parts[f"supernode-{name}"] = self.start_supernode(name)
+        return parts
+
+    def start_superlink(self) -> Program:
+        """The SuperLink, with what its database kept of an earlier life."""
         superlink = self.programs.start("server", "superlink", self._superlink(), cwd=self.folder)
         superlink.wait_for("Uvicorn running on", deadline_s=_START_S)
-        for number, name in enumerate(CLUSTERS):
-            self.programs.start(
-                f"cu-{name}", f"supernode-{name}", self._supernode(number, name), cwd=self.folder
-            )
-        return parts
+        return superlink
+
+    def start_supernode(self, name: str) -> Program:
+        """The SuperNode of one cluster; not waited for."""
+        number = list(CLUSTERS).index(name)
+        command = self._supernode(number, name)
+        return self.programs.start(f"cu-{name}", f"supernode-{name}", command, cwd=self.folder)
 
     def start_edge(self) -> Program:
         """The edge, with what it kept of an earlier life."""
@@ -81,31 +90,34 @@ class Deployment:
         device.wait_for(f"{name} on", deadline_s=_START_S)
         return device
 
-    def run(self) -> Program:
-        """`flwr run`, with the run-config in one file."""
+    def run(self, name: str = "run", **more: object) -> Program:
+        """`flwr run` of a run of that name, with the run-config in one file."""
         home = self.folder / "flower"
         home.mkdir(exist_ok=True)
         (home / "config.toml").write_text(
             f'[superlink.boards]\naddress = "{self.superlink.dial}"\n'
             f'root-certificates = "{self.certs / "ca.pem"}"\n'
         )
-        config = self.folder / "run.toml"
-        values = {**self.run_config, **self._server_side()}
+        config = self.folder / f"{name}.toml"
+        values = {**self.run_config, **self._server_side(), "run-name": name, **more}
         config.write_text("".join(f"{k} = {json.dumps(v)}\n" for k, v in values.items()))
         command = [str(BIN / "flwr"), "run", str(PROJECT), "boards", "--stream"]
         command += ["--run-config", str(config)]
         return self.programs.start("server", "flwr-run", command, cwd=self.folder)
 
-    def events(self) -> list[dict[str, Any]]:
+    def run_folder(self, name: str = "run") -> Path:
+        """Where a run writes."""
+        return self.folder / "runs" / name
+
+    def events(self, name: str = "run") -> list[dict[str, Any]]:
         """One per finished round."""
-        path = self.folder / "runs" / "run" / "events.jsonl"
+        path = self.run_folder(name) / "events.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self, name: str = "run") -> dict[str, Any]:
         """Of the run."""
-        found: dict[str, Any] = json.loads(
-            (self.folder / "runs" / "run" / "summary.json").read_text()
-        )
+        text = (self.run_folder(name) / "summary.json").read_text()
+        found: dict[str, Any] = json.loads(text)
         return found
 
     def _cluster_file(self, name: str) -> Path:
@@ -125,6 +137,7 @@ class Deployment:
     def _superlink(self) -> list[str]:
         host, _, port = self.superlink.listen.rpartition(":")
         command = [str(BIN / "flower-superlink"), "--host", host, "--port", port]
+        command += ["--database", str(self.folder / "state.db")]
         command += ["--ssl-ca-certfile", str(self.certs / "ca.pem")]
         command += ["--ssl-certfile", str(self.certs / "superlink.pem")]
         return [*command, "--ssl-keyfile", str(self.certs / "superlink.key")]
@@ -140,7 +153,6 @@ class Deployment:
     def _server_side(self) -> dict[str, object]:
         return {
             "output-dir": str(self.folder / "runs"),
-            "run-name": "run",
             "edge.address": self.members["edge"].dial,
             "edge.certificate-name": "edge",
             "edge.tls-ca": str(self.certs / "ca.pem"),

@@ -45,6 +45,11 @@ class Program:
         """A signal to the program itself, not to its children."""
         os.kill(self.process.pid, sign)
 
+    def kill(self) -> None:
+        """SIGKILL to the program and its children."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(_STOP_S)
+
     def stop(self) -> None:
         """SIGTERM to its group, SIGKILL to what is left after a while."""
         for sign in (signal.SIGTERM, signal.SIGKILL):

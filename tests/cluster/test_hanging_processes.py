@@ -1,0 +1,138 @@
+"""Real daemons that hang (SIGSTOP) and come back (SIGCONT): the heartbeat tells, in any phase.
+
+Deadlines are long here, so that nothing but the heartbeat can be what notices.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from collapipe_flwr.cluster.recovery_bench import Daemon, cluster_of, daemons, run_job, small_job
+from collapipe_flwr.cluster.remote import PROBE_S, RemoteChain, RemoteFleet
+from collapipe_flwr.core.heartbeat import Heartbeat
+from collapipe_flwr.rpc.edge_client import EdgeClient
+from tests.cluster.test_killed_processes import assert_same, striking
+
+HEARTBEAT = Heartbeat(period_s=0.5, misses=3)
+JOB = replace(small_job(3, steps=4), deadline_s=120.0, heartbeat=HEARTBEAT)
+SLACK_S = 4.0  # to break off, to tell and to ask all devices, on a machine that does much else
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@contextmanager
+def hanging(phase: str, strike: Callable[[], None]) -> Iterator[list[float]]:
+    """Somebody is hit once: while segments are placed or collected, or in a phase of step 1."""
+    if phase not in ("placing", "collecting"):
+        with striking(phase, 1, strike) as struck_s:
+            yield struck_s
+        return
+    owner, name = (RemoteFleet, "chain") if phase == "placing" else (RemoteChain, "collect")
+    method, struck_s = getattr(owner, name), []
+
+    def hit(*args, **more):
+        if not struck_s:
+            struck_s.append(time.monotonic())
+            strike()
+        return method(*args, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, hit)
+        yield struck_s
+
+
+def sessions_of(daemon: Daemon) -> int:
+    with EdgeClient(daemon.address) as client:
+        return client.health().sessions
+
+
+@pytest.mark.parametrize(
+    ("phase", "victim"),
+    [
+        ("backward", 1),
+        pytest.param("placing", 0, marks=SLOW),
+        pytest.param("placing", 2, marks=SLOW),
+        pytest.param("forward", 0, marks=SLOW),
+        pytest.param("backward", 2, marks=SLOW),
+        pytest.param("apply", 1, marks=SLOW),
+        pytest.param("collecting", 0, marks=SLOW),
+        pytest.param("collecting", 1, marks=SLOW),
+    ],
+)
+def test_a_device_that_hangs_is_lost_by_its_heartbeat_and_takes_part_again_when_it_is_back(
+    phase: str, victim: int
+) -> None:
+    with daemons(3) as (hosts, edge):
+        cluster, process = cluster_of(hosts, edge), hosts[victim].process
+        run_job(replace(JOB, steps=1), cluster)  # all have loaded their libraries
+        with hanging(phase, lambda: process.send_signal(signal.SIGSTOP)) as struck_s:
+            result, weights = run_job(JOB, cluster)
+        (incident,) = result.incidents
+        assert incident.lost == (f"recovery/d{victim}",)
+        limit_s = HEARTBEAT.lost_after_s + PROBE_S + SLACK_S
+        assert incident.noticed_s - struck_s[0] < limit_s
+        process.send_signal(signal.SIGCONT)
+        again, undisturbed = run_job(replace(JOB, plan=result.plan), cluster)
+        assert_same(weights, undisturbed)
+        again, _ = run_job(JOB, cluster)
+        assert again.plan == JOB.plan and not again.incidents
+        assert [sessions_of(host) for host in hosts] == [0, 0, 0]
+
+
+@SLOW
+@pytest.mark.parametrize("phase", ["forward", "backward", "collecting"])
+def test_an_edge_that_hangs_for_a_while_is_waited_for_and_the_steps_replayed(phase: str) -> None:
+    with daemons(3) as (hosts, edge):
+        cluster = cluster_of(hosts, edge)
+
+        def hang() -> None:
+            edge.process.send_signal(signal.SIGSTOP)
+            back = threading.Timer(6.0, edge.process.send_signal, (signal.SIGCONT,))
+            back.start()
+
+        with hanging(phase, hang) as struck_s:
+            result, weights = run_job(JOB, cluster)
+        (incident,) = result.incidents
+        assert incident.lost == ()
+        assert incident.noticed_s - struck_s[0] < HEARTBEAT.lost_after_s + SLACK_S
+        _, undisturbed = run_job(JOB, cluster)
+        assert_same(weights, undisturbed)
+
+
+@SLOW
+def test_a_device_that_is_slow_beyond_all_heartbeats_is_not_lost() -> None:
+    """Suspended and resumed ten times a second it is slow, but never silent for long."""
+    with daemons(3) as (hosts, edge):
+        cluster, process, over = cluster_of(hosts, edge), hosts[1].process, threading.Event()
+
+        def drag() -> None:
+            while not over.wait(0.01):
+                process.send_signal(signal.SIGSTOP)
+                over.wait(0.2)
+                process.send_signal(signal.SIGCONT)
+
+        dragging = threading.Thread(target=drag)
+        dragging.start()
+        try:
+            result, weights = run_job(JOB, cluster)
+        finally:
+            over.set()
+            dragging.join()
+        assert not result.incidents and result.wall_s > 2 * HEARTBEAT.lost_after_s
+        _, undisturbed = run_job(JOB, cluster)
+        assert_same(weights, undisturbed)
