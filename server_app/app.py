@@ -64,8 +64,12 @@ def run(grid: Grid, config: AppConfig) -> None:
     clusters = discover_clusters(
         grid, expected=config.run.clusters, timeout_s=config.run.node_timeout_s
     )
-    members = Members(grid, clusters)
-    planned = make_planner(config, learner, clusters) if config.run.runtime == "pipeline" else None
+    members = Members(grid, {node: found.cluster_id for node, found in clusters.items()})
+    planned = (
+        make_planner(config, learner, clusters, members.clusters)
+        if config.run.runtime == "pipeline"
+        else None
+    )
     folder = open_run(config)
     recorder = RunRecorder(
         folder.directory,

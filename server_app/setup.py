@@ -242,9 +242,14 @@ class Planned:
 
 
 def make_planner(
-    config: AppConfig, learner: Learner, clusters: Mapping[int, ClusterProfile]
+    config: AppConfig,
+    learner: Learner,
+    clusters: Mapping[int, ClusterProfile],
+    names: Mapping[int, str],
 ) -> Planned:
     """DSSDA (or the chosen policy) over the simulated world of the described clusters.
+
+    ``names`` are the clusters' by node, as they are at any time.
 
     Raises ConfigError for unknown names and InfeasibleError when no plan fits the devices.
     """
@@ -266,7 +271,6 @@ def make_planner(
         scheduler = make_scheduler(config.scheduler.policy, settings)
     with blaming("world.devices, world.memory-share"):
         scheduler.step(scheduler.init(snapshot := world.snapshot(1, model)), snapshot)
-    names = {node: profile.cluster_id for node, profile in clusters.items()}
     return Planned(
         rounds=ScheduledRounds(scheduler, world, model, names, options=settings.options),
         energy_budget_j={

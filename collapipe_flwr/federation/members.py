@@ -1,26 +1,43 @@
-"""The grid as a run sees it: only the nodes that are its clusters, whoever else is connected."""
+"""The grid as a run sees it: only the nodes that are its clusters, whoever else is connected.
+
+A SuperNode that is started again is a new node to Flower. It is asked which cluster it is, and its
+cluster takes part again in the same run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import logging
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
+from collapipe_flwr.federation.discovery import describe_late
 from collapipe_flwr.federation.records import content_bytes
 
 if TYPE_CHECKING:  # not part of Flower's public names
     from flwr.supercore.run import Run
 
 
-class Members(Grid):
-    """``grid`` without the nodes that are not in ``nodes``; counts what is trained by messages."""
+log = logging.getLogger("flwr.collapipe")
+_DESCRIBE_S = 60.0  # for a node that is new in the middle of a run
 
-    def __init__(self, grid: Grid, nodes: Collection[int]) -> None:
+
+class Members(Grid):
+    """``grid`` without the nodes that are none of ``clusters``; counts what training sends."""
+
+    def __init__(self, grid: Grid, clusters: Mapping[int, str]) -> None:
         self._grid = grid
-        self._nodes = frozenset(nodes)
+        self._clusters = dict(clusters)
+        self._strangers: set[int] = set()  # of no cluster of this run, or not any more
         self._train_bytes = 0
+
+    @property
+    def clusters(self) -> Mapping[int, str]:
+        """Cluster ids by the node that each is now; follows a cluster that comes back."""
+        return MappingProxyType(self._clusters)
 
     def take_train_bytes(self) -> int:
         """Bytes of training messages and their replies since the last call."""
@@ -48,8 +65,23 @@ class Members(Grid):
         return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
 
     def get_node_ids(self) -> list[int]:
-        """The clusters that are connected."""
-        return [node for node in self._grid.get_node_ids() if node in self._nodes]
+        """The clusters that are connected; nodes that are new say first who they are."""
+        nodes = list(self._grid.get_node_ids())
+        late = [n for n in nodes if n not in self._clusters and n not in self._strangers]
+        if late:
+            for node, name in describe_late(self._grid, late, timeout_s=_DESCRIBE_S).items():
+                self._meet(node, name)
+        return [node for node in nodes if node in self._clusters]
+
+    def _meet(self, node: int, name: str) -> None:
+        before = next((n for n, known in self._clusters.items() if known == name), None)
+        if before is None:
+            self._strangers.add(node)
+            return
+        log.info("cluster %s is back as node %d", name, node)
+        del self._clusters[before]
+        self._strangers.add(before)  # Flower lists it for a while longer
+        self._clusters[node] = name
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Push through the grid."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from flwr.app import ArrayRecord
-from flwr.serverapp import Grid
 
 from collapipe_flwr.core.domain import (
     ClusterOutcome,
@@ -29,7 +28,6 @@ from collapipe_flwr.costs.compute import Options
 from collapipe_flwr.costs.price import PricedCluster, PricedRound, price, with_rates
 from collapipe_flwr.federation.absence import without_absent, without_clusters
 from collapipe_flwr.federation.checkpoint import Memory
-from collapipe_flwr.federation.discovery import describe_late
 from collapipe_flwr.federation.movement import Models, Movement, MovementMeter
 from collapipe_flwr.federation.rounds import ClosedRound, Outcome, RoundPlan
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
@@ -37,7 +35,6 @@ from collapipe_flwr.scheduler.protocol import Scheduler
 from collapipe_flwr.scheduler.state import SchedulerState
 
 log = logging.getLogger("flwr.collapipe")
-_DESCRIBE_S = 60.0  # for a node that is new in the middle of a run
 
 
 class World(Protocol):
@@ -60,7 +57,8 @@ class _Kept:
 class ScheduledRounds:
     """A :class:`RoundPlanner` for described clusters.
 
-    ``clusters`` maps node ids to cluster ids of the ``world``; other nodes are never asked.
+    ``clusters`` maps node ids to cluster ids of the ``world``; other nodes are never asked. It may
+    change between rounds, when a cluster comes back as another node.
     ``options`` are the scheduler's own, so that prices and plans agree.
     """
 
@@ -77,28 +75,10 @@ class ScheduledRounds:
         self._scheduler = scheduler
         self._world = world
         self._model = model
-        self._clusters = dict(clusters)
+        self._clusters = clusters
         self._options = options
         self._meter = MovementMeter()
         self._absent: dict[str, tuple[str, ...]] = {}  # devices by cluster
-        self._strangers: set[int] = set()  # nodes that are no cluster of this run, or not any more
-
-    def welcome(self, grid: Grid, nodes: Sequence[int]) -> None:
-        """Know a cluster again whose SuperNode was started anew and so is another node."""
-        late = [n for n in nodes if n not in self._clusters and n not in self._strangers]
-        if not late:
-            return
-        for node, name in describe_late(grid, late, timeout_s=_DESCRIBE_S).items():
-            before = next((n for n, known in self._clusters.items() if known == name), None)
-            if before is None:
-                if name:
-                    log.warning("cluster %s came too late for this run: it is left out", name)
-                self._strangers.add(node)
-            else:
-                log.info("cluster %s is back as node %d", name, node)
-                del self._clusters[before]
-                self._strangers.add(before)
-                self._clusters[node] = name
 
     def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
         """The scheduler's plan for the clusters behind ``nodes``; raises ScheduleError."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from flwr.app import ArrayRecord, MetricRecord
-from flwr.serverapp import Grid
 
 from collapipe_flwr.core.domain import ClusterPlan, Plan
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
@@ -74,14 +73,6 @@ class RoundPlanner(Protocol):
 
     def settle(self, closed: ClosedRound) -> Outcome:
         """Price what happened, update queues and estimates."""
-
-
-@runtime_checkable
-class Welcoming(Protocol):
-    """A planner whose clusters may come back as nodes of another id."""
-
-    def welcome(self, grid: Grid, nodes: Sequence[int]) -> None:
-        """Find out who the unknown ones among the connected ``nodes`` are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

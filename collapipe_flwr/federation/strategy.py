@@ -35,7 +35,6 @@ from collapipe_flwr.federation.rounds import (
     RoundPlan,
     RoundPlanner,
     RoundRecord,
-    Welcoming,
     metrics_as_dict,
 )
 from collapipe_flwr.federation.split import SplitModel, SplitRound
@@ -115,8 +114,6 @@ class CollaPipe(Strategy):
         view = averaging_view(arrays, self._constant_keys)
         messages = list(self.inner_strategy.configure_train(server_round, view, config, grid))
         nodes = [message.metadata.dst_node_id for message in messages]
-        if isinstance(self.planner, Welcoming):
-            self.planner.welcome(grid, nodes)
         plan = self.planner.plan(server_round, nodes, arrays)
         split = SplitRound(self._split, server_round) if self._split else None
         self._planned = plan

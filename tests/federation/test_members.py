@@ -35,11 +35,11 @@ def _client() -> ClientApp:
 def test_only_clusters_are_seen():
     client = _client()
     grid = LocalGrid({1: client, 2: client, 3: client})
-    assert Members(grid, [3, 1, 9]).get_node_ids() == [1, 3]
+    assert Members(grid, {3: "a", 1: "b", 9: "c"}).get_node_ids() == [1, 3]
 
 
 def test_bytes_are_those_of_training_messages_and_replies():
-    members = Members(LocalGrid({1: _client()}), [1])
+    members = Members(LocalGrid({1: _client()}), {1: "a"})
     for kind in ("train", "evaluate"):
         members.send_and_receive([Message(RecordDict({"arrays": _arrays()}), 1, kind)])
     assert members.take_train_bytes() == 2 * array_bytes(_arrays()) + 8  # and the loss
