@@ -21,7 +21,7 @@ from collapipe_flwr.core.errors import (
 from collapipe_flwr.core.tls_files import TlsFiles
 from collapipe_flwr.rpc.limits import FrameLimits
 from collapipe_flwr.rpc.messages import decode_message, encode_message
-from collapipe_flwr.rpc.methods import channel_options
+from collapipe_flwr.rpc.methods import channel_options, name_options
 from collapipe_flwr.rpc.peers import PeerRefused, peer_names
 from collapipe_flwr.rpc.tls import bind, open_channel
 
@@ -146,7 +146,7 @@ class TextClient:
     ) -> None:
         self._peer = f"text server at {address}"
         self._deadline_s = deadline_s
-        options = channel_options(FrameLimits(), certificate_name)
+        options = [*channel_options(FrameLimits()), *name_options(certificate_name)]
         self._channel = open_channel(address, tls, options)
 
     def write(self, wish: Wish) -> Iterator[str]:
