@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -17,6 +17,7 @@ from collapipe_flwr.edge.server import EdgeServer
 from collapipe_flwr.edge.service import EdgeService
 from collapipe_flwr.federation.arrays import encode_tensors
 from collapipe_flwr.federation.checkpoint import Checkpoints
+from collapipe_flwr.federation.deadline import PunctualMembers, RoundClock
 from collapipe_flwr.federation.discovery import discover_clusters
 from collapipe_flwr.federation.members import Members
 from collapipe_flwr.federation.records import LearningSettings, WholeTask, whole_task_config
@@ -64,7 +65,8 @@ def run(grid: Grid, config: AppConfig) -> None:
     clusters = discover_clusters(
         grid, expected=config.run.clusters, timeout_s=config.run.node_timeout_s
     )
-    members = Members(grid, {node: found.cluster_id for node, found in clusters.items()})
+    names = {node: found.cluster_id for node, found in clusters.items()}
+    members = _members(grid, names, config.run.round_slack)
     planned = (
         make_planner(config, learner, clusters, members.clusters)
         if config.run.runtime == "pipeline"
@@ -81,6 +83,7 @@ def run(grid: Grid, config: AppConfig) -> None:
         ),
         every=config.evaluation.every,
         past=folder.past,
+        paced=config.links.pace == "plan",
     )
     try:
         _train(members, config, learner, planned, recorder, folder.checkpoints)
@@ -89,6 +92,11 @@ def run(grid: Grid, config: AppConfig) -> None:
         recorder.finish("failed", str(error) or type(error).__name__)
         raise
     recorder.finish("completed")
+
+
+def _members(grid: Grid, clusters: Mapping[int, str], slack: float) -> Members:
+    """The clusters of the run, waited for no longer than rounds should take, if that is asked."""
+    return PunctualMembers(grid, clusters, RoundClock(slack)) if slack else Members(grid, clusters)
 
 
 def _train(

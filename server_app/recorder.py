@@ -17,6 +17,7 @@ from collapipe_flwr.reporting.console import RoundPrinter
 from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, RunStory
 from collapipe_flwr.reporting.past import Past
 from collapipe_flwr.reporting.run_directory import RunDirectory
+from server_app.links import link_reports
 
 Evaluate = Callable[[Mapping[str, Tensor]], dict[str, float]]
 
@@ -25,7 +26,8 @@ class RunRecorder:
     """Keeps one run's directory up to date.
 
     The strategy calls :meth:`on_round` when a round's replies are in and :meth:`evaluate` right
-    after; the two make one event. ``past`` is what a resumed run has behind it.
+    after; the two make one event. ``past`` is what a resumed run has behind it, and ``paced``
+    whether senders keep to planned rates.
     """
 
     def __init__(
@@ -37,7 +39,9 @@ class RunRecorder:
         story: RunStory,
         every: int,
         past: Past | None = None,
+        paced: bool = False,
     ) -> None:
+        self._paced = paced
         past = past or Past()
         self.story = replace(story, initial=past.initial, events=past.events)
         self.weights: Mapping[str, Tensor] | None = None  # of the last round
@@ -56,7 +60,9 @@ class RunRecorder:
 
     def on_round(self, record: RoundRecord) -> None:
         """Keep a round until it is evaluated."""
-        self._pending = _event(record, time.monotonic() - self._round_started_s)
+        links = link_reports(record, paced=self._paced)
+        event = _event(record, time.monotonic() - self._round_started_s)
+        self._pending = replace(event, links=links)
         self._directory.write_pending(self._pending.as_json())
         timelines = {name: told.timeline for name, told in record.telemetry.items()}
         if any(timelines.values()):

@@ -24,6 +24,7 @@ from collapipe_flwr.core.parsing import (
     key,
     key_names,
     numbers,
+    off_or_at_least,
     one_of,
     parse_section,
     refuse_unknown,
@@ -64,6 +65,7 @@ class RunConfig:
     runtime: str = key("pipeline", one_of("pipeline", "whole"))  # whole: plain FedAvg, no split
     node_timeout_s: float = key(300.0, above(0))  # wait this long for the clusters to connect
     round_timeout_s: float = key(900.0, above(0))
+    round_slack: float = key(0.0, off_or_at_least(1))  # close at so many times the usual; 0: never
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

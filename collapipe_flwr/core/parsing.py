@@ -44,6 +44,11 @@ def between(low: float, high: float) -> Rule:
     return Rule(lambda v: low <= v <= high, f"must lie between {low:g} and {high:g}")
 
 
+def off_or_at_least(limit: float) -> Rule:
+    """Accept 0, or numbers that are not below ``limit``."""
+    return Rule(lambda v: v == 0 or v >= limit, f"must be 0 or >= {limit:g}")
+
+
 def one_of(*names: str | int) -> Rule:
     """Accept one of a few names or numbers."""
     return Rule(lambda v: v in names, "must be one of " + ", ".join(map(str, names)))

@@ -98,6 +98,12 @@ class RoundRecord:
                 totals[kind] = totals.get(kind, 0) + count
         return totals
 
+    def executed(self, cluster_id: str) -> ClusterPlan | None:
+        """The plan by which a cluster ended the round."""
+        told = self.telemetry.get(cluster_id)
+        planned = None if self.plan is None else self.plan.cluster(cluster_id)
+        return (told.replanned if told else None) or planned
+
     @property
     def moved(self) -> Moved:
         """Weights that travelled between control units and their devices, or did not have to."""

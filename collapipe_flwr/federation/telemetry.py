@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from collapipe_flwr.core.domain import ClusterPlan, GradientNoise
 from collapipe_flwr.pipeline.meter import Span, StageReport
 from collapipe_flwr.rpc.differences import Moved
 
 D2D, D2E = "d2d", "d2e"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopTraffic:
+    """What one hop carried in a round: forward is towards the edge.
+
+    ``*_s`` is how long the sender's side of the wire was busy with it.
+    """
+
+    sender: str
+    receiver: str
+    forward_bytes: int
+    forward_s: float
+    backward_bytes: int
+    backward_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +55,23 @@ class ClusterTelemetry:
         """Bytes both ways: between members, and between the last of them and the edge."""
         hops = [report.sent_down_bytes + report.received_down_bytes for report in self.reports]
         return {D2D: sum(hops[:-1]), D2E: sum(hops[-1:])}
+
+    def hops(self, plan: ClusterPlan) -> tuple[HopTraffic, ...]:
+        """The hops of ``plan``; none where the round ran over several chains."""
+        names = [report.name for report in self.reports[1:]]
+        if self.edge is None or names != [segment.device_id for segment in plan.segments]:
+            return ()
+        return tuple(
+            HopTraffic(
+                sender=here.name,
+                receiver=behind.name,
+                forward_bytes=here.sent_down_bytes,
+                forward_s=here.sending_down_s,
+                backward_bytes=behind.sent_up_bytes,
+                backward_s=behind.sending_up_s,
+            )
+            for here, behind in pairwise((*self.reports, self.edge))
+        )
 
     @property
     def timeline(self) -> dict[str, tuple[Span, ...]]:

@@ -9,8 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from collapipe_flwr.reporting.events import RoundEvent
+from collapipe_flwr.reporting.links import link_row
 
 _WIDTH = 118
+_MOST_LINKS = 12  # in the table at the end
 
 
 class RoundPrinter:
@@ -59,9 +61,15 @@ def _plan_text(plan: Mapping[str, Any] | None) -> str:
         )
         clusters.append(
             f"{cluster['cluster_id']} {segments} "
-            f"{cluster['micro_batch_size']}x{cluster['micro_batches']}"
+            f"{cluster['micro_batch_size']}x{cluster['micro_batches']}{_codecs_text(cluster)}"
         )
     return "plan " + " | ".join(clusters) + f" | predicted {plan['latency_s']:.2f} s"
+
+
+def _codecs_text(cluster: Mapping[str, Any]) -> str:
+    """`` fp32-int8-int8``, hop by hop; nothing where all are exact."""
+    codecs = [hop["codec"] for hop in cluster.get("hops", ())]
+    return "" if set(codecs) <= {"fp32"} else " " + "-".join(codecs)
 
 
 def _queue_text(queues_j: Mapping[str, float]) -> str:
@@ -84,6 +92,11 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     if moved := links.get("weights", 0) + links.get("spared", 0):
         spared = links["spared"] / 1e6
         table.add_row("segments", f"{moved / 1e6:.1f} MB, {spared:.1f} MB of it there already")
+    reports = summary.get("links", ())
+    for link in reports[:_MOST_LINKS]:
+        table.add_row(*link_row(link))
+    if len(reports) > _MOST_LINKS:
+        table.add_row("links", f"{len(reports) - _MOST_LINKS} more in summary.json")
     for device, budget_j in summary["energy"]["budget_j"].items():
         mean_j = summary["energy"]["mean_j"].get(device, 0.0)
         table.add_row(f"energy {device}", f"{mean_j:.3g} of {budget_j:.3g} J per round")

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field, fields
 from math import isfinite, nan
 from typing import Any, cast
 
+from collapipe_flwr.reporting.links import LinkReport, totals
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkBytes:
@@ -42,6 +44,7 @@ class RoundEvent:
     energy_j: Mapping[str, float] = field(default_factory=dict)
     queues_j: Mapping[str, float] = field(default_factory=dict)
     bytes: LinkBytes = field(default_factory=LinkBytes)
+    links: tuple[LinkReport, ...] = ()
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
     failures: tuple[str, ...] = ()
     fresh_examples: int = 0  # that arrived in data.stream
@@ -49,13 +52,18 @@ class RoundEvent:
 
     def as_json(self) -> dict[str, Any]:
         """Plain data for the event log; JSON knows no NaN, so a diverged number becomes null."""
-        return cast("dict[str, Any]", finite(asdict(self)))
+        links = [link.as_json() for link in self.links]
+        return cast("dict[str, Any]", finite({**asdict(self), "links": links}))
 
     @staticmethod
     def of_json(data: Mapping[str, Any]) -> RoundEvent:
         """What :meth:`as_json` wrote; a metric that was no number is NaN again."""
         metrics = {k: nan if v is None else v for k, v in data["metrics"].items()}
-        more = {"bytes": LinkBytes(**data["bytes"]), "failures": tuple(data["failures"])}
+        more = {
+            "bytes": LinkBytes(**data["bytes"]),
+            "links": tuple(LinkReport.of_json(link) for link in data.get("links", ())),
+            "failures": tuple(data["failures"]),
+        }
         return RoundEvent(**{**data, "metrics": metrics, **more})
 
 
@@ -87,6 +95,7 @@ class RunStory:
             "predicted_latency_s": [e.predicted_latency_s for e in self.events],
             "energy": {"budget_j": dict(self.energy_budget_j), "mean_j": self._mean_energy_j()},
             "bytes": asdict(total),
+            "links": [link.as_json() for link in totals(k for e in self.events for k in e.links)],
             "peak_memory_bytes": self._peak_memory_bytes(),
             "plans": [e.plan for e in self.events],
         }

@@ -1,0 +1,107 @@
+"""A cluster that sleeps does not hold up a run whose rounds have a deadline."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from flwr.app import Context, Message
+
+from client_app.app import app as client_app
+from collapipe_flwr.core.config import parse
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.edge.server import EdgeServer
+from collapipe_flwr.edge.service import EdgeService
+from collapipe_flwr.federation.deadline import RoundClock
+from collapipe_flwr.federation.local_grid import LocalGrid
+from server_app.app import run
+from tests.integration.conftest import TINY
+
+SLEEPY, ROUND = 2, 3
+
+
+class WaitingGrid(LocalGrid):
+    """Nodes answer one after the other, but in a thread: a reply may come too late."""
+
+    work = threading.Lock()
+
+    def send_and_receive(self, messages, *, timeout=None):
+        ids, done = [], threading.Event()
+        sent = list(messages)
+
+        def answer() -> None:
+            for message in sent:
+                with self.work:
+                    ids.extend(self.push_messages([message]))
+            done.set()
+
+        threading.Thread(target=answer, daemon=True).start()
+        done.wait(timeout)
+        return self.pull_messages(list(ids))
+
+
+class Sleeper:
+    """Trains, but in one round only after it was woken."""
+
+    def __init__(self) -> None:
+        self.wake, self.over = threading.Event(), threading.Event()
+        self.trained = 0
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        if message.metadata.message_type == "train":
+            self.trained += 1
+            if self.trained == ROUND:
+                self.wake.wait(60)
+                self.over.set()
+        return client_app(message, context)
+
+
+def test_a_round_closes_at_its_deadline_without_the_cluster_that_sleeps(tmp_path: Path) -> None:
+    service, sleeper = EdgeService(), Sleeper()
+    places = {i + 1: {"partition-id": i, "num-partitions": 2} for i in range(2)}
+    started_s = time.monotonic()
+    with EdgeServer("127.0.0.1:0", service) as edge:
+        values = {
+            **TINY,
+            "num-server-rounds": ROUND,
+            "output-dir": str(tmp_path),
+            "edge.address": edge.address,
+            "round-slack": 3.0,
+            "round-timeout-s": 60.0,
+        }
+        nodes = {1: client_app, SLEEPY: sleeper}
+        grid = WaitingGrid(nodes, node_configs=places, run_config=values)
+        run(grid, parse(values))
+        assert service.health().sessions == 0  # also that of the cluster that sleeps
+        assert time.monotonic() - started_s < 50
+        assert sleeper.trained == ROUND and not sleeper.over.is_set()
+        sleeper.wake.set()
+        assert sleeper.over.wait(10)
+    lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    failures = [json.loads(line)["failures"] for line in lines]
+    assert failures == [[], [], ["cluster-1: no reply before the round's timeout"]]
+
+
+def test_a_clock_expects_what_rounds_took_in_proportion_to_their_plans() -> None:
+    clock = RoundClock(2.0)
+    assert clock.deadline_s({"A": 10.0}) is None
+    clock.learn({"A": 10.0, "B": 20.0}, {"A": 1.0, "B": 3.0}, exchange_s=3.5)
+    assert clock.deadline_s({"A": 10.0, "B": 20.0}) == pytest.approx(2 * (0.5 + 3.0))
+    assert clock.deadline_s({"A": 40.0}) == pytest.approx(2 * (0.5 + 4.0))
+    assert clock.deadline_s({"A": 10.0, "C": 1.0}) is None  # nobody knows C
+
+
+def test_a_round_that_somebody_missed_does_not_stretch_the_next() -> None:
+    clock = RoundClock(2.0)
+    clock.learn({"A": 10.0, "B": 10.0}, {"A": 1.0, "B": 1.0}, exchange_s=1.5)
+    before = clock.deadline_s({"A": 10.0, "B": 10.0})
+    clock.learn({"A": 10.0, "B": 10.0}, {"A": 1.0}, exchange_s=60.0)
+    assert clock.deadline_s({"A": 10.0, "B": 10.0}) == before
+
+
+def test_slack_below_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match="round-slack must be 0 or >= 1"):
+        parse({**TINY, "round-slack": 0.5})
