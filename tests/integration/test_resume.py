@@ -131,4 +131,5 @@ def _story(run_dir: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     for told in (*events, summary):
         assert told.pop("wall_s") > 0
         told.pop("bytes")  # headers differ by the digits of ports
+        told["links"] = [{**k, "forward": None, "backward": None} for k in told["links"]]
     return events, summary
