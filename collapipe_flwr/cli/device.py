@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -33,6 +35,10 @@ def device(
     memory_mb: MemoryMb = 0.0,
     threads: Threads = 0,
     grace_s: Grace = 10.0,
+    cache_dir: Annotated[
+        Path | None, typer.Option(help="For frozen weights. Default: in the user's cache folder.")
+    ] = None,
+    cache_mb: Annotated[float, typer.Option(help="At most; 0: keep none.", min=0)] = 8000.0,
     radio_interface: Annotated[
         str, typer.Option(help="Apply planned transmit power here by `iw`, as wlan0.")
     ] = "",
@@ -53,6 +59,13 @@ def device(
         grace_s=grace_s,
         memory_mb=memory_mb,
         threads=threads,
+        cache_dir=cache_dir or _cache_folder(),
+        cache_mb=cache_mb,
         radio_interface=radio_interface,
     ).settings()
     serve(settings, passes_on=True, announce=lambda a: typer.echo(f"{name} on {a}"))
+
+
+def _cache_folder() -> Path:
+    """Where programs of this user keep what they could get again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "collapipe" / "frozen"

@@ -53,6 +53,8 @@ class Hosting:
     grace_s: float
     memory_mb: float
     state_dir: Path | None = None
+    cache_dir: Path | None = None
+    cache_mb: float = 0.0
     radio_interface: str = ""
     threads: int = 0
 
@@ -74,6 +76,8 @@ class Hosting:
             roster=roster if tls and roster.callers else None,
             grace_s=self.grace_s,
             state_dir=self.state_dir,
+            cache_dir=self.cache_dir,
+            cache_bytes=int(self.cache_mb * 1e6),
             memory_bytes=int(self.memory_mb * 1e6) or available_memory_bytes(),
             radio_interface=self.radio_interface,
             threads=self.threads,

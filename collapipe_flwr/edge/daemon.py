@@ -32,7 +32,8 @@ class HostSettings:
     the CA signed may all).
 
     On a stop, streams that run get `grace_s` to end; new ones are refused at once. Snapshots of
-    recoverable sessions are kept in `state_dir`, from where the next process takes them up.
+    recoverable sessions are kept in `state_dir`, from where the next process takes them up;
+    frozen weights that were sent here in `cache_dir`, up to `cache_bytes`.
     Weights of more than `memory_bytes` are refused. Planned transmit power is applied to
     `radio_interface` (empty: to none). Tensors are computed on `threads` (0: torch's own choice).
     """
@@ -43,6 +44,8 @@ class HostSettings:
     insecure: bool = False
     roster: Roster | None = None
     state_dir: Path | None = None
+    cache_dir: Path | None = None
+    cache_bytes: int = 8 * 10**9
     memory_bytes: int = 8 * 2**30
     radio_interface: str = ""
     threads: int = 0
@@ -90,6 +93,7 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
 def _skin(settings: HostSettings, passes_on: bool) -> Skin:
     import torch
 
+    from collapipe_flwr.edge.frozen import FrozenCache
     from collapipe_flwr.edge.service import EdgeService, refuse_next_hop
     from collapipe_flwr.edge.skin import Skin, SkinSettings
     from collapipe_flwr.edge.store import TensorStore
@@ -103,7 +107,9 @@ def _skin(settings: HostSettings, passes_on: bool) -> Skin:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     power = IwPower(settings.radio_interface) if settings.radio_interface else RadioAsItIs()
-    service = EdgeService(connect=connect, vault=vault, store=store, power=power)
+    caches = settings.cache_dir is not None and settings.cache_bytes > 0
+    frozen = FrozenCache(settings.cache_dir, settings.cache_bytes) if caches else None
+    service = EdgeService(connect=connect, vault=vault, store=store, frozen=frozen, power=power)
     guests = frozenset() if passes_on or settings.roster is None else settings.roster.control_units
     skin_settings = SkinSettings(
         weight_bytes=settings.memory_bytes,

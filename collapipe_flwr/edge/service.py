@@ -20,7 +20,8 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.errors import CheckpointMissing, ConfigError
+from collapipe_flwr.edge.frozen import FrozenCache
 from collapipe_flwr.edge.power import PowerControl, RadioAsItIs
 from collapipe_flwr.edge.sessions import HostedPart, Saved, Session, SessionRefused, SessionTable
 from collapipe_flwr.edge.store import TensorStore
@@ -68,10 +69,12 @@ class EdgeService:
         clock: Callable[[], float] = time.monotonic,
         vault: Vault | None = None,
         store: TensorStore | None = None,
+        frozen: FrozenCache | None = None,
         power: PowerControl | None = None,
     ) -> None:
         self._power = power or RadioAsItIs()
         self._store = store
+        self._frozen = frozen
         self._build_part = build_part
         self._connect = connect
         self._sessions = SessionTable(most_sessions, forget_after_s, clock)
@@ -96,6 +99,8 @@ class EdgeService:
         session = self.find(session_id, token)
         with session.at_rest():
             session.kept = self._store.find(digests) if self._store is not None else {}
+            if session.lacks_checkpoint and self._frozen is not None:
+                session.kept |= self._frozen.find(digests)
             return tuple(key for key in digests if key not in session.kept)
 
     def push_weights(
@@ -116,7 +121,7 @@ class EdgeService:
             state = PartState.of_tensors({**session.kept, **weights})
             session.kept = {}
             if session.part is None:
-                session.part = self._build_part(session.request, state.weights)
+                session.part = self._first_part(session, state.weights, weights)
             else:
                 session.part.load_weights(state.weights)
             if session.optimizer is None or not keep_optimizer:
@@ -127,6 +132,20 @@ class EdgeService:
             session.pushed_bytes = sum(t.nbytes for t in weights.values())
             if session.request.recoverable:
                 self._save(session, state.weights)
+
+    def _first_part(
+        self, session: Session, weights: Mapping[str, Tensor], pushed: Mapping[str, Tensor]
+    ) -> HostedPart:
+        """Build the part; frozen weights that had to be pushed need not come again."""
+        try:
+            part = self._build_part(session.request, weights)
+        except CheckpointMissing:
+            session.lacks_checkpoint = True
+            raise
+        if session.lacks_checkpoint and self._frozen is not None:
+            told = part.state_dict()
+            self._frozen.keep({key: t for key, t in pushed.items() if key not in told})
+        return part
 
     def weights(
         self, session_id: str, token: str, *, with_optimizer: bool = False

@@ -61,6 +61,7 @@ class Session:
     timeline: Timeline = field(default_factory=Timeline)
     steps: int = 0  # done since the weights were set
     pushed_bytes: int = 0  # of the weights that it was given
+    lacks_checkpoint: bool = False  # its frozen weights come from its control unit
     saved: Saved | None = None  # where a recoverable session goes back to
     running: bool = False
     kept: dict[str, Tensor] = field(default_factory=dict)  # found here, for the next push

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
-from collapipe_flwr.cluster.control_unit import train_round
+from collapipe_flwr.cluster.control_unit import RoundResult, train_round
 from collapipe_flwr.cluster.order import RoundOrder
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.core.cluster_file import parse_cluster
+from collapipe_flwr.edge.frozen import FrozenCache
 from collapipe_flwr.edge.server import EdgeServer
 from collapipe_flwr.edge.service import EdgeService, build_transformers_part
 from collapipe_flwr.edge.sessions import HostedPart
 from collapipe_flwr.models import LoraSettings, Splitter, make_spec, save_whole
+from collapipe_flwr.pipeline.digest import digest_of
 from collapipe_flwr.pipeline.session import NextHop, SessionRequest
 from collapipe_flwr.rpc.edge_client import EdgeClient
 from collapipe_flwr.rpc.next_hop import Dialer
@@ -49,18 +53,52 @@ def splitter(tmp_path: Path) -> Splitter:
     return Splitter(make_spec("sequence-classification", pretrained=str(tmp_path), lora=lora))
 
 
-def test_frozen_weights_come_from_the_control_unit_where_they_must(splitter: Splitter) -> None:
+def test_frozen_weights_come_from_the_control_unit_where_they_must_and_once(
+    splitter: Splitter, tmp_path: Path
+) -> None:
     weights = splitter.initial_weights(seed=1)
     sizes = enumerate(CUT.micro_batches)
     steps = [[tiny_batch(splitter, size, seed=size + i) for i, size in sizes]]
     _, expected = _train_split(splitter, weights, CUT, steps, ADAMW)
+    cache = tmp_path / "cache"
+    rounds = [_train(splitter, weights, steps, cache) for _ in range(2)]
+    for result in rounds:  # each on boards that have just started
+        for key, value in result.weights.items():
+            torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-6)
+    assert any(not torch.equal(v, weights[k]) for k, v in rounds[0].weights.items())
+    frozen = splitter.read_resident(splitter.resident_keys_of_segment(2, 5))
+    frozen_bytes = sum(t.nbytes for t in frozen.values())
+    sent = [result.moved.sent_bytes for result in rounds]
+    assert sent[0] - sent[1] == frozen_bytes > 4 * sent[1]
+    held = {path.stem for path in cache.iterdir()}
+    assert held == {digest_of(tensor) for tensor in frozen.values()}
+    _check_damage(splitter, weights, steps, cache)
+
+
+def _check_damage(splitter: Splitter, weights: Mapping[str, Tensor], steps, cache: Path) -> None:
+    """Files that do not hold what their names say are sent again."""
+    first, second, *_ = sorted(cache.iterdir(), key=lambda path: -path.stat().st_size)
+    whole = first.read_bytes()
+    second.write_bytes(whole)
+    first.write_bytes(whole[:100])
+    damaged = _train(splitter, weights, steps, cache)
+    assert all(digest_of(load_file(f)["tensor"]) == f.stem for f in (first, second))
+    mended = _train(splitter, weights, steps, cache)
+    lost = sum(load_file(file)["tensor"].nbytes for file in (first, second))
+    assert damaged.moved.sent_bytes - mended.moved.sent_bytes == lost
+
+
+def _train(splitter: Splitter, weights: Mapping[str, Tensor], steps, cache: Path) -> RoundResult:
+    """A round on a board with the checkpoint and one without."""
     order = RoundOrder(
         plan=CUT.plan(), weights=weights, optimizer=ADAMW, schedule="gpipe", deadline_s=20.0
     )
+    frozen = FrozenCache(cache, most_bytes=10**9)
+    without = EdgeService(_elsewhere, connect=Dialer(name="d1"), frozen=frozen)
     with (
         EdgeServer("127.0.0.1:0", EdgeService()) as edge,
         EdgeServer("127.0.0.1:0", EdgeService(connect=Dialer(name="d0"))) as rich,
-        EdgeServer("127.0.0.1:0", EdgeService(_elsewhere, connect=Dialer(name="d1"))) as poor,
+        EdgeServer("127.0.0.1:0", without) as poor,
     ):
         addresses = {"d0": rich.address, "d1": poor.address}
         boards = [{"name": name, "address": address} for name, address in addresses.items()]
@@ -68,11 +106,20 @@ def test_frozen_weights_come_from_the_control_unit_where_they_must(splitter: Spl
             cluster=parse_cluster({"id": "A", "device": boards}, Path()),
             edge=_head(edge.address, splitter, weights),
         )
-        result = train_round(splitter, order, _micro_batches(splitter, steps), fleet)
-    assert {key for key in result.weights if "lora_" in key} <= set(expected)
-    for key, value in result.weights.items():
-        torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-6)
-    assert any(not torch.equal(value, weights[key]) for key, value in result.weights.items())
+        return train_round(splitter, order, _micro_batches(splitter, steps), fleet)
+
+
+def test_what_was_not_used_for_longest_makes_room(tmp_path: Path) -> None:
+    tensors = {name: torch.full((1000,), float(i)) for i, name in enumerate("abc")}
+    digests = {name: digest_of(tensor) for name, tensor in tensors.items()}
+    cache = FrozenCache(tmp_path / "x", most_bytes=9000)
+    for age, name in enumerate("ab"):
+        cache.keep({name: tensors[name]})
+        os.utime(tmp_path / "x" / f"{digests[name]}.safetensors", (age, age))
+    assert set(cache.find({"a": digests["a"]})) == {"a"}  # used now, so b is the older one
+    cache.keep({"c": tensors["c"]})
+    assert set(cache.find(digests)) == {"a", "c"}
+    assert cache.find({"a": "../../etc/passwd"}) == {}
 
 
 def _head(address: str, splitter: Splitter, weights: Mapping[str, Tensor]) -> NextHop:

@@ -28,16 +28,41 @@ def _flower_bytes(run_dir: Path) -> int:
     return int(summary["bytes"]["flower"])
 
 
+ON_ADAPTERS: dict[str, Value] = {
+    "model.overrides": "",
+    "lora.rank": 4,
+    "lora.target-modules": "q_proj,v_proj",
+}
+
+
+@pytest.mark.slow
+def test_fedadam_moves_adapters_as_without_a_cut(run_app: RunApp) -> None:
+    base = run_app({**ALONE, "run-name": "base", "num-server-rounds": 1})
+    given = {"model.pretrained": str(base / "model"), "data.tokenizer": str(base / "model")}
+    lora = {**ALONE, **ON_ADAPTERS, **given, "num-server-rounds": 3}
+    runs = [
+        run_app({**lora, "run-name": name, "strategy": "fedadam", "runtime": runtime})
+        for name, runtime in (("split", "pipeline"), ("whole", "whole"))
+    ]
+    runs.append(run_app({**lora, "run-name": "plain"}))
+    split, whole, plain = (load_file(r / "adapter/adapter_model.safetensors") for r in runs)
+    assert set(split) == set(whole)
+    assert _distance(split, whole) < 1e-5
+    assert _distance(split, plain) > 1e-4  # not FedAvg's
+
+
+def _distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    return max(float((one[key] - other[key]).abs().max()) for key in one)
+
+
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 def test_adapters_alone_travel_and_learn_what_a_whole_client_learns(run_app: RunApp) -> None:
     base = run_app({**ALONE, "run-name": "base"})
     lora: dict[str, Value] = {
         **ALONE,
         "model.pretrained": str(base / "model"),
-        "model.overrides": "",
         "data.tokenizer": str(base / "model"),
-        "lora.rank": 4,
-        "lora.target-modules": "q_proj,v_proj",
+        **ON_ADAPTERS,
     }
     split = run_app({**lora, "run-name": "split"})
     whole = run_app({**lora, "run-name": "whole", "runtime": "whole"})
