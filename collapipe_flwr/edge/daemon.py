@@ -107,8 +107,8 @@ def _skin(settings: HostSettings, passes_on: bool) -> Skin:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     power = IwPower(settings.radio_interface) if settings.radio_interface else RadioAsItIs()
-    caches = settings.cache_dir is not None and settings.cache_bytes > 0
-    frozen = FrozenCache(settings.cache_dir, settings.cache_bytes) if caches else None
+    folder = settings.cache_dir if settings.cache_bytes > 0 else None
+    frozen = FrozenCache(folder, settings.cache_bytes) if folder is not None else None
     service = EdgeService(connect=connect, vault=vault, store=store, frozen=frozen, power=power)
     guests = frozenset() if passes_on or settings.roster is None else settings.roster.control_units
     skin_settings = SkinSettings(
