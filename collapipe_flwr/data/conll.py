@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from collapipe_flwr.core.errors import DataError
 
 SUFFIXES = (".conll", ".bio", ".iob", ".iob2")
 _DOCUMENT = "-DOCSTART-"
+_UNIVERSAL = re.compile(r"# \S+ = ")
 
 
 def read_conll(path: Path, key: str) -> Dataset:
@@ -35,6 +37,11 @@ def read_conll(path: Path, key: str) -> Dataset:
 def _sentences(lines: Iterable[str], what: str) -> Iterator[list[tuple[str, str]]]:
     sentence: list[tuple[str, str]] = []
     for number, line in enumerate(lines, start=1):
+        if _UNIVERSAL.match(line):
+            raise DataError(
+                f"{what} has the comment {line.strip()!r} in line {number}, as CoNLL-U files do: "
+                "write a word and its tag in every line, nothing else"
+            )
         fields = line.split()
         if fields and fields[0] != _DOCUMENT:
             if len(fields) < 2:

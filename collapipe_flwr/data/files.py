@@ -19,6 +19,7 @@ from datasets import (
     Value,
     disable_progress_bars,
     load_dataset,
+    load_from_disk,
 )
 from datasets.exceptions import DatasetsError
 
@@ -35,6 +36,8 @@ _FORMATS = {
     ".txt": "text",
     **dict.fromkeys(CONLL_SUFFIXES, "conll"),
 }
+_SAVED = ("state.json", "dataset_dict.json")  # what save_to_disk of datasets leaves in a folder
+_MORE_FIELDS = "Length of header or names"  # what pandas says of them
 _HEADER_BYTES = 1 << 20
 
 
@@ -62,7 +65,7 @@ def load_table(name: str, *, key: str, split: str) -> Dataset:
         rows = _load(key, name, builder, data_files=str(path), split="train", **_options(path, key))
         return without_empty(rows) if builder == "text" else rows
     if path.is_dir():
-        return _load(key, name, str(path), split=split)
+        return _folder(path, key=key, split=split)
     if builder is not None or name.startswith((".", "/", "~")):
         raise DataError(
             f'{key} "{name}" does not exist (looked for {path.absolute()}): correct the path'
@@ -82,13 +85,16 @@ def column(table: Dataset, name: str, *, key: str, of: str) -> list[str]:
 
 
 def sparse_column(table: Dataset, name: str, *, key: str, of: str) -> list[str]:
-    """The same, but rows may be empty."""
+    """The same, but rows may be empty. A field in an object is named ``column.field``."""
+    if "." in name and name not in table.column_names:
+        table = table.flatten()
     if name not in table.column_names:
         raise DataError(
             f'{key} "{name}" is not a column of "{of}", which has {", ".join(table.column_names)}'
         )
     feature = table.features[name]
     values = table[name][:]
+    _refuse_nested(values, f'{key} "{name}" of "{of}"', name)
     if isinstance(feature, ClassLabel):
         values = [None if value in (None, -1) else feature.int2str(value) for value in values]
     return ["" if value is None else str(value) for value in values]
@@ -98,6 +104,17 @@ def without_empty(table: Dataset) -> Dataset:
     """The rows whose ``text`` is not empty."""
     rows = [row for row, text in enumerate(table["text"]) if text.strip()]
     return table.select(rows)
+
+
+def _refuse_nested(values: list[Any], what: str, name: str) -> None:
+    odd = next((value for value in values if isinstance(value, dict | list)), None)
+    if isinstance(odd, dict):
+        raise DataError(
+            f"{what} holds objects: name one of their fields, such as "
+            f'"{name}.{next(iter(odd), "field")}"'
+        )
+    if odd is not None:
+        raise DataError(f"{what} holds lists: name a column with one text or number in each row")
 
 
 def _refuse_empty(texts: list[str], what: str) -> None:
@@ -121,7 +138,12 @@ def _options(path: Path, key: str) -> dict[str, Any]:
     separator = "\t" if _suffix(path) == ".tsv" else ","
     names = _header(path, separator, key)
     features = Features({name: Value("string") for name in names})
-    return {"sep": separator, "features": features, "keep_default_na": False}
+    return {
+        "sep": separator,
+        "features": features,
+        "keep_default_na": False,
+        "index_col": False,  # rows longer than the header are refused, not shifted
+    }
 
 
 def _header(path: Path, separator: str, key: str) -> list[str]:
@@ -139,18 +161,46 @@ def _header(path: Path, separator: str, key: str) -> list[str]:
     return names
 
 
+def _folder(path: Path, *, key: str, split: str) -> Dataset:
+    """A folder of files, or one that ``save_to_disk`` of datasets wrote."""
+    if not any((path / name).is_file() for name in _SAVED):
+        return _load(key, str(path), str(path), split=split)
+    try:
+        saved = load_from_disk(str(path))
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f'{key} "{path}" could not be loaded: {error}') from error
+    if isinstance(saved, Dataset):
+        return saved
+    if split not in saved:
+        raise DataError(
+            f'{key} "{path}" has no split "{split}", only {", ".join(saved)}: name the folder of '
+            "one of them"
+        )
+    return saved[split]
+
+
 def _load(key: str, shown: str, source: str, **options: Any) -> Dataset:
     try:
         with warnings.catch_warnings():
             # datasets leaves it to the garbage collector to close a CSV file.
             warnings.simplefilter("ignore", ResourceWarning)
+            warnings.filterwarnings("error", message=_MORE_FIELDS)
             table = load_dataset(source, **options)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
-        reason = str(error.__cause__ or error).strip().split("\n", maxsplit=1)[0]
-        raise DataError(
-            f'{key} "{shown}" could not be loaded ({reason}): give a local CSV or JSON file, or a '
-            "hub data set that this machine can reach"
-        ) from error
+        raise DataError(f'{key} "{shown}" could not be loaded {_reason(error)}') from error
     if len(table) == 0:
         raise DataError(f'{key} "{shown}" has no rows: give a file with examples')
     return table
+
+
+def _reason(error: BaseException) -> str:
+    """What datasets says, and the way out."""
+    cause = error.__cause__ or error
+    first = str(cause).strip().split("\n", maxsplit=1)[0]
+    if isinstance(cause, UnicodeDecodeError):
+        return f"({first}): save the file as UTF-8"
+    if _MORE_FIELDS in first:
+        return "(a row has more fields than the first line has names): give every field a name"
+    return (
+        f"({first}): give a local CSV or JSON file, or a hub data set that this machine can reach"
+    )

@@ -105,7 +105,7 @@ def open_picture(value: Any) -> Pictures.Image:
     """A picture from a file name, bytes, or nested lists; raises DataError if it is none."""
     try:
         if not isinstance(value, dict):
-            return Pictures.fromarray(np.asarray(value, dtype=np.uint8))
+            return Pictures.fromarray(_whole_bytes(np.asarray(value)))
         source = value["path"] if value["bytes"] is None else io.BytesIO(value["bytes"])
         with Pictures.open(source) as picture:
             picture.load()
@@ -115,3 +115,10 @@ def open_picture(value: Any) -> Pictures.Image:
         raise DataError(
             f"data.image-column: {shown or 'a row'} is no picture that Pillow reads ({error})"
         ) from error
+
+
+def _whole_bytes(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    pixels = numbers.astype(np.uint8)
+    if not np.array_equal(pixels, numbers):
+        raise ValueError("its numbers must be whole ones from 0 to 255")
+    return pixels

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from math import isfinite
 from typing import ClassVar
 
 import torch
@@ -57,6 +58,13 @@ class Labelled(Task):
         labels = sorted(set(self._reader.every_row["label"]))
         if all(label.isdecimal() for label in labels):
             labels.sort(key=int)
+        fractions = [label for label in labels if _is_fraction(label)]
+        if fractions and all(map(_is_number, labels)):
+            raise DataError(
+                f'data.label-column "{self.settings.label_column}" holds numbers such as '
+                f"{fractions[0]}, but classification sorts into classes and does not estimate "
+                'quantities: write classes as names, such as "high"'
+            )
         if len(labels) < 2:
             raise DataError(
                 f'data.label-column "{self.settings.label_column}" holds only the label '
@@ -91,3 +99,15 @@ class Labelled(Task):
                 f'"{unknown[0]}": add training examples of them, or remove their rows'
             )
         return examples
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_fraction(text: str) -> bool:
+    return _is_number(text) and isfinite(float(text)) and not float(text).is_integer()

@@ -25,6 +25,8 @@ from collapipe_flwr.data.settings import DataSettings
 from collapipe_flwr.data.tasks import Batch, Task
 from collapipe_flwr.data.vocabulary import Vocabulary
 
+_PLAIN = (str, int, float)
+
 
 class TokenClassification(Task):
     """A column of words and a column of tags, each a list per row, of the user's data.
@@ -126,6 +128,12 @@ def list_column(table: Dataset, name: str, *, key: str, of: str) -> list[list[st
     rows = [row.split() if isinstance(row, str) else list(row or ()) for row in table[name][:]]
     if isinstance(feature, ClassLabel):
         return [[feature.int2str(value) for value in row] for row in rows]
+    odd = next((value for row in rows for value in row if not isinstance(value, _PLAIN)), 0)
+    if odd is None or odd:
+        raise DataError(
+            f'{key} "{name}" of "{of}" holds {odd!r:.40} where one word or tag should stand: give '
+            "a list of texts in every row"
+        )
     return [[str(value) for value in row] for row in rows]
 
 

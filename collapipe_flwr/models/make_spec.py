@@ -229,6 +229,7 @@ def _set_labels(
             raise ModelError(f"num_labels is {num_labels}, id2label names {len(id2label)} labels")
         config.id2label = dict(id2label)
         config.label2id = {name: index for index, name in id2label.items()}
+        config.problem_type = None  # a checkpoint may have learnt to estimate, or several at once
     elif num_labels is not None:
         if num_labels < 1:
             raise ModelError(f"num_labels must be 1 or more, got {num_labels}")

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
-from datasets import ClassLabel, Dataset, Features, Value
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.data.files import column, load_table
@@ -86,6 +86,8 @@ def test_empty_rows_are_counted_and_located(empty: str | None) -> None:
         ("notes.doc", b"x", "no file that can be read"),
         ("empty.csv", b"", "distinct column names"),
         ("twice.csv", b"a,a\n1,2\n", "distinct column names"),
+        ("long.csv", b"text,label\n" + b"x,hello,a\n" * 3, "more fields than the first line"),
+        ("latin.csv", "a,b\n\u00e9,1\n".encode("latin-1"), "save the file as UTF-8"),
         ("headonly.csv", b"a,b\n", "no data"),
         ("broken.jsonl", b"{]\n", "could not be loaded"),
         ("broken.csv.gz", b"no gzip", "could not be read"),
@@ -123,3 +125,29 @@ def test_an_unreachable_hub_data_set_names_key_and_way_out(
         DataError, match=r'data\.train "nobody/nothing" could not be loaded .*local'
     ):
         load_table("nobody/nothing", key="data.train", split="train")
+
+
+NESTED = [{"doc": {"en": "a", "de": "b"}, "tags": ["x"], "label": 1}] * 2
+
+
+def test_a_field_of_an_object_is_named_by_a_dot() -> None:
+    table = Dataset.from_list(NESTED)
+    assert column(table, "doc.de", key="data.target-column", of="x.jsonl") == ["b", "b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "way_out"), [("doc", 'such as "doc.en"'), ("tags", "one text or number in each row")]
+)
+def test_objects_and_lists_are_no_texts(name: str, way_out: str) -> None:
+    with pytest.raises(DataError, match=rf'data\.text-column "{name}" of .*{way_out}'):
+        column(Dataset.from_list(NESTED), name, key="data.text-column", of="x.jsonl")
+
+
+def test_a_folder_of_save_to_disk_is_read(tmp_path: Path) -> None:
+    rows = Dataset.from_dict({"text": ["x", "y", "z"]})
+    rows.save_to_disk(tmp_path / "one")
+    DatasetDict(train=rows, test=rows.select([0])).save_to_disk(tmp_path / "both")
+    for folder, split, size in (("one", "train", 3), ("both", "train", 3), ("both", "test", 1)):
+        assert len(load_table(str(tmp_path / folder), key="data.train", split=split)) == size
+    with pytest.raises(DataError, match='no split "dev", only train, test'):
+        load_table(str(tmp_path / "both"), key="data.test", split="dev")

@@ -210,6 +210,14 @@ def test_one_label_is_no_classification(tmp_path: Path) -> None:
         _ = load_task(DataSettings(task="classification", train=train, label_column="mood")).labels
 
 
+def test_quantities_are_no_classes(tmp_path: Path) -> None:
+    """Similarities of sentence pairs, say: each number would be a class of its own."""
+    file = moods(tmp_path / "sts.csv", labels=["0.25", "3", "4.5"])
+    settings = DataSettings(task="classification", train=file, label_column="mood")
+    with pytest.raises(DataError, match=r'data\.label-column "mood" holds numbers such as 0\.25'):
+        _ = load_task(settings).labels
+
+
 def test_numbered_labels_keep_their_order(tmp_path: Path) -> None:
     train = moods(tmp_path / "train.csv", labels=[str(number) for number in range(12)])
     task = load_task(DataSettings(task="classification", train=train, label_column="mood"))
@@ -392,10 +400,12 @@ def test_a_saved_preprocessor_makes_the_same_pictures(tmp_path: Path) -> None:
         ({"tags": ["O"]}, r"data\.train has 2 words and 1 tags"),
         ({"tags": ["a b", "O"]}, r'the tag "a b": tags hold no spaces'),
         ({"tokens": []}, r"data\.train has 0 words and 2 tags"),
+        ({"tags": ["O", None]}, r'data\.tags-column "tags" of .* holds None where one word'),
+        ({"tags": [["O"], ["O"]]}, r"holds \['O'\] where one word or tag should stand"),
     ],
 )
 def test_bad_tags_are_one_sentence(
-    tmp_path: Path, values: dict[str, list[str]], sentence: str
+    tmp_path: Path, values: dict[str, list[Any]], sentence: str
 ) -> None:
     row = {"tokens": ["Anna", "Lee"], "tags": ["B-PER", "O"], **values}
     (tmp_path / "tags.jsonl").write_text("\n".join([json.dumps(row)] * 4))
@@ -411,6 +421,23 @@ def test_no_picture_is_one_sentence(tmp_path: Path) -> None:
     task = load_task(DataSettings(task="image-classification", train=train, test_examples=1))
     with pytest.raises(DataError, match=r"[ab]\.png is no picture"):
         task.collate(task.train.to_list())
+
+
+@pytest.mark.parametrize("number", [300, -1, 0.5])
+def test_numbers_that_are_no_pixels_are_one_sentence(tmp_path: Path, number: float) -> None:
+    rows = [{"image": [[1, 2], [3, number]], "label": row % 2} for row in range(6)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    settings = DataSettings(task="image-classification", train=str(tmp_path / "rows.jsonl"))
+    task = load_task(settings)
+    with pytest.raises(DataError, match="must be whole ones from 0 to 255"):
+        task.collate(task.train.to_list())
+
+
+def test_universal_dependencies_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "ud.conll").write_text("# sent_id = 1\n1\tEU\teu\tPROPN\n\n")
+    settings = DataSettings(task="token-classification", train=str(tmp_path / "ud.conll"))
+    with pytest.raises(DataError, match="'# sent_id = 1' in line 1, as CoNLL-U files do"):
+        _ = load_task(settings).train
 
 
 @pytest.mark.parametrize("damaged", ["", "[]", '{"labels": []}'])

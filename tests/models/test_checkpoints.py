@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, BertModel
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    BertForSequenceClassification,
+    BertModel,
+)
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models import Splitter, make_spec, save_whole
@@ -171,3 +176,23 @@ def test_a_tokenizer_larger_than_the_checkpoint_is_refused(tiny: Any, tmp_path: 
     save_whole(spec, Splitter(spec).initial_weights(seed=0), tmp_path)
     with pytest.raises(ModelError, match=r"60 tokens.*only 50"):
         make_spec("masked-lm", pretrained=str(tmp_path), vocab_size=60)
+
+
+def test_a_regressor_becomes_a_classifier_where_classes_are_named(
+    tiny: Any, tmp_path: Path
+) -> None:
+    config = Splitter(tiny.spec("bert", "sequence-classification")).config
+    config.num_labels, config.problem_type = 1, "regression"
+    BertForSequenceClassification(config).save_pretrained(tmp_path)
+    kept = Splitter(make_spec("sequence-classification", pretrained=str(tmp_path)))
+    assert kept.config.problem_type == "regression"
+    classes = {0: "calm", 1: "wild", 2: "odd"}
+    splitter = Splitter(
+        make_spec("sequence-classification", pretrained=str(tmp_path), id2label=classes)
+    )
+    edge = splitter.build_edge(splitter.initial_weights(seed=0))
+    batch = tiny.batch("bert", "sequence-classification")
+    hidden_BTD = torch.randn(4, 11, 32)
+    logits = edge.outputs(hidden_BTD, batch)["logits"]
+    expected = torch.nn.functional.cross_entropy(logits, batch["labels"])
+    assert torch.equal(edge(hidden_BTD, batch), expected)
