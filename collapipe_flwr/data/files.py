@@ -37,7 +37,6 @@ _FORMATS = {
     **dict.fromkeys(CONLL_SUFFIXES, "conll"),
 }
 _SAVED = ("state.json", "dataset_dict.json")  # what save_to_disk of datasets leaves in a folder
-_MORE_FIELDS = "Length of header or names"  # what pandas says of them
 _HEADER_BYTES = 1 << 20
 
 
@@ -142,7 +141,6 @@ def _options(path: Path, key: str) -> dict[str, Any]:
         "sep": separator,
         "features": features,
         "keep_default_na": False,
-        "index_col": False,  # rows longer than the header are refused, not shifted
     }
 
 
@@ -153,10 +151,16 @@ def _header(path: Path, separator: str, key: str) -> list[str]:
             start = file.read(_HEADER_BYTES).decode("utf-8-sig", errors="replace")
     except (OSError, EOFError) as error:
         raise DataError(f'{key} "{path}" could not be read: {error}') from error
-    names = next(csv.reader(io.StringIO(start), delimiter=separator), [])
+    rows = csv.reader(io.StringIO(start), delimiter=separator)
+    names, first = next(rows, []), next(rows, [])
     if not names or len(set(names)) < len(names):
         raise DataError(
             f'{key} "{path}" must begin with a line of distinct column names, got {names}'
+        )
+    if len(first) > len(names):  # pandas would shift the columns
+        raise DataError(
+            f'{key} "{path}" has a row with {len(first)} fields behind a first line with '
+            f"{len(names)} names: give every field a name"
         )
     return names
 
@@ -184,7 +188,6 @@ def _load(key: str, shown: str, source: str, **options: Any) -> Dataset:
         with warnings.catch_warnings():
             # datasets leaves it to the garbage collector to close a CSV file.
             warnings.simplefilter("ignore", ResourceWarning)
-            warnings.filterwarnings("error", message=_MORE_FIELDS)
             table = load_dataset(source, **options)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         raise DataError(f'{key} "{shown}" could not be loaded {_reason(error)}') from error
@@ -199,8 +202,6 @@ def _reason(error: BaseException) -> str:
     first = str(cause).strip().split("\n", maxsplit=1)[0]
     if isinstance(cause, UnicodeDecodeError):
         return f"({first}): save the file as UTF-8"
-    if _MORE_FIELDS in first:
-        return "(a row has more fields than the first line has names): give every field a name"
     return (
         f"({first}): give a local CSV or JSON file, or a hub data set that this machine can reach"
     )

@@ -86,8 +86,11 @@ def test_empty_rows_are_counted_and_located(empty: str | None) -> None:
         ("notes.doc", b"x", "no file that can be read"),
         ("empty.csv", b"", "distinct column names"),
         ("twice.csv", b"a,a\n1,2\n", "distinct column names"),
-        ("long.csv", b"text,label\n" + b"x,hello,a\n" * 3, "more fields than the first line"),
-        ("latin.csv", "a,b\n\u00e9,1\n".encode("latin-1"), "save the file as UTF-8"),
+        (
+            "long.csv",
+            b"text,label\n" + b"x,hello,a\n" * 3,
+            "3 fields behind a first line with 2 names",
+        ),
         ("headonly.csv", b"a,b\n", "no data"),
         ("broken.jsonl", b"{]\n", "could not be loaded"),
         ("broken.csv.gz", b"no gzip", "could not be read"),
@@ -106,7 +109,10 @@ def test_unreadable_files(
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [(b"a,b\n1,2\n1,2,3,4\n", "Expected 2 fields in line 3"), (b"a,b\n1,\xfc\n", "utf-8")],
+    [
+        (b"a,b\n1,2\n1,2,3,4\n", "Expected 2 fields in line 3"),
+        (b"a,b\n1,\xfc\n", "utf-8.*save the file as UTF-8"),
+    ],
 )
 def test_malformed_rows_give_the_reason(tmp_path: Path, content: bytes, reason: str) -> None:
     path = tmp_path / "rows.csv"
