@@ -17,9 +17,10 @@ from collapipe_flwr.benches.job import Job, Usage
 from collapipe_flwr.benches.ours import Driver, member_tls, serve
 from collapipe_flwr.benches.resident import peak_bytes
 from collapipe_flwr.core.json_codec import from_json, plain
-from collapipe_flwr.edge.allocator import share_one_heap
+from collapipe_flwr.edge.allocator import tend_heap
 from collapipe_flwr.edge.server import EdgeServer
 from collapipe_flwr.edge.service import EdgeService
+from collapipe_flwr.edge.spared import spare_libraries
 from collapipe_flwr.rpc.next_hop import Dialer
 
 
@@ -38,6 +39,7 @@ class Worker:
         """Become a host; its address."""
         del asked
         if self._server is None:
+            tend_heap()
             self._server = serve(self._host, self._tls).__enter__()
         return self._server.address
 
@@ -53,7 +55,8 @@ class Worker:
     def host(self, asked: Mapping[str, str]) -> object:
         """Become a host of transformers parts, as a device is; its address."""
         del asked
-        share_one_heap()
+        tend_heap()
+        spare_libraries()
         service = EdgeService(connect=Dialer(name="device", tls=self._tls))
         self._server = EdgeServer(f"{self._host}:0", service, tls=self._tls).__enter__()
         return self._server.address
@@ -67,6 +70,7 @@ class Worker:
 
     def drive(self, asked: Mapping[str, str]) -> object:
         """Become the first stage of a chain of ``addresses``, separated by blanks."""
+        tend_heap()
         job = from_json(Job, asked["job"], "job")
         self._driver = Driver(job, asked["addresses"].split(), self._tls)
         return None

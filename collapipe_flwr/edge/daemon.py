@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.roster import Roster
 from collapipe_flwr.core.tls_files import TlsFiles
-from collapipe_flwr.edge.allocator import share_one_heap
+from collapipe_flwr.edge.allocator import tend_heap
 from collapipe_flwr.edge.listener import Listener, ListenerSettings
 from collapipe_flwr.edge.power import IwPower, RadioAsItIs
+from collapipe_flwr.edge.spared import spare_libraries
 
 if TYPE_CHECKING:
     from collapipe_flwr.edge.skin import Skin
@@ -75,7 +76,8 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
     A device `passes_on` to the next host, the edge does not. Raises ConfigError when it cannot
     listen.
     """
-    share_one_heap()
+    tend_heap()
+    spare_libraries()
     if settings.tls is None:
         _log.warning("plain text: whoever reaches %s can read and change all", settings.listen)
     kept = _skin(settings, passes_on) if settings.state_dir is not None else None

@@ -14,6 +14,7 @@ import grpc
 
 from collapipe_flwr.core.errors import CheckpointMissing, CollaPipeError, LinkError
 from collapipe_flwr.core.roster import Caller
+from collapipe_flwr.edge.allocator import give_back
 from collapipe_flwr.edge.service import EdgeService
 from collapipe_flwr.edge.sessions import Session, SessionRefused
 from collapipe_flwr.pipeline.benchmark import BenchmarkRequest, run_benchmark
@@ -99,6 +100,8 @@ class Skin:
             weights = gather_weights(frames, room_bytes)
             keep = metadata.get(methods.KEEP_KEY) == "1"
             self._service.push_weights(session_id, token, weights, keep_optimizer=keep)
+        del weights
+        give_back()
         return b""
 
     def _room_bytes(self, session: Session) -> int:
@@ -157,6 +160,7 @@ class Skin:
         with _refusing(context):
             session_id, token, _metadata = _caller(context)
             self._service.close(session_id, token)
+        give_back()
         return b""
 
     def health(self, _: bytes, context: grpc.ServicerContext) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
 
 from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.models.again import Around
 from collapipe_flwr.models.checkpoint import first_lines
 from collapipe_flwr.models.generating import FEEDING, Ask, Emit, Prompt, generate
 from collapipe_flwr.models.kv_cache import PartCache
@@ -106,6 +108,17 @@ class SegmentPart(Part):
     def __init__(self, stack: Stack, holdings: Holdings, weights: Weights) -> None:
         super().__init__(stack.model, holdings, weights)
         self._stack = stack
+
+    def compute_again(self, around: Around | None) -> bool:
+        """Keep only the inputs of blocks between forward and backward, or with None all again.
+
+        ``around`` is entered for the second computation of each block. Returns whether blocks are
+        computed one by one here; if not, nothing changes.
+        """
+        if not self._stack.steps_by_block:
+            return False
+        self._stack = replace(self._stack, again=around)
+        return True
 
     def forward(self, hidden_BTD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
         """Hidden states (B, T, D) behind this segment's last block.

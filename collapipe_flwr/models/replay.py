@@ -34,6 +34,11 @@ class _LastBlockDone(Exception):
 class ReplayedStack(Stack):
     """A stack whose blocks run inside the library's loop."""
 
+    @property
+    def steps_by_block(self) -> bool:
+        """See ``Stack.steps_by_block``."""
+        return False
+
     def run_blocks(
         self,
         hidden_BTD: Tensor,

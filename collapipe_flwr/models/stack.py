@@ -13,6 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 from transformers.utils.generic import ModelOutput
 
 from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.models.again import Around, run_again
 from collapipe_flwr.models.block_inputs import BlockArguments, token_mask
 from collapipe_flwr.models.families import Family
 from collapipe_flwr.models.kv_cache import PartCache
@@ -21,12 +22,21 @@ from collapipe_flwr.models.layout import find_blocks, stack_path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """Blocks ``first_block .. stop_block - 1`` of a model and what stands around the list."""
+    """Blocks ``first_block .. stop_block - 1`` of a model and what stands around the list.
+
+    With ``again`` each block is computed a second time in its backward pass, see ``run_again``.
+    """
 
     model: PreTrainedModel
     family: Family
     first_block: int
     stop_block: int
+    again: Around | None = None
+
+    @property
+    def steps_by_block(self) -> bool:
+        """Whether blocks are called here, one by one, and not by the library."""
+        return True
 
     @property
     def module(self) -> nn.Module:
@@ -82,12 +92,17 @@ class Stack:
     ) -> Tensor:
         blocks = self.blocks
         for index in range(self.first_block, self.stop_block):
-            output = blocks[index](hidden_BTD, **arguments(index))
-            output_BTD = output if isinstance(output, Tensor) else output[0]
+            output_BTD = self._call(blocks[index], hidden_BTD, arguments(index))
             if index == 0 and self.family.joined:
                 output_BTD = self._join(hidden_BTD, output_BTD, context)
             hidden_BTD = output_BTD
         return hidden_BTD
+
+    def _call(self, block: nn.Module, hidden_BTD: Tensor, arguments: dict[str, Any]) -> Tensor:
+        if self.again is not None:
+            return run_again(block, self.again, hidden_BTD, arguments)
+        output = block(hidden_BTD, **arguments)
+        return output if isinstance(output, Tensor) else output[0]
 
     def finish(self, hidden_BTD: Tensor) -> ModelOutput:
         """What the library's stack returns, from hidden states behind the last block."""

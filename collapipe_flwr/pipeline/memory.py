@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 
@@ -41,16 +41,16 @@ class MemoryMeter:
         if kind in self._saved_bytes:
             yield
             return
-        saved: dict[int, int] = {}
-
-        def keep(tensor: Tensor) -> Tensor:
-            saved.update(_distinct((tensor,)))
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, _same):
+        with _noticing() as saved:
             yield
-        own = _distinct(parameters)
-        self._saved_bytes[kind] = sum(n for address, n in saved.items() if address not in own)
+        self._saved_bytes[kind] = _apart_from(parameters, saved)
+
+    @contextmanager
+    def again(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """Measure what the body saves and frees: a piece that is computed a second time."""
+        with _noticing() as saved:
+            yield
+        self._note(_apart_from(parameters, saved))
 
     def hold(self, micro_batch: int, kind: Hashable, tensors: Iterable[Tensor]) -> None:
         """A micro-batch keeps what its kind of forward pass saves, or at least these tensors."""
@@ -62,9 +62,27 @@ class MemoryMeter:
         """The backward pass of a micro-batch is over."""
         self._in_flight.pop(micro_batch, None)
 
-    def _note(self) -> None:
-        alive_bytes = self._fixed_bytes + sum(self._in_flight.values())
+    def _note(self, passing_bytes: int = 0) -> None:
+        alive_bytes = self._fixed_bytes + sum(self._in_flight.values()) + passing_bytes
         self.peak_bytes = max(self.peak_bytes, alive_bytes)
+
+
+@contextmanager
+def _noticing() -> Iterator[dict[int, int]]:
+    """Storages that autograd saves in the body: bytes by address."""
+    saved: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.update(_distinct((tensor,)))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, _same):
+        yield saved
+
+
+def _apart_from(parameters: Iterable[Tensor], saved: Mapping[int, int]) -> int:
+    own = _distinct(parameters)
+    return sum(n for address, n in saved.items() if address not in own)
 
 
 def _distinct(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from collapipe_flwr.core.errors import ConfigError, ModelError, ProtocolError
 from collapipe_flwr.pipeline.execution import check_precision
@@ -38,8 +39,8 @@ _PART_ERRORS = (RuntimeError, ValueError, IndexError, KeyError, TypeError, Memor
 class StageSettings:
     """How a stage runs; `deadline_s` bounds each wait inside a step, `idle_s` between steps.
 
-    `recompute` keeps only the input of a micro-batch in flight and computes its forward pass again
-    before the backward. `seed` makes dropout independent of the cut (`randomness`); that of the
+    `recompute` keeps only the inputs of the blocks for a micro-batch in flight, or just its own
+    input where the part does not know its blocks, and computes them again for the backward. `seed` makes dropout independent of the cut (`randomness`); that of the
     first stage holds for the whole chain, and it should change from round to round. `precision`
     as in `execution`. `clip_norm` counts on the first stage alone, which tells the others.
     """
@@ -67,8 +68,9 @@ class InFlight:
 
     frame: Frame  # the input, without the hidden state; scalars: scale n_i / N, weight n_i
     hidden: Tensor | None  # the input whose gradient goes upstream; the first stage has none
-    output: Tensor | None  # hidden state or scaled loss with its graph; None: compute it again
+    end: GradientEdge | None  # where the graph of the output ends, which itself may be freed
     shape: torch.Size  # of the output
+    keeps: bool  # the graph; otherwise the whole part is computed again
 
 
 class Stage(ABC):
@@ -92,6 +94,7 @@ class Stage(ABC):
         self.memory = MemoryMeter()
         self._randomness: Randomness = FreeRandomness()
         self._stash: dict[int, InFlight] = {}
+        self._keeps = not settings.recompute or self._by_block()
         self._norms = GradientNorms()
         self._weights = tuple(part.parameters())
         self._learns = borrows(part) or any(weight.requires_grad for weight in self._weights)
@@ -184,6 +187,17 @@ class Stage(ABC):
             return forward_actions(step.micro_batches)
         return stage_actions(self.settings.schedule, self.settings.depth, step.micro_batches)
 
+    def _by_block(self) -> bool:
+        """Have the part compute its blocks one by one again; whether it can."""
+        begin = getattr(self.part, "compute_again", None)
+        return begin is not None and begin(self._computing_again)
+
+    @contextmanager
+    def _computing_again(self) -> Iterator[None]:
+        """Around each second computation of a block, within the backward pass."""
+        with computing_in(self.settings.precision), self.memory.again(self._weights):
+            yield
+
     def _choose_randomness(self, step: Step) -> Randomness:
         """A second computation needs the masks of the first, so `recompute` implies a seed."""
         if step.seed is None and not self.settings.recompute:
@@ -197,15 +211,16 @@ class Stage(ABC):
         hidden = frame.tensors.get(HIDDEN)
         if hidden is not None:
             hidden = hidden.detach().requires_grad_(step.train and learns_before(frame))
-        keep = step.train and not self.settings.recompute
+        keeps = step.train and self._keeps
         with self.recorder.span("forward", step.index, micro_batch):
-            output = self._run_part(frame, hidden, grad=keep)
+            output = self._run_part(frame, hidden, grad=keeps)
         if step.train:
             self._stash[micro_batch] = InFlight(
                 frame=replace(frame, tensors=context_of(frame)),
                 hidden=hidden,
-                output=output if keep else None,
+                end=_end_of(output),
                 shape=output.shape,
+                keeps=keeps,
             )
         self._emit(step, frame, output)
 
@@ -243,11 +258,12 @@ class Stage(ABC):
         self._emit_gradient(replace(frame, tensors=gradient))
 
     def _backpropagate(self, flight: InFlight, incoming: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        output, hidden = flight.output, flight.hidden
-        if output is None:
-            output = self._run_part(flight.frame, hidden, grad=True)
-        if output.requires_grad:
-            output.backward(incoming.get(GRAD))  # type: ignore[no-untyped-call]
+        end, hidden, frame = flight.end, flight.hidden, flight.frame
+        if not flight.keeps:
+            end = _end_of(self._run_part(frame, hidden, grad=True))
+        if end is not None:
+            with self._randomness.at(frame.step, frame.micro_batch):
+                torch.autograd.backward(end, incoming.get(GRAD))
         if hidden is None or not hidden.requires_grad:
             return {}
         return {GRAD: torch.zeros_like(hidden) if hidden.grad is None else hidden.grad}
@@ -319,6 +335,11 @@ class Stage(ABC):
                 f"{micro_batch} was due"
             )
         return frame
+
+
+def _end_of(output: Tensor) -> GradientEdge | None:
+    """Where the backward pass of an output begins; None where nothing behind it learns."""
+    return get_gradient_edge(output) if output.requires_grad else None
 
 
 def learns_before(frame: Frame) -> bool:

@@ -11,8 +11,8 @@ import pytest
 PROGRAM = """
 import sys, threading
 from pathlib import Path
-from collapipe_flwr.edge.allocator import share_one_heap
-agreed = share_one_heap() if sys.argv[1] == "share" else False
+from collapipe_flwr.edge.allocator import tend_heap
+agreed = tend_heap() if sys.argv[1] == "share" else False
 def heaps():
     return sum("---p" in line for line in Path("/proc/self/maps").read_text().splitlines())
 before, gate = heaps(), threading.Barrier(9)
