@@ -21,7 +21,7 @@ class Pace:
     """How long to measure: ``turns`` turns of ``steps`` steps, after ``warm`` unmeasured ones."""
 
     warm: int = 1
-    turns: int = 5
+    turns: int = 15
     steps: int = 1
 
 

@@ -35,7 +35,7 @@ def tend_heap() -> bool:
         (_M_MMAP_THRESHOLD, _OWN_PAGES_BYTES),
         (_M_TRIM_THRESHOLD, _SLACK_BYTES),
     )
-    return all([mallopt(name, value) == 1 for name, value in settings])
+    return [mallopt(name, value) for name, value in settings] == [1] * len(settings)
 
 
 def give_back() -> None:

@@ -77,7 +77,6 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
     listen.
     """
     tend_heap()
-    spare_libraries()
     if settings.tls is None:
         _log.warning("plain text: whoever reaches %s can read and change all", settings.listen)
     kept = _skin(settings, passes_on) if settings.state_dir is not None else None
@@ -93,6 +92,7 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
 
 
 def _skin(settings: HostSettings, passes_on: bool) -> Skin:
+    spare_libraries()
     import torch
 
     from collapipe_flwr.edge.frozen import FrozenCache

@@ -40,9 +40,10 @@ class StageSettings:
     """How a stage runs; `deadline_s` bounds each wait inside a step, `idle_s` between steps.
 
     `recompute` keeps only the inputs of the blocks for a micro-batch in flight, or just its own
-    input where the part does not know its blocks, and computes them again for the backward. `seed` makes dropout independent of the cut (`randomness`); that of the
-    first stage holds for the whole chain, and it should change from round to round. `precision`
-    as in `execution`. `clip_norm` counts on the first stage alone, which tells the others.
+    input where the part does not know its blocks, and computes them again for the backward. `seed`
+    makes dropout independent of the cut (`randomness`); that of the first stage holds for the whole
+    chain, and it should change from round to round. `precision` as in `execution`. `clip_norm`
+    counts on the first stage alone, which tells the others.
     """
 
     name: str
@@ -95,6 +96,7 @@ class Stage(ABC):
         self._randomness: Randomness = FreeRandomness()
         self._stash: dict[int, InFlight] = {}
         self._keeps = not settings.recompute or self._by_block()
+        self._returning = Frame(kind=FrameKind.ACTIVATION)  # whose backward pass runs
         self._norms = GradientNorms()
         self._weights = tuple(part.parameters())
         self._learns = borrows(part) or any(weight.requires_grad for weight in self._weights)
@@ -194,8 +196,16 @@ class Stage(ABC):
 
     @contextmanager
     def _computing_again(self) -> Iterator[None]:
-        """Around each second computation of a block, within the backward pass."""
-        with computing_in(self.settings.precision), self.memory.again(self._weights):
+        """Around each second computation of a block, within the backward pass.
+
+        autograd forgets there what was in force around it.
+        """
+        frame = self._returning
+        with (
+            computing_in(self.settings.precision),
+            self.memory.again(self._weights),
+            self._randomness.at(frame.step, frame.micro_batch),
+        ):
             yield
 
     def _choose_randomness(self, step: Step) -> Randomness:
@@ -261,9 +271,9 @@ class Stage(ABC):
         end, hidden, frame = flight.end, flight.hidden, flight.frame
         if not flight.keeps:
             end = _end_of(self._run_part(frame, hidden, grad=True))
+        self._returning = frame
         if end is not None:
-            with self._randomness.at(frame.step, frame.micro_batch):
-                torch.autograd.backward(end, incoming.get(GRAD))
+            torch.autograd.backward(end, incoming.get(GRAD))
         if hidden is None or not hidden.requires_grad:
             return {}
         return {GRAD: torch.zeros_like(hidden) if hidden.grad is None else hidden.grad}

@@ -1,0 +1,107 @@
+"""Law: blocks that are computed again pass back the gradients of blocks that kept everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from collapipe_flwr.models import Splitter
+from collapipe_flwr.pipeline.randomness import SeededRandomness
+
+CASES = [
+    ("bert", "masked-lm", {}),
+    ("distilbert", "masked-lm", {}),
+    ("deberta-v2", "masked-lm", {"shared": "sum"}),
+    ("modernbert", "masked-lm", {}),
+    ("vit", "image-classification", {}),
+    ("bart", "seq2seq", {}),
+    ("m2m_100", "seq2seq", {}),
+    ("t5", "seq2seq", {"shared": "sum"}),
+    ("whisper", "seq2seq", {}),
+    ("gpt2", "causal-lm", {}),
+    ("llama", "causal-lm", {}),
+    ("qwen3", "causal-lm", {}),
+]
+
+# Blocks read a trained tensor that is no block's own: its gradients add up in another order, and
+# attention may take another kernel where no gradient of it is asked for.
+SHARING = ("deberta-v2", "t5")
+
+
+class Counted:
+    """How often something was computed a second time, and how often at once."""
+
+    def __init__(self, masks: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        self._masks = masks
+        self.times = self.inside = self.most_inside = 0
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        self.times += 1
+        self.inside += 1
+        self.most_inside = max(self.most_inside, self.inside)
+        with self._masks():
+            yield
+        self.inside -= 1
+
+
+def _gradients(splitter: Splitter, batch: dict[str, Tensor], *, again: bool) -> Any:
+    """What one segment passes back and learns, with dropout, for a gradient of its output."""
+    weights = splitter.initial_weights(seed=5)
+    segment = splitter.build_segment(0, 3, weights).train()
+    for module in segment.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.2
+    masks = partial(SeededRandomness(segment.model, 7).at, 1, 2)
+    counted = Counted(masks)
+    assert segment.compute_again(counted if again else None)
+    hidden_BTD = splitter.build_embedding(weights)(batch).detach().requires_grad_()
+    with masks():
+        output_BTD = segment(hidden_BTD, splitter.context(batch))
+    output_BTD.backward(output_BTD.detach().sin())
+    assert (counted.times, counted.most_inside) == ((3, 1) if again else (0, 0))
+    return output_BTD, hidden_BTD.grad, {k: p.grad for k, p in segment.named_parameters()}
+
+
+@pytest.mark.parametrize(("model_type", "task", "choices"), CASES)
+def test_gradients_are_those_of_blocks_that_kept_everything(
+    model_type: str, task: str, choices: dict[str, Any], tiny: Any
+) -> None:
+    splitter = Splitter(tiny.spec(model_type, task, **choices))
+    batch = tiny.batch(model_type, task)
+    output, hidden, learnt = _gradients(splitter, batch, again=False)
+    output_again, hidden_again, learnt_again = _gradients(splitter, batch, again=True)
+    exact = model_type not in SHARING
+    _assert_equal(output_again, output, exact=exact)
+    _assert_equal(hidden_again, hidden, exact=exact)
+    for key, gradient in learnt.items():
+        _assert_equal(learnt_again[key], gradient, exact=exact)
+
+
+def _assert_equal(found: Tensor, wanted: Tensor, *, exact: bool) -> None:
+    if exact:
+        assert torch.equal(found, wanted)
+    else:
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_blocks_learn_though_what_comes_in_does_not(tiny: Any) -> None:
+    splitter = Splitter(tiny.spec("bert", "masked-lm"))
+    segment = splitter.build_segment(0, 2, splitter.initial_weights(seed=5))
+    again = Counted()
+    segment.compute_again(again)
+    segment(torch.randn(2, 4, 32), {}).sum().backward()
+    assert again.times == 2
+    assert all(p.grad is not None for p in segment.parameters())
+
+
+def test_a_type_without_a_record_keeps_its_way(tiny: Any) -> None:
+    splitter = Splitter(tiny.spec("electra", "sequence-classification"))
+    segment = splitter.build_segment(0, 2, splitter.initial_weights(seed=5))
+    assert not segment.compute_again(Counted())
