@@ -121,13 +121,15 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
         raise ConfigError("--plot needs matplotlib: pip install 'collapipe-flwr[plot]'") from error
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.subplots()
-    for curve in curves:
-        points = [
-            (i, p) for i, p in enumerate(curve.points(curve.metric), start=1) if p is not None
-        ]
-        axes.plot(*zip(*points, strict=True), marker="o", label=curve.label)
+    for place, curve in enumerate(curves):
+        scores = [curve.untrained(curve.metric), *curve.points(curve.metric)]
+        points = [(i, p) for i, p in enumerate(scores) if p is not None]
+        wide = 3.0 * (len(curves) - place)  # so that curves which coincide are all seen
+        axes.plot(*zip(*points, strict=True), linewidth=wide, alpha=0.8, label=curve.label)
     axes.set_xlabel("round")
     axes.set_ylabel(curves[0].metric)
+    if curves[0].metric == "perplexity":
+        axes.set_yscale("log")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
