@@ -40,6 +40,9 @@ def simulate(
     ] = None,
     micro_batch_sizes: Annotated[str | None, typer.Option(help="Sizes to choose from.")] = None,
     micro_batches: Annotated[str | None, typer.Option(help="Counts to choose from.")] = None,
+    codecs: Annotated[
+        str | None, typer.Option(help="fp32,bf16,int8: DSSDA chooses hop by hop; else fp16.")
+    ] = None,
     schedule: Annotated[str | None, typer.Option(help="gpipe or 1f1b.")] = None,
     memory_margin: Annotated[
         float | None, typer.Option(help="Share of every memory that plans leave free.")
@@ -94,6 +97,7 @@ def simulate(
         devices_from=devices_from,
         micro_batch_sizes=micro_batch_sizes,
         micro_batches=micro_batches,
+        codecs=codecs,
         schedule=schedule,
         memory_margin=memory_margin,
         max_model_share=max_model_share,

@@ -7,7 +7,7 @@ plans from scratch; the median is over the rounds after it, with new fading and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -24,6 +24,7 @@ DEVICES = 10
 MODEL = ModelShape(blocks=24)
 ROUNDS = {10: 15, 100: 15, 1000: 7, 10_000: 3}  # timed decisions by number of clusters
 RADIO_CLUSTERS = 100
+CODEC_CLUSTERS = 100  # at this size also with a codec chosen for every hop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +47,10 @@ class BenchPlan:
 
 def bench_plan(clusters: Sequence[int], instances: int) -> BenchPlan:
     """The usual settings, for these numbers of clusters."""
+    fixed = [bench_setting(number, 1 + timed_rounds(number)) for number in clusters]
+    chosen = [choosing_codecs(s) for s in fixed if s.clusters == CODEC_CLUSTERS]
     return BenchPlan(
-        decisions=tuple(bench_setting(number, 1 + timed_rounds(number)) for number in clusters),
+        decisions=(*fixed, *chosen),
         radio=bench_setting(RADIO_CLUSTERS, 1),
         instances=instances,
     )
@@ -63,6 +66,7 @@ class DecisionTime:
     first_s: float
     median_s: float
     rounds: int
+    codecs: tuple[str, ...] = ("fp16",)  # that plans choose from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +92,12 @@ def bench_setting(clusters: int, rounds: int) -> Setting:
     return Setting(clusters=clusters, devices=DEVICES, rounds=rounds, model=MODEL)
 
 
+def choosing_codecs(setting: Setting) -> Setting:
+    """The same where plans choose the codec of every hop."""
+    settings = replace(setting.settings, codecs=("fp32", "bf16", "int8"))
+    return replace(setting, settings=settings, model=replace(setting.model, wire_bytes=4))
+
+
 def decision_time(setting: Setting, tick: Tick = silent) -> DecisionTime:
     """Time the first and the following decisions of a setting of at least two rounds."""
     profile = setting.model.profile()
@@ -104,6 +114,7 @@ def decision_time(setting: Setting, tick: Tick = silent) -> DecisionTime:
         first_s=seconds[0],
         median_s=float(np.median(seconds[1:])),
         rounds=setting.rounds - 1,
+        codecs=setting.settings.codecs if setting.model.wire_bytes == 4 else ("fp16",),
     )
 
 

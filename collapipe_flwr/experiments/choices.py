@@ -47,6 +47,7 @@ class Choices:
     kinds: str | None = None
     micro_batch_sizes: str | None = None
     micro_batches: str | None = None
+    codecs: str | None = None
     energy_budget: str | None = None
     devices_from: Path | None = None
 
@@ -59,6 +60,9 @@ class Choices:
         for name in ("micro_batch_sizes", "micro_batches"):
             if (text := getattr(self, name)) is not None:
                 planning[name] = whole_numbers(name, text)
+        if self.codecs is not None:
+            planning["codecs"] = _words(self.codecs)
+            changes["model"] = replace(changes["model"], wire_bytes=4)
         changes["settings"] = replace(base.settings, **planning)
         seen = {_DISTORTION[n]: value for n, value in self._given(tuple(_DISTORTION)).items()}
         changes["distortion"] = replace(base.distortion, **seen)

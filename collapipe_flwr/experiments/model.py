@@ -23,7 +23,7 @@ class ModelShape:
     tokens: int = 128
     decoder_blocks: int = 2
     vocabulary: int = 30_000
-    wire_bytes: int = 2  # of one activation on the air: fp16
+    wire_bytes: int = 2  # of one activation before a link codes it: fp16 unless codecs are named
 
     def __post_init__(self) -> None:
         for name in ("blocks", "width", "tokens"):

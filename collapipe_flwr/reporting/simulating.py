@@ -16,7 +16,13 @@ from collapipe_flwr.experiments.tradeoff import FACTORS, TradeoffPoint, penalty_
 from collapipe_flwr.reporting.figures import check_plot, save_figures
 from collapipe_flwr.reporting.json_file import prepare, write_json
 from collapipe_flwr.reporting.progress import progress
-from collapipe_flwr.reporting.tables import bench_table, claims_table, policy_table, refusals
+from collapipe_flwr.reporting.tables import (
+    bench_table,
+    claims_table,
+    codec_lines,
+    policy_table,
+    refusals,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +56,7 @@ def run_simulation(setting: Setting, outputs: Outputs) -> None:
 def _print_simulation(simulation: Simulation) -> None:
     console = Console(highlight=False)
     console.print(policy_table(simulation))
-    for sentence in refusals(simulation):
+    for sentence in (*codec_lines(simulation), *refusals(simulation)):
         console.print(sentence, markup=False)
     compared = comparison(summaries(simulation))
     if compared is not None:

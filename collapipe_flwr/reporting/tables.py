@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from math import isfinite
 
 from rich import box
 from rich.table import Table
 
+from collapipe_flwr.costs.codecs import CODECS
 from collapipe_flwr.experiments.bench import BenchResult
 from collapipe_flwr.experiments.simulate import Simulation
 from collapipe_flwr.experiments.summary import Json, Summary, summaries
@@ -47,6 +49,19 @@ def policy_table(simulation: Simulation) -> Table:
     return table
 
 
+def codec_lines(simulation: Simulation) -> list[str]:
+    """How many hops of each policy's last plans use which codec; nothing where all use one."""
+    if len(simulation.setting.settings.codecs) < 2:
+        return []
+    lines = []
+    for result in simulation.policies:
+        clusters = [c for score in result.scores for c in score.last_plan.clusters]
+        found = Counter(hop.codec for cluster in clusters for hop in cluster.hops)
+        counts = ", ".join(f"{name} {found[name]}" for name in CODECS if found[name])
+        lines += [f"codecs of {result.policy}: {counts} hops"] if counts else []
+    return lines
+
+
 def refusals(simulation: Simulation) -> list[str]:
     """A sentence for every policy that could not run."""
     return [f"{p.policy}: {p.refusal}" for p in simulation.policies if p.refusal is not None]
@@ -84,6 +99,7 @@ def bench_table(result: BenchResult) -> Table:
     table = Table(title="scheduler bench, one thread", title_justify="left", show_header=False)
     for row in result.decisions:
         size = f"{row.clusters} clusters x {row.devices} devices x {row.blocks} blocks"
+        size += f", {len(row.codecs)} codecs" if len(row.codecs) > 1 else ""
         table.add_row(f"one decision, {size}", f"{1e3 * row.median_s:.1f} ms")
     radio, gaps = result.radio, result.optimality
     table.add_row(

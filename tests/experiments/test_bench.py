@@ -51,6 +51,11 @@ def test_the_usual_sizes_and_bad_ones() -> None:
         bench_plan((1,), 0)
 
 
+def test_at_a_hundred_clusters_codecs_are_also_chosen() -> None:
+    codecs = [(s.clusters, len(s.settings.codecs)) for s in bench_plan((10, 100), 1).decisions]
+    assert codecs == [(10, 1), (100, 1), (100, 3)]
+
+
 def test_the_histogram_counts_every_gap_once() -> None:
     gaps = gaps_of(np.array([-1e-9, 0.0, 5e-7, 5e-5, 2e-2, 0.3]))
     counts = {part.below: part.instances for part in gaps.histogram}

@@ -1,0 +1,30 @@
+"""A simulation in which plans choose codecs says which they chose."""
+
+from __future__ import annotations
+
+from collapipe_flwr.experiments.choices import Choices
+from collapipe_flwr.experiments.setting import Setting
+from collapipe_flwr.experiments.simulate import simulate
+from collapipe_flwr.reporting.tables import codec_lines
+
+SMALL = Choices(
+    clusters=1,
+    devices=2,
+    rounds=1,
+    blocks=3,
+    width=64,
+    tokens=16,
+    policies="dssda,uniform",
+    micro_batch_sizes="4",
+    micro_batches="2",
+    max_model_share=1.0,
+)
+
+
+def test_chosen_codecs_are_counted_and_rules_use_the_coarsest() -> None:
+    setting = SMALL.over(Setting())
+    assert codec_lines(simulate(setting)) == []
+    several = Choices(codecs="fp32,int8").over(setting)
+    ours, rule = codec_lines(simulate(several))
+    assert ours.startswith("codecs of dssda: ") and "fp16" not in ours
+    assert rule.startswith("codecs of uniform: int8 ") and "fp32" not in rule
