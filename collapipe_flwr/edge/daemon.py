@@ -17,7 +17,7 @@ from collapipe_flwr.core.roster import Roster
 from collapipe_flwr.core.tls_files import TlsFiles
 from collapipe_flwr.edge.allocator import tend_heap
 from collapipe_flwr.edge.listener import Listener, ListenerSettings
-from collapipe_flwr.edge.power import IwPower, RadioAsItIs
+from collapipe_flwr.edge.power import IwPower, PowerControl, RadioAsItIs
 from collapipe_flwr.edge.spared import spare_libraries
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _skin(settings: HostSettings, passes_on: bool) -> Skin:
     store = TensorStore() if passes_on else None  # the edge's clusters differ
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    power = IwPower(settings.radio_interface) if settings.radio_interface else RadioAsItIs()
+    power = power_of(settings)
     folder = settings.cache_dir if settings.cache_bytes > 0 else None
     frozen = FrozenCache(folder, settings.cache_bytes) if folder is not None else None
     service = EdgeService(connect=connect, vault=vault, store=store, frozen=frozen, power=power)
@@ -119,6 +119,11 @@ def _skin(settings: HostSettings, passes_on: bool) -> Skin:
         probe=partial(probe, tls=settings.tls) if passes_on else None,
     )
     return Skin(service, skin_settings)
+
+
+def power_of(settings: HostSettings) -> PowerControl:
+    """Whoever is told the planned power: the named interface, or nobody."""
+    return IwPower(settings.radio_interface) if settings.radio_interface else RadioAsItIs()
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.edge.daemon import HostSettings, power_of
 from collapipe_flwr.edge.power import IwPower, mbm
 from collapipe_flwr.edge.server import EdgeServer
 from collapipe_flwr.edge.service import EdgeService
@@ -51,6 +52,20 @@ def test_a_system_without_iw_is_only_logged(
     monkeypatch.setenv("PATH", str(tmp_path))
     IwPower("wlan0").apply(0.1)
     assert "planned power not applied" in caplog.text
+
+
+@pytest.mark.parametrize(("interface", "calls"), [("", 0), ("wlan0", 1)])
+def test_a_daemon_leaves_its_radio_alone_unless_an_interface_is_named(
+    interface: str, calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, heard = tmp_path / "iw", tmp_path / "calls"
+    script.write_text(f'#!/bin/sh\necho "$@" >> {heard}\n')
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    settings = HostSettings(listen="127.0.0.1:0", name="d", radio_interface=interface)
+    power_of(settings).apply(0.1)
+    lines = heard.read_text().splitlines() if heard.exists() else []
+    assert lines == ["dev wlan0 set txpower fixed 2000"] * calls
 
 
 def test_a_strange_interface_is_refused() -> None:
