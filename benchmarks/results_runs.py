@@ -31,7 +31,7 @@ _TABLE = re.compile(r"(<!-- compare (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOT
 
 FEDAVG = ("runtime=whole",)
 # One client with all the data: as many examples in a round as the two clusters have together.
-ALONE = (*FEDAVG, "clusters=1", "train.threads=2", "round-timeout-s=3600")
+ALONE = (*FEDAVG, "clusters=1", "round-timeout-s=3600")
 TOGETHER = "train.examples-per-round={}"
 
 
