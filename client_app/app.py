@@ -27,6 +27,7 @@ from collapipe_flwr.cluster.whole import evaluate_whole, train_whole
 from collapipe_flwr.core.config import AppConfig, parse
 from collapipe_flwr.core.errors import ConfigError, ProtocolError
 from collapipe_flwr.data.vocabulary import Vocabulary
+from collapipe_flwr.edge.allocator import tend_heap
 from collapipe_flwr.federation import records
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.records import RoundAssignment, SplitTask, WholeTask
@@ -55,6 +56,7 @@ def train(message: Message, context: Context) -> Message:
     """One round: through the planned pipeline, or the whole model for a plain strategy."""
     config, place = _settings(context)
     torch.set_num_threads(config.train.threads)
+    tend_heap()
     weights = decode_tensors(message.content.array_records[records.ARRAYS])
     whole = records.read_whole_task(message.content)
     if whole is not None:

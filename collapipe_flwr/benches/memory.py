@@ -18,6 +18,7 @@ from collapipe_flwr.benches.job import TOKEN
 from collapipe_flwr.benches.network import Loopback
 from collapipe_flwr.benches.ours import OPTIMIZER
 from collapipe_flwr.models import ModelSpec, Splitter, make_spec
+from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage, MicroBatch
 from collapipe_flwr.pipeline.session import NextHop, SessionRequest
@@ -76,9 +77,15 @@ class MemoryCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryResult:
-    """Largest resident sizes; ``*_idle_bytes`` before a model came."""
+    """Largest resident sizes; ``*_idle_bytes`` before a model came.
+
+    ``device_state_bytes`` are weights, gradients and optimiser state of the fullest device, and
+    ``device_floor_bytes`` adds the activations that the schedule needs: no device can be below.
+    """
 
     device_peak_bytes: int
+    device_state_bytes: int
+    device_floor_bytes: int
     device_idle_bytes: int
     whole_model_peak_bytes: int
     whole_model_idle_bytes: int
@@ -94,13 +101,35 @@ def measure_memory(case: MemoryCase) -> MemoryResult:
     """Train both ways, one after the other; takes about a minute at the usual size."""
     whole_idle, whole_peak = _whole(case)
     idle, peaks = _devices(case)
+    state_bytes, floor_bytes = least_bytes(case)
     return MemoryResult(
         device_peak_bytes=max(peaks),
+        device_state_bytes=state_bytes,
+        device_floor_bytes=floor_bytes,
         device_idle_bytes=max(idle),
         whole_model_peak_bytes=whole_peak,
         whole_model_idle_bytes=whole_idle,
         device_peaks_bytes=tuple(peaks),
     )
+
+
+def least_bytes(case: MemoryCase) -> tuple[int, int]:
+    """State of the fullest device, and with the activations of all micro-batches at once.
+
+    With re-computation those are the inputs of the device's blocks, and all that one block keeps.
+    """
+    profile = Splitter(case.spec()).profile(BatchShape(source_length=case.tokens))
+    each = case.blocks // case.devices
+    states, floors = [], []
+    for first in range(0, case.blocks, each):
+        blocks = profile.blocks[first : first + each]
+        inputs = each * profile.embedding.output_bytes
+        stash = sum(block.stash_bytes for block in blocks)
+        kept = case.micro_batches * (inputs if case.recompute else stash)
+        once = max(block.stash_bytes for block in blocks) if case.recompute else 0.0
+        states.append(sum(block.state_bytes for block in blocks))
+        floors.append(states[-1] + round(case.micro_batch * (kept + once)))
+    return max(states), max(floors)
 
 
 def train_whole_model(case: MemoryCase) -> None:

@@ -86,7 +86,9 @@ def sentences(result: Json) -> list[str]:
         f"wire: {wire['cpu_s_per_gb']:.2f} CPU s/GB plain, {wire['tls_cpu_s_per_gb']:.2f} with "
         f"mutual TLS; a step with it takes {wire['tls_ratio']:.3f} of one without",
         f"memory: a device peaks at {memory['device_peak_bytes'] / _MIB:.0f} MiB, the whole model "
-        f"at {memory['whole_model_peak_bytes'] / _MIB:.0f} MiB: {memory['ratio']:.3f}",
+        f"at {memory['whole_model_peak_bytes'] / _MIB:.0f} MiB: {memory['ratio']:.3f}; what it "
+        f"must hold is {memory['device_floor_bytes'] / _MIB:.0f} MiB, and "
+        f"{memory['device_idle_bytes'] / _MIB:.0f} MiB are interpreter and libraries",
     ]
     recovery = cast("Mapping[str, float] | None", result["recovery"])
     if recovery is not None:
