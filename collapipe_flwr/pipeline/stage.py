@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from collapipe_flwr.pipeline.schedule import Action, Op, forward_actions, stage_
 from collapipe_flwr.pipeline.step import MOST_SEED, Step
 from collapipe_flwr.pipeline.ties import borrows, shared_parameters
 
+Around = AbstractContextManager[None]
 LEARNS = "learns"  # scalar of an ACTIVATION: 0 where everything ahead is frozen
 
 # What torch and transformers raise for tensors that do not fit, and for memory that runs out.
@@ -192,7 +194,9 @@ class Stage(ABC):
     def _by_block(self) -> bool:
         """Have the part compute its blocks one by one again; whether it can."""
         begin = getattr(self.part, "compute_again", None)
-        return begin is not None and begin(self._computing_again)
+        # Weakly, or part and stage would keep each other alive.
+        around: WeakMethod[Callable[[], Around]] = WeakMethod(self._computing_again)
+        return begin is not None and begin(lambda: _alive(around))
 
     @contextmanager
     def _computing_again(self) -> Iterator[None]:
@@ -345,6 +349,13 @@ class Stage(ABC):
                 f"{micro_batch} was due"
             )
         return frame
+
+
+def _alive(method: WeakMethod[Callable[[], Around]]) -> Around:
+    """Call a method of a stage that still runs."""
+    found = method()
+    assert found is not None, "a block was computed again after its stage had gone"
+    return found()
 
 
 def _end_of(output: Tensor) -> GradientEdge | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -11,7 +13,11 @@ import torch
 from torch import nn
 
 from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.pipeline.link import memory_pair
+from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.randomness import SeededRandomness
+from collapipe_flwr.pipeline.roles import FirstStage
+from collapipe_flwr.pipeline.stage import StageSettings
 from tests.pipeline.chains import SGD, Chain, classic, make_batch, make_parts, settings, whole_loss
 
 torch.set_num_threads(1)
@@ -172,3 +178,30 @@ def test_no_compiler_is_imported():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "False", done.stderr
+
+
+class _Blocks(nn.Module):
+    """A part that knows its blocks, and is told what to enter around each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Linear(4, 4)
+
+    def compute_again(self, around):
+        self.around = around
+        return True
+
+
+def test_a_part_that_computes_its_blocks_again_goes_with_its_stage():
+    part = _Blocks()
+    link, _ = memory_pair("stage", "behind")
+    chosen = StageSettings(name="stage", recompute=True, seed=1)
+    stage = FirstStage(part, Optimizer(SGD, part.parameters()), chosen, downstream=link)
+    with part.around():  # while the stage lives
+        gone = weakref.ref(part)
+    gc.disable()
+    try:
+        del part, stage
+        assert gone() is None
+    finally:
+        gc.enable()
