@@ -1,0 +1,73 @@
+"""Hops of a plan survive JSON, are checked, and follow the devices that are left."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from collapipe_flwr.core.domain import ClusterPlan, HopPlan
+from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.costs.compute import Options
+from collapipe_flwr.scheduler.plans import (
+    check_cluster_plan,
+    cluster_plan_from_json,
+    cluster_plan_to_json,
+)
+from collapipe_flwr.scheduler.protocol import SchedulerSettings
+from collapipe_flwr.scheduler.registry import make_scheduler
+from collapipe_flwr.scheduler.replan import Remains, replan
+from collapipe_flwr.simulator.models import transformer_profile
+from collapipe_flwr.simulator.world import make_world
+
+KINDS = ["raspberry-pi-5", "raspberry-pi-4", "raspberry-pi-4", "raspberry-pi-4"]
+WORLD = make_world(cluster_devices=[KINDS], examples=[32])
+MODEL = transformer_profile(blocks=6, width=64, tokens=16)
+CODECS = ("fp32", "bf16", "int8", "fp16")
+
+
+@pytest.fixture(scope="module")
+def plan() -> ClusterPlan:
+    """Over all three devices, with a codec of its own on every hop."""
+    settings = SchedulerSettings(micro_batch_sizes=(4,), micro_batches=(2,))
+    scheduler = make_scheduler("uniform", settings)
+    snapshot = WORLD.snapshot(1, MODEL)
+    found = scheduler.step(scheduler.init(snapshot), snapshot)[0].clusters[0]
+    assert len(found.segments) == 3
+    return replace(found, hops=tuple(HopPlan(codec=c, forward_bit_per_s=1e6) for c in CODECS))
+
+
+def test_hops_survive_json(plan: ClusterPlan) -> None:
+    assert cluster_plan_from_json(cluster_plan_to_json(plan)) == plan
+
+
+@pytest.mark.parametrize(
+    ("hops", "says"),
+    [
+        ((HopPlan(),), "one entry per hop"),
+        ((HopPlan(codec="zip"),) * 4, "codec must be one of"),
+        ((HopPlan(forward_bit_per_s=-1.0),) * 4, "finite and >= 0"),
+        ((HopPlan(backward_bit_per_s=float("nan")),) * 4, "finite and >= 0"),
+    ],
+)
+def test_hops_that_make_no_sense_are_refused(
+    plan: ClusterPlan, hops: tuple[HopPlan, ...], says: str
+) -> None:
+    with pytest.raises(ScheduleError, match=says):
+        check_cluster_plan(replace(plan, hops=hops))
+
+
+def test_hops_between_old_neighbours_stay_and_new_ones_are_coarse(plan: ClusterPlan) -> None:
+    lost = plan.segments[1].device_id
+    kept = [segment.device_id for segment in plan.segments if segment.device_id != lost]
+    after = replan(
+        plan,
+        Remains(profile=WORLD.clusters[0], model=MODEL, present=kept, options=Options()),
+    )
+    check_cluster_plan(after, len(MODEL.blocks))
+    names = ["", *(segment.device_id for segment in after.segments), ""]
+    before = ["", *(segment.device_id for segment in plan.segments), ""]
+    known = dict(zip(pairwise(before), plan.hops, strict=True))
+    for pair, hop in zip(pairwise(names), after.hops, strict=True):
+        assert hop == known.get(pair, HopPlan(codec="int8"))  # of unknown rate: not paced
