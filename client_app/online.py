@@ -63,12 +63,13 @@ def _before(context: Context, stream: Stream, server_round: int) -> StreamPlace:
             files=tuple(str(name) for name in _names(state["files"])),
             start=_whole(state["start"]),
             stop=_whole(state["stop"]),
+            rows=_whole(state["rows"]),
         )
     if server_round == 1:
         return StreamPlace()
     files = stream.files(())
     rows = len(stream.rows(files))
-    return StreamPlace(server_round=server_round - 1, files=files, start=rows, stop=rows)
+    return StreamPlace(server_round=server_round - 1, files=files, start=rows, stop=rows, rows=rows)
 
 
 def _remember(context: Context, place: StreamPlace) -> None:
@@ -78,6 +79,7 @@ def _remember(context: Context, place: StreamPlace) -> None:
             "files": list(place.files),
             "start": place.start,
             "stop": place.stop,
+            "rows": place.rows,
         }
     )
 

@@ -189,7 +189,7 @@ def _load(key: str, shown: str, source: str, **options: Any) -> Dataset:
             # datasets leaves it to the garbage collector to close a CSV file.
             warnings.simplefilter("ignore", ResourceWarning)
             table = load_dataset(source, **options)
-    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+    except (OSError, ValueError, RuntimeError, StopIteration, DatasetsError) as error:
         raise DataError(f'{key} "{shown}" could not be loaded {_reason(error)}') from error
     if len(table) == 0:
         raise DataError(f'{key} "{shown}" has no rows: give a file with examples')
@@ -199,7 +199,7 @@ def _load(key: str, shown: str, source: str, **options: Any) -> Dataset:
 def _reason(error: BaseException) -> str:
     """What datasets says, and the way out."""
     cause = error.__cause__ or error
-    first = str(cause).strip().split("\n", maxsplit=1)[0]
+    first = str(cause).strip().split("\n", maxsplit=1)[0] or "it is empty"
     if isinstance(cause, UnicodeDecodeError):
         return f"({first}): save the file as UTF-8"
     return (

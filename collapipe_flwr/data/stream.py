@@ -26,12 +26,14 @@ class StreamPlace:
 
     The rows of all ``files``, one after another, are the stream: ``start`` to ``stop`` were fresh
     in round ``server_round``. A round that is repeated after a failure gets the same rows again.
+    ``rows`` are as many as the files had when they were read.
     """
 
     server_round: int = 0
     files: tuple[str, ...] = ()
     start: int = 0
     stop: int = 0
+    rows: int = 0
 
 
 class Stream:
@@ -60,11 +62,22 @@ class Stream:
 
     def rows(self, files: tuple[str, ...]) -> Dataset:
         """All examples of ``files`` in order."""
-        for name in files:
-            if name not in self._tables:
-                self._tables[name] = self._read(str(self._folder / name))
-        tables = [self._tables[name] for name in files]
+        tables = [self._table(name) for name in files]
         return concatenate_datasets(tables) if tables else Dataset.from_dict({})
+
+    def check(self, place: StreamPlace) -> None:
+        """Raise DataError if a file that was read has got more rows or fewer since."""
+        found = sum(len(self._table(name)) for name in place.files)
+        if found != place.rows:
+            raise DataError(
+                f'data.stream "{self._folder}" has {found} rows where {place.rows} were read: '
+                "files must stay as they are, so put new examples into new ones"
+            )
+
+    def _table(self, name: str) -> Dataset:
+        if name not in self._tables:
+            self._tables[name] = self._read(str(self._folder / name))
+        return self._tables[name]
 
 
 def _finished(path: Path) -> bool:
@@ -94,14 +107,21 @@ def next_round(
 
     ``past`` are the examples that the cluster started with. When little has arrived, replay fills
     the round, so that a round always is as long as planned. Raises DataError when there is
-    nothing at all.
+    nothing at all, or when files that were read have changed.
     """
+    stream.check(before)
     place = before
     if server_round != before.server_round:
         files = stream.files(before.files)
         most = limit - int(limit * replay_share)
-        stop = min(len(stream.rows(files)), before.stop + most)
-        place = StreamPlace(server_round=server_round, files=files, start=before.stop, stop=stop)
+        rows = len(stream.rows(files))
+        place = StreamPlace(
+            server_round=server_round,
+            files=files,
+            start=before.stop,
+            stop=min(rows, before.stop + most),
+            rows=rows,
+        )
     arrived = stream.rows(place.files)
     seen = concatenate_datasets([past, _between(arrived, 0, place.start)])
     return StreamRound(

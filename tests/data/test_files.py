@@ -93,6 +93,7 @@ def test_empty_rows_are_counted_and_located(empty: str | None) -> None:
         ),
         ("headonly.csv", b"a,b\n", "no data"),
         ("broken.jsonl", b"{]\n", "could not be loaded"),
+        ("empty.jsonl", b"", "it is empty"),
         ("broken.csv.gz", b"no gzip", "could not be read"),
     ],
 )

@@ -77,6 +77,15 @@ def test_a_file_that_sorts_before_those_read_still_comes_once(tmp_path: Path) ->
     assert (first.fresh["text"][:], second.fresh["text"][:]) == (["m0", "m1"], ["a0", "a1"])
 
 
+@pytest.mark.parametrize("texts", [["a0"], ["a0", "a1", "a2"]])
+def test_a_file_that_changed_after_it_was_read_is_refused(tmp_path: Path, texts: list[str]) -> None:
+    add(tmp_path, "a.json", ["a0", "a1"])
+    first = step(Stream(tmp_path, read), StreamPlace(), 1)
+    add(tmp_path, "a.json", texts)
+    with pytest.raises(DataError, match=rf"has {len(texts)} rows where 2 were read.*into new ones"):
+        step(Stream(tmp_path, read), first.place, 2)
+
+
 def test_unfinished_files_are_left_alone(tmp_path: Path) -> None:
     for name in (".hidden", "x.json.tmp", "y.part"):
         add(tmp_path, name, ["no"])
