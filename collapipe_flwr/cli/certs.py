@@ -15,9 +15,12 @@ def certs(
     ] = None,
     cluster: Annotated[list[Path] | None, typer.Option(help="Cluster files (TOML).")] = None,
     days: Annotated[int, typer.Option(help="How long they are valid.", min=1)] = 825,
-    force: Annotated[bool, typer.Option(help="Replace what exists, the CA too.")] = False,
+    renew: Annotated[bool, typer.Option(help="Replace these members' certificates.")] = False,
+    new_ca: Annotated[
+        bool, typer.Option("--new-ca", help="Replace the CA: all older certificates are worthless.")
+    ] = False,
 ) -> None:
-    """Sign certificates that let members prove who they are; never overwrites.
+    """Sign certificates that let members prove who they are; who has one keeps it.
 
     Give every member `ca.pem`, its own NAME.pem and its own NAME.key. `ca.key` stays here: whoever
     has it can join.
@@ -32,5 +35,6 @@ def certs(
         members[name] = (*members.get(name, ()), *([host] if host else []))
     if not members:
         raise ConfigError("nobody to sign for: name members, or a cluster file with --cluster")
-    for name, files in sign_all(folder, members, days=days, force=force).items():
-        typer.echo(f"{name}: {files.certificate}, {files.key}")
+    made = sign_all(folder, members, days=days, renew=renew, new_ca=new_ca)
+    for name in members:
+        typer.echo(f"{name}: {folder / name}.pem, .key" if name in made else f"{name}: kept")

@@ -20,40 +20,38 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.tls_files import TlsFiles
 
+_CA_DAYS = 3650  # members are renewed under the same CA
 _CLOCKS_DIFFER = datetime.timedelta(days=1)  # boards without a clock start in the past
 _USES = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
 
 
 class Authority:
-    """Signs into ``folder``. Raises ConfigError when it would overwrite a file, unless ``force``.
+    """Signs into ``folder``.
 
-    A CA that lies in the folder already goes on signing, so that a new member can join; with
-    ``force`` a new one replaces it, and every older certificate is worthless.
+    A CA that lies in the folder already goes on signing, so that a new member can join; a
+    ``new_ca`` replaces it, and every older certificate is worthless. Raises ConfigError when the
+    CA's key is not there.
     """
 
-    def __init__(self, folder: Path, *, days: int = 825, force: bool = False) -> None:
+    def __init__(self, folder: Path, *, days: int = 825, new_ca: bool = False) -> None:
         self.folder = folder
         self.ca = folder / "ca.pem"
         self._days = days
-        self._force = force
         self._ca_key_path = folder / "ca.key"
         _make_private(folder)
-        if not force and self._ca_key_path.exists() and self.ca.exists():
-            self._key, self._name = _read_ca(self.ca, self._ca_key_path)
-        else:
+        if new_ca or not (self.ca.exists() or self._ca_key_path.exists()):
             self._make_ca()
+        else:
+            self._key, self._name = _read_ca(self.ca, self._ca_key_path)
 
     def member(self, name: str, hosts: Iterable[str] = ()) -> TlsFiles:
-        """A certificate for ``name``, valid for these host names and IP addresses too."""
-        files = TlsFiles(
-            ca=self.ca, certificate=self.folder / f"{name}.pem", key=self.folder / f"{name}.key"
-        )
+        """A new certificate for ``name``, valid for these host names and IP addresses too."""
+        files = self.files(name)
         assert files.certificate is not None and files.key is not None
-        self._refuse_existing(files.certificate, files.key)
         key = ec.generate_private_key(ec.SECP256R1())
         names = [_general_name(host) for host in dict.fromkeys((name, *hosts))]
         builder = (
-            self._builder(_subject(name), key.public_key())
+            self._builder(_subject(name), key.public_key(), self._days)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .add_extension(x509.ExtendedKeyUsage(_USES), critical=False)
@@ -62,8 +60,13 @@ class Authority:
         _write(files.certificate, _pem(builder.sign(self._key, hashes.SHA256())), 0o644)
         return files
 
+    def files(self, name: str) -> TlsFiles:
+        """Where those of a member are."""
+        return TlsFiles(
+            ca=self.ca, certificate=self.folder / f"{name}.pem", key=self.folder / f"{name}.key"
+        )
+
     def _make_ca(self) -> None:
-        self._refuse_existing(self.ca, self._ca_key_path)
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = _subject(f"CollaPipe CA {x509.random_serial_number() % 10**6:06d}")
         usage = x509.KeyUsage(
@@ -78,7 +81,7 @@ class Authority:
             decipher_only=False,
         )
         builder = (
-            self._builder(self._name, self._key.public_key())
+            self._builder(self._name, self._key.public_key(), max(self._days, _CA_DAYS))
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(usage, critical=True)
         )
@@ -86,7 +89,7 @@ class Authority:
         _write(self.ca, _pem(builder.sign(self._key, hashes.SHA256())), 0o644)
 
     def _builder(
-        self, subject: x509.Name, public_key: ec.EllipticCurvePublicKey
+        self, subject: x509.Name, public_key: ec.EllipticCurvePublicKey, days: int
     ) -> x509.CertificateBuilder:
         now = datetime.datetime.now(datetime.UTC)
         return (
@@ -96,25 +99,33 @@ class Authority:
             .public_key(public_key)
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - _CLOCKS_DIFFER)
-            .not_valid_after(now + datetime.timedelta(days=self._days))
+            .not_valid_after(now + datetime.timedelta(days=days))
         )
-
-    def _refuse_existing(self, *paths: Path) -> None:
-        found = [path for path in paths if path.exists()]
-        if found and not self._force:
-            raise ConfigError(f"{found[0]} exists: --force replaces it, and whoever uses it fails")
 
 
 def sign_all(
-    folder: Path, members: Mapping[str, Iterable[str]], *, days: int = 825, force: bool = False
+    folder: Path,
+    members: Mapping[str, Iterable[str]],
+    *,
+    days: int = 825,
+    renew: bool = False,
+    new_ca: bool = False,
 ) -> dict[str, TlsFiles]:
-    """Certificates for all ``members`` (name to hosts); nothing is written if one exists."""
-    for name in members:
-        for path in (folder / f"{name}.pem", folder / f"{name}.key"):
-            if path.exists() and not force:
-                raise ConfigError(f"{path} exists: --force replaces all certificates and the CA")
-    authority = Authority(folder, days=days, force=force)
-    return {name: authority.member(name, hosts) for name, hosts in members.items()}
+    """Certificates for ``members`` (name to hosts); the answer names those that were made.
+
+    Who has one keeps it, unless it is to ``renew``, or a ``new_ca`` makes the old ones worthless.
+    """
+    authority = Authority(folder, days=days, new_ca=new_ca)
+    return {
+        name: authority.member(name, hosts)
+        for name, hosts in members.items()
+        if renew or new_ca or not all(path.exists() for path in _pair(authority.files(name)))
+    }
+
+
+def _pair(files: TlsFiles) -> tuple[Path, Path]:
+    assert files.certificate is not None and files.key is not None
+    return files.certificate, files.key
 
 
 def _subject(name: str) -> x509.Name:
@@ -129,6 +140,12 @@ def _general_name(host: str) -> x509.GeneralName:
 
 
 def _read_ca(certificate: Path, key: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Name]:
+    missing = [path for path in (certificate, key) if not path.exists()]
+    if missing:
+        raise ConfigError(
+            f"{missing[0]} is missing, so the CA in {certificate.parent} cannot sign: bring it "
+            "back, choose another folder, or make a new CA with --new-ca"
+        )
     try:
         found = x509.load_pem_x509_certificate(certificate.read_bytes())
         private = serialization.load_pem_private_key(key.read_bytes(), password=None)

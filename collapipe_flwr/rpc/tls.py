@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 import grpc
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.tls_files import TlsFiles
+from collapipe_flwr.rpc.validity import check_validity
 
 __all__ = ["TlsFiles", "bind", "client_credentials", "open_channel", "server_credentials"]
 
@@ -16,23 +18,23 @@ Options = Sequence[tuple[str, object]]
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
-    """Credentials of a server. Raises ConfigError when a file is missing."""
+    """Credentials of a server. Raises ConfigError when a file is missing or out of date."""
     if files.certificate is None or files.key is None:
         raise ConfigError("a TLS server needs a certificate and a key")
-    pair = (_read(files.key), _read(files.certificate))
-    ca = None if files.ca is None else _read(files.ca)
+    pair = (_read(files.key), _certificate(files.certificate))
+    ca = None if files.ca is None else _certificate(files.ca)
     return grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)
 
 
 def client_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
-    """Credentials of a client. Raises ConfigError when a file is missing."""
+    """Credentials of a client. Raises ConfigError when a file is missing or out of date."""
     if files.ca is None:
         raise ConfigError("a TLS client needs the CA certificate that signed its servers")
     if (files.certificate is None) != (files.key is None):
         raise ConfigError("a client certificate and its key go together; one of them is missing")
     key = None if files.key is None else _read(files.key)
-    certificate = None if files.certificate is None else _read(files.certificate)
-    return grpc.ssl_channel_credentials(_read(files.ca), key, certificate)
+    certificate = None if files.certificate is None else _certificate(files.certificate)
+    return grpc.ssl_channel_credentials(_certificate(files.ca), key, certificate)
 
 
 def bind(server: grpc.Server, listen: str, tls: TlsFiles | None) -> str:
@@ -58,6 +60,16 @@ def open_channel(address: str, tls: TlsFiles | None, options: Options = ()) -> g
     if tls is None:
         return grpc.insecure_channel(address, options)
     return grpc.secure_channel(address, client_credentials(tls), options)
+
+
+def _certificate(path: Path) -> bytes:
+    pem = _read(path)
+    check_validity(str(path), pem, _now())
+    return pem
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
 
 
 def _read(path: Path) -> bytes:

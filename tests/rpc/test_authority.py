@@ -27,15 +27,28 @@ def test_keys_are_for_their_owner_only_and_certificates_name_member_and_host(tmp
     certificate.verify_directly_issued_by(x509.load_pem_x509_certificate(files.ca.read_bytes()))
 
 
-def test_nothing_is_overwritten_unless_forced(tmp_path: Path):
+def test_nothing_is_replaced_unless_it_is_asked_for(tmp_path: Path):
     files = sign_all(tmp_path, {"pi-1": []})["pi-1"]
-    before = {path: path.read_bytes() for path in (files.ca, files.key, files.certificate)}
-    with pytest.raises(ConfigError, match=r"pi-1.pem exists: --force"):
-        sign_all(tmp_path, {"pi-2": [], "pi-1": []})
-    assert all(path.read_bytes() == data for path, data in before.items())
-    assert not (tmp_path / "pi-2.pem").exists()
-    sign_all(tmp_path, {"pi-1": []}, force=True)
-    assert all(path.read_bytes() != data for path, data in before.items())
+    pair = {path: path.read_bytes() for path in (files.key, files.certificate)}
+    ca = files.ca.read_bytes()
+    assert set(sign_all(tmp_path, {"pi-2": [], "pi-1": []})) == {"pi-2"}
+    assert all(path.read_bytes() == data for path, data in pair.items())
+    assert set(sign_all(tmp_path, {"pi-1": []}, renew=True)) == {"pi-1"}
+    assert all(path.read_bytes() != data for path, data in pair.items())
+    assert stat.S_IMODE(files.key.stat().st_mode) == 0o600
+    assert files.ca.read_bytes() == ca
+    sign_all(tmp_path, {"pi-1": []}, new_ca=True)
+    assert files.ca.read_bytes() != ca
+
+
+@pytest.mark.parametrize("lost", ["ca.key", "ca.pem"])
+def test_half_a_ca_is_never_replaced_silently(tmp_path: Path, lost: str):
+    sign_all(tmp_path, {"pi-1": []})
+    (tmp_path / lost).unlink()
+    left = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ConfigError, match=f"{lost} is missing, .* --new-ca"):
+        sign_all(tmp_path, {"pi-2": []})
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == left
 
 
 def test_a_member_that_comes_later_is_signed_by_the_same_authority(tmp_path: Path):
@@ -56,5 +69,8 @@ def test_the_command_signs_for_every_member_of_its_cluster_files(tmp_path: Path)
     names = {"ca", "control-unit", "pi-1", "edge", "server", "laptop"}
     assert {path.stem for path in folder.glob("*.pem")} == names
     assert {path.stem for path in folder.glob("*.key")} == names
-    refused = CliRunner().invoke(app, command)
-    assert isinstance(refused.exception, ConfigError)
+    before = (folder / "pi-1.pem").read_bytes()
+    again = CliRunner().invoke(app, [*command, "pi-2=10.0.0.12"])
+    assert again.exit_code == 0
+    assert "pi-1: kept" in again.output and "pi-2.pem" in again.output
+    assert (folder / "pi-1.pem").read_bytes() == before
