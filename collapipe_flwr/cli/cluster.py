@@ -25,12 +25,13 @@ def check(
 ) -> None:
     """Reach every member and measure it; run it on the control unit.
 
-    Prints speed, free memory, link rate and delay, and what to mend; exit code 1 if something is
-    to be mended. Name the file of --json as `measured` in the cluster file, and plans use it.
+    Prints speed, free memory, clock, rate and delay of the links, and what to mend; exit code 1 if
+    something is to be mended. Name the file of --json as `measured` in the cluster file, and plans
+    use it.
     """
     from rich.console import Console
 
-    from collapipe_flwr.cluster.check import CheckSettings, check_cluster
+    from collapipe_flwr.cluster.check import CheckSettings, check_cluster, links_of
     from collapipe_flwr.core.cluster_file import read_cluster
     from collapipe_flwr.core.json_codec import plain
     from collapipe_flwr.pipeline.benchmark import BenchmarkRequest
@@ -43,8 +44,9 @@ def check(
         prepare("--json", json_file)
     block = BenchmarkRequest(width=width, seconds=seconds)
     settings = CheckSettings(block=block, deadline_s=deadline_s)
-    with progress(len(config.devices) + 1 + bool(config.edge.address)) as on_member:
-        found = check_cluster(config, settings, on_member)
+    members = len(config.devices) + 1 + bool(config.edge.address)
+    with progress(members + len(links_of(config))) as on_done:
+        found = check_cluster(config, settings, on_done)
     show_measurements(found, Console())
     if json_file is not None:
         write_json(json_file, plain(found))

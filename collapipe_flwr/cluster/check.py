@@ -5,17 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from statistics import median
 
 from collapipe_flwr.core.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.core.errors import CollaPipeError, LinkTimeout
-from collapipe_flwr.core.measurements import Measured, Measurements
+from collapipe_flwr.core.measurements import Measured, MeasuredLink, Measurements
 from collapipe_flwr.pipeline.benchmark import BenchmarkRequest, run_benchmark
+from collapipe_flwr.rpc.diagnosis import diagnosis
 from collapipe_flwr.rpc.edge_client import EdgeClient
+from collapipe_flwr.rpc.host_status import HostStatus, ProbeRequest
+from collapipe_flwr.rpc.probe import measure_way
 
 _MEGA = 1e6
-_ECHOES = 5
-_SAID_OF_CERTIFICATES = ("handshake", "verification", "certificate")
+CLOCKS_DIFFER_S = 60.0
+LEAST_MEMORY_BYTES = 400 * 10**6  # torch and transformers, before any model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,22 +28,41 @@ class CheckSettings:
     payload_bytes: int = 4 * 2**20
     deadline_s: float = 10.0  # for an answer
     wake_s: float = 180.0  # for a board to load its libraries and run the benchmark
+    clock: Callable[[], float] = time.time
+
+
+def links_of(config: ClusterConfig) -> tuple[tuple[MemberConfig, MemberConfig], ...]:
+    """The ways that activations may go: from each device to every other, and to the edge."""
+    edge = (config.edge,) if config.edge.address else ()
+    return tuple(
+        (source, target)
+        for source in config.devices
+        for target in (*config.devices, *edge)
+        if target is not source
+    )
 
 
 def check_cluster(
-    config: ClusterConfig, settings: CheckSettings, on_member: Callable[[str], None]
+    config: ClusterConfig, settings: CheckSettings, on_done: Callable[[str], None]
 ) -> Measurements:
-    """Measure the control unit (here), every device, and the edge if the file says where it is.
+    """Measure the control unit (here), every device, the edge if the file says where it is, and
+    the links between them.
 
-    ``on_member`` hears the name of each member that is done. A member that fails has a ``fault``.
+    ``on_done`` hears the name of each member and link that is done. What fails has a ``fault``.
     """
     members = [_control_unit(config, settings)]
-    on_member(config.control_unit.name)
+    on_done(config.control_unit.name)
     edge = (config.edge,) if config.edge.address else ()
     for member in (*config.devices, *edge):
         members.append(_reached(config, member, settings))
-        on_member(member.name)
-    return Measurements(cluster_id=config.id, members=tuple(members))
+        on_done(member.name)
+    there = {member.name for member in members if member.delay_s is not None}
+    links = []
+    for source, target in links_of(config):
+        if {source.name, target.name} <= there:  # else its row says what to mend
+            links.append(_link(config, source, target, settings))
+        on_done(f"{source.name} -> {target.name}")
+    return Measurements(cluster_id=config.id, members=tuple(members), links=tuple(links))
 
 
 def _control_unit(config: ClusterConfig, settings: CheckSettings) -> Measured:
@@ -54,66 +75,107 @@ def _control_unit(config: ClusterConfig, settings: CheckSettings) -> Measured:
     )
 
 
+def _client(config: ClusterConfig, member: MemberConfig, settings: CheckSettings) -> EdgeClient:
+    return EdgeClient(
+        member.address,
+        what=member.name,
+        tls=config.tls_files(config.control_unit.name),
+        certificate_name=member.name if config.tls else "",
+        deadline_s=settings.deadline_s,
+        transfer_s=settings.wake_s,
+    )
+
+
 def _reached(config: ClusterConfig, member: MemberConfig, settings: CheckSettings) -> Measured:
     try:
-        with EdgeClient(
-            member.address,
-            what=member.name,
-            tls=config.tls_files(config.control_unit.name),
-            certificate_name=member.name if config.tls else "",
-            deadline_s=settings.deadline_s,
-            transfer_s=settings.wake_s,
-        ) as client:
+        with _client(config, member, settings) as client:
             return _measured(member, client, settings)
     except CollaPipeError as error:
-        return Measured(name=member.name, address=member.address, fault=_advice(member, error))
+        fault = _advice(config, member, error)
+        return Measured(name=member.name, address=member.address, fault=fault)
 
 
 def _measured(member: MemberConfig, client: EdgeClient, settings: CheckSettings) -> Measured:
-    client.echo()  # connects, which is no part of the delay
-    empty_s = _seconds(client, b"")
-    full_s = _seconds(client, bytes(settings.payload_bytes))
+    client.echo()  # connects, which is no part of the answer's way
+    before_s = settings.clock()
+    status = client.status()
+    ahead_s = status.unix_s - (before_s + settings.clock()) / 2
+    way = measure_way(client, settings.payload_bytes)
     found = client.benchmark(settings.block)
+    faults = (_memory_fault(member, found.memory_bytes), _clock_fault(ahead_s))
     return Measured(
         name=member.name,
         address=member.address,
         speed_flop_per_s=found.speed_flop_per_s,
         memory_bytes=found.memory_bytes,
-        rate_bit_per_s=8 * settings.payload_bytes / max(full_s - empty_s, 1e-9),
-        delay_s=empty_s / 2,
-        fault=_memory_fault(member, found.memory_bytes),
+        rate_bit_per_s=way.rate_bit_per_s,
+        delay_s=way.delay_s,
+        idle_bytes=_idle_bytes(status),
+        clock_ahead_s=ahead_s,
+        fault="; ".join(fault for fault in faults if fault),
     )
 
 
-def _seconds(client: EdgeClient, payload: bytes) -> float:
-    times = []
-    for _ in range(_ECHOES):
-        start_s = time.perf_counter()
-        client.echo(payload)
-        times.append(time.perf_counter() - start_s)
-    return median(times)
+def _link(
+    config: ClusterConfig, source: MemberConfig, target: MemberConfig, settings: CheckSettings
+) -> MeasuredLink:
+    request = ProbeRequest(
+        name=target.name,
+        address=target.address,
+        certificate_name=target.name if config.tls else "",
+        payload_bytes=settings.payload_bytes,
+        deadline_s=settings.deadline_s,
+    )
+    try:
+        with _client(config, source, settings) as client:
+            way = client.probe(request)
+    except CollaPipeError as error:
+        fault = f"{error}; let {source.name} reach {target.address}"
+        return MeasuredLink(source=source.name, target=target.name, fault=fault)
+    return MeasuredLink(
+        source=source.name,
+        target=target.name,
+        rate_bit_per_s=way.rate_bit_per_s,
+        delay_s=way.delay_s,
+    )
+
+
+def _idle_bytes(status: HostStatus) -> int | None:
+    return status.resident_bytes if status.resident_bytes and not status.awake else None
+
+
+def _clock_fault(ahead_s: float) -> str:
+    if abs(ahead_s) <= CLOCKS_DIFFER_S:
+        return ""
+    way = "ahead of" if ahead_s > 0 else "behind"
+    return f"its clock is {abs(ahead_s):.0f} s {way} the one here: set both (`timedatectl`)"
 
 
 def _memory_fault(member: MemberConfig, free_bytes: int) -> str:
-    if member.memory_mb * _MEGA <= free_bytes:
-        return ""
-    return (
-        f"the file lets training use {member.memory_mb:g} MB, but {free_bytes / _MEGA:.0f} MB are "
-        "free: lower memory-mb or stop other programs there"
-    )
+    free_mb, wanted_mb = free_bytes / _MEGA, member.memory_mb
+    if wanted_mb * _MEGA > free_bytes:
+        return (
+            f"the file lets training use {wanted_mb:g} MB, but {free_mb:.0f} MB are free: lower "
+            "memory-mb or stop other programs there"
+        )
+    if free_bytes < LEAST_MEMORY_BYTES:
+        return (
+            f"only {free_mb:.0f} MB are free, and the libraries alone take "
+            f"{LEAST_MEMORY_BYTES / _MEGA:.0f} MB: stop other programs there or take another board"
+        )
+    return ""
 
 
-def _advice(member: MemberConfig, error: CollaPipeError) -> str:
+def _advice(config: ClusterConfig, member: MemberConfig, error: CollaPipeError) -> str:
     text = str(error)
-    if any(word in text.lower() for word in _SAID_OF_CERTIFICATES):
-        return (
-            f"certificates do not match ({text[:200]}): give {member.name} the files that "
-            "`collapipe certs` made for it, and the same ca.pem to all"
-        )
-    if isinstance(error, LinkTimeout) or "cannot be reached" in text:
-        return (
-            f"no answer at {member.address}: start `collapipe device` (or `edge`) there, and see "
-            "that the address is right, the firewall lets the port through, and both or neither "
-            "use TLS"
-        )
-    return text
+    if not isinstance(error, LinkTimeout) and "cannot be reached" not in text:
+        return text
+    known = diagnosis(
+        member.address,
+        member.name if config.tls else "",
+        config.tls_files(config.control_unit.name),
+    )
+    return known or (
+        f"no answer at {member.address}: start `collapipe device` (or `edge`) there, and see "
+        "that the address is right and the firewall lets the port through"
+    )

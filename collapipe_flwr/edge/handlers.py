@@ -111,7 +111,7 @@ class Handlers:
         """What a check wants to know of a host that may not have loaded torch yet."""
         with self._admitted(context, "Status"):
             _only(messages, context)
-            return encode_message(status_here())
+            return encode_message(status_here(awake=self._skin is not None))
 
     @contextmanager
     def _entered(self, context: grpc.ServicerContext, name: str) -> Iterator[Skin]:

@@ -12,8 +12,10 @@ _GIGA, _MEGA, _MILLI = 1e9, 1e6, 1e-3
 
 
 def show_measurements(found: Measurements, console: Console) -> None:
-    """Print the table and one sentence per member that needs mending."""
+    """Print the tables and one sentence per member or link that needs mending."""
     console.print(measurements_table(found))
+    if found.links:
+        console.print(links_table(found))
     for fault in found.faults:
         console.print(f"mend {fault}", style="red", highlight=False, markup=False)
 
@@ -23,12 +25,30 @@ def measurements_table(found: Measurements) -> Table:
     table = Table(title=f"cluster {found.cluster_id}", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("member", no_wrap=True)
     table.add_column("address", no_wrap=True)
-    for name in ("GFLOP/s", "free MB", "Mbit/s", "delay ms"):
+    for name in ("GFLOP/s", "free MB", "idle MB", "clock s", "Mbit/s", "delay ms"):
         table.add_column(name, justify="right")
     table.add_column("")
     for member in found.members:
         table.add_row(*_cells(member))
     return table
+
+
+def links_table(found: Measurements) -> Table:
+    """One line per way between two hosts."""
+    table = Table(title="links", title_justify="left", box=box.SIMPLE_HEAD)
+    for name in ("from", "to"):
+        table.add_column(name, no_wrap=True)
+    for name in ("Mbit/s", "delay ms"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for link in found.links:
+        rate, delay = _number(link.rate_bit_per_s, _MEGA, 0), _number(link.delay_s, _MILLI, 2)
+        table.add_row(link.source, link.target, rate, delay, _mark(link.fault))
+    return table
+
+
+def _mark(fault: str) -> str:
+    return "[red]mend[/red]" if fault else "[green]ok[/green]"
 
 
 def _cells(member: Measured) -> tuple[str, ...]:
@@ -37,9 +57,11 @@ def _cells(member: Measured) -> tuple[str, ...]:
         member.address or "here",
         _number(member.speed_flop_per_s, _GIGA, 1),
         _number(member.memory_bytes, _MEGA, 0),
+        _number(member.idle_bytes, _MEGA, 0),
+        _number(member.clock_ahead_s, 1.0, 1),
         _number(member.rate_bit_per_s, _MEGA, 0),
         _number(member.delay_s, _MILLI, 2),
-        "[red]mend[/red]" if member.fault else "[green]ok[/green]",
+        _mark(member.fault),
     )
 
 

@@ -16,9 +16,13 @@ _MOST_DEADLINE_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostStatus:
-    """``resident_bytes`` is the daemon's own memory (0: not known), ``unix_s`` its clock."""
+    """``resident_bytes`` is the daemon's own memory (0: not known), ``unix_s`` its clock.
+
+    It is ``awake`` when it has loaded the libraries of models.
+    """
 
     resident_bytes: int
+    awake: bool
     unix_s: float
     version: str
 
@@ -54,9 +58,11 @@ class ProbeAnswer:
     delay_s: float
 
 
-def status_here() -> HostStatus:
+def status_here(*, awake: bool) -> HostStatus:
     """Of this process."""
-    return HostStatus(resident_bytes=_resident_bytes(), unix_s=time.time(), version=_version())
+    return HostStatus(
+        resident_bytes=_resident_bytes(), awake=awake, unix_s=time.time(), version=_version()
+    )
 
 
 def _version() -> str:

@@ -10,6 +10,8 @@ from collapipe_flwr.rpc.edge_client import EdgeClient
 from collapipe_flwr.rpc.host_status import ProbeAnswer, ProbeRequest
 
 _ECHOES = 5
+_SAMPLE_BYTES = 2**17
+_LONG_S = 1.0
 
 
 def probe(request: ProbeRequest, tls: TlsFiles | None) -> ProbeAnswer:
@@ -25,18 +27,22 @@ def probe(request: ProbeRequest, tls: TlsFiles | None) -> ProbeAnswer:
 
 
 def measure_way(client: EdgeClient, payload_bytes: int) -> ProbeAnswer:
-    """The median of a few echoes, after one that connects."""
+    """The median of a few echoes, after one that connects; of fewer bytes where they take long."""
     client.echo()
-    empty_s, full_s = _seconds(client, b""), _seconds(client, bytes(payload_bytes))
-    return ProbeAnswer(
-        rate_bit_per_s=8 * payload_bytes / max(full_s - empty_s, 1e-9), delay_s=empty_s / 2
-    )
+    empty_s = _seconds(client, b"")
+    size = min(payload_bytes, _SAMPLE_BYTES)
+    if _once(client, bytes(size)) * payload_bytes / size < _LONG_S:
+        size = payload_bytes
+    full_s = _seconds(client, bytes(size))
+    rate_bit_per_s = 8 * size / max(full_s - empty_s, 1e-9)
+    return ProbeAnswer(rate_bit_per_s=rate_bit_per_s, delay_s=empty_s / 2)
 
 
 def _seconds(client: EdgeClient, payload: bytes) -> float:
-    times = []
-    for _ in range(_ECHOES):
-        start_s = time.perf_counter()
-        client.echo(payload)
-        times.append(time.perf_counter() - start_s)
-    return median(times)
+    return median(_once(client, payload) for _ in range(_ECHOES))
+
+
+def _once(client: EdgeClient, payload: bytes) -> float:
+    start_s = time.perf_counter()
+    client.echo(payload)
+    return time.perf_counter() - start_s

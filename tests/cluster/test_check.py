@@ -6,13 +6,17 @@ import json
 import socket
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from collapipe_flwr.cluster.check import CheckSettings, check_cluster
 from collapipe_flwr.cluster.profile import profile_of
 from collapipe_flwr.core.cluster_file import read_cluster
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.measurements import read_measurements
 from collapipe_flwr.pipeline.benchmark import (
     BenchmarkRequest,
     available_memory_bytes,
@@ -57,6 +61,7 @@ def test_members_are_measured_and_the_missing_one_is_named(tmp_path: Path) -> No
     assert first["speed_flop_per_s"] > 1e7 and unit["speed_flop_per_s"] > 1e7
     assert 0 < first["memory_bytes"] <= 2 * available_memory_bytes()
     assert first["rate_bit_per_s"] > 1e6 and 0 < first["delay_s"] < 1
+    assert 10e6 < first["idle_bytes"] < 64 * 2**20
     assert second["speed_flop_per_s"] is None and "no answer" in second["fault"]
     profile = profile_of(read_cluster(path), examples=7)
     assert profile.devices[0].speed_flop_per_s == first["speed_flop_per_s"]
@@ -65,18 +70,79 @@ def test_members_are_measured_and_the_missing_one_is_named(tmp_path: Path) -> No
     assert profile.devices[1].device_id == "g/pi-2"
 
 
-def test_a_whole_cluster_with_tls_ends_with_0(tmp_path: Path) -> None:
-    members = sign_all(tmp_path / "certs", {"pi-1": (), "control-unit": ()})
-    device = Daemon("device", "--name", "pi-1", "--allow", "control-unit", tls=members["pi-1"])
-    with running(device) as (daemon,):
-        path = _cluster(tmp_path, daemon.address)
-        path.write_text(path.read_text() + "\n[tls]\n")
-        done = _check(path)
-        assert done.returncode == 0, done.stdout + done.stderr
-        path.write_text(path.read_text().replace("pi-1", "pi-2"))
-        done = _check(path)
-    assert done.returncode == 1
-    assert "mend pi-2: certificates do not match" in " ".join(done.stdout.split())
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory):
+    """Two devices and an edge with TLS, and the file of their cluster."""
+    folder = tmp_path_factory.mktemp("secured")
+    members = sign_all(
+        folder / "certs", dict.fromkeys(("pi-1", "pi-2", "edge", "control-unit"), ())
+    )
+    file = _cluster(folder, "127.0.0.1:1", "127.0.0.1:2")
+    file.write_text(file.read_text() + "\n[tls]\n")
+    names = ("pi-1", "pi-2", "edge")
+    daemons = [
+        Daemon(
+            "edge" if name == "edge" else "device",
+            *("--name", name, "--cluster", str(file)),
+            tls=members[name],
+        )
+        for name in names
+    ]
+    with running(*daemons) as hosts:
+        addresses = [host.address for host in hosts]
+        file = _cluster(folder, *addresses[:2], more="")
+        file.write_text(file.read_text() + f'\n[edge]\naddress = "{addresses[2]}"\n[tls]\n')
+        yield file
+
+
+def test_a_whole_cluster_with_tls_ends_with_0_and_knows_every_link(secured: Path) -> None:
+    found = secured.parent / "found.json"
+    done = _check(secured, "--json", str(found))
+    assert done.returncode == 0, done.stdout + done.stderr
+    values = json.loads(found.read_text())
+    ways = {(link["source"], link["target"]) for link in values["links"]}
+    assert ways == {("pi-1", "pi-2"), ("pi-2", "pi-1"), ("pi-1", "edge"), ("pi-2", "edge")}
+    assert all(link["rate_bit_per_s"] > 1e6 and not link["fault"] for link in values["links"])
+    assert all(abs(m["clock_ahead_s"]) < 5 for m in values["members"][1:])
+    assert read_measurements(found).of("pi-1").speed_flop_per_s > 1e7
+
+
+def _mends(path: Path) -> str:
+    done = _check(path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    return " ".join(done.stdout.split())
+
+
+def test_certificates_that_do_not_fit_are_told_apart(secured: Path, tmp_path: Path) -> None:
+    text = secured.read_text()
+    certs = secured.parent / "certs"
+    renamed = tmp_path / "renamed.toml"
+    renamed.write_text(
+        text.replace('"pi-2"', '"pi-3"') + f'ca = "{certs}/ca.pem"\n'
+        f'certificate = "{certs}/{{name}}.pem"\nkey = "{certs}/{{name}}.key"\n'
+    )
+    assert "mend pi-3: its certificate names pi-2, not pi-3: give it pi-3.pem" in _mends(renamed)
+    sign_all(tmp_path / "certs", dict.fromkeys(("pi-1", "pi-2", "edge", "control-unit"), ()))
+    other = tmp_path / "other.toml"
+    other.write_text(text)
+    assert "mend pi-1: its certificate was signed by another CA" in _mends(other)
+    plain = tmp_path / "plain.toml"
+    plain.write_text(text.replace("[tls]", ""))
+    assert "mend pi-1: it speaks TLS and the cluster file has no [tls]" in _mends(plain)
+
+
+def test_a_clock_and_a_memory_to_mend_are_said_so(secured: Path) -> None:
+    config = read_cluster(secured)
+    block = BenchmarkRequest(width=32, tokens=4, examples=2, seconds=0.1)
+    late = CheckSettings(block=block, clock=lambda: time.time() - 3600)
+    found = check_cluster(config, late, lambda _: None)
+    fault = found.of("pi-1").fault
+    assert fault.startswith("its clock is 3600 s ahead of the one here: set both")
+    small = replace(config.devices[0], memory_mb=1e9)
+    found = check_cluster(
+        replace(config, devices=(small,)), CheckSettings(block=block), lambda _: None
+    )
+    assert "the file lets training use 1e+09 MB" in found.of("pi-1").fault
 
 
 def test_declared_figures_win_over_those_of_the_kind(tmp_path: Path) -> None:

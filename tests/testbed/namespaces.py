@@ -6,7 +6,7 @@ import itertools
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 
@@ -17,13 +17,13 @@ _DEADLINE_S = 10.0
 
 
 class NamespaceNetwork(Network):
-    """Each host has a namespace and an address in 10.77.0.0/24 of its own."""
+    """Each host has a namespace and an address of its own, in 10.77.0.0/24 unless told others."""
 
     kind = "network namespaces"
 
-    def __init__(self, prefix: str, hosts: Sequence[str]) -> None:
-        self._namespaces = {host: f"{prefix}{number}" for number, host in enumerate(hosts)}
-        self._addresses = {host: f"10.77.0.{number + 1}" for number, host in enumerate(hosts)}
+    def __init__(self, prefix: str, addresses: Mapping[str, str]) -> None:
+        self._namespaces = {host: f"{prefix}{number}" for number, host in enumerate(addresses)}
+        self._addresses = dict(addresses)
 
     def endpoint(self, host: str) -> Endpoint:
         """See Network."""
@@ -52,10 +52,14 @@ class NamespaceNetwork(Network):
 
 
 @contextmanager
-def namespaces(hosts: Sequence[str], *, rate_bit_per_s: int) -> Iterator[Network]:
-    """A network of namespaces while the body runs."""
+def namespaces(
+    hosts: Sequence[str], *, rate_bit_per_s: int, addresses: Mapping[str, str] | None = None
+) -> Iterator[Network]:
+    """A network of namespaces while the body runs; addresses belong to one /24."""
     prefix = f"cp{os.getpid()}-"
-    network = NamespaceNetwork(prefix, hosts)
+    if addresses is None:
+        addresses = {host: f"10.77.0.{number + 1}" for number, host in enumerate(hosts)}
+    network = NamespaceNetwork(prefix, {host: addresses[host] for host in hosts})
     with ExitStack() as undo:
         network.build(f"{prefix}sw", rate_bit_per_s, undo)
         yield network

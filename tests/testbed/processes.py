@@ -76,10 +76,14 @@ class Programs:
 
     def start(self, host: str, name: str, command: Sequence[str], *, cwd: Path) -> Program:
         """Run ``command`` on ``host`` in a process group of its own."""
+        return self.start_here(name, self._network.command(host, command), cwd=cwd)
+
+    def start_here(self, name: str, command: Sequence[str], *, cwd: Path) -> Program:
+        """The same without a host."""
         log = self._folder / f"{name}-{len(self._running)}.log"
         with log.open("wb") as out:
             process = subprocess.Popen(
-                self._network.command(host, command),
+                command,
                 cwd=cwd,
                 env=self._env,
                 stdout=out,

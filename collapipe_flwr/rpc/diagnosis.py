@@ -1,0 +1,106 @@
+"""Why a host that listens does not talk to us: its certificate, and what it thinks of ours."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from datetime import UTC, datetime
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.x509.oid import NameOID
+
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.tls_files import TlsFiles
+
+_CONNECT_S = 3.0
+_MEND = "`collapipe certs`"
+
+
+def diagnosis(address: str, name: str, tls: TlsFiles | None) -> str:
+    """One sentence on what to mend; empty where nobody listens at ``address``.
+
+    ``name`` is what the host's certificate must bear, ``tls`` what we show it.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S) as peer:
+            return _plain(peer) if tls is None else _shaken(peer, name, tls)
+    except OSError:
+        return ""
+
+
+def _plain(peer: socket.socket) -> str:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with context.wrap_socket(peer):
+            return "it speaks TLS and the cluster file has no [tls]: add it, or start it without"
+    except OSError:
+        return "it listens, but does not answer: see its log"
+
+
+def _shaken(peer: socket.socket, name: str, tls: TlsFiles) -> str:
+    """Shake hands without judging, then judge what was shown."""
+    assert tls.ca is not None and tls.certificate is not None and tls.key is not None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        context.load_cert_chain(tls.certificate, tls.key)
+        ca = x509.load_pem_x509_certificate(tls.ca.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the certificates here cannot be used: {error}") from error
+    try:
+        with context.wrap_socket(peer) as shaken:
+            shown = shaken.getpeercert(binary_form=True)
+            fault = _judged(x509.load_der_x509_certificate(shown or b""), name, ca)
+            return fault or _their_view(shaken)
+    except (OSError, ValueError):
+        return "it does not speak TLS: start it with a cluster file that has [tls], or --tls-ca ..."
+
+
+def _judged(certificate: x509.Certificate, name: str, ca: x509.Certificate) -> str:
+    now, names = datetime.now(UTC), _names(certificate)
+    begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    try:
+        certificate.verify_directly_issued_by(ca)
+    except (ValueError, TypeError, InvalidSignature):
+        return f"its certificate was signed by another CA: give it the files that {_MEND} made here"
+    if now > ends:
+        return f"its certificate expired on {ends:%Y-%m-%d}: make a new one with {_MEND} --renew"
+    if now < begins:
+        return (
+            f"its certificate holds from {begins:%Y-%m-%d} on, and the clock here says "
+            f"{now:%Y-%m-%d}: set it (`timedatectl`)"
+        )
+    if name not in names:
+        return (
+            f"its certificate names {', '.join(names)}, not {name}: give it {name}.pem and "
+            f"{name}.key, which {_MEND} makes"
+        )
+    return ""
+
+
+def _their_view(shaken: ssl.SSLSocket) -> str:
+    """With TLS 1.3 a host tells after the handshake that it refuses our certificate."""
+    try:
+        shaken.recv(1)
+    except ssl.SSLError as error:
+        return (
+            f"it refuses the certificate of this machine ({error.reason}): see that both have the "
+            "same ca.pem, and its clock (`timedatectl`)"
+        )
+    except OSError:
+        return "it listens, but does not answer: see its log"
+    return "it listens, but does not answer: see its log"
+
+
+def _names(certificate: x509.Certificate) -> tuple[str, ...]:
+    common = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    try:
+        other = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return tuple(str(entry.value) for entry in common)
+    found = [*(str(entry.value) for entry in common), *other.get_values_for_type(x509.DNSName)]
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,100 @@
+"""`make test-cluster`: docs/deploy.md carried out to the letter, and what it promises tried.
+
+Nine machines with the names and addresses of the page train the built-in task over shaped links. In
+round 2 a device dies for good, in round 3 the edge dies and comes back, in round 4 a device is
+stopped in good order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.testbed.by_the_document import (
+    ADDRESSES,
+    DEVICES,
+    NOT_RUN,
+    PAGE,
+    PLACES,
+    DocumentedDeployment,
+)
+from tests.testbed.deployment import environment
+from tests.testbed.document import blocks_of
+from tests.testbed.machines import machines
+from tests.testbed.namespaces import namespaces, namespaces_allowed
+from tests.testbed.processes import programs
+from tests.testbed.rounds import (
+    RATE_BIT_PER_S,
+    ROUND_S,
+    RUN,
+    first_at_work,
+    planned,
+    wait_for_round,
+)
+
+GREENHOUSE, WORKSHOP = DEVICES[:3], DEVICES[3:]
+
+
+def test_every_command_of_the_page_is_run_or_named_as_not_run() -> None:
+    blocks = blocks_of(PAGE)
+    assert {block.section for block in blocks} == {1, 2, 3, 4, 5, 6, 7}
+    assert set(NOT_RUN) < {block.section for block in blocks}
+    commands = [b for b in blocks if b.language == "bash" and b.section not in NOT_RUN]
+    assert {block.place for block in commands} == set(PLACES)
+
+
+@contextmanager
+def deployed(folder: Path) -> Iterator[DocumentedDeployment]:
+    env = environment(folder)
+    del env["FLWR_HOME"]  # the page says where Flower's things are
+    env["HOME"] = "/root"
+    with (
+        namespaces(list(ADDRESSES), rate_bit_per_s=RATE_BIT_PER_S, addresses=ADDRESSES) as network,
+        machines(network, list(ADDRESSES), folder / "machines", env) as found,
+        programs(network, folder, env) as running,
+    ):
+        yield DocumentedDeployment(
+            machines=found,
+            programs=running,
+            folder=folder,
+            env=env,
+            more={**RUN, "run-name": "run"},
+        )
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(1500)
+def test_the_page_deploys_and_the_deployment_lives_through_failures(tmp_path: Path) -> None:
+    if not namespaces_allowed():
+        pytest.skip("network namespaces need root, ip and tc; test_deployment.py does without")
+    (tmp_path / "machines").mkdir()
+    with deployed(tmp_path) as deployment:
+        deployment.start()
+        run = deployment.run()
+
+        def pid(name: str, unit: str = "collapipe-device") -> int:
+            return int(deployment.machines[name].service(unit, "pid"))
+
+        wait_for_round(deployment, run, 1)
+        victim = first_at_work({name: pid(name) for name in GREENHOUSE})
+        deployment.machines[victim].kill("collapipe-device")
+        wait_for_round(deployment, run, 2)
+        first_at_work({"edge": pid("edge", "collapipe-edge")})
+        deployment.machines["edge"].kill("collapipe-edge")
+        deployment.systemctl("start", "collapipe-edge", "edge")
+        wait_for_round(deployment, run, 3)
+        stopped = first_at_work({name: pid(name) for name in WORKSHOP})
+        deployment.systemctl("stop", "collapipe-device", stopped)
+        assert deployment.machines[stopped].service("collapipe-device", "rc") == "0"
+        assert run.wait(deadline_s=2 * ROUND_S) == 0, run.tail()
+        summary, events = deployment.summary(), deployment.events()
+    assert summary["status"] == "completed", run.tail(60)
+    assert f"greenhouse/{victim}" in planned(events[1])
+    lost = f"lost greenhouse/{victim}"
+    assert any(lost in sentence for sentence in events[1]["failures"]), run.tail(60)
+    assert all(f"greenhouse/{victim}" not in planned(event) for event in events[2:])
+    assert any("replayed" in sentence for sentence in events[2]["failures"]), run.tail(60)
+    assert not events[3]["failures"], run.tail(60)
