@@ -34,7 +34,7 @@ MemoryMb = Annotated[
 ]
 Threads = Annotated[int, typer.Option(help="To compute on; 0: one per core.", min=0)]
 Insecure = Annotated[bool, typer.Option(help="Plain text beyond loopback, knowing what it means.")]
-Grace = Annotated[float, typer.Option(help="Seconds that running streams get on a stop.", min=0)]
+Grace = Annotated[float, typer.Option(help="Seconds that open sessions get on a stop.", min=0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collapipe_flwr.edge.skin import Skin
 
 _log = logging.getLogger(__name__)
+_BREAK_OFF_S = 1.0  # for peers to hear it
 _LOOPBACK = ("127.", "localhost", "[::1]")
 
 
@@ -32,9 +33,9 @@ class HostSettings:
     """One daemon; `name` is how its neighbours call it, `roster` who may call what (None: whoever
     the CA signed may all).
 
-    On a stop, streams that run get `grace_s` to end; new ones are refused at once. Snapshots of
-    recoverable sessions are kept in `state_dir`, from where the next process takes them up;
-    frozen weights that were sent here in `cache_dir`, up to `cache_bytes`.
+    On a stop, sessions that are open get `grace_s` to be closed; new ones are refused at once.
+    Snapshots of recoverable sessions are kept in `state_dir`, from where the next process takes
+    them up; frozen weights that were sent here in `cache_dir`, up to `cache_bytes`.
     Weights of more than `memory_bytes` are refused. Planned transmit power is applied to
     `radio_interface` (empty: to none). Tensors are computed on `threads` (0: torch's own choice).
     """
@@ -88,7 +89,8 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
     with stopping() as stop, listener:
         announce(listener.address)
         stop.wait()
-        listener.stop(settings.grace_s)
+        listener.drain(settings.grace_s)
+        listener.stop(_BREAK_OFF_S)
 
 
 def _skin(settings: HostSettings, passes_on: bool) -> Skin:

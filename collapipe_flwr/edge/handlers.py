@@ -29,7 +29,6 @@ _UNARY = {
     "CloseSession": "close_session",
     "Missing": "missing",
     "Digests": "digests",
-    "Health": "health",
     "Benchmark": "benchmark",
     "Probe": "probe",
 }
@@ -49,12 +48,15 @@ class Handlers:
         self._gate = gate
         self._skin: Skin | None = None
         self._lock = threading.Lock()
+        self._draining = False
+        self._answered = threading.Condition()
 
     def grpc_handler(self) -> grpc.GenericRpcHandler:
         """What the server calls, by method name; bytes in, bytes out."""
         answering: dict[str, Callable[[_Messages, grpc.ServicerContext], bytes]] = {
             **{name: self._unary(name, method) for name, method in _UNARY.items()},
             "OpenSession": self._open_session,
+            "Health": self._health,
             "PushWeights": self._push_weights,
             "Echo": self._echo,
             "Status": self._status,
@@ -70,6 +72,15 @@ class Handlers:
                 **{n: grpc.stream_stream_rpc_method_handler(c) for n, c in streaming.items()},
             },
         )
+
+    def drain(self, grace_s: float) -> None:
+        """Open no session any more, and wait for those that there are to be closed."""
+        self._draining = True
+        with self._answered:
+            self._answered.wait_for(lambda: not self._busy(), timeout=grace_s)
+
+    def _busy(self) -> bool:
+        return self._skin is not None and self._skin.sessions() > 0
 
     def close(self) -> None:
         """Wait for the stages that run, if there ever were any."""
@@ -87,7 +98,13 @@ class Handlers:
 
     def _open_session(self, messages: _Messages, context: grpc.ServicerContext) -> bytes:
         with self._admitted(context, "OpenSession") as caller:
+            self._refuse_while_draining(context)
             return self._built().open_session(_only(messages, context), context, caller)
+
+    def _health(self, messages: _Messages, context: grpc.ServicerContext) -> bytes:
+        with self._entered(context, "Health") as skin:
+            self._refuse_while_draining(context)
+            return skin.health(_only(messages, context), context)
 
     def _push_weights(self, messages: _Messages, context: grpc.ServicerContext) -> bytes:
         with self._entered(context, "PushWeights") as skin:
@@ -134,6 +151,15 @@ class Handlers:
             context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
         except PeerBusy as error:
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        finally:
+            if self._draining:
+                with self._answered:
+                    self._answered.notify_all()
+
+    def _refuse_while_draining(self, context: grpc.ServicerContext) -> None:
+        """As if nobody listened: whoever asks takes this host for lost and does without."""
+        if self._draining:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "the host is stopping")
 
     def _built(self) -> Skin:
         with self._lock:

@@ -83,6 +83,10 @@ class Listener:
     ) -> None:
         self.stop()
 
+    def drain(self, grace_s: float) -> None:
+        """Refuse new sessions and give those that there are ``grace_s`` to be closed."""
+        self._handlers.drain(grace_s)
+
     def stop(self, grace_s: float = 1.0) -> None:
         """Refuse new calls, give running ones `grace_s`, then break them off."""
         self._server.stop(grace_s).wait(grace_s + 5.0)

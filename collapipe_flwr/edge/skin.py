@@ -67,6 +67,10 @@ class Skin:
         self._transfer_s = settings.transfer_s
         self._settings = settings
 
+    def sessions(self) -> int:
+        """How many are open."""
+        return self._service.health().sessions
+
     def close(self) -> None:
         """Wait for the stages that run."""
         self._workers.shutdown(wait=True)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
 from collapipe_flwr.cluster.order import RoundOrder
 from collapipe_flwr.cluster.remote import RemoteFleet
-from collapipe_flwr.core.cluster_file import ClusterConfig, MemberConfig, parse_cluster
+from collapipe_flwr.core.cluster_file import (
+    ClusterConfig,
+    MemberConfig,
+    parse_cluster,
+    read_cluster,
+)
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.models import Splitter
 from collapipe_flwr.pipeline.session import NextHop, SessionRequest
@@ -38,6 +46,7 @@ class Cluster:
     """Addresses of running daemons, and the certificate of the control unit."""
 
     config: ClusterConfig
+    daemons: tuple[Daemon, ...] = ()  # as in DEVICES, then the edge
 
     @property
     def edge(self) -> str:
@@ -48,8 +57,10 @@ class Cluster:
         name = member.name if self.config.tls else ""
         return EdgeClient(member.address, tls=self.config.tls_files("cu"), certificate_name=name)
 
-    def train(self, splitter: Splitter, order: RoundOrder, steps) -> tuple[RoundResult, dict]:
-        """One round; the result and the weights of the edge."""
+    def train(
+        self, splitter: Splitter, order: RoundOrder, steps, between=lambda: None
+    ) -> tuple[RoundResult, dict]:
+        """One round; the result and the weights of the edge. ``between`` runs before every step."""
         fleet = RemoteFleet(cluster=self.config, edge=self.hop("A"))
         with self.client(self.config.edge) as edge:
             edge.open_session(
@@ -64,7 +75,8 @@ class Cluster:
             )
             try:
                 edge.push_weights("A", TOKEN, {k: order.weights[k] for k in splitter.edge_keys()})
-                result = train_round(splitter, order, _micro_batches(splitter, steps), fleet)
+                batches = (b for b in _micro_batches(splitter, steps) if between() is None)
+                result = train_round(splitter, order, batches, fleet)
                 return result, edge.fetch_weights("A", TOKEN)
             finally:
                 edge.close_session("A", TOKEN)
@@ -84,32 +96,46 @@ class Cluster:
 
 @pytest.fixture(scope="module", params=["tls", pytest.param("plain", marks=pytest.mark.slow)])
 def cluster(request, tmp_path_factory) -> Iterator[Cluster]:
-    folder = tmp_path_factory.mktemp(request.param)
-    values = {
-        "id": "A",
-        "device": [{"name": name, "address": f"{name}:1"} for name in DEVICES],
-        "control-unit": {"name": "cu"},
-        **({"tls": {}} if request.param == "tls" else {}),
-    }
-    config = parse_cluster(values, folder)
+    with cluster_of_daemons(
+        tmp_path_factory.mktemp(request.param), request.param == "tls"
+    ) as found:
+        yield found
+
+
+CLUSTER_FILE = """
+id = "A"
+control-unit = { name = "cu" }
+device = [
+  { name = "d0", address = "d0:1" },
+  { name = "d1", address = "d1:1" },
+  { name = "d2", address = "d2:1" },
+]
+edge = { address = "edge:1" }
+"""
+
+
+@contextmanager
+def cluster_of_daemons(
+    folder: Path, tls: bool, *, edge_also_serves: Sequence[Path] = ()
+) -> Iterator[Cluster]:
+    """Four daemons that know each other by their cluster file."""
+    file = folder / "a.toml"
+    file.write_text(CLUSTER_FILE + ("[tls]\n" if tls else ""))
+    values = tomllib.loads(file.read_text())
+    config = read_cluster(file)
     if config.tls:
         sign_all(folder / "certs", dict.fromkeys(config.names, ()))
-    allow = [word for name in config.names for word in ("--allow", name)]
+    more = [word for path in edge_also_serves for word in ("--cluster", str(path))]
     daemons = [
-        Daemon(
-            "edge" if name == "edge" else "device",
-            "--name",
-            name,
-            *allow,
-            tls=config.tls_files(name),
-        )
-        for name in (*DEVICES, "edge")
+        Daemon("device", "--name", name, "--cluster", str(file), tls=config.tls_files(name))
+        for name in DEVICES
     ]
+    daemons.append(Daemon("edge", "--cluster", str(file), *more, tls=config.tls_files("edge")))
     with running(*daemons) as (*devices, edge):
         for table, daemon in zip(values["device"], devices, strict=True):
             table["address"] = daemon.address
         values["edge"] = {"address": edge.address}
-        yield Cluster(config=parse_cluster(values, folder))
+        yield Cluster(config=parse_cluster(values, folder), daemons=(*devices, edge))
 
 
 def _order(weights, cut: Cut, rule, **options) -> RoundOrder:

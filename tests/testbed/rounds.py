@@ -12,7 +12,7 @@ from tests.testbed.processes import Program
 
 RATE_BIT_PER_S = 50_000_000
 ROUNDS = 4
-ROUND_S = 240.0  # of a machine that does much else
+ROUND_S = 480.0  # of a machine that does much else
 BUSY_S = 0.3  # seconds of CPU after which a daemon is taken to be in the middle of a round
 RUN = {
     "num-server-rounds": ROUNDS,

@@ -51,6 +51,7 @@ def deployed(folder: Path) -> Iterator[DocumentedDeployment]:
     env = environment(folder)
     del env["FLWR_HOME"]  # the page says where Flower's things are
     env["HOME"] = "/root"
+    env["OMP_NUM_THREADS"] = "1"  # nine boards share the cores of one machine
     with (
         namespaces(list(ADDRESSES), rate_bit_per_s=RATE_BIT_PER_S, addresses=ADDRESSES) as network,
         machines(network, list(ADDRESSES), folder / "machines", env) as found,
@@ -97,4 +98,6 @@ def test_the_page_deploys_and_the_deployment_lives_through_failures(tmp_path: Pa
     assert any(lost in sentence for sentence in events[1]["failures"]), run.tail(60)
     assert all(f"greenhouse/{victim}" not in planned(event) for event in events[2:])
     assert any("replayed" in sentence for sentence in events[2]["failures"]), run.tail(60)
-    assert not events[3]["failures"], run.tail(60)
+    assert len(events[3]["plan"]["clusters"]) == len(events) / 2 == 2
+    late = [sentence for sentence in events[3]["failures"] if f"workshop/{stopped}" not in sentence]
+    assert not late, run.tail(60)  # the others never notice; its cluster only beyond the grace

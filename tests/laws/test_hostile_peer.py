@@ -1,0 +1,84 @@
+"""Beside a hostile peer a cluster trains as if it were alone: the same bits, and no host grows."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from collapipe_flwr.rpc.authority import sign_all
+from tests.cluster.daemon_processes import ROOT
+from tests.edge.test_daemon import resident_bytes
+from tests.laws.test_cluster_equals_whole import SGD, Cut, _steps, make_splitter
+from tests.laws.test_daemons_equal_whole import _order, cluster_of_daemons
+
+SECONDS = 12.0
+GROWTH_MOST_BYTES = 48 * 2**20
+OTHER = """
+id = "W"
+control-unit = { name = "cu-w" }
+device = [{ name = "w1", address = "w1:1" }]
+edge = { address = "edge:1" }
+"""
+
+
+@pytest.mark.timeout(300)
+def test_training_beside_a_hostile_peer_is_bit_for_bit_the_same(tmp_path: Path) -> None:
+    other = tmp_path / "w.toml"
+    other.write_text(OTHER)
+    sign_all(tmp_path / "outside", {"cu": ()})
+    with cluster_of_daemons(tmp_path, tls=True, edge_also_serves=[other]) as cluster:
+        guest = tmp_path / "certs"
+        sign_all(guest, {"cu-w": (), "w1": ()})
+        splitter = make_splitter("bert", dropout=0.1)
+        cut = Cut(stops=(1, 2, 5), micro_batches=(2, 2, 1), schedule="1f1b")
+        steps = _steps(splitter, cut, count=2)
+        order = _order(splitter.initial_weights(seed=1), cut, SGD, dropout_seed=3)
+
+        def trained() -> dict[str, torch.Tensor]:
+            result, edge = cluster.train(splitter, order, steps)
+            return {**result.weights, **edge}
+
+        alone = [trained() for _ in range(3)][-1]
+        targets = {"d0": cluster.daemons[0], "edge": cluster.daemons[-1]}
+        before = {name: resident_bytes(d.process.pid) for name, d in targets.items()}
+        peers = [
+            _hostile(f"{daemon.address}#{name}", guest, tmp_path / "outside")
+            for name, daemon in targets.items()
+        ]
+        rounds, end_s = 0, time.monotonic() + SECONDS
+        while time.monotonic() < end_s or rounds < 2:
+            beside = trained()
+            rounds += 1
+            assert all(torch.equal(alone[key], beside[key]) for key in alone)
+        told = {name: _told(peer) for name, peer in zip(targets, peers, strict=True)}
+        for name, daemon in targets.items():
+            assert min(told[name]["made"].values()) >= 1, told[name]
+            assert not told[name]["let_through"], told[name]
+            grown = resident_bytes(daemon.process.pid) - before[name]
+            assert grown < GROWTH_MOST_BYTES, f"{name} grew by {grown} bytes"
+        assert all(torch.equal(alone[key], value) for key, value in trained().items())
+
+
+def _hostile(target: str, guest: Path, outside: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.laws.hostile_peer", target, str(SECONDS)]
+    return subprocess.Popen(
+        [*command, str(guest), str(outside)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _told(peer: subprocess.Popen[str]) -> dict[str, dict[str, int]]:
+    said, _ = peer.communicate(timeout=120)
+    assert peer.returncode == 0
+    found: dict[str, dict[str, int]] = json.loads(said)
+    return found
