@@ -4,7 +4,7 @@
 
 ``GUEST_FOLDER`` has the certificate of a control unit (`cu-w`) and of a device (`w1`) of another
 cluster under the same CA, ``OUTSIDE_FOLDER`` a `cu` that another CA signed. Prints how often each
-attack was made, and which of them the host let through.
+attack was made, which of them the host let through, and how many sessions it was given.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ TOKEN = "a token that was guessed"
 SILENT = 200  # connections that never say a word
 CALL_S = 5.0
 _NUMBERS = itertools.count()
+_OPENED: Counter[str] = Counter()
 
 
 def main(address: str, seconds: float, guest: Path, outside: Path) -> None:
@@ -51,7 +52,7 @@ def main(address: str, seconds: float, guest: Path, outside: Path) -> None:
             for name, attack in attacks.items():
                 made[name] += 1
                 let_through[name] += attack()
-    print(json.dumps({"made": made, "let_through": +let_through}))
+    print(json.dumps({"made": made, "let_through": +let_through, "sessions": _OPENED}))
 
 
 def attackers(
@@ -128,7 +129,10 @@ def _opened(channel: grpc.Channel, *, endless: bool = False) -> str:
     config = {"model_type": "bert", "num_hidden_layers": 10**9 if endless else 2}
     spec = {"task": "masked-lm", "config_json": json.dumps(config)}
     request = SessionRequest(session_id=session_id, token=TOKEN, spec_json=json.dumps(spec))
-    return session_id if _answers(channel, "OpenSession", [encode_message(request)]) else ""
+    if not _answers(channel, "OpenSession", [encode_message(request)]):
+        return ""
+    _OPENED["given"] += 1
+    return session_id
 
 
 def _pushed(channel: grpc.Channel, frames: list[bytes], *, endless: bool = False) -> bool:

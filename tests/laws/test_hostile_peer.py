@@ -63,6 +63,8 @@ def test_training_beside_a_hostile_peer_is_bit_for_bit_the_same(tmp_path: Path) 
             assert not told[name]["let_through"], told[name]
             grown = resident_bytes(daemon.process.pid) - before[name]
             assert grown < GROWTH_MOST_BYTES, f"{name} grew by {grown} bytes"
+        assert told["edge"]["sessions"]["given"] > 20  # it is a guest there, and was heard
+        assert not told["d0"]["sessions"]
         assert all(torch.equal(alone[key], value) for key, value in trained().items())
 
 

@@ -20,6 +20,7 @@ RUN = {
     "data.train-examples": 2000,
     "data.test-examples": 50,
     "edge.timeout-s": 15.0,
+    "scheduler.max-model-share": 0.3,  # two devices at least
     "evaluation.every": ROUNDS,
 }
 

@@ -99,5 +99,5 @@ def test_the_page_deploys_and_the_deployment_lives_through_failures(tmp_path: Pa
     assert all(f"greenhouse/{victim}" not in planned(event) for event in events[2:])
     assert any("replayed" in sentence for sentence in events[2]["failures"]), run.tail(60)
     assert len(events[3]["plan"]["clusters"]) == len(events) / 2 == 2
-    late = [sentence for sentence in events[3]["failures"] if f"workshop/{stopped}" not in sentence]
-    assert not late, run.tail(60)  # the others never notice; its cluster only beyond the grace
+    late = [sentence for sentence in events[3]["failures"] if "workshop" not in sentence]
+    assert not late, run.tail(60)  # its cluster may notice, where a round takes beyond the grace
