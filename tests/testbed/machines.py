@@ -1,6 +1,6 @@
 """Machines on one machine: a network namespace each, and files of its own laid over ours.
 
-What a machine writes below /etc, /opt, /var/lib, /usr/local/bin and its home stays in a folder of
+What a machine writes below /etc, /opt, /var, /usr/local/bin and its home stays in a folder of
 the test. `sudo`, `ssh` and `systemctl` are played by short scripts; services run as their user.
 """
 
@@ -21,7 +21,7 @@ from tests.testbed.network import Network
 PROJECT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 STATE = "/var/lib/testbed"  # pids, exit codes and logs of services
-_OWN = ("/etc", "/opt", "/var/lib", "/usr/local/bin", "/root")
+_OWN = ("/etc", "/opt", "/var/lib", "/var/cache", "/usr/local/bin", "/root")
 _PROGRAMS = ("collapipe", "flwr", "flower-superlink", "flower-supernode", "flower-superexec")
 _MORE_PROGRAMS = ("flwr-serverapp", "flwr-clientapp", "python")
 _START_S = 30.0

@@ -1,7 +1,7 @@
 """What `systemctl` does on a machine of the testbed: a unit's program, as its user, with its files.
 
-Read from the unit: User, EnvironmentFile, Environment, StateDirectory, ExecStart, TimeoutStopSec.
-What else it says (hardening, restarts) is systemd's business and not played.
+Read from the unit: User, EnvironmentFile, Environment, StateDirectory, CacheDirectory, ExecStart,
+TimeoutStopSec. What else it says (hardening, restarts) is systemd's business and not played.
 """
 
 from __future__ import annotations
@@ -49,11 +49,12 @@ def start(name: str) -> None:
     (user,) = unit["User"]
     env = {k: os.environ[k] for k in KEPT if k in os.environ}
     env |= {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": f"/home/{user}", "USER": user}
-    for folder in unit.get("StateDirectory", ()):
-        path = Path("/var/lib", folder)
-        path.mkdir(mode=int(unit.get("StateDirectoryMode", ["755"])[0], 8), exist_ok=True)
-        subprocess.run(["chown", f"{user}:", str(path)], check=True)
-        env["STATE_DIRECTORY"] = str(path)
+    for kind, place in (("State", "/var/lib"), ("Cache", "/var/cache")):
+        for folder in unit.get(f"{kind}Directory", ()):
+            path = Path(place, folder)
+            path.mkdir(mode=int(unit.get(f"{kind}DirectoryMode", ["755"])[0], 8), exist_ok=True)
+            subprocess.run(["chown", f"{user}:", str(path)], check=True)
+            env[f"{kind.upper()}_DIRECTORY"] = str(path)
     as_user = ["setpriv", "--reuid", user, "--regid", user, "--init-groups", "--no-new-privs"]
     for what in ("pid", "rc"):
         (STATE / f"{name}.{what}").unlink(missing_ok=True)
