@@ -19,7 +19,7 @@ RUN = {
     "train.examples-per-round": 640,
     "data.train-examples": 2000,
     "data.test-examples": 50,
-    "edge.timeout-s": 15.0,
+    "edge.timeout-s": 40.0,  # an edge that restarts on a busy machine
     "scheduler.max-model-share": 0.3,  # two devices at least
     "evaluation.every": ROUNDS,
 }
