@@ -63,3 +63,25 @@ def bench_memory(
     from collapipe_flwr.benches.footprint_shown import run_memory_bench
 
     run_memory_bench(read_sizes(models), read_modes(modes), limit_gib, json_file)
+
+
+@benches.command("demo")
+def bench_demo(
+    project: Annotated[Path, typer.Argument(help="Folder of the Flower app.")] = Path("."),
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write results.")] = None,
+) -> None:
+    """Time, disk and memory of the demo, with all its processes; prints the README's row."""
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from collapipe_flwr.benches.demo import measure_demo, readme_row
+    from collapipe_flwr.reporting.json_file import prepare, write_json
+
+    if json_file is not None:
+        prepare("--json", json_file)
+    with Console(stderr=True).status("the demo"):
+        cost = measure_demo(project.resolve())
+    if json_file is not None:
+        write_json(json_file, asdict(cost))
+    typer.echo(readme_row(cost))
