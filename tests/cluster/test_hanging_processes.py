@@ -8,15 +8,14 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
 from collapipe_flwr.cluster.recovery_bench import Daemon, cluster_of, daemons, run_job, small_job
-from collapipe_flwr.cluster.remote import PROBE_S, RemoteChain, RemoteFleet
+from collapipe_flwr.cluster.remote import PROBE_S
 from collapipe_flwr.core.heartbeat import Heartbeat
 from collapipe_flwr.rpc.edge_client import EdgeClient
 from tests.cluster.test_killed_processes import assert_same, striking
@@ -33,27 +32,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@contextmanager
-def hanging(phase: str, strike: Callable[[], None]) -> Iterator[list[float]]:
-    """Somebody is hit once: while segments are placed or collected, or in a phase of step 1."""
-    if phase not in ("placing", "collecting"):
-        with striking(phase, 1, strike) as struck_s:
-            yield struck_s
-        return
-    owner, name = (RemoteFleet, "chain") if phase == "placing" else (RemoteChain, "collect")
-    method, struck_s = getattr(owner, name), []
-
-    def hit(*args, **more):
-        if not struck_s:
-            struck_s.append(time.monotonic())
-            strike()
-        return method(*args, **more)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, hit)
-        yield struck_s
 
 
 def sessions_of(daemon: Daemon) -> int:
@@ -80,7 +58,7 @@ def test_a_device_that_hangs_is_lost_by_its_heartbeat_and_takes_part_again_when_
     with daemons(3) as (hosts, edge):
         cluster, process = cluster_of(hosts, edge), hosts[victim].process
         run_job(replace(JOB, steps=1), cluster)  # all have loaded their libraries
-        with hanging(phase, lambda: process.send_signal(signal.SIGSTOP)) as struck_s:
+        with striking(phase, 1, lambda: process.send_signal(signal.SIGSTOP)) as struck_s:
             result, weights = run_job(JOB, cluster)
         (incident,) = result.incidents
         assert incident.lost == (f"recovery/d{victim}",)
@@ -105,7 +83,7 @@ def test_an_edge_that_hangs_for_a_while_is_waited_for_and_the_steps_replayed(pha
             back = threading.Timer(6.0, edge.process.send_signal, (signal.SIGCONT,))
             back.start()
 
-        with hanging(phase, hang) as struck_s:
+        with striking(phase, 1, hang) as struck_s:
             result, weights = run_job(JOB, cluster)
         (incident,) = result.incidents
         assert incident.lost == ()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from collapipe_flwr.cluster.order import PATIENCE_PER_STAGE
 from collapipe_flwr.cluster.recovery_bench import Daemon, cluster_of, daemons, run_job, small_job
-from collapipe_flwr.cluster.remote import CLOSE_S
+from collapipe_flwr.cluster.remote import CLOSE_S, RemoteChain, RemoteFleet
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.pipeline.roles import FirstStage
 
@@ -33,8 +33,20 @@ def _one_thread() -> Iterator[None]:
 
 @contextmanager
 def striking(phase: str, step: int, strike: Callable[[], None]) -> Iterator[list[float]]:
-    """When the control unit is at its second micro-batch of a phase, somebody else is hit, once."""
+    """When the control unit is at its second micro-batch of a phase, somebody else is hit, once.
+
+    ``placing`` and ``collecting`` are before the first step of a chain, and behind its last.
+    """
     struck_s: list[float] = []
+    around = {"placing": (RemoteFleet, "chain"), "collecting": (RemoteChain, "collect")}
+    owner, name = around.get(phase, (RemoteFleet, "chain"))
+    method = getattr(owner, name)
+
+    def hit_first(*args, **more):
+        if not struck_s:
+            struck_s.append(time.monotonic())
+            strike()
+        return method(*args, **more)
 
     def hit(at_step: int, micro_batch: int) -> None:
         if not struck_s and (at_step, micro_batch) == (step, 1):
@@ -60,6 +72,8 @@ def striking(phase: str, step: int, strike: Callable[[], None]) -> Iterator[list
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("collapipe_flwr.cluster.leg.FirstStage", Watched)
+        if phase in around:
+            patch.setattr(owner, name, hit_first)
         yield struck_s
 
 
@@ -118,7 +132,8 @@ def test_a_hanging_device_is_lost_at_its_deadline_and_may_rejoin(victim: int) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [0, 1])
-def test_an_edge_that_restarts_goes_on_from_its_state_dir(tmp_path, every: int) -> None:
+@pytest.mark.parametrize("phase", ["forward", "backward", "apply", "collecting"])
+def test_an_edge_that_restarts_goes_on_from_its_state_dir(tmp_path, phase: str, every: int) -> None:
     job = replace(JOB, snapshot_every=every)
     options = ("--state-dir", str(tmp_path / "state"))
     later: list[Daemon] = []
@@ -131,10 +146,12 @@ def test_an_edge_that_restarts_goes_on_from_its_state_dir(tmp_path, every: int) 
             later.append(Daemon("edge", *options, listen=edge.address))
 
         try:
-            with striking("forward", 2, restart) as struck_s:
+            with striking(phase, 2, restart) as struck_s:
                 result, weights = run_job(job, cluster)
             (incident,) = result.incidents
-            assert incident.lost == () and incident.from_step == (2 if every else 0)
+            # What is collected with snapshots is the first leg, of one step.
+            step = 0 if phase == "collecting" else 2
+            assert incident.lost == () and incident.from_step == (step if every else 0)
             assert incident.noticed_s - struck_s[0] < NOTICE_S
             _, undisturbed = run_job(job, cluster)
             assert_same(weights, undisturbed)
