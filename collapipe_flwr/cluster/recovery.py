@@ -134,7 +134,11 @@ class RecoveringRound:
                 return result
 
     def _once(self, tape: Tape) -> Leg:
-        """Play the leg and have the edge keep its end, unless it is the last of the round."""
+        """Play the leg and have the edge keep its end.
+
+        Behind the last leg, too: else an edge that restarts just then would go on from a snapshot,
+        and give out a decoder that lacks the leg.
+        """
         more = tape.source.more
         leg = run_leg(
             self._splitter,
@@ -144,8 +148,7 @@ class RecoveringRound:
             self._probe,
             keep_optimizer=more,
         )
-        if more():
-            self._recovery.edge.snapshot(self._done + len(leg.losses))
+        self._recovery.edge.snapshot(self._done + len(leg.losses))
         return leg
 
     def _recover(self, error: LinkError) -> Incident:
