@@ -15,6 +15,7 @@ from torch import Tensor
 from client_app.data import LocalData, Place, RoundExamples, local_data
 from client_app.fleet import Crew, Site, cluster_file, open_crew
 from client_app.online import examples_of_round
+from client_app.optimizer_memory import OptimizerMemory
 from collapipe_flwr.cluster.control_unit import (
     RoundResult,
     evaluate_batches,
@@ -36,6 +37,7 @@ from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import MicroBatch
+from collapipe_flwr.pipeline.state import load_slots, slots_of
 
 app = ClientApp()
 
@@ -63,7 +65,8 @@ def train(message: Message, context: Context) -> Message:
         server_round = _server_round(message)
         data = local_data(config, place, _vocabulary(whole.vocabulary_json))
         examples = examples_of_round(config, place, data, context, server_round)
-        content = _train_whole(whole, server_round, examples, weights)
+        memory = OptimizerMemory.of(config, context, server_round)
+        content = _train_whole(whole, memory, examples, weights)
     else:
         assignment, task = _assignment(message)
         data = local_data(config, place, _vocabulary(task.vocabulary_json))
@@ -73,7 +76,8 @@ def train(message: Message, context: Context) -> Message:
             recovery = crew.recovery(
                 site.profile(data.examples_per_round), _splitter(task.model_spec_json), task
             )
-            content = _train_split(assignment, examples, weights, crew, recovery)
+            memory = OptimizerMemory.of(config, context, assignment.server_round)
+            content = _train_split(assignment, examples, weights, crew, recovery, memory)
     return Message(content, reply_to=message)
 
 
@@ -139,12 +143,14 @@ def _train_split(
     weights: Mapping[str, Tensor],
     crew: Crew,
     recovery: Recovery,
+    memory: OptimizerMemory,
 ) -> RecordDict:
     """The round of a planned cluster: devices here, the decoder at the edge."""
     plan, task = assignment.plan, assignment.split
     assert plan is not None and task is not None
     splitter = _splitter(task.model_spec_json)
     order = _order(assignment, task, weights)
+    order = replace(order, slots=memory.recall(), keep_optimizer=memory.keep)
     sizes = {
         "batch_size": plan.micro_batch_size * plan.micro_batches,
         "micro_batch_size": plan.micro_batch_size,
@@ -152,6 +158,7 @@ def _train_split(
     steps = _micro_batches(splitter, examples.steps(**sizes))
     probe = _micro_batches(splitter, examples.probe(**sizes))
     result = train_round(splitter, order, steps, crew.fleet, probe, recovery=recovery)
+    memory.remember(result.slots)
     absent = crew.fleet.missing([device.device_id for device in recovery.profile.devices])
     content = _reply(result.weights, result.losses, examples)
     telemetry = replace(_telemetry(result, examples), absent=tuple(sorted(absent)))
@@ -186,15 +193,17 @@ def _dropout_seed(splitter: Splitter, assignment: RoundAssignment, seed: int) ->
 
 
 def _train_whole(
-    task: WholeTask, server_round: int, examples: RoundExamples, weights: Mapping[str, Tensor]
+    task: WholeTask, memory: OptimizerMemory, examples: RoundExamples, weights: Mapping[str, Tensor]
 ) -> RecordDict:
     """The same round on the unsplit model."""
     splitter = _splitter(task.model_spec_json)
     model = splitter.build_whole(weights)
     model.config.use_cache = False
     steps = examples.steps(batch_size=task.batch_size, micro_batch_size=task.micro_batch_size)
-    optimizer = Optimizer(task.optimizers[server_round - 1], model.parameters())
+    optimizer = Optimizer(task.optimizers[memory.server_round - 1], model.parameters())
+    load_slots(model, optimizer, memory.recall())
     losses = train_whole(model, optimizer, steps, splitter.task.targets, task.execution)
+    memory.remember(slots_of(model, optimizer))
     return _reply(splitter.trained_weights(model), losses, examples)
 
 

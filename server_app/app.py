@@ -141,7 +141,7 @@ def _strategy(
         return
     with _edge(config.edge) as client:
         split = SplitModel(
-            edge=RpcEdgeGateway(client),
+            edge=RpcEdgeGateway(client, keep_optimizer=config.train.optimizer_state == "keep"),
             edge_keys=frozenset(learner.splitter.edge_keys()),
             shared_keys=frozenset(learner.splitter.shared_keys),
             constant_keys=learner.splitter.constant_keys,

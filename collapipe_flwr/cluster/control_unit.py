@@ -24,6 +24,7 @@ from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.roles import MicroBatch
+from collapipe_flwr.pipeline.state import Slots
 from collapipe_flwr.rpc.differences import Moved
 from collapipe_flwr.scheduler.plans import check_cluster_plan
 
@@ -33,6 +34,7 @@ class RoundResult:
     """What came of it; ``reports`` are those of the control unit and of each device in order."""
 
     weights: dict[str, Tensor]
+    slots: Slots = field(default_factory=dict)  # of embedding and blocks, where asked for
     losses: tuple[float, ...]  # per optimiser step
     probe: MeanLoss  # before the first step
     reports: tuple[StageReport, ...]
@@ -61,12 +63,16 @@ def train_round(
     start_s = time.perf_counter()
     check_cluster_plan(order.plan, splitter.num_blocks)
     if recovery is None:
-        legs, plan, incidents = [run_leg(splitter, order, batches, fleet, probe)], order.plan, []
+        leg = run_leg(
+            splitter, order, batches, fleet, probe, keep_optimizer=lambda: order.keep_optimizer
+        )
+        legs, plan, incidents = [leg], order.plan, []
     else:
         course = RecoveringRound(splitter, order, fleet, recovery)
         course.run(batches, probe)
         legs, plan, incidents = course.legs, course.order.plan, course.incidents
     return RoundResult(
+        slots=legs[-1].state.slots if order.keep_optimizer else {},
         weights={k: t for leg in legs for k, t in leg.state.weights.items()},
         losses=tuple(loss for leg in legs for loss in leg.losses),
         probe=legs[0].probe,

@@ -30,7 +30,8 @@ class RoundOrder:
     idle_s: float = 600.0  # longest pause between steps
     dropout_seed: int | None = None  # the same dropout for every cut; None where there is none
     execution: Execution = field(default_factory=Execution)
-    slots: Slots = field(default_factory=dict)  # of the optimiser; none at the start of a round
+    slots: Slots = field(default_factory=dict)  # of the optimiser; without them it starts anew
+    keep_optimizer: bool = False  # give the slots back at the end of the round
     first_step: int = 0  # the number of the first step; not 0 in the middle of a round
 
     @property

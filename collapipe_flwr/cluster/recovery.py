@@ -146,7 +146,7 @@ class RecoveringRound:
             tape.play(),
             self._fleet,
             self._probe,
-            keep_optimizer=more,
+            keep_optimizer=lambda: more() or self.order.keep_optimizer,
         )
         self._recovery.edge.snapshot(self._done + len(leg.losses))
         return leg

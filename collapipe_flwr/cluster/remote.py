@@ -257,6 +257,7 @@ def _request(
         recompute=settings.recompute,
         precision=settings.precision,
         keep_spans=settings.keep_spans,
+        keep_optimizer=order.keep_optimizer,
         tx_power_w=order.plan.tx_power_w.get(segment.device_id),
     )
 

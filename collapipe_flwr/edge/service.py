@@ -210,12 +210,12 @@ class EdgeService:
     def close(self, session_id: str, token: str) -> None:
         """Forget a session, ending a stream that still runs.
 
-        With a store its weights are kept until the next session closes.
+        With a store its weights, and slots where asked for, are kept until the next one closes.
         """
         session = self.find(session_id, token)
         self._forget(session)
         if self._store is not None and session.part is not None and not session.running:
-            self._store.keep(session.part.state_dict())
+            self._store.keep(self._now(session, session.request.keep_optimizer))
         session.break_off("the session was closed")
 
     def health(self) -> Health:

@@ -10,6 +10,7 @@ from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.federation.edge_gateway import DecoderOrder, EdgeSession
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.session import SessionRequest
+from collapipe_flwr.pipeline.state import PartState, Slots
 from collapipe_flwr.rpc.edge_client import EdgeClient
 
 _RANDOM_BYTES = 16
@@ -19,12 +20,18 @@ class RpcEdgeGateway:
     """Speaks to one edge through ``client``, whose deadlines bound every call.
 
     ``address`` is where clusters reach the same edge; it differs from the client's when the
-    server sees the edge under another name.
+    server sees the edge under another name. With ``keep_optimizer`` the optimiser of each cluster's
+    decoder goes on in the next round where the last one ended.
     """
 
-    def __init__(self, client: EdgeClient, *, address: str | None = None) -> None:
+    def __init__(
+        self, client: EdgeClient, *, address: str | None = None, keep_optimizer: bool = False
+    ) -> None:
         self._client = client
         self._address = address or client.address
+        self._keep_optimizer = keep_optimizer
+        self._slots: dict[str, Slots] = {}  # by cluster
+        self._clusters: dict[str, str] = {}  # by session
 
     def open(self, order: DecoderOrder) -> EdgeSession:
         """Open a session with a fresh token and push the decoder; nothing stays open on error."""
@@ -35,15 +42,22 @@ class RpcEdgeGateway:
         )
         self._client.open_session(_request(order, session))
         try:
-            self._client.push_weights(session.session_id, session.token, order.weights)
+            state = PartState(weights=order.weights, slots=self._slots.get(order.cluster_id, {}))
+            self._client.push_weights(session.session_id, session.token, state.tensors())
         except LinkError:
             self.close(session)
             raise
+        self._clusters[session.session_id] = order.cluster_id
         return session
 
     def fetch(self, session: EdgeSession) -> dict[str, torch.Tensor]:
         """The decoder as the cluster's steps left it."""
-        return self._client.fetch_weights(session.session_id, session.token)
+        keep = self._keep_optimizer
+        found = self._client.fetch_weights(session.session_id, session.token, with_optimizer=keep)
+        state = PartState.of_tensors(found)
+        if keep:
+            self._slots[self._clusters[session.session_id]] = state.slots
+        return dict(state.weights)
 
     def report(self, session: EdgeSession) -> StageReport | None:
         """What the decoder's stage measured."""
@@ -52,6 +66,7 @@ class RpcEdgeGateway:
 
     def close(self, session: EdgeSession) -> None:
         """Free the session."""
+        self._clusters.pop(session.session_id, None)
         self._client.close_session(session.session_id, session.token)
 
 

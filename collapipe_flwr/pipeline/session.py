@@ -43,6 +43,7 @@ class SessionRequest:
     `next_hop`; the edge, which is last, has neither. `schedule`, `depth` and what follows as in
     `StageSettings`. A `recoverable` session keeps a copy of its last snapshot (at first of the
     weights that it was given) and goes back to it when a stream fails, instead of ending.
+    With `keep_optimizer` a device keeps the optimiser's slots with the weights for the next round.
     `tx_power_w` is the planned power of a device's radio.
 
     Members of `cluster_id` may use it; the host writes down which one was its `opener`. Both count
@@ -63,6 +64,7 @@ class SessionRequest:
     recompute: bool = False
     precision: str = "fp32"
     keep_spans: bool = False
+    keep_optimizer: bool = False
     recoverable: bool = False
     tx_power_w: float | None = None
     cluster_id: str = ""

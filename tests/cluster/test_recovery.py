@@ -205,6 +205,33 @@ def test_whatever_dies_whenever_the_weights_are_those_of_the_new_plan(
         assert not [t for t in threading.enumerate() if t.name.startswith("device ")]
 
 
+def test_a_loss_leaves_the_optimiser_that_an_undisturbed_round_leaves(
+    splitter: Splitter, first
+) -> None:
+    """Over two rounds; the second begins with the optimiser of the first."""
+    ends = []
+    for fault in ((), (Fault(step=1, device_id="A/d1", phase="backward"),)):
+        edge, slots, plan = new_edge(splitter, first), {}, None
+        weights = dict(first)
+        for faults in ((), fault):
+            batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
+            asked = replace(order(weights, plan), slots=slots, keep_optimizer=True)
+            fleet = ThreadFleet(edge.connect, failing(*faults))
+            edge.service.push_weights("A", TOKEN, edge.service.weights("A", TOKEN))
+            plans = recovery(splitter, edge)
+            result = train_round(splitter, asked, batches, fleet, recovery=plans)
+            weights, slots = {**weights, **result.weights}, result.slots
+        ends.append((weights, slots))
+    (calm, calm_slots), (hit, hit_slots) = ends
+    assert calm_slots.keys() == hit_slots.keys() and calm_slots
+    for key, tensors in calm_slots.items():
+        assert float(tensors[0]) == 2 * STEPS  # AdamW's own count of steps
+        for left, right in zip(tensors, hit_slots[key], strict=True):
+            torch.testing.assert_close(left, right, rtol=0, atol=1e-6)
+    for key, tensor in calm.items():
+        torch.testing.assert_close(hit[key], tensor, rtol=0, atol=1e-5)
+
+
 def test_snapshots_change_nothing(splitter: Splitter, first, undisturbed) -> None:
     for every in (1, 2):
         result, weights, _ = run(splitter, first, every=every)

@@ -12,10 +12,14 @@ from collapipe_flwr.edge.server import EdgeServer
 from collapipe_flwr.edge.service import EdgeService
 from collapipe_flwr.edge.store import TensorStore
 from collapipe_flwr.pipeline.digest import digest_of
+from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+from collapipe_flwr.pipeline.state import PartState
 from collapipe_flwr.rpc.differences import Moved, fetch_changed, push_missing
 from collapipe_flwr.rpc.edge_client import EdgeClient
 from tests.edge.chain_to_edge import TOKEN, build_head, request
 from tests.pipeline.chains import Head
+
+ADAMW = OptimizerSettings(name="adamw")
 
 
 @pytest.fixture
@@ -45,6 +49,21 @@ def test_the_first_push_moves_everything_and_the_same_again_nothing(client: Edge
     assert _push(client, "b", weights) == Moved(spared_bytes=_bytes(weights))
     found = client.fetch_weights("b", TOKEN)
     assert all(torch.equal(found[key], weights[key]) for key in weights)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_slots_that_were_kept_stay_where_they_are(client: EdgeClient, kept: bool) -> None:
+    head = Head()
+    slots = {key: (torch.ones(()), p, p) for key, p in head.state_dict().items()}
+    state = PartState(weights=_weights(), slots=slots).tensors()
+    for session_id in ("a", "b"):
+        client.open_session(request(session_id, optimizer=ADAMW, keep_optimizer=kept))
+        moved = push_missing(client, session_id, TOKEN, state)
+        found = client.fetch_weights(session_id, TOKEN, with_optimizer=True)
+        assert all(torch.equal(found[key], state[key]) for key in state)
+        client.close_session(session_id, TOKEN)
+    of_slots = _bytes(state) - _bytes(_weights())
+    assert moved.sent_bytes == (0 if kept else of_slots)
 
 
 def test_only_what_changed_moves(client: EdgeClient) -> None:

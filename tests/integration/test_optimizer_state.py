@@ -1,0 +1,67 @@
+"""With `train.optimizer-state=keep` one cluster is one optimiser over all rounds, however cut."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from client_app.app import app as client_app
+from collapipe_flwr.core.config import parse
+from collapipe_flwr.core.parsing import Value
+from collapipe_flwr.federation.local_grid import LocalGrid
+from server_app.app import run
+from tests.integration.conftest import TINY, RunApp
+
+ALONE: dict[str, Value] = {
+    "clusters": 1,
+    "num-server-rounds": 4,
+    "train.decay": "none",
+    "scheduler.policy": "random",
+    "scheduler.micro-batch-sizes": "4",
+    "scheduler.micro-batches": "2",
+    "evaluation.every": 4,
+}
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def distance(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    assert set(left) == set(right)
+    return max(float((left[key] - right[key]).abs().max()) for key in left)
+
+
+def test_one_cluster_that_keeps_its_state_is_an_unsplit_model_with_one_optimiser(
+    run_app: RunApp,
+) -> None:
+    keep: dict[str, Value] = {**ALONE, "train.optimizer-state": "keep"}
+    split = run_app({**keep, "run-name": "split"})
+    events = [json.loads(line) for line in (split / "events.jsonl").read_text().splitlines()]
+    cuts = {
+        tuple(tuple(s.values()) for s in event["plan"]["clusters"][0]["segments"])
+        for event in events
+    }
+    assert len(cuts) > 1  # segments changed their owners
+    whole = run_app({**keep, "runtime": "whole", "run-name": "whole"})
+    reset = run_app({**ALONE, "run-name": "reset"})
+    apart = distance(weights_of(split), weights_of(whole))
+    assert apart < 1e-4
+    assert distance(weights_of(split), weights_of(reset)) > 20 * apart
+
+
+def test_a_node_without_its_past_says_so_and_starts_anew(tmp_path: Path, caplog) -> None:
+    values = {**TINY, **ALONE, "train.optimizer-state": "keep", "output-dir": str(tmp_path)}
+    place = {"partition-id": 0, "num-partitions": 1}
+
+    class Forgetful(LocalGrid):
+        def send_and_receive(self, messages, *, timeout=None):
+            self.add(1, client_app)  # a new SuperNode each time
+            return super().send_and_receive(messages, timeout=timeout)
+
+    run(Forgetful({1: client_app}, node_configs={1: place}, run_config=values), parse(values))
+    told = [r for r in caplog.records if "no optimiser state of an earlier round" in r.message]
+    assert len(told) == ALONE["num-server-rounds"] - 1
