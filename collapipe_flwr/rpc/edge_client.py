@@ -83,10 +83,11 @@ class EdgeClient:
         self._channel = self._connect()
         self._heartbeat = heartbeat
         self._silent = False  # whether the peer ever was
+        self._pulse: Pulse | None = None
         self._life = ExitStack()
         if heartbeat is not None:
             pinged = partial(open_channel, address, tls, [*pulse_options(heartbeat), *named])
-            self._life.enter_context(Pulse(pinged, heartbeat, self._break))
+            self._pulse = self._life.enter_context(Pulse(pinged, heartbeat, self._break))
 
     def open_session(self, request: SessionRequest) -> None:
         """Make a session on the edge; it needs weights before it can run."""
@@ -249,11 +250,11 @@ class EdgeClient:
 
     @property
     def silent(self) -> bool:
-        """Whether the peer ever missed its heartbeat."""
-        return self._silent
+        """Whether the peer has missed its heartbeat and is not back yet."""
+        return self._pulse is not None and self._pulse.lost
 
     def _break(self) -> None:
-        """Break all that waits for a peer that fell silent; later calls find out for themselves."""
+        """Break all that waits for a peer that fell silent."""
         silent, self._silent = self._channel, True
         self._channel = self._connect()
         silent.close()
@@ -313,6 +314,8 @@ class EdgeClient:
         return True
 
     def _translated(self, call: Callable[[], Answer]) -> Answer:
+        if self.silent and not self._patience_s:
+            raise self._lifeless()
         try:
             return call()
         except grpc.RpcError as error:
@@ -322,13 +325,17 @@ class EdgeClient:
         except ValueError as error:  # the channel was closed just before the call began
             raise Unreachable(f"{self.peer} broke off: {error}") from error
 
+    def _lifeless(self) -> Unreachable:
+        assert self._heartbeat is not None
+        silence_s = self._heartbeat.lost_after_s
+        return Unreachable(f"{self.peer} has shown no life for {silence_s:g} s")
+
     def _translate(self, error: grpc.RpcError) -> LinkError:
         code, details = error.code(), error.details()
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return LinkTimeout(f"{self.peer} did not answer in time")
-        if self._silent and self._heartbeat is not None and details == _CLOSED:
-            silence_s = self._heartbeat.lost_after_s
-            return Unreachable(f"{self.peer} has shown no life for {silence_s:g} s")
+        if self._silent and details == _CLOSED:
+            return self._lifeless()
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
             return Unreachable(f"{self.peer} cannot be reached or broke off: {details}")
         if code is grpc.StatusCode.NOT_FOUND:

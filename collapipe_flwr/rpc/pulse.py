@@ -68,6 +68,7 @@ class Pulse:
         self._life = object()  # of the connection that counts now
         self._beats = False
         self._over = False
+        self.lost = False  # now, and not back yet
         self._thread = threading.Thread(target=self._watch, name="pulse", daemon=True)
 
     def __enter__(self) -> Self:
@@ -86,17 +87,18 @@ class Pulse:
         self._thread.join(self._heartbeat.lost_after_s)
 
     def _watch(self) -> None:
-        patience_s, told = self._heartbeat.lost_after_s, False
+        patience_s = self._heartbeat.lost_after_s
         while not self._over:
             with self._connection():
                 back = self._wait(beating=True, limit_s=patience_s)
                 if back:
+                    self.lost = False
                     self._wait(beating=False, limit_s=None)
             if self._over:
                 return
-            if not (back or told):
+            if not (back or self.lost):
+                self.lost = True
                 self._on_lost()
-            told = not back
             # What was pinged in vain was silent for up to two periods already.
             patience_s = self._heartbeat.lost_after_s - 2 * self._heartbeat.period_s
 

@@ -152,7 +152,8 @@ def test_an_edge_that_restarts_goes_on_from_its_state_dir(tmp_path, phase: str, 
             # What is collected with snapshots is the first leg, of one step.
             step = 0 if phase == "collecting" else 2
             assert incident.lost == () and incident.from_step == (step if every else 0)
-            assert incident.noticed_s - struck_s[0] < NOTICE_S
+            if phase != "collecting":  # nobody needs it then, until it is asked to keep the end
+                assert incident.noticed_s - struck_s[0] < NOTICE_S
             _, undisturbed = run_job(job, cluster)
             assert_same(weights, undisturbed)
         finally:
