@@ -30,7 +30,7 @@ from collapipe_flwr.core.errors import ConfigError, ProtocolError
 from collapipe_flwr.data.vocabulary import Vocabulary
 from collapipe_flwr.edge.allocator import tend_heap
 from collapipe_flwr.federation import records
-from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
+from collapipe_flwr.federation.arrays import take_record, take_tensors
 from collapipe_flwr.federation.records import RoundAssignment, SplitTask, WholeTask
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.models.spec import ModelSpec
@@ -59,7 +59,7 @@ def train(message: Message, context: Context) -> Message:
     config, place = _settings(context)
     torch.set_num_threads(config.train.threads)
     tend_heap()
-    weights = decode_tensors(message.content.array_records[records.ARRAYS])
+    weights = take_tensors(message.content.array_records[records.ARRAYS])
     whole = records.read_whole_task(message.content)
     if whole is not None:
         server_round = _server_round(message)
@@ -86,7 +86,7 @@ def evaluate(message: Message, context: Context) -> Message:
     """The loss on the cluster's share of the test set, by the path that training takes."""
     config, place = _settings(context)
     torch.set_num_threads(config.train.threads)
-    weights = decode_tensors(message.content.array_records[records.ARRAYS])
+    weights = take_tensors(message.content.array_records[records.ARRAYS])
     whole = records.read_whole_task(message.content)
     if whole is not None:
         data = local_data(config, place, _vocabulary(whole.vocabulary_json))
@@ -222,12 +222,13 @@ def _micro_batches(
 
 
 def _reply(
-    weights: Mapping[str, Tensor], losses: Sequence[float], examples: RoundExamples
+    weights: dict[str, Tensor], losses: Sequence[float], examples: RoundExamples
 ) -> RecordDict:
+    """``weights`` are handed over: the dictionary is empty afterwards."""
     metrics = MetricRecord(
         {"loss": sum(losses) / len(losses), records.EXAMPLES: len(examples.chosen)}
     )
-    return RecordDict({records.ARRAYS: encode_tensors(weights), records.METRICS: metrics})
+    return RecordDict({records.ARRAYS: take_record(weights), records.METRICS: metrics})
 
 
 def _telemetry(result: RoundResult, examples: RoundExamples) -> ClusterTelemetry:

@@ -1,9 +1,10 @@
 """Peak memory of every role against a client that trains the whole model, each in its own process.
 
-What is compared is what the kernel counted as a process' largest resident size, interpreter and
-libraries included. Roles run one after the other: each is a real stage with its optimiser, fed with
-frames of the right shapes by its own process instead of its neighbours. Weights come from a
-checkpoint with random values, in full training as a message would bring them.
+What is compared is what the kernel counted as a process' largest resident size: interpreter,
+libraries and mapped pages of the checkpoint included; its anonymous part stands beside it. Roles
+run one after the other: each is a real stage with its optimiser, fed with frames of the right
+shapes by its own process instead of its neighbours. Weights come from a checkpoint with random
+values, in full training as a message would bring them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from collapipe_flwr.benches.random_checkpoint import write_checkpoint
+from collapipe_flwr.benches.resident import available_bytes
 from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.models import LoraSettings, ModelSpec, Splitter, make_spec
 from collapipe_flwr.models.spec import BatchShape
@@ -41,6 +43,7 @@ class ModelSize:
     devices: int = 4
     examples: int = 8
     tokens: int = 128
+    steps: int = 2
     labels: int | None = None
 
 
@@ -71,6 +74,7 @@ LLAMA_1B = ModelSize(
     narrow_on_disk=True,
     examples=1,
     tokens=64,
+    steps=1,
 )
 SIZES = {size.name: size for size in (BERT_BASE, LLAMA_1B)}
 MODES = (FULL, LORA, f"{LORA}-bfloat16", f"{LORA}-int8")
@@ -108,6 +112,8 @@ class MemoryCase:
     whole_model_peak_bytes: int
     ratio: float | None
     needed_bytes: int  # weights, gradients and optimiser state by the profile
+    peak_anonymous_bytes: int | None = None
+    left_out: str = ""  # why it was not measured
     whole_model_measured: bool = True
 
 
@@ -163,7 +169,9 @@ def _cases(
     for order, needed in _orders(size, spec):
         label = f"{size.name} {mode}: {order.role} {order.first_block}..{order.stop_block}"
         tick(label if order.role == "device" else f"{size.name} {mode}: {order.role}")
-        peak = peak_of(order) if needed + _PROCESS_BYTES <= limit else None
+        left_out = _misfit(needed + _PROCESS_BYTES, limit)
+        peaks = None if left_out else peaks_of(order)
+        peak = peaks.resident if peaks else None
         if order.role == "whole":
             whole, measured = peak or needed, peak is not None
         yield MemoryCase(
@@ -176,6 +184,8 @@ def _cases(
             whole_model_peak_bytes=whole,
             ratio=None if peak is None else peak / whole,
             needed_bytes=needed,
+            peak_anonymous_bytes=peaks.anonymous if peaks else None,
+            left_out=left_out,
             whole_model_measured=measured,
         )
 
@@ -186,7 +196,11 @@ def _orders(size: ModelSize, spec: ModelSpec) -> Iterator[tuple[RoleOrder, int]]
     profile = splitter.profile(BatchShape(source_length=size.tokens))
     blocks = [block.state_bytes for block in profile.blocks]
     order = RoleOrder(
-        spec_json=spec.to_json(), role="whole", examples=size.examples, tokens=size.tokens
+        spec_json=spec.to_json(),
+        role="whole",
+        examples=size.examples,
+        tokens=size.tokens,
+        steps=size.steps,
     )
     ends = profile.embedding.state_bytes, profile.decoder.state_bytes
     yield order, _whole_bytes(size, splitter)
@@ -210,7 +224,24 @@ def _whole_bytes(size: ModelSize, splitter: Splitter) -> int:
     return weights + _ADAMW_COPIES * sum(math.prod(s) * d.itemsize for s, d in trained)
 
 
-def peak_of(order: RoleOrder) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peaks:
+    """Bytes of one process, pages of files counted in the first only."""
+
+    resident: int
+    anonymous: int
+
+
+def _misfit(wanted: int, limit: int) -> str:
+    """Why a process of ``wanted`` bytes is not started; empty if it may be."""
+    if wanted > limit:
+        return f"needs about {wanted / 2**30:.1f} GiB, --limit-gib is {limit / 2**30:g}"
+    if wanted > (available := available_bytes()):
+        return f"needs about {wanted / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free"
+    return ""
+
+
+def peaks_of(order: RoleOrder) -> Peaks:
     """Let a process play a role to its end; raises RunError if it fails."""
     command = [sys.executable, "-m", "collapipe_flwr.benches.footprint_role", order.to_json()]
     try:
@@ -222,7 +253,7 @@ def peak_of(order: RoleOrder) -> int:
     if done.returncode != 0:
         words = done.stderr.strip().splitlines()
         raise RunError(f"the role {order.role} failed: {words[-1] if words else 'no word'}")
-    return int(done.stdout.split()[-1])
+    return Peaks(**json.loads(done.stdout.splitlines()[-1]))
 
 
 def _read(option: str, text: str, known: tuple[str, ...]) -> list[str]:

@@ -17,7 +17,7 @@ from torch import Tensor
 import collapipe_flwr.edge.server
 import collapipe_flwr.rpc.edge_client  # noqa: F401
 from collapipe_flwr.benches.footprint import RoleOrder
-from collapipe_flwr.benches.resident import peak_bytes
+from collapipe_flwr.benches.resident import AnonymousPeak, peak_bytes
 from collapipe_flwr.cluster.whole import train_whole
 from collapipe_flwr.models import ModelSpec, Splitter
 from collapipe_flwr.models.lora import add_adapters, first_adapter, is_adapter
@@ -57,13 +57,15 @@ class Player:
         train_whole(model, optimizer, steps, splitter.task.targets)
 
     def control_unit(self) -> None:
-        """The embedding, with all that a Flower message brings for the cluster."""
-        from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
+        """The embedding, with all that Flower's messages carry for the cluster, there and back."""
+        from collapipe_flwr.federation.arrays import encode_tensors, take_record, take_tensors
 
         splitter = self._splitter
         keys = (*splitter.embedding_keys(), *splitter.segment_keys(0, splitter.num_blocks))
-        message = encode_tensors(self._weights(keys))
-        weights = decode_tensors(message)
+        message = encode_tensors({})
+        for key in keys:
+            message.update(encode_tensors(self._weights([key])))
+        weights = take_tensors(message)
         part = splitter.build_embedding(weights)
         left, right = memory_pair("control unit", "device")
         answering = _thread(lambda: _answer(right))
@@ -78,7 +80,8 @@ class Player:
             first.train_step([micro_batch])
         first.finish()
         answering.join(WAIT_S)
-        assert len(message) == len(weights)  # both alive to the end, as in the app
+        trained = {key: tensor.clone() for key, tensor in weights.items()}  # as from devices
+        assert len(take_record(trained)) == len(weights)  # a failed step would need them still
 
     def device(self) -> None:
         """A segment between two neighbours."""
@@ -178,8 +181,9 @@ def main() -> None:
         "device": player.device,
         "edge": player.edge,
     }
-    roles[order.role]()
-    print(peak_bytes())
+    with AnonymousPeak() as anonymous:
+        roles[order.role]()
+    print(json.dumps({"resident": peak_bytes(), "anonymous": anonymous.bytes}))
 
 
 if __name__ == "__main__":

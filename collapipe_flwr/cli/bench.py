@@ -55,7 +55,7 @@ def bench_codecs(
 def bench_memory(
     models: Annotated[str, typer.Option(help="Which models.")] = "bert-12x768,llama-3.2-1b",
     modes: Annotated[str, typer.Option(help="full, lora, lora-bfloat16, lora-int8.")] = "full,lora",
-    limit_gib: Annotated[float, typer.Option(help="Skip processes that need more.")] = 12.0,
+    limit_gib: Annotated[float, typer.Option(help="Skip processes that need more.")] = 21.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write results.")] = None,
 ) -> None:
     """Peak memory of control unit, devices and edge beside a client with the whole model."""

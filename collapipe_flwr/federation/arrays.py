@@ -40,6 +40,22 @@ def decode_tensors(record: ArrayRecord) -> dict[str, torch.Tensor]:
     return {key: _decode_tensor(key, array) for key, array in record.items()}
 
 
+def take_tensors(record: ArrayRecord) -> dict[str, torch.Tensor]:
+    """The same, emptying the record on the way: a model is never there twice.
+
+    Raises ProtocolError on a malformed array.
+    """
+    return {key: _decode_tensor(key, record.pop(key)) for key in list(record)}
+
+
+def take_record(tensors: dict[str, torch.Tensor]) -> ArrayRecord:
+    """:func:`encode_tensors`, emptying the state dict on the way."""
+    record = ArrayRecord()
+    for key in list(tensors):
+        record[key] = _encode_tensor(tensors.pop(key))
+    return record
+
+
 def is_floating(array: Array) -> bool:
     """True where averaging makes sense: not for integers and booleans."""
     return array.dtype in _RAW_DTYPES or not array.dtype.startswith(("int", "uint", "bool"))

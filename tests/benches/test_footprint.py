@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from collapipe_flwr.benches import footprint
 from collapipe_flwr.benches.footprint import (
     BERT_BASE,
     LLAMA_1B,
@@ -14,6 +16,7 @@ from collapipe_flwr.benches.footprint import (
     read_modes,
     read_sizes,
 )
+from collapipe_flwr.benches.resident import AnonymousPeak, peak_bytes
 from collapipe_flwr.core.errors import ConfigError
 
 SMALL = replace(
@@ -41,6 +44,7 @@ def test_every_role_is_measured_in_its_own_process(tmp_path: Path) -> None:
     for case in cases:
         assert case.peak_bytes is not None and case.peak_bytes > case.needed_bytes
         assert case.whole_model_peak_bytes == whole
+        assert case.needed_bytes < case.peak_anonymous_bytes < case.peak_bytes
         assert case.ratio == pytest.approx(case.peak_bytes / whole)
     device, edge = cases[2], cases[4]
     table = 200_000 * 64 * 4
@@ -54,6 +58,19 @@ def test_what_would_not_fit_is_left_out_and_says_so(tmp_path: Path) -> None:
     assert cases[0].needed_bytes > 4 * 200_000 * 64 * 4
     assert all(case.whole_model_peak_bytes == cases[0].needed_bytes for case in cases)
     assert not any(case.whole_model_measured for case in cases)
+    assert all("--limit-gib is 0" in case.left_out for case in cases)
+
+
+def test_what_the_machine_has_no_room_for_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(footprint, "available_bytes", lambda: 2**30)
+    assert footprint._misfit(2**30, limit=2**40) == ""
+    assert "1.5 GiB, 1.0 GiB are free" in footprint._misfit(3 * 2**29, limit=2**40)
+
+
+def test_pages_of_files_are_no_anonymous_memory() -> None:
+    with AnonymousPeak() as peak:
+        block = bytearray(os.urandom(2**20) * 64)
+    assert len(block) <= peak.bytes < peak_bytes()
 
 
 def test_names_are_checked() -> None:

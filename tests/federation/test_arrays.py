@@ -14,6 +14,8 @@ from collapipe_flwr.federation.arrays import (
     decode_tensors,
     encode_tensors,
     restore,
+    take_record,
+    take_tensors,
 )
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.strategy import CollaPipe
@@ -143,3 +145,13 @@ def test_a_strategy_that_changes_a_shape_is_refused():
 def test_a_malformed_array_is_named(array):
     with pytest.raises(ProtocolError, match=r"array lm\.weight"):
         decode_tensors(ArrayRecord({"lm.weight": array}))
+
+
+def test_taking_gives_the_same_and_leaves_nothing() -> None:
+    tensors = {"a": torch.arange(3.0), "b": torch.ones(2, dtype=torch.bfloat16)}
+    held = dict(tensors)
+    record = take_record(held)
+    assert held == {}
+    found = take_tensors(record)
+    assert len(record) == 0
+    assert all(torch.equal(found[key], tensor) for key, tensor in tensors.items())
