@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 from collapipe_flwr.benches.recorded import markdown
@@ -25,3 +27,14 @@ def test_the_codec_table_is_the_file() -> None:
 def test_the_table_of_step_times_is_the_recorded_bench() -> None:
     recorded = json.loads((ROOT / "docs/results/data-plane/pipeline.json").read_text())
     assert markdown(recorded) in (ROOT / "docs/pipeline.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_memory_is_the_recorded_bench() -> None:
+    """It must be that of the recorded file, whole."""
+    script, recorded = ROOT / "benchmarks/memory_table.py", ROOT / "docs/results/memory.json"
+    command = [sys.executable, str(script), str(recorded)]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    text = (ROOT / "docs/lora.md").read_text(encoding="utf-8")
+    shown = text.partition("<!-- table memory -->\n")[2].partition("\n<!-- end -->")[0]
+    assert shown == printed.stdout.strip()
+    assert len(shown.splitlines()) == 2 + len(json.loads(recorded.read_text())["cases"])

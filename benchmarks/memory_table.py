@@ -1,0 +1,58 @@
+"""The table of docs/lora.md from what `collapipe bench memory --json FILE` wrote.
+
+    collapipe bench memory --json docs/results/memory.json
+    python benchmarks/memory_table.py docs/results/memory.json --into docs/lora.md
+
+Without --into it is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+_GIB = 2**30
+_PLACE = re.compile(r"(<!-- table memory -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def table(cases: list[dict[str, Any]]) -> str:
+    """One row per role in Markdown, GiB; what was not measured says why."""
+    lines = [
+        "| model | mode | role | peak GiB | of it anonymous | of the whole model |",
+        "|---|---|---|---|---|---|",
+    ]
+    return "\n".join([*lines, *map(_row, cases)])
+
+
+def _row(case: dict[str, Any]) -> str:
+    start = f"| {case['model']} | {case['mode']} | {case['role']} |"
+    if case["peak_bytes"] is None:
+        return f"{start} not run: {case['left_out']} | - | - |"
+    share = f"{case['ratio']:.2f}"
+    if not case["whole_model_measured"]:
+        share += " of its state alone"
+    return (
+        f"{start} {case['peak_bytes'] / _GIB:.2f} | {case['peak_anonymous_bytes'] / _GIB:.2f} "
+        f"| {share} |"
+    )
+
+
+def main() -> None:
+    """Print the table, or put it into a document."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--into", type=Path)
+    options = parser.parse_args()
+    text = table(json.loads(options.file.read_text())["cases"])
+    if options.into is None:
+        print(text)
+        return
+    document = options.into.read_text(encoding="utf-8")
+    options.into.write_text(_PLACE.sub(rf"\g<1>{text}\n\g<2>", document), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
