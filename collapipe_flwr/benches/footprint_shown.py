@@ -38,7 +38,7 @@ def run_memory_bench(
 
 
 def _table(cases: list[MemoryCase]) -> Table:
-    table = Table(title="Peak resident memory, one process per role")
+    table = Table(title="Peak resident memory in GiB, one process per role")
     for column in (
         "model",
         "mode",
@@ -60,4 +60,4 @@ def _table(cases: list[MemoryCase]) -> Table:
 
 
 def _size(count: int | None) -> str:
-    return "-" if count is None else f"{count / _GIB:.2f} GiB"
+    return "-" if count is None else f"{count / _GIB:.2f}"
