@@ -39,6 +39,7 @@ from collapipe_flwr.rpc.tls import TlsFiles, open_channel
 from collapipe_flwr.rpc.weights import gather_weights, weight_frames
 
 Answer = TypeVar("Answer")
+_LOOK_S = 0.5
 _WAKE_S = 120.0  # for a board that loads its libraries with the first session
 _DRAIN_S = 60.0  # for the edge to finish what it has, when a stream is closed in good order
 _ABORT_S = 1.0  # for the edge to hear why, when it is closed with an error
@@ -301,17 +302,19 @@ class EdgeClient:
                     raise
 
     def _connected_before(self, until_s: float) -> bool:
-        """Wait for the edge to listen again; whether it did in time."""
-        left_s = until_s - time.monotonic()
-        if left_s <= 0:
-            return False
-        ready = grpc.channel_ready_future(self._channel)
-        try:
-            ready.result(timeout=left_s)
-        except grpc.FutureTimeoutError:
-            ready.cancel()
-            return False
-        return True
+        """Wait for the edge to listen again; whether it did in time.
+
+        A missed heartbeat replaces the channel meanwhile, so none is waited for to the end.
+        """
+        while (left_s := until_s - time.monotonic()) > 0:
+            ready = grpc.channel_ready_future(self._channel)
+            try:
+                ready.result(timeout=min(left_s, _LOOK_S))
+            except grpc.FutureTimeoutError:
+                ready.cancel()
+            else:
+                return True
+        return False
 
     def _translated(self, call: Callable[[], Answer]) -> Answer:
         if self.silent and not self._patience_s:
