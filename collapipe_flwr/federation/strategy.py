@@ -19,7 +19,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from collapipe_flwr.core.errors import ProtocolError, RunError
+from collapipe_flwr.core.errors import ConfigError, ProtocolError, RunError
 from collapipe_flwr.federation.arrays import averaging_view, restore
 from collapipe_flwr.federation.open_round import (
     OpenRound,
@@ -42,6 +42,8 @@ from collapipe_flwr.scheduler.protocol import Scheduler
 from collapipe_flwr.scheduler.registry import make_scheduler
 
 log = logging.getLogger("flwr.collapipe")
+
+PROXIMAL = "proximal-mu"  # as FedProx spells it
 
 
 class CollaPipe(Strategy):
@@ -108,11 +110,14 @@ class CollaPipe(Strategy):
     ) -> list[Message]:
         """The inner strategy's messages, each with its own plan and its part of the model.
 
-        Raises ScheduleError if nothing can be planned and LinkError if the edge cannot be reached.
+        Raises ScheduleError if nothing can be planned, LinkError if the edge cannot be reached,
+        and ConfigError for a split model that should be trained with a proximal term.
         """
         self.close()
         view = averaging_view(arrays, self._constant_keys)
         messages = list(self.inner_strategy.configure_train(server_round, view, config, grid))
+        if self._split:
+            refuse_proximal_term(messages)
         nodes = [message.metadata.dst_node_id for message in messages]
         plan = self.planner.plan(server_round, nodes, arrays)
         split = SplitRound(self._split, server_round) if self._split else None
@@ -207,6 +212,20 @@ def weight_key(strategy: Strategy) -> str:
         return key
     wrapped = getattr(strategy, "strategy", None)
     return weight_key(wrapped) if isinstance(wrapped, Strategy) else EXAMPLES
+
+
+def refuse_proximal_term(messages: Iterable[Message]) -> None:
+    """Raise ConfigError where FedProx asks clients for a term that a split cluster lacks.
+
+    Silently left out, the run would be one of FedAvg under another name.
+    """
+    records = (c for message in messages for c in message.content.config_records.values())
+    asked = next((record[PROXIMAL] for record in records if record.get(PROXIMAL)), None)
+    if asked is not None:
+        raise ConfigError(
+            f"{PROXIMAL} is {asked!r}, but the loss of a split model has no proximal term: use "
+            "FedAvg, FedAvgM or FedAdam inside CollaPipe, or FedProx without split"
+        )
 
 
 def _without_telemetry(reply: Message) -> Message:

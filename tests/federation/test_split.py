@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.serverapp.strategy import FedAvg
+from flwr.serverapp.strategy import FedAvg, FedProx
 
 from collapipe_flwr.core.domain import ClusterPlan, Plan, Segment
-from collapipe_flwr.core.errors import LinkError, RunError
+from collapipe_flwr.core.errors import ConfigError, LinkError, RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.edge_gateway import MemoryEdge
 from collapipe_flwr.federation.local_grid import LocalGrid
@@ -242,6 +242,18 @@ def test_an_edge_that_refuses_the_second_cluster_closes_the_first():
     with pytest.raises(LinkError, match="its limit"):
         wrapped(edge, FixedPlanner("c1", "c2"), []).start(grid, encode_tensors(model()))
     assert edge.replicas == {}
+
+
+def test_a_proximal_term_is_refused_rather_than_left_out():
+    edge = MemoryEdge()
+    grid = LocalGrid({1: trainer(edge, 1.0, 10), 2: trainer(edge, 3.0, 30)})
+    planner = FixedPlanner("c1", "c2")
+    with pytest.raises(ConfigError, match=r"proximal-mu is 0\.1, .* FedProx without split"):
+        strategy = wrapped(edge, planner, [], FedProx(fraction_evaluate=0.0, proximal_mu=0.1))
+        strategy.start(grid, encode_tensors(model()))
+    assert edge.replicas == {}
+    strategy = wrapped(edge, planner, [], FedProx(fraction_evaluate=0.0, proximal_mu=0.0))
+    assert strategy.start(grid, encode_tensors(model()), num_rounds=1).arrays
 
 
 def test_a_cluster_behind_two_nodes_is_refused():
