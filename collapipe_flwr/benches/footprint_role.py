@@ -19,6 +19,7 @@ import collapipe_flwr.rpc.edge_client  # noqa: F401
 from collapipe_flwr.benches.footprint import RoleOrder
 from collapipe_flwr.benches.resident import AnonymousPeak, peak_bytes
 from collapipe_flwr.cluster.whole import train_whole
+from collapipe_flwr.edge.allocator import tend_heap
 from collapipe_flwr.models import ModelSpec, Splitter
 from collapipe_flwr.models.lora import add_adapters, first_adapter, is_adapter
 from collapipe_flwr.models.skeleton import auto_class
@@ -174,6 +175,8 @@ def _thread(work: Callable[[], None]) -> threading.Thread:
 def main() -> None:
     """Play the role of the order on the command line."""
     order = RoleOrder(**json.loads(sys.argv[1]))
+    if order.role != "whole":  # our programs set up their heap; a plain client does not
+        tend_heap()
     player = Player(order)
     roles = {
         "whole": player.whole,
