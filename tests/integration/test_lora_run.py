@@ -70,7 +70,7 @@ def test_adapters_alone_travel_and_learn_what_a_whole_client_learns(run_app: Run
     assert set(found) == set(expected)
     assert all(torch.allclose(found[k], expected[k], rtol=1e-5, atol=1e-6) for k in found)
     assert any(value.abs().max() > 1e-4 for key, value in found.items() if "lora_B" in key)
-    assert _flower_bytes(split) < _flower_bytes(base) / 5
+    assert _flower_bytes(split) < _flower_bytes(base) / 4  # the rest are plans and settings
 
     tokenizer = AutoTokenizer.from_pretrained(split / "model")
     inputs = tokenizer(["forty two"], return_tensors="pt")

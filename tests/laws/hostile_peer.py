@@ -65,7 +65,7 @@ def attackers(
             ca=guest / "ca.pem", certificate=folder / f"{name}.pem", key=folder / f"{name}.key"
         )
         expected = "d0" if address.endswith("#d0") else "edge"
-        options = methods.channel_options(FrameLimits(), expected)
+        options = [*methods.channel_options(FrameLimits()), *methods.name_options(expected)]
         return stack.enter_context(open_channel(target, files, options))
 
     target = address.partition("#")[0]

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -33,7 +35,10 @@ def test_training_beside_a_hostile_peer_is_bit_for_bit_the_same(tmp_path: Path) 
     other = tmp_path / "w.toml"
     other.write_text(OTHER)
     sign_all(tmp_path / "outside", {"cu": ()})
-    with cluster_of_daemons(tmp_path, tls=True, edge_also_serves=[other]) as cluster:
+    with (
+        cluster_of_daemons(tmp_path, tls=True, edge_also_serves=[other]) as cluster,
+        ExitStack() as stack,
+    ):
         guest = tmp_path / "certs"
         sign_all(guest, {"cu-w": (), "w1": ()})
         splitter = make_splitter("bert", dropout=0.1)
@@ -49,7 +54,7 @@ def test_training_beside_a_hostile_peer_is_bit_for_bit_the_same(tmp_path: Path) 
         targets = {"d0": cluster.daemons[0], "edge": cluster.daemons[-1]}
         before = {name: resident_bytes(d.process.pid) for name, d in targets.items()}
         peers = [
-            _hostile(f"{daemon.address}#{name}", guest, tmp_path / "outside")
+            stack.enter_context(_hostile(f"{daemon.address}#{name}", guest, tmp_path / "outside"))
             for name, daemon in targets.items()
         ]
         rounds, end_s = 0, time.monotonic() + SECONDS
@@ -68,15 +73,21 @@ def test_training_beside_a_hostile_peer_is_bit_for_bit_the_same(tmp_path: Path) 
         assert all(torch.equal(alone[key], value) for key, value in trained().items())
 
 
-def _hostile(target: str, guest: Path, outside: Path) -> subprocess.Popen[str]:
+@contextmanager
+def _hostile(target: str, guest: Path, outside: Path) -> Iterator[subprocess.Popen[str]]:
+    """The attacks on one host as a process, which does not outlive the test."""
     command = [sys.executable, "-m", "tests.laws.hostile_peer", target, str(SECONDS)]
-    return subprocess.Popen(
+    with subprocess.Popen(
         [*command, str(guest), str(outside)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         text=True,
-    )
+    ) as peer:
+        try:
+            yield peer
+        finally:
+            peer.kill()
 
 
 def _told(peer: subprocess.Popen[str]) -> dict[str, dict[str, int]]:
