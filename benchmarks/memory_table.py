@@ -1,7 +1,6 @@
-"""The table of docs/lora.md from what `collapipe bench memory --json FILE` wrote.
+"""The table of docs/lora.md from files that `collapipe bench memory --json FILE` wrote.
 
-    collapipe bench memory --json docs/results/memory.json
-    python benchmarks/memory_table.py docs/results/memory.json --into docs/lora.md
+    python benchmarks/memory_table.py docs/results/memory/*.json --into docs/lora.md
 
 Without --into it is printed.
 """
@@ -16,6 +15,12 @@ from typing import Any
 
 _GIB = 2**30
 _PLACE = re.compile(r"(<!-- table memory -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """The cases that one call of the bench measured."""
+    cases: list[dict[str, Any]] = json.loads(file.read_text())["cases"]
+    return cases
 
 
 def table(cases: list[dict[str, Any]]) -> str:
@@ -43,10 +48,10 @@ def _row(case: dict[str, Any]) -> str:
 def main() -> None:
     """Print the table, or put it into a document."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path)
+    parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--into", type=Path)
     options = parser.parse_args()
-    text = table(json.loads(options.file.read_text())["cases"])
+    text = table([case for file in options.files for case in read(file)])
     if options.into is None:
         print(text)
         return
