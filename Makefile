@@ -1,6 +1,6 @@
 # make demo   the main job: two clusters of three devices learn through `flwr run . --stream`
 # make test   the tests        make test-slow   the checks that take minutes
-# make test-cluster  ten hosts on this machine: SuperLink, SuperNodes, devices, edge, failures
+# make test-cluster  docs/deploy.md carried out on this machine: SuperLink, SuperNodes, devices, edge, failures
 # make check  formatting, types, import contracts and tests: what a change must pass
 PYTHON ?= python3
 VENV ?= .venv

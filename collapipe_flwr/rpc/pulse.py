@@ -21,7 +21,7 @@ from collapipe_flwr.core.heartbeat import LEAST_PERIOD_S, Heartbeat
 
 Options = list[tuple[str, object]]
 _RECONNECT_MS = 100
-_UNWATCHED_S = 1.0  # gRPC looks five times a second whether anybody still listens
+_UNWATCHED_S = 10.0  # gRPC looks five times a second who still listens, unless it is starved of CPU
 
 
 def pulse_options(heartbeat: Heartbeat) -> Options:
