@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 _LOOK_S = 0.02
+_STOP_S = 10.0
 
 
 def peak_bytes() -> int:
@@ -46,7 +47,7 @@ class AnonymousPeak:
         trace: TracebackType | None,
     ) -> None:
         self._over.set()
-        self._thread.join()
+        self._thread.join(_STOP_S)
 
     def _watch(self) -> None:
         while not self._over.wait(_LOOK_S):

@@ -25,7 +25,8 @@ _SLACK_BYTES = 64 * 2**20  # free memory kept at the heap's end between micro-ba
 def tend_heap() -> bool:
     """Set up the heap of this process; whether the C library agreed.
 
-    Works only before threads exist. Other systems than Linux with glibc are left alone.
+    Threads that exist keep the heaps that they have. Other systems than Linux with glibc are left
+    alone.
     """
     mallopt = _function("mallopt")
     if mallopt is None:

@@ -43,6 +43,13 @@ _LOOK_S = 0.5
 _WAKE_S = 120.0  # for a board that loads its libraries with the first session
 _DRAIN_S = 60.0  # for the edge to finish what it has, when a stream is closed in good order
 _ABORT_S = 1.0  # for the edge to hear why, when it is closed with an error
+_AWAY = frozenset(
+    {
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.CANCELLED,
+    }
+)
 _CLOSED = "Channel closed!"  # what gRPC says of calls on a channel that this side closed
 
 
@@ -83,7 +90,7 @@ class EdgeClient:
         self._connect = partial(open_channel, address, tls, options)
         self._channel = self._connect()
         self._heartbeat = heartbeat
-        self._silent = False  # whether the peer ever was
+        self._was_silent = False
         self._pulse: Pulse | None = None
         self._life = ExitStack()
         if heartbeat is not None:
@@ -256,7 +263,7 @@ class EdgeClient:
 
     def _break(self) -> None:
         """Break all that waits for a peer that fell silent."""
-        silent, self._silent = self._channel, True
+        silent, self._was_silent = self._channel, True
         self._channel = self._connect()
         silent.close()
 
@@ -307,11 +314,14 @@ class EdgeClient:
         A missed heartbeat replaces the channel meanwhile, so none is waited for to the end.
         """
         while (left_s := until_s - time.monotonic()) > 0:
-            ready = grpc.channel_ready_future(self._channel)
+            status = self._channel.unary_unary(methods.method("Status"), None, None)
             try:
-                ready.result(timeout=min(left_s, _LOOK_S))
-            except grpc.FutureTimeoutError:
-                ready.cancel()
+                status(b"", timeout=min(left_s, _LOOK_S), wait_for_ready=True)
+            except grpc.RpcError as error:
+                if error.code() not in _AWAY:
+                    return True  # a refusal is an answer
+            except ValueError:  # closed by a missed heartbeat; the next look takes the new channel
+                continue
             else:
                 return True
         return False
@@ -337,7 +347,7 @@ class EdgeClient:
         code, details = error.code(), error.details()
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return LinkTimeout(f"{self.peer} did not answer in time")
-        if self._silent and details == _CLOSED:
+        if self._was_silent and details == _CLOSED:
             return self._lifeless()
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
             return Unreachable(f"{self.peer} cannot be reached or broke off: {details}")
