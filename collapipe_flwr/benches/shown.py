@@ -14,7 +14,7 @@ from rich.table import Table
 from collapipe_flwr.benches.cases import EQUAL, LOOPBACK
 from collapipe_flwr.benches.codecs import CodecTask, Trained, train_with_codecs
 from collapipe_flwr.benches.pipeline import BenchPlan, Json, bench
-from collapipe_flwr.cluster.recovery_bench import measure_recovery
+from collapipe_flwr.benches.recovery import measure_recovery
 from collapipe_flwr.core.json_codec import plain
 from collapipe_flwr.reporting.json_file import prepare, write_json
 from collapipe_flwr.reporting.progress import progress

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from collapipe_flwr.benches.recovery import Daemon, cluster_of, daemons, run_job, small_job
 from collapipe_flwr.cluster.order import PATIENCE_PER_STAGE
-from collapipe_flwr.cluster.recovery_bench import Daemon, cluster_of, daemons, run_job, small_job
 from collapipe_flwr.cluster.remote import CLOSE_S, RemoteChain, RemoteFleet
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.pipeline.roles import FirstStage
