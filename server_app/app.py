@@ -114,8 +114,8 @@ def _train(
 
     inner = inner_strategy(config, on_training, recorder.on_clusters)
     with _strategy(inner, config, learner, planned, recorder) as (strategy, train_config):
-        if checkpoints is not None and isinstance(strategy, CollaPipe):
-            strategy = Checkpointed(strategy, checkpoints)
+        if checkpoints is not None:
+            strategy = Checkpointed(strategy, checkpoints, members.resumable)
         strategy.start(
             members,
             encode_tensors(weights),

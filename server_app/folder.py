@@ -13,7 +13,14 @@ from collapipe_flwr.reporting.past import Past, read_past
 from collapipe_flwr.reporting.run_directory import RunDirectory, read_config
 
 # What a resumed run may change: none of these alters a round that is done or its data.
-_FREE = ("num-server-rounds", "output-dir", "run-name", "resume", "checkpoint-every")
+_FREE = (
+    "num-server-rounds",
+    "output-dir",
+    "run-name",
+    "resume",
+    "checkpoint-every",
+    "round-slack",
+)
 _FREE_ENDS = (
     "timeout-s",
     "edge.heartbeat-s",
@@ -48,7 +55,7 @@ def _reopen(config: AppConfig, path: Path) -> RunFolder:
     _check_same_run(config, path)
     checkpoints = _checkpoints(config, directory)
     if checkpoints is None:
-        raise ConfigError("resume: only runs with checkpoints and the runtime pipeline can go on")
+        raise ConfigError("resume: only runs with checkpoints can go on: checkpoint-every is 0")
     return RunFolder(
         directory=directory,
         checkpoints=checkpoints,
@@ -57,7 +64,7 @@ def _reopen(config: AppConfig, path: Path) -> RunFolder:
 
 
 def _checkpoints(config: AppConfig, directory: RunDirectory) -> Checkpoints | None:
-    if not config.run.checkpoint_every or config.run.runtime != "pipeline":
+    if not config.run.checkpoint_every:
         return None
     return Checkpoints(
         folder=directory.checkpoint_path,

@@ -50,7 +50,6 @@ class RunRecorder:
         self._evaluate = evaluate
         self._every = every
         self._pending = past.pending  # the round that is not evaluated yet
-        self._plain = RoundEvent(round_index=0, metrics={}, wall_s=0.0)
         self._clusters_loss: float | None = None
         self._started_s = self._round_started_s = time.monotonic() - past.wall_s
         if past.pending is not None:
@@ -70,7 +69,14 @@ class RunRecorder:
 
     def on_training(self, loss: float, flower_bytes: int) -> None:
         """Keep what a plain strategy tells of a round; a plan's :meth:`on_round` tells more."""
-        self._plain = replace(self._plain, loss=loss, bytes=LinkBytes(flower=flower_bytes))
+        self._pending = RoundEvent(
+            round_index=len(self.story.events) + 1,
+            metrics={},
+            loss=loss,
+            bytes=LinkBytes(flower=flower_bytes),
+            wall_s=time.monotonic() - self._round_started_s,
+        )
+        self._directory.write_pending(self._pending.as_json())
 
     def on_clusters(self, loss: float) -> None:
         """Keep what the clusters found on their shares of the test set."""
@@ -103,7 +109,7 @@ class RunRecorder:
     def _finish_round(self, server_round: int, metrics: Mapping[str, float]) -> None:
         now_s = time.monotonic()
         event = replace(
-            self._pending or self._plain,
+            self._pending or RoundEvent(round_index=server_round, metrics={}, wall_s=0.0),
             round_index=server_round,
             metrics=metrics,
             clusters_loss=self._clusters_loss,

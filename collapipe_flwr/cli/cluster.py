@@ -22,6 +22,7 @@ def check(
     width: Annotated[int, typer.Option(help="Width of the block that is timed.")] = 256,
     seconds: Annotated[float, typer.Option(help="For how long it is timed.")] = 1.0,
     deadline_s: Annotated[float, typer.Option(help="For a member to answer.", min=0.1)] = 10.0,
+    most_links: Annotated[int, typer.Option(help="To measure; 0: all.", min=0)] = 64,
 ) -> None:
     """Reach every member and measure it; run it on the control unit.
 
@@ -31,7 +32,7 @@ def check(
     """
     from rich.console import Console
 
-    from collapipe_flwr.cluster.check import CheckSettings, check_cluster, links_of
+    from collapipe_flwr.cluster.check import CheckSettings, check_cluster, measured_ways
     from collapipe_flwr.core.cluster_file import read_cluster
     from collapipe_flwr.core.json_codec import plain
     from collapipe_flwr.pipeline.benchmark import BenchmarkRequest
@@ -43,9 +44,9 @@ def check(
     if json_file is not None:
         prepare("--json", json_file)
     block = BenchmarkRequest(width=width, seconds=seconds)
-    settings = CheckSettings(block=block, deadline_s=deadline_s)
+    settings = CheckSettings(block=block, deadline_s=deadline_s, most_links=most_links)
     members = len(config.devices) + 1 + bool(config.edge.address)
-    with progress(members + len(links_of(config))) as on_done:
+    with progress(members + len(measured_ways(config, settings))) as on_done:
         found = check_cluster(config, settings, on_done)
     show_measurements(found, Console())
     if json_file is not None:

@@ -14,6 +14,7 @@ from collapipe_flwr.cli.hosting import Allow, Ca, Certificate, Key, tls_files
 from collapipe_flwr.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collapipe_flwr.core.roster import Roster
     from collapipe_flwr.core.tls_files import TlsFiles
     from collapipe_flwr.rpc.texts import Wish, Write
 
@@ -82,7 +83,9 @@ def generate(
         return
     if run is None:
         raise ConfigError("--run is missing: name a run directory, or a server with --at")
-    serving = _Serving(listen=listen, slots=slots, tls=tls, allowed=frozenset(allow or ()) or None)
+    serving = _Serving(listen=listen, slots=slots, tls=tls, roster=_roster(cluster, allow))
+    if allow and tls is None:
+        raise ConfigError("--allow needs TLS: only a peer with a certificate can be told apart")
     serving.check()
     with _writing(run, edge_blocks, devices, cluster, edge, slots) as write:
         _print(write, wishes, stream, slots)
@@ -121,6 +124,15 @@ def _print(write: Write, wishes: list[Wish], stream: bool, slots: int) -> None:
             typer.echo(written)
 
 
+def _roster(cluster: Path | None, allow: list[str] | None) -> Roster | None:
+    """Who may ask for texts over TLS; None where nobody was named."""
+    from collapipe_flwr.core.cluster_file import read_cluster
+    from collapipe_flwr.core.roster import roster_of
+
+    roster = roster_of([] if cluster is None else [read_cluster(cluster)], allow or ())
+    return roster if roster.callers else None
+
+
 def _sound(path: Path) -> str:
     import base64
 
@@ -137,14 +149,12 @@ class _Serving:
     listen: str
     slots: int
     tls: TlsFiles | None
-    allowed: frozenset[str] | None
+    roster: Roster | None
 
     def check(self) -> None:
         """Before a model is loaded; raises ConfigError."""
         from collapipe_flwr.edge.daemon import is_loopback
 
-        if self.allowed is not None and self.tls is None:
-            raise ConfigError("--allow needs TLS: only a peer with a certificate can be told apart")
         if self.listen and self.tls is None and not is_loopback(self.listen):
             raise ConfigError(
                 f"--listen {self.listen} without TLS would let anybody in the network use the "
@@ -156,7 +166,8 @@ class _Serving:
         from collapipe_flwr.edge.daemon import stopping
         from collapipe_flwr.rpc.texts import TextServer
 
-        server = TextServer(self.listen, write, most=self.slots, tls=self.tls, allowed=self.allowed)
+        roster = self.roster if self.tls is not None else None
+        server = TextServer(self.listen, write, most=self.slots, tls=self.tls, roster=roster)
         with stopping() as stop, server:
             typer.echo(f"text server on {server.address}")
             stop.wait()

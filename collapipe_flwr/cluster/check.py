@@ -27,19 +27,34 @@ class CheckSettings:
     block: BenchmarkRequest = field(default_factory=BenchmarkRequest)
     payload_bytes: int = 4 * 2**20
     deadline_s: float = 10.0  # for an answer
+    most_links: int = 64  # that are measured; 0: all
     wake_s: float = 180.0  # for a board to load its libraries and run the benchmark
     clock: Callable[[], float] = time.time
 
 
-def links_of(config: ClusterConfig) -> tuple[tuple[MemberConfig, MemberConfig], ...]:
-    """The ways that activations may go: from each device to every other, and to the edge."""
-    edge = (config.edge,) if config.edge.address else ()
-    return tuple(
-        (source, target)
-        for source in config.devices
-        for target in (*config.devices, *edge)
-        if target is not source
-    )
+Way = tuple[MemberConfig, MemberConfig]
+
+
+def ways(config: ClusterConfig) -> tuple[Way, ...]:
+    """The ways that plans may choose from: each device to the edge, and to every other device.
+
+    Those to the edge come first, then from each device to the next one in the file, to the one
+    behind that, and so on: the first few name everybody.
+    """
+    devices = config.devices
+    to_edge = [(device, config.edge) for device in devices] if config.edge.address else []
+    count = len(devices)
+    between = [
+        (devices[place], devices[(place + offset) % count])
+        for offset in range(1, count)
+        for place in range(count)
+    ]
+    return (*to_edge, *between)
+
+
+def measured_ways(config: ClusterConfig, settings: CheckSettings) -> tuple[Way, ...]:
+    """The first ``most_links`` of them: their number grows with the square of the devices."""
+    return ways(config)[: settings.most_links or None]
 
 
 def check_cluster(
@@ -58,11 +73,16 @@ def check_cluster(
         on_done(member.name)
     there = {member.name for member in members if member.delay_s is not None}
     links = []
-    for source, target in links_of(config):
+    for source, target in measured_ways(config, settings):
         if {source.name, target.name} <= there:  # else its row says what to mend
             links.append(_link(config, source, target, settings))
         on_done(f"{source.name} -> {target.name}")
-    return Measurements(cluster_id=config.id, members=tuple(members), links=tuple(links))
+    return Measurements(
+        cluster_id=config.id,
+        members=tuple(members),
+        links=tuple(links),
+        links_left_out=len(ways(config)) - len(measured_ways(config, settings)),
+    )
 
 
 def _control_unit(config: ClusterConfig, settings: CheckSettings) -> Measured:

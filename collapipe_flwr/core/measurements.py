@@ -43,11 +43,15 @@ class MeasuredLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """All members of one cluster, in the order of its file, and the links between them."""
+    """All members of one cluster, in the order of its file, and the links between them.
+
+    ``links_left_out`` counts links of a large cluster that the check did not try.
+    """
 
     cluster_id: str
     members: tuple[Measured, ...]
     links: tuple[MeasuredLink, ...] = ()
+    links_left_out: int = 0
 
     @property
     def faults(self) -> tuple[str, ...]:

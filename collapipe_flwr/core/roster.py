@@ -1,11 +1,11 @@
 """Who may do what on a host: the members of its cluster files, each in its role.
 
-| role | on a device | on the edge |
-|---|---|---|
-| control unit | everything | open sessions for its own cluster; use that cluster's sessions |
-| device | stream into a session that it has the token of | the same |
-| server | ask how it is | everything |
-| edge | ask how it is | - |
+| role | on a device | on the edge | on a text server |
+|---|---|---|---|
+| control unit | everything | open sessions for its own cluster; use that cluster's sessions | ask |
+| device | stream into a session that it has the token of | the same | - |
+| server | ask how it is | everything | - |
+| edge | ask how it is | - | - |
 """
 
 from __future__ import annotations

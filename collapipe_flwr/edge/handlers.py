@@ -14,6 +14,7 @@ import grpc
 
 from collapipe_flwr.core.roster import Caller
 from collapipe_flwr.rpc import methods
+from collapipe_flwr.rpc.bounded import only_message
 from collapipe_flwr.rpc.host_status import status_here
 from collapipe_flwr.rpc.messages import encode_message
 from collapipe_flwr.rpc.peers import Gate, PeerBusy, PeerRefused
@@ -33,7 +34,6 @@ _UNARY = {
     "Probe": "probe",
 }
 _Messages = Iterator[bytes]
-_MESSAGE_S = 60.0
 
 
 class Handlers:
@@ -91,7 +91,7 @@ class Handlers:
     def _unary(self, name: str, method: str) -> Callable[[_Messages, grpc.ServicerContext], bytes]:
         def answer(messages: _Messages, context: grpc.ServicerContext) -> bytes:
             with self._entered(context, name) as skin:
-                answered: bytes = getattr(skin, method)(_only(messages, context), context)
+                answered: bytes = getattr(skin, method)(only_message(messages, context), context)
                 return answered
 
         return answer
@@ -99,12 +99,12 @@ class Handlers:
     def _open_session(self, messages: _Messages, context: grpc.ServicerContext) -> bytes:
         with self._admitted(context, "OpenSession") as caller:
             self._refuse_while_draining(context)
-            return self._built().open_session(_only(messages, context), context, caller)
+            return self._built().open_session(only_message(messages, context), context, caller)
 
     def _health(self, messages: _Messages, context: grpc.ServicerContext) -> bytes:
         with self._entered(context, "Health") as skin:
             self._refuse_while_draining(context)
-            return skin.health(_only(messages, context), context)
+            return skin.health(only_message(messages, context), context)
 
     def _push_weights(self, messages: _Messages, context: grpc.ServicerContext) -> bytes:
         with self._entered(context, "PushWeights") as skin:
@@ -112,7 +112,7 @@ class Handlers:
 
     def _fetch_weights(self, messages: _Messages, context: grpc.ServicerContext) -> _Messages:
         with self._entered(context, "FetchWeights") as skin:
-            yield from skin.fetch_weights(_only(messages, context), context)
+            yield from skin.fetch_weights(only_message(messages, context), context)
 
     def _stream(self, messages: _Messages, context: grpc.ServicerContext) -> _Messages:
         with self._entered(context, "Stream") as skin:
@@ -121,13 +121,13 @@ class Handlers:
     def _echo(self, messages: _Messages, context: grpc.ServicerContext) -> bytes:
         """Answer a payload of any size with nothing: for the rate and delay of the way here."""
         with self._admitted(context, "Echo"):
-            _only(messages, context)
+            only_message(messages, context)
             return b""
 
     def _status(self, messages: _Messages, context: grpc.ServicerContext) -> bytes:
         """What a check wants to know of a host that may not have loaded torch yet."""
         with self._admitted(context, "Status"):
-            _only(messages, context)
+            only_message(messages, context)
             return encode_message(status_here(awake=self._skin is not None))
 
     @contextmanager
@@ -166,18 +166,3 @@ class Handlers:
             if self._skin is None:
                 self._skin = self._make_skin()
             return self._skin
-
-
-def _only(messages: _Messages, context: grpc.ServicerContext) -> bytes:
-    """The message of a call that takes one; who does not send it is cut off."""
-    cut_off = threading.Timer(_MESSAGE_S, context.cancel)
-    cut_off.daemon = True
-    cut_off.start()
-    try:
-        message = next(messages, None)
-    finally:
-        cut_off.cancel()
-    if message is None:
-        context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a call without its message")
-    assert message is not None
-    return message

@@ -1,9 +1,10 @@
 """A run's checkpoints: what a new server process needs to go on as if nothing had happened.
 
-One folder per finished round: ``global.safetensors`` (the model), ``inner.safetensors`` (arrays of
-the inner strategy and the planner), ``state.json`` (everything else) and ``chance.json`` (random
-generators, written again when the next round begins). No pickle: a checkpoint cannot run code.
-A folder gets its name only when it is complete, so a crash leaves the one before.
+One folder per finished round: ``global.safetensors`` (the model), ``arrays.safetensors`` and
+``tensors.safetensors`` (what the strategy, its planner and others remember), ``state.json``
+(everything else) and ``chance.json`` (random generators, written again when the next round begins).
+No pickle: a checkpoint cannot run code. A folder gets its name only when it is complete, so a crash
+leaves the one before.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from flwr.app import ArrayRecord
@@ -24,29 +25,28 @@ from safetensors.numpy import load_file as load_arrays
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file as load_tensors
 from safetensors.torch import save_file as save_tensors
+from torch import Tensor
 
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.chance import read_chance
 
-VERSION = 1
+VERSION = 2
 _PREFIX, _PARTIAL = "round-", ".partial"
-_MODEL, _ARRAYS, _STATE, _CHANCE = (
-    "global.safetensors",
-    "inner.safetensors",
-    "state.json",
-    "chance.json",
-)
+_MODEL, _ARRAYS, _TENSORS = "global.safetensors", "arrays.safetensors", "tensors.safetensors"
+_STATE, _CHANCE = "state.json", "chance.json"
 
 Arrays = Mapping[str, NDArray[Any]]
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What one part of the run remembers between rounds: text and arrays."""
+    """What one part of the run remembers between rounds: text, arrays, and tensors of any dtype."""
 
     text: str = ""
     arrays: Arrays = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -62,13 +62,12 @@ class Resumable(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """The run after ``server_round``."""
+    """The run after ``server_round``; ``memories`` are by part, whose names hold no slash."""
 
     server_round: int
     arrays: ArrayRecord
     strategy: str  # class name of the inner strategy
-    inner: Memory
-    planner: Memory = field(default_factory=Memory)
+    memories: Mapping[str, Memory] = field(default_factory=dict)
     chance: str = field(repr=False, default="")
 
 
@@ -129,20 +128,21 @@ def _round_of(path: Path) -> int:
 
 
 def _write(folder: Path, checkpoint: Checkpoint) -> None:
-    tensors = decode_tensors(checkpoint.arrays)
-    save_tensors({k: v.contiguous() for k, v in tensors.items()}, folder / _MODEL)
-    arrays = {f"inner/{k}": v for k, v in checkpoint.inner.arrays.items()}
-    arrays |= {f"planner/{k}": v for k, v in checkpoint.planner.arrays.items()}
+    model = decode_tensors(checkpoint.arrays)
+    memories = checkpoint.memories
+    arrays = _joined({part: memory.arrays for part, memory in memories.items()})
+    tensors = _joined({part: memory.tensors for part, memory in memories.items()})
+    save_tensors({k: v.contiguous() for k, v in model.items()}, folder / _MODEL)
     save_arrays(
         {k: np.ascontiguousarray(v).reshape(v.shape) for k, v in arrays.items()}, folder / _ARRAYS
     )
+    save_tensors({k: v.contiguous() for k, v in tensors.items()}, folder / _TENSORS)
     state = {
         "version": VERSION,
         "server_round": checkpoint.server_round,
         "strategy": checkpoint.strategy,
-        "keys": list(tensors),
-        "inner": checkpoint.inner.text,
-        "planner": checkpoint.planner.text,
+        "keys": list(model),
+        "memories": {part: memory.text for part, memory in memories.items()},
     }
     _write_text(folder / _STATE, json.dumps(state))
     _write_text(folder / _CHANCE, checkpoint.chance or read_chance())
@@ -153,14 +153,12 @@ def _read(folder: Path) -> Checkpoint:
         state = json.loads((folder / _STATE).read_text())
         if state["version"] != VERSION:
             raise RunError(f"{folder} is of version {state['version']}, this program of {VERSION}")
-        tensors = load_tensors(folder / _MODEL)
-        arrays = load_arrays(folder / _ARRAYS)
+        model = load_tensors(folder / _MODEL)
         return Checkpoint(
             server_round=state["server_round"],
-            arrays=encode_tensors({key: tensors[key] for key in state["keys"]}),
+            arrays=encode_tensors({key: model[key] for key in state["keys"]}),
             strategy=state["strategy"],
-            inner=Memory(text=state["inner"], arrays=_under("inner/", arrays)),
-            planner=Memory(text=state["planner"], arrays=_under("planner/", arrays)),
+            memories=_memories(folder, state["memories"]),
             chance=(folder / _CHANCE).read_text(),
         )
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
@@ -169,8 +167,21 @@ def _read(folder: Path) -> Checkpoint:
         ) from error
 
 
-def _under(prefix: str, arrays: Arrays) -> dict[str, NDArray[Any]]:
-    return {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
+def _memories(folder: Path, texts: Mapping[str, str]) -> dict[str, Memory]:
+    arrays, tensors = load_arrays(folder / _ARRAYS), load_tensors(folder / _TENSORS)
+    return {
+        part: Memory(text=text, arrays=_of(part, arrays), tensors=_of(part, tensors))
+        for part, text in texts.items()
+    }
+
+
+def _joined(parts: Mapping[str, Mapping[str, Found]]) -> dict[str, Found]:
+    return {f"{part}/{key}": value for part, held in parts.items() for key, value in held.items()}
+
+
+def _of(part: str, joined: Mapping[str, Found]) -> dict[str, Found]:
+    prefix = f"{part}/"
+    return {k.removeprefix(prefix): v for k, v in joined.items() if k.startswith(prefix)}
 
 
 def _write_text(path: Path, text: str) -> None:

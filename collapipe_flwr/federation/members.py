@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
+from collapipe_flwr.federation.checkpoint import Resumable
 from collapipe_flwr.federation.discovery import describe_late
 from collapipe_flwr.federation.records import content_bytes
 
@@ -38,6 +39,11 @@ class Members(Grid):
     def clusters(self) -> Mapping[int, str]:
         """Cluster ids by the node that each is now; follows a cluster that comes back."""
         return MappingProxyType(self._clusters)
+
+    @property
+    def resumable(self) -> dict[str, Resumable]:
+        """What a checkpoint keeps of it, by name."""
+        return {}
 
     def take_train_bytes(self) -> int:
         """Bytes of training messages and their replies since the last call."""

@@ -1,4 +1,4 @@
-"""A run that goes on after its server died: checkpoints around a CollaPipe strategy.
+"""A run that goes on after its server died: checkpoints around a strategy, ours or a plain one.
 
     strategy = Checkpointed(CollaPipe(FedAdam()), Checkpoints(folder=Path("run/checkpoints")))
     strategy.start(grid, arrays, num_rounds=20)              # killed in round 13 ...
@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable
-from contextlib import closing
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing, nullcontext
 from typing import TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -36,15 +36,27 @@ from collapipe_flwr.federation.strategy import CollaPipe
 log = logging.getLogger("flwr.collapipe")
 Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 T = TypeVar("T")
+_INNER = "inner"  # the inner strategy's place among the memories
 
 
 class Checkpointed(Strategy):
-    """Saves the run between rounds, and resumes where ``checkpoints`` say so."""
+    """Saves the run between rounds, and resumes where ``checkpoints`` say so.
 
-    def __init__(self, strategy: CollaPipe, checkpoints: Checkpoints) -> None:
+    ``others`` are parts of the run outside the strategy that remember something, by name.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        checkpoints: Checkpoints,
+        others: Mapping[str, Resumable] | None = None,
+    ) -> None:
+        ours = strategy if isinstance(strategy, CollaPipe) else None
         self._strategy = strategy
+        self._inner = strategy if ours is None else ours.inner_strategy
+        self._parts = {**({} if ours is None else ours.resumable), **(others or {})}
         self._checkpoints = checkpoints
-        self._first_state = encode_state(strategy.inner_strategy, {})
+        self._first_state = encode_state(self._inner, {})
         self._arrays = ArrayRecord()
         self._done = 0  # rounds before this process
         self._chance = ""  # to restore when the first round begins
@@ -69,7 +81,8 @@ class Checkpointed(Strategy):
         Raises RunError if the checkpoint cannot be read or is of another model or strategy.
         """
         arrays = self._resume(initial_arrays)
-        with closing(self._strategy):
+        ours = self._strategy if isinstance(self._strategy, CollaPipe) else None
+        with closing(ours) if ours is not None else nullcontext():
             result = super().start(
                 grid,
                 arrays,
@@ -117,15 +130,14 @@ class Checkpointed(Strategy):
         return self._strategy.aggregate_evaluate(server_round + self._done, replies)
 
     def _checkpoint(self, server_round: int) -> Checkpoint:
-        inner, arrays = self._strategy.inner_strategy, Arrays()
-        state = changed_state(encode_state(inner, arrays), self._first_state)
-        planner = self._strategy.planner
+        arrays = Arrays()
+        state = changed_state(encode_state(self._inner, arrays), self._first_state)
+        inner = Memory(text=json.dumps(state), arrays=arrays)
         return Checkpoint(
             server_round=server_round,
             arrays=self._arrays,
-            strategy=type(inner).__name__,
-            inner=Memory(text=json.dumps(state), arrays=arrays),
-            planner=planner.dump() if isinstance(planner, Resumable) else Memory(),
+            strategy=type(self._inner).__name__,
+            memories={_INNER: inner, **{name: p.dump() for name, p in self._parts.items()}},
             chance=read_chance(),
         )
 
@@ -140,11 +152,11 @@ class Checkpointed(Strategy):
                 f"{checkpoint.server_round} already: resume that run or choose another folder"
             )
         _check_same_model(checkpoint.arrays, initial)
-        inner, planner = self._strategy.inner_strategy, self._strategy.planner
-        check_same_class(inner, checkpoint.strategy)
-        restore_state(inner, json.loads(checkpoint.inner.text), dict(checkpoint.inner.arrays))
-        if isinstance(planner, Resumable):
-            planner.load(checkpoint.planner)
+        check_same_class(self._inner, checkpoint.strategy)
+        inner = checkpoint.memories[_INNER]
+        restore_state(self._inner, json.loads(inner.text), dict(inner.arrays))
+        for name, part in self._parts.items():
+            part.load(checkpoint.memories.get(name, Memory()))
         self._chance = checkpoint.chance
         self._done = checkpoint.server_round
         log.info("resumed after round %d", self._done)

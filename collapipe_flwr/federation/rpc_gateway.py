@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 
 import torch
 
 from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.federation.checkpoint import Memory
 from collapipe_flwr.federation.edge_gateway import DecoderOrder, EdgeSession
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.session import SessionRequest
@@ -63,6 +65,25 @@ class RpcEdgeGateway:
         """What the decoder's stage measured."""
         report = self._client.report(session.session_id, session.token)
         return report if report.steps else None
+
+    def dump(self) -> Memory:
+        """The optimisers of the decoders, by cluster."""
+        names = list(self._slots)
+        tensors = {
+            f"{index}/{key}": tensor
+            for index, name in enumerate(names)
+            for key, tensor in PartState(weights={}, slots=self._slots[name]).tensors().items()
+        }
+        return Memory(text=json.dumps(names), tensors=tensors)
+
+    def load(self, memory: Memory) -> None:
+        """Go on from a checkpoint; raises ModelError where it holds no whole optimiser."""
+        names = json.loads(memory.text) if memory.text else []
+        own: dict[str, dict[str, torch.Tensor]] = {name: {} for name in names}
+        for place, tensor in memory.tensors.items():
+            index, _, key = place.partition("/")
+            own[names[int(index)]][key] = tensor
+        self._slots = {name: PartState.of_tensors(held).slots for name, held in own.items()}
 
     def close(self, session: EdgeSession) -> None:
         """Free the session."""

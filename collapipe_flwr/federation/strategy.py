@@ -21,6 +21,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from collapipe_flwr.core.errors import ConfigError, ProtocolError, RunError
 from collapipe_flwr.federation.arrays import averaging_view, restore
+from collapipe_flwr.federation.checkpoint import Resumable
 from collapipe_flwr.federation.open_round import (
     OpenRound,
     Received,
@@ -70,6 +71,13 @@ class CollaPipe(Strategy):
         self._constant_keys = split.constant_keys if split else frozenset[str]()
         self._round: OpenRound | None = None
         self._planned: RoundPlan | None = None  # of the newest round
+
+    @property
+    def resumable(self) -> dict[str, Resumable]:
+        """The parts around the inner strategy whose memory a checkpoint keeps, by name."""
+        edge = None if self._split is None else self._split.edge
+        parts: dict[str, object] = {"planner": self.planner, "edge": edge}
+        return {name: part for name, part in parts.items() if isinstance(part, Resumable)}
 
     def summary(self) -> None:
         """Log what wraps what, then the inner strategy's own summary."""

@@ -16,6 +16,12 @@ def show_measurements(found: Measurements, console: Console) -> None:
     console.print(measurements_table(found))
     if found.links:
         console.print(links_table(found))
+    if found.links_left_out:
+        console.print(
+            f"{found.links_left_out} more links between devices were not measured: "
+            "`--most-links 0` tries all of them",
+            highlight=False,
+        )
     for fault in found.faults:
         console.print(f"mend {fault}", style="red", highlight=False, markup=False)
 

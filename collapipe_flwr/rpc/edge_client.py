@@ -40,6 +40,7 @@ from collapipe_flwr.rpc.weights import gather_weights, weight_frames
 
 Answer = TypeVar("Answer")
 _LOOK_S = 0.5
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # between calls that are broken off
 _WAKE_S = 120.0  # for a board that loads its libraries with the first session
 _DRAIN_S = 60.0  # for the edge to finish what it has, when a stream is closed in good order
 _ABORT_S = 1.0  # for the edge to hear why, when it is closed with an error
@@ -91,6 +92,7 @@ class EdgeClient:
         self._channel = self._connect()
         self._heartbeat = heartbeat
         self._was_silent = False
+        self._closed = threading.Event()
         self._pulse: Pulse | None = None
         self._life = ExitStack()
         if heartbeat is not None:
@@ -242,6 +244,7 @@ class EdgeClient:
 
     def close(self) -> None:
         """Close the channel; its streams break."""
+        self._closed.set()
         self._life.close()
         self._channel.close()
 
@@ -299,31 +302,38 @@ class EdgeClient:
         return answer
 
     def _patiently(self, call: Callable[[], Answer]) -> Answer:
-        """Repeat a call that may be made twice while the edge is away, for `patience_s`."""
-        until_s = time.monotonic() + self._patience_s
+        """Repeat a call that may be made twice while the edge is away, for `patience_s`.
+
+        One that an edge breaks off although it answers is made again at once, then ever more
+        rarely.
+        """
+        until_s, pause_s = time.monotonic() + self._patience_s, 0.0
         while True:
             try:
                 return self._translated(call)
             except (Unreachable, LinkTimeout):
-                if not self._connected_before(until_s):
+                if not self._connected_before(until_s) or self._closed.wait(pause_s):
                     raise
+            pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
 
     def _connected_before(self, until_s: float) -> bool:
         """Wait for the edge to listen again; whether it did in time.
 
         A missed heartbeat replaces the channel meanwhile, so none is waited for to the end.
         """
-        while (left_s := until_s - time.monotonic()) > 0:
+        while (now_s := time.monotonic()) < until_s and not self._closed.is_set():
+            look_s = min(until_s - now_s, _LOOK_S)
             status = self._channel.unary_unary(methods.method("Status"), None, None)
             try:
-                status(b"", timeout=min(left_s, _LOOK_S), wait_for_ready=True)
+                status(b"", timeout=look_s, wait_for_ready=True)
             except grpc.RpcError as error:
                 if error.code() not in _AWAY:
                     return True  # a refusal is an answer
             except ValueError:  # closed by a missed heartbeat; the next look takes the new channel
-                continue
+                pass
             else:
                 return True
+            self._closed.wait(max(now_s + look_s - time.monotonic(), 0.0))  # some fail at once
         return False
 
     def _translated(self, call: Callable[[], Answer]) -> Answer:

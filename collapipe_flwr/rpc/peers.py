@@ -19,7 +19,13 @@ _COMMON_NAME = "x509_common_name"
 _OTHER_NAMES = "x509_subject_alternative_name"
 _TRANSFERS = frozenset({"PushWeights", "FetchWeights"})
 _STREAMS = frozenset({"Stream"})
-MOST_AT_ONCE = {"transfers": 2, "streams": 16, "calls": 8}  # of one peer; a cluster needs half
+_TEXTS = frozenset({"Write"})
+MOST_AT_ONCE = {
+    "transfers": 2,
+    "streams": 16,
+    "texts": 16,
+    "calls": 8,
+}  # of one peer; a cluster needs half
 
 
 class PeerRefused(LinkError):
@@ -90,4 +96,6 @@ class Gate:
 def _kind(method: str) -> str:
     if method in _STREAMS:
         return "streams"
+    if method in _TEXTS:
+        return "texts"
     return "transfers" if method in _TRANSFERS else "calls"

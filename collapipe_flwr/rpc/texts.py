@@ -18,15 +18,19 @@ from collapipe_flwr.core.errors import (
     LinkTimeout,
     ProtocolError,
 )
+from collapipe_flwr.core.roster import Roster
 from collapipe_flwr.core.tls_files import TlsFiles
+from collapipe_flwr.rpc.bounded import cut_off_after, only_message
 from collapipe_flwr.rpc.limits import FrameLimits
 from collapipe_flwr.rpc.messages import decode_message, encode_message
-from collapipe_flwr.rpc.methods import channel_options, name_options
-from collapipe_flwr.rpc.peers import PeerRefused, peer_names
+from collapipe_flwr.rpc.methods import channel_options, name_options, server_options
+from collapipe_flwr.rpc.peers import Gate, PeerBusy, PeerRefused
+from collapipe_flwr.rpc.pulse import host_options
 from collapipe_flwr.rpc.tls import bind, open_channel
 
 _SERVICE = "collapipe.Texts"
 _WAITING = 16  # calls in line for a free place; more are refused at once
+_LONGEST_S = 3600.0  # from a call to the end of its text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +76,9 @@ class TextServer:
     """Serves ``write`` to ``most`` clients at once; use as a context manager.
 
     ``listen`` is HOST:PORT; port 0 takes a free one, which ``address`` then names. A client that
-    hangs up stops its text. With ``allowed``, callers' certificates must bear one of these names.
-    Raises ConfigError when it cannot be bound.
+    hangs up stops its text; one that falls silent, or reads nothing, is cut off. ``roster`` says
+    who may ask (None: all that the CA signed, or everybody on plain text). Raises ConfigError when
+    it cannot be bound.
     """
 
     def __init__(
@@ -83,17 +88,22 @@ class TextServer:
         *,
         most: int,
         tls: TlsFiles | None = None,
-        allowed: frozenset[str] | None = None,
+        roster: Roster | None = None,
     ) -> None:
         self._write = write
-        self._allowed = allowed
+        self._gate = Gate(roster, on_edge=False)
         self._pool = ThreadPoolExecutor(most, thread_name_prefix="texts")
         self._server = grpc.server(
             self._pool,
-            options=channel_options(FrameLimits()),
+            options=[
+                *channel_options(FrameLimits()),
+                *server_options(most + _WAITING),
+                *host_options(),
+            ],
             maximum_concurrent_rpcs=most + _WAITING,
         )
-        handlers = {"Write": grpc.unary_stream_rpc_method_handler(self._serve)}
+        # A stream on the wire, so that a stranger's message is never read.
+        handlers = {"Write": grpc.stream_stream_rpc_method_handler(self._serve)}
         generic = grpc.method_handlers_generic_handler(_SERVICE, handlers)
         self._server.add_generic_rpc_handlers((generic,))
         self.address = bind(self._server, listen, tls)
@@ -115,22 +125,22 @@ class TextServer:
         self._server.stop(grace_s).wait(grace_s + 5.0)
         self._pool.shutdown(wait=True)
 
-    def _serve(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+    def _serve(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         try:
-            self._check(peer_names(context))
-            for text in self._write(decode_message(Wish, data)):
-                yield encode_message(Piece(text=text))
-        except (PeerRefused, ProtocolError) as error:
+            with self._gate.entered(context, "Write"), cut_off_after(context, _LONGEST_S):
+                wish = decode_message(Wish, only_message(messages, context))
+                for text in self._write(wish):
+                    yield encode_message(Piece(text=text))
+        except PeerRefused as error:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
+        except PeerBusy as error:
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        except ProtocolError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except LinkError as error:
             context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         except CollaPipeError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-
-    def _check(self, names: tuple[str, ...]) -> None:
-        if self._allowed is not None and not self._allowed.intersection(names):
-            shown = ", ".join(names)[:120] or "no name at all"
-            raise PeerRefused(f"the peer's certificate names {shown}, which may ask for no text")
 
 
 class TextClient:
@@ -178,10 +188,10 @@ class TextClient:
 
     def _translate(self, error: grpc.RpcError) -> CollaPipeError:
         code, details = error.code(), error.details()
-        if code is grpc.StatusCode.INVALID_ARGUMENT:
+        if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED):
             return ConfigError(f"{self._peer} refused: {details}")
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return LinkTimeout(f"{self._peer} did not finish within {self._deadline_s:g} s")
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return LinkError(f"{self._peer} has too many texts in line: try again later")
+            return LinkError(f"{self._peer} has too many texts in line, try again later: {details}")
         return LinkError(f"{self._peer} cannot be reached or broke off: {details}")

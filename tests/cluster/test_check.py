@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from collapipe_flwr.cluster.check import CheckSettings, check_cluster
+from collapipe_flwr.cluster.check import CheckSettings, check_cluster, measured_ways, ways
 from collapipe_flwr.cluster.profile import profile_of
 from collapipe_flwr.core.cluster_file import read_cluster
 from collapipe_flwr.core.errors import ConfigError
@@ -100,8 +100,8 @@ def test_a_whole_cluster_with_tls_ends_with_0_and_knows_every_link(secured: Path
     done = _check(secured, "--json", str(found))
     assert done.returncode == 0, done.stdout + done.stderr
     values = json.loads(found.read_text())
-    ways = {(link["source"], link["target"]) for link in values["links"]}
-    assert ways == {("pi-1", "pi-2"), ("pi-2", "pi-1"), ("pi-1", "edge"), ("pi-2", "edge")}
+    found_ways = {(link["source"], link["target"]) for link in values["links"]}
+    assert found_ways == {("pi-1", "pi-2"), ("pi-2", "pi-1"), ("pi-1", "edge"), ("pi-2", "edge")}
     assert all(link["rate_bit_per_s"] > 1e6 and not link["fault"] for link in values["links"])
     assert all(abs(m["clock_ahead_s"]) < 5 for m in values["members"][1:])
     assert read_measurements(found).of("pi-1").speed_flop_per_s > 1e7
@@ -143,6 +143,23 @@ def test_a_clock_and_a_memory_to_mend_are_said_so(secured: Path) -> None:
         replace(config, devices=(small,)), CheckSettings(block=block), lambda _: None
     )
     assert "the file lets training use 1e+09 MB" in found.of("pi-1").fault
+
+
+def test_a_large_cluster_is_measured_round_by_round_and_the_rest_is_said(
+    secured: Path, tmp_path: Path
+) -> None:
+    addresses = [f"127.0.0.1:{port}" for port in range(1, 13)]
+    large = read_cluster(_cluster(tmp_path, *addresses, more='edge.address = "127.0.0.1:20"'))
+    everything = ways(large)
+    assert len(everything) == len(set(everything)) == 12 + 12 * 11
+    few = measured_ways(large, CheckSettings(most_links=24))
+    assert len(few) == 24 and few == everything[:24]
+    assert {source for source, _ in few} == set(large.devices)
+    assert {target for _, target in few} == {*large.devices, large.edge}
+    assert measured_ways(large, CheckSettings(most_links=0)) == everything
+    done = _check(secured, "--most-links", "3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 more links between devices were not measured" in done.stdout
 
 
 def test_declared_figures_win_over_those_of_the_kind(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def _check_server(shed: Shed, run_dir: Path) -> None:
             assert len(pieces) > 1
         with (
             TextClient(address, tls=member("stranger"), **name) as client,
-            pytest.raises(ConfigError, match="names stranger, which may ask for no text"),
+            pytest.raises(ConfigError, match="names stranger, which is no member here"),
         ):
             list(client.write(Wish(text=TEXTS[0])))
         server.terminate()

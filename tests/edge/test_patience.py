@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
+import grpc
 import pytest
 
-from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.core.errors import LinkError, Unreachable
 from collapipe_flwr.core.heartbeat import Heartbeat
 from collapipe_flwr.edge.server import EdgeServer
 from collapipe_flwr.rpc.edge_client import EdgeClient
@@ -36,3 +40,38 @@ def test_an_edge_that_restarts_after_the_heartbeat_gave_it_up_is_found_again() -
     finally:
         timer.join()
         back[0].stop()
+
+
+def test_an_edge_that_answers_but_breaks_calls_off_is_asked_ever_more_rarely() -> None:
+    calls: list[float] = []
+
+    def answer(_messages: Iterator[bytes], _context: grpc.ServicerContext) -> bytes:
+        return b""
+
+    def broken(_messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        calls.append(time.monotonic())
+        context.abort(grpc.StatusCode.UNAVAILABLE, "draining")
+
+    methods = {
+        "Status": grpc.stream_unary_rpc_method_handler(answer),
+        "Report": grpc.stream_unary_rpc_method_handler(broken),
+    }
+    server = grpc.server(ThreadPoolExecutor(2))
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("collapipe.Edge", methods),)
+    )
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    patience_s, start_s = 3.0, time.monotonic()
+    try:
+        with (
+            EdgeClient(address, deadline_s=5, patience_s=patience_s) as client,
+            pytest.raises(Unreachable, match="draining"),
+        ):
+            client.report("c1", TOKEN)
+    finally:
+        server.stop(0).wait(5)
+    assert time.monotonic() - start_s >= patience_s - 0.2
+    assert 3 <= len(calls) <= 8  # at 0, 0, 0.1, 0.3, 0.7, 1.5, 3.1 s
+    gaps = [later - before for before, later in pairwise(calls)]
+    assert gaps[-1] > 2 * gaps[1]

@@ -182,4 +182,6 @@ def test_a_strategy_whose_memory_has_no_plain_form_is_refused_before_it_matters(
 
 def a_checkpoint(arrays: ArrayRecord):
 
-    return Checkpoint(server_round=1, arrays=arrays, strategy="FedAvg", inner=Memory())
+    return Checkpoint(
+        server_round=1, arrays=arrays, strategy="FedAvg", memories={"inner": Memory()}
+    )

@@ -8,13 +8,14 @@ import time
 from pathlib import Path
 
 import pytest
-from flwr.app import Context, Message
+from flwr.app import ArrayRecord, Context, Message
 
 from client_app.app import app as client_app
 from collapipe_flwr.core.config import parse
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.edge.server import EdgeServer
 from collapipe_flwr.edge.service import EdgeService
+from collapipe_flwr.federation.checkpoint import Checkpoint, Checkpoints
 from collapipe_flwr.federation.deadline import RoundClock
 from collapipe_flwr.federation.local_grid import LocalGrid
 from server_app.app import run
@@ -80,9 +81,13 @@ def test_a_round_closes_at_its_deadline_without_the_cluster_that_sleeps(tmp_path
         assert sleeper.trained == ROUND and not sleeper.over.is_set()
         sleeper.wake.set()
         assert sleeper.over.wait(10)
+    saved = Checkpoints(folder=tmp_path / "run" / "checkpoints").newest()
+    assert saved is not None and '"cluster-0"' in saved.memories["clock"].text
     lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
     failures = [json.loads(line)["failures"] for line in lines]
-    assert failures == [[], [], ["cluster-1: no reply before the round's timeout"]]
+    assert failures[:2] == [[], []]
+    assert len(failures[2]) == 1
+    assert failures[2][0].startswith("cluster-1: late: the round was planned to close after ")
 
 
 def test_a_clock_expects_what_rounds_took_in_proportion_to_their_plans() -> None:
@@ -100,6 +105,27 @@ def test_a_round_that_somebody_missed_does_not_stretch_the_next() -> None:
     before = clock.deadline_s({"A": 10.0, "B": 10.0})
     clock.learn({"A": 10.0, "B": 10.0}, {"A": 1.0}, exchange_s=60.0)
     assert clock.deadline_s({"A": 10.0, "B": 10.0}) == before
+
+
+def test_a_clock_from_a_checkpoint_expects_to_the_bit_what_the_first_did(tmp_path: Path) -> None:
+    clock, again = RoundClock(2.0), RoundClock(2.0)
+    for took_s in (0.1, 1 / 3, 0.7):
+        clock.learn({"A": 0.3, "B": 0.7}, {"A": took_s, "B": took_s / 7}, exchange_s=took_s + 0.2)
+    saved = Checkpoint(
+        server_round=3,
+        arrays=ArrayRecord(),
+        strategy="FedAvg",
+        memories={"clock": clock.dump()},
+    )
+    Checkpoints(folder=tmp_path).save(saved)
+    read = Checkpoints(folder=tmp_path).newest()
+    assert read is not None
+    again.load(read.memories["clock"])
+    for predicted_s in ({"A": 1.1}, {"A": 0.3, "B": 9.9}):
+        assert again.deadline_s(predicted_s) == clock.deadline_s(predicted_s) is not None
+    for both in (clock, again):
+        both.learn({"A": 0.3, "B": 0.7}, {"A": 0.01, "B": 0.01}, exchange_s=0.02)
+    assert again.deadline_s({"B": 1.0}) == clock.deadline_s({"B": 1.0})
 
 
 def test_slack_below_one_is_refused() -> None:

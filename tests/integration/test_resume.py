@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flwr.serverapp.strategy import FedAdam
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.parsing import Value
@@ -64,6 +65,23 @@ def test_a_run_that_died_at_any_moment_ends_with_the_same_bits_and_story(
         values = {**ADAM, "run-name": f"run-{number}"}
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
             _dying(patch, owner, name, call)
+            run_app(values)
+        resumed = run_app({**values, "resume": str(undisturbed.parent / f"run-{number}")})
+        _assert_same_run(undisturbed, resumed)
+
+
+def test_a_run_of_a_plain_strategy_resumes_as_well(run_app: RunApp) -> None:
+    plain: dict[str, Value] = {**ADAM, "runtime": "whole"}
+    undisturbed = run_app({**plain, "run-name": "undisturbed"})
+    moments = {
+        "in a round": (FedAdam, "aggregate_train", 2),
+        "before a checkpoint": (Checkpoints, "save", 2),
+        "between checkpoint and evaluation": (RunRecorder, "evaluate", 3),
+    }
+    for number, moment in enumerate(moments.values()):
+        values = {**plain, "run-name": f"run-{number}"}
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+            _dying(patch, *moment)
             run_app(values)
         resumed = run_app({**values, "resume": str(undisturbed.parent / f"run-{number}")})
         _assert_same_run(undisturbed, resumed)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 
-from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.core.cluster_file import read_cluster
+from collapipe_flwr.core.errors import ConfigError, LinkError
+from collapipe_flwr.core.roster import roster_of
 from collapipe_flwr.core.tls_files import TlsFiles
+from collapipe_flwr.rpc import bounded
 from collapipe_flwr.rpc.authority import sign_all
+from collapipe_flwr.rpc.limits import FrameLimits
+from collapipe_flwr.rpc.methods import channel_options
 from collapipe_flwr.rpc.texts import TextClient, TextServer, Wish
 
 
@@ -30,3 +37,42 @@ def test_only_who_the_ca_signed_gets_a_text(tmp_path: Path) -> None:
                 pytest.raises(LinkError, match="text server at"),
             ):
                 list(client.write(Wish(text="a")))
+
+
+def test_members_ask_in_their_roles_and_guests_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('id = "g"\n[[device]]\nname = "pi-1"\naddress = "127.0.0.1:1"\n')
+    names = ("control-unit", "pi-1", "edge", "server", "guest", "stranger")
+    files = sign_all(tmp_path / "certs", {name: ["127.0.0.1"] for name in names})
+    roster = roster_of([read_cluster(file)], ["guest"])
+    with TextServer("127.0.0.1:0", echo, most=1, tls=files["edge"], roster=roster) as server:
+        for name in names:
+            with TextClient(server.address, tls=files[name], deadline_s=20) as client:
+                if name in ("control-unit", "guest"):
+                    assert list(client.write(Wish(text="a b"))) == ["a", "b"]
+                    continue
+                why = "is no member here" if name == "stranger" else f"{name} is a .*: it may not"
+                with pytest.raises(ConfigError, match=why):
+                    list(client.write(Wish(text="a")))
+
+
+def test_a_caller_that_never_says_what_it_wants_frees_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bounded, "_MESSAGE_S", 0.5)
+    silence = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        silence.wait(20)
+        yield from ()
+
+    with (
+        TextServer("127.0.0.1:0", echo, most=1) as server,
+        grpc.insecure_channel(server.address, channel_options(FrameLimits())) as channel,
+    ):
+        call = channel.stream_stream("/collapipe.Texts/Write", None, None)(nothing())
+        with TextClient(server.address, deadline_s=15) as client:
+            assert list(client.write(Wish(text="a b"))) == ["a", "b"]
+        with pytest.raises(grpc.RpcError):
+            next(call)
+        silence.set()
