@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import fsum
 from operator import mul
+from pathlib import Path
 from statistics import mean
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile, ModelProfi
 from collapipe_flwr.core.errors import ConfigError, blaming
 from collapipe_flwr.core.parsing import read_assignments
 from collapipe_flwr.data.registry import load_task
-from collapipe_flwr.data.settings import settings_of
+from collapipe_flwr.data.settings import TRAIN_TOKENIZER, settings_of
 from collapipe_flwr.data.tasks import Task
 from collapipe_flwr.federation.planning import ScheduledRounds
 from collapipe_flwr.models import BatchShape, LoraSettings, ModelSpec, Splitter, make_spec
@@ -48,11 +49,37 @@ class Learner:
 
 def make_learner(config: AppConfig) -> Learner:
     """Load the task and build the model for it; raises ConfigError, DataError or ModelError."""
-    task = load_task(settings_of(config.data, config.run.seed))
+    _refuse_foreign_tokenizer(config)
+    known_labels = _known_labels(config.model.pretrained)
+    task = load_task(settings_of(config.data, config.run.seed), known_labels=known_labels)
     spec = _spec(config, task)
     splitter = Splitter(spec)
     _refuse_long_texts(config, task, splitter.most_tokens)
     return Learner(task=task, spec=spec, splitter=splitter, shape=_shape(task))
+
+
+def _known_labels(pretrained: str) -> tuple[str, ...]:
+    """What the head of a checkpoint calls its classes, in order; ``LABEL_0`` and so on by default.
+
+    Raises ModelError where there is no checkpoint.
+    """
+    if not pretrained:
+        return ()
+    with blaming("model.pretrained"):
+        names = read_pretrained_config(pretrained).id2label or {}
+    return tuple(name for _, name in sorted(names.items()))
+
+
+def _refuse_foreign_tokenizer(config: AppConfig) -> None:
+    """Raise ConfigError where a checkpoint would read the numbers of other tokens than its own."""
+    folder = Path(config.model.pretrained).expanduser()
+    files = ("tokenizer.json", "tokenizer_config.json")
+    brings_one = config.model.pretrained and any((folder / name).is_file() for name in files)
+    if brings_one and config.data.tokenizer == TRAIN_TOKENIZER:
+        raise ConfigError(
+            'data.tokenizer is "train", but model.pretrained has learnt from the tokens of its '
+            f"own: set data.tokenizer={folder}"
+        )
 
 
 def _refuse_long_texts(config: AppConfig, task: Task, most_tokens: int | None) -> None:

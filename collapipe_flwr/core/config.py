@@ -81,6 +81,7 @@ class DataConfig:
     target_column: str = "target"
     tokens_column: str = "tokens"  # token-classification: a list of words per row
     tags_column: str = "tags"  # and a tag for each
+    label_names: str = ""  # of labels or tags that are numbers, from 0 on: "O B-PER I-PER"
     image_column: str = "image"  # pictures, file names or nested lists of 0 .. 255
     image_size: int = key(32, at_least(1))  # pixels; pictures are resized to a square
     image_channels: int = key(3, one_of(1, 3))  # grey or colour

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from datasets import (
-    ClassLabel,
     Dataset,
+    DatasetDict,
     Features,
     Value,
     disable_progress_bars,
@@ -24,6 +24,7 @@ from datasets import (
 from datasets.exceptions import DatasetsError
 
 from collapipe_flwr.core.errors import DataError
+from collapipe_flwr.data.class_names import class_names, name_of
 from collapipe_flwr.data.conll import SUFFIXES as CONLL_SUFFIXES
 from collapipe_flwr.data.conll import read_conll
 
@@ -40,14 +41,16 @@ _SAVED = ("state.json", "dataset_dict.json")  # what save_to_disk of datasets le
 _HEADER_BYTES = 1 << 20
 
 
-def load_table(name: str, *, key: str, split: str) -> Dataset:
+def load_table(name: str, *, key: str, split: str, only_split_serves: bool = True) -> Dataset:
     """The rows of a file, a directory or a hub data set.
 
     Files are ``.csv .tsv .json .jsonl .parquet``, ``.txt`` (a column ``text``, a row per line that
     is not empty), or of the CoNLL kind (columns ``tokens`` and ``tags``), all also ``.gz``. A hub
-    data set is written ``name``, ``name:config`` or ``name:config:split``.
+    data set is written ``name``, ``name:config`` or ``name:config:split``, a split of a directory
+    ``DIRECTORY:split``.
 
-    ``split`` is taken where a directory or hub data set has several and ``name`` says none.
+    ``split`` is taken where a directory or hub data set has several and ``name`` says none; the
+    only split of a directory, whatever it is called, where that ``only_split_serves``.
     Raises DataError, naming ``key``.
     """
     disable_progress_bars()
@@ -64,13 +67,29 @@ def load_table(name: str, *, key: str, split: str) -> Dataset:
         rows = _load(key, name, builder, data_files=str(path), split="train", **_options(path, key))
         return without_empty(rows) if builder == "text" else rows
     if path.is_dir():
-        return _folder(path, key=key, split=split)
+        return _folder(path, key=key, split=split, only_split_serves=only_split_serves)
+    folder, chosen = _folder_and_split(name)
+    if chosen:
+        return _folder(folder, key=key, split=chosen, only_split_serves=False)
     if builder is not None or name.startswith((".", "/", "~")):
         raise DataError(
             f'{key} "{name}" does not exist (looked for {path.absolute()}): correct the path'
         )
     hub_name, config, hub_split = (*name.split(":"), "", "")[:3]
     return _load(key, name, hub_name, name=config or None, split=hub_split or split)
+
+
+def is_one_table(name: str) -> bool:
+    """Whether ``name`` gives the same rows, whatever split is asked for."""
+    chosen = _folder_and_split(name)[1]
+    return Path(name).expanduser().is_file() or bool(chosen) or name.count(":") > 1
+
+
+def _folder_and_split(name: str) -> tuple[Path, str]:
+    """``DIRECTORY:split``; no split where it is anything else."""
+    before, _, split = name.rpartition(":")
+    folder = Path(before).expanduser()
+    return folder, split if before and folder.is_dir() else ""
 
 
 def column(table: Dataset, name: str, *, key: str, of: str) -> list[str]:
@@ -91,11 +110,11 @@ def sparse_column(table: Dataset, name: str, *, key: str, of: str) -> list[str]:
         raise DataError(
             f'{key} "{name}" is not a column of "{of}", which has {", ".join(table.column_names)}'
         )
-    feature = table.features[name]
-    values = table[name][:]
-    _refuse_nested(values, f'{key} "{name}" of "{of}"', name)
-    if isinstance(feature, ClassLabel):
-        values = [None if value in (None, -1) else feature.int2str(value) for value in values]
+    values, what = table[name][:], f'{key} "{name}" of "{of}"'
+    _refuse_nested(values, what, name)
+    if names := class_names(table, name):
+        unknown = (None, -1)  # as datasets marks rows whose class is held back
+        values = [None if v in unknown else name_of(v, names, what) for v in values]
     return ["" if value is None else str(value) for value in values]
 
 
@@ -165,32 +184,45 @@ def _header(path: Path, separator: str, key: str) -> list[str]:
     return names
 
 
-def _folder(path: Path, *, key: str, split: str) -> Dataset:
-    """A folder of files, or one that ``save_to_disk`` of datasets wrote."""
+def _folder(path: Path, *, key: str, split: str, only_split_serves: bool) -> Dataset:
+    """A split of a folder of files, or of one that ``save_to_disk`` of datasets wrote."""
+    found = _splits(path, key)
+    if isinstance(found, Dataset):
+        return _with_rows(found, key, str(path))
+    if only_split_serves and len(found) == 1:
+        split = next(iter(found))
+    if split not in found:
+        raise DataError(
+            f'{key} "{path}" has no split "{split}", only {", ".join(found)}: name one, such as '
+            f'"{path}:{next(iter(found))}"'
+        )
+    return _with_rows(found[split], key, str(path))
+
+
+def _splits(path: Path, key: str) -> Dataset | DatasetDict:
     if not any((path / name).is_file() for name in _SAVED):
-        return _load(key, str(path), str(path), split=split)
+        return _loaded(key, str(path), str(path))
     try:
-        saved = load_from_disk(str(path))
+        return load_from_disk(str(path))
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f'{key} "{path}" could not be loaded: {error}') from error
-    if isinstance(saved, Dataset):
-        return saved
-    if split not in saved:
-        raise DataError(
-            f'{key} "{path}" has no split "{split}", only {", ".join(saved)}: name the folder of '
-            "one of them"
-        )
-    return saved[split]
 
 
 def _load(key: str, shown: str, source: str, **options: Any) -> Dataset:
+    return _with_rows(_loaded(key, shown, source, **options), key, shown)
+
+
+def _loaded(key: str, shown: str, source: str, **options: Any) -> Any:
     try:
         with warnings.catch_warnings():
             # datasets leaves it to the garbage collector to close a CSV file.
             warnings.simplefilter("ignore", ResourceWarning)
-            table = load_dataset(source, **options)
+            return load_dataset(source, **options)
     except (OSError, ValueError, RuntimeError, StopIteration, DatasetsError) as error:
         raise DataError(f'{key} "{shown}" could not be loaded {_reason(error)}') from error
+
+
+def _with_rows(table: Dataset, key: str, shown: str) -> Dataset:
     if len(table) == 0:
         raise DataError(f'{key} "{shown}" has no rows: give a file with examples')
     return table

@@ -55,6 +55,9 @@ class Labelled(Task):
         return self._with_known_labels(self._reader.file(name), f'data.stream "{name}"')
 
     def find_labels(self) -> tuple[str, ...]:
+        declared = self._reader.class_names("label")
+        if len(declared) > 1:
+            return declared
         labels = sorted(set(self._reader.every_row["label"]))
         if all(label.isdecimal() for label in labels):
             labels.sort(key=int)

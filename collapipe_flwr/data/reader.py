@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from datasets import Dataset
 
 from collapipe_flwr.core.errors import DataError
-from collapipe_flwr.data.files import column, load_table
+from collapipe_flwr.data.class_names import class_names, with_names
+from collapipe_flwr.data.files import column, is_one_table, load_table
 from collapipe_flwr.data.settings import DataSettings, key_of
 
 HELD_OUT_SHARE = 0.1
+_CLASS_COLUMNS = {"label", "tags"}
 ReadColumn = Callable[..., list[Any]]  # as files.column
 
 
@@ -36,6 +37,7 @@ class Reader:
     ) -> None:
         self._settings = settings
         self._fields = dict(fields)
+        self._tables: dict[str, Dataset] = {}
         self._readers = {**dict.fromkeys([*fields, "group"], column), **(readers or {})}
 
     @cached_property
@@ -58,6 +60,13 @@ class Reader:
         self._refuse_training_file()
         table = self._read("test", self._fields)
         return _choose(table, self._shuffle(len(table)), self._settings.test_examples)
+
+    def class_names(self, ours: str) -> tuple[str, ...]:
+        """The classes that ``data.train`` declares for one of our columns; none where it does not.
+
+        They stand in the order of its numbers, and may be more than its rows use.
+        """
+        return class_names(self._table("train"), getattr(self._settings, self._fields[ours]))
 
     @cached_property
     def _shuffled_rows(self) -> list[int]:
@@ -82,16 +91,35 @@ class Reader:
 
     def file(self, name: str) -> Dataset:
         """Examples of one more file of ``data.stream``, with the same columns as ``data.train``."""
-        return self._columns(load_table(name, key="data.stream", split="train"), self._fields, name)
+        table = self._named(load_table(name, key="data.stream", split="train"))
+        return self._columns(table, self._fields, name)
 
     def _read(self, which: str, fields: Mapping[str, str]) -> Dataset:
+        return self._columns(self._table(which), fields, getattr(self._settings, which))
+
+    def _table(self, which: str) -> Dataset:
+        """The user's own table, columns and all; files are mapped, so it weighs nothing."""
+        if which not in self._tables:
+            self._tables[which] = self._load(which)
+        return self._tables[which]
+
+    def _load(self, which: str) -> Dataset:
         name = getattr(self._settings, which)
         if not name:
             raise DataError(
                 f'data.train is empty, but data.task "{self._settings.task}" reads its examples '
                 "from there: name a CSV or JSON file, a directory or a hub data set"
             )
-        return self._columns(load_table(name, key=key_of(which), split=which), fields, name)
+        both = self._settings.train == self._settings.test
+        table = load_table(name, key=key_of(which), split=which, only_split_serves=not both)
+        return self._named(table)
+
+    def _named(self, table: Dataset) -> Dataset:
+        """The table with the classes that ``data.label-names`` gives to its numbers."""
+        names = self._settings.label_names.replace(",", " ").split()
+        for ours in _CLASS_COLUMNS & self._fields.keys() if names else ():
+            table = with_names(table, getattr(self._settings, self._fields[ours]), names)
+        return table
 
     def _columns(self, table: Dataset, fields: Mapping[str, str], name: str) -> Dataset:
         return Dataset.from_dict(
@@ -104,9 +132,9 @@ class Reader:
         )
 
     def _refuse_training_file(self) -> None:
-        """A directory or hub data set may hold both splits; one file cannot."""
-        test = Path(self._settings.test).expanduser()
-        if self._settings.test == self._settings.train and test.is_file():
+        """A directory or hub data set may hold both splits; a file or one split cannot."""
+        test = self._settings.test
+        if test == self._settings.train and is_one_table(test):
             raise DataError(
                 f'data.test "{test}" is also data.train, so the test would be on training examples:'
                 " leave data.test empty to hold out a share of the rows"

@@ -24,12 +24,19 @@ TASKS: dict[str, type[Task]] = {
 }
 
 
-def load_task(settings: DataSettings, vocabulary: Vocabulary | None = None) -> Task:
+def load_task(
+    settings: DataSettings,
+    vocabulary: Vocabulary | None = None,
+    *,
+    known_labels: tuple[str, ...] = (),
+) -> Task:
     """The task of ``settings``; data is read on first use.
 
-    A control unit passes the ``vocabulary`` that the server sent. Raises ConfigError for a task
-    that is not there.
+    A control unit passes the ``vocabulary`` that the server sent, a server the ``known_labels`` of
+    a checkpoint in their order. Raises ConfigError for a task that is not there.
     """
     if settings.task not in TASKS:
         raise ConfigError(f'data.task must be one of {", ".join(TASKS)}, got "{settings.task}"')
-    return TASKS[settings.task](settings, vocabulary)
+    task = TASKS[settings.task](settings, vocabulary)
+    task.known_labels = known_labels
+    return task

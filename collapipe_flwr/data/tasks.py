@@ -50,6 +50,8 @@ class Task(ABC):
     usual_partition: ClassVar[str]  # what data.partition "auto" means
     group_column: ClassVar[str]  # of an example: what other partitions go by; "" if there is none
 
+    known_labels: tuple[str, ...] = ()  # those of the checkpoint, set before anything is read
+
     def __init__(self, settings: DataSettings, vocabulary: Vocabulary | None = None) -> None:
         self.settings = settings
         self._given_vocabulary = vocabulary
@@ -118,14 +120,19 @@ class Task(ABC):
         self.tokenizer.save_pretrained(directory)
 
     def find_labels(self) -> tuple[str, ...]:
-        """Label names in the order of their ids; none unless the task classifies."""
+        """Label names of the data in the order of their ids; none unless the task classifies."""
         return ()
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
-        """The vocabulary's label names; empty unless the task classifies."""
-        given = self._given_vocabulary
-        return self.find_labels() if given is None else given.labels
+        """The vocabulary's label names; empty unless the task classifies.
+
+        A checkpoint that knows all labels of the data keeps its own order: its head has learnt it.
+        """
+        if self._given_vocabulary is not None:
+            return self._given_vocabulary.labels
+        found, known = self.find_labels(), self.known_labels
+        return known if found and set(found) <= set(known) else found
 
     @cached_property
     def vocabulary(self) -> Vocabulary:

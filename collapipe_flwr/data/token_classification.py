@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import chain, zip_longest
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from datasets import ClassLabel, Dataset
+from datasets import Dataset
 from torch import Tensor
 
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.data import metrics
 from collapipe_flwr.data.batches import Example
+from collapipe_flwr.data.class_names import class_names, name_of
 from collapipe_flwr.data.encoding import IGNORED_LABEL, encode_words
 from collapipe_flwr.data.entities import OUTSIDE, entity_f1
 from collapipe_flwr.data.reader import Reader
@@ -31,7 +32,8 @@ _PLAIN = (str, int, float)
 class TokenClassification(Task):
     """A column of words and a column of tags, each a list per row, of the user's data.
 
-    Raises DataError where a row has not as many tags as words, or a tag that training lacks.
+    Rows without any word are skipped. Raises DataError where a row has not as many tags as words,
+    or a tag that training lacks.
     """
 
     model_task: ClassVar[str] = "token-classification"
@@ -67,6 +69,8 @@ class TokenClassification(Task):
                 f'data.tags-column "{self.settings.tags_column}" holds only one tag: at least two '
                 "are needed"
             )
+        if declared := self._reader.class_names("tags"):
+            return declared
         return tuple(sorted(found, key=lambda tag: (tag != OUTSIDE, tag)))
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
@@ -99,12 +103,13 @@ class TokenClassification(Task):
         return {label: index for index, label in enumerate(self.labels)}
 
     def _checked(self, examples: Dataset, key: str) -> Dataset:
+        examples = _without_empty(examples)
         rows = zip(examples["tokens"], examples["tags"], strict=True)
         for number, (words, tags) in enumerate(rows, start=1):
-            if len(words) != len(tags) or not words or not all(w.strip() for w in words):
+            if len(words) != len(tags) or not all(w.strip() for w in words):
                 raise DataError(
                     f"{key} has {len(words)} words and {len(tags)} tags in example {number}: give "
-                    "every word a tag, and no empty rows or words"
+                    "every word a tag, and no empty words"
                 )
             unknown = set(tags).difference(self._id_of)
             if unknown:
@@ -113,6 +118,11 @@ class TokenClassification(Task):
                     "training examples of it, or remove its rows"
                 )
         return examples
+
+
+def _without_empty(table: Dataset) -> Dataset:
+    rows = zip(table["tokens"], table["tags"], strict=True)
+    return table.select([row for row, (words, tags) in enumerate(rows) if words or tags])
 
 
 def list_column(table: Dataset, name: str, *, key: str, of: str) -> list[list[str]]:
@@ -124,10 +134,10 @@ def list_column(table: Dataset, name: str, *, key: str, of: str) -> list[list[st
         raise DataError(
             f'{key} "{name}" is not a column of "{of}", which has {", ".join(table.column_names)}'
         )
-    feature: Any = getattr(table.features[name], "feature", None)
     rows = [row.split() if isinstance(row, str) else list(row or ()) for row in table[name][:]]
-    if isinstance(feature, ClassLabel):
-        return [[feature.int2str(value) for value in row] for row in rows]
+    if names := class_names(table, name):
+        what = f'{key} "{name}" of "{of}"'
+        return [[name_of(value, names, what) for value in row] for row in rows]
     odd = next((value for row in rows for value in row if not isinstance(value, _PLAIN)), 0)
     if odd is None or odd:
         raise DataError(

@@ -158,3 +158,22 @@ def test_a_folder_of_save_to_disk_is_read(tmp_path: Path) -> None:
         assert len(load_table(str(tmp_path / folder), key="data.train", split=split)) == size
     with pytest.raises(DataError, match='no split "dev", only train, test'):
         load_table(str(tmp_path / "both"), key="data.test", split="dev")
+
+
+def test_a_split_of_a_folder_is_named_behind_a_colon(tmp_path: Path) -> None:
+    rows = Dataset.from_dict({"text": ["x", "y", "z"]})
+    DatasetDict(learn=rows, check=rows.select([0])).save_to_disk(tmp_path / "saved")
+    rows.to_parquet(tmp_path / "files" / "train.parquet")
+    rows.select([0]).to_parquet(tmp_path / "files" / "validation.parquet")
+    for name, size in (("saved:learn", 3), ("saved:check", 1), ("files:validation", 1)):
+        assert len(load_table(f"{tmp_path / name}", key="data.train", split="train")) == size
+    with pytest.raises(DataError, match=r'no split "test", only train, valid.* "\S*files:train"'):
+        load_table(f"{tmp_path / 'files'}", key="data.test", split="test")
+
+
+def test_the_only_split_of_a_folder_serves_unless_both_roles_name_it(tmp_path: Path) -> None:
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some" / "notes.txt").write_text("x\n")
+    assert len(load_table(str(tmp_path / "some"), key="data.test", split="test")) == 1
+    with pytest.raises(DataError, match='no split "test", only train'):
+        load_table(str(tmp_path / "some"), key="k", split="test", only_split_serves=False)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
-from collapipe_flwr.core.errors import CollaPipeError
+from collapipe_flwr.core.errors import CollaPipeError, ConfigError
 from collapipe_flwr.core.parsing import Value
 from tests.integration.conftest import RunApp
 from tests.tiny_tasks import TASKS, task_values
@@ -62,3 +62,12 @@ def test_pictures_of_another_size_than_the_model(run_app: RunApp, tmp_path: Path
     values["model.overrides"] = f"{values['model.overrides']} image_size=16"
     with pytest.raises(CollaPipeError, match=r"set data\.image-size=16"):
         run_app(values)
+
+
+def test_a_checkpoint_reads_its_own_tokens_or_refuses(run_app: RunApp, tmp_path: Path) -> None:
+    values = {**task_values("classification", tmp_path), **QUICK, "num-server-rounds": 1}
+    before = run_app(values) / "model"
+    again = {**values, "model.pretrained": str(before), "run-name": "again"}
+    with pytest.raises(ConfigError, match=r'data\.tokenizer is "train", but .* data\.tokenizer=/'):
+        run_app(again)
+    run_app({**again, "data.tokenizer": str(before)})
