@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache
 from hashlib import sha256
@@ -15,7 +16,7 @@ from torch import Tensor
 from client_app.data import LocalData, Place, RoundExamples, local_data
 from client_app.fleet import Crew, Site, cluster_file, open_crew
 from client_app.online import examples_of_round
-from client_app.optimizer_memory import OptimizerMemory
+from client_app.optimizer_memory import Keeping, OptimizerMemory
 from collapipe_flwr.cluster.control_unit import (
     RoundResult,
     evaluate_batches,
@@ -23,7 +24,6 @@ from collapipe_flwr.cluster.control_unit import (
 )
 from collapipe_flwr.cluster.leg import MeanLoss
 from collapipe_flwr.cluster.order import RoundOrder
-from collapipe_flwr.cluster.recovery import Recovery
 from collapipe_flwr.cluster.whole import evaluate_whole, train_whole
 from collapipe_flwr.core.config import AppConfig, parse
 from collapipe_flwr.core.errors import ConfigError, ProtocolError
@@ -65,19 +65,23 @@ def train(message: Message, context: Context) -> Message:
         server_round = _server_round(message)
         data = local_data(config, place, _vocabulary(whole.vocabulary_json))
         examples = examples_of_round(config, place, data, context, server_round)
-        memory = OptimizerMemory.of(config, context, server_round)
+        memory = OptimizerMemory(
+            context=context,
+            keeping=Keeping.of(config, place, context, whole.run_id),
+            server_round=server_round,
+        )
         content = _train_whole(whole, memory, examples, weights)
     else:
         assignment, task = _assignment(message)
         data = local_data(config, place, _vocabulary(task.vocabulary_json))
         examples = examples_of_round(config, place, data, context, assignment.server_round)
-        site = Site(config=config, place=place, cluster=cluster_file(context))
-        with open_crew(site, task) as crew:
-            recovery = crew.recovery(
-                site.profile(data.examples_per_round), _splitter(task.model_spec_json), task
-            )
-            memory = OptimizerMemory.of(config, context, assignment.server_round)
-            content = _train_split(assignment, examples, weights, crew, recovery, memory)
+        memory = OptimizerMemory(
+            context=context,
+            keeping=Keeping.of(config, place, context, task.learning.run_id),
+            server_round=assignment.server_round,
+        )
+        with _crew(context, task, data) as crew:
+            content = _train_split(assignment, examples, weights, crew, memory)
     return Message(content, reply_to=message)
 
 
@@ -94,12 +98,8 @@ def evaluate(message: Message, context: Context) -> Message:
     else:
         assignment, task = _assignment(message)
         data = local_data(config, place, _vocabulary(task.vocabulary_json))
-        site = Site(config=config, place=place, cluster=cluster_file(context))
-        with open_crew(site, task) as crew:
-            recovery = crew.recovery(
-                site.profile(data.examples_per_round), _splitter(task.model_spec_json), task
-            )
-            found = _evaluate_split(assignment, data, weights, crew, recovery)
+        with _crew(context, task, data) as crew:
+            found = _evaluate_split(assignment, data, weights, crew)
     metrics = MetricRecord({"loss": found.loss, records.EXAMPLES: found.targets})
     return Message(RecordDict({records.METRICS: metrics}), reply_to=message)
 
@@ -112,12 +112,15 @@ def _assignment(message: Message) -> tuple[RoundAssignment, SplitTask]:
     return assignment, assignment.split
 
 
+def _crew(context: Context, task: SplitTask, data: LocalData) -> AbstractContextManager[Crew]:
+    """The devices of this node, joined to the edge session of ``task``."""
+    config, place = _settings(context)
+    site = Site(config=config, place=place, cluster=cluster_file(context))
+    return open_crew(site, task, _splitter(task.model_spec_json), data.examples_per_round)
+
+
 def _evaluate_split(
-    assignment: RoundAssignment,
-    data: LocalData,
-    weights: Mapping[str, Tensor],
-    crew: Crew,
-    recovery: Recovery,
+    assignment: RoundAssignment, data: LocalData, weights: Mapping[str, Tensor], crew: Crew
 ) -> MeanLoss:
     plan, task = assignment.plan, assignment.split
     assert plan is not None and task is not None
@@ -127,7 +130,7 @@ def _evaluate_split(
         micro_batch_size=plan.micro_batch_size,
     )
     order, batches = _order(assignment, task, weights), _micro_batches(splitter, steps)
-    return evaluate_batches(splitter, order, batches, crew.fleet, recovery=recovery)
+    return evaluate_batches(splitter, order, batches, crew.fleet, recovery=crew.recovery)
 
 
 def _evaluate_whole(task: WholeTask, data: LocalData, weights: Mapping[str, Tensor]) -> MeanLoss:
@@ -142,7 +145,6 @@ def _train_split(
     examples: RoundExamples,
     weights: Mapping[str, Tensor],
     crew: Crew,
-    recovery: Recovery,
     memory: OptimizerMemory,
 ) -> RecordDict:
     """The round of a planned cluster: devices here, the decoder at the edge."""
@@ -157,11 +159,10 @@ def _train_split(
     }
     steps = _micro_batches(splitter, examples.steps(**sizes))
     probe = _micro_batches(splitter, examples.probe(**sizes))
-    result = train_round(splitter, order, steps, crew.fleet, probe, recovery=recovery)
+    result = train_round(splitter, order, steps, crew.fleet, probe, recovery=crew.recovery)
     memory.remember(result.slots)
-    absent = crew.fleet.missing([device.device_id for device in recovery.profile.devices])
     content = _reply(result.weights, result.losses, examples)
-    telemetry = replace(_telemetry(result, examples), absent=tuple(sorted(absent)))
+    telemetry = replace(_telemetry(result, examples), absent=crew.absent())
     return records.write_telemetry(content, telemetry)
 
 

@@ -47,19 +47,15 @@ class Site:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crew:
-    """Who trains in one round: the devices, and the decoder at the edge."""
+    """Who works in one round, and how it goes on when some of them are lost."""
 
     fleet: Fleet
-    edge: EdgeSession
+    recovery: Recovery
 
-    def recovery(self, profile: ClusterProfile, splitter: Splitter, task: SplitTask) -> Recovery:
-        """How a round goes on when devices are lost."""
-        return Recovery(
-            profile=profile,
-            model=lambda: splitter.profile(task.shape),
-            edge=self.edge,
-            snapshot_every=task.learning.snapshot_every,
-        )
+    def absent(self) -> tuple[str, ...]:
+        """The devices that do not answer, of all that the cluster has."""
+        ours = [device.device_id for device in self.recovery.profile.devices]
+        return tuple(sorted(self.fleet.missing(ours)))
 
 
 def cluster_file(context: Context) -> ClusterConfig | None:
@@ -71,8 +67,11 @@ def cluster_file(context: Context) -> ClusterConfig | None:
 
 
 @contextmanager
-def open_crew(site: Site, task: SplitTask) -> Iterator[Crew]:
-    """The devices and the edge of one round, whose session the server opened."""
+def open_crew(site: Site, task: SplitTask, splitter: Splitter, examples: int) -> Iterator[Crew]:
+    """The devices and the edge of one round, whose session the server opened.
+
+    ``examples`` is what a round of this cluster trains on.
+    """
     with _edge_client(site, task) as client:
         edge = EdgeSession(
             client=client,
@@ -82,7 +81,13 @@ def open_crew(site: Site, task: SplitTask) -> Iterator[Crew]:
         fleet: Fleet = ThreadFleet(edge.connect)
         if site.cluster is not None:
             fleet = remote_fleet(site.cluster, task)
-        yield Crew(fleet=fleet, edge=edge)
+        recovery = Recovery(
+            profile=site.profile(examples),
+            model=lambda: splitter.profile(task.shape),
+            edge=edge,
+            snapshot_every=task.learning.snapshot_every,
+        )
+        yield Crew(fleet=fleet, recovery=recovery)
 
 
 def _edge_client(site: Site, task: SplitTask) -> EdgeClient:

@@ -16,7 +16,6 @@ from collapipe_flwr.core.errors import CollaPipeError, RunError
 from collapipe_flwr.edge.server import EdgeServer
 from collapipe_flwr.edge.service import EdgeService
 from collapipe_flwr.federation.arrays import encode_tensors
-from collapipe_flwr.federation.checkpoint import Checkpoints
 from collapipe_flwr.federation.deadline import PunctualMembers, RoundClock
 from collapipe_flwr.federation.discovery import discover_clusters
 from collapipe_flwr.federation.members import Members
@@ -31,7 +30,7 @@ from collapipe_flwr.reporting.events import RunStory
 from collapipe_flwr.reporting.run_directory import RunDirectory
 from collapipe_flwr.rpc.edge_client import EdgeClient
 from server_app.evaluate import Evaluator
-from server_app.folder import open_run
+from server_app.folder import RunFolder, open_run
 from server_app.recorder import RunRecorder
 from server_app.setup import (
     Learner,
@@ -86,7 +85,7 @@ def run(grid: Grid, config: AppConfig) -> None:
         paced=config.links.pace == "plan",
     )
     try:
-        _train(members, config, learner, planned, recorder, folder.checkpoints)
+        _train(members, config, learner, planned, recorder, folder)
         _save_model(folder.directory, learner, recorder)
     except BaseException as error:
         recorder.finish("failed", str(error) or type(error).__name__)
@@ -105,7 +104,7 @@ def _train(
     learner: Learner,
     planned: Planned | None,
     recorder: RunRecorder,
-    checkpoints: Checkpoints | None,
+    folder: RunFolder,
 ) -> None:
     weights = learner.splitter.initial_weights(config.run.seed)
 
@@ -113,9 +112,10 @@ def _train(
         recorder.on_training(loss, members.take_train_bytes())
 
     inner = inner_strategy(config, on_training, recorder.on_clusters)
-    with _strategy(inner, config, learner, planned, recorder) as (strategy, train_config):
-        if checkpoints is not None:
-            strategy = Checkpointed(strategy, checkpoints, members.resumable)
+    made = _strategy(inner, config, learner, planned, recorder, folder.directory.run_id)
+    with made as (strategy, train_config):
+        if folder.checkpoints is not None:
+            strategy = Checkpointed(strategy, folder.checkpoints, members.resumable)
         strategy.start(
             members,
             encode_tensors(weights),
@@ -134,10 +134,11 @@ def _strategy(
     learner: Learner,
     planned: Planned | None,
     recorder: RunRecorder,
+    run_id: str,
 ) -> Iterator[tuple[Strategy, ConfigRecord]]:
     """The strategy, and what it tells every client; the edge lives as long as it does."""
     if planned is None:
-        yield inner, whole_task_config(_whole_task(config, learner))
+        yield inner, whole_task_config(_whole_task(config, learner, run_id))
         return
     with _edge(config.edge) as client:
         split = SplitModel(
@@ -155,6 +156,7 @@ def _strategy(
                 execution=execution_of(config),
                 snapshot_every=config.train.snapshot_every,
                 heartbeat=config.edge.heartbeat,
+                run_id=run_id,
             ),
             shape=learner.shape,
         )
@@ -186,7 +188,7 @@ def _edge(config: EdgeConfig) -> Iterator[EdgeClient]:
         yield client
 
 
-def _whole_task(config: AppConfig, learner: Learner) -> WholeTask:
+def _whole_task(config: AppConfig, learner: Learner, run_id: str) -> WholeTask:
     """The batches of a plan with the largest micro-batch and count, on the unsplit model."""
     size = max(count_list(config.scheduler.micro_batch_sizes))
     rounds = config.run.num_server_rounds
@@ -197,6 +199,7 @@ def _whole_task(config: AppConfig, learner: Learner) -> WholeTask:
         micro_batch_size=size,
         optimizers=tuple(optimizer_settings(config, r + 1) for r in range(rounds)),
         execution=execution_of(config),
+        run_id=run_id,
     )
 
 

@@ -20,6 +20,7 @@ _FREE = (
     "resume",
     "checkpoint-every",
     "round-slack",
+    "train.state-dir",
 )
 _FREE_ENDS = (
     "timeout-s",

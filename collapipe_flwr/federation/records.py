@@ -55,6 +55,7 @@ class LearningSettings:
     execution: Execution = field(default_factory=Execution)
     snapshot_every: int = 0  # steps; 0: a loss replays the round
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    run_id: str = ""  # the same for a run that is resumed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +81,7 @@ class WholeTask:
     micro_batch_size: int
     optimizers: tuple[OptimizerSettings, ...]  # one per server round
     execution: Execution = field(default_factory=Execution)
+    run_id: str = ""  # the same for a run that is resumed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

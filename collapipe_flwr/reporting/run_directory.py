@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from collapipe_flwr.core.errors import ConfigError
 
 Json = Mapping[str, object]
 _SUMMARY, _EVENTS, _CONFIG = "summary.json", "events.jsonl", "run-config.json"
-_PENDING = "pending-round.json"
+_PENDING, _RUN_ID = "pending-round.json", "run-id"
 
 
 class RunDirectory:
@@ -44,6 +45,14 @@ class RunDirectory:
         directory = cls.__new__(cls)
         directory.path = path
         return directory
+
+    @property
+    def run_id(self) -> str:
+        """By which clusters know the run again; drawn once, the first time that it is asked for."""
+        path = self.path / _RUN_ID
+        if not path.exists():
+            self._replace(_RUN_ID, secrets.token_hex(16))
+        return path.read_text(encoding="utf-8")
 
     @property
     def checkpoint_path(self) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -51,6 +52,54 @@ def test_one_cluster_that_keeps_its_state_is_an_unsplit_model_with_one_optimiser
     apart = distance(weights_of(split), weights_of(whole))
     assert apart < 1e-4
     assert distance(weights_of(split), weights_of(reset)) > 20 * apart
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def _started_again(values: dict[str, Value], *, dies_in: int | None = None) -> None:
+    """A run whose every message finds a new SuperNode, and whose server may die in a round."""
+    place = {"partition-id": 0, "num-partitions": 1}
+    trained = [0]
+
+    class Renewed(LocalGrid):
+        def send_and_receive(self, messages, *, timeout=None):
+            self.add(1, client_app)
+            replies = super().send_and_receive(messages, timeout=timeout)
+            trained[0] += any(r.metadata.message_type == "train" for r in replies)
+            if trained[0] == dies_in:
+                raise Killed  # the cluster has finished a round that no checkpoint knows of
+            return replies
+
+    run(Renewed({1: client_app}, node_configs={1: place}, run_config=values), parse(values))
+
+
+@pytest.mark.parametrize("runtime", ["pipeline", "whole"])
+def test_with_a_state_dir_neither_a_new_node_nor_a_resume_changes_a_bit(
+    tmp_path: Path, caplog, runtime: str
+) -> None:
+    keep: dict[str, Value] = {
+        **TINY,
+        **ALONE,
+        "runtime": runtime,
+        "train.optimizer-state": "keep",
+        "output-dir": str(tmp_path),
+    }
+    places = {1: {"partition-id": 0, "num-partitions": 1}}
+    undisturbed = {**keep, "run-name": "undisturbed"}
+    grid = LocalGrid({1: client_app}, node_configs=places, run_config=undisturbed)
+    run(grid, parse(undisturbed))
+    kept: dict[str, Value] = {**keep, "train.state-dir": str(tmp_path / "state"), "run-name": "cut"}
+    with pytest.raises(Killed):
+        _started_again(kept, dies_in=3)
+    _started_again({**kept, "resume": str(tmp_path / "cut")})
+    assert not [r for r in caplog.records if "no optimiser state" in r.message]
+    model = "model/model.safetensors"
+    whole, cut = (tmp_path / name / model for name in ("undisturbed", "cut"))
+    assert whole.read_bytes() == cut.read_bytes()
+    files = [path for path in (tmp_path / "state").rglob("*") if path.is_file()]
+    assert len(files) == 3 and {path.stat().st_mode & 0o777 for path in files} == {0o600}
 
 
 def test_a_node_without_its_past_says_so_and_starts_anew(tmp_path: Path, caplog) -> None:

@@ -1,0 +1,109 @@
+"""What a cluster's optimiser knows after its last rounds, in files that outlive the process.
+
+One safetensors file per round under one folder per run and cluster, made for its owner only. A file
+is written beside its place and moved there once its bytes are on disk; its name ends with their
+SHA-256, so that half of one, or a damaged one, is not taken for another.
+
+A run that is resumed trains the rounds behind its checkpoint again, so not only the newest file is
+kept: also the newest one that each of the server's two last checkpoints goes on from.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from hashlib import file_digest, sha256
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from collapipe_flwr.core.errors import ConfigError, ModelError
+from collapipe_flwr.pipeline.state import PartState, Slots
+
+_log = logging.getLogger("flwr.collapipe")
+_NAME = re.compile(r"round-(\d{6,})-([0-9a-f]{64})\.safetensors")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerFiles:
+    """The files of one cluster in one run, whose server writes a checkpoint ``every`` rounds.
+
+    With 0 there are none to go on from.
+    """
+
+    folder: Path
+    every: int
+
+    @staticmethod
+    def of(state_dir: Path, run_id: str, place: int, every: int) -> OptimizerFiles:
+        """Those of cluster number ``place``; ``run_id`` may be any text."""
+        run = sha256(run_id.encode()).hexdigest()[:32]
+        return OptimizerFiles(folder=state_dir / run / f"cluster-{place}", every=every)
+
+    def recall(self, server_round: int) -> Slots | None:
+        """What the cluster's last round before this one left; None where it cannot be had.
+
+        Files of later rounds, which the run is about to train anew, are dropped.
+        """
+        found = dict(self._found())
+        for path in (path for path, done in found.items() if done >= server_round):
+            path.unlink()
+        before = [path for path, done in found.items() if done < server_round]
+        return _read(max(before, key=found.__getitem__)) if before else None
+
+    def remember(self, server_round: int, slots: Slots) -> None:
+        """Keep what this round leaves; raises ConfigError when it cannot be written."""
+        try:
+            for folder in (self.folder.parents[1], self.folder.parent, self.folder):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            kept = self._write(server_round, slots)
+            for path, done in self._found():
+                stale = done == server_round and path != kept
+                if stale or done not in self._wanted(server_round):
+                    path.unlink()
+        except OSError as error:
+            raise ConfigError(f'state-dir: "{self.folder}" cannot be written: {error}') from error
+
+    def _write(self, server_round: int, slots: Slots) -> Path:
+        partial = self.folder / f"round-{server_round:06d}.partial"
+        save_file(PartState(weights={}, slots=slots).tensors(), partial)
+        partial.chmod(0o600)
+        with partial.open("rb") as file:
+            digest = file_digest(file, "sha256").hexdigest()
+            os.fsync(file.fileno())
+        return partial.replace(self.folder / f"round-{server_round:06d}-{digest}.safetensors")
+
+    def _wanted(self, server_round: int) -> set[int]:
+        """The newest round, and the newest one at each checkpoint that may be resumed."""
+        newest = (server_round - 1) // self.every * self.every if self.every else 0
+        rounds = [done for _, done in self._found()]
+        starts = (server_round, newest, newest - self.every)
+        return {_newest(done for done in rounds if done <= start) for start in starts}
+
+    def _found(self) -> Iterator[tuple[Path, int]]:
+        paths = sorted(self.folder.iterdir()) if self.folder.is_dir() else ()
+        for path in paths:
+            if named := _NAME.fullmatch(path.name):
+                yield path, int(named[1])
+
+
+def _newest(rounds: Iterable[int]) -> int:
+    return max(rounds, default=0)
+
+
+def _read(path: Path) -> Slots | None:
+    """Its slots; None, and a line in the log, for a file that is damaged."""
+    named = _NAME.fullmatch(path.name)
+    assert named is not None
+    try:
+        with path.open("rb") as file:
+            if file_digest(file, "sha256").hexdigest() != named[2]:
+                raise ModelError("its bytes are not those that were written")
+        return PartState.of_tensors(load_file(path)).slots
+    except (OSError, SafetensorError, ModelError) as error:
+        _log.error("%s cannot be read: %s", path, error)
+        return None
