@@ -83,6 +83,7 @@ def run(grid: Grid, config: AppConfig) -> None:
         every=config.evaluation.every,
         past=folder.past,
         paced=config.links.pace == "plan",
+        lost=lambda: members.lost,
     )
     try:
         _train(members, config, learner, planned, recorder, folder)

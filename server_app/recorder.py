@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from flwr.app import ArrayRecord, MetricRecord
@@ -26,8 +26,8 @@ class RunRecorder:
     """Keeps one run's directory up to date.
 
     The strategy calls :meth:`on_round` when a round's replies are in and :meth:`evaluate` right
-    after; the two make one event. ``past`` is what a resumed run has behind it, and ``paced``
-    whether senders keep to planned rates.
+    after; the two make one event. ``past`` is what a resumed run has behind it, ``paced`` whether
+    senders keep to planned rates, and ``lost`` tells whom the last training lost.
     """
 
     def __init__(
@@ -40,8 +40,9 @@ class RunRecorder:
         every: int,
         past: Past | None = None,
         paced: bool = False,
+        lost: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        self._paced = paced
+        self._paced, self._lost = paced, lost
         past = past or Past()
         self.story = replace(story, initial=past.initial, events=past.events)
         self.weights: Mapping[str, Tensor] | None = None  # of the last round
@@ -61,7 +62,7 @@ class RunRecorder:
         """Keep a round until it is evaluated."""
         links = link_reports(record, paced=self._paced)
         event = _event(record, time.monotonic() - self._round_started_s)
-        self._pending = replace(event, links=links)
+        self._pending = replace(event, links=links, lost=self._names({*record.failures}))
         self._directory.write_pending(self._pending.as_json())
         timelines = {name: told.timeline for name, told in record.telemetry.items()}
         if any(timelines.values()):
@@ -75,6 +76,7 @@ class RunRecorder:
             loss=loss,
             bytes=LinkBytes(flower=flower_bytes),
             wall_s=time.monotonic() - self._round_started_s,
+            lost=self._names(),
         )
         self._directory.write_pending(self._pending.as_json())
 
@@ -109,7 +111,8 @@ class RunRecorder:
     def _finish_round(self, server_round: int, metrics: Mapping[str, float]) -> None:
         now_s = time.monotonic()
         event = replace(
-            self._pending or RoundEvent(round_index=server_round, metrics={}, wall_s=0.0),
+            self._pending
+            or RoundEvent(round_index=server_round, metrics={}, wall_s=0.0, lost=self._names()),
             round_index=server_round,
             metrics=metrics,
             clusters_loss=self._clusters_loss,
@@ -120,6 +123,9 @@ class RunRecorder:
         self._directory.append_event(event.as_json())
         self._save("running")
         self._printer.show(event)
+
+    def _names(self, failed: Collection[str] = ()) -> tuple[str, ...]:
+        return tuple(sorted({*self._lost(), *failed}))
 
     def _save(self, status: str, reason: str | None = None) -> None:
         wall_s = time.monotonic() - self._started_s

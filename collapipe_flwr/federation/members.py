@@ -34,6 +34,13 @@ class Members(Grid):
         self._clusters = dict(clusters)
         self._strangers: set[int] = set()  # of no cluster of this run, or not any more
         self._train_bytes = 0
+        self._connected: set[int] = set(clusters)  # when nodes were last asked for
+        self._lost: frozenset[str] = frozenset()
+
+    @property
+    def lost(self) -> frozenset[str]:
+        """The clusters that were away, or did not do what they were asked, in the last training."""
+        return self._lost
 
     @property
     def clusters(self) -> Mapping[int, str]:
@@ -77,6 +84,7 @@ class Members(Grid):
         if late:
             for node, name in describe_late(self._grid, late, timeout_s=_DESCRIBE_S).items():
                 self._meet(node, name)
+        self._connected = self._clusters.keys() & set(nodes)
         return [node for node in nodes if node in self._clusters]
 
     def _meet(self, node: int, name: str) -> None:
@@ -103,10 +111,20 @@ class Members(Grid):
         """Push, then pull, through the grid."""
         sent = list(messages)
         replies = list(self._grid.send_and_receive(sent, timeout=timeout))
-        self._train_bytes += sum(map(_train_bytes, (*sent, *replies)))
+        if any(map(_trains, sent)):
+            self._note(sent, replies)
         return replies
 
+    def _note(self, sent: Iterable[Message], replies: Iterable[Message]) -> None:
+        """What one training cost, and whom it lost: a cluster that sits out by plan is not."""
+        done = [reply for reply in replies if reply.has_content()]
+        self._train_bytes += sum(content_bytes(m.content) for m in (*sent, *done))
+        asked = {message.metadata.dst_node_id for message in sent}
+        trained = {reply.metadata.src_node_id for reply in done}
+        lost = (self._clusters.keys() - self._connected - trained) | (asked - trained)
+        self._lost = frozenset(self._clusters[node] for node in lost if node in self._clusters)
 
-def _train_bytes(message: Message) -> int:
-    trains = message.metadata.message_type.partition(".")[0] == "train"
-    return content_bytes(message.content) if trains and message.has_content() else 0
+
+def _trains(message: Message) -> bool:
+    kind = message.metadata.message_type.partition(".")[0]
+    return kind == "train" and message.has_content()

@@ -75,9 +75,11 @@ def markdown(curves: Sequence[Curve], metrics: Sequence[str] = ()) -> str:
 
 
 def _costs(curves: Sequence[Curve]) -> str:
+    lost = [_lost_rounds(curve) for curve in curves]
     rows = [
         ["largest difference of the loss", *(_farthest(curve, curves[0]) for curve in curves)],
         ["wall-clock seconds", *(f"{curve.summary['wall_s']:.0f}" for curve in curves)],
+        *([["rounds without a cluster", *lost]] if any(lost) else []),
         ["Flower MB", *(_megabytes(curve, "flower") for curve in curves)],
         ["device-to-device MB", *(_megabytes(curve, "d2d") for curve in curves)],
         ["device-to-edge MB", *(_megabytes(curve, "d2e") for curve in curves)],
@@ -96,6 +98,12 @@ def _farthest(curve: Curve, first: Curve) -> str:
     pairs = zip(curve.points("loss"), first.points("loss"), strict=False)
     gaps = [abs(ours - theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
     return f"{max(gaps):.1e}" if gaps and curve is not first else ""
+
+
+def _lost_rounds(curve: Curve) -> str:
+    """How many rounds lost a cluster; empty for a run that lost none."""
+    lost = curve.summary.get("lost", {})
+    return str(len({index for rounds in lost.values() for index in rounds}) or "")
 
 
 def _megabytes(curve: Curve, link: str) -> str:

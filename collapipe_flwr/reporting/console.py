@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -13,6 +13,7 @@ from collapipe_flwr.reporting.links import link_row
 
 _WIDTH = 118
 _MOST_LINKS = 12  # in the table at the end
+_MOST_ROUNDS = 8  # of one cluster that are named
 
 
 class RoundPrinter:
@@ -86,6 +87,8 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     initial, final = metric["initial"], metric["final"]
     table.add_row(metric["name"], f"{_number(initial)} -> {_number(final)} on unseen examples")
     table.add_row("rounds", f"{summary['rounds']} in {summary['wall_s']:.0f} s")
+    if lost := summary.get("lost"):
+        table.add_row("lost", _lost_text(lost))
     links = summary["bytes"]
     sizes = ", ".join(f"{name} {links[name] / 1e6:.0f} MB" for name in ("d2d", "d2e", "flower"))
     table.add_row("traffic", sizes)
@@ -103,6 +106,19 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     for role, size in summary["peak_memory_bytes"].items():
         table.add_row(f"memory {role}", f"{size / 1e6:.1f} MB peak")
     return table
+
+
+def _lost_text(lost: Mapping[str, Sequence[int]]) -> str:
+    """``2 rounds went on without a cluster: A (3, 5), B (5)``; a long list is cut short."""
+    count = len({index for rounds in lost.values() for index in rounds})
+    names = ", ".join(f"{name} ({_first(rounds)})" for name, rounds in lost.items())
+    return f"{count} round{'s' * (count != 1)} went on without a cluster: {names}"
+
+
+def _first(rounds: Sequence[int]) -> str:
+    shown = ", ".join(map(str, rounds[:_MOST_ROUNDS]))
+    more = len(rounds) - _MOST_ROUNDS
+    return f"{shown}, {more} more" if more > 0 else shown
 
 
 def _number(value: float | None) -> str:

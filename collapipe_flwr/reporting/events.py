@@ -47,6 +47,7 @@ class RoundEvent:
     links: tuple[LinkReport, ...] = ()
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
     failures: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()  # clusters that were away or whose round came to nothing
     fresh_examples: int = 0  # that arrived in data.stream
     prequential_loss: float | None = None  # on them, before training on them
 
@@ -63,6 +64,7 @@ class RoundEvent:
             "bytes": LinkBytes(**data["bytes"]),
             "links": tuple(LinkReport.of_json(link) for link in data.get("links", ())),
             "failures": tuple(data["failures"]),
+            "lost": tuple(data.get("lost", ())),
         }
         return RoundEvent(**{**data, "metrics": metrics, **more})
 
@@ -84,6 +86,7 @@ class RunStory:
             "status": status,
             "reason": reason,
             "rounds": len(self.events),
+            "lost": self._lost_rounds(),
             "metric": {
                 "name": self.metric_name,
                 "initial": self.initial.get(self.metric_name),
@@ -100,6 +103,11 @@ class RunStory:
             "plans": [e.plan for e in self.events],
         }
         return cast("dict[str, Any]", finite(summary))
+
+    def _lost_rounds(self) -> dict[str, list[int]]:
+        """The rounds that went on without a cluster, by cluster."""
+        names = sorted({name for event in self.events for name in event.lost})
+        return {name: [e.round_index for e in self.events if name in e.lost] for name in names}
 
     def _mean_energy_j(self) -> dict[str, float]:
         """Per device: joules per round, rounds without work counted as zero."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from client_app.app import app as client_app
 from collapipe_flwr.core.config import parse
+from collapipe_flwr.core.parsing import Value
 from collapipe_flwr.edge.server import EdgeServer
 from collapipe_flwr.edge.service import EdgeService
 from collapipe_flwr.federation.local_grid import LocalGrid
+from collapipe_flwr.reporting.console import summary_table
 from server_app.app import run
 from tests.integration.conftest import TINY
 
@@ -48,11 +53,20 @@ class UnreliableGrid(LocalGrid):
         return [r for r in replies if not (lost and r.metadata.src_node_id == 2)]
 
 
-def _run(folder: Path, **fate: Any) -> tuple[UnreliableGrid, list[dict[str, Any]]]:
+def _lost(folder: Path) -> dict[str, list[int]]:
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert summary["status"] == "completed"
+    lost: dict[str, list[int]] = summary["lost"]
+    return lost
+
+
+def _run(
+    folder: Path, more: dict[str, Value] | None = None, **fate: Any
+) -> tuple[UnreliableGrid, list[dict[str, Any]]]:
     service = EdgeService()
     places = {i + 1: {"partition-id": i, "num-partitions": 2} for i in range(2)}
     with EdgeServer("127.0.0.1:0", service) as edge:
-        values = {**CALM, "output-dir": str(folder), "edge.address": edge.address}
+        values = {**CALM, **(more or {}), "output-dir": str(folder), "edge.address": edge.address}
         places[3] = places[2]  # the same machine, started again
         nodes = dict.fromkeys(places, client_app)
         grid = UnreliableGrid(nodes, node_configs=places, run_config=values, service=service)
@@ -72,6 +86,7 @@ def test_a_late_cluster_does_not_stop_the_round(tmp_path: Path) -> None:
         [],
     ]
     assert grid.open_sessions == [2, 2, 2]  # none of the round before
+    assert _lost(tmp_path) == {"cluster-1": [2]}
     queues = [sum(v for k, v in e["queues_j"].items() if k.startswith("cluster-1")) for e in events]
     assert queues[1] <= queues[0]  # who did not finish is charged nothing
     assert all(not k.startswith("cluster-1") for k in events[1]["energy_j"])
@@ -82,6 +97,7 @@ def test_a_cluster_that_comes_back_as_another_node_takes_part_again(tmp_path: Pa
     planned = [[c["cluster_id"] for c in event["plan"]["clusters"]] for event in events]
     assert planned == [["cluster-0", "cluster-1"], ["cluster-0"], ["cluster-0", "cluster-1"]]
     assert grid.open_sessions == [2, 1, 2]
+    assert _lost(tmp_path) == {"cluster-1": [2]}
     asked = [m.metadata.dst_node_id for m in grid.sent if m.metadata.message_type == "train"]
     assert sorted(asked) == [1, 1, 1, 2, 3]
 
@@ -91,3 +107,14 @@ def test_a_cluster_that_vanishes_is_planned_without(tmp_path: Path) -> None:
     planned = [[c["cluster_id"] for c in event["plan"]["clusters"]] for event in events]
     assert planned == [["cluster-0", "cluster-1"], ["cluster-0"], ["cluster-0"]]
     assert grid.open_sessions == [2, 1, 1]
+    assert _lost(tmp_path) == {"cluster-1": [2, 3]}
+
+
+def test_a_plain_strategy_says_as_well_whom_a_round_lost(tmp_path: Path) -> None:
+    _run(tmp_path, more={"runtime": "whole"}, late=(2,), gone=3)
+    assert _lost(tmp_path) == {"cluster-1": [2, 3]}
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    shown = Console(file=io.StringIO(), width=100)
+    shown.print(summary_table(summary))
+    assert isinstance(shown.file, io.StringIO)
+    assert "2 rounds went on without a cluster: cluster-1 (2, 3)" in shown.file.getvalue()

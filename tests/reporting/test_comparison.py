@@ -30,13 +30,14 @@ def _run(folder: Path, scores: list[float], **rest: Any) -> str:
 def test_runs_of_different_length_share_one_table(tmp_path: Path) -> None:
     memory = {"a/control-unit": 9_000_000, "a/1-phone": 4_000_000, "a/edge": 9_000_000}
     long = _run(tmp_path / "long", [0.1, 0.5, 0.75], peak_memory_bytes=memory)
-    short = _run(tmp_path / "short", [0.1, 0.25])
+    short = _run(tmp_path / "short", [0.1, 0.25], lost={"a": [1, 2], "b": [2]})
     lines = markdown(read_curves([f"long={long}", f"short={short}"])).splitlines()
     assert lines[0] == "| round | long: accuracy | short: accuracy |"
     assert lines[3] == "| 2 | 0.5000 | 0.2500 |"
     assert lines[4] == "| 3 | 0.7500 |  |"
     assert lines[-1] == "| largest device, peak MB | 4.0 |  |"
     assert "| device-to-device MB | 2.0 | 2.0 |" in lines
+    assert "| rounds without a cluster |  | 2 |" in lines
 
 
 def test_the_untrained_model_is_round_0(tmp_path: Path) -> None:
