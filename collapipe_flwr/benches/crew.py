@@ -8,7 +8,6 @@ import select
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from collapipe_flwr.benches.network import Network
@@ -35,12 +34,7 @@ class Crew:
     def __enter__(self) -> Crew:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for worker in self._workers:
             assert worker.stdin is not None and worker.stdout is not None
             worker.stdin.close()
