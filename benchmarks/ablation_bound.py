@@ -99,8 +99,7 @@ class Fleet:
     def test_loss(self) -> float:
         """Mean over the test set's tokens."""
         put(self.model, self.vector)
-        pairs = evaluate_whole(self.model, self.test, self.learner.splitter.task.targets)
-        return sum(loss * count for loss, count in pairs) / sum(count for _, count in pairs)
+        return evaluate_whole(self.model, self.test, self.learner.splitter.task).loss
 
     def train(self, m: int, plan: ClusterPlan, index: int, rule: OptimizerSettings) -> Locally:
         """The steps of cluster ``m`` from the common weights."""

@@ -22,8 +22,9 @@ from collapipe_flwr.cluster.control_unit import (
     evaluate_batches,
     train_round,
 )
-from collapipe_flwr.cluster.leg import MeanLoss
+from collapipe_flwr.cluster.guessing import Tested
 from collapipe_flwr.cluster.order import RoundOrder
+from collapipe_flwr.cluster.scoring import TestPart, guessing_for, tally_of
 from collapipe_flwr.cluster.whole import evaluate_whole, train_whole
 from collapipe_flwr.core.config import AppConfig, parse
 from collapipe_flwr.core.errors import ConfigError, ProtocolError
@@ -100,8 +101,7 @@ def evaluate(message: Message, context: Context) -> Message:
         data = local_data(config, place, _vocabulary(task.vocabulary_json))
         with _crew(context, task, data) as crew:
             found = _evaluate_split(assignment, data, weights, crew)
-    metrics = MetricRecord({"loss": found.loss, records.EXAMPLES: found.targets})
-    return Message(RecordDict({records.METRICS: metrics}), reply_to=message)
+    return Message(RecordDict({records.METRICS: found}), reply_to=message)
 
 
 def _assignment(message: Message) -> tuple[RoundAssignment, SplitTask]:
@@ -121,23 +121,45 @@ def _crew(context: Context, task: SplitTask, data: LocalData) -> AbstractContext
 
 def _evaluate_split(
     assignment: RoundAssignment, data: LocalData, weights: Mapping[str, Tensor], crew: Crew
-) -> MeanLoss:
+) -> MetricRecord:
     plan, task = assignment.plan, assignment.split
     assert plan is not None and task is not None
     splitter = _splitter(task.model_spec_json)
-    steps = data.test_steps(
-        batch_size=plan.micro_batch_size * plan.micro_batches,
-        micro_batch_size=plan.micro_batch_size,
+    steps = list(
+        data.test_steps(
+            batch_size=plan.micro_batch_size * plan.micro_batches,
+            micro_batch_size=plan.micro_batch_size,
+        )
     )
-    order, batches = _order(assignment, task, weights), _micro_batches(splitter, steps)
-    return evaluate_batches(splitter, order, batches, crew.fleet, recovery=crew.recovery)
+    order = _order(assignment, task, weights)
+    batches = _micro_batches(splitter, ([dict(p.tensors) for p in step] for step in steps))
+    generates_blind = splitter.decodes and splitter.ties  # its embedding has borrowed rows alone
+    wanted = None if generates_blind else guessing_for(data.task)
+    tested = evaluate_batches(
+        splitter, order, batches, crew.fleet, recovery=crew.recovery, wanted=wanted
+    )
+    return _test_record(data, steps, tested)
 
 
-def _evaluate_whole(task: WholeTask, data: LocalData, weights: Mapping[str, Tensor]) -> MeanLoss:
+def _evaluate_whole(
+    task: WholeTask, data: LocalData, weights: Mapping[str, Tensor]
+) -> MetricRecord:
     splitter = _splitter(task.model_spec_json)
-    steps = data.test_steps(batch_size=task.batch_size, micro_batch_size=task.micro_batch_size)
-    model = splitter.build_whole(weights)
-    return MeanLoss.of(evaluate_whole(model, steps, splitter.task.targets))
+    sizes = {"batch_size": task.batch_size, "micro_batch_size": task.micro_batch_size}
+    steps = list(data.test_steps(**sizes))
+    batches = [[part.tensors for part in step] for step in steps]
+    model, wanted = splitter.build_whole(weights), guessing_for(data.task)
+    return _test_record(data, steps, evaluate_whole(model, batches, splitter.task, wanted))
+
+
+def _test_record(
+    data: LocalData, steps: Sequence[Sequence[TestPart]], tested: Tested
+) -> MetricRecord:
+    """The mean loss and its weight, and the counts of every metric."""
+    parts = [part for step in steps for part in step] if tested.guesses else []
+    guesses = [ids for step in tested.guesses for ids in step]
+    counts = records.tally_metrics(tally_of(data.task, parts, guesses))
+    return MetricRecord({"loss": tested.loss, records.EXAMPLES: tested.targets, **counts})
 
 
 def _train_split(

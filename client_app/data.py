@@ -9,6 +9,7 @@ from functools import cached_property, lru_cache
 from datasets import Dataset
 from torch import Tensor
 
+from collapipe_flwr.cluster.scoring import TestPart
 from collapipe_flwr.core.config import AppConfig
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.data.batches import Example, batches, round_examples
@@ -32,11 +33,11 @@ class LocalData:
     def __init__(self, config: AppConfig, place: Place, vocabulary: Vocabulary | None) -> None:
         self._config = config
         self._place = place
-        self._task = load_task(settings_of(config.data, config.run.seed), vocabulary)
+        self.task = load_task(settings_of(config.data, config.run.seed), vocabulary)
 
     @cached_property
     def _examples(self) -> Dataset:
-        return self._task.examples(self._task.partition(self._place.index, self._place.count))
+        return self.task.examples(self.task.partition(self._place.index, self._place.count))
 
     @cached_property
     def past(self) -> Dataset:
@@ -46,31 +47,29 @@ class LocalData:
 
     def read_file(self, name: str) -> Dataset:
         """Examples of a file that arrived."""
-        return self._task.examples(self._task.read_file(name))
+        return self.task.examples(self.task.read_file(name))
 
     @property
     def examples_per_round(self) -> int:
         """How many examples one round trains on."""
         return self._config.train.examples_per_round or len(self._examples)
 
-    def test_steps(
-        self, *, batch_size: int, micro_batch_size: int
-    ) -> Iterator[list[dict[str, Tensor]]]:
+    def test_steps(self, *, batch_size: int, micro_batch_size: int) -> Iterator[list[TestPart]]:
         """The cluster's share of the test set, each example once; raises DataError if it is empty.
 
         Clusters take turns, so that their shares are disjoint and together complete.
         """
-        test, place = self._task.test, self._place
+        test, place = self.task.test, self._place
         if len(test) < place.count:
             raise DataError(
                 f"{len(test)} test examples are too few for {place.count} clusters to evaluate: "
                 "raise data.test-examples or set evaluation.federated to false"
             )
-        share = self._task.examples(test.select(range(place.index, len(test), place.count)))
+        share = self.task.examples(test.select(range(place.index, len(test), place.count)))
         rows: list[Example] = share.to_list()
         for batch in batches(rows, batch_size):
             cut = self._cut(batch, micro_batch_size)
-            yield [self._task.collate([batch[row] for row in places]) for places in cut]
+            yield [TestPart.of(self.task, [batch[row] for row in places]) for places in cut]
 
     def chosen(self, round_index: int) -> list[Example]:
         """The examples of a round, in the order in which it trains on them."""
@@ -88,7 +87,7 @@ class LocalData:
         """The micro-batches of each optimiser step over ``chosen``, tokenised as needed."""
         for batch in batches(chosen, batch_size):
             yield [
-                self._task.collate_for([batch[row] for row in rows], round_index)
+                self.task.collate_for([batch[row] for row in rows], round_index)
                 for rows in self._cut(batch, micro_batch_size)
             ]
 
@@ -97,7 +96,7 @@ class LocalData:
         cut = equal_cut(len(batch), micro_batch_size)
         if self._config.data.bucketing == "none" or len(cut) == 1:
             return cut
-        return bucket_by_length(self._task.lengths(batch), len(cut))
+        return bucket_by_length(self.task.lengths(batch), len(cut))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,7 +112,7 @@ def _train(
     def on_training(loss: float) -> None:
         recorder.on_training(loss, members.take_train_bytes())
 
-    inner = inner_strategy(config, on_training, recorder.on_clusters)
+    inner = inner_strategy(config, learner.task, on_training, recorder.on_clusters)
     made = _strategy(inner, config, learner, planned, recorder, folder.directory.run_id)
     with made as (strategy, train_config):
         if folder.checkpoints is not None:

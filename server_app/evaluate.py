@@ -1,14 +1,16 @@
-"""The check on unseen examples: the whole global model, loss and the task's own metric."""
+"""The check on unseen examples: the whole global model, loss and the task's own metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
+from collapipe_flwr.cluster.leg import MeanLoss
+from collapipe_flwr.cluster.scoring import TestPart, guessing_for, tally_of
+from collapipe_flwr.cluster.whole import evaluate_whole
 from collapipe_flwr.data.batches import Example
+from collapipe_flwr.data.metrics import Tally, added
 from collapipe_flwr.data.tasks import Task
 from collapipe_flwr.models.splitter import Splitter
 
@@ -24,37 +26,17 @@ class Evaluator:
 
     def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, float]:
         """``loss`` (mean over labels) and every metric of the task."""
-        model = self._splitter.build_whole(weights)
-        predictions: list[str] = []
-        references: list[str] = []
-        losses, count = 0.0, 0
-        with torch.inference_mode():
-            for rows in self._batches:
-                batch = self._task.collate(rows)
-                labels = self._splitter.task.targets(batch["labels"])
-                output = model(**batch)
-                losses += float(output.loss) * labels
-                count += labels
-                predictions += self._task.decode(self._outputs(model, batch, output.logits), batch)
-                references += self._task.references(rows, batch)
-        loss = losses / max(count, 1)
-        return {
-            "loss": loss,
-            **self._task.score_loss(loss),
-            **self._task.score(predictions, references),
-        }
+        model, wanted = self._splitter.build_whole(weights), guessing_for(self._task)
+        losses: list[tuple[float, float]] = []
+        tally: Tally = {}
+        for rows in self._batches:
+            part = TestPart.of(self._task, rows)
+            tested = evaluate_whole(model, [[part.tensors]], self._splitter.task, wanted)
+            losses.append((tested.loss, tested.targets))
+            tally = added(tally, tally_of(self._task, [part], tested.guesses[0]))
+        return scores(self._task, MeanLoss.of(losses).loss, tally)
 
-    def _outputs(
-        self, model: PreTrainedModel, batch: Mapping[str, Tensor], logits: Tensor
-    ) -> Tensor:
-        """Class scores, or for text to text the greedily generated ids."""
-        if self._task.model_task != "seq2seq":
-            return logits
-        generated: Tensor = model.generate(  # type: ignore[operator]
-            batch["input_ids"],
-            attention_mask=batch["attention_mask"],
-            max_new_tokens=self._task.settings.max_target_length,
-            num_beams=1,
-            do_sample=False,
-        )
-        return generated
+
+def scores(task: Task, loss: float, tally: Tally) -> dict[str, float]:
+    """``loss`` and all metrics by name."""
+    return {"loss": loss, **task.score_loss(loss), **task.score_of(tally)}

@@ -51,7 +51,7 @@ class RunRecorder:
         self._evaluate = evaluate
         self._every = every
         self._pending = past.pending  # the round that is not evaluated yet
-        self._clusters_loss: float | None = None
+        self._clusters: Mapping[str, float] = {}
         self._started_s = self._round_started_s = time.monotonic() - past.wall_s
         if past.pending is not None:
             self._round_started_s = time.monotonic() - past.pending.wall_s
@@ -80,9 +80,9 @@ class RunRecorder:
         )
         self._directory.write_pending(self._pending.as_json())
 
-    def on_clusters(self, loss: float) -> None:
+    def on_clusters(self, metrics: Mapping[str, float]) -> None:
         """Keep what the clusters found on their shares of the test set."""
-        self._clusters_loss = loss
+        self._clusters = metrics
 
     def evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Flower's ``evaluate_fn``: round 0 is the untrained model.
@@ -115,10 +115,11 @@ class RunRecorder:
             or RoundEvent(round_index=server_round, metrics={}, wall_s=0.0, lost=self._names()),
             round_index=server_round,
             metrics=metrics,
-            clusters_loss=self._clusters_loss,
+            clusters_loss=self._clusters.get("loss"),
+            clusters_metrics={k: v for k, v in self._clusters.items() if k != "loss"},
             wall_s=now_s - self._round_started_s,
         )
-        self._round_started_s, self._pending, self._clusters_loss = now_s, None, None
+        self._round_started_s, self._pending, self._clusters = now_s, None, {}
         self.story = replace(self.story, events=(*self.story.events, event))
         self._directory.append_event(event.as_json())
         self._save("running")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from math import fsum
 from operator import mul
 from pathlib import Path
@@ -15,12 +16,14 @@ from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, Strategy
 
 from collapipe_flwr.core.config import AppConfig, LinksConfig, count_list, name_list
 from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile, ModelProfile
-from collapipe_flwr.core.errors import ConfigError, blaming
+from collapipe_flwr.core.errors import ConfigError, DataError, blaming
 from collapipe_flwr.core.parsing import read_assignments
+from collapipe_flwr.data.metrics import added
 from collapipe_flwr.data.registry import load_task
 from collapipe_flwr.data.settings import TRAIN_TOKENIZER, settings_of
 from collapipe_flwr.data.tasks import Task
 from collapipe_flwr.federation.planning import ScheduledRounds
+from collapipe_flwr.federation.records import read_tally
 from collapipe_flwr.models import BatchShape, LoraSettings, ModelSpec, Splitter, make_spec
 from collapipe_flwr.models.checkpoint import read_pretrained_config
 from collapipe_flwr.pipeline.execution import Execution
@@ -28,12 +31,14 @@ from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 from collapipe_flwr.scheduler.protocol import SchedulerSettings
 from collapipe_flwr.scheduler.registry import make_scheduler
 from collapipe_flwr.simulator.world import Budgets, World, make_world
+from server_app.evaluate import scores
 
 _STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "fedavg": FedAvg,
     "fedavgm": FedAvgM,
     "fedadam": FedAdam,
 }
+Aggregate = Callable[[list[RecordDict], str], MetricRecord]
 _SHAPE_EXAMPLES, _SHAPE_BATCH = 256, 16
 
 
@@ -55,6 +60,7 @@ def make_learner(config: AppConfig) -> Learner:
     spec = _spec(config, task)
     splitter = Splitter(spec)
     _refuse_long_texts(config, task, splitter.most_tokens)
+    _refuse_small_test(config, task)
     return Learner(task=task, spec=spec, splitter=splitter, shape=_shape(task))
 
 
@@ -95,6 +101,15 @@ def _refuse_long_texts(config: AppConfig, task: Task, most_tokens: int | None) -
                 f"data.{name} is {length}, but the model has only {most_tokens} positions: set "
                 f"data.{name}={most_tokens}, or raise max_position_embeddings in model.overrides"
             )
+
+
+def _refuse_small_test(config: AppConfig, task: Task) -> None:
+    """Raise DataError where a cluster would have nothing to evaluate."""
+    if config.evaluation.federated and len(task.test) < config.run.clusters:
+        raise DataError(
+            f"{len(task.test)} test examples are too few for {config.run.clusters} clusters to "
+            "evaluate: raise data.test-examples or set evaluation.federated to false"
+        )
 
 
 def _spec(config: AppConfig, task: Task) -> ModelSpec:
@@ -222,15 +237,18 @@ def optimizer_settings(config: AppConfig, server_round: int) -> OptimizerSetting
 
 
 Tell = Callable[[float], None]
+TellScores = Callable[[Mapping[str, float]], None]
 
 
-def inner_strategy(config: AppConfig, on_training: Tell, on_evaluation: Tell) -> Strategy:
+def inner_strategy(
+    config: AppConfig, task: Task, on_training: Tell, on_evaluation: TellScores
+) -> Strategy:
     """The Flower strategy that CollaPipe wraps; it goes on with the clusters that are connected.
 
     The run as a whole has waited for all of them before.
 
-    ``on_training`` gets the mean training loss of a round, ``on_evaluation`` the loss that the
-    clusters find on the test set, where the run-config asks them.
+    ``on_training`` gets the mean training loss of a round, ``on_evaluation`` loss and metrics of
+    the clusters on the test set, where the run-config asks them.
     """
     try:
         strategy = _STRATEGIES[config.run.strategy]
@@ -242,22 +260,42 @@ def inner_strategy(config: AppConfig, on_training: Tell, on_evaluation: Tell) ->
         min_evaluate_nodes=1,
         min_available_nodes=1,
         train_metrics_aggr_fn=_mean_loss(on_training),
-        evaluate_metrics_aggr_fn=_mean_loss(on_evaluation),
+        evaluate_metrics_aggr_fn=_joined_scores(task, on_evaluation),
     )
 
 
-def _mean_loss(tell: Tell) -> Callable[[list[RecordDict], str], MetricRecord]:
+def _mean_loss(tell: Tell) -> Aggregate:
     """Flower's average of the loss in the replies' metrics, told to ``tell``, too."""
 
     def mean_loss(replies: list[RecordDict], weighted_by: str) -> MetricRecord:
-        found = [next(iter(reply.metric_records.values())) for reply in replies]
-        counts = [cast(float, metrics[weighted_by]) for metrics in found]
-        losses = [cast(float, metrics["loss"]) for metrics in found]
-        loss = fsum(map(mul, losses, counts)) / fsum(counts)
+        loss = _weighted_loss([_metrics(reply) for reply in replies], weighted_by)
         tell(loss)
         return MetricRecord({"loss": loss})
 
     return mean_loss
+
+
+def _joined_scores(task: Task, tell: TellScores) -> Aggregate:
+    """The metrics of all clusters' shares together: their counts are added, not averaged."""
+
+    def joined_scores(replies: list[RecordDict], weighted_by: str) -> MetricRecord:
+        found = [_metrics(reply) for reply in replies]
+        tally = reduce(added, map(read_tally, found))
+        joined = scores(task, _weighted_loss(found, weighted_by), tally)
+        tell(joined)
+        return MetricRecord(dict(joined))
+
+    return joined_scores
+
+
+def _metrics(reply: RecordDict) -> MetricRecord:
+    return next(iter(reply.metric_records.values()))
+
+
+def _weighted_loss(found: Sequence[MetricRecord], weighted_by: str) -> float:
+    counts = [cast(float, metrics[weighted_by]) for metrics in found]
+    losses = [cast(float, metrics["loss"]) for metrics in found]
+    return fsum(map(mul, losses, counts)) / fsum(counts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

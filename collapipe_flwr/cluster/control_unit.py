@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from collapipe_flwr.cluster.fleet import Fleet
+from collapipe_flwr.cluster.guessing import Guessing, Tested
 from collapipe_flwr.cluster.leg import MeanLoss, run_leg, run_test
 from collapipe_flwr.cluster.order import CONTROL_UNIT, RoundOrder
 from collapipe_flwr.cluster.recovery import Incident, RecoveringRound, Recovery
@@ -91,12 +92,13 @@ def evaluate_batches(
     fleet: Fleet,
     *,
     recovery: Recovery | None = None,
-) -> MeanLoss:
-    """The loss of the same chain without training it; raises, and goes on, as ``train_round``."""
+    wanted: Guessing | None = None,
+) -> Tested:
+    """The same chain without training it; raises, and goes on, as ``train_round``."""
     check_cluster_plan(order.plan, splitter.num_blocks)
     if recovery is None:
-        return run_test(splitter, order, batches, fleet)
-    return RecoveringRound(splitter, order, fleet, recovery).test(batches)
+        return run_test(splitter, order, batches, fleet, wanted)
+    return RecoveringRound(splitter, order, fleet, recovery).test(batches, wanted)
 
 
 def joined(reports: Iterable[Sequence[StageReport]]) -> tuple[StageReport, ...]:

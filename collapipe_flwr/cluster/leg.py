@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from collapipe_flwr.cluster.fleet import Fleet
+from collapipe_flwr.cluster.guessing import Guessing, Tested, generated
 from collapipe_flwr.cluster.order import RoundOrder
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import Optimizer
-from collapipe_flwr.pipeline.roles import FirstStage, MicroBatch
+from collapipe_flwr.pipeline.roles import FirstStage, MicroBatch, StepResult
 from collapipe_flwr.pipeline.state import PartState, load_slots, slots_of
 from collapipe_flwr.rpc.differences import Moved
 
@@ -109,20 +110,33 @@ def run_leg(
 
 
 def run_test(
-    splitter: Splitter, order: RoundOrder, batches: Iterable[Sequence[MicroBatch]], fleet: Fleet
-) -> MeanLoss:
-    """The loss over one chain, which learns nothing; raises as ``run_leg``."""
+    splitter: Splitter,
+    order: RoundOrder,
+    batches: Iterable[Sequence[MicroBatch]],
+    fleet: Fleet,
+    wanted: Guessing | None = None,
+) -> Tested:
+    """Loss and ``wanted`` guesses of one chain, which learns nothing; raises as ``run_leg``."""
     embedding = splitter.build_embedding(order.weights)
     optimizer = Optimizer(order.optimizer, embedding.parameters())
+    judges, taken = wanted is not None and not splitter.decodes, tuple(batches)
     with fleet.chain(splitter, order) as chain:
         first = FirstStage(embedding, optimizer, order.settings(0), downstream=chain.link)
         with first.telling_neighbours():
-            tested = tested_on(first, batches)
-            first.finish()
-    return tested
+            results = [first.evaluate(batch, guesses=judges) for batch in taken]
+            guesses = tuple(result.guesses for result in results)
+            if wanted is not None and splitter.decodes:
+                guesses = generated(embedding, chain.link, order.settings(0), taken, wanted)
+            else:
+                first.finish()
+    mean = _mean(results)
+    return Tested(loss=mean.loss, targets=mean.targets, guesses=guesses)
 
 
 def tested_on(first: FirstStage, batches: Iterable[Sequence[MicroBatch]]) -> MeanLoss:
     """The loss of the chain as it is."""
-    results = [first.evaluate(batch) for batch in batches]
+    return _mean([first.evaluate(batch) for batch in batches])
+
+
+def _mean(results: Sequence[StepResult]) -> MeanLoss:
     return MeanLoss.of((result.loss, result.weight) for result in results)

@@ -24,7 +24,8 @@ from itertools import count
 from typing import Protocol, TypeVar
 
 from collapipe_flwr.cluster.fleet import Fleet
-from collapipe_flwr.cluster.leg import Leg, MeanLoss, run_leg, run_test
+from collapipe_flwr.cluster.guessing import Guessing, Tested
+from collapipe_flwr.cluster.leg import Leg, run_leg, run_test
 from collapipe_flwr.cluster.order import RoundOrder
 from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
 from collapipe_flwr.core.errors import LinkError
@@ -106,12 +107,12 @@ class RecoveringRound:
             self.legs.append(leg)
             self._probe, self._done = (), self._done + len(leg.losses)
 
-    def test(self, batches: Iterable[Batch]) -> MeanLoss:
-        """The loss over the chain without training it; raises as :meth:`run`."""
+    def test(self, batches: Iterable[Batch], wanted: Guessing | None = None) -> Tested:
+        """Loss and guesses of the chain without training it; raises as :meth:`run`."""
         taken = tuple(batches)
 
-        def attempt() -> MeanLoss:
-            return run_test(self._splitter, self.order, taken, self._fleet)
+        def attempt() -> Tested:
+            return run_test(self._splitter, self.order, taken, self._fleet, wanted)
 
         return self._until_done(attempt, resumed_s=time.monotonic)
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from collapipe_flwr.cluster.guessing import Guessing, Tested, guess_whole
+from collapipe_flwr.models.tasks import Task
 from collapipe_flwr.pipeline.execution import Execution
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.stage import computing_in
@@ -50,14 +52,30 @@ def train_whole(
 def evaluate_whole(
     model: nn.Module,
     batches: Iterable[Sequence[Mapping[str, Tensor]]],
-    targets: Callable[[Tensor], int],
-) -> tuple[tuple[float, int], ...]:
-    """The mean loss of each micro-batch and the number of labels that it is a mean over."""
+    task: Task,
+    wanted: Guessing | None = None,
+) -> Tested:
+    """The mean loss over all labels, and ``wanted`` guesses."""
     model.train(False)
+    pairs, guesses = [], []
     with torch.inference_mode():
-        return tuple(
-            (float(model(**micro_batch).loss), count)
-            for batch in batches
-            for micro_batch in batch
-            if (count := targets(micro_batch["labels"]))
-        )
+        for batch in batches:
+            found = [_judged(model, micro_batch, task, wanted) for micro_batch in batch]
+            pairs += [(loss, count) for loss, count, _ in found]
+            guesses.append(tuple(ids for _, _, ids in found if ids is not None))
+    targets = sum(count for _, count in pairs)
+    loss = sum(loss * count for loss, count in pairs) / max(targets, 1)
+    return Tested(loss=loss, targets=targets, guesses=tuple(guesses) if wanted else ())
+
+
+def _judged(
+    model: nn.Module, micro_batch: Mapping[str, Tensor], task: Task, wanted: Guessing | None
+) -> tuple[float, int, Tensor | None]:
+    """Mean loss, labels and guesses; over no labels the library's mean is no number."""
+    count = task.targets(micro_batch["labels"])
+    if not count and wanted is None:
+        return 0.0, 0, None
+    output = model(**micro_batch)
+    loss = float(output.loss) if count else 0.0
+    ids = None if wanted is None else guess_whole(model, micro_batch, output.logits, wanted)
+    return loss, count, ids

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from collapipe_flwr.data.metrics import Measure
+
 OUTSIDE = "O"
 _PREFIXES = frozenset("BIES")
 Entity = tuple[str, int, int]  # type, first word, word behind the last
@@ -28,13 +30,22 @@ def find_entities(tags: Sequence[str]) -> set[Entity]:
     return found
 
 
-def entity_f1(predictions: Sequence[str], references: Sequence[str]) -> float:
-    """Micro-averaged F1, 0 .. 1, of exact spans and types; sentences are tags joined by spaces."""
+def _count_entities(predictions: Sequence[str], references: Sequence[str]) -> list[float]:
+    """Hits, and all that were guessed or wanted; sentences are tags joined by spaces."""
     hits = guessed = wanted = 0
     for predicted, reference in zip(predictions, references, strict=True):
         ours, theirs = find_entities(predicted.split()), find_entities(reference.split())
         hits, guessed, wanted = hits + len(ours & theirs), guessed + len(ours), wanted + len(theirs)
-    return 2 * hits / (guessed + wanted) if guessed + wanted else 1.0
+    return [float(hits), float(guessed + wanted)]
+
+
+def _f1_of(counts: list[float]) -> float:
+    hits, both = counts
+    return 2 * hits / both if both else 1.0
+
+
+# micro-averaged F1, 0 .. 1, of exact spans and types
+entity_f1 = Measure(count=_count_entities, value=_f1_of)
 
 
 def _split(tag: str) -> tuple[str, str]:

@@ -13,8 +13,8 @@ from datasets import Dataset
 from torch import Tensor
 
 from collapipe_flwr.core.errors import DataError
-from collapipe_flwr.data import metrics
 from collapipe_flwr.data.batches import Example
+from collapipe_flwr.data.metrics import Measure, match_rate
 from collapipe_flwr.data.reader import Reader
 from collapipe_flwr.data.settings import DataSettings
 from collapipe_flwr.data.tasks import Batch, Task
@@ -28,6 +28,7 @@ class Labelled(Task):
     """
 
     metric_name: ClassVar[str] = "accuracy"
+    measures: ClassVar[Mapping[str, Measure]] = {"accuracy": match_rate}
     usual_partition: ClassVar[str] = "iid"
     group_column: ClassVar[str] = "label"
 
@@ -79,16 +80,13 @@ class Labelled(Task):
         ids = [self._id_of[example["label"]] for example in examples]
         return {**self.inputs(examples), "labels": torch.tensor(ids)}
 
-    def decode(self, outputs: Tensor, batch: Batch) -> list[str]:
+    def read(self, guesses: Tensor, batch: Batch) -> list[str]:
         del batch
-        return [self.labels[index] for index in outputs.argmax(dim=-1).tolist()]
+        return [self.labels[index] for index in guesses.tolist()]
 
     def references(self, examples: Sequence[Example], batch: Batch) -> list[str]:
         del batch
         return [example["label"] for example in examples]
-
-    def score(self, predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-        return {"accuracy": metrics.match_rate(predictions, references)}
 
     @cached_property
     def _id_of(self) -> Mapping[str, int]:

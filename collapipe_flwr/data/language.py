@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from typing import ClassVar
@@ -15,10 +15,10 @@ from datasets import Dataset
 from torch import Tensor
 
 from collapipe_flwr.core.errors import DataError
-from collapipe_flwr.data import metrics
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.encoding import IGNORED_LABEL, encode
 from collapipe_flwr.data.files import sparse_column, without_empty
+from collapipe_flwr.data.metrics import Measure, Tally, match_rate
 from collapipe_flwr.data.reader import Reader
 from collapipe_flwr.data.settings import DataSettings
 from collapipe_flwr.data.tasks import Batch, Task
@@ -36,6 +36,7 @@ class LanguageModel(Task):
     """
 
     metric_name: ClassVar[str] = "perplexity"  # lower is better
+    measures: ClassVar[Mapping[str, Measure]] = {"accuracy": match_rate}
     text_columns: ClassVar[tuple[str, ...]] = ("text",)
     usual_partition: ClassVar[str] = "iid"
     group_column: ClassVar[str] = ""
@@ -55,9 +56,8 @@ class LanguageModel(Task):
     def read_file(self, name: str) -> Dataset:
         return self._reader.file(name)
 
-    def score(self, predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-        tokens = " ".join(predictions).split(), " ".join(references).split()
-        return {"accuracy": metrics.match_rate(*tokens)}
+    def count(self, predictions: Sequence[str], references: Sequence[str]) -> Tally:
+        return super().count(" ".join(predictions).split(), " ".join(references).split())
 
     def score_loss(self, loss: float) -> dict[str, float]:
         return {"perplexity": math.exp(min(loss, _LARGEST_EXPONENT))}
@@ -80,8 +80,8 @@ class MaskedLM(LanguageModel):
     def collate_for(self, examples: Sequence[Example], round_index: int) -> dict[str, Tensor]:
         return self._masked(examples, draw=1 + round_index)
 
-    def decode(self, outputs: Tensor, batch: Batch) -> list[str]:
-        return _at_targets(outputs.argmax(dim=-1), batch["labels"])
+    def read(self, guesses: Tensor, batch: Batch) -> list[str]:
+        return _at_targets(guesses, batch["labels"])
 
     def references(self, examples: Sequence[Example], batch: Batch) -> list[str]:
         del examples
@@ -158,8 +158,8 @@ class CausalLM(LanguageModel):
         labels = ids.masked_fill(mask == 0, IGNORED_LABEL)
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
-    def decode(self, outputs: Tensor, batch: Batch) -> list[str]:
-        return _at_targets(outputs[:, :-1].argmax(dim=-1), batch["labels"][:, 1:])
+    def read(self, guesses: Tensor, batch: Batch) -> list[str]:
+        return _at_targets(guesses[:, :-1], batch["labels"][:, 1:])
 
     def references(self, examples: Sequence[Example], batch: Batch) -> list[str]:
         del examples

@@ -8,20 +8,27 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import fsum
+
+from collapipe_flwr.data.metrics import Measure, ratio
 
 _WORD = re.compile(r"\w+")
 
 
 def rouge(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
     """``rouge1``, ``rouge2`` and ``rougeL``, each in 0 .. 1."""
-    pairs = [(_words(p), _words(r)) for p, r in zip(predictions, references, strict=True)]
-    scores = {
-        "rouge1": [_overlap(p, r, 1) for p, r in pairs],
-        "rouge2": [_overlap(p, r, 2) for p, r in pairs],
-        "rougeL": [_f1(longest_common(p, r), len(p), len(r)) for p, r in pairs],
-    }
-    return {name: sum(values) / max(1, len(values)) for name, values in scores.items()}
+    return {name: measure(predictions, references) for name, measure in ROUGE.items()}
+
+
+def _measure(score: Callable[[list[str], list[str]], float]) -> Measure:
+    """The mean of a score over pairs."""
+
+    def count(predictions: Sequence[str], references: Sequence[str]) -> list[float]:
+        pairs = zip(predictions, references, strict=True)
+        return [fsum(score(_words(p), _words(r)) for p, r in pairs), float(len(references))]
+
+    return Measure(count=count, value=ratio)
 
 
 def longest_common(left: Sequence[str], right: Sequence[str]) -> int:
@@ -51,3 +58,10 @@ def _grams(words: Sequence[str], size: int) -> Counter[tuple[str, ...]]:
 
 def _f1(hits: int, guessed: int, wanted: int) -> float:
     return 2 * hits / (guessed + wanted) if guessed + wanted else 0.0
+
+
+ROUGE = {
+    "rouge1": _measure(lambda p, r: _overlap(p, r, 1)),
+    "rouge2": _measure(lambda p, r: _overlap(p, r, 2)),
+    "rougeL": _measure(lambda p, r: _f1(longest_common(p, r), len(p), len(r))),
+}

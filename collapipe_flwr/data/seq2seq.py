@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import ClassVar
 
 from datasets import Dataset
 from torch import Tensor
 
-from collapipe_flwr.data import metrics, number_words
+from collapipe_flwr.data import number_words
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.encoding import IGNORED_LABEL, encode
+from collapipe_flwr.data.metrics import Measure, bleu, chrf, match_rate
 from collapipe_flwr.data.reader import Reader
-from collapipe_flwr.data.rouge import rouge
+from collapipe_flwr.data.rouge import ROUGE
 from collapipe_flwr.data.settings import DataSettings
 from collapipe_flwr.data.tasks import Batch, Task
 from collapipe_flwr.data.vocabulary import Vocabulary
@@ -40,8 +41,11 @@ class Seq2Seq(Task):
         return Reader(self.settings, _COLUMNS).file(name)
 
     def decode(self, outputs: Tensor, batch: Batch) -> list[str]:
+        return self.read(outputs, batch)
+
+    def read(self, guesses: Tensor, batch: Batch) -> list[str]:
         del batch
-        texts: list[str] = self.tokenizer.batch_decode(outputs, skip_special_tokens=True)
+        texts: list[str] = self.tokenizer.batch_decode(guesses, skip_special_tokens=True)
         return texts
 
     def references(self, examples: Sequence[Example], batch: Batch) -> list[str]:
@@ -53,6 +57,7 @@ class NumberWords(Seq2Seq):
     """English number words to digits; see ``number_words``."""
 
     metric_name: ClassVar[str] = "exact_match"
+    measures: ClassVar[Mapping[str, Measure]] = {"exact_match": match_rate}
     usual_partition: ClassVar[str] = "natural"
     group_column: ClassVar[str] = "group"
 
@@ -71,9 +76,6 @@ class NumberWords(Seq2Seq):
             test=self.settings.test_examples,
             seed=self.settings.seed,
         )
-
-    def score(self, predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-        return {"exact_match": metrics.match_rate(predictions, references)}
 
 
 class Pairs(Seq2Seq):
@@ -99,19 +101,15 @@ class Translation(Pairs):
     """Scored by chrF and BLEU."""
 
     metric_name: ClassVar[str] = "chrf"
-
-    def score(self, predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-        return {
-            "chrf": metrics.chrf(predictions, references),
-            "bleu": metrics.bleu(predictions, references),
-            "exact_match": metrics.match_rate(predictions, references),
-        }
+    measures: ClassVar[Mapping[str, Measure]] = {
+        "chrf": chrf,
+        "bleu": bleu,
+        "exact_match": match_rate,
+    }
 
 
 class Summarisation(Pairs):
     """Scored by our own ROUGE."""
 
     metric_name: ClassVar[str] = "rougeL"
-
-    def score(self, predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-        return rouge(predictions, references)
+    measures: ClassVar[Mapping[str, Measure]] = ROUGE

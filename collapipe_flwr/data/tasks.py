@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.data.batches import Example
+from collapipe_flwr.data.metrics import Measure, Tally
 from collapipe_flwr.data.partitions import partition_rows
 from collapipe_flwr.data.settings import TRAIN_TOKENIZER, DataSettings
 from collapipe_flwr.data.tokenizer import (
@@ -42,6 +43,7 @@ class Task(ABC):
 
     model_task: ClassVar[str]  # what the model is built for, as in ModelSpec.task
     metric_name: ClassVar[str]  # the metric that counts
+    measures: ClassVar[Mapping[str, Measure]]  # all of them but those of the loss
     text_columns: ClassVar[
         tuple[str, ...]
     ]  # what the tokenizer is trained on; () if none reads text
@@ -81,20 +83,32 @@ class Task(ABC):
         (B,) or (B, T), padded with -100.
         """
 
-    @abstractmethod
     def decode(self, outputs: Tensor, batch: Batch) -> list[str]:
         """What a model's outputs for a collated batch mean, a text per example.
 
         Outputs are scores, (B, C) or (B, T, C), or for text to text generated ids (B, T).
         """
+        return self.read(outputs.argmax(dim=-1), batch)
+
+    @abstractmethod
+    def read(self, guesses: Tensor, batch: Batch) -> list[str]:
+        """The same of what the model holds for best: ids (B,) or (B, T)."""
 
     @abstractmethod
     def references(self, examples: Sequence[Example], batch: Batch) -> list[str]:
         """The texts that ``decode`` should give for these examples and what they collate to."""
 
-    @abstractmethod
+    def count(self, predictions: Sequence[str], references: Sequence[str]) -> Tally:
+        """What adds up over parts of a test set, for each metric; see ``score_of``."""
+        return {name: m.count(predictions, references) for name, m in self.measures.items()}
+
+    def score_of(self, tally: Tally) -> dict[str, float]:
+        """Metrics by name, of the added counts of all parts."""
+        return {name: self.measures[name].value(counts) for name, counts in tally.items()}
+
     def score(self, predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
         """Metrics of the texts by name."""
+        return self.score_of(self.count(predictions, references))
 
     def score_loss(self, loss: float) -> dict[str, float]:
         """Metrics that follow from the mean loss; together with ``score`` all of the task."""

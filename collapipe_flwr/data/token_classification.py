@@ -16,17 +16,24 @@ from datasets import Dataset
 from torch import Tensor
 
 from collapipe_flwr.core.errors import DataError
-from collapipe_flwr.data import metrics
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.class_names import class_names, name_of
 from collapipe_flwr.data.encoding import IGNORED_LABEL, encode_words
 from collapipe_flwr.data.entities import OUTSIDE, entity_f1
+from collapipe_flwr.data.metrics import Measure, Tally, match_rate
 from collapipe_flwr.data.reader import Reader
 from collapipe_flwr.data.settings import DataSettings
 from collapipe_flwr.data.tasks import Batch, Task
 from collapipe_flwr.data.vocabulary import Vocabulary
 
 _PLAIN = (str, int, float)
+
+
+def _count_words(predictions: Sequence[str], references: Sequence[str]) -> list[float]:
+    return match_rate.count(" ".join(predictions).split(), " ".join(references).split())
+
+
+word_accuracy = Measure(count=_count_words, value=match_rate.value)
 
 
 class TokenClassification(Task):
@@ -38,6 +45,7 @@ class TokenClassification(Task):
 
     model_task: ClassVar[str] = "token-classification"
     metric_name: ClassVar[str] = "f1"
+    measures: ClassVar[Mapping[str, Measure]] = {"f1": entity_f1, "accuracy": word_accuracy}
     text_columns: ClassVar[tuple[str, ...]] = ("tokens",)
     starts_with_bos: ClassVar[bool] = True
     usual_partition: ClassVar[str] = "iid"
@@ -82,21 +90,19 @@ class TokenClassification(Task):
             labels[row, places] = torch.tensor([self._id_of[tag] for tag in tags])
         return {**inputs, "labels": labels}
 
-    def decode(self, outputs: Tensor, batch: Batch) -> list[str]:
-        guessed, labels = outputs.argmax(dim=-1), batch["labels"]
+    def read(self, guesses: Tensor, batch: Batch) -> list[str]:
         return [
             " ".join(self.labels[index] for index in row[label != IGNORED_LABEL].tolist())
-            for row, label in zip(guessed, labels, strict=True)
+            for row, label in zip(guesses, batch["labels"], strict=True)
         ]
 
     def references(self, examples: Sequence[Example], batch: Batch) -> list[str]:
         del batch
         return [" ".join(example["tags"]) for example in examples]
 
-    def score(self, predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    def count(self, predictions: Sequence[str], references: Sequence[str]) -> Tally:
         ours = [_as_long_as(p, r) for p, r in zip(predictions, references, strict=True)]
-        words = " ".join(ours).split(), " ".join(references).split()
-        return {"f1": entity_f1(ours, references), "accuracy": metrics.match_rate(*words)}
+        return super().count(ours, references)
 
     @cached_property
     def _id_of(self) -> Mapping[str, int]:

@@ -8,8 +8,9 @@ out before the inner strategy looks.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
@@ -37,6 +38,7 @@ _WHOLE = "collapipe.whole"
 _TELEMETRY = "collapipe.telemetry"
 _PROFILE = "collapipe.profile"
 _SPARE = "collapipe.spare"
+_TALLY = "tally."
 _JSON = "json"
 
 SHORT = BatchShape(source_length=1, target_length=1)  # where nobody said
@@ -185,6 +187,19 @@ def read_profile(content: RecordDict) -> ClusterProfile | None:
     if profile is None:
         raise ProtocolError(f"the answer holds no {_PROFILE} record")
     return profile
+
+
+def tally_metrics(tally: Mapping[str, list[float]]) -> dict[str, list[float]]:
+    """The counts of a task's metrics as entries of a MetricRecord."""
+    return {_TALLY + name: counts for name, counts in tally.items()}
+
+
+def read_tally(metrics: MetricRecord) -> dict[str, list[float]]:
+    """The counts in a MetricRecord; raises ProtocolError if one of them is no list."""
+    found = {k.removeprefix(_TALLY): v for k, v in metrics.items() if k.startswith(_TALLY)}
+    if odd := [name for name, counts in found.items() if not isinstance(counts, list)]:
+        raise ProtocolError(f"{_TALLY}{odd[0]} must be a list of numbers")
+    return {name: [float(c) for c in cast(list[float], v)] for name, v in found.items()}
 
 
 def examples_of(content: RecordDict, weighted_by: str) -> float:

@@ -19,7 +19,7 @@ from collapipe_flwr.models.kv_cache import PartCache
 from collapipe_flwr.models.misfits import misfit_of_inputs, misfit_of_labels
 from collapipe_flwr.models.part import Holdings, Part
 from collapipe_flwr.models.stack import Stack, accepted_arguments, without_cache
-from collapipe_flwr.models.tasks import Task
+from collapipe_flwr.models.tasks import Task, best_class
 from collapipe_flwr.models.ties import BorrowedTable, add_rows, tokens_of
 
 Weights = Mapping[str, Tensor]
@@ -162,6 +162,13 @@ class EdgePart(Part):
             return hidden_BTD.sum() * 0.0
         loss: Tensor = self.outputs(hidden_BTD, context)["loss"]
         return loss
+
+    def judge(self, hidden_BTD: Tensor, context: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The loss, and the ids (B,) or (B, T) that the head holds for best."""
+        found = self.outputs(hidden_BTD, context)
+        nothing = self.weight_of(context) == 0  # the library's mean is no number then
+        loss = hidden_BTD.sum() * 0.0 if nothing else found["loss"]
+        return loss, best_class(found["logits"])
 
     def weight_of(self, context: Mapping[str, Tensor]) -> int:
         """The number of examples or target tokens that the loss averages over."""

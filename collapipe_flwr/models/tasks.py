@@ -33,6 +33,11 @@ class Task:
     label_per_example: bool = False
 
 
+def best_class(scores: Tensor) -> Tensor:
+    """What a head holds for best: ids (B,) of scores (B, C), or (B, T) of (B, T, C)."""
+    return scores.argmax(dim=-1)
+
+
 def _examples(labels: Tensor) -> int:
     return int(labels.shape[0])
 

@@ -19,6 +19,7 @@ from collapipe_flwr.pipeline.stage import LEARNS, Stage, StageSettings, context_
 from collapipe_flwr.pipeline.step import Step
 
 _SQUARE_NORM, _FACTOR = "square_norm", "factor"
+_GUESSES = "guesses."  # and the number of a micro-batch: tensors of TOTALS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,18 +39,24 @@ class MicroBatch:
 class StepResult:
     """Mean loss over the whole batch, and the weight it is a mean over.
 
-    `gradient_norm` is that of all stages together before clipping, where it was asked for.
+    `gradient_norm` is that of all stages together before clipping, where it was asked for, and
+    `guesses` what the last stage holds for best, by micro-batch.
     """
 
     loss: float
     weight: float
     gradient_norm: float | None = None
+    guesses: tuple[Tensor, ...] = ()
 
 
 class _LossPart(Protocol):
-    """The last part: a module with `weight_of`."""
+    """The last part: a module with `weight_of`, and `judge` where guesses are asked for."""
 
     def weight_of(self, context: Mapping[str, Tensor]) -> int: ...
+
+    def judge(
+        self, hidden: Tensor | None, context: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 class FirstStage(Stage):
@@ -84,16 +91,18 @@ class FirstStage(Stage):
         """One optimiser step of all stages. Raises LinkError when the chain breaks."""
         return self._drive(batch, train=True)
 
-    def evaluate(self, batch: Sequence[MicroBatch]) -> StepResult:
-        """The loss of the chain without training it."""
-        return self._drive(batch, train=False)
+    def evaluate(self, batch: Sequence[MicroBatch], *, guesses: bool = False) -> StepResult:
+        """The loss of the chain without training it, and what it guesses if that is asked."""
+        return self._drive(batch, train=False, guesses=guesses)
 
     def finish(self) -> None:
         """Tell the chain that no further step comes."""
         with self.telling_neighbours():
             self._send(self._down, Frame(kind=FrameKind.END, step=self.next_step))
 
-    def _drive(self, batch: Sequence[MicroBatch], *, train: bool) -> StepResult:
+    def _drive(
+        self, batch: Sequence[MicroBatch], *, train: bool, guesses: bool = False
+    ) -> StepResult:
         weight = float(sum(m.weight for m in batch))
         if not weight > 0:
             raise ScheduleError(f"a batch of {len(batch)} micro-batches weighs {weight}")
@@ -103,10 +112,12 @@ class FirstStage(Stage):
             train=train,
             weight=weight,
             settle=train and (self._shared or self._clip_norm is not None),
+            guesses=guesses,
             seed=self.settings.seed,
             rows=ties.wanted_rows(self.part, (m.inputs for m in batch)),
         )
         self._batch, self._loss, self._gradient_norm = batch, 0.0, None
+        found: tuple[Tensor, ...] = ()
         with self.telling_neighbours():
             self._send(self._down, step.frame())
             if step.rows:
@@ -116,8 +127,11 @@ class FirstStage(Stage):
             if not train:
                 frame = self._receive(self._down, FrameKind.TOTALS, step.index, 0)
                 self._loss = _scalar(frame, "loss")
+                found = _guesses(frame, len(batch)) if guesses else ()
         self.next_step += 1
-        return StepResult(loss=self._loss, weight=weight, gradient_norm=self._gradient_norm)
+        return StepResult(
+            loss=self._loss, weight=weight, gradient_norm=self._gradient_norm, guesses=found
+        )
 
     def _take(self, step: Step, micro_batch: int) -> Frame:
         weight = self._batch[micro_batch].weight
@@ -302,11 +316,14 @@ class LastStage(_Follower):
         self._loss_part: _LossPart = part  # type: ignore[assignment]
         self._loss = 0.0
         self._losses: dict[int, float] = {}  # of the micro-batches in flight
+        self._judging = False
+        self._guesses: dict[str, Tensor] = {}
 
     def run_step(self, step: Step) -> None:
         """See `Stage.run_step`."""
         self._loss = 0.0
         self._losses.clear()
+        self._judging, self._guesses = step.guesses and not step.train, {}
         if step.rows:
             rows = ties.lend_rows(self.part, step.rows)
             self._send(self._up, Frame(kind=FrameKind.ROWS, step=step.index, tensors=rows))
@@ -320,7 +337,12 @@ class LastStage(_Follower):
                 f"{self._up.peer} gave micro-batch {frame.micro_batch} the weight "
                 f"{frame.scalars['weight']:g}, but its labels count {counted}"
             )
-        mean: Tensor = self.part(hidden, context)
+        mean: Tensor
+        if self._judging:
+            mean, guesses = self._loss_part.judge(hidden, context)
+            self._guesses[f"{_GUESSES}{frame.micro_batch}"] = guesses
+        else:
+            mean = self.part(hidden, context)
         return mean * frame.scalars["scale"]
 
     def _emit(self, step: Step, frame: Frame, output: Tensor) -> None:
@@ -349,7 +371,7 @@ class LastStage(_Follower):
 
     def _totals(self, step: Step) -> Frame:
         scalars = {"loss": self._loss, "weight": step.weight}
-        return Frame(kind=FrameKind.TOTALS, step=step.index, scalars=scalars)
+        return Frame(kind=FrameKind.TOTALS, step=step.index, tensors=self._guesses, scalars=scalars)
 
 
 def _scalar(frame: Frame, name: str) -> float:
@@ -357,3 +379,11 @@ def _scalar(frame: Frame, name: str) -> float:
     if name not in frame.scalars:
         raise ProtocolError(f"{frame.kind.name} of step {frame.step} lacks the scalar {name}")
     return frame.scalars[name]
+
+
+def _guesses(frame: Frame, micro_batches: int) -> tuple[Tensor, ...]:
+    """Those of every micro-batch in order. Raises ProtocolError when one is not there."""
+    names = [f"{_GUESSES}{index}" for index in range(micro_batches)]
+    if lost := [name for name in names if name not in frame.tensors]:
+        raise ProtocolError(f"{frame.kind.name} of step {frame.step} lacks {lost[0]}")
+    return tuple(frame.tensors[name] for name in names)

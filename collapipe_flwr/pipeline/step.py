@@ -20,7 +20,8 @@ class Step:
     """What all stages know about the step in progress; `weight` is N of the whole batch.
 
     With `settle` the stages add up their gradient norms, and the gradients of what they share,
-    before anyone applies the step.
+    before anyone applies the step. With `guesses`, in an evaluation, the last stage also tells
+    what it holds for best.
     """
 
     index: int
@@ -28,6 +29,7 @@ class Step:
     train: bool
     weight: float
     settle: bool = False
+    guesses: bool = False
     seed: int | None = None  # of all random operations; None leaves them to chance
     rows: Mapping[str, Tensor] = field(default_factory=dict)  # ids of borrowed rows, by table
 
@@ -38,6 +40,7 @@ class Step:
             "train": float(self.train),
             "weight": self.weight,
             "settle": float(self.settle),
+            "guesses": float(self.guesses),
         }
         if self.seed is not None:
             scalars["seed"] = float(self.seed)
@@ -59,6 +62,7 @@ class Step:
             train=bool(train),
             weight=weight,
             settle=bool(settle),
+            guesses=bool(frame.scalars.get("guesses", 0.0)),
             seed=_seed(frame),
             rows=ids_of(frame.tensors),
         )

@@ -38,6 +38,7 @@ class RoundEvent:
     metrics: Mapping[str, float]  # on unseen examples; empty when this round was not evaluated
     loss: float | None = None  # mean training loss, weighted by examples
     clusters_loss: float | None = None  # mean over the labels of the clusters' test shares
+    clusters_metrics: Mapping[str, float] = field(default_factory=dict)  # on all shares together
     plan: Mapping[str, Any] | None = None
     predicted_latency_s: float | None = None  # by the plan, in the simulated world
     latency_s: float | None = None  # the same plan priced with those that really took part
@@ -60,7 +61,9 @@ class RoundEvent:
     def of_json(data: Mapping[str, Any]) -> RoundEvent:
         """What :meth:`as_json` wrote; a metric that was no number is NaN again."""
         metrics = {k: nan if v is None else v for k, v in data["metrics"].items()}
+        asked = {k: nan if v is None else v for k, v in data.get("clusters_metrics", {}).items()}
         more = {
+            "clusters_metrics": asked,
             "bytes": LinkBytes(**data["bytes"]),
             "links": tuple(LinkReport.of_json(link) for link in data.get("links", ())),
             "failures": tuple(data["failures"]),
@@ -81,6 +84,7 @@ class RunStory:
     def summary(self, *, status: str, wall_s: float, reason: str | None = None) -> dict[str, Any]:
         """The content of ``summary.json``."""
         total = sum((e.bytes for e in self.events), LinkBytes())
+        asked = [e for e in self.events if e.clusters_loss is not None]
         scored = [e.metrics[self.metric_name] for e in self.events if e.metrics]
         summary = {
             "status": status,
@@ -93,6 +97,7 @@ class RunStory:
                 "final": scored[-1] if scored else None,
                 "curve": scored,
             },
+            "clusters": _found_by_clusters(asked[-1]) if asked else None,
             "loss": [e.loss for e in self.events],
             "wall_s": round(wall_s, 3),
             "predicted_latency_s": [e.predicted_latency_s for e in self.events],
@@ -123,6 +128,11 @@ class RunStory:
             for role, size in event.memory_bytes.items():
                 peaks[role] = max(peaks.get(role, 0), size)
         return peaks
+
+
+def _found_by_clusters(event: RoundEvent) -> dict[str, float | None]:
+    """Loss and metrics on the clusters' shares of the test set."""
+    return {"loss": event.clusters_loss, **event.clusters_metrics}
 
 
 def finite(value: object) -> object:

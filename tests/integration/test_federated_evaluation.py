@@ -13,8 +13,21 @@ from collapipe_flwr.core.config import parse
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.core.parsing import Value
 from tests.integration.conftest import RunApp
+from tests.tiny_tasks import TASKS, task_values
 
 FEDERATED: dict[str, Value] = {"evaluation.federated": True}
+SHARES: dict[str, Value] = {
+    **FEDERATED,
+    "num-server-rounds": 1,
+    "data.train-examples": 0,
+    "data.test-examples": 7,
+    "data.max-target-length": 12,
+    "train.examples-per-round": 8,
+    "train.learning-rate": 0.01,
+    "scheduler.micro-batch-sizes": "2",
+    "scheduler.micro-batches": "2",
+    "world.memory-share": 1.0,
+}
 
 
 def events(run_dir: Path) -> list[dict[str, Any]]:
@@ -28,6 +41,28 @@ def test_the_clusters_find_the_loss_that_the_server_finds(run_app: RunApp, runti
     for event in found:
         assert event["clusters_loss"] == pytest.approx(event["metrics"]["loss"], rel=1e-5)
     assert found[0]["clusters_loss"] != pytest.approx(found[1]["clusters_loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("runtime", ["pipeline", "whole"])
+def test_the_clusters_find_the_metrics_that_the_server_finds(
+    run_app: RunApp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, runtime: str
+) -> None:
+    """On shares of unlike sizes, so that an average of averages would be another number."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    values = {**task_values(task, tmp_path), **SHARES, "runtime": runtime}
+    if task in ("translation", "summarisation"):  # until the model says something
+        values |= {"train.examples-per-round": 100, "train.learning-rate": 0.03}
+    (event,) = events(run_app(values))
+    found, expected = event["clusters_metrics"], event["metrics"]
+    assert set(found) == set(expected) - {"loss"}
+    if task == "causal-lm":  # blocks are cut within a share, so some tokens are other targets
+        assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=0.05)
+        return
+    assert event["clusters_loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    for name, value in found.items():
+        assert value == pytest.approx(expected[name], rel=1e-5), name
+    assert any(found.values())
 
 
 def test_clusters_are_not_asked_by_default(run_app: RunApp) -> None:
