@@ -29,12 +29,21 @@ def _of_cluster(plan: ClusterPlan, told: ClusterTelemetry, paced: bool) -> Itera
             receiver=seen.receiver,
             codec=hop.codec,
             forward=Direction(
-                bytes=seen.forward_bytes, sending_s=seen.forward_s, planned_bit_per_s=ahead
+                bytes=seen.forward_bytes,
+                sending_s=_busy_s(seen.forward_bytes, seen.forward_s, seen.forward_bit_per_s),
+                planned_bit_per_s=ahead,
             ),
             backward=Direction(
-                bytes=seen.backward_bytes, sending_s=seen.backward_s, planned_bit_per_s=back
+                bytes=seen.backward_bytes,
+                sending_s=_busy_s(seen.backward_bytes, seen.backward_s, seen.backward_bit_per_s),
+                planned_bit_per_s=back,
             ),
         )
+
+
+def _busy_s(size_bytes: int, sending_s: float, wire_bit_per_s: float | None) -> float:
+    """As long as the sender was held back, and no less than the wire needed."""
+    return max(sending_s, 8.0 * size_bytes / wire_bit_per_s if wire_bit_per_s else 0.0)
 
 
 def _planned(hop: HopPlan, paced: bool) -> tuple[float | None, float | None]:

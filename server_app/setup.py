@@ -337,7 +337,14 @@ def make_planner(
     with blaming("world.devices, world.memory-share"):
         scheduler.step(scheduler.init(snapshot := world.snapshot(1, model)), snapshot)
     return Planned(
-        rounds=ScheduledRounds(scheduler, world, model, names, options=settings.options),
+        rounds=ScheduledRounds(
+            scheduler,
+            world,
+            model,
+            names,
+            options=settings.options,
+            paced=config.links.pace == "plan",
+        ),
         energy_budget_j={
             device.device_id: device.energy_budget_j
             for profile in world.clusters

@@ -26,6 +26,7 @@ def profile_of(config: ClusterConfig, examples: int) -> ClusterProfile:
         d2d_bandwidth_hz=config.links.bandwidth_mhz * _MEGA,
         server_rate_bit_per_s=config.links.server_mbit_per_s * _MEGA,
         link_codec=config.links.codec,
+        real_links=True,
     )
 
 

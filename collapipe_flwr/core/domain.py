@@ -77,6 +77,7 @@ class ClusterProfile:
     d2d_bandwidth_hz: float  # of each hop inside the cluster, as far as both ends' radios go
     server_rate_bit_per_s: float  # control unit <-> Flower server
     link_codec: str = ""  # that its links are bound to; empty: as the run says
+    real_links: bool = False  # machines: what their links carried corrects the planned rates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,11 +93,23 @@ class ChannelState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinkShares:
+    """What links reach of the rates that gains, power and bandwidth promise; members as in gains.
+
+    1 is as promised; a link of share f takes 1 / f as long, whatever its power and bandwidth.
+    """
+
+    d2d: tuple[tuple[float, ...], ...]
+    edge: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSnapshot:
-    """One cluster at the start of a round."""
+    """One cluster at the start of a round; without ``links`` every rate is as promised."""
 
     profile: ClusterProfile
     channel: ChannelState
+    links: LinkShares | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +197,20 @@ class GradientNoise:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSample:
+    """A real link in one round: what it could carry beside what it was planned to carry.
+
+    ``ends`` are device ids, the control unit's and "" for the edge included, in chain order. Rates
+    are means over both directions by time: that of as many bytes there as back.
+    """
+
+    ends: tuple[str, str]
+    planned_bit_per_s: float
+    measured_bit_per_s: float
+    paced: bool = False  # senders kept to the plan: that it could be faster is not to be seen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOutcome:
     """What one cluster really did in a round; fields that nobody measured are None."""
 
@@ -194,6 +221,7 @@ class ClusterOutcome:
     gradient_noise: GradientNoise | None = None
     speed_flop_per_s: Mapping[str, float] | None = None  # what members that worked achieved
     energy_per_flop_j: Mapping[str, float] | None = None
+    links: tuple[LinkSample, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

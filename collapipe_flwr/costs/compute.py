@@ -102,8 +102,9 @@ class Bulk:
 def bulk_of(tables: Tables, rows: Layouts) -> Bulk:
     """Once-a-round transfer times of every row."""
     cluster = rows.cluster_r
-    bits = 8.0 * segment_sums(tables.blocks.parameter_bytes_l, rows)
     member = np.maximum(rows.member_rs, 0)
+    share = tables.share_mij[cluster[:, None], 0, member]
+    bits = 8.0 * segment_sums(tables.blocks.parameter_bytes_l, rows) / share
     width = tables.d2d_hz_mij[cluster[:, None], 0, member]
     noise = tables.snapshot.radio.noise_w_per_hz
     gain_out = tables.gain_mij[cluster[:, None], 0, member]

@@ -134,8 +134,9 @@ class Hops:
     to_edge: NDArray[np.bool_]  # (R, S + 1): the hop over the shared bandwidth
     sender: Ints  # member index of the upstream party
     receiver: Ints  # member index of the downstream party; the edge's own index at the end
-    bits: Array  # per micro-batch, in either direction, coded
+    bits: Array  # per micro-batch, in either direction, coded, over ``share``
     gain: Array
+    share: Array  # of the promised rate, what the link reaches
     codec: Ints  # place in ``codecs.CODECS``
 
 
@@ -151,7 +152,9 @@ def hops_of(tables: Tables, rows: Layouts) -> Hops:
     receiver = np.where(to_edge, tables.edge, np.where(used, receiver, 0))
     link = (rows.cluster_r[:, None], sender, receiver)
     codec = tables.codec_mij[link]
+    share = tables.share_mij[link]
     bits = 8.0 * rows.micro_batch_size_r[:, None] * tables.blocks.cut_bytes_l[cut] * SHARES[codec]
+    bits = bits / share
     return Hops(
         used=used,
         to_edge=to_edge,
@@ -159,6 +162,7 @@ def hops_of(tables: Tables, rows: Layouts) -> Hops:
         receiver=receiver,
         bits=np.where(used, np.maximum(bits, 1.0), 0.0),
         gain=tables.gain_mij[link],
+        share=share,
         codec=codec,
     )
 

@@ -76,7 +76,7 @@ def price(plan: Plan, snapshot: Snapshot, options: Options | None = None) -> Pri
 
 
 def with_rates(plan: Plan, snapshot: Snapshot) -> Plan:
-    """The plan with the rate of every hop over the snapshot's gains.
+    """The plan with the rate of every hop over the snapshot's gains, as far as links reach it.
 
     Raises ScheduleError if a planned party is gone.
     """
@@ -84,6 +84,7 @@ def with_rates(plan: Plan, snapshot: Snapshot) -> Plan:
         return plan
     _, chain = _chain(plan, snapshot, Options())
     rates = achieved_rates(chain, plan.clusters, planned_powers(chain, plan.clusters))
+    rates = rates * chain.hops.share[:, :, None]
     clusters = [
         replace(cluster, hops=_rated(cluster, rates[m])) for m, cluster in enumerate(plan.clusters)
     ]
@@ -126,7 +127,7 @@ def achieved_times(chain: Chain, plans: Sequence[ClusterPlan], powers: Array) ->
 
 
 def achieved_rates(chain: Chain, plans: Sequence[ClusterPlan], powers: Array) -> Array:
-    """Bits per second of every hop, (R, S + 1, 2): forward and backward; 1 where none is."""
+    """Promised bits per second of every hop, (R, S + 1, 2), both ways; 1 where none is."""
     width = hop_bandwidth_hz(chain, np.array([plan.bandwidth_hz for plan in plans]))
     used = chain.hops.used[:, :, None]
     snr = np.where(used, powers, 1.0) / chain.noise_over_gain[:, :, None]

@@ -56,6 +56,7 @@ class Tables:
     gain_mij: Array  # (M, I, I + 1): the last receiver is the edge
     d2d_hz_mij: Array  # like gain_mij; what stands behind the last member means nothing
     codec_mij: Ints  # like gain_mij: the link's place in ``codecs.CODECS``
+    share_mij: Array  # like gain_mij: of its promised rate, what the link reaches
     server_rate_m: Array
     examples_m: Array
 
@@ -89,6 +90,7 @@ def tabulate(snapshot: Snapshot, codec: str = "fp32") -> Tables:
         gain_mij=_gains(clusters),
         d2d_hz_mij=_d2d(clusters),
         codec_mij=_codecs(clusters, codec),
+        share_mij=_shares(clusters),
         server_rate_m=np.array([c.profile.server_rate_bit_per_s for c in clusters], float),
         examples_m=np.array([c.profile.examples for c in clusters], dtype=np.float64),
     )
@@ -150,6 +152,17 @@ def _codecs(clusters: tuple[ClusterSnapshot, ...], codec: str) -> Ints:
     width = max(len(c.profile.devices) + 1 for c in clusters)
     bound = [codec_index(c.profile.link_codec or codec) for c in clusters]
     return np.tile(np.array(bound, np.int64)[:, None, None], (1, width, width + 1))
+
+
+def _shares(clusters: tuple[ClusterSnapshot, ...]) -> Array:
+    width = max(len(c.profile.devices) + 1 for c in clusters)
+    table = np.ones((len(clusters), width, width + 1))
+    for m, cluster in enumerate(clusters):
+        if cluster.links is not None:
+            size = len(cluster.profile.devices) + 1
+            table[m, :size, :size] = cluster.links.d2d
+            table[m, :size, width] = cluster.links.edge
+    return table
 
 
 def _d2d(clusters: tuple[ClusterSnapshot, ...]) -> Array:

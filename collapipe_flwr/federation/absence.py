@@ -6,10 +6,10 @@ snapshots until it reports them back, so a device that returns takes part one ro
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from collapipe_flwr.core.domain import ChannelState, ClusterSnapshot, Snapshot
+from collapipe_flwr.core.domain import ChannelState, ClusterSnapshot, LinkShares, Snapshot
 
 Absent = Mapping[str, Collection[str]]  # device ids by cluster id
 
@@ -32,10 +32,19 @@ def _without(cluster: ClusterSnapshot, missing: Collection[str]) -> ClusterSnaps
     if len(kept) == len(devices):
         return cluster
     members = [0, *(n + 1 for n in kept)]  # 0 is the control unit
-    return ClusterSnapshot(
+    return replace(
+        cluster,
         profile=replace(cluster.profile, devices=tuple(devices[n] for n in kept)),
         channel=ChannelState(
             d2d_gain=tuple(tuple(channel.d2d_gain[i][j] for j in members) for i in members),
             edge_gain=tuple(channel.edge_gain[i] for i in members),
         ),
+        links=None if cluster.links is None else _of_members(cluster.links, members),
+    )
+
+
+def _of_members(links: LinkShares, members: Sequence[int]) -> LinkShares:
+    return LinkShares(
+        d2d=tuple(tuple(links.d2d[i][j] for j in members) for i in members),
+        edge=tuple(links.edge[i] for i in members),
     )

@@ -2,7 +2,8 @@
 
 Before a round the world gives a snapshot and the scheduler a plan. After it the plan is priced
 under the same snapshot, for the clusters that finished, and the scheduler learns from that and
-from what was measured: losses, gradient norms, how far the model moved.
+from what was measured: losses, gradient norms, how far the model moved, what links of real machines
+carried. Snapshots hold what is believed about those links, whatever the policy.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ from collapipe_flwr.costs.compute import Options
 from collapipe_flwr.costs.price import PricedCluster, PricedRound, price, with_rates
 from collapipe_flwr.federation.absence import without_absent, without_clusters
 from collapipe_flwr.federation.checkpoint import Memory
+from collapipe_flwr.federation.link_samples import with_samples
 from collapipe_flwr.federation.movement import Models, Movement, MovementMeter
 from collapipe_flwr.federation.rounds import ClosedRound, Outcome, RoundPlan
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
+from collapipe_flwr.scheduler.link_beliefs import with_links
 from collapipe_flwr.scheduler.protocol import Scheduler
 from collapipe_flwr.scheduler.state import SchedulerState
 
@@ -59,7 +62,8 @@ class ScheduledRounds:
 
     ``clusters`` maps node ids to cluster ids of the ``world``; other nodes are never asked. It may
     change between rounds, when a cluster comes back as another node.
-    ``options`` are the scheduler's own, so that prices and plans agree.
+    ``options`` are the scheduler's own, so that prices and plans agree. ``paced`` says that senders
+    keep to planned rates.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class ScheduledRounds:
         clusters: Mapping[int, str],
         *,
         options: Options | None = None,
+        paced: bool = False,
     ) -> None:
         self.state: SchedulerState | None = None
         self._scheduler = scheduler
@@ -77,6 +82,7 @@ class ScheduledRounds:
         self._model = model
         self._clusters = clusters
         self._options = options
+        self._paced = paced
         self._meter = MovementMeter()
         self._absent: dict[str, tuple[str, ...]] = {}  # devices by cluster
 
@@ -91,10 +97,12 @@ class ScheduledRounds:
         """Price the finished part of the plan and let the scheduler observe it."""
         assert closed.plan.plan is not None and self.state is not None
         done = finished(closed.plan.plan, closed)
-        priced = price(done, self._snapshot(closed), self._options)
+        snapshot = self._snapshot(closed)
+        priced = price(done, snapshot, self._options)
         self._absent |= {name: told.absent for name, told in closed.telemetry.items()}
         movement = self._meter.measure(moves) if (moves := models_of(closed)) else None
         outcome = round_outcome(done, priced, closed.telemetry, movement)
+        outcome = with_samples(outcome, closed, snapshot, paced=self._paced)
         self.state = self._scheduler.observe(self.state, closed.plan.plan, outcome)
         return Outcome(
             latency_s=priced.latency_s,
@@ -116,7 +124,7 @@ class ScheduledRounds:
         self._meter.last = dict(memory.arrays)
 
     def _step(self, server_round: int, present: Sequence[str]) -> Plan:
-        snapshot = self._world.snapshot(server_round, self._model, present)
+        snapshot = self._believed(server_round, present)
         if self.state is None:
             self.state = self._scheduler.init(snapshot)
         there = without_absent(snapshot, self._absent)
@@ -138,7 +146,11 @@ class ScheduledRounds:
 
     def _snapshot(self, closed: ClosedRound) -> Snapshot:
         present = [n for n in closed.plan.cluster_ids.values() if n in self._known()]
-        return self._world.snapshot(closed.plan.server_round, self._model, present)
+        return self._believed(closed.plan.server_round, present)
+
+    def _believed(self, server_round: int, present: Sequence[str]) -> Snapshot:
+        snapshot = self._world.snapshot(server_round, self._model, present)
+        return snapshot if self.state is None else with_links(snapshot, self.state.links)
 
     def _known(self) -> set[str]:
         return set(self._clusters.values())

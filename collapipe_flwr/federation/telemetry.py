@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from collapipe_flwr.core.domain import ClusterPlan, GradientNoise
+from collapipe_flwr.costs.link_rates import carried_bit_per_s
 from collapipe_flwr.pipeline.meter import Span, StageReport
 from collapipe_flwr.rpc.differences import Moved
 
@@ -17,7 +18,9 @@ D2D, D2E = "d2d", "d2e"
 class HopTraffic:
     """What one hop carried in a round: forward is towards the edge.
 
-    ``*_s`` is how long the sender's side of the wire was busy with it.
+    ``*_s`` is how long its sender was busy with it, held back by a pace or not; ``*_bit_per_s``
+    what the wire could carry as both ends saw it (``costs/link_rates.py``), None where nobody can
+    tell: in memory, or with too few frames.
     """
 
     sender: str
@@ -26,6 +29,8 @@ class HopTraffic:
     forward_s: float
     backward_bytes: int
     backward_s: float
+    forward_bit_per_s: float | None = None
+    backward_bit_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +74,8 @@ class ClusterTelemetry:
                 forward_s=here.sending_down_s,
                 backward_bytes=behind.sent_up_bytes,
                 backward_s=behind.sending_up_s,
+                forward_bit_per_s=carried_bit_per_s(here.left_down, behind.arrived_up),
+                backward_bit_per_s=carried_bit_per_s(behind.left_up, here.arrived_down),
             )
             for here, behind in pairwise((*self.reports, self.edge))
         )

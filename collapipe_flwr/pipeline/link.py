@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.costs.link_rates import Note
 from collapipe_flwr.pipeline.frame import Frame
 from collapipe_flwr.pipeline.mailbox import Mailbox
+
+NOTED_FRAMES = 128  # of one direction: some steps, and a report stays small
+
+Notes = tuple[Note, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class FrameLog:
+    """When the last frames of one direction passed this end of a wire."""
+
+    _frames: int = 0
+    _last: deque[Note] = field(default_factory=lambda: deque(maxlen=NOTED_FRAMES))
+
+    def note(self, at_s: float, size_bytes: int) -> None:
+        """A frame passes."""
+        self._last.append((self._frames, round(at_s, 6), size_bytes))
+        self._frames += 1
+
+    @property
+    def notes(self) -> Notes:
+        """The last frames, the oldest first."""
+        return tuple(self._last)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -16,11 +40,15 @@ class Traffic:
 
     `sending_s` is the time in which what was sent kept the wire busy, as far as this end can tell:
     until the transport took it, and as long as a pace held it back. 0 where nothing is sent.
+    `left` and `arrived` note single frames on links that move bytes: when a pace let them go, and
+    when they were there.
     """
 
     sent_bytes: int = 0
     received_bytes: int = 0
     sending_s: float = 0.0
+    left: FrameLog = field(default_factory=FrameLog)
+    arrived: FrameLog = field(default_factory=FrameLog)
 
 
 class Link(Protocol):

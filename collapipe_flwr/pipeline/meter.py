@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from collapipe_flwr.pipeline.link import Notes
+
 MOST_SPANS = 10_000  # of one stage: a report must fit into a message
 
 
@@ -30,7 +32,8 @@ class StageReport:
 
     `wait_s` is time spent waiting for a neighbour, to receive or to find room to send.
     `*_up_bytes` is the link towards the control unit, `*_down_bytes` towards the edge, and
-    `sending_*_s` how long what was sent kept them busy (`Traffic.sending_s`).
+    `sending_*_s` how long what was sent kept them busy (`Traffic.sending_s`). `left_*` and
+    `arrived_*` note the last frames on links that move bytes (`Traffic`).
     `small_square_norm` and `big_square_norm` are means over the steps of the squared norm of this
     stage's gradients for the first micro-batch alone and for the whole batch; `small_weight` and
     `big_weight` the mean number of examples (or tokens) behind each.
@@ -49,6 +52,10 @@ class StageReport:
     received_down_bytes: int = 0
     sending_up_s: float = 0.0
     sending_down_s: float = 0.0
+    left_up: Notes = ()
+    arrived_up: Notes = ()
+    left_down: Notes = ()
+    arrived_down: Notes = ()
     peak_tensor_bytes: int = 0
     small_square_norm: float = 0.0
     big_square_norm: float = 0.0

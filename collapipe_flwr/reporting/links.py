@@ -11,9 +11,9 @@ from typing import Any
 class Direction:
     """One direction of a hop.
 
-    ``sending_s`` is how long what was sent kept the wire busy, as far as the sender can tell: until
-    its transport took it, or as long as a pace held it back. Buffers take small frames at once, so
-    on an unpaced link the rate is an upper bound.
+    ``sending_s`` is how long what was sent kept the wire busy: as long as a pace or its transport
+    held the sender back, and as both ends saw frames leave and arrive. Where only the sender knows
+    (few frames), buffers take them at once and the rate is an upper bound.
     """
 
     bytes: int

@@ -87,6 +87,7 @@ class StreamLink:
                 return
             start_s = time.monotonic()
             self._over.wait(self._pacer.delay_s(len(data), start_s))
+            self.traffic.left.note(time.monotonic(), len(data))
             yield data
             self.traffic.sending_s += time.monotonic() - start_s
 
@@ -103,6 +104,7 @@ class StreamLink:
             self._inbox.fail(error)
 
     def _accept(self, data: bytes) -> None:
+        self.traffic.arrived.note(time.monotonic(), len(data))
         frame = decode_frame(data, self._settings.limits)
         self.traffic.received_bytes += len(data)
         if frame.kind is FrameKind.ERROR:

@@ -20,6 +20,7 @@ from collapipe_flwr.costs.tables import Tables, members_of, tabulate
 from collapipe_flwr.scheduler.allocation import equal_shares
 from collapipe_flwr.scheduler.bound import Learning, learning_for
 from collapipe_flwr.scheduler.caution import judged
+from collapipe_flwr.scheduler.link_beliefs import links_learned
 from collapipe_flwr.scheduler.planner import Planner, Solution
 from collapipe_flwr.scheduler.protocol import SchedulerSettings
 from collapipe_flwr.scheduler.queues import (
@@ -173,6 +174,7 @@ def observed(
         ),
         beliefs=learned(state.beliefs, outcome),
         doubt=judged(state.doubt, outcome),
+        links=links_learned(state.links, outcome),
         learning=update(
             state.learning,
             outcome,

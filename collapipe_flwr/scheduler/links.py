@@ -49,11 +49,10 @@ def link_table(tables: Tables, market: Market, clusters: Ints, counts: Ints) -> 
     slope = np.maximum(market.slack_price_m[clusters], LEAST_SLOPE * market.latency_price)
     noise_w = width * (tables.snapshot.radio.noise_w_per_hz / gain)
     edge_w = tables.snapshot.edge.tx_power_w
+    coded = SHARES[tables.codec_mij[clusters]] / tables.share_mij[clusters]
     ends = _Ends(tables.members.power_max_mi[clusters], market.price_mi[clusters])
     points = [
-        _Way(width, noise_w, SHARES[tables.codec_mij[clusters]], *ends.of(way, edge_w)).points(
-            slope, counts
-        )
+        _Way(width, noise_w, coded, *ends.of(way, edge_w)).points(slope, counts)
         for way in (FORWARD, BACKWARD)
     ]
     return LinkTable(quick=(points[0][0], points[1][0]), calm=(points[0][1], points[1][1]))
@@ -81,7 +80,7 @@ class _Way:
 
     width: Array
     noise_w: Array  # power that gives 0 dB
-    coded: Array  # bits sent for a bit
+    coded: Array  # bits sent for a bit, over the link's share
     watt: Array
     price: Array
 

@@ -219,8 +219,9 @@ class _Members:
         noise = tables.snapshot.radio.noise_w_per_hz
         width, watt = tables.d2d_hz_mij[clusters, 0, :-1], members.power_max_mi[clusters]
         gain = tables.gain_mij[clusters]
-        out = 8.0 / rate_bit_per_s(width, watt[:, :1] * gain[:, 0, :-1] / noise)
-        home = 8.0 / rate_bit_per_s(width, watt * gain[:, :, 0] / noise)
+        bits = 8.0 / tables.share_mij[clusters, 0, :-1]
+        out = bits / rate_bit_per_s(width, watt[:, :1] * gain[:, 0, :-1] / noise)
+        home = bits / rate_bit_per_s(width, watt * gain[:, :, 0] / noise)
         self.bulk_seconds = (out + home).ravel()
         self.bulk_worth = ((price * watt)[:, :1] * out + price * watt * home).ravel()
 

@@ -105,6 +105,7 @@ class _Builder:
         gain = self.tables.gain_mij[self.terms.cluster]
         n = self.members
         width = self.tables.d2d_hz_mij[self.terms.cluster, 0, 1:n, None, None]
+        bits = bits / self.tables.share_mij[self.terms.cluster, 0, 1:n, None, None]
         snr_out = (self.watt[0] * gain[0, 1:n] / self.noise)[:, None, None]
         snr_home = (self.watt[1:] * gain[1:n, 0] / self.noise)[:, None, None]
         out, home = send_time_s(bits, width, snr_out), send_time_s(bits, width, snr_home)
@@ -130,8 +131,8 @@ class _Builder:
         terms, n = self.terms, self.members
         gain = self.tables.gain_mij[terms.cluster][:n]
         gain = np.concatenate([gain[:, :n], gain[:, -1:]], axis=1)[:, :, None]
-        codec = self.tables.codec_mij[terms.cluster][:n]
-        coded = SHARES[np.concatenate([codec[:, :n], codec[:, -1:]], axis=1)][:, :, None]
+        coded = SHARES[self.tables.codec_mij[terms.cluster]] / self.tables.share_mij[terms.cluster]
+        coded = np.concatenate([coded[:n, :n], coded[:n, -1:]], axis=1)[:, :, None]
         bits = 8.0 * self.size * np.maximum(self.tables.blocks.cut_bytes_l, 1e-9)[None, None, :]
         bits = bits * coded
         width = self.tables.d2d_hz_mij[terms.cluster, :n, : n + 1, None].copy()

@@ -10,6 +10,7 @@ from collapipe_flwr.core.domain import Plan
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.estimators import LearningState
 from collapipe_flwr.scheduler.caution import Doubt, doubt_from_dict
+from collapipe_flwr.scheduler.link_beliefs import LinkBook, links_from_dict
 from collapipe_flwr.scheduler.plans import plan_from_dict, plan_to_dict
 from collapipe_flwr.scheduler.smoothing import Beliefs, beliefs_from_dict
 
@@ -39,6 +40,7 @@ class SchedulerState:
     learning: LearningState = field(default_factory=LearningState)
     beliefs: Beliefs = field(default_factory=Beliefs)
     doubt: Doubt = field(default_factory=Doubt)
+    links: LinkBook = field(default_factory=dict)
     last_plan: Plan | None = None
 
     def to_json(self) -> str:
@@ -61,6 +63,7 @@ class SchedulerState:
                     "learning": LearningState(**values["learning"]),
                     "beliefs": beliefs_from_dict(values["beliefs"]),
                     "doubt": doubt_from_dict(values["doubt"]),
+                    "links": links_from_dict(values.get("links", {})),
                 }
             )
         except (ValueError, TypeError, KeyError) as error:

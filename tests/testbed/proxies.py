@@ -27,9 +27,14 @@ class ProxyNetwork(Network):
     def endpoint(self, host: str) -> Endpoint:
         """See Network."""
         _ = host
-        port = _free_port()
+        listen = f"127.0.0.1:{_free_port()}"
+        return Endpoint(listen=listen, dial=self.before(listen))
+
+    def before(self, address: str) -> str:
+        """The address of a proxy before a service on loopback."""
+        port = int(address.rpartition(":")[2])
         started = asyncio.run_coroutine_threadsafe(self._start_proxy(port), self._loop)
-        return Endpoint(listen=f"127.0.0.1:{port}", dial=f"127.0.0.1:{started.result(_DEADLINE_S)}")
+        return f"127.0.0.1:{started.result(_DEADLINE_S)}"
 
     def command(self, host: str, command: Sequence[str]) -> list[str]:
         """See Network."""
@@ -69,7 +74,7 @@ class ProxyNetwork(Network):
 
 
 @contextmanager
-def proxies(hosts: Sequence[str], *, rate_bit_per_s: int) -> Iterator[Network]:
+def proxies(hosts: Sequence[str], *, rate_bit_per_s: int) -> Iterator[ProxyNetwork]:
     """A network of proxies while the body runs."""
     _ = hosts
     loop = asyncio.new_event_loop()

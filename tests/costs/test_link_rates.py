@@ -1,0 +1,72 @@
+"""The rate of a wire is found from both ends' notes, whatever their clocks and the pace say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from collapipe_flwr.costs.link_rates import Note, carried_bit_per_s
+
+RATE = 8e6  # bits per second
+DELAY_S, AHEAD_S = 0.02, 5000.0
+Jitter = Callable[[int], float]
+
+
+def over_wire(
+    frames: Sequence[tuple[float, int]], jitter: Jitter = lambda _: 0.0
+) -> tuple[list[Note], list[Note]]:
+    """Notes of both ends; frames are (sent at, bytes), the receiver's clock is ahead."""
+    free_s, sent, arrived = 0.0, [], []
+    for index, (at_s, size) in enumerate(frames):
+        free_s = max(at_s, free_s) + 8 * size / RATE + 0.0002
+        sent.append((index, at_s, size))
+        arrived.append((index, free_s + DELAY_S + AHEAD_S + jitter(index), size))
+    return sent, arrived
+
+
+def steps(gap_s: float, size: int = 100_000, count: int = 6) -> list[tuple[float, int]]:
+    """Six steps of a small frame, large ones every ``gap_s``, and a small one a second later."""
+    found = []
+    for step in range(6):
+        start_s = 10.0 * step
+        found += [(start_s, 100), *((start_s + k * gap_s, size) for k in range(count))]
+        found.append((start_s + 5.0, 100))
+    return found
+
+
+@pytest.mark.parametrize("gap_s", [0.0, 0.05, 0.3], ids=["burst", "queue", "idle"])
+@pytest.mark.parametrize("size", [20_000, 100_000])
+def test_bursts_queues_and_idle_wires_tell_the_same_rate(gap_s: float, size: int) -> None:
+    assert carried_bit_per_s(*over_wire(steps(gap_s, size))) == pytest.approx(RATE, rel=0.02)
+
+
+def test_frames_that_were_held_up_change_nothing() -> None:
+    held = over_wire(steps(0.3), lambda index: 0.25 if index % 11 == 3 else 0.0)
+    assert carried_bit_per_s(*held) == pytest.approx(RATE, rel=0.02)
+
+
+def test_noise_of_schedulers_is_averaged_out() -> None:
+    late = np.random.default_rng(0).exponential(0.002, 100)
+    noisy = over_wire(steps(0.05), lambda index: float(late[index]))
+    assert carried_bit_per_s(*noisy) == pytest.approx(RATE, rel=0.1)
+
+
+def test_only_frames_that_both_ends_noted_count() -> None:
+    sent, arrived = over_wire(steps(0.0))
+    assert carried_bit_per_s(sent[7:], arrived[:-3]) == pytest.approx(RATE, rel=0.02)
+    assert carried_bit_per_s(sent, []) is None
+    assert carried_bit_per_s(sent[:4], arrived[:4]) is None
+
+
+def test_without_small_frames_nobody_can_tell_delay_from_rate() -> None:
+    sent, arrived = over_wire([(k * 1.0, 100_000) for k in range(20)])
+    assert carried_bit_per_s(sent, arrived) is None
+
+
+def test_where_messages_cost_more_than_the_wire_the_rate_is_a_lower_bound() -> None:
+    late = np.random.default_rng(0).exponential(0.02, 100)
+    busy = over_wire(steps(0.3, size=2_000), lambda index: float(late[index]))
+    rate = carried_bit_per_s(*busy)
+    assert rate is not None and 0.1 * RATE < rate < RATE

@@ -1,0 +1,85 @@
+"""A link that is slower than its cluster file lets planners think, with real daemons behind it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from client_app.app import app as client_app
+from collapipe_flwr.core.config import parse
+from collapipe_flwr.federation.local_grid import LocalGrid
+from collapipe_flwr.scheduler.link_beliefs import link_key
+from server_app.app import run
+from tests.cluster.daemon_processes import Daemon, running
+from tests.integration.conftest import TINY, TINY_MODEL
+from tests.testbed.proxies import proxies
+
+SLOW_BIT_PER_S = 1_000_000
+ROUNDS = 5
+CLUSTER = """
+id = "greenhouse"
+[control-unit]
+kind = "raspberry-pi-5"
+[[device]]
+name = "near"
+address = "{near}"
+kind = "raspberry-pi-4"
+[[device]]
+name = "far"
+address = "{far}"
+kind = "jetson-orin-nano"
+[edge]
+address = "{edge}"
+"""
+
+
+def _run(path: Path, text: str, edge: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Events of a run over the daemons in a cluster file, and the scheduler's last state."""
+    file = path / "greenhouse.toml"
+    file.write_text(text)
+    values = {
+        **TINY,
+        "clusters": 1,
+        "num-server-rounds": ROUNDS,
+        "world.channel": "static",
+        "output-dir": str(path / "runs"),
+        "edge.address": edge,
+        "evaluation.every": ROUNDS,
+        "model.overrides": TINY_MODEL.replace("d_model=16", "d_model=64"),
+    }
+    place = {"partition-id": 0, "num-partitions": 1, "cluster": str(file)}
+    run(
+        LocalGrid({1: client_app}, node_configs={1: place}, run_config=values),
+        parse(values),
+    )
+    folder = path / "runs" / "run"
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    newest = max(folder.glob("**/state.json"), key=lambda found: found.parent.name)
+    kept = json.loads(json.loads(newest.read_text())["planner"])
+    return events, json.loads(kept["state"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_slow_link_is_found_out_and_planned_around(tmp_path: Path) -> None:
+    daemons = [Daemon("device", "--name", name) for name in ("near", "far")]
+    with (
+        running(*daemons, Daemon("edge")) as (near, far, edge),
+        proxies(["far"], rate_bit_per_s=SLOW_BIT_PER_S) as network,
+    ):
+        places = {"near": near.address, "far": network.before(far.address), "edge": edge.address}
+        events, state = _run(tmp_path, CLUSTER.format(**places), edge.address)
+    used = [
+        [s["device_id"] for s in event["plan"]["clusters"][0]["segments"]] for event in events
+    ]
+    assert used[0] == ["greenhouse/far"] and used[-1] == ["greenhouse/near"]
+    link = events[0]["links"][0]["forward"]
+    assert 0.5 * SLOW_BIT_PER_S < link["bit_per_s"] < 1.3 * SLOW_BIT_PER_S
+    belief = state["links"]["greenhouse"][link_key("greenhouse/control-unit", "greenhouse/far")]
+    assert belief["believed"] < -1.0
+    before_s, after_s = events[1]["wall_s"], events[-2]["wall_s"]
+    print(f"a round took {before_s:.2f} s, and {after_s:.2f} s once the link was known")
+    assert after_s < 0.7 * before_s
