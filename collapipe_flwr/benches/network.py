@@ -2,7 +2,8 @@
 
 A shaped network is made of the kernel's own parts (a namespace and a virtual cable per process,
 one bridge, one bucket per destination), so that both runtimes feel it alike through their sockets.
-Making it needs the rights of root; everything is gone with its namespaces.
+Making it needs the rights of root, or a kernel that lets users make namespaces of their own
+(`rights`); everything is gone with its namespaces.
 """
 
 from __future__ import annotations
@@ -11,16 +12,12 @@ import os
 import socket
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
-from collapipe_flwr.core.errors import CollaPipeError
+from collapipe_flwr.benches.rights import NetworkError, Rights, own_rights, user_rights
 
 _BURST_BYTES = 32 * 1024
-
-
-class NetworkError(CollaPipeError):
-    """The kernel refuses namespaces or shaping."""
 
 
 class Network(Protocol):
@@ -72,8 +69,9 @@ class Shaped:
 
     interface = "eth0"
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, rights: Rights) -> None:
+        self.name = f"cpbench{os.getpid()}"
+        self.rights = rights
         self._next_port = 29500
 
     def host(self, index: int) -> str:
@@ -86,64 +84,84 @@ class Shaped:
 
     def command(self, index: int) -> Sequence[str]:
         """See `Network.command`."""
-        return ("ip", "netns", "exec", self.place(index))
+        return (*self.rights.command, "ip", "netns", "exec", self.place(index))
 
     def free_port(self) -> int:
         """See `Network.free_port`; the places are ours, so counting suffices."""
         self._next_port += 1
         return self._next_port
 
+    def run(self, *command: str) -> None:
+        """A command that makes a part of the network; raises NetworkError."""
+        _run(*self.rights.command, *command)
+
 
 @contextmanager
 def shaped(places: int, rate_bytes_per_s: float) -> Iterator[Shaped]:
     """Places that reach each neighbour at this rate, both ways independently.
 
-    Raises NetworkError where the kernel or missing rights forbid it.
+    Made with the rights that we have, else with those of a user namespace; raises NetworkError
+    where the kernel forbids both.
     """
-    network = Shaped(f"cpbench{os.getpid()}")
+    with ExitStack() as undo:
+        yield _made(places, rate_bytes_per_s, undo)
+
+
+def _made(places: int, rate_bytes_per_s: float, undo: ExitStack) -> Shaped:
+    refusals = []
+    for rights in (own_rights, user_rights):
+        try:
+            with ExitStack() as attempt:
+                network = Shaped(attempt.enter_context(rights()))
+                _build(network, places, rate_bytes_per_s, attempt)
+                undo.push(attempt.pop_all())
+                return network
+        except NetworkError as error:
+            refusals.append(str(error))
+    raise NetworkError("; ".join(refusals))
+
+
+def _build(network: Shaped, places: int, rate_bytes_per_s: float, undo: ExitStack) -> None:
+    """All namespaces and cables; ``undo`` deletes what was made, also of a half-made network."""
     hub = f"{network.name}-hub"
-    names = [hub, *(network.place(i) for i in range(places))]
-    made: list[str] = []
-    try:
-        for name in names:
-            _run("ip", "netns", "add", name)
-            made.append(name)
-        _run("ip", "-n", hub, "link", "add", "br0", "type", "bridge")
-        _run("ip", "-n", hub, "link", "set", "br0", "up")
-        for index in range(places):
-            _plug_in(network, hub, index)
-            _shape(network, index, places, rate_bytes_per_s)
-        yield network
-    finally:
-        for name in made:
-            subprocess.run(("ip", "netns", "delete", name), check=False, capture_output=True)
+    for name in (hub, *(network.place(i) for i in range(places))):
+        network.run("ip", "netns", "add", name)
+        delete = (*network.rights.command, "ip", "netns", "delete", name)
+        undo.callback(subprocess.run, delete, check=False, capture_output=True)
+    network.run("ip", "-n", hub, "link", "add", "br0", "type", "bridge")
+    network.run("ip", "-n", hub, "link", "set", "br0", "up")
+    for index in range(places):
+        _plug_in(network, hub, index)
+        _shape(network, index, places, rate_bytes_per_s)
 
 
 def _plug_in(network: Shaped, hub: str, index: int) -> None:
     """A cable from a place to the bridge."""
     place = network.place(index)
-    _run(
+    network.run(
         *("ip", "-n", hub, "link", "add", f"p{index}", "type", "veth"),
         *("peer", "name", "eth0", "netns", place),
     )
-    _run("ip", "-n", hub, "link", "set", f"p{index}", "master", "br0", "up")
-    _run("ip", "-n", place, "address", "add", f"{network.host(index)}/24", "dev", "eth0")
+    network.run("ip", "-n", hub, "link", "set", f"p{index}", "master", "br0", "up")
+    network.run("ip", "-n", place, "address", "add", f"{network.host(index)}/24", "dev", "eth0")
     for device in ("eth0", "lo"):
-        _run("ip", "-n", place, "link", "set", device, "up")
+        network.run("ip", "-n", place, "link", "set", device, "up")
 
 
 def _shape(network: Shaped, index: int, places: int, rate_bytes_per_s: float) -> None:
     """One bucket per destination, so that a stage's two neighbours do not share one."""
     rate, tc = f"{round(8 * rate_bytes_per_s)}bit", ("tc", "-n", network.place(index))
-    _run(*tc, "qdisc", "add", "dev", "eth0", "root", "handle", "1:", "htb", "r2q", "100")
+    network.run(*tc, "qdisc", "add", "dev", "eth0", "root", "handle", "1:", "htb", "r2q", "100")
     for other in range(places):
         if other != index:
             class_id = f"1:{other + 1}"
             bucket = ("htb", "rate", rate, "burst", str(_BURST_BYTES))
-            _run(*tc, "class", "add", "dev", "eth0", "parent", "1:", "classid", class_id, *bucket)
+            network.run(
+                *tc, "class", "add", "dev", "eth0", "parent", "1:", "classid", class_id, *bucket
+            )
             match = ("match", "ip", "dst", f"{network.host(other)}/32", "flowid", class_id)
             where = ("parent", "1:", "protocol", "ip", "u32")
-            _run(*tc, "filter", "add", "dev", "eth0", *where, *match)
+            network.run(*tc, "filter", "add", "dev", "eth0", *where, *match)
 
 
 def _run(*command: str) -> None:

@@ -23,9 +23,10 @@ from collapipe_flwr.benches.crew import Crew
 from collapipe_flwr.benches.duel import Arena, Duel, Pace
 from collapipe_flwr.benches.memory import MemoryCase, measure_memory
 from collapipe_flwr.benches.model import Shape
-from collapipe_flwr.benches.network import Loopback, Network, NetworkError, shaped
+from collapipe_flwr.benches.network import Loopback, Network, shaped
 from collapipe_flwr.benches.ours import member_tls
 from collapipe_flwr.benches.planned import machine_flop_per_s
+from collapipe_flwr.benches.rights import NetworkError
 from collapipe_flwr.benches.wire import Load, tls_step_ratio, wire_cost
 from collapipe_flwr.core.json_codec import plain
 
@@ -70,7 +71,7 @@ def bench(plan: BenchPlan, tick: Tick, recovery: Recovery | None = None) -> Json
     torch.set_num_threads(1)
     try:
         flop_per_s = machine_flop_per_s(plan.terms.shape)
-        cases, refusals = _cases(plan, flop_per_s, tick)
+        cases, links = _cases(plan, flop_per_s, tick)
         wire = _wire(plan, tick)
         memory = _memory(plan.memory, tick)
         codecs = plain(train_with_codecs(plan.codecs))
@@ -86,19 +87,28 @@ def bench(plan: BenchPlan, tick: Tick, recovery: Recovery | None = None) -> Json
         "memory": memory,
         "codecs": codecs,
         "recovery": recovered,
-        "left_out": refusals,
+        "slow_links": links.made_of,
+        "left_out": [f"cases over a slow link: {links.refusal}"] if links.refusal else [],
     }
 
 
-def _cases(plan: BenchPlan, flop_per_s: float, tick: Tick) -> tuple[list[Json], list[str]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SlowLinks:
+    """How links were made slow, or why they were not."""
+
+    made_of: str = ""
+    refusal: str = ""
+
+
+def _cases(plan: BenchPlan, flop_per_s: float, tick: Tick) -> tuple[list[Json], _SlowLinks]:
     even = [*loopback_cases(plan.terms), *slow_device_cases(plan.terms, flop_per_s)]
     rows = _fight(even, Loopback(), plan.pace, tick)
     try:
         with shaped(_WORKERS, SLOW_RATE_BYTES_PER_S) as network:
             rows += _fight(slow_link_cases(plan.terms, flop_per_s), network, plan.pace, tick)
+            return rows, _SlowLinks(made_of=network.rights.kind)
     except NetworkError as error:
-        return rows, [f"cases over a slow link: {error}"]
-    return rows, []
+        return rows, _SlowLinks(refusal=str(error))
 
 
 def _fight(cases: Iterable[Case], network: Network, pace: Pace, tick: Tick) -> list[Json]:

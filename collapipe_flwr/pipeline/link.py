@@ -18,20 +18,25 @@ Notes = tuple[Note, ...]
 
 @dataclass(slots=True, kw_only=True)
 class FrameLog:
-    """When the last frames of one direction passed this end of a wire."""
+    """When the first frame and the last ones of one direction passed this end of a wire."""
 
     _frames: int = 0
+    _first: Notes = ()
     _last: deque[Note] = field(default_factory=lambda: deque(maxlen=NOTED_FRAMES))
 
     def note(self, at_s: float, size_bytes: int) -> None:
         """A frame passes."""
-        self._last.append((self._frames, round(at_s, 6), size_bytes))
+        note = (self._frames, round(at_s, 6), size_bytes)
+        if not self._frames:
+            self._first = (note,)
+        else:
+            self._last.append(note)
         self._frames += 1
 
     @property
     def notes(self) -> Notes:
-        """The last frames, the oldest first."""
-        return tuple(self._last)
+        """In order; HELLO, the first, may be the only small one."""
+        return (*self._first, *self._last)
 
 
 @dataclass(slots=True, kw_only=True)

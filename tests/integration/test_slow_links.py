@@ -45,6 +45,8 @@ def _run(path: Path, text: str, edge: str) -> tuple[list[dict[str, Any]], dict[s
         "clusters": 1,
         "num-server-rounds": ROUNDS,
         "world.channel": "static",
+        "world.energy-share": 1000.0,  # time alone decides
+        "scheduler.max-model-share": 1.0,
         "output-dir": str(path / "runs"),
         "edge.address": edge,
         "evaluation.every": ROUNDS,
@@ -72,9 +74,7 @@ def test_a_slow_link_is_found_out_and_planned_around(tmp_path: Path) -> None:
     ):
         places = {"near": near.address, "far": network.before(far.address), "edge": edge.address}
         events, state = _run(tmp_path, CLUSTER.format(**places), edge.address)
-    used = [
-        [s["device_id"] for s in event["plan"]["clusters"][0]["segments"]] for event in events
-    ]
+    used = [[s["device_id"] for s in event["plan"]["clusters"][0]["segments"]] for event in events]
     assert used[0] == ["greenhouse/far"] and used[-1] == ["greenhouse/near"]
     link = events[0]["links"][0]["forward"]
     assert 0.5 * SLOW_BIT_PER_S < link["bit_per_s"] < 1.3 * SLOW_BIT_PER_S

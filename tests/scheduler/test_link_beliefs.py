@@ -107,7 +107,7 @@ def test_plans_become_those_of_one_who_knew_the_true_rates(
     seed: int, hop: int, a_world: MakeWorld
 ) -> None:
     world, model = a_world(seed, radio="wifi", channel="static")
-    told, _ = rounds(world, model, lambda ends, rate: rate, count=1)
+    told, _ = rounds(world, model, lambda _, rate: rate, count=1)
     slow = list(ends_of(told[0].clusters[0]))[hop]
     plans, _ = rounds(world, model, lambda ends, rate: rate / 5 if ends == slow else rate)
     truth = {"cluster-0": {link_key(*slow): LinkBelief(believed=-math.log(5))}}
@@ -123,8 +123,8 @@ def test_plans_become_those_of_one_who_knew_the_true_rates(
 
 def test_rates_as_promised_leave_plans_bit_equal(a_world: MakeWorld) -> None:
     world, model = a_world(1, radio="wifi", channel="static")
-    told, _ = rounds(world, model, lambda ends, rate: math.nan)
-    same, state = rounds(world, model, lambda ends, rate: 1.1 * rate)
+    told, _ = rounds(world, model, lambda _, __: math.nan)
+    same, state = rounds(world, model, lambda _, rate: 1.1 * rate)
     assert same == told and state.links
     snapshot = world.snapshot(1, model)
     assert with_links(snapshot, state.links) is snapshot
@@ -178,7 +178,7 @@ def test_links_that_nobody_used_are_tried_again_some_day_and_one_look_suffices()
 
 
 def test_beliefs_are_in_the_checkpoint(a_world: MakeWorld) -> None:
-    _, state = rounds(*a_world(0, channel="static"), lambda ends, rate: rate / 4, count=3)
+    _, state = rounds(*a_world(0, channel="static"), lambda _, rate: rate / 4, count=3)
     again = SchedulerState.from_json(state.to_json())
     assert again.links == state.links and any(b.believed for b in again.links["cluster-0"].values())
     before = replace(state, links={}).to_json().replace('"links": {}, ', "")
