@@ -17,7 +17,6 @@ from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, Strategy
 from collapipe_flwr.core.config import AppConfig, LinksConfig, count_list, name_list
 from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile, ModelProfile
 from collapipe_flwr.core.errors import ConfigError, DataError, blaming
-from collapipe_flwr.core.parsing import read_assignments
 from collapipe_flwr.data.metrics import added
 from collapipe_flwr.data.registry import load_task
 from collapipe_flwr.data.settings import TRAIN_TOKENIZER, settings_of
@@ -121,7 +120,7 @@ def _spec(config: AppConfig, task: Task) -> ModelSpec:
             task.model_task,
             model_type=None if pretrained else config.model.type,
             pretrained=pretrained or None,
-            overrides={**read_assignments(config.model.overrides), **_image_settings(config, task)},
+            overrides={**config.model.settings, **_image_settings(config, task)},
             num_labels=len(labels) or None,
             id2label=labels or None,
             edge_blocks=config.model.edge_blocks,
@@ -178,7 +177,7 @@ def _image_settings(config: AppConfig, task: Task) -> dict[str, object]:
         "image_size": config.data.image_size,
         "num_channels": config.data.image_channels,
     }
-    theirs = read_assignments(config.model.overrides)
+    theirs = config.model.settings
     if config.model.pretrained:
         theirs = {**read_pretrained_config(config.model.pretrained).to_dict(), **theirs}
     for key, name in (("image_size", "image-size"), ("num_channels", "image-channels")):

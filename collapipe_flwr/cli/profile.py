@@ -22,6 +22,9 @@ def profile(
     length: Annotated[int, typer.Option(help="Tokens of an example.", min=1)] = 64,
     target_length: Annotated[int, typer.Option(help="Tokens of its target.", min=1)] = 64,
     edge_blocks: Annotated[int, typer.Option(help="Upper blocks at the edge.", min=0)] = 0,
+    ties: Annotated[
+        str, typer.Option(help="As model.ties: untie keeps two tables where one was tied, or rows.")
+    ] = "untie",
     lora_rank: Annotated[int, typer.Option(help="Adapters of this rank; 0: train all.", min=0)] = 0,
     cluster: Annotated[Path | None, typer.Option(help="Cluster file (TOML).")] = None,
     devices: Annotated[str, typer.Option(help="Or presets: raspberry-pi-4,jetson-nano,...")] = "",
@@ -58,6 +61,7 @@ def profile(
         shape=BatchShape(source_length=length, target_length=target_length),
         edge_blocks=edge_blocks,
         lora_rank=lora_rank,
+        ties=ties,
     )
     settings = SchedulerSettings(
         micro_batch_sizes=whole_numbers("micro-batch-sizes", micro_batch_sizes),

@@ -35,6 +35,7 @@ class ModelWish:
     shape: BatchShape
     edge_blocks: int = 0
     lora_rank: int = 0
+    ties: str = "untie"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +82,7 @@ def build_model(wish: ModelWish) -> Splitter:
         overrides=wish.overrides,
         num_labels=_LABELS if known_type and task.endswith("classification") else None,
         edge_blocks=wish.edge_blocks,
+        ties=wish.ties,
         **_any_tokens(known_type and task == "seq2seq"),
         lora=LoraSettings(rank=wish.lora_rank) if wish.lora_rank else None,
     )
@@ -102,7 +104,7 @@ def _usual_task(model: str, known_type: bool) -> str:
 
 
 def _check_length(splitter: Splitter, shape: BatchShape) -> None:
-    room = getattr(splitter.config, "max_position_embeddings", None)
+    room = splitter.most_tokens
     longest = max(shape.source_length, shape.target_length)
     if room is not None and longest > room:
         raise ConfigError(f"--length {longest} is more than the model's {room} positions")

@@ -50,6 +50,11 @@ class WritingModel:
             ) from cause
         spec = make_spec(_task(config), pretrained=source, edge_blocks=edge_blocks)
         splitter = Splitter(spec)
+        if not splitter.generates:
+            raise ModelError(
+                f"--run {str(folder)!r} holds a model of type {spec.model_type!r}, which cannot "
+                "generate token by token when split: only its training is known"
+            )
         return WritingModel(
             weights=splitter.initial_weights(seed=0),
             reader=Reader.of(splitter, tokenizer, source),

@@ -27,6 +27,7 @@ from collapipe_flwr.core.parsing import (
     off_or_at_least,
     one_of,
     parse_section,
+    read_assignments,
     refuse_unknown,
     some_of,
 )
@@ -112,6 +113,12 @@ class ModelConfig:
     edge_blocks: int = key(0, at_least(0))  # upper blocks that stay at the edge; no decoders
     ties: str = key("untie", one_of("untie", "rows"))  # rows: one table, lent row by row
     shared: str = key("freeze", one_of("freeze", "sum"))  # parameters that every block reads
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """``overrides`` as a mapping; the default ones shape the demo, never a checkpoint."""
+        untouched = bool(self.pretrained) and self.overrides == _DEMO_MODEL
+        return {} if untouched else read_assignments(self.overrides)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,11 @@ def refuse_inexact(config: Any, family: Family, task: str) -> None:
         raise ModelError(f"is_decoder must be false for {config.model_type!r}: it is an encoder")
     if getattr(config, "apply_spec_augment", False):
         raise ModelError("apply_spec_augment must be false: mask the input features beforehand")
+    if getattr(config, "output_router_logits", False):
+        raise ModelError(
+            "output_router_logits must be false: the loss that balances experts reads the routers "
+            "of all blocks, which are on other machines"
+        )
     if task == "masked-lm" and not getattr(config, "legacy", True):
         raise ModelError(
             f"legacy must be true for {config.model_type!r} and masked-lm: its other head reads "

@@ -25,6 +25,11 @@ def read_pretrained_config(pretrained: str) -> PreTrainedConfig:
             f"cannot read the checkpoint {pretrained!r}: {first_lines(cause)}; "
             "give a folder with config.json or a hub name that this machine can reach"
         ) from cause
+    if getattr(config, "quantization_config", None):
+        raise ModelError(
+            f"the checkpoint {pretrained!r} is quantised, and its tensors are no longer those of "
+            f"a {config.model_type!r} model: name the one that it was made from"
+        )
     return config
 
 

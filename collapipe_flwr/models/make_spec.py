@@ -262,7 +262,7 @@ def _rehearse(splitter: Splitter) -> None:
         splitter.profile(BatchShape(source_length=2, target_length=2))
     except DataDependentOutputException as cause:
         raise refusal(splitter.spec, ON_VALUES) from cause
-    except (RuntimeError, ValueError, TypeError, AttributeError) as cause:
+    except (ModelError, RuntimeError, ValueError, TypeError, AttributeError) as cause:
         if splitter.decodes and splitter.config.decoder_start_token_id is None:
             raise refusal(splitter.spec, _NO_START) from cause
         reason = f"its parts do not run apart from each other ({first_lines(cause)})"

@@ -47,7 +47,7 @@ class ReplayedStack(Stack):
     ) -> Tensor:
         """See ``Stack.run_blocks``; there is no generating token by token."""
         if cache is not None:
-            return super().run_blocks(hidden_BTD, context, cache)
+            return Stack.run_blocks(self, hidden_BTD, context, cache)  # slots break super()
         if self.first_block == self.stop_block:
             return hidden_BTD
         try:

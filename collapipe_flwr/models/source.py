@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 from transformers.utils.hub import cached_file
 
 from collapipe_flwr.core.errors import ModelError
@@ -23,7 +29,16 @@ from collapipe_flwr.models.checkpoint import checkpoint_config, first_lines
 from collapipe_flwr.models.skeleton import build_skeleton, derive_constant
 from collapipe_flwr.models.spec import ModelSpec
 
+Piece = tuple[Path, str, str]  # file, name in it, the pattern by which a converter knows it
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stored:
+    """One tensor on disk: whole, or in pieces (experts, say) that ``joined_by`` puts together."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    joined_by: WeightConverter | None = None
 
 
 class CheckpointSource:
@@ -48,13 +63,10 @@ class CheckpointSource:
         """The tensor of one key as the checkpoint has it; raises ModelError if it has none."""
         if key not in self._places:
             return self._constant(key)
-        file, name = self._places[key]
         try:
-            with safe_open(file, framework="pt") as tensors:
-                tensor: Tensor = tensors.get_tensor(name)
+            return _read(self._places[key], key, self._skeleton)
         except (OSError, SafetensorError) as cause:
             raise _unreadable(self._pretrained, cause) from cause
-        return tensor
 
     def _constant(self, key: str) -> Tensor:
         constant = derive_constant(self._skeleton, key)
@@ -94,26 +106,44 @@ class Completed(Mapping[str, Tensor]):
         return len(self._resident.union(self._given))
 
 
-def _places(pretrained: str, skeleton: PreTrainedModel) -> dict[str, tuple[Path, str]]:
-    """Where each tensor of the model lies: file and name in that file."""
+def _read(stored: _Stored, key: str, model: PreTrainedModel) -> Tensor:
+    if stored.joined_by is None:
+        file, name, _ = stored.pieces[0]
+        return _tensor(file, name)
+    converter = deepcopy(stored.joined_by)  # it keeps what it is given
+    for file, name, pattern in stored.pieces:
+        converter.add_tensor(key, name, pattern, _tensor(file, name))  # type: ignore[arg-type]
+    joined = converter.convert(key, model=model, config=model.config)[key]
+    whole: Tensor = joined[0] if isinstance(joined, list) else joined
+    return whole
+
+
+def _tensor(file: Path, name: str) -> Tensor:
+    with safe_open(file, framework="pt") as tensors:
+        tensor: Tensor = tensors.get_tensor(name)
+    return tensor
+
+
+def _places(pretrained: str, skeleton: PreTrainedModel) -> dict[str, _Stored]:
+    """Where each tensor of the model lies; what a converter would divide is left out."""
     wanted = skeleton.state_dict()
-    found: dict[str, tuple[Path, str]] = {}
+    found: dict[str, _Stored] = {}
     transforms = get_model_conversion_mapping(skeleton)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    joining = {p: c for c in converters if len(c.target_patterns) == 1 for p in c.source_patterns}
     prefix = skeleton.base_model_prefix
-    for file, name in _listing(pretrained):
-        key, converted = rename_source_key(name, renamings, converters, prefix, wanted)
+    for file, name in sorted(_listing(pretrained), key=lambda stored: dot_natural_key(stored[1])):
+        key, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
         if key not in wanted and name in wanted:
-            key, converted = name, None
-        if converted is None and key in wanted:
-            found[key] = (file, name)
+            key, pattern = name, None
+        if key in wanted and (pattern is None or pattern in joining):
+            stored = _Stored(joined_by=joining[pattern] if pattern else None)
+            found.setdefault(key, stored).pieces.append((file, name, pattern or ""))
     return _with_aliases(found, skeleton.all_tied_weights_keys)
 
 
-def _with_aliases(
-    found: dict[str, tuple[Path, str]], aliases: Mapping[str, str]
-) -> dict[str, tuple[Path, str]]:
+def _with_aliases(found: dict[str, _Stored], aliases: Mapping[str, str]) -> dict[str, _Stored]:
     """A tied table is stored once, under any of its names."""
     for alias, source in aliases.items():
         if source not in found and alias in found:

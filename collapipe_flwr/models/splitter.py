@@ -73,6 +73,11 @@ class Splitter:
         return self._family.decodes
 
     @property
+    def generates(self) -> bool:
+        """Whether its parts can write a text token by token."""
+        return self._family.decodes or self._family.cached_inputs is not None
+
+    @property
     def most_tokens(self) -> int | None:
         """The longest sequence that the model reads; None where it sets no limit."""
         return most_positions(self.config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,13 @@ def test_parameters_are_those_of_the_model() -> None:
         shape.numel() for shape, dtype in splitter.shapes.values() if dtype.is_floating_point
     )
     assert abs(found("bert", []).parameter_bytes - 4 * count) < 0.02 * 4 * count  # buffers
+
+
+def test_a_tied_table_counts_as_often_as_a_run_keeps_it() -> None:
+    free = build_model(wish("gpt2")).profile(SHAPE)
+    lent = build_model(replace(wish("gpt2"), ties="rows")).profile(SHAPE)
+    assert free.embedding.parameter_bytes - lent.embedding.parameter_bytes == 4 * 60 * 32
+    assert free.decoder.parameter_bytes == lent.decoder.parameter_bytes
 
 
 def test_what_does_not_fit_says_why() -> None:

@@ -124,6 +124,12 @@ def test_nobody_at_the_address() -> None:
         list(client.write(Wish(text="hello")))
 
 
+def test_a_type_that_only_trains_says_so_before_anything_starts(tmp_path: Path) -> None:
+    overrides = {"hidden_size": 32, "n_layer": 2, "n_head": 2}
+    with pytest.raises(ModelError, match="'bloom', which cannot generate token by token"):
+        WritingModel.load(save(tmp_path, "causal-lm", "bloom", overrides))
+
+
 def test_a_text_beyond_the_positions(storyteller: Path) -> None:
     with (
         writer_here(WritingModel.load(storyteller), devices=1, slots=1) as writer,

@@ -68,3 +68,10 @@ def test_refusal_names_key_value_and_way_out(values: dict[str, Any], sentence: s
     with pytest.raises(ConfigError, match=r"^[^\n]+$") as refusal:
         parse(values)
     assert sentence in str(refusal.value)
+
+
+def test_the_demos_overrides_are_not_a_checkpoints() -> None:
+    assert parse({}).model.settings["d_model"] == 64
+    assert parse({"model.pretrained": "folder"}).model.settings == {}
+    own = parse({"model.pretrained": "folder", "model.overrides": "dropout=0.0"})
+    assert own.model.settings == {"dropout": 0.0}

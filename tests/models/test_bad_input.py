@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models import LoraSettings, Splitter, make_spec, save_whole
+from tests.models.conftest import OVERRIDES
 
 
 def _refusal(run: Any) -> str:
@@ -92,3 +94,19 @@ def test_a_checkpoint_with_missing_tensors_below_adapters(tiny: Any, tmp_path: P
 def test_a_model_without_a_usable_block_list() -> None:
     text = _refusal(lambda: make_spec("masked-lm", model_type="albert"))
     assert "albert" in text and "blocks ran 12 times" in text
+
+
+def test_a_quantised_checkpoint(tiny: Any, tmp_path: Path) -> None:
+    spec = tiny.spec("llama", "causal-lm")
+    save_whole(spec, Splitter(spec).initial_weights(seed=1), tmp_path)
+    file = tmp_path / "config.json"
+    quantised = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **quantised}))
+    text = _refusal(lambda: make_spec("causal-lm", pretrained=str(tmp_path)))
+    assert "is quantised" in text and "the one that it was made from" in text
+
+
+def test_a_loss_that_reads_the_routers_of_all_blocks() -> None:
+    config = {**OVERRIDES["mixtral"], "output_router_logits": True}
+    text = _refusal(lambda: make_spec("causal-lm", model_type="mixtral", overrides=config))
+    assert "output_router_logits must be false" in text

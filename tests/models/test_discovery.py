@@ -81,6 +81,8 @@ def test_a_learned_side_input_is_named(model_type: str, task: str, reason: str, 
         ("swin", "image-classification", "do not run apart from each other"),
         ("resnet", "image-classification", "has no image_size"),
         ("cvt", "image-classification", "has no image_size"),
+        ("mobilevit", "image-classification", "do not run apart from each other"),
+        ("speech_to_text", "seq2seq", "has no num_mel_bins"),
     ],
 )
 def test_a_model_that_cannot_be_cut_says_why(model_type: str, task: str, reason: str) -> None:

@@ -74,3 +74,11 @@ def test_an_encoder_has_no_cache() -> None:
     segment = splitter.build_segment(0, 1, splitter.initial_weights(1))
     with pytest.raises(ModelError, match="'bert' cannot generate token by token"):
         segment.advance(torch.zeros(1, 2, 16), segment.new_cache())
+
+
+def test_blocks_in_the_librarys_own_loop_refuse_to_go_on(tiny: Any) -> None:
+    splitter = Splitter(tiny.spec("bloom", "causal-lm"))
+    assert not splitter.generates
+    segment = splitter.build_segment(0, 2, splitter.initial_weights(seed=1))
+    with pytest.raises(ModelError, match="'bloom' cannot generate token by token when split"):
+        segment.advance(torch.zeros(1, 1, 32), segment.new_cache())

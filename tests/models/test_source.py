@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,19 @@ def test_a_body_alone_is_found_under_the_task_models_names(tiny: Any, tmp_path: 
     assert "classifier.weight" not in source
     with pytest.raises(ModelError, match=r"lacks the tensor 'classifier.weight'"):
         source.read("classifier.weight")
+
+
+def test_experts_in_pieces_are_joined_in_their_order(tiny: Any, tmp_path: Path) -> None:
+    """Checkpoints keep every expert apart; by name the eleventh would stand behind the first."""
+    spec = tiny.spec("mixtral", "causal-lm")
+    config = json.dumps({**json.loads(spec.config_json), "num_local_experts": 12})
+    drawn = Splitter(replace(spec, config_json=config))
+    model = drawn.build_whole(drawn.initial_weights(seed=1))
+    model.save_pretrained(tmp_path)
+    assert any(".experts.11." in key for key in load_file(tmp_path / "model.safetensors"))
+    source = CheckpointSource(make_spec("causal-lm", pretrained=str(tmp_path)))
+    for key, value in model.state_dict().items():
+        assert torch.equal(source.read(key), value), key
 
 
 def test_a_missing_shard_or_format_is_one_sentence(tiny: Any, tmp_path: Path) -> None:
