@@ -61,7 +61,7 @@ class BenchPart(nn.Module):
         )
         is_last = stage == len(split) - 1
         self.head = _seeded(-2, lambda: nn.Linear(shape.width, CLASSES)) if is_last else None
-        self._slow = Slowed(slow)
+        self._slow = Slowed(slow, self.blocks.parameters())
 
     def forward(
         self, given: Tensor | Mapping[str, Tensor], context: Mapping[str, Tensor] | None = None

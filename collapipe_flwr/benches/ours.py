@@ -19,7 +19,7 @@ from collapipe_flwr.pipeline.meter import Span
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
 from collapipe_flwr.pipeline.roles import FirstStage
 from collapipe_flwr.pipeline.session import NextHop, SessionRequest
-from collapipe_flwr.pipeline.stage import StageSettings
+from collapipe_flwr.pipeline.stage import WEIGHTS, StageSettings
 from collapipe_flwr.rpc.edge_client import EdgeClient
 from collapipe_flwr.rpc.next_hop import Dialer
 from collapipe_flwr.rpc.pacing import StreamSettings
@@ -141,8 +141,9 @@ def _stage_seconds(spans: Sequence[Span]) -> StageSeconds:
     def seconds(work: str) -> list[float]:
         return [span.stop_s - span.start_s for span in spans if span.work == work]
 
+    backward_s = seconds("backward")
     return StageSeconds(
         forward_s=fmean(seconds("forward")),
-        backward_s=fmean(seconds("backward")),
+        backward_s=(sum(backward_s) + sum(seconds(WEIGHTS))) / len(backward_s),
         optimizer_s=sum(seconds("optimizer")),
     )

@@ -6,7 +6,7 @@ Sleeping frees the core, so the stages of a bench do not disturb each other more
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,9 +17,12 @@ from torch import Tensor
 class Slowed:
     """Makes the work between ``enter`` and ``leave`` take ``factor`` times as long, both ways."""
 
-    def __init__(self, factor: float) -> None:
+    def __init__(self, factor: float, weights: Iterable[Tensor] = ()) -> None:
         self._factor = factor
         self._backward_s = 0.0
+        self._between = False  # the marks of a backward pass
+        for weight in weights if factor != 1.0 else ():
+            weight.register_post_accumulate_grad_hook(self.weight_done)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def timed(self) -> Iterator[Slowed]:
@@ -38,11 +41,19 @@ class Slowed:
 
     def backward_begins(self) -> None:
         """Called by the mark behind the work."""
-        self._backward_s = time.thread_time()
+        self._backward_s, self._between = time.thread_time(), True
 
     def backward_ends(self) -> None:
         """Called by the mark before the work."""
         self._sleep(self._backward_s)
+        self._backward_s, self._between = time.thread_time(), False
+
+    def weight_done(self, weight: Tensor) -> None:
+        """Called when a weight has its gradient: work behind the marks is slow as well."""
+        del weight
+        if not self._between:
+            self._sleep(self._backward_s)
+            self._backward_s = time.thread_time()
 
     def _marked(self, tensor: Tensor, *, ends: bool) -> Tensor:
         if self._factor == 1.0:

@@ -58,6 +58,10 @@ class MemoryMeter:
         self._in_flight[micro_batch] = max(self._saved_bytes[kind], direct_bytes)
         self._note()
 
+    def note_passing(self, tensors: Iterable[Tensor]) -> None:
+        """Tensors that are kept for a moment beside all else."""
+        self._note(sum(_distinct(tensors).values()))
+
     def release(self, micro_batch: int) -> None:
         """The backward pass of a micro-batch is over."""
         self._in_flight.pop(micro_batch, None)

@@ -19,7 +19,7 @@ MOST_SPANS = 10_000  # of one stage: a report must fit into a message
 class Span:
     """One timed piece of work of one stage."""
 
-    work: str  # forward, backward, optimizer, send, receive
+    work: str  # forward, backward, weights, optimizer, send, receive
     step: int
     micro_batch: int
     start_s: float

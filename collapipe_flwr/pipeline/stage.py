@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from collapipe_flwr.core.errors import ConfigError, ModelError, ProtocolError
+from collapipe_flwr.pipeline.backward import Remainder, input_first
 from collapipe_flwr.pipeline.execution import check_precision
 from collapipe_flwr.pipeline.frame import GRAD, HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.link import Link, Traffic
@@ -31,6 +32,7 @@ from collapipe_flwr.pipeline.step import MOST_SEED, Step
 from collapipe_flwr.pipeline.ties import borrows, shared_parameters
 
 Around = AbstractContextManager[None]
+WEIGHTS = "weights"  # work: the part of a backward pass that is done after its gradient was sent
 LEARNS = "learns"  # scalar of an ACTIVATION: 0 where everything ahead is frozen
 
 # What torch and transformers raise for tensors that do not fit, and for memory that runs out.
@@ -74,6 +76,7 @@ class InFlight:
     end: GradientEdge | None  # where the graph of the output ends, which itself may be freed
     shape: torch.Size  # of the output
     keeps: bool  # the graph; otherwise the whole part is computed again
+    hurries: bool  # the gradient of the input is sent before those of weights are computed
 
 
 class Stage(ABC):
@@ -157,7 +160,7 @@ class Stage(ABC):
             name=self.settings.name,
             steps=self._norms.steps,
             forward_s=self.recorder.seconds("forward"),
-            backward_s=self.recorder.seconds("backward"),
+            backward_s=self.recorder.seconds("backward") + self.recorder.seconds(WEIGHTS),
             optimizer_s=self.recorder.seconds("optimizer"),
             wait_s=self.recorder.seconds("send") + self.recorder.seconds("receive"),
             sent_up_bytes=up.sent_bytes,
@@ -239,6 +242,7 @@ class Stage(ABC):
                 end=_end_of(output),
                 shape=output.shape,
                 keeps=keeps,
+                hurries=micro_batch == step.micro_batches - 1 and not self.settings.recompute,
             )
         self._emit(step, frame, output)
 
@@ -268,23 +272,36 @@ class Stage(ABC):
         frame = self._take_gradient(step, micro_batch)
         with self.recorder.span("backward", step.index, micro_batch):
             flight = self._stash.pop(micro_batch)
-            gradient = self._backpropagate(flight, frame.tensors)
+            gradient, rest = self._backpropagate(flight, frame.tensors)
+        self._emit_gradient(replace(frame, tensors=gradient))
+        if rest is not None:
+            with self.recorder.span(WEIGHTS, step.index, micro_batch):
+                rest.finish()
         self.memory.release(micro_batch)
         if micro_batch == 0:
             self._note_fixed()
             self._norms.note_first(square_norm(self._gradients()), flight.frame.scalars)
-        self._emit_gradient(replace(frame, tensors=gradient))
 
-    def _backpropagate(self, flight: InFlight, incoming: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _backpropagate(
+        self, flight: InFlight, incoming: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], Remainder | None]:
+        """The gradient for the stage ahead, and what is to be done when it is sent.
+
+        All stages ahead wait for that of the last micro-batch, each with nothing else to do.
+        """
         end, hidden, frame = flight.end, flight.hidden, flight.frame
+        rest = None
         if not flight.keeps:
             end = _end_of(self._run_part(frame, hidden, grad=True))
         self._returning = frame
-        if end is not None:
+        if end is not None and hidden is not None and hidden.requires_grad and flight.hurries:
+            rest = input_first(end, incoming.get(GRAD), hidden)
+            self.memory.note_passing(rest.tensors)
+        elif end is not None:
             torch.autograd.backward(end, incoming.get(GRAD))
         if hidden is None or not hidden.requires_grad:
-            return {}
-        return {GRAD: torch.zeros_like(hidden) if hidden.grad is None else hidden.grad}
+            return {}, rest
+        return {GRAD: torch.zeros_like(hidden) if hidden.grad is None else hidden.grad}, rest
 
     def _apply(self, step: Step) -> None:
         if step.rows:

@@ -11,7 +11,14 @@ from pathlib import Path
 from collapipe_flwr.pipeline.clocks import on_one_clock
 from collapipe_flwr.pipeline.meter import Span
 
-_NAMES = {"forward": "F", "backward": "B", "optimizer": "step", "send": "send", "receive": "wait"}
+_NAMES = {
+    "forward": "F",
+    "backward": "B",
+    "weights": "W",
+    "optimizer": "step",
+    "send": "send",
+    "receive": "wait",
+}
 Stages = Mapping[str, Sequence[Span]]  # in pipeline order
 
 
@@ -42,7 +49,7 @@ def write_trace(path: Path, pipelines: Mapping[str, Stages]) -> None:
 
 
 def _event(span: Span, process: int, row: int, origin_s: float) -> dict[str, object]:
-    passes = span.work in ("forward", "backward")
+    passes = span.work in ("forward", "backward", "weights")
     return {
         "ph": "X",
         "name": f"{_NAMES[span.work]}{span.micro_batch}" if passes else _NAMES[span.work],

@@ -6,8 +6,10 @@ import time
 
 import pytest
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from collapipe_flwr.benches.slow import Slowed
+from collapipe_flwr.pipeline.backward import input_first
 
 
 class Clock:
@@ -32,3 +34,15 @@ def test_forward_and_backward_sleep_for_the_rest(monkeypatch, factor, slept):
     result.sum().backward()
     assert tensor.grad.tolist() == [2.0, 2.0, 2.0]
     assert clock.slept_s == slept
+
+
+def test_weights_whose_gradients_come_later_are_slow_as_well(monkeypatch):
+    weight = torch.ones(3, 3, requires_grad=True)
+    clock, slowed = Clock(monkeypatch), Slowed(3.0, [weight])
+    hidden = torch.ones(2, 3, requires_grad=True)
+    with slowed.timed() as slow:
+        result = slow.leave(slow.enter(hidden) @ weight)
+    rest = input_first(get_gradient_edge(result.sum()), None, hidden)
+    assert clock.slept_s == [2.0, 2.0]
+    rest.finish()
+    assert clock.slept_s == [2.0, 2.0, 2.0]
