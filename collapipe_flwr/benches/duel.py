@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, quantiles
 
 from collapipe_flwr.benches.crew import BenchError, Crew
 from collapipe_flwr.benches.job import Job, StepSeconds, Turn
@@ -21,7 +21,7 @@ class Pace:
     """How long to measure: ``turns`` turns of ``steps`` steps, after ``warm`` unmeasured ones."""
 
     warm: int = 1
-    turns: int = 15
+    turns: int = 31
     steps: int = 1
 
 
@@ -36,11 +36,17 @@ class Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Duel:
-    """Both sides; ``ratio`` is the median over pairs of neighbouring turns, so noise hits both."""
+    """Both sides; ``ratio`` is the median over pairs of neighbouring turns, so noise hits both.
+
+    ``bound_s`` is the event simulator's time for our steps, ``busiest_s`` how long the passes of
+    the stage that works most take in them: no runtime on the same operators can be faster.
+    """
 
     ours: Side
     theirs: Side
     bound_ratio: float
+    bound_s: float
+    busiest_s: float
 
     @property
     def step_s(self) -> float:
@@ -55,8 +61,17 @@ class Duel:
     @property
     def ratio(self) -> float:
         """Ours over theirs."""
+        return median(self._ratios())
+
+    @property
+    def ratio_quartiles(self) -> tuple[float, float]:
+        """Between these lies the ratio of half of the pairs: how much the machine's noise says."""
+        low, _, high = quantiles(self._ratios(), n=4, method="inclusive")
+        return low, high
+
+    def _ratios(self) -> list[float]:
         pairs = zip(self.ours.steps_s, self.theirs.steps_s, strict=True)
-        return median(a / b for a, b in pairs)
+        return [a / b for a, b in pairs]
 
 
 class Arena:
@@ -93,6 +108,8 @@ class Arena:
             ours=sides["ours"].side(cpu[0]),
             theirs=sides["theirs"].side(cpu[1]),
             bound_ratio=median(s.step_s / bound_s(ours, s, hop_s) for s in measured),
+            bound_s=median(bound_s(ours, s, hop_s) for s in measured),
+            busiest_s=median(_busiest_s(ours, s) for s in measured),
         )
         _check_same(duel, ours)
         return duel
@@ -159,6 +176,11 @@ def bound_s(job: Job, step: StepSeconds, hop_s: float) -> float:
         hop_s=(hops, hops),
     )
     return replay(times, depths, count).makespan_s + step.stages[0].optimizer_s
+
+
+def _busiest_s(job: Job, step: StepSeconds) -> float:
+    count = job.shape.micro_batches
+    return max(count * (s.forward_s + s.backward_s) for s in step.stages)
 
 
 def _turn(answer: dict[str, float]) -> Turn:

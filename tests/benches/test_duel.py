@@ -24,6 +24,9 @@ def test_both_sides_train_the_same_model():
             assert duel.ours.loss == pytest.approx(duel.theirs.loss, rel=1e-5)
             assert len(duel.ours.steps_s) == len(duel.theirs.steps_s) == 2
             assert duel.bound_ratio > 0.5
+            assert 0 < duel.busiest_s <= duel.bound_s
+            low, high = duel.ratio_quartiles
+            assert low <= duel.ratio <= high
         other = Job(schedule="gpipe", split=(2, 1), shape=SHAPE)
         with pytest.raises(BenchError, match="disagree"):
             arena.duel(job, other, Pace(warm=0, turns=1))
