@@ -44,3 +44,17 @@ def test_bytes_are_those_of_training_messages_and_replies():
         members.send_and_receive([Message(RecordDict({"arrays": _arrays()}), 1, kind)])
     assert members.take_train_bytes() == 2 * array_bytes(_arrays()) + 8  # and the loss
     assert members.take_train_bytes() == 0
+
+
+def test_who_is_away_or_fails_is_lost_and_who_sits_out_by_plan_is_not():
+    def broken(_message, _context):
+        raise RuntimeError("no memory left")
+
+    grid = LocalGrid({1: _client(), 2: _client(), 3: broken})
+    members = Members(grid, {1: "a", 2: "b", 3: "c", 4: "away"})
+    assert members.get_node_ids() == [1, 2, 3]
+    asked = [Message(RecordDict({"arrays": _arrays()}), node, "train") for node in (1, 3)]
+    members.send_and_receive(asked)
+    assert members.lost == {"c", "away"}
+    members.send_and_receive([Message(RecordDict({"arrays": _arrays()}), 3, "evaluate")])
+    assert members.lost == {"c", "away"}  # of the last training
