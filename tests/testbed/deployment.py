@@ -145,7 +145,7 @@ class Deployment:
     def _supernode(self, number: int, name: str) -> list[str]:
         _, _, port = self.network.endpoint(f"cu-{name}").listen.rpartition(":")
         node = f"partition-id={number} num-partitions={len(CLUSTERS)}"
-        node += f" cluster='{self._cluster_file(name)}'"
+        node += f" cluster='{self._cluster_file(name)}' state-dir='{self.folder}/state-{name}'"
         command = [str(BIN / "flower-supernode"), "--superlink", self.superlink.dial]
         command += ["--root-certificates", str(self.certs / "ca.pem"), "--port", port]
         return [*command, "--node-config", node]

@@ -1,8 +1,9 @@
 """SIGKILL and restart of Flower's own programs in a deployment with TLS.
 
 SuperLink and ServerApp die in the middle of a round, the SuperLink comes back with its database,
-and `resume` ends the run with the bits of an undisturbed one. A SuperNode dies with its ClientApp,
-comes back as another Flower node, and its cluster takes part again in the same run.
+and `resume` ends the run with the bits of an undisturbed one, optimisers that go on from round to
+round included. A SuperNode dies with its ClientApp, comes back as another Flower node, and its
+cluster takes part again in the same run.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def deployed(folder: Path, **more: object) -> Iterator[tuple[Deployment, dict[st
 def test_a_run_whose_superlink_is_killed_resumes_to_the_bits_of_an_undisturbed_one(
     tmp_path: Path,
 ) -> None:
-    with deployed(tmp_path) as (deployment, parts):
+    with deployed(tmp_path, **{"train.optimizer-state": "keep"}) as (deployment, parts):
         assert deployment.run("whole").wait(deadline_s=3 * ROUND_S) == 0
         deployment.run()
         wait_for_rounds(deployment, 1)
