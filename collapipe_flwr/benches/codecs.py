@@ -2,7 +2,7 @@
 
 Control unit, two devices and the edge are hosts of this process, every hop a stream over loopback
 TCP. Model, batches, seeds and steps are the same for all; only the codec of the links (or the
-precision of the stages) differs.
+precision of the stages) differs. "auto" is what a plan chooses hop by hop.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from math import fsum
 import torch
 from torch import Tensor
 
+from collapipe_flwr.benches.auto_codecs import auto_codecs
 from collapipe_flwr.benches.job import TOKEN
 from collapipe_flwr.core.config import AppConfig
 from collapipe_flwr.core.parsing import read_assignments
@@ -24,7 +25,7 @@ from collapipe_flwr.data.settings import settings_of
 from collapipe_flwr.data.tasks import Task
 from collapipe_flwr.edge.server import EdgeServer
 from collapipe_flwr.edge.service import EdgeService
-from collapipe_flwr.models import Splitter, make_spec
+from collapipe_flwr.models import BatchShape, Splitter, make_spec
 from collapipe_flwr.pipeline.execution import Execution
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
@@ -36,8 +37,10 @@ from collapipe_flwr.rpc.next_hop import Dialer
 from collapipe_flwr.rpc.pacing import StreamSettings
 from collapipe_flwr.rpc.quantize import WIRE_CODECS
 
+AUTO = "auto"
 _SESSION = "codecs"
 _SEED = 7
+_HOPS = 3
 _LAST_SHARE = 0.1  # of the steps: their mean loss is the final one
 
 
@@ -50,7 +53,7 @@ class CodecTask:
     micro_batches: int = 2
     learning_rate: float = 2e-3
     test_examples: int = 200
-    codecs: tuple[str, ...] = tuple(WIRE_CODECS)
+    codecs: tuple[str, ...] = (*WIRE_CODECS, AUTO)
 
     @property
     def variants(self) -> tuple[Execution, ...]:
@@ -71,6 +74,7 @@ class Trained:
     metric: float
     link_bytes: int
     loss_over_fp32: float
+    hops: tuple[str, ...]  # codecs from control unit to edge
 
 
 def train_with_codecs(
@@ -82,7 +86,8 @@ def train_with_codecs(
     splitter = _splitter(config, task)
     done: list[Trained] = []
     for execution in case.variants:
-        with _Chain(splitter, case, execution) as chain:
+        hops = _hops(case, execution.codec, task, splitter)
+        with _Chain(splitter, case, hops, execution.precision) as chain:
             losses = [chain.step(batch) for batch in _batches(case, task, splitter)]
             weights, link_bytes = chain.finish()
         test = _tested(case, task, splitter, weights)
@@ -97,10 +102,24 @@ def train_with_codecs(
                 metric_name=task.metric_name,
                 test_loss=test["loss"],
                 metric=test[task.metric_name],
+                hops=hops,
             )
         )
         tick(execution.codec)
     return tuple(done)
+
+
+def _hops(case: CodecTask, codec: str, task: Task, splitter: Splitter) -> tuple[str, ...]:
+    """The codec of every hop."""
+    if codec != AUTO:
+        return (codec,) * _HOPS
+    batch = task.collate(task.train.select(range(case.micro_batch)).to_list())
+    shape = BatchShape(
+        source_length=batch["input_ids"].shape[1], target_length=batch["labels"].shape[1]
+    )
+    return auto_codecs(
+        splitter.profile(shape), micro_batch=case.micro_batch, micro_batches=case.micro_batches
+    )
 
 
 def _splitter(config: AppConfig, task: Task) -> Splitter:
@@ -137,11 +156,13 @@ def _batches(case: CodecTask, task: Task, splitter: Splitter) -> Iterator[list[M
 
 
 class _Chain:
-    """Control unit -> device -> device -> edge over sockets, with one codec on every link."""
+    """Control unit -> device -> device -> edge over sockets, with a codec on every link."""
 
-    def __init__(self, splitter: Splitter, case: CodecTask, execution: Execution) -> None:
-        self._splitter, self._codec = splitter, execution.codec
-        self._precision = execution.precision
+    def __init__(
+        self, splitter: Splitter, case: CodecTask, hops: Sequence[str], precision: str
+    ) -> None:
+        self._splitter, self._hops = splitter, hops
+        self._precision = precision
         self._rule = OptimizerSettings(learning_rate=case.learning_rate, weight_decay=0.0)
         self._stack = ExitStack()
         self._clients: list[EdgeClient] = []
@@ -161,7 +182,7 @@ class _Chain:
                 client.open_session(self._request(index, addresses))
                 client.push_weights(_SESSION, TOKEN, self._owned(weights, index))
             link = self._clients[0].stream(
-                _SESSION, TOKEN, settings=StreamSettings(codec=self._codec)
+                _SESSION, TOKEN, settings=StreamSettings(codec=self._hops[0])
             )
             stack.enter_context(closing(link))
             part = self._splitter.build_embedding(weights)
@@ -208,7 +229,10 @@ class _Chain:
         blocks, hop = self._blocks(index), None
         if blocks is not None:
             hop = NextHop(
-                address=addresses[index + 1], session_id=_SESSION, token=TOKEN, codec=self._codec
+                address=addresses[index + 1],
+                session_id=_SESSION,
+                token=TOKEN,
+                codec=self._hops[index + 1],
             )
         return SessionRequest(
             session_id=_SESSION,

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from collapipe_flwr.benches.cases import EQUAL, LOOPBACK
-from collapipe_flwr.benches.codecs import CodecTask, Trained, train_with_codecs
+from collapipe_flwr.benches.codecs import AUTO, CodecTask, Trained, train_with_codecs
 from collapipe_flwr.benches.pipeline import BenchPlan, Json, bench
 from collapipe_flwr.benches.recovery import measure_recovery
 from collapipe_flwr.core.json_codec import plain
@@ -74,8 +74,14 @@ def codec_table(rows: Sequence[Json]) -> Table:
     for row in rows:
         values = [f"{row[k]:.4f}" for k in ("loss", "loss_over_fp32", "test_loss", "metric")]
         moved = cast("int", row["link_bytes"]) / _MIB
-        table.add_row(str(row["codec"]), str(row["precision"]), *values, f"{moved:.1f}")
+        table.add_row(codec_name(row), str(row["precision"]), *values, f"{moved:.1f}")
     return table
+
+
+def codec_name(row: Json) -> str:
+    """One codec, or those of the hops where a plan chose them."""
+    hops = cast("Sequence[str]", row.get("hops", ()))
+    return f"{row['codec']}: {'-'.join(hops)}" if row["codec"] == AUTO else str(row["codec"])
 
 
 def sentences(result: Json) -> list[str]:

@@ -11,6 +11,15 @@ from collapipe_flwr.costs.codecs import WIRE_SHARE
 torch.set_num_threads(1)
 
 
+def test_auto_is_measured_with_the_codecs_of_a_plan():
+    case = CodecTask(steps=2, micro_batch=16, test_examples=4, codecs=("auto",))
+    exact, auto, _ = train_with_codecs(case)
+    assert exact.hops == ("fp32",) * 3 and auto.codec == "auto"
+    assert len(auto.hops) == 3 and set(auto.hops) - {"fp32"}
+    assert auto.link_bytes < exact.link_bytes
+    assert auto.loss != exact.loss and auto.loss == pytest.approx(exact.loss, rel=1e-2)
+
+
 def test_bytes_shrink_by_the_codec_and_the_loss_stays_near():
     case = CodecTask(steps=2, micro_batch=16, test_examples=4, codecs=("fp32", "int8"))
     exact, coded, halved = train_with_codecs(case)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from collapipe_flwr.benches.recorded import markdown
+from collapipe_flwr.benches.shown import codec_name
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,7 +19,7 @@ def test_the_codec_table_is_the_file() -> None:
     assert f"--steps {recorded['settings']['steps']} " in document
     for row in recorded["codecs"]:
         cells = (
-            *(row["codec"], row["precision"], f"{row['loss']:.4f}", f"{row['test_loss']:.4f}"),
+            *(codec_name(row), row["precision"], f"{row['loss']:.4f}", f"{row['test_loss']:.4f}"),
             *(f"{row['metric']:.3f}", f"{row['link_bytes'] / 2**20:.1f}"),
         )
         assert f"| {' | '.join(cells)} |" in document
