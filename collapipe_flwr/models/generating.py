@@ -39,6 +39,16 @@ Ask = Callable[[Tensor, Tensor | None], Tensor]
 Emit = Callable[[Tensor], bool]  # new token ids (T,), maybe none -> whether to go on
 FEEDING: ContextVar[Feed | None] = ContextVar("FEEDING", default=None)
 SEED = "seed"  # beside the generation settings: where chance begins
+# What a text costs, not what it says: a cut model has a cache of its own, and one way to go on.
+_OWN_WAY: dict[str, Any] = {
+    "use_cache": True,
+    "cache_implementation": None,
+    "prompt_lookup_num_tokens": None,
+    "assistant_early_exit": None,
+    "return_dict_in_generate": False,
+    "num_return_sequences": 1,
+}
+_FURTHER_PASSES = ("guidance_scale", "dola_layers")  # need more of the lower blocks than they give
 
 
 @dataclass(slots=True, kw_only=True)
@@ -162,7 +172,13 @@ def _settings(model: Any, text: str) -> tuple[GenerationConfig, int]:
     try:
         values = json.loads(text) if text else model.generation_config.to_dict()
         seed = int(values.pop(SEED, 0))
-        settings = GenerationConfig.from_dict({**values, "num_return_sequences": 1})
+        settings = GenerationConfig.from_dict({**values, **_OWN_WAY})
     except (ValueError, TypeError, AttributeError) as cause:
         raise ModelError(f"generation settings cannot be read: {first_lines(cause)}") from cause
+    for key in _FURTHER_PASSES:
+        if getattr(settings, key, None) not in (None, 1):
+            raise ModelError(
+                f"generation with {key} runs the model in ways that a cut one cannot: remove it "
+                "from generation_config.json"
+            )
     return settings, seed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -122,6 +124,36 @@ def test_nobody_at_the_address() -> None:
         pytest.raises(LinkError, match="cannot be reached"),
     ):
         list(client.write(Wish(text="hello")))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"use_cache": False}, {"cache_implementation": "static"}, {"prompt_lookup_num_tokens": 3}],
+)
+def test_settings_of_speed_do_not_change_the_text(
+    setting: dict[str, Any], storyteller: Path, tmp_path: Path
+) -> None:
+    expected = unsplit(storyteller, TEXTS[0])
+    with writer_here(_with(setting, storyteller, tmp_path), devices=2, slots=1) as writer:
+        assert "".join(writer.write(Wish(text=TEXTS[0], max_new_tokens=NEW))) == expected
+
+
+def test_generation_that_needs_further_passes_is_refused(storyteller: Path, tmp_path: Path) -> None:
+    model = _with({"guidance_scale": 1.5}, storyteller, tmp_path)
+    with (
+        writer_here(model, devices=2, slots=1) as writer,
+        pytest.raises(ModelError, match="guidance_scale runs the model in ways"),
+    ):
+        list(writer.write(Wish(text=TEXTS[0], max_new_tokens=NEW)))
+
+
+def _with(setting: dict[str, Any], run_dir: Path, folder: Path) -> WritingModel:
+    """The same model with one more line in its generation settings."""
+    shutil.copytree(run_dir, folder, dirs_exist_ok=True)
+    file = folder / "model" / "generation_config.json"
+    own = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps({**own, **setting}))
+    return WritingModel.load(folder)
 
 
 def test_a_type_that_only_trains_says_so_before_anything_starts(tmp_path: Path) -> None:
