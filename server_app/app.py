@@ -35,6 +35,7 @@ from server_app.recorder import RunRecorder
 from server_app.setup import (
     Learner,
     Planned,
+    drawn_sentence,
     execution_of,
     inner_strategy,
     make_learner,
@@ -107,7 +108,9 @@ def _train(
     recorder: RunRecorder,
     folder: RunFolder,
 ) -> None:
-    weights = learner.splitter.initial_weights(config.run.seed)
+    weights, drawn = learner.splitter.first_weights(config.run.seed)
+    if drawn:
+        recorder.say(drawn_sentence(config.model.pretrained, drawn))
 
     def on_training(loss: float) -> None:
         recorder.on_training(loss, members.take_train_bytes())

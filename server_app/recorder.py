@@ -58,6 +58,10 @@ class RunRecorder:
         directory.rewrite_events(event.as_json() for event in past.events)
         self._save("running")
 
+    def say(self, sentence: str) -> None:
+        """Tell whoever watches something about the run as a whole."""
+        self._printer.say(sentence)
+
     def on_round(self, record: RoundRecord) -> None:
         """Keep a round until it is evaluated."""
         links = link_reports(record, paced=self._paced)

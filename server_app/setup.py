@@ -38,6 +38,7 @@ _STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "fedadam": FedAdam,
 }
 Aggregate = Callable[[list[RecordDict], str], MetricRecord]
+_MOST_SHOWN = 6  # tensors in a sentence
 _SHAPE_EXAMPLES, _SHAPE_BATCH = 256, 16
 
 
@@ -109,6 +110,15 @@ def _refuse_small_test(config: AppConfig, task: Task) -> None:
             f"{len(task.test)} test examples are too few for {config.run.clusters} clusters to "
             "evaluate: raise data.test-examples or set evaluation.federated to false"
         )
+
+
+def drawn_sentence(pretrained: str, keys: Sequence[str]) -> str:
+    """Which tensors a checkpoint lacks, and that this is as it should be."""
+    shown = ", ".join(keys[:_MOST_SHOWN]) + (", ..." if len(keys) > _MOST_SHOWN else "")
+    return (
+        f"new in this run, drawn by chance, because {pretrained} has none that fit: {len(keys)} "
+        f"tensors ({shown}); they are the head of the task and have to be trained"
+    )
 
 
 def _spec(config: AppConfig, task: Task) -> ModelSpec:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from collapipe_flwr.core.errors import CheckpointMissing, ModelError
 from collapipe_flwr.models.skeleton import auto_class, read_config
 from collapipe_flwr.models.spec import ModelSpec
 
+_PROBLEMS = ("missing_keys", "mismatched_keys")
 _TIE_FLAGS = ("tie_word_embeddings", "share_encoder_decoder_embeddings")
 
 
@@ -39,17 +42,21 @@ def first_lines(cause: BaseException) -> str:
     return " ".join(lines[:2]).rstrip(".") if lines else type(cause).__name__
 
 
-def load_checkpoint(spec: ModelSpec, seed: int, *, body: frozenset[str]) -> PreTrainedModel:
-    """The model of ``spec.pretrained``; a head that the checkpoint lacks is drawn from ``seed``.
+def load_checkpoint(
+    spec: ModelSpec, seed: int, *, body: frozenset[str]
+) -> tuple[PreTrainedModel, tuple[str, ...]]:
+    """The model of ``spec.pretrained``, and which tensors it has not from there, in order.
 
-    Raises ModelError if the checkpoint cannot be read or lacks one of the ``body`` keys.
+    A head that the checkpoint lacks, or has for other classes, is drawn from ``seed``. Raises
+    ModelError if the checkpoint cannot be read or lacks one of the ``body`` keys.
     """
     config = checkpoint_config(spec)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         model, report = _read_checkpoint(spec, config)
     _check_complete(spec, model, report, body)
-    return model
+    lacking = {key for problem in _PROBLEMS for key in _keys(report, problem)}
+    return model, tuple(sorted(lacking.difference(model.all_tied_weights_keys)))
 
 
 def checkpoint_config(spec: ModelSpec) -> PreTrainedConfig:
@@ -78,13 +85,14 @@ def _read_checkpoint(
     spec: ModelSpec, config: PreTrainedConfig
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
     try:
-        model, report = auto_class(spec.task, config).from_pretrained(
-            spec.pretrained,
-            config=config,
-            dtype=torch.float32,
-            ignore_mismatched_sizes=True,  # judged by _check_complete
-            output_loading_info=True,
-        )
+        with _without_report():
+            model, report = auto_class(spec.task, config).from_pretrained(
+                spec.pretrained,
+                config=config,
+                dtype=torch.float32,
+                ignore_mismatched_sizes=True,  # judged by _check_complete
+                output_loading_info=True,
+            )
     except (OSError, ValueError, RuntimeError, SafetensorError) as cause:
         raise ModelError(
             f"cannot load the checkpoint {spec.pretrained!r}: {first_lines(cause)}"
@@ -92,13 +100,27 @@ def _read_checkpoint(
     return model, report
 
 
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """The library's table of lacking tensors stays away: ``load_checkpoint`` tells of them."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _keys(report: Mapping[str, Any], problem: str) -> list[str]:
+    return [key if isinstance(key, str) else key[0] for key in report[problem]]
+
+
 def _check_complete(
     spec: ModelSpec, model: PreTrainedModel, report: Mapping[str, Any], body: frozenset[str]
 ) -> None:
     needed = body - set(model.all_tied_weights_keys)
-    for problem in ("missing_keys", "mismatched_keys"):
-        keys = [key if isinstance(key, str) else key[0] for key in report[problem]]
-        wrong = sorted(needed.intersection(keys))
+    for problem in _PROBLEMS:
+        wrong = sorted(needed.intersection(_keys(report, problem)))
         if wrong:
             raise ModelError(
                 f"the checkpoint {spec.pretrained!r} does not fit a {spec.model_type!r} model for "

@@ -142,12 +142,16 @@ class Splitter:
     # Weights
 
     def initial_weights(self, seed: int) -> dict[str, Tensor]:
+        """First values of all keys; see ``first_weights``."""
+        return self.first_weights(seed)[0]
+
+    def first_weights(self, seed: int) -> tuple[dict[str, Tensor], tuple[str, ...]]:
         """First values of all keys: from ``spec.pretrained``, else drawn from ``seed``.
 
-        A checkpoint without the task's head gets a fresh one. Raises ModelError if it cannot be
-        read or lacks tensors of the model's body.
+        Behind them the keys of a head that the checkpoint lacks and that is drawn as well. Raises
+        ModelError if it cannot be read or lacks tensors of the model's body.
         """
-        model = self._first_model(seed)
+        model, drawn = self._first_model(seed)
         differing = find_untied(model, self._plain_places())
         if differing:
             raise ModelError(
@@ -155,16 +159,17 @@ class Splitter:
                 "configuration ties to another table; describe the model by make_spec"
             )
         found = model.state_dict()
-        return {
+        weights = {
             key: first_adapter(key, self.shapes[key][0], seed)
             if is_adapter(key)
             else found[key].detach().clone()
             for key in self.all_keys()
         }
+        return weights, drawn
 
     def untied_by_checkpoint(self) -> tuple[str, ...]:
         """Keys that the architecture ties and ``spec.pretrained`` holds with own values."""
-        return find_untied(self._first_model(seed=0), self._plain_places())
+        return find_untied(self._first_model(seed=0)[0], self._plain_places())
 
     def absent_from_checkpoint(self) -> tuple[str, ...]:
         """Frozen keys that cannot be read from ``spec.pretrained``: a head's lower layers, say."""
@@ -235,9 +240,10 @@ class Splitter:
             if not is_adapter(key)
         }
 
-    def _first_model(self, seed: int) -> PreTrainedModel:
+    def _first_model(self, seed: int) -> tuple[PreTrainedModel, tuple[str, ...]]:
+        """The model, and what a checkpoint lacked of it."""
         if self.spec.pretrained is None:
-            return build_random(self.spec, seed)
+            return build_random(self.spec, seed), ()
         return load_checkpoint(self.spec, seed, body=self.body_keys)
 
     @property

@@ -9,11 +9,19 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
+from collapipe_flwr.core.config import parse
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.parsing import Value
+from collapipe_flwr.data.registry import load_task
+from collapipe_flwr.data.settings import settings_of
 from tests.integration.conftest import RunApp
+from tests.tiny_tasks import task_values
 
 ALONE: dict[str, Value] = {
     "clusters": 1,
@@ -86,3 +94,37 @@ def test_adapters_alone_travel_and_learn_what_a_whole_client_learns(run_app: Run
 def test_adapters_without_a_checkpoint_are_refused(run_app: RunApp) -> None:
     with pytest.raises(ConfigError, match=r"lora\.rank is 4, but model\.pretrained is empty"):
         run_app({"lora.rank": 4})
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_the_metrics_are_those_of_what_peft_loads(
+    run_app: RunApp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last line of the run, beside the published model with the run's adapter folder."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    alone = {**task_values("masked-lm", tmp_path), **ALONE, "data.train-examples": 0}
+    base = str(run_app({**alone, "run-name": "base", "num-server-rounds": 1}) / "model")
+    values: dict[str, Value] = {
+        **alone,
+        "data.task": "classification",
+        "model.pretrained": base,
+        "data.tokenizer": base,
+        "data.test-examples": 9,
+        "lora.rank": 4,
+        "train.learning-rate": 0.01,
+    }
+    run_dir = run_app({**values, "run-name": "adapted", "evaluation.federated": True})
+    *_, last = map(json.loads, (run_dir / "events.jsonl").read_text().splitlines())
+
+    config = parse(values)
+    task = load_task(settings_of(config.data, config.run.seed))
+    plain = AutoModelForSequenceClassification.from_pretrained(base, num_labels=2)
+    adapted = PeftModel.from_pretrained(plain, str(run_dir / "adapter")).eval()
+    rows = task.test.to_list()
+    batch = task.collate(rows)
+    with torch.no_grad():
+        output = adapted(**batch)
+    found = task.score(task.decode(output.logits, batch), task.references(rows, batch))
+    assert float(output.loss) == pytest.approx(last["metrics"]["loss"], rel=1e-5)
+    assert found == {"accuracy": last["metrics"]["accuracy"]} == last["clusters_metrics"]
+    assert float(output.loss) != pytest.approx(0.693, rel=1e-3)  # it has learnt something

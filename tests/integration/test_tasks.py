@@ -71,3 +71,19 @@ def test_a_checkpoint_reads_its_own_tokens_or_refuses(run_app: RunApp, tmp_path:
     with pytest.raises(ConfigError, match=r'data\.tokenizer is "train", but .* data\.tokenizer=/'):
         run_app(again)
     run_app({**again, "data.tokenizer": str(before)})
+
+
+def test_a_head_that_the_checkpoint_lacks_is_told_once(
+    run_app: RunApp, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {**task_values("masked-lm", tmp_path), **QUICK, "num-server-rounds": 1}
+    before = str(run_app(values) / "model")
+    assert "drawn by chance" not in capsys.readouterr().out
+    again = {**values, "model.pretrained": before, "data.tokenizer": before, "run-name": "again"}
+    run_app({**again, "data.task": "classification"})
+    told = capsys.readouterr()
+    assert told.out.count(f"drawn by chance, because {before} has none that fit: 4 tensors") == 1
+    assert "classifier.bias, classifier.weight" in told.out
+    assert "LOAD REPORT" not in told.out + told.err
+    run_app({**again, "run-name": "same head"})
+    assert "drawn by chance" not in capsys.readouterr().out
