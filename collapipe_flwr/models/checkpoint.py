@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from logging import ERROR
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ def _read_checkpoint(
 def _without_report() -> Iterator[None]:
     """The library's table of lacking tensors stays away: ``load_checkpoint`` tells of them."""
     before = logging.get_verbosity()
-    logging.set_verbosity_error()
+    logging.set_verbosity(ERROR)
     try:
         yield
     finally:

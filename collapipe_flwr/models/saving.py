@@ -22,14 +22,16 @@ _ADAPTER_FILE = "adapter_model.safetensors"
 def save_adapter(spec: ModelSpec, weights: Mapping[str, Tensor], directory: Path | str) -> None:
     """Write a folder that ``PeftModel.from_pretrained`` puts on the model of ``spec.pretrained``.
 
-    It holds adapters and modules trained in full, nothing else.
+    It holds adapters and modules trained in full, and frozen tensors that the checkpoint lacks:
+    whoever loads it would draw others.
     """
     assert spec.lora is not None
     config = add_adapters(build_skeleton(replace(spec, lora=None)), spec.lora, spec.task)
     config.base_model_name_or_path = spec.pretrained
     config.inference_mode = True
-    trained = set(Splitter(spec).all_keys()) - Splitter(spec).constant_keys
-    tensors = {f"{_PEFT_PREFIX}{key}": weights[key].contiguous() for key in sorted(trained)}
+    splitter = Splitter(spec)
+    own = set(splitter.all_keys()) - (splitter.constant_keys - set(spec.absent))
+    tensors = {f"{_PEFT_PREFIX}{key}": weights[key].contiguous() for key in sorted(own)}
     try:
         config.save_pretrained(str(directory))
         save_file(tensors, Path(directory) / _ADAPTER_FILE, metadata={"format": "pt"})
