@@ -1,5 +1,7 @@
 """What ``links.codec=auto`` gives the hops of a chain: the codecs of DSSDA's plan for it.
 
+It chooses from what a run's plans choose from by default.
+
 The cluster is two Raspberry Pi 4 behind a Pi 5 over the simulated Wi-Fi, each with room for little
 more than half of the blocks, so that both work.
 """
@@ -8,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from collapipe_flwr.core.config import LinksConfig, name_list
 from collapipe_flwr.core.domain import ModelProfile
-from collapipe_flwr.costs.codecs import CODECS
 from collapipe_flwr.scheduler.protocol import SchedulerSettings
 from collapipe_flwr.scheduler.registry import make_scheduler
 from collapipe_flwr.simulator.world import make_world
@@ -27,7 +29,9 @@ def auto_codecs(model: ModelProfile, *, micro_batch: int, micro_batches: int) ->
     devices = (replace(d, memory_bytes=int(ROOM * need)) for d in profile.devices)
     world = replace(world, clusters=(replace(profile, devices=tuple(devices)),))
     settings = SchedulerSettings(
-        micro_batch_sizes=(micro_batch,), micro_batches=(micro_batches,), codecs=CODECS
+        micro_batch_sizes=(micro_batch,),
+        micro_batches=(micro_batches,),
+        codecs=name_list(LinksConfig().codecs),
     )
     scheduler, snapshot = make_scheduler("dssda", settings), world.snapshot(1, model)
     plan, _ = scheduler.step(scheduler.init(snapshot), snapshot)
