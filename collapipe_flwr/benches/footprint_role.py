@@ -28,7 +28,8 @@ from collapipe_flwr.pipeline.frame import GRAD, HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.link import MemoryLink, memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
 from collapipe_flwr.pipeline.roles import FirstStage, LastStage, MicroBatch, MiddleStage
-from collapipe_flwr.pipeline.stage import LEARNS, StageSettings
+from collapipe_flwr.pipeline.stage import LEARNS
+from collapipe_flwr.pipeline.stage_settings import StageSettings
 from collapipe_flwr.pipeline.step import Step
 
 RULE = OptimizerSettings(name="adamw", learning_rate=1e-4)

@@ -19,7 +19,8 @@ from collapipe_flwr.pipeline.meter import Span
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
 from collapipe_flwr.pipeline.roles import FirstStage
 from collapipe_flwr.pipeline.session import NextHop, SessionRequest
-from collapipe_flwr.pipeline.stage import WEIGHTS, StageSettings
+from collapipe_flwr.pipeline.stage import WEIGHTS
+from collapipe_flwr.pipeline.stage_settings import StageSettings
 from collapipe_flwr.rpc.edge_client import EdgeClient
 from collapipe_flwr.rpc.next_hop import Dialer
 from collapipe_flwr.rpc.pacing import StreamSettings

@@ -22,7 +22,7 @@ from collapipe_flwr.pipeline.generation import ATTENTION_MASK, INPUT_IDS
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.prompter import Prompter
 from collapipe_flwr.pipeline.roles import MicroBatch
-from collapipe_flwr.pipeline.stage import StageSettings
+from collapipe_flwr.pipeline.stage_settings import StageSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

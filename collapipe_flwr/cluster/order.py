@@ -10,7 +10,7 @@ from torch import Tensor
 from collapipe_flwr.core.domain import ClusterPlan, HopPlan
 from collapipe_flwr.pipeline.execution import Execution
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
-from collapipe_flwr.pipeline.stage import StageSettings
+from collapipe_flwr.pipeline.stage_settings import StageSettings
 from collapipe_flwr.pipeline.state import Slots
 from collapipe_flwr.rpc.pacing import StreamSettings
 

@@ -33,7 +33,7 @@ from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import LastStage, MiddleStage
 from collapipe_flwr.pipeline.schedule import stage_actions
 from collapipe_flwr.pipeline.session import Health, NextHop, SessionRequest, Timeline
-from collapipe_flwr.pipeline.stage import StageSettings
+from collapipe_flwr.pipeline.stage_settings import StageSettings
 from collapipe_flwr.pipeline.state import PartState, load_slots, slots_of, state_of
 
 BuildPart = Callable[[SessionRequest, Mapping[str, Tensor]], HostedPart]

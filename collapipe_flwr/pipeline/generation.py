@@ -25,7 +25,7 @@ from collapipe_flwr.core.errors import CollaPipeError, LinkError, ProtocolError
 from collapipe_flwr.pipeline.frame import HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.mailbox import Mailbox
-from collapipe_flwr.pipeline.stage import StageSettings
+from collapipe_flwr.pipeline.stage_settings import StageSettings
 
 TOKENS, INPUT_IDS, ATTENTION_MASK, ROWS = "tokens", "input_ids", "attention_mask", "rows"
 PAST, PROMPT, ASK, DONE, SLOTS = "past", "prompt", "ask", "done", "slots"

@@ -24,7 +24,7 @@ from collapipe_flwr.pipeline.generation import (
 )
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.mailbox import Mailbox
-from collapipe_flwr.pipeline.stage import StageSettings
+from collapipe_flwr.pipeline.stage_settings import StageSettings
 
 _CAPACITY = 4096  # frames of one slot that nobody has read yet
 

@@ -15,7 +15,8 @@ from collapipe_flwr.pipeline.frame import HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.generation import GeneratingEdge, relay_generation
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.optimizer import Optimizer
-from collapipe_flwr.pipeline.stage import LEARNS, Stage, StageSettings, context_of
+from collapipe_flwr.pipeline.stage import LEARNS, Stage, context_of
+from collapipe_flwr.pipeline.stage_settings import StageSettings
 from collapipe_flwr.pipeline.step import Step
 
 _SQUARE_NORM, _FACTOR = "square_norm", "factor"

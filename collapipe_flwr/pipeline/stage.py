@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from collapipe_flwr.core.errors import ConfigError, ModelError, ProtocolError
+from collapipe_flwr.core.errors import ModelError, ProtocolError
 from collapipe_flwr.pipeline.backward import Remainder, input_first
-from collapipe_flwr.pipeline.execution import check_precision
 from collapipe_flwr.pipeline.frame import GRAD, HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.link import Link, Traffic
 from collapipe_flwr.pipeline.memory import MemoryMeter
@@ -28,7 +27,8 @@ from collapipe_flwr.pipeline.meter import GradientNorms, Recorder, StageReport, 
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.randomness import FreeRandomness, Randomness, SeededRandomness
 from collapipe_flwr.pipeline.schedule import Action, Op, forward_actions, stage_actions
-from collapipe_flwr.pipeline.step import MOST_SEED, Step
+from collapipe_flwr.pipeline.stage_settings import StageSettings
+from collapipe_flwr.pipeline.step import Step
 from collapipe_flwr.pipeline.ties import borrows, shared_parameters
 
 Around = AbstractContextManager[None]
@@ -37,34 +37,6 @@ LEARNS = "learns"  # scalar of an ACTIVATION: 0 where everything ahead is frozen
 
 # What torch and transformers raise for tensors that do not fit, and for memory that runs out.
 _PART_ERRORS = (RuntimeError, ValueError, IndexError, KeyError, TypeError, MemoryError)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageSettings:
-    """How a stage runs; `deadline_s` bounds each wait inside a step, `idle_s` between steps.
-
-    `recompute` keeps only the inputs of the blocks for a micro-batch in flight, or just its own
-    input where the part does not know its blocks, and computes them again for the backward. `seed`
-    makes dropout independent of the cut (`randomness`); that of the first stage holds for the whole
-    chain, and it should change from round to round. `precision` as in `execution`. `clip_norm`
-    counts on the first stage alone, which tells the others.
-    """
-
-    name: str
-    schedule: str = "gpipe"
-    depth: int = 1
-    deadline_s: float = 60.0
-    idle_s: float = 600.0
-    keep_spans: bool = False
-    recompute: bool = False
-    seed: int | None = None
-    precision: str = "fp32"
-    clip_norm: float | None = None
-
-    def __post_init__(self) -> None:
-        check_precision(self.precision)
-        if self.seed is not None and not 0 <= self.seed < MOST_SEED:
-            raise ConfigError(f"a seed must be >= 0 and below 2**53, got {self.seed}")
 
 
 @dataclass(slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from collapipe_flwr.models import LoraSettings, Splitter, make_spec, save_whole
 from collapipe_flwr.pipeline.link import memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
 from collapipe_flwr.pipeline.roles import FirstStage, LastStage, MicroBatch, MiddleStage
-from collapipe_flwr.pipeline.stage import StageSettings
+from collapipe_flwr.pipeline.stage_settings import StageSettings
 from tests.laws.test_cluster_equals_whole import (
     ADAMW,
     SGD,

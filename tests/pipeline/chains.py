@@ -14,7 +14,8 @@ from collapipe_flwr.core.errors import CollaPipeError
 from collapipe_flwr.pipeline.link import Link, memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
 from collapipe_flwr.pipeline.roles import FirstStage, LastStage, MicroBatch, MiddleStage
-from collapipe_flwr.pipeline.stage import Stage, StageSettings
+from collapipe_flwr.pipeline.stage import Stage
+from collapipe_flwr.pipeline.stage_settings import StageSettings
 
 WIDTH, CLASSES, VOCABULARY = 16, 5, 23
 SGD = OptimizerSettings(name="sgd", learning_rate=0.5, weight_decay=0.0)

@@ -17,7 +17,7 @@ from collapipe_flwr.pipeline.link import memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.randomness import SeededRandomness
 from collapipe_flwr.pipeline.roles import FirstStage
-from collapipe_flwr.pipeline.stage import StageSettings
+from collapipe_flwr.pipeline.stage_settings import StageSettings
 from tests.pipeline.chains import SGD, Chain, classic, make_batch, make_parts, settings, whole_loss
 
 torch.set_num_threads(1)
