@@ -59,6 +59,7 @@ _BANKING = (
 )
 _SPEECHES = ("data.train={data}/tinyshakespeare/speeches.jsonl.gz",)
 _BASE = "{work}/english-base/model"
+_ADAPTED = (*_SPEECHES, f"data.tokenizer={_BASE}", f"model.pretrained={_BASE}")
 STUDIES = {
     "capitals": Study(
         config="capitals.toml",
@@ -80,8 +81,14 @@ STUDIES = {
     ),
     "shakespeare-lora": Study(
         config="shakespeare-lora.toml",
-        common=(*_SPEECHES, f"data.tokenizer={_BASE}", f"model.pretrained={_BASE}"),
+        common=_ADAPTED,
         runs=_three(1280),
+        needs=("english",),
+    ),
+    "frozen-dtype": Study(
+        config="shakespeare-lora.toml",
+        common=(*_ADAPTED, "num-server-rounds=2"),
+        runs={d: (f"lora.frozen-dtype={d}",) for d in ("float32", "bfloat16", "int8")},
         needs=("english",),
     ),
     "banking77": Study(config="banking77.toml", common=_BANKING, runs=_three(2500)),

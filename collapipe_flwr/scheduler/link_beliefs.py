@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from operator import is_
 from statistics import median
 from typing import Any
 
@@ -88,7 +89,7 @@ def _noted(known: Mapping[str, LinkBelief], cluster: ClusterOutcome) -> dict[str
 def with_links(snapshot: Snapshot, book: LinkBook) -> Snapshot:
     """The snapshot with believed shares; itself where all rates are as promised."""
     clusters = tuple(_believed(c, book.get(c.profile.cluster_id, {})) for c in snapshot.clusters)
-    if all(map(_same, clusters, snapshot.clusters)):
+    if all(map(is_, clusters, snapshot.clusters)):
         return snapshot
     return replace(snapshot, clusters=clusters)
 
@@ -105,10 +106,6 @@ def _believed(cluster: ClusterSnapshot, known: Mapping[str, LinkBelief]) -> Clus
 
     links = LinkShares(d2d=tuple(shares(name, names) for name in names), edge=shares("", names))
     return replace(cluster, links=links)
-
-
-def _same(one: ClusterSnapshot, other: ClusterSnapshot) -> bool:
-    return one is other
 
 
 def links_from_dict(values: Mapping[str, Any]) -> LinkBook:
