@@ -39,7 +39,7 @@ class Duel:
     """Both sides; ``ratio`` is the median over pairs of neighbouring turns, so noise hits both.
 
     ``bound_s`` is the event simulator's time for our steps, ``busiest_s`` how long the passes of
-    the stage that works most take in them: no runtime on the same operators can be faster.
+    our stage that works most take in them: no step is shorter.
     """
 
     ours: Side

@@ -1,135 +1,128 @@
-"""A backward pass whose first result is the gradient of the input.
+"""A backward pass that adds the gradients of matrices in place, and can leave that for later.
 
-Nobody waits for the gradients of weights before the optimiser does, but the stage ahead waits for
-that of its output. So matrices are left out of the pass, and what they need is noted on its way;
-their own gradients follow when the first one has been sent. The same operators run on the same
-numbers, so every gradient is that of a pass in one piece, bit for bit.
+Autograd computes the gradient of a weight into new memory and adds it to what micro-batches before
+left: two passes over memory that a product can save by adding as it goes. And nobody waits for
+gradients of weights before the optimiser does, but the stage ahead waits for that of its output; so
+a pass may owe the products until that one has been sent. The same products on the same numbers:
+gradients are autograd's, up to the rounding of a sum (`tests/pipeline/test_backward.py`).
+
+This concerns linear layers in single precision; all else is autograd's.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch import Tensor, nn
+from torch.nn import functional
 
-_MATRIX = 2  # dimensions from which on a weight's gradient is worth being computed apart
-_Users = Mapping[Node, Sequence[Node]]  # of what a node makes gradients for
+_thread = threading.local()  # .owed: what the pass of this thread owes, if it may
 
 
-@dataclass(slots=True)
-class _Owed:
-    """Weights whose gradients follow from those that arrive at ``node``."""
+def add_in_place(part: nn.Module) -> None:
+    """Make the linear layers of a part such that add in place; what they compute is unchanged."""
+    for module in part.modules():
+        if type(module) is nn.Linear:  # a class of somebody else's may compute otherwise
+            module.__class__ = AddingLinear
 
-    node: Node
-    weights: list[Tensor]
-    arrived: tuple[Tensor | None, ...] = ()
 
-    def note(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """Called by autograd when it comes to the node."""
-        self.arrived = gradients
+class AddingLinear(nn.Linear):
+    """A linear layer whose products add to the weight's gradient."""
+
+    def forward(self, given: Tensor) -> Tensor:
+        """(..., in) to (..., out)."""
+        plain = not self.weight.requires_grad or torch.is_autocast_enabled(given.device.type)
+        if plain or not torch.is_grad_enabled():
+            return super().forward(given)
+        product: Tensor = _Product.apply(given, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        return product
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Debt:
+    """A product that is still to be added to the gradient of ``weight``."""
+
+    weight: Tensor  # (out, in)
+    gradient: Tensor  # (N, out)
+    given: Tensor  # (N, in)
 
     def pay(self) -> None:
-        """Compute and accumulate the gradients of the weights."""
-        found = [
-            (GradientEdge(self.node, i), g) for i, g in enumerate(self.arrived) if g is not None
-        ]
-        self.arrived = ()
-        if found:
-            edges, gradients = zip(*found, strict=True)
-            torch.autograd.backward(edges, gradients, inputs=self.weights)
+        with torch.no_grad():
+            if self.weight.grad is None:
+                self.weight.grad = self.product()
+            else:
+                self.weight.grad.addmm_(self.gradient.t(), self.given)
+
+    def product(self) -> Tensor:
+        return self.gradient.t().mm(self.given)
 
 
-class Remainder:
-    """The part of a backward pass that nobody waits for; to be finished once."""
+class Owed:
+    """What a backward pass left for later; to be paid once."""
 
-    def __init__(self, owed: Sequence[_Owed]) -> None:
-        self._owed = owed
+    def __init__(self) -> None:
+        self._debts: list[_Debt] = []
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """What is kept alive until then, apart from the graph."""
-        return [g for owed in self._owed for g in owed.arrived if g is not None]
+    def gradients(self) -> list[Tensor]:
+        """What is kept alive until then beside the saved inputs of layers."""
+        return [debt.gradient for debt in self._debts]
 
-    def finish(self) -> None:
-        """Accumulate the gradients that are still missing."""
-        for owed in self._owed:
-            owed.pay()
+    def note(self, debt: _Debt) -> None:
+        """Add one."""
+        self._debts.append(debt)
 
-
-def input_first(end: GradientEdge, gradient: Tensor | None, hidden: Tensor) -> Remainder:
-    """Accumulate the gradients of ``hidden`` and of all that is no matrix of one use.
-
-    ``end`` is where the graph ends and ``gradient`` the one there (None: of a scalar, 1).
-    """
-    users, leaves = _explored(end.node)
-    way = _above(users, [node for node, leaf in leaves.items() if leaf is hidden])
-    owed: dict[Node, _Owed] = {}
-    at_once: list[Tensor] = []
-    for node, leaf in leaves.items():
-        uses = _first_on(way, users, node) if leaf.dim() >= _MATRIX and node not in way else []
-        if len(uses) == 1:
-            owed.setdefault(uses[0], _Owed(uses[0], [])).weights.append(leaf)
-        else:
-            at_once.append(leaf)
-    _accumulate(end, gradient, at_once, owed.values())
-    return Remainder(list(owed.values()))
+    def pay(self) -> None:
+        """Add the products, in the order of the pass."""
+        for debt in self._debts:
+            debt.pay()
+        self._debts.clear()
 
 
-def _accumulate(
-    end: GradientEdge, gradient: Tensor | None, leaves: Sequence[Tensor], owed: Iterable[_Owed]
-) -> None:
-    hooks = [o.node.register_prehook(o.note) for o in owed]
+@contextmanager
+def owing() -> Iterator[Owed]:
+    """Backward passes of this thread leave products of matrices for later."""
+    _thread.owed = owed = Owed()
     try:
-        torch.autograd.backward(end, gradient, retain_graph=True, inputs=leaves)
+        yield owed
     finally:
-        for hook in hooks:
-            hook.remove()
+        _thread.owed = None
 
 
-def _explored(root: Node) -> tuple[_Users, dict[Node, Tensor]]:
-    """All nodes behind ``root`` with those that use them, and the leaves among them."""
-    users: defaultdict[Node, list[Node]] = defaultdict(list)
-    leaves: dict[Node, Tensor] = {}
-    open_ends, seen = [root], {root}
-    while open_ends:
-        user = open_ends.pop()
-        for node, _ in user.next_functions:
-            if node is None:
-                continue
-            users[node].append(user)
-            if node not in seen:
-                seen.add(node)
-                open_ends.append(node)
-                if (leaf := getattr(node, "variable", None)) is not None:
-                    leaves[node] = leaf
-    return users, leaves
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(given, weight)
+        ctx.weight = weight  # itself, whatever hooks make of what is saved
+        return functional.linear(given, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,), (given, weight) = gradients, ctx.saved_tensors
+        needs_given, needs_weight, needs_bias = ctx.needs_input_grad
+        rows, inputs = (t.reshape(-1, t.shape[-1]) for t in (gradient, given))
+        debt = _Debt(weight=ctx.weight, gradient=rows, given=inputs)
+        return (
+            gradient @ weight if needs_given else None,
+            _settled(debt) if needs_weight else None,
+            rows.sum(0) if needs_bias else None,
+        )
 
 
-def _above(users: _Users, nodes: Iterable[Node]) -> set[Node]:
-    """The nodes and all whose gradients lead to theirs."""
-    found = set(nodes)
-    open_ends = list(found)
-    while open_ends:
-        for user in users.get(open_ends.pop(), ()):
-            if user not in found:
-                found.add(user)
-                open_ends.append(user)
-    return found
-
-
-def _first_on(way: set[Node], users: _Users, node: Node) -> list[Node]:
-    """The nodes of ``way`` that are met first on all paths up from ``node``."""
-    met: dict[Node, None] = {}
-    open_ends, seen = [node], {node}
-    while open_ends:
-        for user in users.get(open_ends.pop(), ()):
-            if user in way:
-                met[user] = None
-            elif user not in seen:
-                seen.add(user)
-                open_ends.append(user)
-    return list(met)
+def _settled(debt: _Debt) -> Tensor | None:
+    """Owe or add a product, or give it to autograd where somebody listens or nothing is there."""
+    owed: Owed | None = getattr(_thread, "owed", None)
+    if debt.weight._post_accumulate_grad_hooks or debt.weight._backward_hooks:
+        return debt.product()
+    if owed is not None:
+        owed.note(debt)
+    elif debt.weight.grad is None:
+        return debt.product()
+    else:
+        debt.pay()
+    return None

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from collapipe_flwr.core.errors import ModelError, ProtocolError
-from collapipe_flwr.pipeline.backward import Remainder, input_first
+from collapipe_flwr.pipeline.backward import Owed, add_in_place, owing
 from collapipe_flwr.pipeline.frame import GRAD, HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.link import Link, Traffic
 from collapipe_flwr.pipeline.memory import MemoryMeter
@@ -70,6 +70,7 @@ class Stage(ABC):
         self.downstream = downstream
         self.recorder = Recorder(keep_spans=settings.keep_spans)
         self.memory = MemoryMeter()
+        add_in_place(part)
         self._randomness: Randomness = FreeRandomness()
         self._stash: dict[int, InFlight] = {}
         self._keeps = not settings.recompute or self._by_block()
@@ -244,11 +245,11 @@ class Stage(ABC):
         frame = self._take_gradient(step, micro_batch)
         with self.recorder.span("backward", step.index, micro_batch):
             flight = self._stash.pop(micro_batch)
-            gradient, rest = self._backpropagate(flight, frame.tensors)
+            gradient, owed = self._backpropagate(flight, frame.tensors)
         self._emit_gradient(replace(frame, tensors=gradient))
-        if rest is not None:
+        if owed is not None:
             with self.recorder.span(WEIGHTS, step.index, micro_batch):
-                rest.finish()
+                owed.pay()
         self.memory.release(micro_batch)
         if micro_batch == 0:
             self._note_fixed()
@@ -256,24 +257,25 @@ class Stage(ABC):
 
     def _backpropagate(
         self, flight: InFlight, incoming: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Tensor], Remainder | None]:
+    ) -> tuple[dict[str, Tensor], Owed | None]:
         """The gradient for the stage ahead, and what is to be done when it is sent.
 
         All stages ahead wait for that of the last micro-batch, each with nothing else to do.
         """
         end, hidden, frame = flight.end, flight.hidden, flight.frame
-        rest = None
+        wanted = hidden is not None and hidden.requires_grad
         if not flight.keeps:
             end = _end_of(self._run_part(frame, hidden, grad=True))
         self._returning = frame
-        if end is not None and hidden is not None and hidden.requires_grad and flight.hurries:
-            rest = input_first(end, incoming.get(GRAD), hidden)
-            self.memory.note_passing(rest.tensors)
-        elif end is not None:
-            torch.autograd.backward(end, incoming.get(GRAD))
-        if hidden is None or not hidden.requires_grad:
-            return {}, rest
-        return {GRAD: torch.zeros_like(hidden) if hidden.grad is None else hidden.grad}, rest
+        owed = None
+        if end is not None:
+            with owing() if wanted and flight.hurries else nullcontext() as owed:
+                torch.autograd.backward(end, incoming.get(GRAD))
+        if owed is not None:
+            self.memory.note_passing(owed.gradients)
+        if hidden is None or not wanted:
+            return {}, owed
+        return {GRAD: torch.zeros_like(hidden) if hidden.grad is None else hidden.grad}, owed
 
     def _apply(self, step: Step) -> None:
         if step.rows:

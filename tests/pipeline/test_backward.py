@@ -1,46 +1,39 @@
-"""Gradients are bit for bit those of a backward pass in one piece; that of the input is first."""
+"""Gradients added in place are autograd's; those of weights can come after that of the input."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 
-from collapipe_flwr.pipeline.backward import input_first
+from collapipe_flwr.pipeline.backward import AddingLinear, add_in_place, owing
 
 torch.set_num_threads(1)
-WIDTH = 8
+WIDTH, MICRO_BATCHES = 8, 3
 
 
 class Tied(nn.Module):
-    """One matrix used twice: the order in which its gradients are added must not change."""
+    """One matrix used by a layer and by itself."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
         self.last = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.last(
-            functional.linear(functional.linear(hidden, self.weight).tanh(), self.weight)
-        )
+        return self.last(functional.linear(hidden, self.last.weight).tanh())
 
 
-class Beside(nn.Module):
-    """A branch that does not see the input, as the decoder of an encoder-decoder model begins."""
+class Twice(nn.Module):
+    """One layer used twice, once on what does not come from the input."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(3, WIDTH)
-        self.deep = nn.Sequential(
-            nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-        )
-        self.mixed = nn.Linear(WIDTH, WIDTH)
+        self.layer = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.mixed(hidden) * self.deep(self.table(torch.tensor([0, 2, 0, 1])))
+        return self.layer(hidden) * self.layer(self.table(torch.tensor([0, 2, 0, 1])))
 
 
 def frozen_base() -> nn.Module:
@@ -65,42 +58,74 @@ class InBfloat16(nn.Module):
             return self.inner(hidden)
 
 
-def gradients(make, *, in_two: bool) -> list[Tensor | None]:
-    """Of inputs and weights after two micro-batches."""
+def gradients(make, *, adding: bool, later: bool = False) -> list[Tensor | None]:
+    """Of inputs and weights after some micro-batches, in double precision."""
     torch.manual_seed(0)
-    model = make()
-    inputs = [torch.randn(2, 4, WIDTH, requires_grad=True) for _ in range(2)]
+    model = make().double()
+    if adding:
+        add_in_place(model)
+    inputs = [
+        torch.randn(2, 4, WIDTH, dtype=torch.float64, requires_grad=True)
+        for _ in range(MICRO_BATCHES)
+    ]
     for hidden in inputs:
         output = model(hidden)
-        edge, gradient = get_gradient_edge(output), torch.ones_like(output) / 3
-        if in_two:
-            input_first(edge, gradient, hidden).finish()
-        else:
-            torch.autograd.backward(edge, gradient)
+        with owing() as owed:
+            output.backward(torch.ones_like(output) / 3)
+            if not later:
+                owed.pay()
+        owed.pay()
     return [tensor.grad for tensor in (*inputs, *model.parameters())]
 
 
-@pytest.mark.parametrize("make", [encoder, Tied, Beside, frozen_base, InBfloat16])
-def test_gradients_are_those_of_one_piece(make):
-    whole, halves = gradients(make, in_two=False), gradients(make, in_two=True)
-    assert [g is None for g in halves] == [g is None for g in whole]
-    assert all(torch.equal(a, b) for a, b in zip(halves, whole, strict=True) if a is not None)
+@pytest.mark.parametrize("make", [encoder, Tied, Twice, frozen_base, InBfloat16])
+@pytest.mark.parametrize("later", [False, True])
+def test_gradients_are_those_of_autograd(make, later):
+    plain, added = gradients(make, adding=False), gradients(make, adding=True, later=later)
+    assert [g is None for g in added] == [g is None for g in plain]
+    for ours, theirs in zip(added, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 def test_the_input_comes_first_and_matrices_later():
     model, hidden = encoder(), torch.randn(2, 4, WIDTH, requires_grad=True)
-    rest = input_first(get_gradient_edge(model(hidden).sum()), None, hidden)
+    add_in_place(model)
+    with owing() as owed:
+        model(hidden).sum().backward()
     assert hidden.grad is not None
     missing = {name for name, weight in model.named_parameters() if weight.grad is None}
-    assert missing == {name for name, weight in model.named_parameters() if weight.dim() > 1}
-    assert rest.tensors
-    rest.finish()
+    assert missing == {"linear1.weight", "linear2.weight"}
+    assert len(owed.gradients) == len(missing)
+    owed.pay()
     assert all(weight.grad is not None for weight in model.parameters())
-    assert not rest.tensors
+    assert not owed.gradients
 
 
-def test_an_input_that_is_not_used_gets_no_gradient():
-    weight, hidden = torch.ones(2, 2, requires_grad=True), torch.ones(2, requires_grad=True)
-    input_first(get_gradient_edge(weight.sum()), None, hidden).finish()
-    assert hidden.grad is None
-    assert weight.grad is not None
+def test_a_gradient_that_is_there_is_added_to_where_it_lies():
+    layer = nn.Linear(WIDTH, WIDTH)
+    add_in_place(layer)
+    layer(torch.ones(2, WIDTH)).sum().backward()
+    first = layer.weight.grad
+    layer(torch.ones(2, WIDTH)).sum().backward()
+    assert layer.weight.grad is first
+    assert torch.equal(first, torch.full((WIDTH, WIDTH), 4.0))
+
+
+def test_who_listens_to_a_weight_hears_its_gradient():
+    layer, heard = nn.Linear(WIDTH, WIDTH), []
+    add_in_place(layer)
+    layer.weight.register_hook(lambda gradient: heard.append(gradient.shape))
+    with owing():
+        layer(torch.ones(2, WIDTH)).sum().backward()
+    assert heard == [(WIDTH, WIDTH)]
+
+
+def test_layers_of_another_class_are_left_alone():
+    class Scaled(nn.Linear):
+        def forward(self, given: Tensor) -> Tensor:
+            return 2 * super().forward(given)
+
+    part = nn.Sequential(nn.Linear(WIDTH, WIDTH), Scaled(WIDTH, WIDTH))
+    add_in_place(part)
+    assert [type(layer) for layer in part] == [AddingLinear, Scaled]
+    assert set(part.state_dict()) == {"0.weight", "0.bias", "1.weight", "1.bias"}
