@@ -25,6 +25,18 @@ DEADLINE_S = 120.0  # longest wait for one token, or for the weights' owner to a
 _REPLACEMENT = "\ufffd"  # what a tokenizer writes for half a character
 
 
+def _source(folder: Path) -> str:
+    """Where transformers finds the model; raises ModelError for a folder that cannot hold one."""
+    if (folder / "model").is_dir():
+        return str(folder / "model")
+    if runs := sorted(run.parent for run in folder.glob("*/model")):
+        raise ModelError(f"--run {str(folder)!r} is a folder of runs: name one, such as {runs[-1]}")
+    is_path = folder.is_absolute() or (folder.parent != Path() and folder.parent.is_dir())
+    if is_path and not folder.exists():  # else it may be the name of a hub repository
+        raise ModelError(f"--run {str(folder)!r}: there is no such folder")
+    return str(folder)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WritingModel:
     """A trained model and what feeds it; ``settings`` are its own generation settings."""
@@ -40,7 +52,7 @@ class WritingModel:
         ``edge_blocks`` upper blocks of a decoder-only model stay at the edge. Raises ModelError
         for a model that writes no text.
         """
-        source = str(folder / "model") if (folder / "model").is_dir() else str(folder)
+        source = _source(folder)
         try:
             config = AutoConfig.from_pretrained(source)
             tokenizer = AutoTokenizer.from_pretrained(source)

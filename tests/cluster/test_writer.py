@@ -237,7 +237,7 @@ def test_the_command_prints_a_line_per_text(
     [
         ([], "--text is missing"),
         (["--text", "hello"], "--run is missing"),
-        (["--text", "hello", "--run", "/nowhere"], "holds no model"),
+        (["--text", "hello", "--run", "/nowhere"], "no such folder"),
     ],
 )
 def test_wrong_arguments_are_one_sentence(
@@ -246,3 +246,11 @@ def test_wrong_arguments_are_one_sentence(
     result = command.invoke(app, ["generate", *arguments])
     assert result.exit_code == 1
     assert sentence in str(result.exception)
+
+
+def test_a_folder_that_is_missing_or_holds_runs(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="there is no such folder"):
+        WritingModel.load(tmp_path / "rnu")
+    (tmp_path / "20260101-120000" / "model").mkdir(parents=True)
+    with pytest.raises(ModelError, match=r"folder of runs: name one, such as .*20260101-120000"):
+        WritingModel.load(tmp_path)
