@@ -49,7 +49,10 @@ class Slowed:
         self._backward_s, self._between = time.thread_time(), False
 
     def weight_done(self, weight: Tensor) -> None:
-        """Called when a weight has its gradient: work behind the marks is slow as well."""
+        """Called when a weight has its gradient: work behind the marks is slow as well.
+
+        That somebody listens also keeps `pipeline.backward` from leaving it for later.
+        """
         del weight
         if not self._between:
             self._sleep(self._backward_s)

@@ -22,6 +22,7 @@ from collapipe_flwr.pipeline.digest import Digests, Keys
 from collapipe_flwr.pipeline.frame import Frame, FrameKind
 from collapipe_flwr.pipeline.session import SessionRequest, StepMark
 from collapipe_flwr.rpc import methods
+from collapipe_flwr.rpc.bounded import cut_off_after
 from collapipe_flwr.rpc.codec import decode_frame, encode_frame
 from collapipe_flwr.rpc.host_status import ProbeAnswer, ProbeRequest
 from collapipe_flwr.rpc.limits import FrameLimits
@@ -97,7 +98,7 @@ class Skin:
         return b""
 
     def push_weights(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        with _refusing(context), _cancelled_after(context, self._transfer_s):
+        with _refusing(context), cut_off_after(context, self._transfer_s):
             session_id, token, metadata = _caller(context)
             room_bytes = self._room_bytes(self._service.find(session_id, token))
             frames = (decode_frame(data, self._limits) for data in messages)
@@ -134,7 +135,7 @@ class Skin:
             weights = self._service.weights(session_id, token, with_optimizer=slots)
             if keys is not None:
                 weights = {key: weights[key] for key in keys if key in weights}
-        with _cancelled_after(context, self._transfer_s):
+        with cut_off_after(context, self._transfer_s):
             for frame in weight_frames(weights):
                 yield encode_frame(frame)
 
@@ -248,18 +249,6 @@ def _refusing(context: grpc.ServicerContext) -> Iterator[None]:
         context.abort(grpc.StatusCode.NOT_FOUND, str(error))
     except CollaPipeError as error:
         context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-
-
-@contextmanager
-def _cancelled_after(context: grpc.ServicerContext, seconds: float) -> Iterator[None]:
-    cancel: Callable[[], object] = context.cancel
-    timer = threading.Timer(seconds, cancel)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _caller(context: grpc.ServicerContext) -> tuple[str, str, dict[str, str]]:

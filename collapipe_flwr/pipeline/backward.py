@@ -21,8 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-_thread = threading.local()  # .owed: what the pass of this thread owes, if it may
-
 
 def add_in_place(part: nn.Module) -> None:
     """Make the linear layers of a part such that add in place; what they compute is unchanged."""
@@ -84,6 +82,13 @@ class Owed:
         self._debts.clear()
 
 
+class _Thread(threading.local):
+    owed: Owed | None = None  # what the pass of this thread leaves, if it may
+
+
+_thread = _Thread()
+
+
 @contextmanager
 def owing() -> Iterator[Owed]:
     """Backward passes of this thread leave products of matrices for later."""
@@ -116,11 +121,10 @@ class _Product(torch.autograd.Function):
 
 def _settled(debt: _Debt) -> Tensor | None:
     """Owe or add a product, or give it to autograd where somebody listens or nothing is there."""
-    owed: Owed | None = getattr(_thread, "owed", None)
     if debt.weight._post_accumulate_grad_hooks or debt.weight._backward_hooks:
         return debt.product()
-    if owed is not None:
-        owed.note(debt)
+    if _thread.owed is not None:
+        _thread.owed.note(debt)
     elif debt.weight.grad is None:
         return debt.product()
     else:
