@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
 from typing import TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from collapipe_flwr.core.errors import RunError
+from collapipe_flwr.core.errors import CollaPipeError, RunError
 from collapipe_flwr.federation.chance import read_chance, restore_chance
 from collapipe_flwr.federation.checkpoint import Checkpoint, Checkpoints, Memory, Resumable
 from collapipe_flwr.federation.state_values import (
@@ -153,14 +153,30 @@ class Checkpointed(Strategy):
             )
         _check_same_model(checkpoint.arrays, initial)
         check_same_class(self._inner, checkpoint.strategy)
-        inner = checkpoint.memories[_INNER]
-        restore_state(self._inner, json.loads(inner.text), dict(inner.arrays))
+        with self._reading(checkpoint, _INNER):
+            inner = checkpoint.memories[_INNER]
+            restore_state(self._inner, json.loads(inner.text), dict(inner.arrays))
         for name, part in self._parts.items():
-            part.load(checkpoint.memories.get(name, Memory()))
+            with self._reading(checkpoint, name):
+                part.load(checkpoint.memories.get(name, Memory()))
         self._chance = checkpoint.chance
         self._done = checkpoint.server_round
         log.info("resumed after round %d", self._done)
         return checkpoint.arrays
+
+    @contextmanager
+    def _reading(self, checkpoint: Checkpoint, part: str) -> Iterator[None]:
+        """Turn what a damaged memory makes its part raise into one sentence."""
+        try:
+            yield
+        except RunError:
+            raise
+        except (AttributeError, LookupError, TypeError, ValueError, CollaPipeError) as error:
+            raise RunError(
+                f"what the {part} remembers in {self._checkpoints.folder} of round "
+                f"{checkpoint.server_round} cannot be read ({error}); delete that round to use the "
+                "one before"
+            ) from error
 
     def _counted(self, evaluate: Evaluate | None) -> Evaluate | None:
         if evaluate is None:

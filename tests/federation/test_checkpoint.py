@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 
@@ -160,6 +161,18 @@ def test_a_damaged_checkpoint_is_named(tmp_path, drifting, victim):
     (tmp_path / "round-000002" / victim).write_bytes(b"{}")
     with pytest.raises(RunError, match="checkpoint"):
         checkpointed("fedavg", tmp_path, resume=True).start(grid(drifting), model(), 3)
+
+
+@pytest.mark.parametrize("part", ["inner", "planner"])
+@pytest.mark.parametrize("text", ["[", "7"])
+def test_a_damaged_memory_is_named_with_its_part(tmp_path, drifting, part, text):
+    checkpointed("fedadam", tmp_path, resume=False).start(grid(drifting), model(), 1)
+    path = tmp_path / "round-000001" / "state.json"
+    state = json.loads(path.read_text())
+    state["memories"][part] = text
+    path.write_text(json.dumps(state))
+    with pytest.raises(RunError, match=r"cannot be read|checkpoint"):
+        checkpointed("fedadam", tmp_path, resume=True).start(grid(drifting), model(), 2)
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path, drifting):
