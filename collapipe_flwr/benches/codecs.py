@@ -2,7 +2,8 @@
 
 Control unit, two devices and the edge are hosts of this process, every hop a stream over loopback
 TCP. Model, batches, seeds and steps are the same for all; only the codec of the links (or the
-precision of the stages) differs. "auto" is what a plan chooses hop by hop.
+precision of the stages) differs. "auto" is what a plan chooses hop by hop. Each is trained from
+several seeds (weights and order of the examples), because one says little.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from math import fsum
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -39,7 +41,6 @@ from collapipe_flwr.rpc.quantize import WIRE_CODECS
 
 AUTO = "auto"
 _SESSION = "codecs"
-_SEED = 7
 _HOPS = 3
 _LAST_SHARE = 0.1  # of the steps: their mean loss is the final one
 
@@ -53,6 +54,7 @@ class CodecTask:
     micro_batches: int = 2
     learning_rate: float = 2e-3
     test_examples: int = 200
+    seeds: tuple[int, ...] = (7,)
     codecs: tuple[str, ...] = (*WIRE_CODECS, AUTO)
 
     @property
@@ -61,52 +63,102 @@ class CodecTask:
         coded = (Execution(codec=codec) for codec in self.codecs if codec != "fp32")
         return (Execution(), *coded, Execution(precision="bf16"))
 
+    @property
+    def ticks(self) -> int:
+        """Trainings in all."""
+        return len(self.variants) * len(self.seeds)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What came of one codec; ``link_bytes`` is all links, both ways, with headers."""
+    """What came of one codec: per seed, and the medians; ``link_bytes`` is of one seed."""
 
     codec: str
     precision: str
-    loss: float  # training, mean of the last tenth of the steps
-    test_loss: float  # of the trained weights, computed exactly
+    losses: tuple[float, ...]  # training, mean of the last tenth of the steps
+    test_losses: tuple[float, ...]  # of the trained weights, computed exactly
     metric_name: str
+    metrics: tuple[float, ...]
+    link_bytes: int
+    loss: float
+    test_loss: float
+    metric: float
+    loss_over_fp32: float  # median of the ratios seed by seed
+    hops: tuple[str, ...]  # codecs from control unit to edge
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trial:
+    """What all codecs share under one seed."""
+
+    case: CodecTask
+    seed: int
+    task: Task
+    splitter: Splitter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outcome:
+    """One codec under one seed."""
+
+    loss: float
+    test_loss: float
     metric: float
     link_bytes: int
-    loss_over_fp32: float
-    hops: tuple[str, ...]  # codecs from control unit to edge
 
 
 def train_with_codecs(
     case: CodecTask, tick: Callable[[str], None] = lambda _: None
 ) -> tuple[Trained, ...]:
-    """Train once per variant from the same weights; the exact one is the yardstick."""
-    config = AppConfig()
-    task = load_task(settings_of(config.data, _SEED))
-    splitter = _splitter(config, task)
+    """Train once per variant and seed from the same weights; the exact one is the yardstick."""
+    trials = [_trial(case, seed) for seed in case.seeds]
+    exact: list[_Outcome] = []
     done: list[Trained] = []
     for execution in case.variants:
-        hops = _hops(case, execution.codec, task, splitter)
-        with _Chain(splitter, case, hops, execution.precision) as chain:
-            losses = [chain.step(batch) for batch in _batches(case, task, splitter)]
-            weights, link_bytes = chain.finish()
-        test = _tested(case, task, splitter, weights)
-        loss = _final(losses)
+        hops = _hops(case, execution.codec, trials[0].task, trials[0].splitter)
+        outcomes = []
+        for trial in trials:
+            outcomes.append(_outcome(trial, hops, execution.precision))
+            tick(execution.codec)
+        exact = exact or outcomes
         done.append(
             Trained(
                 codec=execution.codec,
                 precision=execution.precision,
-                loss=loss,
-                link_bytes=link_bytes,
-                loss_over_fp32=loss / done[0].loss if done else 1.0,
-                metric_name=task.metric_name,
-                test_loss=test["loss"],
-                metric=test[task.metric_name],
+                losses=tuple(o.loss for o in outcomes),
+                test_losses=tuple(o.test_loss for o in outcomes),
+                metric_name=trials[0].task.metric_name,
+                metrics=tuple(o.metric for o in outcomes),
+                link_bytes=outcomes[0].link_bytes,
+                loss=median(o.loss for o in outcomes),
+                test_loss=median(o.test_loss for o in outcomes),
+                metric=median(o.metric for o in outcomes),
+                loss_over_fp32=median(
+                    o.loss / e.loss for o, e in zip(outcomes, exact, strict=True)
+                ),
                 hops=hops,
             )
         )
-        tick(execution.codec)
     return tuple(done)
+
+
+def _trial(case: CodecTask, seed: int) -> _Trial:
+    config = AppConfig()
+    task = load_task(settings_of(config.data, seed))
+    return _Trial(case=case, seed=seed, task=task, splitter=_splitter(config, task))
+
+
+def _outcome(trial: _Trial, hops: tuple[str, ...], precision: str) -> _Outcome:
+    with _Chain(trial, hops, precision) as chain:
+        losses = [chain.step(batch) for batch in _batches(trial)]
+        weights, link_bytes = chain.finish()
+    test = _tested(trial, weights)
+    return _Outcome(
+        loss=_final(losses),
+        test_loss=test["loss"],
+        metric=test[trial.task.metric_name],
+        link_bytes=link_bytes,
+    )
 
 
 def _hops(case: CodecTask, codec: str, task: Task, splitter: Splitter) -> tuple[str, ...]:
@@ -138,10 +190,11 @@ def _splitter(config: AppConfig, task: Task) -> Splitter:
     )
 
 
-def _batches(case: CodecTask, task: Task, splitter: Splitter) -> Iterator[list[MicroBatch]]:
+def _batches(trial: _Trial) -> Iterator[list[MicroBatch]]:
+    case, task, splitter = trial.case, trial.task, trial.splitter
     size = case.micro_batch * case.micro_batches
     rows = round_examples(
-        task.train, seed=_SEED, round_index=0, cluster_id=0, limit=case.steps * size
+        task.train, seed=trial.seed, round_index=0, cluster_id=0, limit=case.steps * size
     )
     for batch in batches(rows, size):
         tensors = [task.collate(examples) for examples in batches(batch, case.micro_batch)]
@@ -158,12 +211,10 @@ def _batches(case: CodecTask, task: Task, splitter: Splitter) -> Iterator[list[M
 class _Chain:
     """Control unit -> device -> device -> edge over sockets, with a codec on every link."""
 
-    def __init__(
-        self, splitter: Splitter, case: CodecTask, hops: Sequence[str], precision: str
-    ) -> None:
-        self._splitter, self._hops = splitter, hops
+    def __init__(self, trial: _Trial, hops: Sequence[str], precision: str) -> None:
+        self._splitter, self._seed, self._hops = trial.splitter, trial.seed, hops
         self._precision = precision
-        self._rule = OptimizerSettings(learning_rate=case.learning_rate, weight_decay=0.0)
+        self._rule = OptimizerSettings(learning_rate=trial.case.learning_rate, weight_decay=0.0)
         self._stack = ExitStack()
         self._clients: list[EdgeClient] = []
 
@@ -177,7 +228,7 @@ class _Chain:
             ]
             addresses = [server.address for server in servers]
             self._clients = [stack.enter_context(EdgeClient(a)) for a in addresses]
-            weights = self._splitter.initial_weights(_SEED)
+            weights = self._splitter.initial_weights(self._seed)
             for index, client in enumerate(self._clients):
                 client.open_session(self._request(index, addresses))
                 client.push_weights(_SESSION, TOKEN, self._owned(weights, index))
@@ -252,11 +303,10 @@ def _final(losses: Sequence[float]) -> float:
     return fsum(last) / len(last)
 
 
-def _tested(
-    case: CodecTask, task: Task, splitter: Splitter, weights: Mapping[str, Tensor]
-) -> dict[str, float]:
+def _tested(trial: _Trial, weights: Mapping[str, Tensor]) -> dict[str, float]:
     """Loss and metrics on unseen examples by the unsplit model in single precision."""
-    model = splitter.build_whole(weights)
+    case, task = trial.case, trial.task
+    model = trial.splitter.build_whole(weights)
     rows = task.test.select(range(min(case.test_examples, len(task.test)))).to_list()
     batch = task.collate(rows)
     with torch.inference_mode():

@@ -42,7 +42,7 @@ def run_codec_bench(case: CodecTask, json_file: Path | None) -> None:
     if json_file is not None:
         prepare("--json", json_file)
     torch.set_num_threads(1)  # the hosts are threads of this process, a core each
-    with progress(len(case.variants)) as tick:
+    with progress(case.ticks) as tick:
         rows: tuple[Trained, ...] = train_with_codecs(case, tick)
     values = cast("list[Json]", plain(rows))
     Console(highlight=False).print(codec_table(values))
@@ -67,15 +67,24 @@ def case_table(cases: Sequence[Json]) -> Table:
 
 
 def codec_table(rows: Sequence[Json]) -> Table:
-    """One line per codec."""
+    """One line per codec: medians over the seeds, and the range of test losses."""
     table = _table("the built-in task by codec of the links", ("codec", "products"))
-    for name in ("loss", "over fp32", "test loss", "metric", "MiB on links"):
+    for name in ("loss", "over fp32", "test loss", "from", "to", "metric", "MiB on links"):
         table.add_column(name, justify="right")
     for row in rows:
-        values = [f"{row[k]:.4f}" for k in ("loss", "loss_over_fp32", "test_loss", "metric")]
-        moved = cast("int", row["link_bytes"]) / _MIB
-        table.add_row(codec_name(row), str(row["precision"]), *values, f"{moved:.1f}")
+        table.add_row(*codec_cells(row))
     return table
+
+
+def codec_cells(row: Json) -> tuple[str, ...]:
+    """One codec as text, column by column."""
+    tests = cast("Sequence[float]", row["test_losses"])
+    return (
+        *(codec_name(row), str(row["precision"])),
+        *(f"{row['loss']:.4f}", f"{row['loss_over_fp32']:.2f}", f"{row['test_loss']:.4f}"),
+        *(f"{min(tests):.4f}", f"{max(tests):.4f}"),
+        *(f"{row['metric']:.3f}", f"{cast('int', row['link_bytes']) / _MIB:.1f}"),
+    )
 
 
 def codec_name(row: Json) -> str:

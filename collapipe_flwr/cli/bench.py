@@ -42,13 +42,14 @@ def bench_pipeline(
 @benches.command("codecs")
 def bench_codecs(
     steps: Annotated[int, typer.Option(help="Optimiser steps per codec.", min=10)] = 600,
+    seeds: Annotated[int, typer.Option(help="Trainings per codec.", min=1)] = 3,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write results.")] = None,
 ) -> None:
     """Train the built-in task once per link codec: loss, metric and bytes."""
     from collapipe_flwr.benches.codecs import CodecTask
     from collapipe_flwr.benches.shown import run_codec_bench
 
-    run_codec_bench(CodecTask(steps=steps), json_file)
+    run_codec_bench(CodecTask(steps=steps, seeds=tuple(range(7, 7 + seeds))), json_file)
 
 
 @benches.command("memory")
