@@ -29,7 +29,7 @@ from collapipe_flwr.cluster.whole import evaluate_whole, train_whole
 from collapipe_flwr.core.config import AppConfig, parse
 from collapipe_flwr.core.errors import ConfigError, ProtocolError
 from collapipe_flwr.data.vocabulary import Vocabulary
-from collapipe_flwr.edge.allocator import tend_heap
+from collapipe_flwr.edge.allocator import tended_heap
 from collapipe_flwr.federation import records
 from collapipe_flwr.federation.arrays import take_record, take_tensors
 from collapipe_flwr.federation.records import RoundAssignment, SplitTask, WholeTask
@@ -55,11 +55,11 @@ def describe(message: Message, context: Context) -> Message:
 
 
 @app.train()
+@tended_heap()
 def train(message: Message, context: Context) -> Message:
     """One round: through the planned pipeline, or the whole model for a plain strategy."""
     config, place = _settings(context)
     torch.set_num_threads(config.train.threads)
-    tend_heap()
     weights = take_tensors(message.content.array_records[records.ARRAYS])
     whole = records.read_whole_task(message.content)
     if whole is not None:
@@ -87,6 +87,7 @@ def train(message: Message, context: Context) -> Message:
 
 
 @app.evaluate()
+@tended_heap()
 def evaluate(message: Message, context: Context) -> Message:
     """The loss on the cluster's share of the test set, by the path that training takes."""
     config, place = _settings(context)

@@ -82,7 +82,7 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     arguments = [network.host(index), *([certificates] if certificates else [])]
     return subprocess.Popen(
-        [*command, sys.executable, "-m", "collapipe_flwr.benches.worker", *arguments],
+        [*command, sys.executable, "-m", "collapipe_flwr.benches.member", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, **_ENVIRONMENT, "GLOO_SOCKET_IFNAME": network.interface},

@@ -1,13 +1,7 @@
-"""A process of a bench: does what its parent asks on stdin, one JSON line for each question.
-
-Run as ``python -m collapipe_flwr.benches.worker HOST [FOLDER OF CERTIFICATES]``; it ends with its
-stdin.
-"""
+"""What a process of a bench can be asked to be and to do."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Mapping
 
@@ -17,7 +11,6 @@ from collapipe_flwr.benches.job import Job, Usage
 from collapipe_flwr.benches.ours import Driver, member_tls, serve
 from collapipe_flwr.benches.resident import peak_bytes
 from collapipe_flwr.core.json_codec import from_json, plain
-from collapipe_flwr.edge.allocator import tend_heap
 from collapipe_flwr.edge.server import EdgeServer
 from collapipe_flwr.edge.service import EdgeService
 from collapipe_flwr.edge.spared import spare_libraries
@@ -39,7 +32,6 @@ class Worker:
         """Become a host; its address."""
         del asked
         if self._server is None:
-            tend_heap()
             self._server = serve(self._host, self._tls).__enter__()
         return self._server.address
 
@@ -55,7 +47,6 @@ class Worker:
     def host(self, asked: Mapping[str, str]) -> object:
         """Become a host of transformers parts, as a device is; its address."""
         del asked
-        tend_heap()
         spare_libraries()
         service = EdgeService(connect=Dialer(name="device", tls=self._tls))
         self._server = EdgeServer(f"{self._host}:0", service, tls=self._tls).__enter__()
@@ -70,7 +61,6 @@ class Worker:
 
     def drive(self, asked: Mapping[str, str]) -> object:
         """Become the first stage of a chain of ``addresses``, separated by blanks."""
-        tend_heap()
         job = from_json(Job, asked["job"], "job")
         self._driver = Driver(job, asked["addresses"].split(), self._tls)
         return None
@@ -98,17 +88,3 @@ class Worker:
         """CPU seconds so far and peak memory."""
         del asked
         return plain(Usage(cpu_s=time.process_time(), peak_bytes=peak_bytes()))
-
-
-def main() -> None:
-    """Answer until stdin ends."""
-    worker = Worker(*sys.argv[1:])
-    for line in sys.stdin:
-        asked = json.loads(line)
-        answer = getattr(worker, asked.pop("do"))(asked)
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()

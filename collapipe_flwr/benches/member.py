@@ -1,0 +1,35 @@
+"""A process of a bench: does what its parent asks on stdin, one JSON line for each question.
+
+Run as ``python -m collapipe_flwr.benches.member HOST [FOLDER OF CERTIFICATES]``; it ends with its
+stdin. One that becomes part of our runtime sets up its heap as a daemon does, before torch starts
+threads; a peer is left as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from collapipe_flwr.edge.allocator import tend_heap
+
+_PEERS = ("join", "whole")
+
+
+def main() -> None:
+    """Answer until stdin ends."""
+    worker = None
+    for line in sys.stdin:
+        asked = json.loads(line)
+        question = asked.pop("do")
+        if worker is None:
+            if question not in _PEERS:
+                tend_heap()
+            from collapipe_flwr.benches.worker import Worker
+
+            worker = Worker(*sys.argv[1:])
+        sys.stdout.write(json.dumps(getattr(worker, question)(asked)) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
