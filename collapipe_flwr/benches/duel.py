@@ -174,13 +174,14 @@ def bound_s(job: Job, step: StepSeconds, hop_s: float) -> float:
             tuple(s.backward_s for s in step.stages),
         ),
         hop_s=(hops, hops),
+        weights_s=tuple(s.weights_s for s in step.stages),
     )
     return replay(times, depths, count).makespan_s + step.stages[0].optimizer_s
 
 
 def _busiest_s(job: Job, step: StepSeconds) -> float:
     count = job.shape.micro_batches
-    return max(count * (s.forward_s + s.backward_s) for s in step.stages)
+    return max(count * s.pass_s for s in step.stages)
 
 
 def _turn(answer: dict[str, float]) -> Turn:

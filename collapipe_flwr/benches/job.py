@@ -58,11 +58,20 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSeconds:
-    """One stage in one step: mean forward and backward of a micro-batch, and the optimiser."""
+    """One stage in one step: means of a micro-batch, and the optimiser.
+
+    ``weights_s`` is what a backward pass does after its gradient was sent.
+    """
 
     forward_s: float
     backward_s: float
+    weights_s: float
     optimizer_s: float
+
+    @property
+    def pass_s(self) -> float:
+        """All that a micro-batch takes here."""
+        return self.forward_s + self.backward_s + self.weights_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

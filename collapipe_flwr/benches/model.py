@@ -1,4 +1,4 @@
-"""The model that both sides of the bench train: an encoder cut anywhere, even on the first stage.
+"""The model that both sides of the bench train: blocks of BERT, cut anywhere.
 
 Every part is drawn from the same seed wherever it is built, so that two runtimes start from the
 same weights and their losses can be compared.
@@ -12,6 +12,8 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import BertConfig
+from transformers.models.bert.modeling_bert import BertLayer
 
 from collapipe_flwr.benches.slow import Slowed
 from collapipe_flwr.pipeline.roles import MicroBatch
@@ -117,9 +119,15 @@ def micro_batches(shape: Shape) -> list[MicroBatch]:
 
 
 def _block(width: int) -> nn.Module:
-    return nn.TransformerEncoderLayer(
-        width, HEADS, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+    config = BertConfig(
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_attention_heads=HEADS,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
     )
+    config._attn_implementation = "sdpa"  # what models take by themselves; single layers do not
+    return BertLayer(config)  # type: ignore[no-untyped-call]
 
 
 def _seeded(index: int, build: Callable[[], Module]) -> Module:

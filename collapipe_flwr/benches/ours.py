@@ -142,9 +142,9 @@ def _stage_seconds(spans: Sequence[Span]) -> StageSeconds:
     def seconds(work: str) -> list[float]:
         return [span.stop_s - span.start_s for span in spans if span.work == work]
 
-    backward_s = seconds("backward")
     return StageSeconds(
         forward_s=fmean(seconds("forward")),
-        backward_s=(sum(backward_s) + sum(seconds(WEIGHTS))) / len(backward_s),
+        backward_s=fmean(seconds("backward")),
+        weights_s=fmean(seconds(WEIGHTS) or [0.0]),
         optimizer_s=sum(seconds("optimizer")),
     )

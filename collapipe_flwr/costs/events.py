@@ -3,7 +3,8 @@
 It knows nothing of closed forms: it plays a schedule in time. It prices 1F1B, for which no closed
 form with slow links exists, and checks the GPipe formula. A stage runs its actions in order; a
 link carries one payload at a time, first come first served. Half-duplex links serve both
-directions with one resource.
+directions with one resource. A stage that hands the gradient of its input on before it computes
+those of its weights is busy with them afterwards.
 """
 
 from __future__ import annotations
@@ -14,17 +15,22 @@ from dataclasses import dataclass, field
 
 from collapipe_flwr.core.errors import ScheduleError
 
-FORWARD, BACKWARD = 0, 1
+FORWARD, BACKWARD, WEIGHTS = 0, 1, 2
 Action = tuple[int, int]  # (FORWARD | BACKWARD, micro-batch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Seconds per micro-batch: ``stage_s[direction][stage]`` and ``hop_s[direction][hop]``."""
+    """Seconds per micro-batch: ``stage_s[direction][stage]`` and ``hop_s[direction][hop]``.
+
+    ``weights_s[stage]`` is the part of a backward pass that comes after its gradient was handed on;
+    where nothing is given all of it comes before.
+    """
 
     stage_s: tuple[tuple[float, ...], tuple[float, ...]]
     hop_s: tuple[tuple[float, ...], tuple[float, ...]]
     half_duplex: bool = False
+    weights_s: tuple[float, ...] = ()
 
     @property
     def stages(self) -> int:
@@ -135,14 +141,19 @@ class _Play:
         self._use(f"stage {stage}", (stage, direction, micro_batch), length, True)
 
     def _stage_done(self, stage: int, direction: int, micro_batch: int) -> None:
-        self.stage_busy[stage] = False
-        self.at[stage] += 1
         if direction == FORWARD and stage == self.last:
             self.arrived.add((stage, BACKWARD, micro_batch))
         elif direction == FORWARD:
             self._request(stage, direction, micro_batch)
-        elif stage > 0:
-            self._request(stage - 1, direction, micro_batch)
+        elif direction == BACKWARD:
+            if stage > 0:
+                self._request(stage - 1, direction, micro_batch)
+            if self.times.weights_s:
+                what = (stage, WEIGHTS, micro_batch)
+                self._use(f"stage {stage}", what, self.times.weights_s[stage], True)
+                return
+        self.stage_busy[stage] = False
+        self.at[stage] += 1
         self._start_stage(stage)
 
     def _request(self, hop: int, direction: int, micro_batch: int) -> None:

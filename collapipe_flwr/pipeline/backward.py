@@ -1,12 +1,8 @@
-"""A backward pass that adds the gradients of matrices in place, and can leave that for later.
+"""What a backward pass leaves for later: gradients of weights, which only the optimiser waits for.
 
-Autograd computes the gradient of a weight into new memory and adds it to what micro-batches before
-left: two passes over memory that a product can save by adding as it goes. And nobody waits for
-gradients of weights before the optimiser does, but the stage ahead waits for that of its output; so
-a pass may owe the products until that one has been sent. The same products on the same numbers:
-gradients are autograd's, up to the rounding of a sum (`tests/pipeline/test_backward.py`).
-
-This concerns linear layers in single precision; all else is autograd's.
+The stage ahead waits for the gradient of its output; so a pass may owe the products that make
+gradients of weights until that one has been sent. The same products on the same numbers: gradients
+are autograd's (`tests/pipeline/test_backward.py`). Which layers can owe: see `adding`.
 """
 
 from __future__ import annotations
@@ -14,71 +10,52 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
 
-def add_in_place(part: nn.Module) -> None:
-    """Make the linear layers of a part such that add in place; what they compute is unchanged."""
-    for module in part.modules():
-        if type(module) is nn.Linear:  # a class of somebody else's may compute otherwise
-            module.__class__ = AddingLinear
-
-
-class AddingLinear(nn.Linear):
-    """A linear layer whose products add to the weight's gradient."""
-
-    def forward(self, given: Tensor) -> Tensor:
-        """(..., in) to (..., out)."""
-        plain = not self.weight.requires_grad or torch.is_autocast_enabled(given.device.type)
-        if plain or not torch.is_grad_enabled():
-            return super().forward(given)
-        product: Tensor = _Product.apply(given, self.weight, self.bias)  # type: ignore[no-untyped-call]
-        return product
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Debt:
+class Debt(NamedTuple):
     """A product that is still to be added to the gradient of ``weight``."""
 
-    weight: Tensor  # (out, in)
-    gradient: Tensor  # (N, out)
-    given: Tensor  # (N, in)
+    weight: Tensor  # (a, b)
+    left: Tensor  # (N, a)
+    right: Tensor  # (N, b)
 
     def pay(self) -> None:
-        with torch.no_grad():
-            if self.weight.grad is None:
-                self.weight.grad = self.product()
-            else:
-                self.weight.grad.addmm_(self.gradient.t(), self.given)
+        """Add it where the gradient lies; not while autograd records."""
+        gradient = self.weight.grad
+        if gradient is None:
+            self.weight.grad = self.product()
+        else:
+            gradient.addmm_(self.left.t(), self.right)
 
     def product(self) -> Tensor:
-        return self.gradient.t().mm(self.given)
+        """(a, b)."""
+        return self.left.t().mm(self.right)
 
 
 class Owed:
-    """What a backward pass left for later; to be paid once."""
+    """Debts of one backward pass, to be paid once."""
 
     def __init__(self) -> None:
-        self._debts: list[_Debt] = []
+        self._debts: list[Debt] = []
 
     @property
-    def gradients(self) -> list[Tensor]:
-        """What is kept alive until then beside the saved inputs of layers."""
-        return [debt.gradient for debt in self._debts]
+    def tensors(self) -> list[Tensor]:
+        """What is kept alive until then."""
+        return [tensor for debt in self._debts for tensor in (debt.left, debt.right)]
 
-    def note(self, debt: _Debt) -> None:
+    def note(self, debt: Debt) -> None:
         """Add one."""
         self._debts.append(debt)
 
     def pay(self) -> None:
         """Add the products, in the order of the pass."""
-        for debt in self._debts:
-            debt.pay()
+        with torch.no_grad():
+            for debt in self._debts:
+                debt.pay()
         self._debts.clear()
 
 
@@ -99,29 +76,9 @@ def owing() -> Iterator[Owed]:
         _thread.owed = None
 
 
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(given, weight)
-        ctx.weight = weight  # itself, whatever hooks make of what is saved
-        return functional.linear(given, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,), (given, weight) = gradients, ctx.saved_tensors
-        needs_given, needs_weight, needs_bias = ctx.needs_input_grad
-        rows, inputs = (t.reshape(-1, t.shape[-1]) for t in (gradient, given))
-        debt = _Debt(weight=ctx.weight, gradient=rows, given=inputs)
-        return (
-            gradient @ weight if needs_given else None,
-            _settled(debt) if needs_weight else None,
-            rows.sum(0) if needs_bias else None,
-        )
-
-
-def _settled(debt: _Debt) -> Tensor | None:
+def settled(debt: Debt) -> Tensor | None:
     """Owe or add a product, or give it to autograd where somebody listens or nothing is there."""
-    if debt.weight._post_accumulate_grad_hooks or debt.weight._backward_hooks:
+    if is_heard(debt.weight):
         return debt.product()
     if _thread.owed is not None:
         _thread.owed.note(debt)
@@ -130,3 +87,8 @@ def _settled(debt: _Debt) -> Tensor | None:
     else:
         debt.pay()
     return None
+
+
+def is_heard(weight: Tensor) -> bool:
+    """Whether hooks wait for its gradient, which must then come through autograd."""
+    return bool(weight._post_accumulate_grad_hooks or weight._backward_hooks)

@@ -58,9 +58,10 @@ class MemoryMeter:
         self._in_flight[micro_batch] = max(self._saved_bytes[kind], direct_bytes)
         self._note()
 
-    def note_passing(self, tensors: Iterable[Tensor]) -> None:
-        """Tensors that are kept for a moment beside all else."""
-        self._note(sum(_distinct(tensors).values()))
+    def note_rest(self, micro_batch: int, tensors: Iterable[Tensor]) -> None:
+        """A micro-batch keeps these instead of what its forward pass saved."""
+        saved_bytes = self._in_flight.get(micro_batch, 0)
+        self._note(sum(_distinct(tensors).values()) - saved_bytes)
 
     def release(self, micro_batch: int) -> None:
         """The backward pass of a micro-batch is over."""

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from collapipe_flwr.core.errors import ModelError, ProtocolError
-from collapipe_flwr.pipeline.backward import Owed, add_in_place, owing
+from collapipe_flwr.pipeline.adding import add_in_place
+from collapipe_flwr.pipeline.backward import Owed, owing
 from collapipe_flwr.pipeline.frame import GRAD, HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.link import Link, Traffic
 from collapipe_flwr.pipeline.memory import MemoryMeter
@@ -48,7 +49,6 @@ class InFlight:
     end: GradientEdge | None  # where the graph of the output ends, which itself may be freed
     shape: torch.Size  # of the output
     keeps: bool  # the graph; otherwise the whole part is computed again
-    hurries: bool  # the gradient of the input is sent before those of weights are computed
 
 
 class Stage(ABC):
@@ -215,7 +215,6 @@ class Stage(ABC):
                 end=_end_of(output),
                 shape=output.shape,
                 keeps=keeps,
-                hurries=micro_batch == step.micro_batches - 1 and not self.settings.recompute,
             )
         self._emit(step, frame, output)
 
@@ -260,7 +259,7 @@ class Stage(ABC):
     ) -> tuple[dict[str, Tensor], Owed | None]:
         """The gradient for the stage ahead, and what is to be done when it is sent.
 
-        All stages ahead wait for that of the last micro-batch, each with nothing else to do.
+        With re-computation nothing is left for later: it would keep what that has freed.
         """
         end, hidden, frame = flight.end, flight.hidden, flight.frame
         wanted = hidden is not None and hidden.requires_grad
@@ -269,10 +268,11 @@ class Stage(ABC):
         self._returning = frame
         owed = None
         if end is not None:
-            with owing() if wanted and flight.hurries else nullcontext() as owed:
+            hurries = wanted and not self.settings.recompute
+            with owing() if hurries else nullcontext() as owed:
                 torch.autograd.backward(end, incoming.get(GRAD))
         if owed is not None:
-            self.memory.note_passing(owed.gradients)
+            self.memory.note_rest(frame.micro_batch, owed.tensors)
         if hidden is None or not wanted:
             return {}, owed
         return {GRAD: torch.zeros_like(hidden) if hidden.grad is None else hidden.grad}, owed

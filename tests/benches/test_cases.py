@@ -50,9 +50,16 @@ def test_any_cut_computes_the_same_loss():
 
 
 def test_the_bound_of_two_equal_stages_is_the_closed_form():
-    stage = StageSeconds(forward_s=1.0, backward_s=2.0, optimizer_s=0.5)
+    stage = StageSeconds(forward_s=1.0, backward_s=2.0, weights_s=0.0, optimizer_s=0.5)
     job = Job(schedule="gpipe", split=(3, 3), shape=SHAPE)
     step = StepSeconds(step_s=20.0, stages=(stage, stage))
     micro_batches = SHAPE.micro_batches
     assert bound_s(job, step, 0.0) == pytest.approx((micro_batches + 1) * 3.0 + 0.5)
     assert bound_s(job, step, 0.25) == pytest.approx((micro_batches + 1) * 3.0 + 0.5 + 0.5)
+
+
+def test_gradients_of_weights_are_awaited_by_nobody_but_their_stage():
+    stage = StageSeconds(forward_s=1.0, backward_s=1.0, weights_s=1.0, optimizer_s=0.5)
+    job = Job(schedule="gpipe", split=(3, 3), shape=SHAPE)
+    step = StepSeconds(step_s=20.0, stages=(stage, stage))
+    assert bound_s(job, step, 0.0) == pytest.approx((SHAPE.micro_batches + 1) * 3.0 - 1.0 + 0.5)

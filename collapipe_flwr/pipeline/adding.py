@@ -1,0 +1,144 @@
+"""Layers that add the gradient of a micro-batch to that of the ones before, where it lies.
+
+Autograd computes the gradient of a weight into new memory and adds it to what is there: two passes
+over memory that a product saves by adding as it goes. For the table of an embedding they run over
+every row, in a second copy of the table, for the few rows that occur. The same products and sums of
+the same numbers: gradients are autograd's, up to the rounding of a sum
+(`tests/pipeline/test_adding.py`).
+
+This concerns linear layers in single precision, those of GPT-2 that hold their matrix transposed
+among them, and embeddings; all else is autograd's.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from collapipe_flwr.pipeline.backward import Debt, is_heard, settled
+
+_CONV1D = ("transformers.pytorch_utils", "Conv1D")  # by name: a board may not have the library
+
+
+def add_in_place(part: nn.Module) -> None:
+    """Make the layers of a part such that add in place; what they compute is unchanged."""
+    for module in part.modules():
+        kind: Any = type(module)  # exactly: a class of somebody else's may compute otherwise
+        if kind is nn.Linear:
+            module.__class__ = AddingLinear
+        elif kind is nn.Embedding:
+            module.__class__ = AddingEmbedding
+        elif (kind.__module__, kind.__name__) == _CONV1D:
+            module.__class__ = _adding_conv1d(kind)
+
+
+class AddingLinear(nn.Linear):
+    """A linear layer whose products add to the weight's gradient."""
+
+    def forward(self, given: Tensor) -> Tensor:
+        """(..., in) to (..., out)."""
+        if _is_plain(self.weight) or torch.is_autocast_enabled(given.device.type):
+            return super().forward(given)
+        product: Tensor = _Product.apply(given, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        return product
+
+
+class AddingEmbedding(nn.Embedding):
+    """A table of whose gradient only the rows that occur are touched."""
+
+    def forward(self, given: Tensor) -> Tensor:
+        """(...) row numbers to (..., width)."""
+        unusual = self.max_norm is not None or self.scale_grad_by_freq or self.sparse
+        if unusual or _is_plain(self.weight) or given.numel() > self.weight.shape[0]:
+            return super().forward(given)
+        rows: Tensor = _Lookup.apply(given, self.weight, self.padding_idx)  # type: ignore[no-untyped-call]
+        return rows
+
+
+@cache
+def _adding_conv1d(kind: Any) -> Any:
+    """The same as `AddingLinear` of a layer whose weight is (in, out)."""
+
+    def forward(self: Any, given: Tensor) -> Any:
+        if _is_plain(self.weight) or torch.is_autocast_enabled(given.device.type):
+            return kind.forward(self, given)
+        return _TransposedProduct.apply(given, self.weight, self.bias)  # type: ignore[no-untyped-call]
+
+    return type("AddingConv1D", (kind,), {"forward": forward})
+
+
+def _is_plain(weight: Tensor) -> bool:
+    """Whether there is no gradient to add."""
+    return not (weight.requires_grad and torch.is_grad_enabled())
+
+
+class _Product(torch.autograd.Function):
+    """``given @ weight.T + bias``."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(given, weight)
+        ctx.weight = weight  # itself, whatever hooks make of what is saved
+        return functional.linear(given, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,), (given, weight) = gradients, ctx.saved_tensors
+        needs_given, needs_weight, needs_bias = ctx.needs_input_grad
+        rows = _rows(gradient)
+        return (
+            rows.mm(weight).view(given.shape) if needs_given else None,
+            settled(Debt(ctx.weight, rows, _rows(given))) if needs_weight else None,
+            rows.sum(0) if needs_bias else None,
+        )
+
+
+class _TransposedProduct(torch.autograd.Function):
+    """``given @ weight + bias``, as Conv1D computes it."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(given, weight)
+        ctx.weight = weight
+        return torch.addmm(bias, _rows(given), weight).view(*given.shape[:-1], weight.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,), (given, weight) = gradients, ctx.saved_tensors
+        needs_given, needs_weight, needs_bias = ctx.needs_input_grad
+        rows = _rows(gradient)
+        return (
+            rows.mm(weight.t()).view(given.shape) if needs_given else None,
+            settled(Debt(ctx.weight, _rows(given), rows)) if needs_weight else None,
+            rows.sum(0) if needs_bias else None,
+        )
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of a table; that of padding learns nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, weight: Tensor, padding_id: int | None) -> Tensor:
+        ctx.save_for_backward(given)
+        ctx.weight, ctx.padding_id = weight, padding_id
+        return functional.embedding(given, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (given,), weight = ctx.saved_tensors, ctx.weight
+        ids, rows = given.reshape(-1), _rows(gradients[0])
+        if ctx.padding_id is not None:
+            rows = rows * (ids != ctx.padding_id).unsqueeze(1)
+        is_first = weight.grad is None or is_heard(weight)
+        total = torch.zeros_like(weight, requires_grad=False) if is_first else weight.grad
+        total.index_add_(0, ids, rows)
+        return None, total if is_first else None, None
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """(..., d) as (N, d)."""
+    return tensor.reshape(-1, tensor.shape[-1])
