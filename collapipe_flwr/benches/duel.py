@@ -21,7 +21,7 @@ class Pace:
     """How long to measure: ``turns`` turns of ``steps`` steps, after ``warm`` unmeasured ones."""
 
     warm: int = 1
-    turns: int = 31
+    turns: int = 51
     steps: int = 1
 
 
