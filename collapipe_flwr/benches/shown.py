@@ -68,9 +68,10 @@ def case_table(cases: Sequence[Json]) -> Table:
 
 def codec_table(rows: Sequence[Json]) -> Table:
     """One line per codec: medians over the seeds, and the range of test losses."""
-    table = _table("the built-in task by codec of the links", ("codec", "products"))
-    for name in ("loss", "over fp32", "test loss", "from", "to", "metric", "MiB on links"):
-        table.add_column(name, justify="right")
+    title = "the built-in task by codec of the links, medians of seeds; MiB on all links"
+    table = _table(title, ("codec", "products"))
+    for name in ("loss", "test loss", "of seeds", "metric", "MiB"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*codec_cells(row))
     return table
@@ -81,8 +82,8 @@ def codec_cells(row: Json) -> tuple[str, ...]:
     tests = cast("Sequence[float]", row["test_losses"])
     return (
         *(codec_name(row), str(row["precision"])),
-        *(f"{row['loss']:.4f}", f"{row['loss_over_fp32']:.2f}", f"{row['test_loss']:.4f}"),
-        *(f"{min(tests):.4f}", f"{max(tests):.4f}"),
+        *(f"{row['loss']:.4f}", f"{row['test_loss']:.4f}"),
+        f"{min(tests):.3f}-{max(tests):.3f}",
         *(f"{row['metric']:.3f}", f"{cast('int', row['link_bytes']) / _MIB:.1f}"),
     )
 
