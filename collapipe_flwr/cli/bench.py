@@ -31,7 +31,9 @@ def bench_scheduler(
 def bench_pipeline(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write results.")] = None,
     quick: Annotated[bool, typer.Option(help="A look in a minute: small sizes.")] = False,
-    turns: Annotated[int, typer.Option(help="Turns of each side per case; --quick takes 3.", min=3)] = 51,
+    turns: Annotated[
+        int, typer.Option(help="Turns of each side per case; --quick takes 3.", min=3)
+    ] = 51,
 ) -> None:
     """Time the data plane beside torch.distributed.pipelining; measure memory and the wire."""
     from collapipe_flwr.benches.duel import Pace
