@@ -18,7 +18,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import resource
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -79,6 +78,8 @@ def give_back() -> None:
 
 def _ahead_bytes() -> int:
     """How far the heap may grow at once; not at all where addresses are counted as memory."""
+    import resource  # which other systems do not have
+
     limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
     if any(limit != resource.RLIM_INFINITY for limit in limits) or _counted():
         return 0

@@ -43,7 +43,7 @@ class AddingLinear(nn.Linear):
         """(..., in) to (..., out)."""
         if _is_plain(self.weight) or torch.is_autocast_enabled(given.device.type):
             return super().forward(given)
-        product: Tensor = _Product.apply(given, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        product: Tensor = _Product.apply(given, self.weight, self.bias, False)  # type: ignore[no-untyped-call]
         return product
 
 
@@ -66,7 +66,7 @@ def _adding_conv1d(kind: Any) -> Any:
     def forward(self: Any, given: Tensor) -> Any:
         if _is_plain(self.weight) or torch.is_autocast_enabled(given.device.type):
             return kind.forward(self, given)
-        return _TransposedProduct.apply(given, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        return _Product.apply(given, self.weight, self.bias, True)  # type: ignore[no-untyped-call]
 
     return type("AddingConv1D", (kind,), {"forward": forward})
 
@@ -77,44 +77,29 @@ def _is_plain(weight: Tensor) -> bool:
 
 
 class _Product(torch.autograd.Function):
-    """``given @ weight.T + bias``."""
+    """``given @ weight.T + bias``, or with a ``turned`` weight ``given @ weight + bias``."""
 
     @staticmethod
-    def forward(ctx: Any, given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, given: Tensor, weight: Tensor, bias: Tensor | None, turned: bool
+    ) -> Tensor:
         ctx.save_for_backward(given, weight)
-        ctx.weight = weight  # itself, whatever hooks make of what is saved
-        return functional.linear(given, weight, bias)
+        ctx.weight, ctx.turned = weight, turned  # itself, whatever hooks make of what is saved
+        return functional.linear(given, weight.t() if turned else weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,), (given, weight) = gradients, ctx.saved_tensors
-        needs_given, needs_weight, needs_bias = ctx.needs_input_grad
-        rows = _rows(gradient)
+        needs_given, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        rows, inputs = _rows(gradient), _rows(given)
+        matrix, left, right = (weight, rows, inputs)
+        if ctx.turned:
+            matrix, left, right = weight.t(), inputs, rows
         return (
-            rows.mm(weight).view(given.shape) if needs_given else None,
-            settled(Debt(ctx.weight, rows, _rows(given))) if needs_weight else None,
+            rows.mm(matrix).view(given.shape) if needs_given else None,
+            settled(Debt(ctx.weight, left, right)) if needs_weight else None,
             rows.sum(0) if needs_bias else None,
-        )
-
-
-class _TransposedProduct(torch.autograd.Function):
-    """``given @ weight + bias``, as Conv1D computes it."""
-
-    @staticmethod
-    def forward(ctx: Any, given: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        ctx.save_for_backward(given, weight)
-        ctx.weight = weight
-        return torch.addmm(bias, _rows(given), weight).view(*given.shape[:-1], weight.shape[1])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,), (given, weight) = gradients, ctx.saved_tensors
-        needs_given, needs_weight, needs_bias = ctx.needs_input_grad
-        rows = _rows(gradient)
-        return (
-            rows.mm(weight.t()).view(given.shape) if needs_given else None,
-            settled(Debt(ctx.weight, _rows(given), rows)) if needs_weight else None,
-            rows.sum(0) if needs_bias else None,
+            None,
         )
 
 

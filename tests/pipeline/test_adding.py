@@ -145,3 +145,12 @@ def test_only_rows_that_occur_are_touched():
     table(torch.tensor([[2], [1]])).sum().backward()
     assert table.weight.grad is first
     assert torch.equal(first[:4].sum(1) / WIDTH, torch.tensor([0.0, 3.0, 1.0, 0.0]))
+
+
+@pytest.mark.parametrize("make", [encoder, transposed, Words])
+def test_outputs_are_those_of_the_plain_layers_to_the_bit(make):
+    torch.manual_seed(0)
+    model, given = make(), torch.randn(2, 5, WIDTH)
+    plain = model(given)
+    add_in_place(model)
+    assert torch.equal(model(given), plain)
