@@ -172,13 +172,17 @@ def _strategy(
 
 @contextmanager
 def _edge(config: EdgeConfig) -> Iterator[EdgeClient]:
-    """A client of the edge that the user runs, or of one on loopback for this run."""
+    """A client of the edge that the user runs, or of one on loopback for this run.
+
+    The user's may restart between two rounds as well as within one, so it is waited for.
+    """
     if config.address:
         with EdgeClient(
             config.address,
             tls=config.tls(),
             certificate_name=config.certificate_name,
             deadline_s=config.timeout_s,
+            patience_s=config.timeout_s,
             heartbeat=config.heartbeat,
         ) as client:
             client.health()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from contextlib import suppress
 
 import torch
 
@@ -36,19 +37,15 @@ class RpcEdgeGateway:
         self._clusters: dict[str, str] = {}  # by session
 
     def open(self, order: DecoderOrder) -> EdgeSession:
-        """Open a session with a fresh token and push the decoder; nothing stays open on error."""
-        session = EdgeSession(
-            address=self._address,
-            session_id=f"{order.cluster_id}-{order.server_round}-{secrets.token_hex(4)}",
-            token=secrets.token_hex(_RANDOM_BYTES),
-        )
-        self._client.open_session(_request(order, session))
-        try:
-            state = PartState(weights=order.weights, slots=self._slots.get(order.cluster_id, {}))
-            self._client.push_weights(session.session_id, session.token, state.tensors())
-        except LinkError:
-            self.close(session)
-            raise
+        """Open a session with a fresh token and push the decoder; nothing stays open on error.
+
+        An edge that goes away meanwhile is waited for as long as the client has patience, and
+        begins anew.
+        """
+        broken: list[EdgeSession] = []
+        session = self._client.patiently(lambda: self._open(order, broken))
+        for left in broken:  # a restarted edge may have read it back from disk
+            self._let_go(left)
         self._clusters[session.session_id] = order.cluster_id
         return session
 
@@ -89,6 +86,27 @@ class RpcEdgeGateway:
         """Free the session."""
         self._clusters.pop(session.session_id, None)
         self._client.close_session(session.session_id, session.token)
+
+    def _open(self, order: DecoderOrder, broken: list[EdgeSession]) -> EdgeSession:
+        session = EdgeSession(
+            address=self._address,
+            session_id=f"{order.cluster_id}-{order.server_round}-{secrets.token_hex(4)}",
+            token=secrets.token_hex(_RANDOM_BYTES),
+        )
+        state = PartState(weights=order.weights, slots=self._slots.get(order.cluster_id, {}))
+        try:
+            self._client.open_session(_request(order, session))
+            self._client.push_weights(session.session_id, session.token, state.tensors())
+        except LinkError:
+            self._let_go(session)
+            broken.append(session)
+            raise
+        return session
+
+    def _let_go(self, session: EdgeSession) -> None:
+        """Free a session that never came to be; the edge need not know it."""
+        with suppress(LinkError):
+            self._client.close_session(session.session_id, session.token)
 
 
 def _request(order: DecoderOrder, session: EdgeSession) -> SessionRequest:

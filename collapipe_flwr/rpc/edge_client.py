@@ -143,7 +143,7 @@ class EdgeClient:
             answers = call(request, timeout=self._transfer_s, metadata=metadata)
             return gather_weights(_decoded(answers, self._limits), most_bytes)
 
-        return self._patiently(fetch)
+        return self.patiently(fetch)
 
     def missing(self, session_id: str, token: str, digests: Mapping[str, str]) -> tuple[str, ...]:
         """Which of these weights a push must bring; the host kept the others."""
@@ -241,6 +241,21 @@ class EdgeClient:
         self._await_hello(link)
         return link
 
+    def patiently(self, call: Callable[[], Answer]) -> Answer:
+        """Repeat what may be done twice while the edge is away, for `patience_s`.
+
+        One that an edge breaks off although it answers is made again at once, then ever more
+        rarely.
+        """
+        until_s, pause_s = time.monotonic() + self._patience_s, 0.0
+        while True:
+            try:
+                return self._translated(call)
+            except (Unreachable, LinkTimeout):
+                if not self._connected_before(until_s) or self._closed.wait(pause_s):
+                    raise
+            pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+
     def close(self) -> None:
         """Close the channel; its streams break."""
         self._closed.set()
@@ -286,7 +301,7 @@ class EdgeClient:
 
     def _again(self, name: str, data: bytes, metadata: tuple[tuple[str, str], ...]) -> bytes:
         """A call that may be made twice: it outlives a restart of the edge."""
-        return self._patiently(lambda: self._ask(name, data, metadata, self._deadline_s))
+        return self.patiently(lambda: self._ask(name, data, metadata, self._deadline_s))
 
     def _ask(
         self, name: str, data: bytes, metadata: tuple[tuple[str, str], ...], timeout_s: float
@@ -294,21 +309,6 @@ class EdgeClient:
         call = self._channel.unary_unary(methods.method(name), None, None)
         answer: bytes = call(data, timeout=timeout_s, metadata=metadata)
         return answer
-
-    def _patiently(self, call: Callable[[], Answer]) -> Answer:
-        """Repeat a call that may be made twice while the edge is away, for `patience_s`.
-
-        One that an edge breaks off although it answers is made again at once, then ever more
-        rarely.
-        """
-        until_s, pause_s = time.monotonic() + self._patience_s, 0.0
-        while True:
-            try:
-                return self._translated(call)
-            except (Unreachable, LinkTimeout):
-                if not self._connected_before(until_s) or self._closed.wait(pause_s):
-                    raise
-            pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
 
     def _connected_before(self, until_s: float) -> bool:
         """Wait for the edge to listen again; whether it did in time.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.edge.server import EdgeServer
 from collapipe_flwr.edge.service import EdgeService
+from collapipe_flwr.edge.vault import Vault
 from collapipe_flwr.federation.edge_gateway import DecoderOrder, EdgeGateway, MemoryEdge
 from collapipe_flwr.federation.records import LearningSettings
 from collapipe_flwr.federation.rpc_gateway import RpcEdgeGateway
@@ -93,3 +96,46 @@ def test_an_edge_that_is_gone_is_one_sentence_in_bounded_time():
         pytest.raises(LinkError, match=f"edge at {address} cannot be reached"),
     ):
         RpcEdgeGateway(client).open(order("c1"))
+
+
+class DyingEdge(EdgeService):
+    """Keeps the weights of its first push, and dies before it can say so."""
+
+    def __init__(self, vault: Vault) -> None:
+        super().__init__(lambda _, weights: Decoder(weights), vault=vault)
+        self.kept = threading.Event()
+
+    def push_weights(self, *args, **kwargs) -> None:
+        super().push_weights(*args, **kwargs)
+        self.kept.set()
+        time.sleep(1.0)  # the call is broken off meanwhile
+
+
+def test_an_edge_that_restarts_while_a_session_is_opened_gets_it_anew(tmp_path):
+    dying = DyingEdge(Vault(tmp_path))
+    first = EdgeServer("127.0.0.1:0", dying)
+    again: list[tuple[EdgeServer, EdgeService]] = []
+
+    def restart() -> None:
+        dying.kept.wait(30)
+        first.stop(grace_s=0.0)
+        service = EdgeService(lambda _, weights: Decoder(weights), vault=Vault(tmp_path))
+        assert service.health().sessions == 1  # what nobody knows to be there
+        again.append((EdgeServer(first.address, service), service))
+        again[0][0].__enter__()
+
+    with first:
+        restarting = threading.Thread(target=restart)
+        restarting.start()
+        try:
+            with EdgeClient(first.address, deadline_s=5.0, patience_s=30.0) as client:
+                gateway = RpcEdgeGateway(client)
+                session = gateway.open(order("c1"))
+                assert again[0][1].health().sessions == 1
+                assert gateway.fetch(session)["w"].tolist() == [0.0, 1.0, 2.0]
+                gateway.close(session)
+                assert again[0][1].health().sessions == 0
+        finally:
+            restarting.join(60)
+            for server, _ in again:
+                server.stop()
