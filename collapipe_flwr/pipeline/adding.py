@@ -12,6 +12,7 @@ among them, and embeddings; all else is autograd's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -22,18 +23,26 @@ from torch.nn import functional
 from collapipe_flwr.pipeline.backward import Debt, is_heard, settled
 
 _CONV1D = ("transformers.pytorch_utils", "Conv1D")  # by name: a board may not have the library
+_WORTH = 2**18  # numbers in a matrix from which adding saves more than calling Python costs
 
 
-def add_in_place(part: nn.Module) -> None:
-    """Make the layers of a part such that add in place; what they compute is unchanged."""
+def add_in_place(part: nn.Module, *, owes: bool = False) -> None:
+    """Make the layers of a part such that add in place; what they compute is unchanged.
+
+    Small matrices gain by it only where products are left for later (``owes``).
+    """
     for module in part.modules():
         kind: Any = type(module)  # exactly: a class of somebody else's may compute otherwise
-        if kind is nn.Linear:
-            module.__class__ = AddingLinear
-        elif kind is nn.Embedding:
+        if kind is nn.Embedding:
             module.__class__ = AddingEmbedding
-        elif (kind.__module__, kind.__name__) == _CONV1D:
+        elif kind is nn.Linear and (owes or _is_large(module)):
+            module.__class__ = AddingLinear
+        elif (kind.__module__, kind.__name__) == _CONV1D and (owes or _is_large(module)):
             module.__class__ = _adding_conv1d(kind)
+
+
+def _is_large(module: Any) -> bool:
+    return int(module.weight.numel()) >= _WORTH
 
 
 class AddingLinear(nn.Linear):
@@ -43,8 +52,7 @@ class AddingLinear(nn.Linear):
         """(..., in) to (..., out)."""
         if _is_plain(self.weight) or torch.is_autocast_enabled(given.device.type):
             return super().forward(given)
-        product: Tensor = _Product.apply(given, self.weight, self.bias, False)  # type: ignore[no-untyped-call]
-        return product
+        return _product(given, self.weight, self.bias, False)
 
 
 class AddingEmbedding(nn.Embedding):
@@ -55,8 +63,7 @@ class AddingEmbedding(nn.Embedding):
         unusual = self.max_norm is not None or self.scale_grad_by_freq or self.sparse
         if unusual or _is_plain(self.weight) or given.numel() > self.weight.shape[0]:
             return super().forward(given)
-        rows: Tensor = _Lookup.apply(given, self.weight, self.padding_idx)  # type: ignore[no-untyped-call]
-        return rows
+        return _lookup(given, self.weight, self.padding_idx)
 
 
 @cache
@@ -66,7 +73,7 @@ def _adding_conv1d(kind: Any) -> Any:
     def forward(self: Any, given: Tensor) -> Any:
         if _is_plain(self.weight) or torch.is_autocast_enabled(given.device.type):
             return kind.forward(self, given)
-        return _Product.apply(given, self.weight, self.bias, True)  # type: ignore[no-untyped-call]
+        return _product(given, self.weight, self.bias, True)
 
     return type("AddingConv1D", (kind,), {"forward": forward})
 
@@ -122,6 +129,15 @@ class _Lookup(torch.autograd.Function):
         total = torch.zeros_like(weight, requires_grad=False) if is_first else weight.grad
         total.index_add_(0, ids, rows)
         return None, total if is_first else None, None
+
+
+def _called(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
+    """``function.apply`` without its preparations for `torch.func`: 15 us of every call."""
+    applied: Callable[..., Tensor] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return applied
+
+
+_product, _lookup = _called(_Product), _called(_Lookup)
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ def encoder() -> nn.Module:
 
 def test_the_input_comes_first_and_matrices_later():
     model, hidden = encoder(), torch.randn(2, 4, WIDTH, requires_grad=True)
-    add_in_place(model)
+    add_in_place(model, owes=True)
     with owing() as owed:
         model(hidden).sum().backward()
     assert hidden.grad is not None
@@ -39,7 +39,7 @@ def test_the_input_comes_first_and_matrices_later():
 @pytest.mark.parametrize("layer", [nn.Linear(WIDTH, WIDTH), nn.Embedding(WIDTH, WIDTH)])
 def test_who_listens_to_a_weight_hears_its_gradient(layer):
     heard = []
-    add_in_place(layer)
+    add_in_place(layer, owes=True)
     layer.weight.register_hook(lambda gradient: heard.append(gradient.shape))
     given = torch.ones(2, WIDTH) if isinstance(layer, nn.Linear) else torch.tensor([1, 2])
     for _ in range(2):
@@ -72,7 +72,7 @@ def llama(attention):
 @pytest.mark.parametrize("make", [bert, gpt2, llama])
 def test_what_is_owed_takes_no_more_than_what_the_forward_pass_saved(make, attention):
     (block, arguments), meter = make(attention), MemoryMeter()
-    add_in_place(block.train())
+    add_in_place(block.train(), owes=True)
     hidden = torch.randn(2, 16, 32, requires_grad=True)
     with meter.saving("pass", block.parameters()):
         output = block(hidden * 1.0, **arguments)
