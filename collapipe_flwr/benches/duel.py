@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 
 from collapipe_flwr.benches.crew import BenchError, Crew
 from collapipe_flwr.benches.job import Job, StepSeconds, Turn
 from collapipe_flwr.benches.network import Network
+from collapipe_flwr.benches.stolen import QUIET, Stolen, quietest
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.costs.events import StepTimes, replay
 
@@ -18,11 +19,16 @@ SAME_LOSS = 1e-3  # relative: both trained the same model on the same batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How long to measure: ``turns`` turns of ``steps`` steps, after ``warm`` unmeasured ones."""
+    """How long to measure: ``turns`` turns of ``steps`` steps, after ``warm`` unmeasured ones.
+
+    Turns during which the host of a virtual machine took processors away are taken again, as long
+    as there are no more than ``most`` times as many; then the quietest count.
+    """
 
     warm: int = 1
     turns: int = 51
     steps: int = 1
+    most: int = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +45,14 @@ class Duel:
     """Both sides; ``ratio`` is the median over pairs of neighbouring turns, so noise hits both.
 
     ``bound_s`` is the event simulator's time for our steps, ``busiest_s`` how long the passes of
-    our stage that works most take in them: no step is shorter.
+    our stage that works most take in them: no step is shorter. ``stolen`` is the share of the
+    processors' time that the host took in the turns that count, ``left_out`` how many do not.
     """
 
     ours: Side
     theirs: Side
+    stolen: float
+    left_out: int
     bound_ratio: float
     bound_s: float
     busiest_s: float
@@ -95,18 +104,18 @@ class Arena:
             for side in sides.values():
                 side.turn(pace.steps)
         before = self._cpu_s(ours, theirs)
-        for side in sides.values():
-            side.steps_s.clear()
-        for turn in range(pace.turns):  # who begins changes, so that neither always follows
-            for side in list(sides.values())[:: 1 if turn % 2 else -1]:
-                side.turn(pace.steps)
+        shares = _take_turns(list(sides.values()), pace)
         after = self._cpu_s(ours, theirs)
-        measured = self._close(ours, theirs)[pace.warm * pace.steps :]
-        count = pace.turns * pace.steps
+        kept = quietest(shares, pace.turns)
+        rows = self._close(ours, theirs)[pace.warm * pace.steps :]
+        measured = [row for t in kept for row in rows[t * pace.steps : (t + 1) * pace.steps]]
+        count = len(shares) * pace.steps
         cpu = [(b - a) / count for a, b in zip(before, after, strict=True)]
         duel = Duel(
-            ours=sides["ours"].side(cpu[0]),
-            theirs=sides["theirs"].side(cpu[1]),
+            ours=sides["ours"].side(cpu[0], kept),
+            theirs=sides["theirs"].side(cpu[1], kept),
+            stolen=fmean(shares[turn] for turn in kept),
+            left_out=len(shares) - len(kept),
             bound_ratio=median(s.step_s / bound_s(ours, s, hop_s) for s in measured),
             bound_s=median(bound_s(ours, s, hop_s) for s in measured),
             busiest_s=median(_busiest_s(ours, s) for s in measured),
@@ -150,8 +159,26 @@ class _Taken:
         self.steps_s.append(turn.wall_s / steps)
         self._loss = turn.loss
 
-    def side(self, cpu_s: float) -> Side:
-        return Side(steps_s=tuple(self.steps_s), cpu_s=cpu_s, loss=self._loss)
+    def side(self, cpu_s: float, kept: Sequence[int]) -> Side:
+        return Side(
+            steps_s=tuple(self.steps_s[turn] for turn in kept), cpu_s=cpu_s, loss=self._loss
+        )
+
+
+def _take_turns(sides: Sequence[_Taken], pace: Pace) -> list[float]:
+    """Until enough were quiet; the share of each that was stolen."""
+    for side in sides:
+        side.steps_s.clear()
+    shares: list[float] = []
+    stolen = Stolen()
+    while sum(share <= QUIET for share in shares) < pace.turns:
+        if len(shares) == pace.most * pace.turns:
+            break
+        # Who begins changes, so that neither always follows.
+        for side in sides[:: 1 if len(shares) % 2 else -1]:
+            side.turn(pace.steps)
+        shares.append(stolen.share())
+    return shares
 
 
 def open_chain(crew: Crew, job: Job) -> None:

@@ -145,6 +145,8 @@ def _row(case: Case, duel: Duel) -> Json:
         "cpu_ratio": duel.ours.cpu_s / duel.theirs.cpu_s,
         "loss": duel.ours.loss,
         "torch_pipelining_loss": duel.theirs.loss,
+        "stolen": duel.stolen,
+        "turns_left_out": duel.left_out,
     }
 
 
