@@ -23,26 +23,26 @@ from torch.nn import functional
 from collapipe_flwr.pipeline.backward import Debt, is_heard, settled
 
 _CONV1D = ("transformers.pytorch_utils", "Conv1D")  # by name: a board may not have the library
-_WORTH = 2**18  # numbers in a matrix from which adding saves more than calling Python costs
+WORTH = 2**18  # numbers in a matrix from which adding saves more than a call of Python costs
 
 
-def add_in_place(part: nn.Module, *, owes: bool = False) -> None:
+def add_in_place(part: nn.Module) -> None:
     """Make the layers of a part such that add in place; what they compute is unchanged.
 
-    Small matrices gain by it only where products are left for later (``owes``).
+    Small matrices are left alone.
     """
     for module in part.modules():
         kind: Any = type(module)  # exactly: a class of somebody else's may compute otherwise
         if kind is nn.Embedding:
             module.__class__ = AddingEmbedding
-        elif kind is nn.Linear and (owes or _is_large(module)):
+        elif kind is nn.Linear and _is_large(module):
             module.__class__ = AddingLinear
-        elif (kind.__module__, kind.__name__) == _CONV1D and (owes or _is_large(module)):
+        elif (kind.__module__, kind.__name__) == _CONV1D and _is_large(module):
             module.__class__ = _adding_conv1d(kind)
 
 
 def _is_large(module: Any) -> bool:
-    return int(module.weight.numel()) >= _WORTH
+    return int(module.weight.numel()) >= WORTH
 
 
 class AddingLinear(nn.Linear):

@@ -70,7 +70,7 @@ class Stage(ABC):
         self.downstream = downstream
         self.recorder = Recorder(keep_spans=settings.keep_spans)
         self.memory = MemoryMeter()
-        add_in_place(part, owes=upstream is not None and not settings.recompute)
+        add_in_place(part)
         self._randomness: Randomness = FreeRandomness()
         self._stash: dict[int, InFlight] = {}
         self._keeps = not settings.recompute or self._by_block()

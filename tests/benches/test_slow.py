@@ -12,6 +12,8 @@ from collapipe_flwr.benches.slow import Slowed
 from collapipe_flwr.pipeline.adding import add_in_place
 from collapipe_flwr.pipeline.backward import owing
 
+pytestmark = pytest.mark.usefixtures("small_matrices_add_in_place")
+
 
 class Clock:
     """A processor that works a second per look, and sleeps as told."""

@@ -34,6 +34,8 @@ from tests.laws.test_cluster_equals_whole import (
 )
 from tests.models.conftest import OVERRIDES, TOKENS
 
+pytestmark = pytest.mark.usefixtures("small_matrices_add_in_place")
+
 __all__ = ["_one_thread"]
 BLOCKS = 4
 CUT = Cut(stops=(1, 2, 4), micro_batches=(2, 2, 1), schedule="1f1b")

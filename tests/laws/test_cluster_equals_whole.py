@@ -27,6 +27,8 @@ from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
 from collapipe_flwr.pipeline.roles import MicroBatch
 from collapipe_flwr.pipeline.session import SessionRequest
 
+pytestmark = pytest.mark.usefixtures("small_matrices_add_in_place")
+
 TOKEN = "0123456789abcdef"
 BLOCKS = 5
 SGD = OptimizerSettings(name="sgd", learning_rate=1.0, weight_decay=0.0)

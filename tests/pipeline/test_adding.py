@@ -11,6 +11,8 @@ from transformers.pytorch_utils import Conv1D
 from collapipe_flwr.pipeline.adding import AddingEmbedding, AddingLinear, add_in_place
 from collapipe_flwr.pipeline.backward import owing
 
+pytestmark = pytest.mark.usefixtures("small_matrices_add_in_place")
+
 torch.set_num_threads(1)
 WIDTH, MICRO_BATCHES = 8, 3
 
@@ -88,7 +90,7 @@ def gradients(make, *, adding: bool, later: bool = False) -> list[Tensor | None]
     torch.manual_seed(0)
     model = make().double()
     if adding:
-        add_in_place(model, owes=True)
+        add_in_place(model)
     inputs = [
         torch.randn(2, 4, WIDTH, dtype=torch.float64, requires_grad=True)
         for _ in range(MICRO_BATCHES)
@@ -117,7 +119,7 @@ def test_gradients_are_those_of_autograd(make, later):
 
 def test_a_gradient_that_is_there_is_added_to_where_it_lies():
     layer = nn.Linear(WIDTH, WIDTH)
-    add_in_place(layer, owes=True)
+    add_in_place(layer)
     layer(torch.ones(2, WIDTH)).sum().backward()
     first = layer.weight.grad
     layer(torch.ones(2, WIDTH)).sum().backward()
@@ -131,24 +133,22 @@ def test_layers_of_another_class_are_left_alone():
             return 2 * super().forward(given)
 
     part = nn.Sequential(nn.Linear(WIDTH, WIDTH), Scaled(WIDTH, WIDTH))
-    add_in_place(part, owes=True)
+    add_in_place(part)
     assert [type(layer) for layer in part] == [AddingLinear, Scaled]
     assert set(part.state_dict()) == {"0.weight", "0.bias", "1.weight", "1.bias"}
 
 
-def test_small_matrices_are_left_alone_where_nothing_is_left_for_later():
+def test_small_matrices_are_left_alone(monkeypatch):
+    monkeypatch.undo()
     part = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(512, 512), Conv1D(512, 512))
     add_in_place(part)
-    assert type(part[0]) is nn.Linear
-    assert type(part[1]) is AddingLinear
+    assert [type(layer) for layer in part[:2]] == [nn.Linear, AddingLinear]
     assert type(part[2]) is not Conv1D
-    add_in_place(part, owes=True)
-    assert type(part[0]) is AddingLinear
 
 
 def test_only_rows_that_occur_are_touched():
     table = nn.Embedding(10, WIDTH)
-    add_in_place(table, owes=True)
+    add_in_place(table)
     assert type(table) is AddingEmbedding
     table(torch.tensor([1, 1])).sum().backward()
     first = table.weight.grad
@@ -162,5 +162,5 @@ def test_outputs_are_those_of_the_plain_layers_to_the_bit(make):
     torch.manual_seed(0)
     model, given = make(), torch.randn(2, 5, WIDTH)
     plain = model(given)
-    add_in_place(model, owes=True)
+    add_in_place(model)
     assert torch.equal(model(given), plain)

@@ -14,6 +14,8 @@ from collapipe_flwr.pipeline.adding import add_in_place
 from collapipe_flwr.pipeline.backward import owing
 from collapipe_flwr.pipeline.memory import MemoryMeter
 
+pytestmark = pytest.mark.usefixtures("small_matrices_add_in_place")
+
 torch.set_num_threads(1)
 WIDTH = 8
 
@@ -24,7 +26,7 @@ def encoder() -> nn.Module:
 
 def test_the_input_comes_first_and_matrices_later():
     model, hidden = encoder(), torch.randn(2, 4, WIDTH, requires_grad=True)
-    add_in_place(model, owes=True)
+    add_in_place(model)
     with owing() as owed:
         model(hidden).sum().backward()
     assert hidden.grad is not None
@@ -39,7 +41,7 @@ def test_the_input_comes_first_and_matrices_later():
 @pytest.mark.parametrize("layer", [nn.Linear(WIDTH, WIDTH), nn.Embedding(WIDTH, WIDTH)])
 def test_who_listens_to_a_weight_hears_its_gradient(layer):
     heard = []
-    add_in_place(layer, owes=True)
+    add_in_place(layer)
     layer.weight.register_hook(lambda gradient: heard.append(gradient.shape))
     given = torch.ones(2, WIDTH) if isinstance(layer, nn.Linear) else torch.tensor([1, 2])
     for _ in range(2):
@@ -72,7 +74,7 @@ def llama(attention):
 @pytest.mark.parametrize("make", [bert, gpt2, llama])
 def test_what_is_owed_takes_no_more_than_what_the_forward_pass_saved(make, attention):
     (block, arguments), meter = make(attention), MemoryMeter()
-    add_in_place(block.train(), owes=True)
+    add_in_place(block.train())
     hidden = torch.randn(2, 16, 32, requires_grad=True)
     with meter.saving("pass", block.parameters()):
         output = block(hidden * 1.0, **arguments)

@@ -19,6 +19,8 @@ from tests.pipeline.chains import (
     whole_loss,
 )
 
+pytestmark = pytest.mark.usefixtures("small_matrices_add_in_place")
+
 torch.set_num_threads(1)
 
 
