@@ -33,7 +33,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One runtime over the measured turns, per step."""
+    """One runtime per step: wall time of the turns that count, CPU time of all."""
 
     steps_s: tuple[float, ...]
     cpu_s: float
@@ -171,9 +171,8 @@ def _take_turns(sides: Sequence[_Taken], pace: Pace) -> list[float]:
         side.steps_s.clear()
     shares: list[float] = []
     stolen = Stolen()
-    while sum(share <= QUIET for share in shares) < pace.turns:
-        if len(shares) == pace.most * pace.turns:
-            break
+    most = pace.most * pace.turns
+    while len(shares) < most and sum(share <= QUIET for share in shares) < pace.turns:
         # Who begins changes, so that neither always follows.
         for side in sides[:: 1 if len(shares) % 2 else -1]:
             side.turn(pace.steps)

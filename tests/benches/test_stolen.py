@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -60,10 +60,10 @@ def test_disturbed_turns_are_taken_again_up_to_a_limit(monkeypatch):
 def test_the_share_is_what_the_system_counts(monkeypatch, tmp_path):
     counters = tmp_path / "stat"
     monkeypatch.setattr(stolen, "_COUNTERS", counters)
-    monkeypatch.setattr(stolen.os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(stolen.os, "sysconf", lambda _: 100)
     seconds = iter([0.0, 10.0, 20.0])
-    monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
+    two_processors = SimpleNamespace(cpu_count=lambda: 2, sysconf=lambda _: 100)
+    monkeypatch.setattr(stolen, "os", two_processors)
+    monkeypatch.setattr(stolen, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
     counters.write_text("cpu  1 2 3 4 5 6 7 800 0 0\ncpu0 1 2\n")
     looked = Stolen()
     counters.write_text("cpu  1 2 3 4 5 6 7 1000 0 0\ncpu0 1 2\n")
