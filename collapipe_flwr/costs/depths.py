@@ -1,8 +1,7 @@
 """Warm-up depths of 1F1B: as deep as memory allows, and no deeper than useful.
 
 Depth J on every stage *is* GPipe. Shallower warm-up keeps fewer activations but may expose slow
-links, so depth is a decision: the smallest whose makespan, by the event simulator, is as good as
-that of the deepest that fits.
+links and slow stages, so depth is a decision (`warm_up`), within what memory allows.
 """
 
 from __future__ import annotations
@@ -21,15 +20,9 @@ from collapipe_flwr.costs.events import StepTimes, replay
 from collapipe_flwr.costs.latency import PassTimes, gpipe_makespan_s
 from collapipe_flwr.costs.memory import capacity_bytes, peak_bytes
 from collapipe_flwr.costs.tables import Tables
+from collapipe_flwr.costs.warm_up import WarmUp, choose_warm_up
 
 Array = NDArray[np.float64]
-
-AS_GOOD = 1e-3  # relative makespan
-
-
-def classic_depths(stages: int, micro_batches: int) -> list[int]:
-    """Textbook 1F1B: one more in flight for every stage further from the end."""
-    return [min(stages - k, micro_batches) for k in range(stages)]
 
 
 def step_times(chain: Chain, times: Array, row: int, *, half_duplex: bool) -> StepTimes:
@@ -68,30 +61,11 @@ def deepest(tables: Tables, chain: Chain, options: Options, row: int) -> list[in
     return list(accumulate(own, min))
 
 
-def choose_depths(
-    tables: Tables, chain: Chain, options: Options, times: Array, row: int
-) -> tuple[tuple[int, ...], float]:
-    """Depths per stage (control unit, segments, edge) and the makespan they give."""
+def choose_depths(tables: Tables, chain: Chain, options: Options, times: Array, row: int) -> WarmUp:
+    """Depths of control unit, segments and edge."""
     step = step_times(chain, times, row, half_duplex=options.half_duplex)
     count = int(chain.rows.micro_batches_r[row])
-    limit = deepest(tables, chain, options, row)
-    classic = classic_depths(step.stages, count)
-
-    def played(extra: int) -> tuple[tuple[int, ...], float]:
-        depths = tuple(min(c + extra, m) for c, m in zip(classic, limit, strict=True))
-        return depths, replay(step, depths, count).makespan_s
-
-    too_shallow, enough = -1, count - 1
-    best = played(enough)
-    good = best[1] * (1.0 + AS_GOOD)
-    while enough - too_shallow > 1:
-        middle = (too_shallow + enough) // 2
-        trial = played(middle)
-        if trial[1] <= good:
-            best, enough = trial, middle
-        else:
-            too_shallow = middle
-    return best
+    return choose_warm_up(step, deepest(tables, chain, options, row), count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,85 @@
+"""The search for warm-up depths: how many micro-batches each stage has in flight under 1F1B.
+
+The event simulator judges. A stage that may go deeper than the textbook's hides slow links and
+waits less for slower stages behind it; one that goes too deep keeps activations for nothing, and
+holds gradients back for the stages ahead. The last stage has its gradient at once and stays at 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from collapipe_flwr.costs.events import StepTimes, replay
+
+AS_GOOD = 1e-3  # relative makespan
+
+Depths = tuple[int, ...]
+
+
+class WarmUp(NamedTuple):
+    """Micro-batches in flight per stage, and how long a step then takes."""
+
+    depths: Depths
+    makespan_s: float
+
+
+def choose_warm_up(step: StepTimes, limit: Sequence[int], micro_batches: int) -> WarmUp:
+    """Depths that make a step short, none deeper than needed; ``limit`` must not rise.
+
+    A few combinations are tried, which `tests/costs/test_warm_up.py` compares with all that exist.
+    """
+    search = _Search(step, micro_batches)
+    # Where memory is short for some, forwards on the stages behind cost those the gradients they
+    # wait for: the second look lets every stage have less in flight than the one ahead of it.
+    falling = list(accumulate(limit, lambda ahead, here: max(min(here, ahead - 1), 1)))
+    best = min(search.deepened(limit), search.deepened(falling), key=lambda found: found.makespan_s)
+    return search.trimmed(best)
+
+
+class _Search:
+    """Plays every combination of depths once at most."""
+
+    def __init__(self, step: StepTimes, micro_batches: int) -> None:
+        self._step, self._micro_batches = step, micro_batches
+        self._known: dict[Depths, WarmUp] = {}
+
+    def deepened(self, limit: Sequence[int]) -> WarmUp:
+        """From the textbook's depths on, one more in flight per hop as long as that pays."""
+        best = self._played(_with_slack(limit, 0))
+        for slack in range(1, self._micro_batches):
+            deeper = self._played(_with_slack(limit, slack))
+            if deeper.makespan_s >= best.makespan_s * (1.0 - AS_GOOD):
+                break
+            best = deeper
+        return best
+
+    def trimmed(self, found: WarmUp) -> WarmUp:
+        """Less on every stage, from the last one on, where a step takes no longer for it."""
+        shortest_s = found.makespan_s
+        for stage in reversed(range(self._step.stages - 1)):
+            while found.depths[stage] > found.depths[stage + 1]:
+                fewer = self._played(_one_less(found.depths, stage))
+                if fewer.makespan_s > shortest_s * (1.0 + AS_GOOD):
+                    break
+                found, shortest_s = fewer, min(shortest_s, fewer.makespan_s)
+        return found
+
+    def _played(self, depths: Depths) -> WarmUp:
+        if depths not in self._known:
+            makespan_s = replay(self._step, depths, self._micro_batches).makespan_s
+            self._known[depths] = WarmUp(depths, makespan_s)
+        return self._known[depths]
+
+
+def _with_slack(limit: Sequence[int], slack: int) -> Depths:
+    """From the end: 1, and with every stage one more and ``slack``, as far as the limits go."""
+    depths = [1]
+    for most in reversed(limit[:-1]):
+        depths.append(max(min(most, depths[-1] + 1 + slack), depths[-1]))
+    return tuple(reversed(depths))
+
+
+def _one_less(depths: Depths, stage: int) -> Depths:
+    return (*depths[:stage], depths[stage] - 1, *depths[stage + 1 :])
