@@ -1,6 +1,9 @@
-"""Frames as bytes: a small JSON header, then the raw bytes of the tensors.
+"""Frames as bytes: a small header, then the raw bytes of the tensors.
 
     "CPF1" | header length (uint32, little endian) | header | padding to 16 | tensor | padding ...
+
+The header is two lines of JSON: what differs from frame to frame, and which tensors follow. The
+second is the same in every micro-batch, so it is written and read once and then remembered.
 
 No pickle and no protobuf around tensors. Whatever a stranger sends is checked against the
 header, and the header against the limits, before anything is allocated.
@@ -13,6 +16,8 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +30,7 @@ from collapipe_flwr.rpc.quantize import WIRE_CODECS, WireCodec
 _MAGIC = b"CPF1"
 _PREFIX = struct.Struct("<4sI")
 _ALIGN = 16
+_REMEMBERED = 32  # lists of tensors, of at most ``FrameLimits.header_bytes`` each
 _DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -51,19 +57,28 @@ class _Entry:
     wire_bytes: int
 
 
+_Described = tuple[str, str, torch.Size, str, int]  # name, dtype, shape, codec, bytes on the wire
+_compact = json.JSONEncoder(separators=(",", ":"))
+
+
+class _Layout(NamedTuple):
+    """The tensors of a frame, checked."""
+
+    entries: tuple[_Entry, ...]
+    size_bytes: int  # with what pads them
+
+
 def encode_frame(frame: Frame, codec: str = "fp32") -> bytes:
     """The frame as bytes; `codec` applies to hidden states and gradients, all else is exact."""
-    entries: list[list[object]] = []
+    described: list[_Described] = []
     chunks: list[bytes | memoryview] = []
     for name, tensor in frame.tensors.items():
         wire = codec if name in (HIDDEN, GRAD) and tensor.is_floating_point() else "fp32"
         raw = WIRE_CODECS[wire].pack(tensor.detach())
-        entries.append([name, _dtype_name(tensor), list(tensor.shape), wire, len(raw)])
+        described.append((name, _dtype_name(tensor), tensor.shape, wire, len(raw)))
         chunks += [raw, b"\0" * (-len(raw) % _ALIGN)]
-    header = json.dumps(
-        [int(frame.kind), frame.step, frame.micro_batch, entries, dict(frame.scalars), frame.text],
-        separators=(",", ":"),
-    ).encode()
+    fields = [int(frame.kind), frame.step, frame.micro_batch, dict(frame.scalars), frame.text]
+    header = b"%b\n%b" % (_compact.encode(fields).encode(), _tensors_line(tuple(described)))
     header += b" " * (-(_PREFIX.size + len(header)) % _ALIGN)
     return b"".join([_PREFIX.pack(_MAGIC, len(header)), header, *chunks])
 
@@ -72,28 +87,44 @@ def decode_frame(data: bytes, limits: FrameLimits | None = None) -> Frame:
     """The frame in `data`; tensors own writable memory. Raises ProtocolError on anything odd."""
     limits = limits or FrameLimits()
     header, start = _header(data, limits)
-    kind, step, micro_batch, raw_entries, scalars, text = _fields(header)
-    if len(raw_entries) > limits.tensors:
-        raise ProtocolError(
-            f"a frame with {len(raw_entries)} tensors; {limits.tensors} are allowed"
-        )
-    entries = [_entry(raw, limits) for raw in raw_entries]
-    if len({e.name for e in entries}) < len(entries):
-        raise ProtocolError("a frame names a tensor twice")
-    if start + sum(_padded(e.wire_bytes) for e in entries) != len(data):
+    line, _, tensors_line = header.partition(b"\n")
+    kind, step, micro_batch, scalars, text = _fields(_parsed(line))
+    layout = _layout(tensors_line, limits)
+    if start + layout.size_bytes != len(data):
         raise ProtocolError(f"a frame of {len(data)} bytes, which is not what its header says")
     return Frame(
         kind=kind,
         step=step,
         micro_batch=micro_batch,
-        tensors=_tensors(memoryview(data), start, entries),
+        tensors=_tensors(memoryview(data), start, layout.entries),
         scalars=scalars,
         text=text,
     )
 
 
-def _header(data: bytes, limits: FrameLimits) -> tuple[object, int]:
-    """The parsed header and where the tensors start."""
+@lru_cache(_REMEMBERED)
+def _tensors_line(described: tuple[_Described, ...]) -> bytes:
+    return _compact.encode(described).encode()
+
+
+@lru_cache(_REMEMBERED)
+def _layout(line: bytes, limits: FrameLimits) -> _Layout:
+    """What the second line of a header says. Raises ProtocolError on anything odd."""
+    raw_entries = _parsed(line)
+    if not isinstance(raw_entries, list):
+        raise ProtocolError("a frame whose tensors are no list")
+    if len(raw_entries) > limits.tensors:
+        raise ProtocolError(
+            f"a frame with {len(raw_entries)} tensors; {limits.tensors} are allowed"
+        )
+    entries = tuple(_entry(raw, limits) for raw in raw_entries)
+    if len({e.name for e in entries}) < len(entries):
+        raise ProtocolError("a frame names a tensor twice")
+    return _Layout(entries, sum(_padded(e.wire_bytes) for e in entries))
+
+
+def _header(data: bytes, limits: FrameLimits) -> tuple[bytes, int]:
+    """Its bytes and where the tensors start."""
     if len(data) > limits.frame_bytes:
         raise ProtocolError(f"a frame of {len(data)} bytes; {limits.frame_bytes} are allowed")
     if len(data) < _PREFIX.size:
@@ -102,27 +133,29 @@ def _header(data: bytes, limits: FrameLimits) -> tuple[object, int]:
     stop = _PREFIX.size + size
     if magic != _MAGIC or size > limits.header_bytes or stop > len(data) or stop % _ALIGN:
         raise ProtocolError("a frame without a proper header")
+    return data[_PREFIX.size : stop], stop
+
+
+def _parsed(line: bytes) -> object:
     try:
-        return json.loads(data[_PREFIX.size : stop]), stop
+        return json.loads(line.decode())
     except (ValueError, RecursionError) as error:
-        raise ProtocolError("a frame whose header is not JSON") from error
+        raise ProtocolError("a frame whose header is not two lines of JSON") from error
 
 
-def _fields(
-    header: object,
-) -> tuple[FrameKind, int, int, list[object], Mapping[str, float], str]:
-    if not (isinstance(header, list) and len(header) == 6):
-        raise ProtocolError("a frame whose header is not a list of six")
-    kind, step, micro_batch, entries, scalars, text = header
+def _fields(fields: object) -> tuple[FrameKind, int, int, Mapping[str, float], str]:
+    if not (isinstance(fields, list) and len(fields) == 5):
+        raise ProtocolError("a frame whose header does not begin with a list of five")
+    kind, step, micro_batch, scalars, text = fields
     if not (_is_count(kind) and kind in FrameKind._value2member_map_):
         raise ProtocolError(f"a frame of unknown kind {str(kind)[:40]}")
     if not (_is_count(step) and _is_count(micro_batch)):
         raise ProtocolError("a frame whose step or micro-batch is no number >= 0")
-    if not (isinstance(entries, list) and isinstance(scalars, dict) and isinstance(text, str)):
-        raise ProtocolError("a frame whose tensors, scalars or text have the wrong type")
+    if not (isinstance(scalars, dict) and isinstance(text, str)):
+        raise ProtocolError("a frame whose scalars or text have the wrong type")
     if not all(type(v) in (int, float) for v in scalars.values()):
         raise ProtocolError("a frame with a scalar that is no number")
-    return FrameKind(kind), step, micro_batch, entries, _floats(scalars), text
+    return FrameKind(kind), step, micro_batch, _floats(scalars), text
 
 
 def _floats(scalars: Mapping[str, int | float]) -> dict[str, float]:
@@ -162,7 +195,7 @@ def _entry(raw: object, limits: FrameLimits) -> _Entry:
     return entry
 
 
-def _tensors(data: memoryview, start: int, entries: list[_Entry]) -> dict[str, Tensor]:
+def _tensors(data: memoryview, start: int, entries: tuple[_Entry, ...]) -> dict[str, Tensor]:
     tensors = {}
     for entry in entries:
         raw = bytearray(data[start : start + entry.wire_bytes])

@@ -86,7 +86,8 @@ class StreamLink:
             except LinkError:
                 return
             start_s = time.monotonic()
-            self._over.wait(self._pacer.delay_s(len(data), start_s))
+            if (delay_s := self._pacer.delay_s(len(data), start_s)) > 0:
+                self._over.wait(delay_s)
             self.traffic.left.note(time.monotonic(), len(data))
             yield data
             self.traffic.sending_s += time.monotonic() - start_s

@@ -138,8 +138,8 @@ def test_a_flipped_byte_is_a_protocol_error_or_another_frame(position, byte):
     assert sum(t.numel() for t in frame.tensors.values()) <= len(data)
 
 
-def forged(header: object, body: bytes = b"") -> bytes:
-    text = json.dumps(header).encode()
+def forged(fields: object, tensors: object, body: bytes = b"") -> bytes:
+    text = f"{json.dumps(fields)}\n{json.dumps(tensors)}".encode()
     text += b" " * (-(8 + len(text)) % 16)
     return struct.pack("<4sI", b"CPF1", len(text)) + text + body
 
@@ -155,29 +155,30 @@ json_values = st.recursive(
 
 @settings(max_examples=100)
 @given(
-    header=json_values
-    | st.tuples(json_values, json_values, json_values, json_values, json_values, json_values)
+    fields=json_values
+    | st.tuples(json_values, json_values, json_values, json_values, json_values)
     | st.tuples(
         st.integers(0, 8),
         st.integers(0, 3),
         st.integers(0, 3),
-        st.lists(
-            st.tuples(
-                st.text(max_size=3),
-                st.sampled_from(["float32", "bool", "int64"]) | json_values,
-                st.lists(st.integers(-2, 2**70), max_size=9) | json_values,
-                st.sampled_from(["fp32", "int8"]) | json_values,
-                st.integers(-1, 2**70) | json_values,
-            ),
-            max_size=3,
-        ),
         st.dictionaries(st.text(max_size=2), st.integers() | st.floats(), max_size=2),
         st.text(max_size=3),
     ),
+    tensors=json_values
+    | st.lists(
+        st.tuples(
+            st.text(max_size=3),
+            st.sampled_from(["float32", "bool", "int64"]) | json_values,
+            st.lists(st.integers(-2, 2**70), max_size=9) | json_values,
+            st.sampled_from(["fp32", "int8"]) | json_values,
+            st.integers(-1, 2**70) | json_values,
+        ),
+        max_size=3,
+    ),
     body=st.binary(max_size=64),
 )
-def test_a_forged_header_is_a_protocol_error_or_an_honest_frame(header, body):
-    data = forged(header, body)
+def test_a_forged_header_is_a_protocol_error_or_an_honest_frame(fields, tensors, body):
+    data = forged(fields, tensors, body)
     try:
         frame = decode_frame(data)
     except ProtocolError:
@@ -201,7 +202,34 @@ def test_a_forged_header_is_a_protocol_error_or_an_honest_frame(header, body):
 )
 def test_impossible_tensors_are_refused_before_allocation(entry):
     with pytest.raises(ProtocolError):
-        decode_frame(forged([2, 0, 0, [entry], {}, ""], b"\0" * 16))
+        decode_frame(forged([2, 0, 0, {}, ""], [entry], b"\0" * 16))
+
+
+@pytest.mark.parametrize("bad", [[1.0], [True], ["1"]])
+def test_what_was_read_once_excuses_no_lookalike(bad):
+    honest = ["w", "float32", [1], "fp32", 4]
+    body = b"\0" * 16
+    assert decode_frame(forged([2, 0, 0, {}, ""], [honest], body)).tensors["w"].shape == (1,)
+    with pytest.raises(ProtocolError):
+        decode_frame(forged([2, 0, 0, {}, ""], [[*honest[:2], bad, *honest[3:]]], body))
+
+
+def test_frames_that_follow_each_other_keep_their_own_tensors():
+    sent = [
+        Frame(kind=FrameKind.ACTIVATION, micro_batch=n, tensors={"hidden": torch.full((n, 2), n)})
+        for n in (2, 2, 1, 2)
+    ]
+    for frame in sent:
+        back = decode_frame(encode_frame(frame))
+        assert back.micro_batch == frame.micro_batch
+        assert torch.equal(back.tensors["hidden"], frame.tensors["hidden"])
+
+
+def test_a_limit_holds_for_tensors_that_were_read_under_a_wider_one():
+    data = encode_frame(sample())
+    assert decode_frame(data).tensors
+    with pytest.raises(ProtocolError):
+        decode_frame(data, FrameLimits(tensors=1))
 
 
 def test_limits():
