@@ -41,8 +41,10 @@ def add_in_place(part: nn.Module) -> None:
             module.__class__ = _adding_conv1d(kind)
 
 
-def _is_large(module: Any) -> bool:
-    return int(module.weight.numel()) >= WORTH
+def _is_large(module: nn.Module) -> bool:
+    """Also says no where the weight is made of others, which autograd must see."""
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.numel() >= WORTH
 
 
 class AddingLinear(nn.Linear):
@@ -50,9 +52,10 @@ class AddingLinear(nn.Linear):
 
     def forward(self, given: Tensor) -> Tensor:
         """(..., in) to (..., out)."""
-        if _is_plain(self.weight) or torch.is_autocast_enabled(given.device.type):
+        weight, bias = _weight_and_bias(self)
+        if _is_plain(weight) or torch.is_autocast_enabled("cpu"):
             return super().forward(given)
-        return _product(given, self.weight, self.bias, False)
+        return _product(given, weight, bias, False)
 
 
 class AddingEmbedding(nn.Embedding):
@@ -71,11 +74,18 @@ def _adding_conv1d(kind: Any) -> Any:
     """The same as `AddingLinear` of a layer whose weight is (in, out)."""
 
     def forward(self: Any, given: Tensor) -> Any:
-        if _is_plain(self.weight) or torch.is_autocast_enabled(given.device.type):
+        weight, bias = _weight_and_bias(self)
+        if _is_plain(weight) or torch.is_autocast_enabled("cpu"):
             return kind.forward(self, given)
-        return _product(given, self.weight, self.bias, True)
+        return _product(given, weight, bias, True)
 
     return type("AddingConv1D", (kind,), {"forward": forward})
+
+
+def _weight_and_bias(layer: nn.Module) -> tuple[Any, Any]:
+    """From where they lie: as attributes, every call would look for them in other places first."""
+    parameters = layer._parameters
+    return parameters["weight"], parameters["bias"]
 
 
 def _is_plain(weight: Tensor) -> bool:
@@ -103,7 +113,7 @@ class _Product(torch.autograd.Function):
         if ctx.turned:
             matrix, left, right = weight.t(), inputs, rows
         return (
-            rows.mm(matrix).view(given.shape) if needs_given else None,
+            rows.mm(matrix).view_as(given) if needs_given else None,
             settled(Debt(ctx.weight, left, right)) if needs_weight else None,
             rows.sum(0) if needs_bias else None,
             None,
@@ -142,4 +152,4 @@ _product, _lookup = _called(_Product), _called(_Lookup)
 
 def _rows(tensor: Tensor) -> Tensor:
     """(..., d) as (N, d)."""
-    return tensor.reshape(-1, tensor.shape[-1])
+    return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor.unsqueeze(0)

@@ -75,6 +75,7 @@ class Stage(ABC):
         self._stash: dict[int, InFlight] = {}
         self._keeps = not settings.recompute or self._by_block()
         self._returning = Frame(kind=FrameKind.ACTIVATION)  # whose backward pass runs
+        self._sent: list[object] = []  # see `_send`
         self._norms = GradientNorms()
         self._weights = tuple(part.parameters())
         self._learns = borrows(part) or any(weight.requires_grad for weight in self._weights)
@@ -124,6 +125,7 @@ class Stage(ABC):
                 self._backward(step, action.micro_batch)
         if step.train:
             self._apply(step)
+        self._sent.clear()
 
     def report(self) -> StageReport:
         """What this stage measured since it was opened."""
@@ -161,6 +163,7 @@ class Stage(ABC):
             yield
         except BaseException as error:
             self._stash.clear()
+            self._sent.clear()
             self.optimizer.zero_grad()
             for link in filter(None, (self.upstream, self.downstream)):
                 link.close(str(error) or type(error).__name__)
@@ -216,6 +219,7 @@ class Stage(ABC):
                 shape=output.shape,
                 keeps=keeps,
             )
+        self._sent = [frame, output]
         self._emit(step, frame, output)
 
     def _run_part(self, frame: Frame, hidden: Tensor | None, *, grad: bool) -> Tensor:
@@ -245,6 +249,7 @@ class Stage(ABC):
         with self.recorder.span("backward", step.index, micro_batch):
             flight = self._stash.pop(micro_batch)
             gradient, owed = self._backpropagate(flight, frame.tensors)
+        self._sent = []
         self._emit_gradient(replace(frame, tensors=gradient))
         if owed is not None:
             with self.recorder.span(WEIGHTS, step.index, micro_batch):
@@ -308,6 +313,12 @@ class Stage(ABC):
     # -- talking to neighbours --------------------------------------------------------------
 
     def _send(self, link: Link, frame: Frame) -> None:
+        """Queue a frame, whose tensors are kept until the next pass or the end of the step.
+
+        Freeing a tensor lets go of Python's lock. Done at once, the thread that puts the frame on
+        the wire would take it there, and this one would wait before it goes on computing.
+        """
+        self._sent.append(frame)
         with self.recorder.span("send", frame.step, frame.micro_batch):
             link.send(frame, deadline_s=self.settings.deadline_s)
 

@@ -164,3 +164,12 @@ def test_outputs_are_those_of_the_plain_layers_to_the_bit(make):
     plain = model(given)
     add_in_place(model)
     assert torch.equal(model(given), plain)
+
+
+def test_a_weight_that_is_made_of_others_stays_autograds():
+    layer = nn.Linear(512, 512)
+    made = layer.weight.detach().clone()
+    del layer.weight
+    layer.weight = made
+    add_in_place(nn.Sequential(layer))
+    assert type(layer) is nn.Linear

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.pipeline.frame import GRAD, HIDDEN
 from collapipe_flwr.pipeline.link import memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.randomness import SeededRandomness
@@ -178,6 +179,43 @@ def test_no_compiler_is_imported():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "False", done.stderr
+
+
+class _Copying:
+    """A link that hands over copies, as a wire does, and counts which of the originals live."""
+
+    def __init__(self, link) -> None:
+        self._link = link
+        self._sent: list[weakref.ref] = []
+        self.most_alive = 0
+
+    def __getattr__(self, name):
+        return getattr(self._link, name)
+
+    def send(self, frame, *, deadline_s):
+        if hidden := [t for name, t in frame.tensors.items() if name in (HIDDEN, GRAD)]:
+            self._sent += map(weakref.ref, hidden)
+            self.most_alive = max(self.most_alive, self.alive())
+        copies = {name: tensor.clone() for name, tensor in frame.tensors.items()}
+        self._link.send(replace(frame, tensors=copies), deadline_s=deadline_s)
+
+    def alive(self) -> int:
+        return sum(reference() is not None for reference in self._sent)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_what_was_sent_is_kept_until_the_next_frame_and_no_longer(schedule):
+    chain = Chain(make_parts((1,)), options(schedule))
+    first, device, _ = chain.stages
+    down, up = _Copying(first._down), _Copying(device._up)
+    first._down = first.downstream = down
+    device._up = device.upstream = up
+    with chain.running():
+        for seed in range(2):
+            first.train_step(make_batch(BATCH, seed))
+            assert down.alive() == 0
+    assert (down.most_alive, up.most_alive) == (1, 1)
+    assert up.alive() == 0
 
 
 class _Blocks(nn.Module):
