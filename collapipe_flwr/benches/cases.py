@@ -1,7 +1,8 @@
 """Which cases the bench runs: equal terms on loopback, then links and devices that are slow.
 
-On loopback both sides have the same split, schedule, micro-batches and depths. Where something is
-slow the peer keeps the even split and the textbook's depths, and ours are planned.
+On loopback both sides have the same split, schedule and micro-batches. The peer warms 1F1B up as
+the textbook does; ours has the depths that are planned for these stages, and for comparison the
+peer's. Where something is slow the peer keeps the even split, and ours is planned as well.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from collapipe_flwr.benches.job import Job
 from collapipe_flwr.benches.model import Shape
-from collapipe_flwr.benches.planned import Site, planned_job
+from collapipe_flwr.benches.planned import Site, planned_job, with_planned_depths
 from collapipe_flwr.rpc.quantize import WIRE_CODECS
 
 LOOPBACK, EQUAL = "loopback", "equal"
@@ -41,14 +42,16 @@ class Terms:
     codecs: tuple[str, ...] = ("fp32", "bf16")  # of our side over the slow link
 
 
-def loopback_cases(terms: Terms) -> list[Case]:
-    """The same for both sides."""
-    jobs = [
-        Job(schedule=schedule, split=split, shape=terms.shape)
-        for split in terms.splits
-        for schedule in terms.schedules
-    ]
-    return [Case(link=LOOPBACK, ours=job, theirs=job) for job in jobs]
+def loopback_cases(terms: Terms, flop_per_s: float) -> list[Case]:
+    """The same for both sides, but for the depths of ours."""
+    site = Site(flop_per_s=flop_per_s, shape=terms.shape)
+    jobs = _jobs(terms, terms.schedules)
+    return [Case(link=LOOPBACK, ours=with_planned_depths(site, job), theirs=job) for job in jobs]
+
+
+def textbook_cases(terms: Terms) -> list[Case]:
+    """1F1B over loopback, with the textbook's depths on both sides."""
+    return [Case(link=LOOPBACK, ours=job, theirs=job) for job in _jobs(terms, ("1f1b",))]
 
 
 def slow_device_cases(terms: Terms, flop_per_s: float) -> list[Case]:
@@ -67,17 +70,15 @@ def slow_link_cases(terms: Terms, flop_per_s: float) -> list[Case]:
     """Every link carries 100 Mbit/s; the peer's activations are in single precision."""
     cases = []
     for codec in terms.codecs:
-        share = wire_share(codec)
         site = Site(
             flop_per_s=flop_per_s,
             rate_bytes_per_s=SLOW_RATE_BYTES_PER_S,
-            wire_bytes=4.0 * share,
+            wire_bytes=4.0 * wire_share(codec),
             shape=terms.shape,
         )
-        hop_s = share * terms.shape.hidden_bytes / SLOW_RATE_BYTES_PER_S
         for peer in _even_peers(terms):
             ours = replace(planned_job(site, peer), codec=codec)
-            cases.append(Case(link="100 Mbit/s", ours=ours, theirs=peer, hop_s=hop_s))
+            cases.append(Case(link="100 Mbit/s", ours=ours, theirs=peer, hop_s=site.hop_s))
     return cases
 
 
@@ -87,6 +88,14 @@ def wire_share(codec: str) -> float:
 
     elements = 2**20
     return WIRE_CODECS[codec].wire_bytes(elements, torch.float32) / (4 * elements)
+
+
+def _jobs(terms: Terms, schedules: Sequence[str]) -> list[Job]:
+    return [
+        Job(schedule=schedule, split=split, shape=terms.shape)
+        for split in terms.splits
+        for schedule in schedules
+    ]
 
 
 def _even_peers(terms: Terms, slow: Sequence[float] = ()) -> list[Job]:

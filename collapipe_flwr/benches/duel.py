@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median, quantiles
 
 from collapipe_flwr.benches.crew import BenchError, Crew
@@ -21,6 +21,9 @@ SAME_LOSS = 1e-3  # relative: both trained the same model on the same batch
 class Pace:
     """How long to measure: ``turns`` turns of ``steps`` steps, after ``warm`` unmeasured ones.
 
+    The turns are shared among ``openings`` of both chains: the same chain opened again comes out
+    somewhat faster or slower.
+
     Turns during which the host of a virtual machine took processors away are taken again, as long
     as there are no more than ``most`` times as many; then the quietest count.
     """
@@ -28,7 +31,14 @@ class Pace:
     warm: int = 1
     turns: int = 51
     steps: int = 1
+    openings: int = 3
     most: int = 2
+
+    def by_opening(self) -> list[Pace]:
+        """The share of each opening, of one turn at least."""
+        openings = min(self.openings, self.turns)
+        fewest, more = divmod(self.turns, openings)
+        return [replace(self, turns=fewest + (n < more), openings=1) for n in range(openings)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +93,17 @@ class Duel:
         return [a / b for a, b in pairs]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bout:
+    """Both sides from opening their chains to closing them; of the turns that count."""
+
+    ours: Side
+    theirs: Side
+    rows: list[StepSeconds]
+    stolen: list[float]
+    left_out: int
+
+
 class Arena:
     """Two crews on one network, kept from case to case because starting them is slow."""
 
@@ -94,6 +115,22 @@ class Arena:
 
         Raises BenchError when the two sides do not compute the same loss.
         """
+        bouts = [self._bout(ours, theirs, part) for part in pace.by_opening()]
+        for bout in bouts:
+            _check_same(bout, ours)
+        rows = [row for bout in bouts for row in bout.rows]
+        return Duel(
+            ours=_joined([bout.ours for bout in bouts]),
+            theirs=_joined([bout.theirs for bout in bouts]),
+            stolen=fmean(share for bout in bouts for share in bout.stolen),
+            left_out=sum(bout.left_out for bout in bouts),
+            bound_ratio=median(row.step_s / bound_s(ours, row, hop_s) for row in rows),
+            bound_s=median(bound_s(ours, row, hop_s) for row in rows),
+            busiest_s=median(_busiest_s(ours, row) for row in rows),
+        )
+
+    def _bout(self, ours: Job, theirs: Job, pace: Pace) -> _Bout:
+        """Open both chains, let them take turns, close them."""
         open_chain(self._ours, ours)
         self._open_theirs(theirs)
         sides = {
@@ -108,20 +145,14 @@ class Arena:
         after = self._cpu_s(ours, theirs)
         kept = quietest(shares, pace.turns)
         rows = self._close(ours, theirs)[pace.warm * pace.steps :]
-        measured = [row for t in kept for row in rows[t * pace.steps : (t + 1) * pace.steps]]
-        count = len(shares) * pace.steps
-        cpu = [(b - a) / count for a, b in zip(before, after, strict=True)]
-        duel = Duel(
+        cpu = [(b - a) / (len(shares) * pace.steps) for a, b in zip(before, after, strict=True)]
+        return _Bout(
             ours=sides["ours"].side(cpu[0], kept),
             theirs=sides["theirs"].side(cpu[1], kept),
-            stolen=fmean(shares[turn] for turn in kept),
+            rows=[row for t in kept for row in rows[t * pace.steps : (t + 1) * pace.steps]],
+            stolen=[shares[turn] for turn in kept],
             left_out=len(shares) - len(kept),
-            bound_ratio=median(s.step_s / bound_s(ours, s, hop_s) for s in measured),
-            bound_s=median(bound_s(ours, s, hop_s) for s in measured),
-            busiest_s=median(_busiest_s(ours, s) for s in measured),
         )
-        _check_same(duel, ours)
-        return duel
 
     def _open_theirs(self, job: Job) -> None:
         store = f"{self._network.host(0)}:{self._network.free_port()}"
@@ -192,7 +223,6 @@ def bound_s(job: Job, step: StepSeconds, hop_s: float) -> float:
     The first stage ends last: its optimiser begins when the pipeline is over.
     """
     count = job.shape.micro_batches
-    depths = job.planned_depths if job.schedule == "1f1b" else (count,) * job.stages
     hops = (hop_s,) * (job.stages - 1)
     times = StepTimes(
         stage_s=(
@@ -202,7 +232,7 @@ def bound_s(job: Job, step: StepSeconds, hop_s: float) -> float:
         hop_s=(hops, hops),
         weights_s=tuple(s.weights_s for s in step.stages),
     )
-    return replay(times, depths, count).makespan_s + step.stages[0].optimizer_s
+    return replay(times, job.planned_depths, count).makespan_s + step.stages[0].optimizer_s
 
 
 def _busiest_s(job: Job, step: StepSeconds) -> float:
@@ -210,16 +240,20 @@ def _busiest_s(job: Job, step: StepSeconds) -> float:
     return max(count * s.pass_s for s in step.stages)
 
 
+def _joined(sides: Sequence[Side]) -> Side:
+    """One runtime over all openings, which took about as many turns each."""
+    return Side(
+        steps_s=tuple(step_s for side in sides for step_s in side.steps_s),
+        cpu_s=fmean(side.cpu_s for side in sides),
+        loss=sides[-1].loss,
+    )
+
+
 def _turn(answer: dict[str, float]) -> Turn:
     return Turn(wall_s=answer["wall_s"], loss=answer["loss"])
 
 
-def _check_same(duel: Duel, job: Job) -> None:
-    if (
-        job.codec == "fp32"
-        and abs(duel.ours.loss - duel.theirs.loss) > SAME_LOSS * duel.theirs.loss
-    ):
-        raise BenchError(
-            f"the runtimes disagree: our loss is {duel.ours.loss:g}, "
-            f"the peer's {duel.theirs.loss:g}"
-        )
+def _check_same(bout: _Bout, job: Job) -> None:
+    ours, theirs = bout.ours.loss, bout.theirs.loss
+    if job.codec == "fp32" and abs(ours - theirs) > SAME_LOSS * theirs:
+        raise BenchError(f"the runtimes disagree: our loss is {ours:g}, the peer's {theirs:g}")

@@ -32,7 +32,9 @@ class Job:
 
     @property
     def planned_depths(self) -> tuple[int, ...]:
-        """Those given, else the textbook's: one more for every stage further from the end."""
+        """Those given, else all under GPipe, and one more per stage from the end under 1F1B."""
+        if self.schedule == "gpipe":
+            return (self.shape.micro_batches,) * self.stages
         return self.depths or tuple(self.stages - k for k in range(self.stages))
 
     def part(self, stage: int) -> BenchPart:

@@ -17,6 +17,7 @@ from collapipe_flwr.benches.cases import (
     loopback_cases,
     slow_device_cases,
     slow_link_cases,
+    textbook_cases,
 )
 from collapipe_flwr.benches.codecs import CodecTask, train_with_codecs
 from collapipe_flwr.benches.crew import Crew
@@ -49,8 +50,8 @@ class BenchPlan:
     @property
     def ticks(self) -> int:
         """Cases and parts of the whole bench."""
-        cases = len(self.terms.splits) + 1 + len(self.terms.codecs)
-        return len(self.terms.schedules) * cases + 5
+        splits = len(self.terms.splits)
+        return len(self.terms.schedules) * (splits + 1 + len(self.terms.codecs)) + splits + 5
 
 
 def quick_plan() -> BenchPlan:
@@ -58,7 +59,7 @@ def quick_plan() -> BenchPlan:
     shape = Shape(width=128, tokens=64, micro_batches=4)
     return BenchPlan(
         terms=Terms(shape=shape, splits=((3, 3), (1, 3, 2)), codecs=("bf16",)),
-        pace=Pace(turns=3),
+        pace=Pace(turns=3, openings=1),
         load=Load(frames=64),
         memory=MemoryCase(blocks=4, width=256, micro_batch=4, micro_batches=2, devices=4),
         codecs=CodecTask(steps=40),
@@ -72,6 +73,7 @@ def bench(plan: BenchPlan, tick: Tick, recovery: Recovery | None = None) -> Json
     try:
         flop_per_s = machine_flop_per_s(plan.terms.shape)
         cases, links = _cases(plan, flop_per_s, tick)
+        textbook = _fight(textbook_cases(plan.terms), Loopback(), plan.pace, tick)
         wire = _wire(plan, tick)
         memory = _memory(plan.memory, tick)
         codecs = plain(train_with_codecs(plan.codecs))
@@ -83,6 +85,7 @@ def bench(plan: BenchPlan, tick: Tick, recovery: Recovery | None = None) -> Json
     return {
         "settings": {**plain(plan), "flop_per_s": flop_per_s},
         "cases": cases,
+        "textbook_depths": textbook,
         "wire": wire,
         "memory": memory,
         "codecs": codecs,
@@ -101,7 +104,7 @@ class _SlowLinks:
 
 
 def _cases(plan: BenchPlan, flop_per_s: float, tick: Tick) -> tuple[list[Json], _SlowLinks]:
-    even = [*loopback_cases(plan.terms), *slow_device_cases(plan.terms, flop_per_s)]
+    even = [*loopback_cases(plan.terms, flop_per_s), *slow_device_cases(plan.terms, flop_per_s)]
     rows = _fight(even, Loopback(), plan.pace, tick)
     try:
         with shaped(_WORKERS, SLOW_RATE_BYTES_PER_S) as network:
@@ -129,6 +132,7 @@ def _row(case: Case, duel: Duel) -> Json:
         "stages": ours.stages,
         "split": "+".join(map(str, ours.split)),
         "depths": list(ours.planned_depths),
+        "torch_pipelining_depths": list(case.theirs.planned_depths),
         "torch_pipelining_split": "+".join(map(str, case.theirs.split)),
         "link": case.link,
         "device": case.device,
@@ -164,7 +168,7 @@ def _wire(plan: BenchPlan, tick: Tick) -> Json:
         )
         tick("wire")
         stack.pop_all().close()
-        job = loopback_cases(plan.terms)[-1].ours
+        job = textbook_cases(plan.terms)[-1].ours
         ratio = tls_step_ratio(job, plan.pace, network, folder)
         tick("TLS")
     return {

@@ -25,6 +25,8 @@ from collapipe_flwr.core.domain import (
     RadioProfile,
     Snapshot,
 )
+from collapipe_flwr.costs.events import StepTimes
+from collapipe_flwr.costs.warm_up import choose_warm_up
 from collapipe_flwr.scheduler.protocol import SchedulerSettings
 from collapipe_flwr.scheduler.registry import make_scheduler
 
@@ -43,6 +45,11 @@ class Site:
     rate_bytes_per_s: float = 1e9
     wire_bytes: float = 4.0  # of one activation, by the codec
     shape: Shape = field(default_factory=Shape)
+
+    @property
+    def hop_s(self) -> float:
+        """How long a link carries one micro-batch."""
+        return self.wire_bytes / 4.0 * self.shape.hidden_bytes / self.rate_bytes_per_s
 
     def snapshot(self, blocks: int) -> Snapshot:
         """What the scheduler plans from. Links carry their rate at full power (0 dB)."""
@@ -105,6 +112,23 @@ def planned_job(site: Site, peer: Job) -> Job:
         slow=(1.0, *(slow[s.device_id] for s in plan.segments), 1.0),
         depths=plan.warmup_depth,
     )
+
+
+def with_planned_depths(site: Site, peer: Job) -> Job:
+    """The peer's job with the warm-up that the scheduler chooses for its stages under 1F1B."""
+    if peer.schedule == "gpipe":
+        return peer
+    shape, hops = site.shape, (site.hop_s,) * (peer.stages - 1)
+    block_s = shape.micro_batch * shape.block_flop / site.flop_per_s
+    times = StepTimes(
+        stage_s=(
+            tuple(block_s * blocks for blocks in peer.split),
+            tuple(2.0 * block_s * blocks for blocks in peer.split),
+        ),
+        hop_s=(hops, hops),
+    )
+    limit = (shape.micro_batches,) * peer.stages
+    return replace(peer, depths=choose_warm_up(times, limit, shape.micro_batches).depths)
 
 
 def machine_flop_per_s(shape: Shape, blocks: Sequence[int] = (0, 2, 0), passes: int = 6) -> float:

@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any
 
 _MIB = 2**20
-_HEAD = """\
-| schedule | our split | torch's | slow | codec | step s | torch s | ratio | over the bound |
-|---|---|---|---|---|---:|---:|---:|---:|"""
+_COLUMNS = ("schedule", "our split", "torch's", "in flight", "torch's", "slow", "codec")
+_NUMBERS = ("step s", "torch s", "ratio", "late")
+_HEAD = f"| {' | '.join(_COLUMNS + _NUMBERS)} |\n|{'---|' * len(_COLUMNS)}{'---:|' * len(_NUMBERS)}"
+_TEXTBOOK = "The same with the textbook's warm-up on both sides:\n"
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """The table of cases, and a paragraph of the single numbers."""
-    return f"{_HEAD}\n{_rows(result['cases'])}\n\n{_paragraph(result)}\n"
+    """The tables of cases, and a paragraph of the single numbers."""
+    tables = [f"{_HEAD}\n{_rows(result[key])}\n" for key in ("cases", "textbook_depths")]
+    return "\n".join([tables[0], _TEXTBOOK, tables[1], f"{_paragraph(result)}\n"])
 
 
 def _rows(cases: Sequence[Mapping[str, Any]]) -> str:
@@ -29,10 +31,16 @@ def _rows(cases: Sequence[Mapping[str, Any]]) -> str:
 def _cells(case: Mapping[str, Any]) -> tuple[str, ...]:
     slow = "link" if case["link"] != "loopback" else "device" if case["device"] != "equal" else ""
     return (
-        *(case["schedule"], case["split"], case["torch_pipelining_split"], slow, case["codec"]),
+        *(case["schedule"], case["split"], case["torch_pipelining_split"]),
+        *(_in_flight(case[key]) for key in ("depths", "torch_pipelining_depths")),
+        *(slow, case["codec"]),
         *(f"{case[key]:.3f}" for key in ("step_s", "torch_pipelining_step_s")),
         *(f"{case[key]:.2f}" for key in ("ratio", "bound_ratio")),
     )
+
+
+def _in_flight(depths: Sequence[int]) -> str:
+    return " ".join(map(str, depths))
 
 
 def _paragraph(result: Mapping[str, Any]) -> str:

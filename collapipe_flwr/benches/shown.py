@@ -20,6 +20,8 @@ from collapipe_flwr.reporting.json_file import prepare, write_json
 from collapipe_flwr.reporting.progress import progress
 
 _MIB = 2**20
+_TITLE = "step time beside torch.distributed.pipelining, medians of turns"
+_TEXTBOOK = "the same where our 1F1B warms up as the textbook's, not as planned"
 
 
 def run_pipeline_bench(plan: BenchPlan, json_file: Path | None) -> None:
@@ -29,7 +31,8 @@ def run_pipeline_bench(plan: BenchPlan, json_file: Path | None) -> None:
     with progress(plan.ticks) as tick:
         result = bench(plan, tick, measure_recovery)
     console = Console(highlight=False)
-    console.print(case_table(cast("Sequence[Json]", result["cases"])))
+    console.print(case_table(_TITLE, cast("Sequence[Json]", result["cases"])))
+    console.print(case_table(_TEXTBOOK, cast("Sequence[Json]", result["textbook_depths"])))
     console.print(codec_table(cast("Sequence[Json]", result["codecs"])))
     for sentence in sentences(result):
         console.print(sentence, markup=False)
@@ -50,9 +53,8 @@ def run_codec_bench(case: CodecTask, json_file: Path | None) -> None:
         write_json(json_file, {"settings": plain(case), "codecs": values})
 
 
-def case_table(cases: Sequence[Json]) -> Table:
+def case_table(title: str, cases: Sequence[Json]) -> Table:
     """One line per case; `ratio` and CPU over the peer's, `late` over the bound."""
-    title = "step time beside torch.distributed.pipelining, medians of turns"
     table = _table(title, ("schedule", "split", "torch's", "slow", "codec"))
     for name in ("s", "torch s", "ratio", "CPU", "late"):
         table.add_column(name, justify="right", no_wrap=True)

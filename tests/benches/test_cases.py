@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from collapipe_flwr.benches.cases import Terms, loopback_cases, slow_device_cases, slow_link_cases
+from collapipe_flwr.benches.cases import (
+    Terms,
+    loopback_cases,
+    slow_device_cases,
+    slow_link_cases,
+    textbook_cases,
+)
 from collapipe_flwr.benches.duel import bound_s
 from collapipe_flwr.benches.job import Job, StageSeconds, StepSeconds
 from collapipe_flwr.benches.model import BenchPart, Shape, make_batch, mean_loss
@@ -15,9 +23,13 @@ SHAPE = Shape(width=32, tokens=8, micro_batch=2, micro_batches=4)
 SPEED = 1e9
 
 
-def test_on_loopback_both_sides_do_the_same():
-    cases = loopback_cases(Terms(shape=SHAPE))
-    assert all(case.ours == case.theirs for case in cases)
+def test_on_loopback_both_sides_do_the_same_but_warm_up():
+    cases = loopback_cases(Terms(shape=SHAPE), SPEED)
+    assert all(replace(case.ours, depths=()) == case.theirs for case in cases)
+    assert all(case.ours == case.theirs for case in cases if case.ours.schedule == "gpipe")
+    textbook = textbook_cases(Terms(shape=SHAPE))
+    assert all(case.ours == case.theirs for case in textbook)
+    assert {case.theirs.split for case in textbook} == {case.theirs.split for case in cases}
     assert {case.ours.stages for case in cases} == {2, 3}
     assert len({(case.ours.schedule, case.ours.split) for case in cases}) == 8
 
@@ -36,6 +48,13 @@ def test_a_slow_link_deepens_the_warm_up_and_a_codec_shortens_its_hops():
     assert exact.ours.planned_depths[0] > len(exact.ours.split)
     assert halved.hop_s == pytest.approx(exact.hop_s / 2)
     assert exact.ours.shape == exact.theirs.shape
+
+
+def test_a_slower_first_stage_is_not_kept_waiting_for_its_first_gradient():
+    jobs = [case.ours for case in loopback_cases(Terms(shape=SHAPE), SPEED)]
+    depths = {job.split: job.planned_depths for job in jobs if job.schedule == "1f1b"}
+    assert depths[4, 2] == (3, 1)
+    assert all(job.planned_depths == (4,) * job.stages for job in jobs if job.schedule == "gpipe")
 
 
 def test_any_cut_computes_the_same_loss():

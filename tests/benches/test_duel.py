@@ -32,6 +32,14 @@ def test_both_sides_train_the_same_model():
             arena.duel(job, other, Pace(warm=0, turns=1))
 
 
+@pytest.mark.parametrize(
+    ("turns", "openings", "shares"), [(51, 3, [17, 17, 17]), (8, 3, [3, 3, 2]), (2, 3, [1, 1])]
+)
+def test_openings_share_the_turns(turns, openings, shares):
+    parts = Pace(turns=turns, openings=openings).by_opening()
+    assert [part.turns for part in parts] == shares
+
+
 def test_moving_bytes_costs_time_on_both_ends():
     with Crew(1, Loopback()) as crew:
         cost = wire_cost(crew, Load(frame_bytes=2**18, frames=32), None)
