@@ -14,6 +14,7 @@ RATE_BIT_PER_S = 50_000_000
 ROUNDS = 4
 ROUND_S = 480.0  # of a machine that does much else
 BUSY_S = 0.3  # seconds of CPU after which a daemon is taken to be in the middle of a round
+AMID_STEPS = 1 / 3  # of the edge's CPU in the last round, which played its steps once or twice
 RUN = {
     "num-server-rounds": ROUNDS,
     "train.examples-per-round": 640,
@@ -47,17 +48,18 @@ def wait_for_round(deployment: Deployed, run: Program, number: int) -> None:
         time.sleep(0.1)
 
 
-def first_at_work(pids: Mapping[str, int]) -> str:
-    """The first that computes for a moment, which between two rounds none does."""
-    idle_s, end_s = {name: _cpu_s(pid) for name, pid in pids.items()}, time.monotonic() + ROUND_S
+def first_at_work(pids: Mapping[str, int], busy_s: float = BUSY_S) -> str:
+    """The first that computes for ``busy_s``, which between two rounds none does."""
+    idle_s, end_s = {name: cpu_s(pid) for name, pid in pids.items()}, time.monotonic() + ROUND_S
     while True:
         for name, pid in pids.items():
-            if _cpu_s(pid) > idle_s[name] + BUSY_S:
+            if cpu_s(pid) > idle_s[name] + busy_s:
                 return name
         assert time.monotonic() < end_s, f"none of {sorted(pids)} was ever busy"
         time.sleep(0.02)
 
 
-def _cpu_s(pid: int) -> float:
+def cpu_s(pid: int) -> float:
+    """Seconds of CPU that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -17,10 +17,13 @@ from tests.testbed.namespaces import namespaces_allowed
 from tests.testbed.processes import Program, programs
 from tests.testbed.proxies import proxies
 from tests.testbed.rounds import (
+    AMID_STEPS,
+    BUSY_S,
     RATE_BIT_PER_S,
     ROUND_S,
     ROUNDS,
     RUN,
+    cpu_s,
     first_at_work,
     planned,
     wait_for_round,
@@ -43,8 +46,10 @@ def test_a_deployment_trains_through_the_loss_of_a_device_and_of_the_edge(tmp_pa
         run = deployment.run()
         wait_for_round(deployment, run, 1)
         victim = _kill_first_at_work([parts[device] for device in CLUSTERS["a"]])
+        edge = parts["edge"].process.pid
+        before_s = cpu_s(edge)
         wait_for_round(deployment, run, 2)
-        _kill_first_at_work([parts["edge"]])
+        _kill_first_at_work([parts["edge"]], AMID_STEPS * (cpu_s(edge) - before_s))
         deployment.start_edge()
         assert run.wait(deadline_s=2 * ROUND_S) == 0, run.tail()
         _check(deployment, run, f"a/{victim.name}")
@@ -62,8 +67,8 @@ def _check(deployment: Deployment, run: Program, victim: str) -> None:
     assert not events[3]["failures"]
 
 
-def _kill_first_at_work(candidates: list[Program]) -> Program:
-    name = first_at_work({program.name: program.process.pid for program in candidates})
+def _kill_first_at_work(candidates: list[Program], busy_s: float = BUSY_S) -> Program:
+    name = first_at_work({program.name: program.process.pid for program in candidates}, busy_s)
     program = next(program for program in candidates if program.name == name)
     program.send(signal.SIGKILL)
     program.wait(deadline_s=10.0)

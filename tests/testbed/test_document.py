@@ -27,9 +27,11 @@ from tests.testbed.machines import machines
 from tests.testbed.namespaces import namespaces, namespaces_allowed
 from tests.testbed.processes import programs
 from tests.testbed.rounds import (
+    AMID_STEPS,
     RATE_BIT_PER_S,
     ROUND_S,
     RUN,
+    cpu_s,
     first_at_work,
     planned,
     wait_for_round,
@@ -82,8 +84,10 @@ def test_the_page_deploys_and_the_deployment_lives_through_failures(tmp_path: Pa
         wait_for_round(deployment, run, 1)
         victim = first_at_work({name: pid(name) for name in GREENHOUSE})
         deployment.machines[victim].kill("collapipe-device")
+        edge = pid("edge", "collapipe-edge")
+        before_s = cpu_s(edge)
         wait_for_round(deployment, run, 2)
-        first_at_work({"edge": pid("edge", "collapipe-edge")})
+        first_at_work({"edge": edge}, AMID_STEPS * (cpu_s(edge) - before_s))
         deployment.machines["edge"].kill("collapipe-edge")
         deployment.systemctl("start", "collapipe-edge", "edge")
         wait_for_round(deployment, run, 3)
