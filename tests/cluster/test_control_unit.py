@@ -70,7 +70,7 @@ def test_a_silent_edge_is_given_up_at_the_deadline(splitter: Splitter) -> None:
     started_s = time.monotonic()
     with pytest.raises(LinkError, match=r"edge sent nothing within 0.5 s"):
         train_round(splitter, _order(splitter, _plan(1, 3)), _batches(splitter), fleet(ours))
-    assert time.monotonic() - started_s < 10 * DEADLINE_S
+    assert time.monotonic() - started_s < 60 * DEADLINE_S
     assert not _device_threads()
 
 

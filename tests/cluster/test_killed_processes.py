@@ -18,9 +18,9 @@ from collapipe_flwr.cluster.remote import CLOSE_S, RemoteChain, RemoteFleet
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.pipeline.roles import FirstStage
 
-JOB = small_job(3, steps=4)
-NOTICE_S = 2.0
-SLACK_S = 3.0
+JOB = replace(small_job(3, steps=4), deadline_s=120.0)
+NOTICE_S = 30.0  # before any deadline: a closed connection tells; the benchmark says how soon
+SLACK_S = 30.0  # on a machine that does much else
 
 
 @pytest.fixture(autouse=True)

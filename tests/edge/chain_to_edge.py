@@ -16,7 +16,7 @@ from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage, MiddleStage
 from collapipe_flwr.pipeline.session import SessionRequest
 from collapipe_flwr.rpc.edge_client import EdgeClient
-from tests.pipeline.chains import SGD, Head, settings
+from tests.pipeline.chains import DEADLINE_S, SGD, Head, settings
 
 TOKEN = "a token for tests only"
 
@@ -39,8 +39,8 @@ def request(session_id: str = "c1", **options: object) -> SessionRequest:
             "token": TOKEN,
             "spec_json": "{}",
             "optimizer": SGD,
-            "deadline_s": 20.0,
-            "idle_s": 20.0,
+            "deadline_s": DEADLINE_S,
+            "idle_s": DEADLINE_S,
             **options,
         }
     )
@@ -54,7 +54,7 @@ def open_session(client: EdgeClient, head: Head, session_id: str = "c1") -> None
 class Cluster:
     """Stages of the control unit and one device; `edge` is the device's link downstream."""
 
-    def __init__(self, parts, edge: Link, deadline_s: float = 20.0) -> None:
+    def __init__(self, parts, edge: Link, deadline_s: float = DEADLINE_S) -> None:
         to_device, to_control = memory_pair("control unit", "device 1")
         self.links = (to_device, to_control, edge)
         self.first = FirstStage(
@@ -85,9 +85,9 @@ class Cluster:
         try:
             yield self.first
             self.first.finish()
-            self._thread.join(20)
+            self._thread.join(DEADLINE_S)
         finally:
             for link in self.links:
                 link.close()
-            self._thread.join(20)
+            self._thread.join(DEADLINE_S)
             assert not self._thread.is_alive()

@@ -22,7 +22,7 @@ def test_an_edge_that_restarts_after_the_heartbeat_gave_it_up_is_found_again() -
     heartbeat = Heartbeat(period_s=0.3)
     with EdgeServer("127.0.0.1:0", service()) as first:
         address = first.address
-        client = EdgeClient(address, deadline_s=5, patience_s=30, heartbeat=heartbeat)
+        client = EdgeClient(address, deadline_s=5, patience_s=120, heartbeat=heartbeat)
         client.health()
     away_s, start_s = heartbeat.lost_after_s + 2.0, time.monotonic()
     back: list[EdgeServer] = []
@@ -36,7 +36,7 @@ def test_an_edge_that_restarts_after_the_heartbeat_gave_it_up_is_found_again() -
     try:
         with client, pytest.raises(LinkError, match="no session"):
             client.report("c1", TOKEN)
-        assert away_s - 0.5 < time.monotonic() - start_s < away_s + 15
+        assert away_s - 0.5 < time.monotonic() - start_s < away_s + 100
     finally:
         timer.join()
         back[0].stop()
@@ -72,6 +72,7 @@ def test_an_edge_that_answers_but_breaks_calls_off_is_asked_ever_more_rarely() -
     finally:
         server.stop(0).wait(5)
     assert time.monotonic() - start_s >= patience_s - 0.2
-    assert 3 <= len(calls) <= 8  # at 0, 0, 0.1, 0.3, 0.7, 1.5, 3.1 s
-    gaps = [later - before for before, later in pairwise(calls)]
-    assert gaps[-1] > 2 * gaps[1]
+    assert 3 <= len(calls) <= 8  # at 0, 0, 0.1, 0.3, 0.7, 1.5, 3.1 s, on a busy machine later
+    gaps_s = [later - before for before, later in pairwise(calls)]
+    pauses_s = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
+    assert all(gap_s > 0.9 * pause_s for gap_s, pause_s in zip(gaps_s, pauses_s, strict=False))

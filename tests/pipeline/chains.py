@@ -18,6 +18,7 @@ from collapipe_flwr.pipeline.stage import Stage
 from collapipe_flwr.pipeline.stage_settings import StageSettings
 
 WIDTH, CLASSES, VOCABULARY = 16, 5, 23
+DEADLINE_S = 120.0  # long: whatever ends within half of it was not ended by it
 SGD = OptimizerSettings(name="sgd", learning_rate=0.5, weight_decay=0.0)
 # The true gradient of attention key biases is 0; a large eps keeps Adam from scaling its noise up.
 ADAMW = OptimizerSettings(learning_rate=1e-2, eps=1e-3)
@@ -119,7 +120,10 @@ def whole_loss(parts: Sequence[nn.Module], batch: Sequence[MicroBatch]) -> Tenso
 
 def settings(name: str, schedule: str = "gpipe", depth: int = 1, **more: float) -> StageSettings:
     return StageSettings(
-        name=name, schedule=schedule, depth=depth, **{"deadline_s": 20.0, "idle_s": 20.0, **more}
+        name=name,
+        schedule=schedule,
+        depth=depth,
+        **{"deadline_s": DEADLINE_S, "idle_s": DEADLINE_S, **more},
     )
 
 
@@ -165,7 +169,7 @@ class Chain:
 
     def join(self) -> None:
         for thread in self.threads:
-            thread.join(timeout=20)
+            thread.join(timeout=DEADLINE_S)
             assert not thread.is_alive()
 
 

