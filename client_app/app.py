@@ -15,8 +15,9 @@ from torch import Tensor
 
 from client_app.data import LocalData, Place, RoundExamples, local_data
 from client_app.fleet import Crew, Site, cluster_file, open_crew
+from client_app.node_state import NodeState
 from client_app.online import examples_of_round
-from client_app.optimizer_memory import Keeping, OptimizerMemory
+from client_app.optimizer_memory import OptimizerMemory
 from collapipe_flwr.cluster.control_unit import (
     RoundResult,
     evaluate_batches,
@@ -63,24 +64,16 @@ def train(message: Message, context: Context) -> Message:
     weights = take_tensors(message.content.array_records[records.ARRAYS])
     whole = records.read_whole_task(message.content)
     if whole is not None:
-        server_round = _server_round(message)
         data = local_data(config, place, _vocabulary(whole.vocabulary_json))
-        examples = examples_of_round(config, place, data, context, server_round)
-        memory = OptimizerMemory(
-            context=context,
-            keeping=Keeping.of(config, place, context, whole.run_id),
-            server_round=server_round,
-        )
+        state = NodeState.of(config, place, context, _server_round(message), whole.run_id)
+        examples, memory = examples_of_round(config, data, state), _memory(config, state)
         content = _train_whole(whole, memory, examples, weights)
     else:
         assignment, task = _assignment(message)
         data = local_data(config, place, _vocabulary(task.vocabulary_json))
-        examples = examples_of_round(config, place, data, context, assignment.server_round)
-        memory = OptimizerMemory(
-            context=context,
-            keeping=Keeping.of(config, place, context, task.learning.run_id),
-            server_round=assignment.server_round,
-        )
+        run_id = task.learning.run_id
+        state = NodeState.of(config, place, context, assignment.server_round, run_id)
+        examples, memory = examples_of_round(config, data, state), _memory(config, state)
         with _crew(context, task, data) as crew:
             content = _train_split(assignment, examples, weights, crew, memory)
     return Message(content, reply_to=message)
@@ -103,6 +96,10 @@ def evaluate(message: Message, context: Context) -> Message:
         with _crew(context, task, data) as crew:
             found = _evaluate_split(assignment, data, weights, crew)
     return Message(RecordDict({records.METRICS: found}), reply_to=message)
+
+
+def _memory(config: AppConfig, state: NodeState) -> OptimizerMemory:
+    return OptimizerMemory(state=state, keep=config.train.optimizer_state == "keep")
 
 
 def _assignment(message: Message) -> tuple[RoundAssignment, SplitTask]:
@@ -224,7 +221,7 @@ def _train_whole(
     model = splitter.build_whole(weights)
     model.config.use_cache = False
     steps = examples.steps(batch_size=task.batch_size, micro_batch_size=task.micro_batch_size)
-    optimizer = Optimizer(task.optimizers[memory.server_round - 1], model.parameters())
+    optimizer = Optimizer(task.optimizers[memory.state.server_round - 1], model.parameters())
     load_slots(model, optimizer, memory.recall())
     losses = train_whole(model, optimizer, steps, splitter.task.targets, task.execution)
     memory.remember(slots_of(model, optimizer))

@@ -45,8 +45,7 @@ def run(
     if resume is not None:
         run_dir = resume.resolve()
         overrides = resumed_config(run_dir, overrides)
-    if overrides.get("train.optimizer-state") == "keep":
-        overrides = {"train.state-dir": str(run_dir / "optimizers"), **overrides}
+    overrides = {"train.state-dir": str(run_dir / "clusters"), **overrides}
     launch = Launch(
         app=project.resolve(),
         output_dir=run_dir.parent,

@@ -141,7 +141,7 @@ class TrainConfig:
     learning_rate: float = key(0.002, above(0))
     weight_decay: float = key(0.0, at_least(0))
     optimizer_state: str = key("reset", one_of("reset", "keep"))  # of a cluster, between rounds
-    state_dir: str = ""  # where clusters keep it in files; state-dir in --node-config goes first
+    state_dir: str = ""  # of what a resumed cluster needs; state-dir in --node-config goes first
     warmup_rounds: int = key(0, at_least(0))  # the rate grows linearly over these rounds
     decay: str = key("linear", one_of("none", "linear"))  # linear: towards 0 after the last round
     examples_per_round: int = key(960, at_least(0))  # of each cluster; 0: all it has

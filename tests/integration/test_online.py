@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from client_app.app import app as client_app
 from collapipe_flwr.core.config import parse
 from collapipe_flwr.core.errors import CollaPipeError
 from collapipe_flwr.core.parsing import Value
+from collapipe_flwr.federation.local_grid import LocalGrid
+from server_app.app import run
 from server_app.evaluate import Evaluator
 from server_app.setup import make_learner
 from tests.integration.conftest import TINY, RunApp
@@ -64,3 +67,39 @@ def test_the_loss_before_training_is_that_of_the_model_as_it_came(
 def test_a_cluster_without_a_folder_is_told_so(run_app: RunApp, stream: Path) -> None:
     with pytest.raises(CollaPipeError, match=r"data\.stream has no folder"):
         run_app({"data.stream": str(stream)})
+
+
+class Renewed(LocalGrid):
+    """A new SuperNode answers every message."""
+
+    def send_and_receive(self, messages, *, timeout=None):
+        for node in (1, 2):
+            self.add(node, client_app)
+        return super().send_and_receive(messages, timeout=timeout)
+
+
+@pytest.mark.parametrize(("state_dir", "fresh"), [("state", [12, 12, 12, 4]), ("", [12, 0, 0, 0])])
+def test_with_a_state_dir_new_nodes_and_a_resumed_run_read_on_where_they_were(
+    stream: Path, tmp_path: Path, caplog, state_dir: str, fresh: list[int]
+) -> None:
+    rows = _test_set() * 4
+    _arrive(stream, "1.jsonl", rows[:18])
+    _arrive(stream, "2.jsonl", rows[18:40])
+    values: dict[str, Value] = {
+        **TINY,
+        **FRESH,
+        "data.stream": str(stream),
+        "train.state-dir": str(tmp_path / state_dir) if state_dir else "",
+        "output-dir": str(tmp_path),
+        "run-name": "run",
+    }
+    places = {node: {"partition-id": node - 1, "num-partitions": 2} for node in (1, 2)}
+    for rounds, resume in ((2, ""), (4, str(tmp_path / "run"))):
+        more: dict[str, Value] = {**values, "num-server-rounds": rounds, "resume": resume}
+        grid = Renewed(dict.fromkeys(places, client_app), node_configs=places, run_config=more)
+        run(grid, parse(more))
+    told = [r for r in caplog.records if "no place in data.stream" in r.message]
+    assert bool(told) == (not state_dir)
+    assert [event["fresh_examples"] for event in _events(tmp_path / "run")] == [
+        2 * n for n in fresh
+    ]

@@ -1,8 +1,8 @@
-"""What a cluster's optimiser knows after its last rounds, in files that outlive the process.
+"""What a cluster keeps from one round to the next, in files that outlive the process.
 
-One safetensors file per round under one folder per run and cluster, made for its owner only. A file
-is written beside its place and moved there once its bytes are on disk; its name ends with their
-SHA-256, so that half of one, or a damaged one, is not taken for another.
+One file per round under one folder per run and cluster, made for its owner only. A file is written
+beside its place and moved there once its bytes are on disk; its name ends with their SHA-256, so
+that half of one, or a damaged one, is not taken for another.
 
 A run that is resumed trains the rounds behind its checkpoint again, so not only the newest file is
 kept: also the newest one that each of the server's two last checkpoints goes on from.
@@ -13,54 +13,54 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import file_digest, sha256
 from pathlib import Path
+from typing import TypeVar
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-
-from collapipe_flwr.core.errors import ConfigError, ModelError
-from collapipe_flwr.pipeline.state import PartState, Slots
+from collapipe_flwr.core.errors import CollaPipeError, ConfigError
 
 _log = logging.getLogger("flwr.collapipe")
-_NAME = re.compile(r"round-(\d{6,})-([0-9a-f]{64})\.safetensors")
+_NAME = re.compile(r"round-(\d{6,})-([0-9a-f]{64})")
+Kept = TypeVar("Kept")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerFiles:
-    """The files of one cluster in one run, whose server writes a checkpoint ``every`` rounds.
+class RoundFiles:
+    """The files with one ``suffix`` of one cluster in one run.
 
-    With 0 there are none to go on from.
+    The server writes a checkpoint ``every`` rounds; with 0 there are none to go on from.
     """
 
     folder: Path
+    suffix: str
     every: int
 
     @staticmethod
-    def of(state_dir: Path, run_id: str, place: int, every: int) -> OptimizerFiles:
+    def of(state_dir: Path, run_id: str, place: int, suffix: str, every: int) -> RoundFiles:
         """Those of cluster number ``place``; ``run_id`` may be any text."""
         run = sha256(run_id.encode()).hexdigest()[:32]
-        return OptimizerFiles(folder=state_dir / run / f"cluster-{place}", every=every)
+        return RoundFiles(folder=state_dir / run / f"cluster-{place}", suffix=suffix, every=every)
 
-    def recall(self, server_round: int) -> Slots | None:
-        """What the cluster's last round before this one left; None where it cannot be had.
+    def recall(self, server_round: int, load: Callable[[Path], Kept]) -> Kept | None:
+        """What the cluster's last round up to this one left; None where it cannot be had.
 
-        Files of later rounds, which the run is about to train anew, are dropped.
+        Files of later rounds, which the run is about to train anew, are dropped. A file that is
+        damaged, or that ``load`` refuses with a CollaPipeError, is named in the log.
         """
         found = dict(self._found())
-        for path in (path for path, done in found.items() if done >= server_round):
+        for path in (path for path, done in found.items() if done > server_round):
             path.unlink()
-        before = [path for path, done in found.items() if done < server_round]
-        return _read(max(before, key=found.__getitem__)) if before else None
+        before = [path for path, done in found.items() if done <= server_round]
+        return _read(max(before, key=found.__getitem__), load) if before else None
 
-    def remember(self, server_round: int, slots: Slots) -> None:
+    def remember(self, server_round: int, save: Callable[[Path], None]) -> None:
         """Keep what this round leaves; raises ConfigError when it cannot be written."""
         try:
             for folder in (self.folder.parents[1], self.folder.parent, self.folder):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            kept = self._write(server_round, slots)
+            kept = self._write(server_round, save)
             for path, done in self._found():
                 stale = done == server_round and path != kept
                 if stale or done not in self._wanted(server_round):
@@ -68,14 +68,14 @@ class OptimizerFiles:
         except OSError as error:
             raise ConfigError(f'state-dir: "{self.folder}" cannot be written: {error}') from error
 
-    def _write(self, server_round: int, slots: Slots) -> Path:
-        partial = self.folder / f"round-{server_round:06d}.partial"
-        save_file(PartState(weights={}, slots=slots).tensors(), partial)
+    def _write(self, server_round: int, save: Callable[[Path], None]) -> Path:
+        partial = self.folder / f"round-{server_round:06d}{self.suffix}.partial"
+        save(partial)
         partial.chmod(0o600)
         with partial.open("rb") as file:
             digest = file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())
-        return partial.replace(self.folder / f"round-{server_round:06d}-{digest}.safetensors")
+        return partial.replace(self.folder / f"round-{server_round:06d}-{digest}{self.suffix}")
 
     def _wanted(self, server_round: int) -> set[int]:
         """The newest round, and the newest one at each checkpoint that may be resumed."""
@@ -87,7 +87,8 @@ class OptimizerFiles:
     def _found(self) -> Iterator[tuple[Path, int]]:
         paths = sorted(self.folder.iterdir()) if self.folder.is_dir() else ()
         for path in paths:
-            if named := _NAME.fullmatch(path.name):
+            named = _NAME.fullmatch(path.stem)
+            if named and path.suffix == self.suffix:
                 yield path, int(named[1])
 
 
@@ -95,15 +96,14 @@ def _newest(rounds: Iterable[int]) -> int:
     return max(rounds, default=0)
 
 
-def _read(path: Path) -> Slots | None:
-    """Its slots; None, and a line in the log, for a file that is damaged."""
-    named = _NAME.fullmatch(path.name)
+def _read(path: Path, load: Callable[[Path], Kept]) -> Kept | None:
+    named = _NAME.fullmatch(path.stem)
     assert named is not None
     try:
         with path.open("rb") as file:
             if file_digest(file, "sha256").hexdigest() != named[2]:
-                raise ModelError("its bytes are not those that were written")
-        return PartState.of_tensors(load_file(path)).slots
-    except (OSError, SafetensorError, ModelError) as error:
+                raise ConfigError("its bytes are not those that were written")
+        return load(path)
+    except (OSError, CollaPipeError) as error:
         _log.error("%s cannot be read: %s", path, error)
         return None
