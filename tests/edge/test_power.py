@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.edge.daemon import HostSettings, power_of
 from collapipe_flwr.edge.power import IwPower, mbm
 from collapipe_flwr.edge.server import EdgeServer
@@ -81,5 +82,6 @@ def test_a_device_applies_the_power_of_its_session_when_its_stream_begins() -> N
         client.open_session(request(blocks=(0, 2), next_hop=hop, tx_power_w=0.05))
         client.push_weights("c1", TOKEN, parts[1].state_dict())
         assert told.powers_w == []
-        client.stream("c1", TOKEN).close()
+        with suppress(LinkError):  # the next hop is not there, which may be heard at once
+            client.stream("c1", TOKEN).close()
     assert told.powers_w == [0.05]
