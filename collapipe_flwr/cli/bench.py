@@ -30,7 +30,7 @@ def bench_scheduler(
 @benches.command("pipeline")
 def bench_pipeline(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write results.")] = None,
-    quick: Annotated[bool, typer.Option(help="A look in a minute: small sizes.")] = False,
+    quick: Annotated[bool, typer.Option(help="A look at small sizes, in minutes.")] = False,
     turns: Annotated[
         int, typer.Option(help="Turns of each side per case; --quick takes 3.", min=3)
     ] = 51,
