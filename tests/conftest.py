@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
 
 from collapipe_flwr.pipeline import adding
+
+settings.register_profile("any machine", deadline=None)  # beside what the environment asks for
+settings.load_profile("any machine")
 
 
 @pytest.fixture

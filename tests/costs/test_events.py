@@ -35,7 +35,7 @@ def closed_form(times: StepTimes, count: int) -> float:
     return float(gpipe_makespan_s(passes[0], passes[1], np.array(float(count))))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0, 10**6), st.integers(2, 7), st.integers(1, 9), st.booleans())
 def test_gpipe_closed_form_is_exact(seed: int, stages: int, count: int, half: bool) -> None:
     """Also over half-duplex links: the directions of a GPipe step never meet."""
@@ -45,7 +45,7 @@ def test_gpipe_closed_form_is_exact(seed: int, stages: int, count: int, half: bo
     )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.integers(0, 10**6), st.integers(2, 6), st.integers(1, 8))
 def test_no_schedule_beats_the_busiest_resource_or_one_round_trip(
     seed: int, stages: int, count: int

@@ -34,7 +34,7 @@ def step(
     )
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(arrivals=st.lists(st.integers(0, 7), min_size=1, max_size=6), limit=st.integers(1, 6))
 def test_every_row_is_fresh_once_in_order_and_replay_comes_from_before(
     tmp_path_factory: pytest.TempPathFactory, arrivals: list[int], limit: int

@@ -28,7 +28,7 @@ def small(*, starts_with_bos: bool = False, vocab_size: int = 300) -> PreTrained
 TOKENIZER = small()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text())
 def test_any_text_survives(text: str) -> None:
     ids = TOKENIZER(text)["input_ids"]

@@ -106,7 +106,7 @@ def test_segment_needs_are_what_plans_predict(a_snapshot: Callable[..., Snapshot
             assert cluster.memory_bytes[s.device_id] == pytest.approx(need, abs=1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.floats(0.0, 5.0), min_size=1, max_size=4),
     st.lists(st.just(1.0), min_size=1, max_size=6),
