@@ -13,7 +13,7 @@ from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
-from client_app.data import LocalData, Place, RoundExamples, local_data
+from client_app.data import LocalData, Place, RoundExamples, local_data, own_data
 from client_app.fleet import Crew, Site, cluster_file, open_crew
 from client_app.node_state import NodeState
 from client_app.online import examples_of_round
@@ -271,16 +271,17 @@ def _telemetry(result: RoundResult, examples: RoundExamples) -> ClusterTelemetry
 def _settings(context: Context) -> tuple[AppConfig, Place]:
     """The run-config, and which of its clusters this node is: ``--node-config`` tells SuperNodes.
 
-    Raises ConfigError.
+    Files that the node names as its own go before those of the run. Raises ConfigError.
     """
-    config = parse(context.run_config)
+    own = own_data(context.node_config)
+    config = parse({**context.run_config, **own})
     index = context.node_config.get("partition-id")
     if index is None:
         raise ConfigError(
             "this node has no 'partition-id': start the SuperNode with "
             '--node-config "partition-id=0 num-partitions=2"'
         )
-    return config, Place(index=int(index), count=config.run.clusters)
+    return config, Place(index=int(index), count=config.run.clusters, own_data=bool(own))
 
 
 def _server_round(message: Message) -> int:

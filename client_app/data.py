@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
@@ -11,20 +11,37 @@ from torch import Tensor
 
 from collapipe_flwr.cluster.scoring import TestPart
 from collapipe_flwr.core.config import AppConfig
-from collapipe_flwr.core.errors import DataError
+from collapipe_flwr.core.errors import ConfigError, DataError
+from collapipe_flwr.core.parsing import Value
 from collapipe_flwr.data.batches import Example, batches, round_examples
 from collapipe_flwr.data.bucketing import Rows, bucket_by_length, equal_cut
 from collapipe_flwr.data.registry import load_task
 from collapipe_flwr.data.settings import settings_of
 from collapipe_flwr.data.vocabulary import Vocabulary
 
+_ALL_ROWS: Mapping[str, Value] = {
+    "data.train-examples": 0,
+    "data.test-examples": 0,
+    "data.partition": "iid",
+    "data.partition-column": "",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Which of the run's clusters this node is; from ``count`` on it is spare."""
+    """Which of the run's clusters this node is; from ``count`` on it is spare.
+
+    With ``own_data`` it reads files that the others do not have, so nothing is shared out.
+    """
 
     index: int
     count: int
+    own_data: bool = False
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Which share of the examples that it reads is its own, of how many."""
+        return (0, 1) if self.own_data else (self.index, self.count)
 
 
 class LocalData:
@@ -37,7 +54,7 @@ class LocalData:
 
     @cached_property
     def _examples(self) -> Dataset:
-        return self.task.examples(self.task.partition(self._place.index, self._place.count))
+        return self.task.examples(self.task.partition(*self._place.share))
 
     @cached_property
     def past(self) -> Dataset:
@@ -59,13 +76,13 @@ class LocalData:
 
         Clusters take turns, so that their shares are disjoint and together complete.
         """
-        test, place = self.task.test, self._place
-        if len(test) < place.count:
+        test, (index, count) = self.task.test, self._place.share
+        if len(test) < count:
             raise DataError(
-                f"{len(test)} test examples are too few for {place.count} clusters to evaluate: "
+                f"{len(test)} test examples are too few for {count} clusters to evaluate: "
                 "raise data.test-examples or set evaluation.federated to false"
             )
-        share = self.task.examples(test.select(range(place.index, len(test), place.count)))
+        share = self.task.examples(test.select(range(index, len(test), count)))
         rows: list[Example] = share.to_list()
         for batch in batches(rows, batch_size):
             cut = self._cut(batch, micro_batch_size)
@@ -123,3 +140,20 @@ class RoundExamples:
 def local_data(config: AppConfig, place: Place, vocabulary: Vocabulary | None) -> LocalData:
     """The same object for the same node: simulation shares one process between clusters."""
     return LocalData(config, place, vocabulary)
+
+
+def own_data(node_config: Mapping[str, Value]) -> dict[str, Value]:
+    """What ``--node-config`` says of data that are the cluster's own, as keys of the run-config.
+
+    Of `data.train` all rows are its own; a tenth is held out unless it has a `data.test`, too.
+    Raises ConfigError.
+    """
+    train, test = (node_config.get(key, "") for key in ("data.train", "data.test"))
+    for key, name in (("data.train", train), ("data.test", test)):
+        if not isinstance(name, str):
+            raise ConfigError(f"node-config {key} must be the name of a file or folder: {name!r}")
+    if test and not train:
+        raise ConfigError(f'node-config data.test "{test}" needs a data.train beside it')
+    if not train:
+        return {}
+    return {"data.train": train, "data.test": test, **_ALL_ROWS}

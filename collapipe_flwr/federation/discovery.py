@@ -1,7 +1,9 @@
 """Who is there: wait for the expected number of clusters and ask each node what it is.
 
 A run of N clusters is that of the nodes with partition ids below N; others are spare and say so.
-Flower itself waits for nodes without end; here every wait has a deadline and says what is missing.
+A SuperNode that was started again is another node, and Flower lists the old one until its
+heartbeats have been missing for a while: that one is passed over. Flower itself waits for nodes
+without end; here every wait has a deadline and says what is missing.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from collapipe_flwr.federation.records import QUERY_DESCRIBE, read_profile
 from collapipe_flwr.federation.replies import sentence
 
 log = logging.getLogger("flwr.collapipe")
+_NODE_UNAVAILABLE = 5  # flwr's error code of a node whose heartbeats are missing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +47,13 @@ def discover_clusters(
     patience = patience or Patience()
     deadline = patience.now() + timeout_s
     answers: dict[int, ClusterProfile | None] = {}
+    gone: set[int] = set()
     while len(clusters := _clusters(answers)) < expected:
-        strangers = [node for node in sorted(grid.get_node_ids()) if node not in answers]
+        known = answers.keys() | gone
+        strangers = [node for node in sorted(grid.get_node_ids()) if node not in known]
         if len(clusters) + len(strangers) >= expected:
             answers |= _ask(grid, strangers, timeout_s)
+            gone |= set(strangers) - answers.keys()
             continue
         if patience.now() >= deadline:
             connected, spare = len(strangers) + len(clusters), len(answers) - len(clusters)
@@ -71,17 +77,24 @@ def _missing(expected: int, connected: int, spare: int, timeout_s: float) -> str
 
 
 def _ask(grid: Grid, nodes: Sequence[int], timeout_s: float) -> dict[int, ClusterProfile | None]:
-    """What each node says that it is; None of a spare one."""
+    """What each node says that it is, None of a spare one; those that are gone are left out."""
     asked = [Message(RecordDict(), node, QUERY_DESCRIBE) for node in nodes]
     replies = list(grid.send_and_receive(asked, timeout=timeout_s))
-    answers = {_sender(reply, asked): _profile(reply) for reply in replies}
-    silent = [node for node in nodes if node not in answers]
+    answers = {_sender(r, asked): _profile(r) for r in replies if not _is_gone(r)}
+    gone = {_sender(reply, asked) for reply in replies if _is_gone(reply)}
+    if gone:
+        log.warning("nodes %s are gone, though Flower still lists them", sorted(gone))
+    silent = [node for node in nodes if node not in answers.keys() | gone]
     if silent:
         raise RunError(
             f"{len(silent)} of {len(nodes)} clusters did not describe themselves within "
             f"{timeout_s:g} s, first node {silent[0]}: check its log"
         )
     return answers
+
+
+def _is_gone(reply: Message) -> bool:
+    return reply.has_error() and reply.error.code == _NODE_UNAVAILABLE
 
 
 def describe_late(grid: Grid, nodes: Sequence[int], *, timeout_s: float) -> dict[int, str]:

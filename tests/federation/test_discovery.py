@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from flwr.app import Message, RecordDict
+from flwr.app import Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile
@@ -99,6 +99,19 @@ def test_a_spare_node_is_no_cluster_whenever_it_connects():
     words = r"1 clusters expected .*, 0 connected after 60 s \(1 more have a partition-id of 1 or"
     with pytest.raises(RunError, match=words):
         find(LocalGrid({3: spare}), expected=1)
+
+
+def test_a_node_that_is_gone_is_passed_over_and_its_successor_waited_for():
+    def gone(message, context):
+        del context
+        return Message(Error(code=5, reason="no heartbeat"), reply_to=message)
+
+    grid = LocalGrid({3: gone})
+    clock = Clock(lambda: grid.add(8, cluster("b")))
+    assert find(grid, expected=1, clock=clock) == {8: profile("b")}
+    assert find(LocalGrid({3: gone, 8: cluster("b")}), expected=1) == {8: profile("b")}
+    with pytest.raises(RunError, match=r"1 clusters expected .*, 0 connected after 60 s: start"):
+        find(LocalGrid({3: gone}), expected=1)
 
 
 def test_zero_clusters_are_refused():
