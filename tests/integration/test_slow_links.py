@@ -60,7 +60,7 @@ def _run(path: Path, text: str, edge: str) -> tuple[list[dict[str, Any]], dict[s
     folder = path / "runs" / "run"
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     newest = max(folder.glob("**/state.json"), key=lambda found: found.parent.name)
-    kept = json.loads(json.loads(newest.read_text())["planner"])
+    kept = json.loads(json.loads(newest.read_text())["memories"]["planner"])
     return events, json.loads(kept["state"])
 
 

@@ -48,7 +48,12 @@ class ProxyNetwork(Network):
             except OSError:
                 writer.close()  # the service is down: so is its proxy, to whoever dials
                 return
-            await asyncio.gather(self._pump(reader, behind[1]), self._pump(behind[0], writer))
+            try:
+                await asyncio.gather(self._pump(reader, behind[1]), self._pump(behind[0], writer))
+            except asyncio.CancelledError:
+                for end in (writer, behind[1]):
+                    end.transport.abort()
+                raise
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         self._servers.append(server)
@@ -71,6 +76,7 @@ class ProxyNetwork(Network):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # the sockets are closed in the loop's next turn
 
 
 @contextmanager

@@ -55,7 +55,6 @@ def start(name: str) -> None:
             path.mkdir(mode=int(unit.get(f"{kind}DirectoryMode", ["755"])[0], 8), exist_ok=True)
             subprocess.run(["chown", f"{user}:", str(path)], check=True)
             env[f"{kind.upper()}_DIRECTORY"] = str(path)
-    as_user = ["setpriv", "--reuid", user, "--regid", user, "--init-groups", "--no-new-privs"]
     for what in ("pid", "rc"):
         (STATE / f"{name}.{what}").unlink(missing_ok=True)
     as_user = ["setpriv", "--reuid", user, "--regid", user, "--init-groups", "--no-new-privs"]

@@ -1,18 +1,21 @@
 """`make test-cluster`: docs/deploy.md carried out to the letter, and what it promises tried.
 
-Nine machines with the names and addresses of the page train the built-in task over shaped links. In
+Nine machines with the names and addresses of the page train on a file over shaped links. In
 round 2 a device dies for good, in round 3 the edge dies and comes back, in round 4 a device is
 stopped in good order.
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from collapipe_flwr.data.number_words import NUMBERS, spell
 from tests.testbed.by_the_document import (
     ADDRESSES,
     DEVICES,
@@ -38,6 +41,7 @@ from tests.testbed.rounds import (
 )
 
 GREENHOUSE, WORKSHOP = DEVICES[:3], DEVICES[3:]
+WORDS = "/opt/collapipe/words.jsonl"
 
 
 def test_every_command_of_the_page_is_run_or_named_as_not_run() -> None:
@@ -59,13 +63,21 @@ def deployed(folder: Path) -> Iterator[DocumentedDeployment]:
         machines(network, list(ADDRESSES), folder / "machines", env) as found,
         programs(network, folder, env) as running,
     ):
+        for name in ("server", "cu-greenhouse", "cu-workshop"):
+            write = found[name].enter(f"cat > {WORDS}")
+            subprocess.run(write, input=_words(), text=True, check=True, timeout=60)
         yield DocumentedDeployment(
             machines=found,
             programs=running,
             folder=folder,
             env=env,
-            more={**RUN, "run-name": "run"},
+            more={**RUN, "run-name": "run", "data.task": "translation", "data.train": WORDS},
         )
+
+
+def _words() -> str:
+    rows = ({"source": spell(n), "target": str(n)} for n in range(0, NUMBERS, 40))
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 @pytest.mark.cluster
