@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -21,6 +20,7 @@ from collapipe_flwr.models import SegmentPart, Splitter, make_spec
 from collapipe_flwr.pipeline.prompter import Prompter
 from collapipe_flwr.rpc.edge_client import EdgeClient
 from tests.cluster.hosted import daemons
+from tests.threads import none_left
 
 SEQ2SEQ = {
     "d_model": 32,
@@ -222,14 +222,16 @@ def test_a_device_that_dies_is_one_sentence_for_everyone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     case = Case("gpt2")
-    before = threading.active_count()
 
     def break_block(*_: object) -> Tensor:
         raise RuntimeError("board on fire")
 
-    with pytest.raises(LinkError, match="board on fire"), local(case, slots=2) as driver:
+    with (
+        none_left(),
+        pytest.raises(LinkError, match="board on fire"),
+        local(case, slots=2) as driver,
+    ):
         pieces = driver.generate(torch.tensor([PROMPTS[0]]), case.settings())
         next(pieces)
         monkeypatch.setattr(SegmentPart, "advance", break_block)
         list(pieces)
-    assert threading.active_count() == before

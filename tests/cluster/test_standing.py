@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.models import SegmentPart
 from collapipe_flwr.pipeline.prompter import Prompter
 from tests.cluster.test_serving import PROMPTS, Case
+from tests.threads import none_left
 
 PROMPT = torch.tensor([PROMPTS[0]])
 
@@ -55,16 +55,14 @@ def once(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
 def test_the_rest_of_the_devices_write_the_same_text(
     case: Case, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
-    before = threading.active_count()
     settings = case.settings(**changes)
-    with StandingChain(site(case)) as chain:
+    with none_left(), StandingChain(site(case)) as chain:
         undisturbed = written(chain, PROMPTS[0], settings)
     ours = site(case)
-    with StandingChain(ours) as chain:
+    with none_left(), StandingChain(ours) as chain:
         once(monkeypatch, after=14)
         assert written(chain, PROMPTS[0], settings) == undisturbed
         assert len(ours.missing(ours.device_ids)) == 1
-    assert threading.active_count() == before
 
 
 def test_every_text_in_the_making_goes_on(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 
 import grpc
@@ -22,6 +21,7 @@ from collapipe_flwr.rpc.tls import TlsFiles, client_credentials, server_credenti
 from tests.edge.certificates import Authority
 from tests.edge.chain_to_edge import TOKEN, Cluster, open_session, request, service
 from tests.pipeline.chains import DEADLINE_S, Head, make_batch, make_parts, whole_loss
+from tests.threads import none_left
 
 torch.set_num_threads(1)
 
@@ -225,13 +225,12 @@ def test_a_taken_port_is_named(server):
 
 
 def test_nothing_is_left_running():
-    before = threading.active_count()
-    with EdgeServer("127.0.0.1:0", service()) as server, EdgeClient(server.address) as client:
+    with (
+        none_left(),
+        EdgeServer("127.0.0.1:0", service()) as server,
+        EdgeClient(server.address) as client,
+    ):
         one_round(client)
-    until = time.monotonic() + DEADLINE_S
-    while threading.active_count() > before and time.monotonic() < until:
-        time.sleep(0.05)
-    assert threading.active_count() <= before, threading.enumerate()
 
 
 KEY = ((methods.SESSION_KEY, "c1"), (methods.TOKEN_KEY, TOKEN))
