@@ -28,12 +28,8 @@ def show_measurements(found: Measurements, console: Console) -> None:
 
 def measurements_table(found: Measurements) -> Table:
     """One line per member."""
-    table = Table(title=f"cluster {found.cluster_id}", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("member", no_wrap=True)
-    table.add_column("address", no_wrap=True)
-    for name in ("GFLOP/s", "free MB", "idle MB", "clock s", "Mbit/s", "delay ms"):
-        table.add_column(name, justify="right")
-    table.add_column("")
+    table = _table(f"cluster {found.cluster_id}", "member", "address")
+    _add_numbers(table, "GFLOP\n/s", "free\nGB", "idle\nMB", "clock\ns", "Mbit\n/s", "delay\nms")
     for member in found.members:
         table.add_row(*_cells(member))
     return table
@@ -41,16 +37,26 @@ def measurements_table(found: Measurements) -> Table:
 
 def links_table(found: Measurements) -> Table:
     """One line per way between two hosts."""
-    table = Table(title="links", title_justify="left", box=box.SIMPLE_HEAD)
-    for name in ("from", "to"):
-        table.add_column(name, no_wrap=True)
-    for name in ("Mbit/s", "delay ms"):
-        table.add_column(name, justify="right")
-    table.add_column("")
+    table = _table("links", "from", "to")
+    _add_numbers(table, "Mbit\n/s", "delay\nms")
     for link in found.links:
         rate, delay = _number(link.rate_bit_per_s, _MEGA, 0), _number(link.delay_s, _MILLI, 2)
         table.add_row(link.source, link.target, rate, delay, _mark(link.fault))
     return table
+
+
+def _table(title: str, *names: str) -> Table:
+    """Names may be folded where a terminal is narrow, numbers may not."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)
+    for name in names:
+        table.add_column(name, overflow="fold")
+    return table
+
+
+def _add_numbers(table: Table, *headers: str) -> None:
+    for header in headers:
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
 
 
 def _mark(fault: str) -> str:
@@ -62,7 +68,7 @@ def _cells(member: Measured) -> tuple[str, ...]:
         member.name,
         member.address or "here",
         _number(member.speed_flop_per_s, _GIGA, 1),
-        _number(member.memory_bytes, _MEGA, 0),
+        _number(member.memory_bytes, _GIGA, 1),
         _number(member.idle_bytes, _MEGA, 0),
         _number(member.clock_ahead_s, 1.0, 1),
         _number(member.rate_bit_per_s, _MEGA, 0),
