@@ -21,7 +21,7 @@ from tests.cluster.test_killed_processes import assert_same, striking
 
 HEARTBEAT = Heartbeat(period_s=0.5, misses=3)
 JOB = replace(small_job(3, steps=4), deadline_s=120.0, heartbeat=HEARTBEAT)
-SLACK_S = 30.0  # to break off, to tell and to ask all devices, on a machine that does much else
+SLACK_S = 4.0  # to break off, to tell and to ask all devices, on a machine that does much else
 SLOW = pytest.mark.slow
 
 

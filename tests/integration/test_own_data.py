@@ -1,4 +1,4 @@
-"""Clusters whose nodes name files of their own: nothing is shared out, and nothing else read."""
+"""Clusters whose nodes name files of their own: nothing is shared out."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import csv
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from client_app.app import app as client_app
 from client_app.data import own_data
 from collapipe_flwr.core.config import parse
-from collapipe_flwr.core.errors import CollaPipeError, ConfigError
+from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.parsing import Value
 from collapipe_flwr.federation.local_grid import LocalGrid
 from server_app.app import run
@@ -62,11 +63,16 @@ def outcome(folder: Path, values: Mapping[str, Value], *own: Mapping[str, Value]
     return (folder / "run" / "model" / "model.safetensors").read_bytes()
 
 
+def events(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "run" / "events.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
 @pytest.mark.parametrize("runtime", ["pipeline", "whole"])
 def test_own_files_train_what_one_file_cut_by_site_trains(
     tmp_path: Path, files: dict[str, str], runtime: str
 ) -> None:
-    """Each file is in one place only: the other cluster's node does not even know its name."""
+    """No node is told the name of the other's file."""
     both: dict[str, Value] = {"runtime": runtime, "data.test": files["test"]}
     by_site = {"data.partition": "natural", "data.partition-column": "site"}
     shared = outcome(tmp_path / "1", {**both, **by_site, "data.train": files["all"]}, {}, {})
@@ -80,23 +86,27 @@ def test_clusters_test_on_their_own_files(tmp_path: Path, files: dict[str, str])
     values = {"data.train": files["all"], "evaluation.federated": True}
     lonely = {"data.train": files["a"], "data.test": table(tmp_path / "ups.csv", *[UP] * 7)}
     outcome(tmp_path / "runs", values, lonely, {"data.train": files["b"]})
-    lines = (tmp_path / "runs" / "run" / "events.jsonl").read_text().splitlines()
-    ninths = [9 * json.loads(line)["clusters_metrics"]["accuracy"] for line in lines]
+    ninths = [9 * e["clusters_metrics"]["accuracy"] for e in events(tmp_path / "runs")]
     assert len(ninths) == 2  # of 7 of the first, and 2 of 20 that the second holds out
     assert ninths == pytest.approx([round(n) for n in ninths])
 
 
-def test_a_label_that_the_server_does_not_know_is_named_with_its_file(
+def test_a_label_that_the_server_does_not_know_is_named(
     tmp_path: Path, files: dict[str, str]
 ) -> None:
-    strange = table(tmp_path / "strange.csv", *[("so so", "level")] * 20)
-    with pytest.raises(CollaPipeError, match="level"):
-        outcome(
-            tmp_path / "runs",
-            {"data.train": files["all"]},
-            {"data.train": files["a"]},
-            {"data.train": strange},
-        )
+    strange = table(tmp_path / "strange.csv", *[("so so", "level"), UP] * 10)
+    values = {"data.train": files["all"], "train.examples-per-round": 16}
+    outcome(tmp_path / "runs", values, {"data.train": files["a"]}, {"data.train": strange})
+    for event in events(tmp_path / "runs"):  # the other cluster trains on
+        (failure,) = event["failures"]
+        assert failure.startswith("cluster-1: data.train has 1 labels that the training data lacks")
+        assert '"level"' in failure
+
+
+def test_a_file_with_one_label_only_is_trained_on(tmp_path: Path, files: dict[str, str]) -> None:
+    ups = table(tmp_path / "ups.csv", *[UP] * 20)
+    values = {"data.train": files["all"], "train.examples-per-round": 16}
+    assert outcome(tmp_path / "runs", values, {"data.train": files["a"]}, {"data.train": ups})
 
 
 @pytest.mark.parametrize(
