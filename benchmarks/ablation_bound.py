@@ -142,7 +142,7 @@ class Fleet:
 
     def _steps(self, m: int, plan: ClusterPlan, index: int) -> Iterator[list[Example]]:
         rows = round_examples(
-            self.parts[m], seed=self.seed, round_index=index, cluster_id=m, limit=EXAMPLES
+            self.parts[m], seed=self.seed, rounds_done=index - 1, cluster_id=m, limit=EXAMPLES
         )
         yield from batches(rows, plan.micro_batch_size * plan.micro_batches)
 
@@ -240,7 +240,7 @@ class Run:
             for c, t in zip(priced.clusters, told, strict=True)
         )
         return RoundOutcome(
-            round_index=index,
+            rounds_done=index - 1,
             latency_s=priced.latency_s,
             clusters=clusters,
             update_norm=float(update.norm()),

@@ -88,12 +88,12 @@ class LocalData:
             cut = self._cut(batch, micro_batch_size)
             yield [TestPart.of(self.task, [batch[row] for row in places]) for places in cut]
 
-    def chosen(self, round_index: int) -> list[Example]:
-        """The examples of a round, in the order in which it trains on them."""
+    def chosen(self, rounds_done: int) -> list[Example]:
+        """The examples of the cluster's next round, in the order in which it trains on them."""
         return round_examples(
             self._examples,
             seed=self._config.run.seed,
-            round_index=round_index,
+            rounds_done=rounds_done,
             cluster_id=self._place.index,
             limit=self.examples_per_round,
         )

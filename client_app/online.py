@@ -70,7 +70,7 @@ def examples_of_round(config: AppConfig, data: LocalData, state: NodeState) -> R
     """The cluster's examples of a round, from its part of the data or from its stream."""
     server_round, place = state.server_round, state.place
     if not config.data.stream:
-        chosen = data.chosen(server_round)
+        chosen = data.chosen(server_round - 1)
         return RoundExamples(data=data, round_index=server_round, chosen=chosen)
     stream = Stream(Path(config.data.stream).expanduser() / str(place.index), data.read_file)
     rng = np.random.default_rng([config.run.seed, place.index, server_round])

@@ -194,7 +194,7 @@ def _batches(trial: _Trial) -> Iterator[list[MicroBatch]]:
     case, task, splitter = trial.case, trial.task, trial.splitter
     size = case.micro_batch * case.micro_batches
     rows = round_examples(
-        task.train, seed=trial.seed, round_index=0, cluster_id=0, limit=case.steps * size
+        task.train, seed=trial.seed, rounds_done=0, cluster_id=0, limit=case.steps * size
     )
     for batch in batches(rows, size):
         tensors = [task.collate(examples) for examples in batches(batch, case.micro_batch)]
