@@ -28,7 +28,7 @@ from collapipe_flwr.cluster.order import RoundOrder
 from collapipe_flwr.cluster.scoring import TestPart, guessing_for, tally_of
 from collapipe_flwr.cluster.whole import evaluate_whole, train_whole
 from collapipe_flwr.core.config import AppConfig, parse
-from collapipe_flwr.core.errors import ConfigError, ProtocolError
+from collapipe_flwr.core.errors import ConfigError, ProtocolError, unexpected_as_run_error
 from collapipe_flwr.data.vocabulary import Vocabulary
 from collapipe_flwr.edge.allocator import tended_heap
 from collapipe_flwr.federation import records
@@ -45,6 +45,7 @@ app = ClientApp()
 
 
 @app.query("describe")
+@unexpected_as_run_error()
 def describe(message: Message, context: Context) -> Message:
     """Tell the server what this cluster is made of, or that the run has no place for it."""
     config, place = _settings(context)
@@ -56,6 +57,7 @@ def describe(message: Message, context: Context) -> Message:
 
 
 @app.train()
+@unexpected_as_run_error()
 @tended_heap()
 def train(message: Message, context: Context) -> Message:
     """One round: through the planned pipeline, or the whole model for a plain strategy."""
@@ -80,6 +82,7 @@ def train(message: Message, context: Context) -> Message:
 
 
 @app.evaluate()
+@unexpected_as_run_error()
 @tended_heap()
 def evaluate(message: Message, context: Context) -> Message:
     """The loss on the cluster's share of the test set, by the path that training takes."""

@@ -12,7 +12,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Strategy
 
 from collapipe_flwr.core.config import AppConfig, EdgeConfig, count_list, parse
-from collapipe_flwr.core.errors import CollaPipeError, RunError
+from collapipe_flwr.core.errors import CollaPipeError, RunError, unexpected_as_run_error
 from collapipe_flwr.edge.server import EdgeServer
 from collapipe_flwr.edge.service import EdgeService
 from collapipe_flwr.federation.arrays import encode_tensors
@@ -51,7 +51,8 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run to the end; a failure is one sentence in the log and in the run's summary."""
     try:
-        run(grid, parse(context.run_config))
+        with unexpected_as_run_error():
+            run(grid, parse(context.run_config))
     except CollaPipeError as error:
         log.error("%s", error)
         raise
@@ -87,8 +88,9 @@ def run(grid: Grid, config: AppConfig) -> None:
         lost=lambda: members.lost,
     )
     try:
-        _train(members, config, learner, planned, recorder, folder)
-        _save_model(folder.directory, learner, recorder)
+        with unexpected_as_run_error():
+            _train(members, config, learner, planned, recorder, folder)
+            _save_model(folder.directory, learner, recorder)
     except BaseException as error:
         recorder.finish("failed", str(error) or type(error).__name__)
         raise

@@ -13,8 +13,9 @@ from collapipe_flwr.reporting.past import Past, read_past
 from collapipe_flwr.reporting.run_directory import RunDirectory, read_config
 
 # What a resumed run may change: none of these alters a round that is done or its data.
+_ROUNDS = "num-server-rounds"  # free where the learning rate does not depend on it
 _FREE = (
-    "num-server-rounds",
+    _ROUNDS,
     "output-dir",
     "run-name",
     "resume",
@@ -77,6 +78,13 @@ def _checkpoints(config: AppConfig, directory: RunDirectory) -> Checkpoints | No
 def _check_same_run(config: AppConfig, path: Path) -> None:
     """Raise ConfigError for the first key that the rounds so far depend on and that differs."""
     saved = read_config(path) or {}
+    first = saved.get(_ROUNDS, config.run.num_server_rounds)
+    if config.train.decay != "none" and first != config.run.num_server_rounds:
+        raise ConfigError(
+            f"{_ROUNDS} is {config.run.num_server_rounds}, but the run in {path} began with "
+            f"{first}, over which train.decay={config.train.decay} lowers its learning rate: "
+            f"resume with {_ROUNDS}={first}, or start a new run from its model"
+        )
     for key, value in flatten(config).items():
         if key in _FREE or key.endswith(_FREE_ENDS):
             continue

@@ -20,8 +20,12 @@ are translated where they enter, with their cause kept.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+_OWN = ("collapipe_flwr", "client_app", "server_app")
 
 
 class CollaPipeError(Exception):
@@ -83,3 +87,31 @@ def blaming(key: str) -> Iterator[None]:
         yield
     except CollaPipeError as error:
         raise type(error)(f"{key}: {error}") from error
+
+
+@contextmanager
+def unexpected_as_run_error() -> Iterator[None]:
+    """Raise an error of any other kind as a RunError that says what happened and where.
+
+    Flower reports only the message of an exception to who started the run.
+    """
+    try:
+        yield
+    except CollaPipeError:
+        raise
+    except Exception as error:
+        words = (str(error).strip() or "no message").splitlines()[0]
+        raise RunError(
+            f"unexpected {type(error).__name__} ({words}) {_place(error)}: the log holds the "
+            "traceback; please report it"
+        ) from error
+
+
+def _place(error: Exception) -> str:
+    """The innermost line of ours that the error passed, else where it was raised."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+    ours = [frame for frame in frames if set(_OWN) & set(Path(frame.filename).parts)]
+    frame = (ours or frames)[-1]
+    parts = Path(frame.filename).parts
+    start = next((i for i, part in enumerate(parts) if part in _OWN), len(parts) - 1)
+    return f"in {'/'.join(parts[start:])}, line {frame.lineno}"

@@ -91,6 +91,7 @@ class EdgeClient:
         self._channel = self._connect()
         self._heartbeat = heartbeat
         self._was_silent = False
+        self._missed_since_s: float | None = None  # when a patient call first found the edge away
         self._closed = threading.Event()
         self._pulse: Pulse | None = None
         self._life = ExitStack()
@@ -242,18 +243,28 @@ class EdgeClient:
         return link
 
     def patiently(self, call: Callable[[], Answer]) -> Answer:
-        """Repeat what may be done twice while the edge is away, for `patience_s`.
+        """Repeat what may be done twice while the edge is away.
 
-        One that an edge breaks off although it answers is made again at once, then ever more
-        rarely.
+        All calls together wait for `patience_s` from the first one that missed the edge: those of
+        many sessions, one after the other, do not add up. One that an edge breaks off although it
+        answers is made again at once, then ever more rarely.
         """
-        until_s, pause_s = time.monotonic() + self._patience_s, 0.0
+        start_s, pause_s = time.monotonic(), 0.0
         while True:
             try:
-                return self._translated(call)
+                answer = self._translated(call)
             except (Unreachable, LinkTimeout):
+                if self._missed_since_s is None:
+                    self._missed_since_s = start_s
+                until_s = max(self._missed_since_s + self._patience_s, start_s + _LOOK_S)
                 if not self._connected_before(until_s) or self._closed.wait(pause_s):
                     raise
+            except LinkError:  # a refusal is an answer
+                self._missed_since_s = None
+                raise
+            else:
+                self._missed_since_s = None
+                return answer
             pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
 
     def close(self) -> None:

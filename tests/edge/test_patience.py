@@ -76,3 +76,14 @@ def test_an_edge_that_answers_but_breaks_calls_off_is_asked_ever_more_rarely() -
     gaps_s = [later - before for before, later in pairwise(calls)]
     pauses_s = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
     assert all(gap_s > 0.9 * pause_s for gap_s, pause_s in zip(gaps_s, pauses_s, strict=False))
+
+
+def test_the_calls_of_many_sessions_wait_once_for_an_edge_that_is_away() -> None:
+    with EdgeServer("127.0.0.1:0", service()) as server:
+        address = server.address
+    patience_s, sessions, start_s = 3.0, 8, time.monotonic()
+    with EdgeClient(address, deadline_s=5, patience_s=patience_s) as client:
+        for _ in range(sessions):
+            with pytest.raises(Unreachable):
+                client.report("c1", TOKEN)
+        assert patience_s < time.monotonic() - start_s < sessions * patience_s / 2

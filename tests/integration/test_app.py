@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from collapipe_flwr.core.errors import CollaPipeError
+from collapipe_flwr.core.errors import CollaPipeError, RunError
 from collapipe_flwr.core.parsing import Value
 from tests.integration.conftest import RunApp
 
@@ -141,3 +142,19 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(
     assert not list(tmp_path.glob("runs/run/model*"))
     summary = tmp_path / "runs" / "run" / "summary.json"
     assert not summary.exists() or _summary(summary.parent)["status"] == "failed"
+
+
+@pytest.mark.parametrize("place", ["server", "cluster"])
+def test_a_run_that_ends_by_an_unknown_error_says_what_and_where(
+    run_app: RunApp, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise KeyError("x")
+
+    owner = "server_app.app._save_model" if place == "server" else "client_app.app.train_round"
+    monkeypatch.setattr(owner, broken)
+    told = r"unexpected KeyError \('x'\) in (server|client)_app/app\.py, line \d+"
+    with pytest.raises(RunError, match=told):
+        run_app({"num-server-rounds": 1})
+    reason = _summary(tmp_path / "runs" / "run")["reason"]
+    assert re.search(told, reason)

@@ -90,6 +90,7 @@ def test_with_a_state_dir_new_nodes_and_a_resumed_run_read_on_where_they_were(
         **FRESH,
         "data.stream": str(stream),
         "train.state-dir": str(tmp_path / state_dir) if state_dir else "",
+        "train.decay": "none",
         "output-dir": str(tmp_path),
         "run-name": "run",
     }

@@ -110,6 +110,20 @@ def test_a_run_resumes_only_as_itself(run_app: RunApp, tmp_path: Path) -> None:
         run_app({**resume, "checkpoint-every": 0})
 
 
+def test_the_rounds_of_a_run_change_only_where_its_learning_rate_does_not_depend_on_them(
+    run_app: RunApp,
+) -> None:
+    run_dir = run_app({"num-server-rounds": 1, "train.decay": "linear"})
+    with pytest.raises(ConfigError, match=r"num-server-rounds is 2, but .* resume with .*=1, or"):
+        run_app({"num-server-rounds": 2, "train.decay": "linear", "resume": str(run_dir)})
+    steady: dict[str, Value] = {"train.decay": "none", "run-name": "steady"}
+    run_dir = run_app({**steady, "num-server-rounds": 1})
+    longer = run_app({**steady, "num-server-rounds": 2, "resume": str(run_dir)})
+    whole = run_app({**steady, "run-name": "whole", "num-server-rounds": 2})
+    first, second = (d / "model" / "model.safetensors" for d in (whole, longer))
+    assert first.read_bytes() == second.read_bytes()
+
+
 @pytest.mark.slow
 def test_a_server_killed_for_good_is_resumed_by_another_process(tmp_path: Path) -> None:
     whole = _process(tmp_path, "whole")
