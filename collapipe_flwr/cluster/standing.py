@@ -18,10 +18,10 @@ from typing import Protocol, Self
 from torch import Tensor
 
 from collapipe_flwr.core.errors import CollaPipeError, LinkError
-from collapipe_flwr.pipeline.prompter import Prompter, SlotsBusy
+from collapipe_flwr.pipeline.prompter import Prompter, TextTimeout
 
 _log = logging.getLogger(__name__)
-MOST_REPLAYS = 2  # of one text without the loss of a device: whatever breaks it then will not mend
+MOST_REPLAYS = 2  # of one text without a new token: whatever breaks it then will not mend
 
 
 class Site(Protocol):
@@ -66,7 +66,8 @@ class StandingChain:
         self._site = site
         self._lock = threading.Lock()
         self._built: _Built | None = None
-        self._lost: frozenset[str] = frozenset()
+        self._lost: frozenset[str] = frozenset()  # at the last look
+        self._over = False
 
     def __enter__(self) -> Self:
         """Raises LinkError when no chain can be built."""
@@ -80,16 +81,20 @@ class StandingChain:
         trace: TracebackType | None,
     ) -> None:
         with self._lock:
-            built, self._built = self._built, None
+            built, self._built, self._over = self._built, None, True
         if built is not None:
             built.stack.__exit__(kind, error, trace)
 
     def generate(self, prompt: Tensor, settings_json: str) -> Generator[Tensor]:
-        """See `Prompter.generate`; raises LinkError when the chain cannot be mended."""
-        told, replays = 0, 0
+        """See `Prompter.generate`; raises LinkError when the chain cannot be mended.
+
+        That is so when it breaks three times without a new token of this text. The first loss of
+        each device is not counted.
+        """
+        told, replays, lost = 0, 0, frozenset[str]()
         while True:
             built = self._standing()
-            skipped = 0
+            before, skipped = told, 0
             try:
                 with closing(built.driver.generate(prompt, settings_json)) as pieces:
                     for new in pieces:
@@ -99,48 +104,56 @@ class StandingChain:
                             told += len(fresh)
                             yield fresh
                 return
-            except SlotsBusy:
+            except TextTimeout:
                 raise
             except LinkError as error:
-                replays = 0 if self._void(built, error) else replays + 1
+                away = self._void(built, error)
+                if told > before:
+                    replays = 0
+                replays = 0 if away - lost else replays + 1
+                lost |= away
                 if replays > MOST_REPLAYS:
                     raise
 
     def _standing(self) -> _Built:
         """The chain, built where there is none."""
         with self._lock:
-            while self._built is None:
+            if self._over:
+                raise LinkError("the chain was taken down: it generates no more")
+            if self._built is None:
                 self._built = self._build()
             return self._built
 
-    def _build(self) -> _Built | None:
-        """A chain over the devices that are not lost; None if that shows that more are."""
-        present = [name for name in self._site.device_ids if name not in self._lost]
-        stack = ExitStack()
-        try:
-            driver = stack.enter_context(self._site.chain(present))
-        except LinkError as error:
-            if not self._look(error):
-                raise
-            return None
-        return _Built(driver=driver, stack=stack)
+    def _build(self) -> _Built:
+        """A chain over the devices that answer; tried again when one more is found not to."""
+        lost = self._lost
+        while True:
+            present = [name for name in self._site.device_ids if name not in self._lost]
+            stack = ExitStack()
+            try:
+                driver = stack.enter_context(self._site.chain(present))
+            except LinkError as error:
+                if not self._look(error) - lost:
+                    raise
+                lost |= self._lost
+            else:
+                return _Built(driver=driver, stack=stack)
 
-    def _void(self, broken: _Built, error: LinkError) -> bool:
-        """Give a chain up, unless somebody else did; whether that lost a device."""
+    def _void(self, broken: _Built, error: LinkError) -> frozenset[str]:
+        """Give a chain up, unless another text did; the devices that do not answer."""
         with self._lock:
-            if self._built is not broken:
-                return True  # mended since: not this text's fault
-            self._built = None
-            broken.drop(error)
-            return self._look(error)
+            if self._built is broken:
+                self._built = None
+                broken.drop(error)
+                self._look(error)
+            return self._lost
 
-    def _look(self, error: LinkError) -> bool:
-        """Who answers now; whether fewer do than before. Raises LinkError when nobody does."""
-        lost = self._site.missing(self._site.device_ids)
-        more, self._lost = lost - self._lost, lost
-        if len(lost) == len(self._site.device_ids):
+    def _look(self, error: LinkError) -> frozenset[str]:
+        """The devices that do not answer now. Raises LinkError when none does."""
+        before, self._lost = self._lost, self._site.missing(self._site.device_ids)
+        if len(self._lost) == len(self._site.device_ids):
             self._lost = frozenset()
             raise LinkError(f"no device of the cluster answers any more: {error}") from error
-        if more:
+        if more := self._lost - before:
             _log.warning("lost %s: %s", ", ".join(sorted(more)), error)
-        return bool(more)
+        return self._lost

@@ -1,13 +1,16 @@
-"""Generation over a chain of stages: several texts at once, each in a slot of its own.
+"""Generation over a chain of stages: several texts at once, none of which can touch another.
 
     control unit   ACTIVATION: hidden states of a prompt, or of the token that was asked for   ->
-    device         the same, through its blocks; a cache per slot for decoder-only models      ->
+    device         the same, through its blocks; a cache per text for decoder-only models      ->
     edge           generates; TOKENS: new ones, or those whose hidden states it needs          <-
 
 With beams a step has several rows; ROWS says which rows of the last step they go on from.
 
-A SERVE frame turns a chain into this mode until END. Slots are numbered by ``micro_batch``. Frames
-of different slots mix freely, so that while one text waits for a token the devices work on others.
+A SERVE frame turns a chain into this mode until END and says how many texts are made at once, its
+slots. Frames of different texts mix freely, so that while one text waits for a token the devices
+work on others. ``micro_batch`` is the number of a text: the first ones are 0 .. slots - 1, and when
+text n has ended, n + slots takes its place. So no number comes twice in a chain, and a frame that
+comes late is known as one of a text that has ended, and dropped.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collapipe_flwr.core.errors import CollaPipeError, LinkError, ProtocolError
+from collapipe_flwr.core.errors import CollaPipeError, LinkError, LinkTimeout, ProtocolError
 from collapipe_flwr.pipeline.frame import HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.mailbox import Mailbox
@@ -29,46 +32,73 @@ from collapipe_flwr.pipeline.stage_settings import StageSettings
 
 TOKENS, INPUT_IDS, ATTENTION_MASK, ROWS = "tokens", "input_ids", "attention_mask", "rows"
 PAST, PROMPT, ASK, DONE, SLOTS = "past", "prompt", "ask", "done", "slots"
+LATE = "late"  # with DONE: the text failed because something on the way to it took too long
 MOST_SLOTS = 64
-_INBOX = 4  # frames of one slot; one waits for the other, so there are never more
+
+
+def next_frame(link: Link, idle_s: float) -> Frame:
+    """The next frame of a chain that generates.
+
+    Raises LinkTimeout when the chain is not used for ``idle_s``, ProtocolError for a frame that
+    lacks its tensor.
+    """
+    try:
+        frame = link.receive(deadline_s=idle_s)
+    except LinkTimeout as error:
+        raise LinkTimeout(
+            f"no text was asked for within {idle_s:g} s, the longest pause of a chain that "
+            "generates: it was given up"
+        ) from error
+    needed = {FrameKind.ACTIVATION: HIDDEN, FrameKind.TOKENS: TOKENS}.get(frame.kind)
+    if needed is not None and needed not in frame.tensors:
+        raise ProtocolError(f"{link.peer} sent {frame.kind.name} without a tensor {needed!r}")
+    return frame
 
 
 def relay_generation(part: Any, up: Link, down: Link, settings: StageSettings) -> None:
     """A device's share, until END: blocks on the way down, tokens on the way up."""
     part.train(False)
     caches: dict[int, Any] = {}
-    pump = threading.Thread(target=_pump, args=(down, up, settings), daemon=True)
+    pump = threading.Thread(target=_pump, args=(down, up, settings, caches), daemon=True)
     pump.start()
-    while (frame := up.receive(deadline_s=settings.idle_s)).kind is not FrameKind.END:
+    while (frame := next_frame(up, settings.idle_s)).kind is not FrameKind.END:
+        passed: Frame | None = frame
         if frame.kind is FrameKind.ACTIVATION:
-            frame = _through(part, caches, frame)
+            passed = _through(part, caches, frame)
         elif frame.kind is not FrameKind.STOP:
             raise ProtocolError(f"{up.peer} sent {frame.kind.name} while generating")
-        down.send(frame, deadline_s=settings.deadline_s)
+        if passed is not None:
+            down.send(passed, deadline_s=settings.deadline_s)
     down.send(frame, deadline_s=settings.deadline_s)
     pump.join(settings.deadline_s)
 
 
-def _through(part: Any, caches: dict[int, Any], frame: Frame) -> Frame:
-    hidden = frame.tensors[HIDDEN]
+def _through(part: Any, caches: dict[int, Any], frame: Frame) -> Frame | None:
+    """The frame for the next stage; None for one of a text that has ended meanwhile."""
+    hidden, text = frame.tensors[HIDDEN], frame.micro_batch
     with torch.no_grad():
         if PAST not in frame.scalars:
             context = {name: t for name, t in frame.tensors.items() if name != HIDDEN}
             output = part(hidden, context)
         else:
             if PROMPT in frame.scalars:
-                caches[frame.micro_batch] = part.new_cache()
+                caches[text] = part.new_cache()
+            cache = caches.get(text)
+            if cache is None:
+                return None
             if ROWS in frame.tensors:
-                caches[frame.micro_batch].reorder_cache(frame.tensors[ROWS])
-            output = part.advance(hidden, caches[frame.micro_batch])
+                cache.reorder_cache(frame.tensors[ROWS])
+            output = part.advance(hidden, cache)
     return replace(frame, tensors={**frame.tensors, HIDDEN: output})
 
 
-def _pump(down: Link, up: Link, settings: StageSettings) -> None:
+def _pump(down: Link, up: Link, settings: StageSettings, caches: dict[int, Any]) -> None:
     """Everything that comes up from the edge; an error goes on to who waits upstream."""
     try:
         while True:
-            frame = down.receive(deadline_s=settings.idle_s)
+            frame = next_frame(down, settings.idle_s)
+            if DONE in frame.scalars:
+                caches.pop(frame.micro_batch, None)
             up.send(frame, deadline_s=settings.deadline_s)
             if frame.kind is FrameKind.END:
                 return
@@ -77,25 +107,32 @@ def _pump(down: Link, up: Link, settings: StageSettings) -> None:
 
 
 @dataclass(slots=True)
-class _Slot:
+class _Text:
     """One text at the edge."""
 
-    inbox: Mailbox[Frame]
-    stopped: threading.Event = field(default_factory=threading.Event)
+    number: int
+    answers: Mailbox[Frame]
+    stopped: threading.Event = field(default_factory=threading.Event)  # nobody listens any more
+    over: bool = False  # its last frame is on its way
+
+    def stop(self) -> None:
+        """End it as soon as it asks or tells something."""
+        self.stopped.set()
+        self.answers.fail(_stopped())
 
 
 class GeneratingEdge:
     """The last stage's share: one thread per text in flight, ``slots`` of them at most."""
 
     def __init__(self, part: Any, up: Link, settings: StageSettings, order: Frame) -> None:
-        slots = int(order.scalars.get(SLOTS, 0))
-        if not 1 <= slots <= MOST_SLOTS:
-            raise ProtocolError(f"a chain generates 1 .. {MOST_SLOTS} texts at once, not {slots}")
+        slots = order.scalars.get(SLOTS, 0.0)
+        if slots not in range(1, MOST_SLOTS + 1):
+            raise ProtocolError(f"a chain generates 1 .. {MOST_SLOTS} texts at once, not {slots:g}")
         self._part = part
         self._up = up
         self._settings = settings
-        self._most = slots
-        self._slots: dict[int, _Slot] = {}
+        self._most = int(slots)
+        self._texts: dict[int, _Text] = {}  # the last one of each place
 
     def serve(self) -> None:
         """Generate until END."""
@@ -105,51 +142,93 @@ class GeneratingEdge:
                 while (frame := self._next()).kind is not FrameKind.END:
                     self._accept(frame, pool)
             finally:
-                for slot in self._slots.values():
-                    slot.stopped.set()
-                    slot.inbox.fail(LinkError("the chain generates no more"))
+                for text in self._texts.values():
+                    text.stop()
         self._up.send(frame, deadline_s=self._settings.deadline_s)
 
     def _next(self) -> Frame:
-        return self._up.receive(deadline_s=self._settings.idle_s)
+        return next_frame(self._up, self._settings.idle_s)
 
     def _accept(self, frame: Frame, pool: ThreadPoolExecutor) -> None:
-        number = frame.micro_batch
+        number, peer = frame.micro_batch, self._up.peer
+        text = self._texts.get(number % self._most)
+        if frame.kind not in (FrameKind.ACTIVATION, FrameKind.STOP):
+            raise ProtocolError(f"{peer} sent {frame.kind.name} to the edge while it generates")
         if frame.kind is FrameKind.ACTIVATION and PROMPT in frame.scalars:
-            if not 0 <= number < self._most:
-                raise ProtocolError(f"{self._up.peer} used slot {number} of {self._most}")
-            self._slots[number] = slot = _Slot(Mailbox(_INBOX, peer=self._up.peer))
-            pool.submit(self._run, number, slot, frame)
-        elif number not in self._slots:
-            raise ProtocolError(f"{self._up.peer} sent {frame.kind.name} for an unused slot")
+            self._begin(frame, text, pool)
+        elif text is None or number > text.number:
+            raise ProtocolError(
+                f"{peer} sent {frame.kind.name} for text {number}, which has not begun"
+            )
+        elif number < text.number or text.over or text.stopped.is_set():
+            return  # it was on its way when the text ended
         elif frame.kind is FrameKind.STOP:
-            self._slots[number].stopped.set()
-            self._slots[number].inbox.fail(LinkError("nobody listens any more"))
+            text.stop()
         else:
-            self._slots[number].inbox.put(frame, self._settings.deadline_s)
+            self._answer(text, frame)
 
-    def _run(self, number: int, slot: _Slot, prompt: Frame) -> None:
+    def _begin(self, frame: Frame, before: _Text | None, pool: ThreadPoolExecutor) -> None:
+        number, peer = frame.micro_batch, self._up.peer
+        if number < 0:
+            raise ProtocolError(f"{peer} began text {number}: the first one is 0")
+        if before is not None and not (before.over and number > before.number):
+            ended = "" if before.over else ", which has not ended"
+            raise ProtocolError(
+                f"{peer} began text {number} in the place of text {before.number}{ended}"
+            )
+        text = _Text(number, Mailbox(1, peer=peer))  # a text asks for one answer at a time
+        self._texts[number % self._most] = text
+        pool.submit(self._run, text, frame)
+
+    def _answer(self, text: _Text, frame: Frame) -> None:
+        try:
+            text.answers.put(frame, 0.0)
+        except LinkTimeout as error:
+            raise ProtocolError(
+                f"{self._up.peer} answered more of text {text.number} than was asked"
+            ) from error
+
+    def _run(self, text: _Text, prompt: Frame) -> None:
         """One text; what goes wrong with it is told in its last frame, the others go on."""
         try:
-            tokens = self._generate(number, slot, prompt)
-            self._tell(number, {TOKENS: tokens}, {DONE: 1.0})
-        except CollaPipeError as error:
-            self._tell_failure(number, str(error))
+            last = self._last_frame(text, prompt)
+            text.over = True  # before the frame leaves, for the next text may follow at once
+            self._up.send(last, deadline_s=self._settings.deadline_s)
         except BaseException as error:
             self._up.close(f"generation failed: {error}")
             raise
 
-    def _generate(self, number: int, slot: _Slot, frame: Frame) -> Tensor:
+    def _last_frame(self, text: _Text, prompt: Frame) -> Frame:
+        try:
+            tokens = self._generate(text, prompt)
+            if text.stopped.is_set():
+                raise _stopped()
+        except CollaPipeError as error:
+            late = {LATE: 1.0} if isinstance(error, LinkError) else {}
+            tokens = torch.zeros(0, dtype=torch.long)
+            return replace(_told(text, {TOKENS: tokens}, {DONE: 1.0, **late}), text=str(error))
+        return _told(text, {TOKENS: tokens}, {DONE: 1.0})
+
+    def _generate(self, text: _Text, frame: Frame) -> Tensor:
         from collapipe_flwr.models.generating import Prompt  # only where texts are generated
 
+        deadline_s = self._settings.deadline_s
+
         def emit(tokens: Tensor) -> bool:
-            self._tell(number, {TOKENS: tokens}, {})
-            return not slot.stopped.is_set()
+            self._up.send(_told(text, {TOKENS: tokens}, {}), deadline_s=deadline_s)
+            return not text.stopped.is_set()
 
         def ask(ids: Tensor, rows: Tensor | None) -> Tensor:
             moved = {} if rows is None else {ROWS: rows}
-            self._tell(number, {TOKENS: ids, **moved}, {ASK: 1.0})
-            return slot.inbox.get(self._settings.deadline_s).tensors[HIDDEN]
+            asked = _told(text, {TOKENS: ids, **moved}, {ASK: 1.0})
+            self._up.send(asked, deadline_s=deadline_s)
+            try:
+                return text.answers.get(deadline_s).tensors[HIDDEN]
+            except LinkTimeout as error:
+                raise LinkTimeout(
+                    f"the text was given up: its next token took more than {deadline_s:g} s, on a "
+                    "device that is too slow or because nobody read the tokens before it"
+                ) from error
 
         prompt = Prompt(
             hidden_BTD=frame.tensors[HIDDEN],
@@ -161,17 +240,15 @@ class GeneratingEdge:
             tokens: Tensor = self._part.generate(prompt, emit, ask)
         return tokens
 
-    def _tell(
-        self, number: int, tensors: Mapping[str, Tensor], scalars: Mapping[str, float]
-    ) -> None:
-        frame = Frame(
-            kind=FrameKind.TOKENS,
-            micro_batch=number,
-            tensors={name: tensor.detach().clone() for name, tensor in tensors.items()},
-            scalars=scalars,
-        )
-        self._up.send(frame, deadline_s=self._settings.deadline_s)
 
-    def _tell_failure(self, number: int, sentence: str) -> None:
-        frame = Frame(kind=FrameKind.TOKENS, micro_batch=number, scalars={DONE: 1.0}, text=sentence)
-        self._up.send(frame, deadline_s=self._settings.deadline_s)
+def _stopped() -> LinkError:
+    return LinkError("the text was stopped before its end")
+
+
+def _told(text: _Text, tensors: Mapping[str, Tensor], scalars: Mapping[str, float]) -> Frame:
+    return Frame(
+        kind=FrameKind.TOKENS,
+        micro_batch=text.number,
+        tensors={name: tensor.detach().clone() for name, tensor in tensors.items()},
+        scalars=scalars,
+    )

@@ -1,9 +1,8 @@
-"""A bounded queue between two threads in which every wait has a deadline."""
+"""A bounded queue between two threads; a wait ends at its deadline, or with the queue."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable
 from threading import Condition
@@ -21,7 +20,8 @@ class LinkClosed(LinkError):
 class Mailbox(Generic[Item]):
     """Holds at most `capacity` items; `peer` names the other side in error sentences.
 
-    With `most_bytes` the sizes of the items inside are bounded too; one item always fits.
+    With `most_bytes` the sizes of the items inside are bounded too; one item always fits. Who gives
+    None for a deadline waits until the mailbox ends, and relies on somebody else to end it.
 
     It ends in one of two ways: `end` delivers what is queued and then raises `LinkClosed`;
     `fail` drops what is queued and raises the given error to all who wait, at once.
@@ -36,7 +36,7 @@ class Mailbox(Generic[Item]):
         self._end: LinkError | None = None
         self._changed = Condition()
 
-    def put(self, item: Item, deadline_s: float, *, size_bytes: int = 0) -> None:
+    def put(self, item: Item, deadline_s: float | None, *, size_bytes: int = 0) -> None:
         """Queue one item. Raises LinkError when ended, LinkTimeout when full until the deadline."""
         with self._changed:
             self._wait(lambda: self._has_room(size_bytes), deadline_s, "took nothing")
@@ -44,7 +44,7 @@ class Mailbox(Generic[Item]):
                 raise _again(self._end)
             self._append(item, size_bytes)
 
-    def get(self, deadline_s: float) -> Item:
+    def get(self, deadline_s: float | None) -> Item:
         """Take the oldest item. Raises LinkClosed, LinkError or, at the deadline, LinkTimeout."""
         with self._changed:
             self._wait(lambda: bool(self._items), deadline_s, "sent nothing")
@@ -92,13 +92,9 @@ class Mailbox(Generic[Item]):
         self._items.clear()
         self._bytes = 0
 
-    def _wait(self, ready: Callable[[], bool], deadline_s: float, what: str) -> None:
-        until_s = time.monotonic() + deadline_s
-        while not ready() and self._end is None:
-            if not self._changed.wait(until_s - time.monotonic()):
-                if ready() or self._end is not None:
-                    return
-                raise LinkTimeout(f"{self._peer} {what} within {deadline_s:g} s")
+    def _wait(self, ready: Callable[[], bool], deadline_s: float | None, what: str) -> None:
+        if not self._changed.wait_for(lambda: ready() or self._end is not None, deadline_s):
+            raise LinkTimeout(f"{self._peer} {what} within {deadline_s:g} s")
 
 
 def _again(error: LinkError) -> LinkError:

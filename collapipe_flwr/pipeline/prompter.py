@@ -4,40 +4,53 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from collapipe_flwr.core.errors import LinkError, LinkTimeout, ModelError
+from collapipe_flwr.core.errors import LinkError, LinkTimeout, ModelError, ProtocolError
 from collapipe_flwr.pipeline.frame import HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.generation import (
     ASK,
     ATTENTION_MASK,
     DONE,
     INPUT_IDS,
+    LATE,
     PAST,
     PROMPT,
     ROWS,
     SLOTS,
     TOKENS,
+    next_frame,
 )
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.mailbox import Mailbox
 from collapipe_flwr.pipeline.stage_settings import StageSettings
 
-_CAPACITY = 4096  # frames of one slot that nobody has read yet
+_CAPACITY = 4096  # frames of one text that nobody has read yet
 
 
-class SlotsBusy(LinkTimeout):
-    """The chain works, but for others."""
+class TextTimeout(LinkTimeout):
+    """One text waited too long; the chain works for the others."""
+
+
+@dataclass(slots=True)
+class _Text:
+    """One text at the control unit."""
+
+    number: int
+    inbox: Mailbox[Frame]
+    over: threading.Event = field(default_factory=threading.Event)  # at the edge, or the chain is
 
 
 class Prompter:
     """Drives a chain in generation; ``generate`` may be called from ``slots`` threads at once.
 
     ``part`` is the embedding, which reads ``input_name``; ``cached`` says that the devices keep
-    caches (decoder-only models).
+    caches (decoder-only models). What arrives for a text that has ended is dropped. When the chain
+    breaks, everyone who uses it gets the same LinkError at once, then and from then on.
     """
 
     def __init__(
@@ -56,7 +69,8 @@ class Prompter:
         self._cached = cached
         self._input_name = input_name
         self._slots = slots
-        self._inboxes: dict[int, Mailbox[Frame]] = {}
+        self._lock = threading.Lock()  # of the three below
+        self._texts: dict[int, _Text] = {}  # by number
         self._broken: LinkError | None = None
         self._free: Mailbox[int] = Mailbox(slots, peer=f"the chain with {slots} slots")
         self._reader = threading.Thread(target=self._read, name="prompter", daemon=True)
@@ -64,53 +78,30 @@ class Prompter:
             Frame(kind=FrameKind.SERVE, scalars={SLOTS: float(slots)}),
             deadline_s=settings.deadline_s,
         )
-        for slot in range(slots):
-            self._free.put(slot, settings.deadline_s)
+        for number in range(slots):
+            self._free.put(number, 0.0)
         self._reader.start()
 
     def generate(self, prompt: Tensor, settings_json: str) -> Generator[Tensor]:
         """New token ids, a few (T,) at a time, for the ids (1, T), or what else the model reads.
 
-        Waits for a free slot. Raises ModelError where the text cannot be generated, SlotsBusy
-        when no slot comes free, LinkError when the chain breaks. Closing the iterator stops it.
+        Waits for a free slot. Raises ModelError where the text cannot be generated, TextTimeout
+        when no slot comes free or the text is read too slowly, LinkError when the chain breaks.
+        Closing the iterator stops the text.
         """
-        slot = self._take_slot()
-        inbox: Mailbox[Frame] = Mailbox(_CAPACITY, peer="the edge")
-        self._inboxes[slot] = inbox
-        if self._broken is not None:
-            inbox.fail(self._broken)
-        over = False
+        first = self._frame(prompt, 0, text=settings_json)
+        text = self._begin()
         try:
-            self._send(slot, prompt, 0, text=settings_json)
-            told, place = 0, prompt.shape[1]
-            while not over:
-                frame = inbox.get(self._settings.deadline_s)
-                if frame.text:
-                    over = True
-                    raise ModelError(frame.text)
-                tokens = frame.tensors[TOKENS]
-                if ASK in frame.scalars:
-                    self._send(slot, tokens, place, rows=frame.tensors.get(ROWS))
-                    place += tokens.shape[1]
-                    continue
-                over = DONE in frame.scalars
-                new = tokens[told:] if over else tokens
-                told += 0 if over else len(tokens)
-                if len(new):
-                    yield new
+            yield from self._pieces(text, first, prompt.shape[1])
+        except TextTimeout:
+            raise
+        except LinkError as error:
+            self._break(error)
+            raise
         finally:
-            if not over:
-                self._abandon(slot, inbox)
-            self._free.put(slot, self._settings.deadline_s)
-
-    def _take_slot(self) -> int:
-        try:
-            return self._free.get(self._settings.deadline_s)
-        except LinkTimeout as error:
-            raise SlotsBusy(
-                f"all {self._slots} slots were busy for {self._settings.deadline_s:g} s: try again "
-                "later, or open the chain with more slots"
-            ) from error
+            if not text.over.is_set():
+                self._stop(text)
+            self._end(text)
 
     def finish(self) -> None:
         """No further text; returns when the chain has ended."""
@@ -119,23 +110,99 @@ class Prompter:
         if self._reader.is_alive():
             raise LinkTimeout("the chain did not end its generation in time")
 
-    def _send(
-        self, slot: int, ids: Tensor, past: int, *, text: str = "", rows: Tensor | None = None
-    ) -> None:
+    def _pieces(self, text: _Text, first: Frame, place: int) -> Generator[Tensor]:
+        self._send(text, first)
+        told = 0
+        while True:
+            frame = text.inbox.get(self._settings.deadline_s)
+            if frame.text:
+                raise (TextTimeout if LATE in frame.scalars else ModelError)(frame.text)
+            tokens = frame.tensors[TOKENS]
+            if ASK in frame.scalars:
+                self._send(text, self._frame(tokens, place, rows=frame.tensors.get(ROWS)))
+                place += tokens.shape[1]
+                continue
+            new = tokens[told:] if DONE in frame.scalars else tokens
+            if len(new):
+                yield new
+            if DONE in frame.scalars:
+                return
+            told += len(tokens)
+
+    def _begin(self) -> _Text:
+        """A text with a number of its own, as soon as one may begin."""
+        try:
+            number = self._free.get(self._settings.deadline_s)
+        except LinkTimeout as error:
+            raise TextTimeout(
+                f"all {self._slots} slots were busy for {self._settings.deadline_s:g} s: try again "
+                "later, or open the chain with more slots"
+            ) from error
+        text = _Text(number, Mailbox(_CAPACITY, peer="the edge"))
+        with self._lock:
+            self._texts[number] = text
+            if self._broken is not None:
+                text.inbox.fail(self._broken)
+                text.over.set()
+        return text
+
+    def _stop(self, text: _Text) -> None:
+        """Have the edge end a text that nobody reads; a chain that does not obey is broken."""
+        try:
+            self._send(text, Frame(kind=FrameKind.STOP))
+            if not text.over.wait(self._settings.deadline_s):
+                raise LinkTimeout(
+                    f"the edge did not stop text {text.number} within "
+                    f"{self._settings.deadline_s:g} s"
+                )
+        except LinkError as error:
+            self._break(error)
+
+    def _end(self, text: _Text) -> None:
+        """Forget a text, and let the next one take its place."""
+        with self._lock:
+            del self._texts[text.number]
+            if self._broken is None:
+                self._free.put(text.number + self._slots, 0.0)
+
+    def _break(self, error: LinkError) -> None:
+        """Give the chain up, so that everyone on it hears why."""
+        if self._conclude(error):
+            self._down.close(str(error))
+
+    def _conclude(self, error: LinkError) -> bool:
+        """No text goes on, and none begins; whether that is news, for the first reason stays."""
+        with self._lock:
+            if self._broken is not None:
+                return False
+            self._broken = LinkError(str(error))
+            self._free.fail(self._broken)
+            for text in self._texts.values():
+                if not text.over.is_set():  # else it is complete, and may still be read
+                    text.inbox.fail(self._broken)
+                    text.over.set()
+            return True
+
+    def _send(self, text: _Text, frame: Frame) -> None:
+        self._down.send(
+            replace(frame, micro_batch=text.number), deadline_s=self._settings.deadline_s
+        )
+
+    def _frame(
+        self, ids: Tensor, past: int, *, text: str = "", rows: Tensor | None = None
+    ) -> Frame:
         inputs, carried = self._inputs(ids, past)
         with torch.no_grad():
             hidden = self._part(inputs)
         scalars = {PROMPT: 1.0} if past == 0 else {}
         if self._cached:
             scalars[PAST] = float(past)
-        frame = Frame(
+        return Frame(
             kind=FrameKind.ACTIVATION,
-            micro_batch=slot,
             tensors={HIDDEN: hidden, **carried, **({} if rows is None else {ROWS: rows})},
             scalars=scalars,
             text=text,
         )
-        self._down.send(frame, deadline_s=self._settings.deadline_s)
 
     def _inputs(self, ids: Tensor, past: int) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         """What the embedding reads, and what travels with its output."""
@@ -148,25 +215,30 @@ class Prompter:
         carried = {INPUT_IDS: ids} if past == 0 else {}
         return {INPUT_IDS: ids, "position_ids": positions}, carried
 
-    def _abandon(self, slot: int, inbox: Mailbox[Frame]) -> None:
-        """Stop a text that nobody reads; the slot is free when the edge has let go of it."""
-        try:
-            self._down.send(
-                Frame(kind=FrameKind.STOP, micro_batch=slot), deadline_s=self._settings.deadline_s
-            )
-            while DONE not in inbox.get(self._settings.deadline_s).scalars:
-                pass
-        except LinkError:
-            return  # the chain is broken: whoever uses it next hears of it
-
     def _read(self) -> None:
         try:
-            while (frame := self._next()).kind is not FrameKind.END:
-                self._inboxes[frame.micro_batch].put(frame, self._settings.deadline_s)
+            while (
+                frame := next_frame(self._down, self._settings.idle_s)
+            ).kind is not FrameKind.END:
+                self._deliver(frame)
         except LinkError as error:
-            self._broken = error
-            for inbox in list(self._inboxes.values()):
-                inbox.fail(error)
+            self._break(error)
+        else:
+            self._conclude(LinkError("the chain has ended"))
 
-    def _next(self) -> Frame:
-        return self._down.receive(deadline_s=self._settings.idle_s)
+    def _deliver(self, frame: Frame) -> None:
+        """Hand a frame to its text without waiting, since the others wait for theirs."""
+        if frame.kind is not FrameKind.TOKENS:
+            raise ProtocolError(f"{self._down.peer} sent {frame.kind.name} while generating")
+        with self._lock:
+            text = self._texts.get(frame.micro_batch)
+            if text is None:
+                return  # it has ended, or was stopped
+            try:
+                text.inbox.put(frame, 0.0)
+            except LinkError:  # full, or given up for that before
+                text.inbox.fail(
+                    TextTimeout(f"{_CAPACITY} pieces of the text lay unread: it was given up")
+                )
+            if DONE in frame.scalars:
+                text.over.set()

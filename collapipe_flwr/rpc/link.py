@@ -3,6 +3,9 @@
 Sending and receiving never wait for each other: gRPC pulls encoded frames from `outgoing` in a
 thread of its own, and a reader thread runs `feed`. Both queues are bounded, so a slow peer slows
 the sender down (through HTTP/2 flow control) and does not fill its memory.
+
+A link sets no limit to silence. The stage that uses it does, and closes it when it gives up; a peer
+that vanishes is noticed by the pings of its connection.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import grpc
 
-from collapipe_flwr.core.errors import LinkError, LinkTimeout
+from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.pipeline.frame import Frame, FrameKind
 from collapipe_flwr.pipeline.link import Traffic
 from collapipe_flwr.pipeline.mailbox import Mailbox
@@ -79,10 +82,7 @@ class StreamLink:
         """Encoded frames until the link ends; gRPC consumes it."""
         while True:
             try:
-                data = self._outbox.get(self._settings.idle_s)
-            except LinkTimeout as error:
-                self.broken(error)
-                return
+                data = self._outbox.get(None)
             except LinkError:
                 return
             start_s = time.monotonic()
@@ -111,7 +111,7 @@ class StreamLink:
         if frame.kind is FrameKind.ERROR:
             self.broken(LinkError(f"{self.peer} failed: {frame.text[:_SENTENCE]}"))
         else:
-            self._inbox.put(frame, self._settings.idle_s, size_bytes=len(data))
+            self._inbox.put(frame, None, size_bytes=len(data))
 
     def _give_up(self, error: LinkError) -> None:
         text = str(error)[:_SENTENCE]

@@ -10,7 +10,7 @@ from collapipe_flwr.rpc.limits import FrameLimits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamSettings:
-    """How a stream behaves; `idle_s` bounds silence in either direction.
+    """How a stream behaves.
 
     `rate_bytes_per_s` paces what this end sends (None: as fast as it goes): a frame leaves when
     a wire of that rate would have carried it. `peer_rate_bytes_per_s` is what the other end is
@@ -21,7 +21,6 @@ class StreamSettings:
     limits: FrameLimits = field(default_factory=FrameLimits)
     queue_frames: int = 64
     queue_bytes: int = 512 * 2**20
-    idle_s: float = 3600.0
     rate_bytes_per_s: float | None = None
     peer_rate_bytes_per_s: float | None = None
 

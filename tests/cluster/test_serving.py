@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from collapipe_flwr.cluster.order import PATIENCE_PER_STAGE
 from collapipe_flwr.cluster.remote import RemoteFleet
-from collapipe_flwr.cluster.serving import edge_at, edge_here, even_plan, prompter, serving_order
+from collapipe_flwr.cluster.serving import (
+    IDLE_S,
+    edge_at,
+    edge_here,
+    even_plan,
+    prompter,
+    serving_order,
+)
+from collapipe_flwr.cluster.sites import DaemonSite, Served
 from collapipe_flwr.cluster.threads import ThreadFleet
 from collapipe_flwr.core.errors import LinkError, LinkTimeout, ModelError
 from collapipe_flwr.models import SegmentPart, Splitter, make_spec
+from collapipe_flwr.pipeline import generation
+from collapipe_flwr.pipeline import prompter as prompter_module
+from collapipe_flwr.pipeline.mailbox import Mailbox
 from collapipe_flwr.pipeline.prompter import Prompter
 from collapipe_flwr.rpc.edge_client import EdgeClient
 from tests.cluster.hosted import daemons
@@ -216,6 +230,41 @@ def test_daemons_write_the_same_text_and_keep_nothing(model_type: str) -> None:
             with EdgeClient(member.address) as device:
                 assert device.health().sessions == 0
         assert client.health().sessions == 0
+
+
+@contextmanager
+def on_daemons(case: Case) -> Iterator[Prompter]:
+    with daemons(2) as (cluster, edge):
+        served = Served(splitter=case.splitter, weights=case.weights, slots=2, deadline_s=20.0)
+        site = DaemonSite(served=served, cluster=cluster, edge_address=edge)
+        with site.chain(site.device_ids) as driver:
+            yield driver
+
+
+@pytest.mark.parametrize("place", [local, on_daemons])
+def test_every_stage_and_link_waits_as_long_as_the_chain_may_be_idle(
+    place: Callable[[Case], AbstractContextManager[Prompter]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, waits, idle = Case("gpt2"), set[float](), set[tuple[int, float]]()
+    wait, next_frame = Mailbox._wait, generation.next_frame
+
+    def waiting(self: Any, ready: Any, deadline_s: float | None, what: str) -> None:
+        waits.add(math.inf if deadline_s is None else deadline_s)
+        wait(self, ready, deadline_s, what)
+
+    def asking(link: Any, idle_s: float) -> Any:
+        idle.add((threading.get_ident(), idle_s))
+        return next_frame(link, idle_s)
+
+    monkeypatch.setattr(Mailbox, "_wait", waiting)
+    monkeypatch.setattr(generation, "next_frame", asking)
+    monkeypatch.setattr(prompter_module, "next_frame", asking)
+    with place(case) as driver:
+        assert written(driver, PROMPTS[0], case.settings()) == case.unsplit(PROMPTS[0])
+    assert {idle_s for _, idle_s in idle} == {IDLE_S}
+    assert len(idle) == 1 + 2 + 2 + 1  # control unit, two devices in both directions, edge
+    within_a_text_s = 20.0 * (1 + 2 * PATIENCE_PER_STAGE)
+    assert {s for s in waits if s > within_a_text_s} <= {IDLE_S, math.inf}  # open, or idle
 
 
 def test_a_device_that_dies_is_one_sentence_for_everyone(

@@ -123,3 +123,119 @@ def test_but_not_for_ever(case: Case) -> None:
     ):
         written(chain, PROMPTS[0], case.settings())
     assert len(always.chains) == MOST_REPLAYS + 1
+
+
+def test_texts_that_fail_together_end_together(case: Case) -> None:
+    """Whoever of them notices first: each counts what it went through itself."""
+    always = _Flaky(site(case, devices=2, slots=2), breaks=lambda: True)
+    with StandingChain(always) as chain, ThreadPoolExecutor(2) as pool:
+        texts = [pool.submit(written, chain, prompt, case.settings()) for prompt in PROMPTS[:2]]
+        for text in texts:
+            with pytest.raises(LinkError):
+                text.result(120)
+    assert len(always.chains) <= 2 * (MOST_REPLAYS + 1)
+
+
+def _tokens(count: int) -> Iterator[Tensor]:
+    yield from (torch.tensor([token]) for token in range(count))
+
+
+@dataclass
+class _Scripted:
+    """A site without devices: each chain tells so many tokens and breaks, the last one goes on.
+
+    ``away`` are the devices that do not answer after each of them.
+    """
+
+    told: list[int]
+    away: list[set[str]]
+    device_ids: tuple[str, ...] = ("a", "b", "c")
+    chains: list[tuple[str, ...]] = field(default_factory=list)
+    noticed: Callable[[], object] = bool  # called when a chain breaks, before the text hears of it
+
+    @contextmanager
+    def chain(self, device_ids: Any) -> Iterator[Any]:
+        self.chains.append(tuple(device_ids))
+        assert len(self.chains) < 50, "rebuilt without end"
+        if len(self.chains) > len(self.told):
+            yield _Driver(9)
+        elif self.told[len(self.chains) - 1] < 0:
+            raise LinkError("refused")
+        else:
+            yield _Driver(self.told[len(self.chains) - 1], breaks=self.noticed)
+
+    def missing(self, device_ids: Any) -> frozenset[str]:
+        away = self.away[(len(self.chains) - 1) % len(self.away)]
+        return frozenset(away.intersection(device_ids))
+
+
+@dataclass
+class _Driver:
+    tokens: int
+    breaks: Callable[[], object] | None = None
+
+    def generate(self, *_: Any) -> Iterator[Tensor]:
+        yield from _tokens(self.tokens)
+        if self.breaks is not None:
+            self.breaks()
+            raise LinkError("the cable is loose")
+
+
+def test_a_break_counts_even_if_another_text_was_the_first_to_notice() -> None:
+    scripted = _Scripted(told=[0] * 60, away=[set()])
+    with StandingChain(scripted) as chain:
+
+        def notice() -> None:
+            assert chain._built is not None
+            chain._void(chain._built, LinkError("the cable is loose"))
+
+        scripted.noticed = notice
+        with pytest.raises(LinkError, match="cable is loose"):
+            written(chain, PROMPTS[0], "")
+    assert len(scripted.chains) == MOST_REPLAYS + 1
+
+
+def test_a_text_that_gets_on_is_not_given_up() -> None:
+    scripted = _Scripted(told=[1, 2, 2, 3, 3, 4], away=[set()])
+    with StandingChain(scripted) as chain:
+        assert written(chain, PROMPTS[0], "") == list(range(9))
+    assert len(scripted.chains) == 7
+
+
+def test_a_text_that_does_not_get_on_is_given_up_however_much_it_told_before() -> None:
+    scripted = _Scripted(told=[4, 0, 1, 4], away=[set()])
+    with StandingChain(scripted) as chain, pytest.raises(LinkError, match="cable is loose"):
+        written(chain, PROMPTS[0], "")
+    assert len(scripted.chains) == 3
+
+
+def test_a_device_that_comes_and_goes_excuses_one_failure_only() -> None:
+    scripted = _Scripted(told=[0] * 40, away=[{"a"}, set()])
+    with StandingChain(scripted) as chain, pytest.raises(LinkError, match="cable is loose"):
+        written(chain, PROMPTS[0], "")
+    assert len(scripted.chains) == 1 + MOST_REPLAYS + 1
+
+
+def test_each_device_that_is_lost_excuses_a_failure() -> None:
+    scripted = _Scripted(told=[0] * 4, away=[{"a"}, {"a"}, {"a", "b"}, {"a", "b"}])
+    with StandingChain(scripted) as chain:
+        assert written(chain, PROMPTS[0], "") == list(range(9))
+    assert scripted.chains[-1] == ("c",)
+
+
+def test_devices_that_take_turns_to_be_away_end_the_building() -> None:
+    scripted = _Scripted(told=[-1] * 40, away=[{"a"}, {"b"}])
+    with pytest.raises(LinkError, match="refused"), StandingChain(scripted):
+        pass
+    assert len(scripted.chains) == 3
+
+
+def test_a_chain_that_was_taken_down_is_not_built_again() -> None:
+    scripted = _Scripted(told=[], away=[set()])
+    with StandingChain(scripted) as chain:
+        text = chain.generate(PROMPT, "")
+        next(text)
+    assert [token for piece in text for token in piece.tolist()] == list(range(1, 9))
+    with pytest.raises(LinkError, match="was taken down"):
+        written(chain, PROMPTS[0], "")
+    assert len(scripted.chains) == 1
