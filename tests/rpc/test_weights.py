@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 from dataclasses import replace
 
 import pytest
@@ -50,3 +52,25 @@ def broken_streams():
 def test_broken_streams_are_refused(frames):
     with pytest.raises(ProtocolError):
         gather_weights(iter(frames), most_bytes=10_000)
+
+
+def calls_to_gather(tensors: int) -> int:
+    """How many functions are called, in Python or C, for so many empty tensors."""
+    frames = list(weight_frames({str(index): torch.empty(0) for index in range(tensors)}))
+    calls = itertools.count()
+    sys.setprofile(lambda _frame, event, _what: event.endswith("call") and next(calls))
+    try:
+        gather_weights(frames, most_bytes=1)
+    finally:
+        sys.setprofile(None)
+    return next(calls)
+
+
+def test_the_work_grows_no_faster_than_the_number_of_tensors():
+    assert calls_to_gather(400) < 5 * calls_to_gather(100)
+
+
+def test_more_tensors_than_any_model_has_are_refused_as_such(monkeypatch):
+    monkeypatch.setattr("collapipe_flwr.rpc.weights.MOST_TENSORS", 4)
+    with pytest.raises(ProtocolError, match="more than 4 tensors"):
+        gather_weights(weight_frames(WEIGHTS), most_bytes=10_000)
