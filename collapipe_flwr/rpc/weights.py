@@ -62,7 +62,7 @@ def _piece(frame: Frame) -> tuple[str, Tensor, list[int]]:
     except (ValueError, RecursionError) as error:
         raise ProtocolError("weights without a shape") from error
     is_shape = isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**40 for n in shape)
-    if not is_shape or len(shape) > 8:
+    if not is_shape or len(shape) > 8 or math.prod(filter(None, shape)) >= 2**59:
         raise ProtocolError("weights with a malformed shape")
     ((key, piece),) = frame.tensors.items()
     return key, piece, shape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 from dataclasses import replace
 
@@ -43,6 +44,8 @@ def broken_streams():
     yield "no shape", [replace(frames[0], text="{"), *frames[1:]]
     yield "shape of strings", [replace(frames[0], text='["5"]'), *frames[1:]]
     yield "huge", [replace(frames[0], text="[1000000, 1000000, 1000000]"), *frames[1:]]
+    beyond = json.dumps([2**39] * 3 + [0])
+    yield "nothing, but of a size beyond torch", [replace(frames[0], text=beyond), *frames[1:]]
     yield "negative", [replace(frames[0], text="[-5, -7]"), *frames[1:]]
     other = {"a.weight": frames[1].tensors["a.weight"].double()}
     yield "dtype changes", [frames[0], replace(frames[1], tensors=other), *frames[2:]]
