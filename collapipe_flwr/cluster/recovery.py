@@ -64,13 +64,17 @@ class Recovery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incident:
-    """Something that broke a leg. Times are ``time.monotonic``."""
+    """Something that broke a leg. Times are ``time.monotonic``.
+
+    A leg that broke several times has as many incidents, which the play that went through ended
+    together.
+    """
 
     reason: str
     lost: tuple[str, ...]  # device ids
     from_step: int  # replayed from here
     noticed_s: float
-    resumed_s: float  # when the first replayed step was done
+    resumed_s: float  # when the first step of the play that went through was done
 
     def __str__(self) -> str:
         lost = f"lost {', '.join(self.lost)}" if self.lost else "lost no device"
@@ -92,6 +96,7 @@ class RecoveringRound:
         self._recovery = recovery
         self._probe: tuple[Batch, ...] = ()
         self._done = 0  # optimiser steps
+        self._lost: set[str] = set()  # device ids
 
     def run(self, batches: Iterable[Batch], probe: Iterable[Batch] = ()) -> None:
         """Every batch as one step, after testing ``probe``.
@@ -120,18 +125,19 @@ class RecoveringRound:
         self, attempt: Callable[[], Result], *, resumed_s: Callable[[], float]
     ) -> Result:
         """Try again, without the devices that each failure cost, until it works."""
-        replays, incident = 0, None
+        replays = 0
+        ended: list[Incident] = []
         while True:
             try:
                 result = attempt()
             except LinkError as error:
-                incident = self._recover(error)
-                replays = 0 if incident.lost else replays + 1
+                ended.append(self._recover(error))
+                replays = 0 if ended[-1].lost else replays + 1
                 if replays > MOST_REPLAYS:
                     raise
             else:
-                if incident is not None:
-                    self.incidents.append(replace(incident, resumed_s=resumed_s()))
+                at_s = resumed_s()
+                self.incidents += [replace(incident, resumed_s=at_s) for incident in ended]
                 return result
 
     def _once(self, tape: Tape) -> Leg:
@@ -153,14 +159,19 @@ class RecoveringRound:
         return leg
 
     def _recover(self, error: LinkError) -> Incident:
-        """Void the leg everywhere, and plan for the devices that answer."""
+        """Void the leg everywhere, and plan for the devices that answer.
+
+        A device that was lost stays out until the round is over: one that comes and goes would
+        have the leg replayed without end.
+        """
         noticed_s, plan = time.monotonic(), self.order.plan
         ids = [device.device_id for device in self._recovery.profile.devices]
         missing = self._fleet.missing(ids)
         lost = tuple(s.device_id for s in plan.segments if s.device_id in missing)
+        self._lost.update(lost)
         log.warning("cluster %s: %s", plan.cluster_id, error)
         if lost:
-            present = [name for name in ids if name not in missing]
+            present = [name for name in ids if name not in missing | self._lost]
             plan = replan(plan, self._remains(present))
             self.order = replace(self.order, plan=plan)
         self._recovery.edge.rollback(self._done)

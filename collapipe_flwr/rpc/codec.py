@@ -186,7 +186,7 @@ def _entry(raw: object, limits: FrameLimits) -> _Entry:
     )
     elements = math.prod(entry.shape)
     memory_bytes = elements * entry.dtype.itemsize
-    if memory_bytes > 4 * limits.frame_bytes or max(entry.shape, default=0) >= 2**62:
+    if memory_bytes > 4 * limits.frame_bytes or math.prod(filter(None, entry.shape)) >= 2**59:
         raise ProtocolError(f"a tensor of {memory_bytes} bytes is beyond the limit")
     if codec != "fp32" and not entry.dtype.is_floating_point:
         raise ProtocolError(f"a tensor of {dtype} in the codec {codec}")

@@ -13,6 +13,7 @@ from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.pipeline.frame import Frame, FrameKind
 
 PIECE_BYTES = 4 * 2**20
+MOST_TENSORS = 65_536  # far beyond any model
 
 
 def weight_frames(weights: Mapping[str, Tensor], piece_bytes: int = PIECE_BYTES) -> Iterator[Frame]:
@@ -34,17 +35,19 @@ def gather_weights(frames: Iterable[Frame], most_bytes: int) -> dict[str, Tensor
     """The state dict behind the frames.
 
     Raises ProtocolError when pieces are missing or out of order, or when the tensors announced
-    take more than `most_bytes`.
+    are more than `MOST_TENSORS` or take more than `most_bytes`.
     """
     weights: dict[str, Tensor] = {}
     filled: dict[str, int] = {}
+    held_bytes = 0
     for frame in frames:
         if frame.kind is FrameKind.END:
             _check_complete(weights, filled, frame)
             return weights
         key, piece, shape = _piece(frame)
         if key not in weights:
-            _check_room(weights, piece, shape, most_bytes)
+            held_bytes += math.prod(shape) * piece.element_size()
+            _check_room(len(weights), held_bytes, most_bytes)
             weights[key] = torch.empty(shape, dtype=piece.dtype)
             filled[key] = 0
         _fill(weights[key], key, piece, frame, filled)
@@ -59,18 +62,16 @@ def _piece(frame: Frame) -> tuple[str, Tensor, list[int]]:
     except (ValueError, RecursionError) as error:
         raise ProtocolError("weights without a shape") from error
     is_shape = isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**40 for n in shape)
-    if not is_shape or len(shape) > 8:
+    if not is_shape or len(shape) > 8 or math.prod(filter(None, shape)) >= 2**59:
         raise ProtocolError("weights with a malformed shape")
     ((key, piece),) = frame.tensors.items()
     return key, piece, shape
 
 
-def _check_room(
-    weights: Mapping[str, Tensor], piece: Tensor, shape: list[int], most_bytes: int
-) -> None:
-    held = sum(t.numel() * t.element_size() for t in weights.values())
-    wanted = math.prod(shape) * piece.element_size()
-    if held + wanted > most_bytes or len(weights) >= 65536:
+def _check_room(tensors: int, held_bytes: int, most_bytes: int) -> None:
+    if tensors >= MOST_TENSORS:
+        raise ProtocolError(f"weights of more than {MOST_TENSORS} tensors are not accepted")
+    if held_bytes > most_bytes:
         raise ProtocolError(f"weights of more than {most_bytes} bytes are not accepted")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -23,7 +23,7 @@ from collapipe_flwr.pipeline.link import Link, memory_pair
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 from collapipe_flwr.pipeline.session import SessionRequest
 from collapipe_flwr.rpc.pacing import StreamSettings
-from tests.cluster.faults import PHASES, Fault, failing
+from tests.cluster.faults import PHASES, Fault, PowerCut, failing
 from tests.laws.test_cluster_equals_whole import (
     TOKEN,
     Cut,
@@ -147,11 +147,15 @@ def recovery(splitter: Splitter, edge: Edge, every: int = 0, **options: int) -> 
 
 
 def run(
-    splitter: Splitter, first: dict[str, Tensor], *faults: Fault, every: int = 0
+    splitter: Splitter,
+    first: dict[str, Tensor],
+    *faults: Fault,
+    every: int = 0,
+    die: Callable[[], None] | None = None,
 ) -> tuple[RoundResult, dict[str, Tensor], Edge]:
     """A round in which devices die; its result, all weights, and the edge."""
     edge = new_edge(splitter, first)
-    fleet = ThreadFleet(edge.connect, failing(*faults))
+    fleet = ThreadFleet(edge.connect, failing(*faults, die=die))
     batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
     plans = recovery(splitter, edge, every)
     result = train_round(splitter, order(first), iter(batches), fleet, recovery=plans)
@@ -251,6 +255,61 @@ def test_two_devices_one_after_the_other(splitter: Splitter, first, undisturbed)
     assert [i.from_step for i in result.incidents] == [0, 2]
     assert {s.device_id for s in result.plan.segments} == {"A/d0"}
     assert_same(weights, undisturbed(result.plan))
+
+
+def test_devices_lost_one_by_one_before_the_first_step_is_done_are_all_in_the_records(
+    splitter: Splitter, first, undisturbed
+) -> None:
+    faults = (
+        Fault(step=0, device_id="A/d2", phase="forward"),
+        Fault(step=1, device_id="A/d1", phase="backward"),
+    )
+    result, weights, _ = run(splitter, first, *faults)
+    assert [i.lost for i in result.incidents] == [("A/d2",), ("A/d1",)]
+    assert [i.from_step for i in result.incidents] == [0, 0]
+    before, after = result.incidents
+    assert before.noticed_s < after.noticed_s < after.resumed_s == before.resumed_s
+    assert_same(weights, undisturbed(result.plan))
+
+
+def test_a_link_that_breaks_behind_the_loss_of_a_device_does_not_hide_it(
+    splitter: Splitter, first, undisturbed
+) -> None:
+    kinds: list[BaseException] = [PowerCut("lost"), LinkError("the radio stuttered")]
+
+    def strike() -> None:
+        raise kinds.pop(0)
+
+    faults = (
+        Fault(step=0, device_id="A/d2", phase="forward"),
+        Fault(step=1, device_id="A/d1", phase="backward"),
+    )
+    result, weights, _ = run(splitter, first, *faults, die=strike)
+    assert [i.lost for i in result.incidents] == [("A/d2",), ()]
+    assert "the radio stuttered" in result.incidents[1].reason
+    assert "A/d2" not in {s.device_id for s in result.plan.segments}
+    assert_same(weights, undisturbed(result.plan))
+
+
+class Flickering(ThreadFleet):
+    """Whose devices answer again as soon as somebody else was lost."""
+
+    def missing(self, device_ids: Collection[str]) -> frozenset[str]:
+        lost = super().missing(device_ids)
+        self._crashed.clear()
+        return lost
+
+
+def test_a_device_that_was_lost_stays_out_until_the_round_is_over(
+    splitter: Splitter, first
+) -> None:
+    edge = new_edge(splitter, first)
+    faults = [Fault(step=0, device_id=name, phase="begin") for name in ("A/d1", "A/d2")]
+    fleet = Flickering(edge.connect, failing(*faults))
+    batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
+    result = train_round(splitter, order(first), batches, fleet, recovery=recovery(splitter, edge))
+    assert [i.lost for i in result.incidents] == [("A/d1",), ("A/d2",)]
+    assert {s.device_id for s in result.plan.segments} == {"A/d0"}
 
 
 def test_a_new_plan_computes_what_the_old_one_would_have(

@@ -193,6 +193,7 @@ def test_a_forged_header_is_a_protocol_error_or_an_honest_frame(fields, tensors,
         ["w", "float32", [2**62, 4], "fp32", 0],
         ["w", "float32", [2], "fp32", 4],
         ["w", "float32", [2**63, 0], "fp32", 0],
+        ["w", "float32", [2**61, 2**61, 0], "fp32", 0],
         ["w", "float32", [1] * 9, "fp32", 4],
         ["w", "int64", [2], "int8", 6],
         ["w", "object", [2], "fp32", 16],
@@ -202,7 +203,7 @@ def test_a_forged_header_is_a_protocol_error_or_an_honest_frame(fields, tensors,
 )
 def test_impossible_tensors_are_refused_before_allocation(entry):
     with pytest.raises(ProtocolError):
-        decode_frame(forged([2, 0, 0, {}, ""], [entry], b"\0" * 16))
+        decode_frame(forged([2, 0, 0, {}, ""], [entry], bytes(16 if entry[4] else 0)))
 
 
 @pytest.mark.parametrize("bad", [[1.0], [True], ["1"]])

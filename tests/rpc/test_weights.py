@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import sys
 from dataclasses import replace
 
 import pytest
@@ -41,6 +44,8 @@ def broken_streams():
     yield "no shape", [replace(frames[0], text="{"), *frames[1:]]
     yield "shape of strings", [replace(frames[0], text='["5"]'), *frames[1:]]
     yield "huge", [replace(frames[0], text="[1000000, 1000000, 1000000]"), *frames[1:]]
+    beyond = json.dumps([2**39] * 3 + [0])
+    yield "nothing, but of a size beyond torch", [replace(frames[0], text=beyond), *frames[1:]]
     yield "negative", [replace(frames[0], text="[-5, -7]"), *frames[1:]]
     other = {"a.weight": frames[1].tensors["a.weight"].double()}
     yield "dtype changes", [frames[0], replace(frames[1], tensors=other), *frames[2:]]
@@ -50,3 +55,25 @@ def broken_streams():
 def test_broken_streams_are_refused(frames):
     with pytest.raises(ProtocolError):
         gather_weights(iter(frames), most_bytes=10_000)
+
+
+def calls_to_gather(tensors: int) -> int:
+    """How many functions are called, in Python or C, for so many empty tensors."""
+    frames = list(weight_frames({str(index): torch.empty(0) for index in range(tensors)}))
+    calls = itertools.count()
+    sys.setprofile(lambda _frame, event, _what: event.endswith("call") and next(calls))
+    try:
+        gather_weights(frames, most_bytes=1)
+    finally:
+        sys.setprofile(None)
+    return next(calls)
+
+
+def test_the_work_grows_no_faster_than_the_number_of_tensors():
+    assert calls_to_gather(400) < 5 * calls_to_gather(100)
+
+
+def test_more_tensors_than_any_model_has_are_refused_as_such(monkeypatch):
+    monkeypatch.setattr("collapipe_flwr.rpc.weights.MOST_TENSORS", 4)
+    with pytest.raises(ProtocolError, match="more than 4 tensors"):
+        gather_weights(weight_frames(WEIGHTS), most_bytes=10_000)
