@@ -1,8 +1,8 @@
 """What a cluster keeps from one round to the next, in files that outlive the process.
 
-One file per round under one folder per run and cluster, made for its owner only. A file is written
-beside its place and moved there once its bytes are on disk; its name ends with their SHA-256, so
-that half of one, or a damaged one, is not taken for another.
+One file per round under one folder per run and cluster, made for its owner only. A file is moved to
+its place once it is on disk, and those that it replaces are deleted after that; its name ends with
+the SHA-256 of its bytes, so that a damaged one is not taken for another.
 
 A run that is resumed trains the rounds behind its checkpoint again, so not only the newest file is
 kept: also the newest one that each of the server's two last checkpoints goes on from.
@@ -11,7 +11,6 @@ kept: also the newest one that each of the server's two last checkpoints goes on
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import TypeVar
 
+from collapipe_flwr.core.durable import clean, draft, make_folder, publish
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError
 
 _log = logging.getLogger("flwr.collapipe")
@@ -59,7 +59,8 @@ class RoundFiles:
         """Keep what this round leaves; raises ConfigError when it cannot be written."""
         try:
             for folder in (self.folder.parents[1], self.folder.parent, self.folder):
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                make_folder(folder, 0o700)
+            clean(self.folder)
             kept = self._write(server_round, save)
             for path, done in self._found():
                 stale = done == server_round and path != kept
@@ -69,13 +70,14 @@ class RoundFiles:
             raise ConfigError(f'state-dir: "{self.folder}" cannot be written: {error}') from error
 
     def _write(self, server_round: int, save: Callable[[Path], None]) -> Path:
-        partial = self.folder / f"round-{server_round:06d}{self.suffix}.partial"
-        save(partial)
-        partial.chmod(0o600)
-        with partial.open("rb") as file:
-            digest = file_digest(file, "sha256").hexdigest()
-            os.fsync(file.fileno())
-        return partial.replace(self.folder / f"round-{server_round:06d}-{digest}{self.suffix}")
+        with draft(self.folder / f"round-{server_round:06d}{self.suffix}") as written:
+            save(written)
+            written.chmod(0o600)
+            with written.open("rb") as file:
+                digest = file_digest(file, "sha256").hexdigest()
+            path = self.folder / f"round-{server_round:06d}-{digest}{self.suffix}"
+            publish(written, path)
+        return path
 
     def _wanted(self, server_round: int) -> set[int]:
         """The newest round, and the newest one at each checkpoint that may be resumed."""

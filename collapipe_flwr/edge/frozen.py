@@ -2,7 +2,8 @@
 
 A board without the checkpoint gets the frozen weights of its segment from its control unit. They
 never change, so the next round, the next segment and the next process find them here. One file
-per tensor bears its digest as name; what a file holds is checked against that when it is read.
+per tensor bears its digest as name; what a file holds is checked against that when it is read, so
+nothing has to wait until it is on disk.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from collapipe_flwr.core.durable import clean, draft, make_folder
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.pipeline.digest import digest_of
 
@@ -32,7 +34,8 @@ class FrozenCache:
 
     def __init__(self, folder: Path, most_bytes: int) -> None:
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(folder, 0o700)
+            clean(folder)
         except OSError as error:
             raise ConfigError(f'--cache-dir "{folder}" cannot be made: {error.strerror}') from error
         self._folder = folder
@@ -48,8 +51,9 @@ class FrozenCache:
         """Write what is not here yet; a disk that is full is a warning, not a failure."""
         with self._lock:
             try:
-                for tensor in tensors.values():
-                    self._write(tensor)
+                with draft(self._folder / _NAME) as written:
+                    for tensor in tensors.values():
+                        self._write(tensor, written)
                 self._make_room()
             except OSError as error:
                 _log.warning("frozen weights cannot be kept in %s: %s", self._folder, error)
@@ -70,13 +74,12 @@ class FrozenCache:
             return None
         return tensor
 
-    def _write(self, tensor: Tensor) -> None:
+    def _write(self, tensor: Tensor, written: Path) -> None:
         path = self._path(digest_of(tensor))
         assert path is not None
         if not path.is_file():
-            partial = path.with_suffix(".partial")
-            save_file({_NAME: tensor.detach().contiguous()}, partial)
-            partial.replace(path)
+            save_file({_NAME: tensor.detach().contiguous()}, written)
+            written.replace(path)
 
     def _make_room(self) -> None:
         files = [(path, path.stat()) for path in self._folder.glob(f"*{_SUFFIX}")]

@@ -1,29 +1,30 @@
 """Sessions on disk, so that a host that restarts goes on where its clusters can follow.
 
 One safetensors file per session holds weights and optimiser slots, and as metadata in JSON the
-request and the number of steps done; no pickle. A file is replaced as a whole once its bytes are
+request and the number of steps done; no pickle. A file is replaced as a whole once the new one is
 on disk. It also holds the session's token: the folder is made for its owner only.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from collapipe_flwr.core.durable import clean, make_folder, remove, write_file
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.pipeline.session import SessionRequest
 from collapipe_flwr.pipeline.state import PartState
 
 _log = logging.getLogger(__name__)
-_SUFFIX, _PARTIAL = ".safetensors", ".partial"
+_SUFFIX = ".safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,24 +41,24 @@ class Vault:
 
     def __init__(self, folder: Path) -> None:
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(folder, 0o700)
+            clean(folder)
         except OSError as error:
             raise ConfigError(f'--state-dir "{folder}" cannot be made: {error.strerror}') from error
         self._folder = folder
 
     def write(self, kept: Kept) -> None:
-        """Replace what is kept of this session."""
-        path = self._path(kept.request.session_id)
-        partial = path.with_suffix(_PARTIAL)
+        """Replace what is kept of this session; raises ConfigError when it cannot be written."""
         metadata = {"request": to_json(kept.request), "step": str(kept.step)}
-        save_file(kept.state.tensors(), partial, metadata)
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        partial.replace(path)
+        save = partial(save_file, kept.state.tensors(), metadata=metadata)
+        try:
+            write_file(self._path(kept.request.session_id), save)
+        except OSError as error:
+            raise ConfigError(f'--state-dir "{self._folder}" cannot be written: {error}') from error
 
     def forget(self, session_id: str) -> None:
         """Drop what is kept of a session, if anything."""
-        self._path(session_id).unlink(missing_ok=True)
+        remove(self._path(session_id))
 
     def keep_only(self, session_ids: Iterable[str]) -> None:
         """Drop every other session: nobody asked for it in a long time."""

@@ -3,16 +3,17 @@
 One folder per finished round: ``global.safetensors`` (the model), ``arrays.safetensors`` and
 ``tensors.safetensors`` (what the strategy, its planner and others remember), ``state.json``
 (everything else) and ``chance.json`` (random generators, written again when the next round begins).
-No pickle: a checkpoint cannot run code. A folder gets its name only when it is complete, so a crash
-leaves the one before.
+No pickle: a checkpoint cannot run code. A folder gets its name when all of it is on disk, and older
+ones are deleted after that, so a crash or a power cut leaves this one or the one before.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -27,12 +28,13 @@ from safetensors.torch import load_file as load_tensors
 from safetensors.torch import save_file as save_tensors
 from torch import Tensor
 
+from collapipe_flwr.core.durable import clean, draft, make_folder, publish, write_text
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.chance import read_chance
 
 VERSION = 2
-_PREFIX, _PARTIAL = "round-", ".partial"
+_NAME = re.compile(r"round-(\d{6,})")
 _MODEL, _ARRAYS, _TENSORS = "global.safetensors", "arrays.safetensors", "tensors.safetensors"
 _STATE, _CHANCE = "state.json", "chance.json"
 
@@ -85,17 +87,17 @@ class Checkpoints:
     every: int = 1
 
     def save(self, checkpoint: Checkpoint) -> Path:
-        """Write one, then drop all but the newest ``keep``."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"{_PREFIX}{checkpoint.server_round:06d}"
-        partial = path.with_name(path.name + _PARTIAL)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        _write(partial, checkpoint)
-        shutil.rmtree(path, ignore_errors=True)
-        partial.rename(path)
-        for old in self._paths()[: -self.keep]:
-            shutil.rmtree(old)
+        """Write one, then drop all but the newest ``keep``; raises RunError if it cannot be."""
+        path = self.folder / f"round-{checkpoint.server_round:06d}"
+        with _writing(path):
+            make_folder(self.folder)
+            clean(self.folder)
+            with draft(path) as folder:
+                folder.mkdir()
+                _write(folder, checkpoint)
+                publish(folder, path)
+            for old in self._paths()[: -self.keep]:
+                shutil.rmtree(old)
         return path
 
     def due(self, server_round: int) -> bool:
@@ -106,7 +108,8 @@ class Checkpoints:
         """Bring the random state of the checkpoint of this round up to date: the next one draws."""
         paths = self._paths()
         if paths and _round_of(paths[-1]) == server_round:
-            _write_text(paths[-1] / _CHANCE, read_chance())
+            with _writing(paths[-1]):
+                write_text(paths[-1] / _CHANCE, read_chance())
 
     def newest(self) -> Checkpoint | None:
         """The newest checkpoint, None if there is none; raises RunError if it cannot be read."""
@@ -119,12 +122,23 @@ class Checkpoints:
         return _round_of(paths[-1]) if paths else 0
 
     def _paths(self) -> list[Path]:
-        found = self.folder.glob(f"{_PREFIX}*") if self.folder.is_dir() else ()
-        return sorted(path for path in found if path.suffix != _PARTIAL)
+        found = self.folder.iterdir() if self.folder.is_dir() else ()
+        return sorted((path for path in found if _NAME.fullmatch(path.name)), key=_round_of)
 
 
 def _round_of(path: Path) -> int:
-    return int(path.name.removeprefix(_PREFIX))
+    return int(path.name.removeprefix("round-"))
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turn what a full disk makes of a checkpoint into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"the checkpoint {path} cannot be written ({error}); make room, then resume the run"
+        ) from error
 
 
 def _write(folder: Path, checkpoint: Checkpoint) -> None:
@@ -144,8 +158,8 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
         "keys": list(model),
         "memories": {part: memory.text for part, memory in memories.items()},
     }
-    _write_text(folder / _STATE, json.dumps(state))
-    _write_text(folder / _CHANCE, checkpoint.chance or read_chance())
+    (folder / _STATE).write_text(json.dumps(state))
+    (folder / _CHANCE).write_text(checkpoint.chance or read_chance())
 
 
 def _read(folder: Path) -> Checkpoint:
@@ -182,13 +196,3 @@ def _joined(parts: Mapping[str, Mapping[str, Found]]) -> dict[str, Found]:
 def _of(part: str, joined: Mapping[str, Found]) -> dict[str, Found]:
     prefix = f"{part}/"
     return {k.removeprefix(prefix): v for k, v in joined.items() if k.startswith(prefix)}
-
-
-def _write_text(path: Path, text: str) -> None:
-    """Replace a file whole, and only once its bytes are on disk."""
-    partial = path.with_name(path.name + _PARTIAL)
-    with partial.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from safetensors.torch import save_file
 from torch import Tensor
 
+from collapipe_flwr.core.durable import draft, make_folder, publish
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.lora import add_adapters, is_superseded, key_of
 from collapipe_flwr.models.skeleton import build_skeleton
@@ -32,11 +34,9 @@ def save_adapter(spec: ModelSpec, weights: Mapping[str, Tensor], directory: Path
     splitter = Splitter(spec)
     own = set(splitter.all_keys()) - (splitter.constant_keys - set(spec.absent))
     tensors = {f"{_PEFT_PREFIX}{key}": weights[key].contiguous() for key in sorted(own)}
-    try:
-        config.save_pretrained(str(directory))
-        save_file(tensors, Path(directory) / _ADAPTER_FILE, metadata={"format": "pt"})
-    except OSError as cause:
-        raise ModelError(f"cannot write the adapter to {str(directory)!r}: {cause}") from cause
+    with _written("adapter", directory) as folder:
+        config.save_pretrained(str(folder))
+        save_file(tensors, folder / _ADAPTER_FILE, metadata={"format": "pt"})
 
 
 def save_whole(spec: ModelSpec, weights: Mapping[str, Tensor], directory: Path | str) -> None:
@@ -47,10 +47,28 @@ def save_whole(spec: ModelSpec, weights: Mapping[str, Tensor], directory: Path |
     if spec.lora is not None:
         weights, spec = _merged(spec, weights), replace(spec, lora=None)
     model = Splitter(spec).build_whole(weights)
+    with _written("model", directory) as folder:
+        model.save_pretrained(str(folder))
+
+
+@contextmanager
+def _written(what: str, directory: Path | str) -> Iterator[Path]:
+    """A folder to fill, which then becomes ``directory``, or its files join those that are there.
+
+    Raises ModelError when it cannot be written.
+    """
+    path = Path(directory).resolve()
     try:
-        model.save_pretrained(str(directory))
+        make_folder(path.parent)
+        with draft(path / what if path.exists() else path) as folder:
+            yield folder
+            if path.exists():
+                for file in folder.iterdir():
+                    publish(file, path / file.name)
+            else:
+                publish(folder, path)
     except OSError as cause:
-        raise ModelError(f"cannot write the model to {str(directory)!r}: {cause}") from cause
+        raise ModelError(f"cannot write the {what} to {str(directory)!r}: {cause}") from cause
 
 
 def _merged(spec: ModelSpec, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

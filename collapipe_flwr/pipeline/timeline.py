@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
+from collapipe_flwr.core.durable import write_text
+from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.pipeline.clocks import on_one_clock
 from collapipe_flwr.pipeline.meter import Span
 
@@ -42,10 +43,11 @@ def chrome_trace(pipelines: Mapping[str, Stages]) -> dict[str, object]:
 
 
 def write_trace(path: Path, pipelines: Mapping[str, Stages]) -> None:
-    """Write `chrome_trace` to a file, which appears whole or not at all."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(chrome_trace(pipelines)), encoding="utf-8")
-    os.replace(part, path)
+    """Write `chrome_trace` to a file, whole or not at all; raises RunError when it cannot be."""
+    try:
+        write_text(path, json.dumps(chrome_trace(pipelines)))
+    except OSError as error:
+        raise RunError(f"the timeline {path} cannot be written ({error}); make room") from error
 
 
 def _event(span: Span, process: int, row: int, origin_s: float) -> dict[str, object]:

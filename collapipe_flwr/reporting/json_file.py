@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+from collapipe_flwr.core.durable import write_text
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.reporting.events import finite
 
@@ -21,8 +22,9 @@ def prepare(option: str, path: Path) -> None:
 
 
 def write_json(path: Path, values: object) -> None:
-    """Replace ``path``; numbers that JSON does not know become null."""
-    temporary = path.with_name(path.name + ".partial")
+    """Replace ``path``; numbers that JSON does not know become null. Raises ConfigError."""
     text = json.dumps(finite(values), indent=2, allow_nan=False)
-    temporary.write_text(text + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        write_text(path, text + "\n")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error})") from error

@@ -1,21 +1,22 @@
 """The folder a run leaves behind: ``summary.json``, ``events.jsonl`` and the trained model.
 
 ``run-config.json`` says how the run was started. ``events.jsonl`` gets one line per round as soon
-as the round ends. ``summary.json`` is replaced
-as a whole (temporary file, then rename), so a reader never sees half of it, and its ``status``
-says ``running``, ``completed`` or ``failed``. A resumed run reopens its folder and goes on writing.
+as the round ends. ``summary.json`` is replaced as a whole, so a reader never sees half of it, and
+its ``status`` says ``running``, ``completed`` or ``failed``. A resumed run reopens its folder and
+goes on writing. What was written is on disk: after a power cut at most the end of the last line of
+``events.jsonl`` is missing, and that round is pending or is trained again.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.durable import append_text, make_folder, sync, write_text
+from collapipe_flwr.core.errors import ConfigError, RunError
 
 Json = Mapping[str, object]
 _SUMMARY, _EVENTS, _CONFIG = "summary.json", "events.jsonl", "run-config.json"
@@ -23,12 +24,14 @@ _PENDING, _RUN_ID = "pending-round.json", "run-id"
 
 
 class RunDirectory:
-    """Owns the folder of one run; every write is complete or absent."""
+    """Owns the folder of one run; every write is complete, or absent and a RunError."""
 
     def __init__(self, path: Path) -> None:
         """Create the folder; raises ConfigError when it exists or cannot be made."""
         try:
-            path.mkdir(parents=True)
+            make_folder(path.parent)
+            path.mkdir()
+            sync(path.parent)
         except FileExistsError as error:
             raise ConfigError(
                 f'output-dir: "{path}" exists already; choose another, or go on with it by resume'
@@ -75,8 +78,7 @@ class RunDirectory:
 
     def append_event(self, event: Json) -> None:
         """Add one line to ``events.jsonl``."""
-        with (self.path / _EVENTS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(event, allow_nan=False) + "\n")
+        self._write(append_text, _EVENTS, json.dumps(event, allow_nan=False) + "\n")
 
     def rewrite_events(self, events: Iterable[Json]) -> None:
         """Replace ``events.jsonl``."""
@@ -96,9 +98,16 @@ class RunDirectory:
         self._replace(_CONFIG, json.dumps(config, indent=2) + "\n")
 
     def _replace(self, name: str, text: str) -> None:
-        temporary = self.path / f"{name}.partial"
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, self.path / name)
+        self._write(write_text, name, text)
+
+    def _write(self, how: Callable[[Path, str], None], name: str, text: str) -> None:
+        try:
+            how(self.path / name, text)
+        except OSError as error:
+            raise RunError(
+                f"the run directory {self.path} cannot be written ({error}); make room, then "
+                "resume the run"
+            ) from error
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
@@ -128,10 +137,23 @@ def read_pending(run_dir: Path) -> dict[str, Any] | None:
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
-    """The rounds of a run directory so far, oldest first; a line cut off by a crash is left out."""
+    """The rounds of a run directory so far, oldest first.
+
+    A last line that a crash left is passed over; raises RunError for any other that is damaged.
+    """
     path = run_dir / _EVENTS
-    lines = path.read_text(encoding="utf-8").splitlines(True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    *lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    events = []
+    for number, line in enumerate(lines, 1):
+        try:
+            events.append(json.loads(line))
+        except ValueError as error:
+            if number < len(lines):
+                raise RunError(
+                    f"{path}, line {number}: no event of a round ({error}); delete the line to go "
+                    "on without it"
+                ) from error
+    return events
 
 
 def _read(path: Path) -> dict[str, Any] | None:

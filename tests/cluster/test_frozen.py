@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from collapipe_flwr.pipeline.digest import digest_of
 from collapipe_flwr.pipeline.session import NextHop, SessionRequest
 from collapipe_flwr.rpc.edge_client import EdgeClient
 from collapipe_flwr.rpc.next_hop import Dialer
+from tests.full_disk import full_disk
 from tests.laws.test_cluster_equals_whole import (
     ADAMW,
     TOKEN,
@@ -35,6 +37,7 @@ from tests.laws.test_cluster_equals_whole import (
     make_splitter,
     tiny_batch,
 )
+from tests.power_cuts import rebuilt, watched
 
 CUT = Cut(stops=(2, 5), micro_batches=(2, 2))
 
@@ -131,3 +134,39 @@ def _head(address: str, splitter: Splitter, weights: Mapping[str, Tensor]) -> Ne
         )
         client.push_weights("A", TOKEN, {key: weights[key] for key in splitter.edge_keys()})
     return NextHop(address=address, session_id="A", token=TOKEN)
+
+
+def test_a_full_disk_is_a_warning_and_leaves_nothing_half_written(tmp_path: Path, caplog) -> None:
+    cache = FrozenCache(tmp_path, most_bytes=10**9)
+    with full_disk():
+        cache.keep({"a": torch.zeros(10_000)})
+    assert f"frozen weights cannot be kept in {tmp_path}: " in caplog.text
+    assert "File too large" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_after_every_cut_the_cache_holds_the_tensor_or_none(tmp_path: Path) -> None:
+    root, tensor = tmp_path / "disk", torch.arange(10.0)
+    root.mkdir()
+    with watched(root) as disk:
+        FrozenCache(root / "cache", most_bytes=10**9).keep({"a": tensor})
+    for number, (_, tree) in enumerate(disk.found):
+        folder = rebuilt(tree, tmp_path / str(number)) / "cache"
+        found = FrozenCache(folder, most_bytes=10**9).find({"a": digest_of(tensor)})
+        assert not found or torch.equal(found["a"], tensor)
+        assert len(list(folder.iterdir())) == len(found)
+
+
+def test_two_daemons_may_share_a_cache_and_the_next_removes_what_a_killed_one_left(
+    tmp_path: Path,
+) -> None:
+    tensors = {str(i): torch.full((1000,), float(i)) for i in range(20)}
+    caches = [FrozenCache(tmp_path, most_bytes=10**9) for _ in range(2)]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda cache: cache.keep(tensors), caches))
+    digests = {key: digest_of(tensor) for key, tensor in tensors.items()}
+    assert all(cache.find(digests).keys() == tensors.keys() for cache in caches)
+    (tmp_path / "half.partial").touch()
+    (tmp_path / "tensors.x.partial").mkdir()
+    FrozenCache(tmp_path, most_bytes=10**9)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors"}

@@ -10,7 +10,10 @@ import torch
 
 from client_app.optimizer_memory import read_slots, write_slots
 from collapipe_flwr.cluster.round_files import RoundFiles
+from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.pipeline.state import Slots
+from tests.full_disk import full_disk
+from tests.power_cuts import rebuilt, watched
 
 
 def slots(mark: float) -> Slots:
@@ -92,3 +95,38 @@ def test_a_file_that_was_written_by_another_program_is_named(tmp_path: Path, cap
     remember(kept, 1, "no tensors")
     assert kept.recall(1, read_slots) is None
     assert "cannot be read: Error while deserializing header" in caplog.text
+
+
+def test_after_every_cut_the_newest_round_or_the_one_before_is_there(tmp_path: Path) -> None:
+    root = tmp_path / "disk"
+    root.mkdir()
+    with watched(root) as disk:
+        for done in (1, 2, 3, 4):
+            remember(files(root / "state"), done)
+            disk.done = done
+    for number, (done, tree) in enumerate(disk.found):
+        kept = files(rebuilt(tree, tmp_path / str(number)) / "state")
+        for ask in (done + 1, done):  # the second: a run that is resumed behind its checkpoint
+            found = kept.recall(ask, Path.read_text)
+            assert found in ({str(done), str(ask)} if done else {None, "1"})
+
+
+def test_what_a_killed_process_left_goes_with_the_next_round(tmp_path: Path) -> None:
+    kept = files(tmp_path)
+    remember(kept, 1)
+    for left in ("round-000007.txt.partial", ".round-000007.txt.partial"):
+        (kept.folder / left).write_text("half")
+    (kept.folder / "round-000009.txt.x.partial").mkdir()
+    remember(kept, 2)
+    assert {path.suffix for path in kept.folder.iterdir()} == {".txt"}
+
+
+def test_a_full_disk_is_one_sentence_and_the_round_before_stays(tmp_path: Path) -> None:
+    kept = files(tmp_path, suffix=".safetensors")
+    kept.remember(1, partial(write_slots, slots(0.5)))
+    many = {"block.weight": (torch.zeros(10_000),)}
+    words = f'state-dir: "{kept.folder}" cannot be written: .*File too large'
+    with full_disk(), pytest.raises(ConfigError, match=words):
+        kept.remember(2, partial(write_slots, many))
+    assert len(list(kept.folder.iterdir())) == 1
+    assert kept.recall(2, read_slots) is not None

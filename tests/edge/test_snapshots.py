@@ -11,17 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from collapipe_flwr.core.errors import LinkError, ModelError, Unreachable
+from collapipe_flwr.core.errors import ConfigError, LinkError, ModelError, Unreachable
 from collapipe_flwr.edge.service import EdgeService
 from collapipe_flwr.edge.sessions import SessionRefused
-from collapipe_flwr.edge.vault import Vault
+from collapipe_flwr.edge.vault import Kept, Vault
 from collapipe_flwr.pipeline.link import memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
 from collapipe_flwr.pipeline.roles import FirstStage
 from collapipe_flwr.pipeline.state import PartState, load_slots, state_of
 from collapipe_flwr.rpc.edge_client import EdgeClient
 from tests.edge.chain_to_edge import TOKEN, build_head, request, service
+from tests.full_disk import full_disk
 from tests.pipeline.chains import WIDTH, Head, make_batch, make_parts, settings
+from tests.power_cuts import rebuilt, watched
 
 ADAMW = OptimizerSettings(name="adamw", learning_rate=0.05)
 BATCHES = [make_batch((2, 2), seed=n) for n in range(4)]
@@ -217,3 +219,43 @@ def test_a_killed_edge_process_is_waited_for_and_goes_on_where_it_was(tmp_path):
             each.kill()
             each.wait(10)
             each.stdout.close()
+
+
+def kept(step: int, size: int = 4) -> Kept:
+    weights = {"weight": torch.full((size,), float(step))}
+    return Kept(request=request(), step=step, state=PartState(weights=weights, slots={}))
+
+
+def test_after_every_cut_a_session_stands_at_its_last_snapshot_or_the_one_before(tmp_path, caplog):
+    root = tmp_path / "disk"
+    root.mkdir()
+    with watched(root) as disk:
+        for step in (1, 2, 3):
+            Vault(root / "state").write(kept(step))
+            disk.done = step
+        Vault(root / "state").forget("c1")
+        disk.done = 4
+    for number, (done, tree) in enumerate(disk.found):
+        found = list(Vault(rebuilt(tree, tmp_path / str(number)) / "state").read())
+        steps = [session.step for session in found]
+        assert steps in {0: ([], [1]), 3: ([3], []), 4: ([],)}.get(done, ([done], [done + 1]))
+        assert all(torch.equal(s.state.weights["weight"], torch.full((4,), s.step)) for s in found)
+    assert not caplog.records
+
+
+def test_a_vault_that_opens_removes_what_a_killed_one_was_writing(tmp_path):
+    Vault(tmp_path).write(kept(1))
+    (tmp_path / "half.partial").write_bytes(b"{")
+    (tmp_path / "half.safetensors.x.partial").mkdir()
+    assert [session.step for session in Vault(tmp_path).read()] == [1]
+    assert [path.suffix for path in tmp_path.iterdir()] == [".safetensors"]
+
+
+def test_a_snapshot_that_finds_the_disk_full_is_one_sentence_and_the_last_one_stays(tmp_path):
+    vault = Vault(tmp_path)
+    vault.write(kept(1))
+    words = f'--state-dir "{tmp_path}" cannot be written: .*File too large'
+    with full_disk(), pytest.raises(ConfigError, match=words):
+        vault.write(kept(2, size=10_000))
+    assert [session.step for session in vault.read()] == [1]
+    assert len(list(tmp_path.iterdir())) == 1

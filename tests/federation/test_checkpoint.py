@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from collapipe_flwr.federation.checkpoint import Checkpoint, Checkpoints, Memory
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.resuming import Checkpointed
 from collapipe_flwr.federation.strategy import CollaPipe
+from tests.full_disk import full_disk
 
 SOME = {"fraction_train": 0.5}  # so that sampling draws from the generators
 INNER: dict[str, Callable[[], Strategy]] = {
@@ -198,3 +200,15 @@ def a_checkpoint(arrays: ArrayRecord):
     return Checkpoint(
         server_round=1, arrays=arrays, strategy="FedAvg", memories={"inner": Memory()}
     )
+
+
+def test_a_full_disk_is_one_sentence_and_the_checkpoint_before_stays(tmp_path):
+    checkpoints = Checkpoints(folder=tmp_path)
+    checkpoints.save(a_checkpoint(model()))
+    large = encode_tensors({"w": torch.zeros(100_000)})
+    second = replace(a_checkpoint(large), server_round=2)
+    words = r"the checkpoint .*round-000002 cannot be written .*File too large.* make room"
+    with full_disk(), pytest.raises(RunError, match=words):
+        checkpoints.save(second)
+    assert checkpoints.newest().server_round == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["round-000001"]

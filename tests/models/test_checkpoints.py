@@ -17,6 +17,8 @@ from transformers import (
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models import Splitter, make_spec, save_whole
+from tests.full_disk import full_disk
+from tests.power_cuts import rebuilt, watched
 
 
 def _equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
@@ -196,3 +198,36 @@ def test_a_regressor_becomes_a_classifier_where_classes_are_named(
     logits = edge.outputs(hidden_BTD, batch)["logits"]
     expected = torch.nn.functional.cross_entropy(logits, batch["labels"])
     assert torch.equal(edge(hidden_BTD, batch), expected)
+
+
+def test_a_full_disk_is_one_sentence_and_no_half_of_a_model(tiny: Any, tmp_path: Path) -> None:
+    spec = tiny.spec("bert", "sequence-classification")
+    weights = Splitter(spec).initial_weights(seed=1)
+    for folder in (tmp_path / "runs" / "model", tmp_path / "there"):
+        words = f"cannot write the model to '{folder}': .*File too large"
+        with full_disk(), pytest.raises(ModelError, match=words):
+            save_whole(spec, weights, folder)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "README.md").touch()
+    with full_disk(), pytest.raises(ModelError, match="cannot write the model"):
+        save_whole(spec, weights, tmp_path / "there")
+    assert not (tmp_path / "runs" / "model").exists()
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["README.md"]
+
+
+def test_after_every_cut_a_new_folder_holds_the_whole_model_or_is_not_there(
+    tiny: Any, tmp_path: Path
+) -> None:
+    spec = tiny.spec("bert", "sequence-classification")
+    root, weights = tmp_path / "disk", Splitter(spec).initial_weights(seed=1)
+    root.mkdir()
+    with watched(root) as disk:
+        save_whole(spec, weights, root / "model")
+        disk.done = 1
+    whole = {path.name: path.read_bytes() for path in (root / "model").iterdir()}
+    for number, (done, tree) in enumerate(disk.found):
+        folder = rebuilt(tree, tmp_path / str(number)) / "model"
+        found = folder.iterdir() if folder.exists() else ()
+        assert {path.name: path.read_bytes() for path in found} in (
+            [whole] if done else [{}, whole]
+        )

@@ -6,10 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.reporting.console import summary_table
 from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, RunStory
-from collapipe_flwr.reporting.run_directory import RunDirectory, read_events, read_summary
+from collapipe_flwr.reporting.json_file import write_json
+from collapipe_flwr.reporting.past import read_past
+from collapipe_flwr.reporting.run_directory import (
+    RunDirectory,
+    read_config,
+    read_events,
+    read_summary,
+)
+from tests.full_disk import full_disk
+from tests.power_cuts import rebuilt, watched
 
 
 def _event(index: int, *, energy_j: float, memory: int, score: float | None) -> RoundEvent:
@@ -83,3 +92,71 @@ def test_an_existing_folder_is_never_written_into(tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     with pytest.raises(ConfigError, match="exists already; choose another"):
         RunDirectory(tmp_path / "old")
+
+
+def _round(index: int) -> dict[str, object]:
+    return _event(index, energy_j=1.0, memory=1, score=0.5).as_json()
+
+
+def test_after_every_cut_each_round_of_the_checkpoint_has_its_event_or_is_pending(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "disk"
+    root.mkdir()
+    with watched(root) as disk:
+        directory = RunDirectory(root / "runs" / "one")
+        directory.write_config({"run-name": "one"})
+        run_id = directory.run_id
+        directory.rewrite_events(())
+        for index in (1, 2, 3):
+            directory.write_pending(_round(index))
+            disk.done = index  # the checkpoint of this round is on disk
+            directory.append_event(_round(index))
+            directory.write_summary({"status": "running", "wall_s": float(index)})
+    for number, (done, tree) in enumerate(disk.found):
+        folder = rebuilt(tree, tmp_path / str(number)) / "runs" / "one"
+        if not done:
+            continue
+        again = RunDirectory.reopen(folder)
+        assert again.run_id == run_id and read_config(folder) == {"run-name": "one"}
+        past = read_past(folder, done)
+        rounds = [event.round_index for event in (*past.events, past.pending) if event]
+        assert rounds == list(range(1, done + 1))
+        assert past.wall_s in (done - 1, done)
+
+
+@pytest.mark.parametrize("tail", [b'{"round_index": 2, "lo', b"\0" * 40, b"\0" * 40 + b'": 1}\n'])
+def test_what_a_power_cut_left_of_the_last_line_is_passed_over(tmp_path: Path, tail: bytes) -> None:
+    directory = RunDirectory(tmp_path / "one")
+    directory.append_event(_round(1))
+    with (directory.path / "events.jsonl").open("ab") as file:
+        file.write(tail)
+    assert [event["round_index"] for event in read_events(directory.path)] == [1]
+
+
+def test_a_damaged_line_before_the_last_is_named(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "one")
+    for index in (1, 2, 3):
+        directory.append_event(_round(index))
+    path = directory.path / "events.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'{"round_index": 2', b"\xff"))
+    with pytest.raises(RunError, match=r"events\.jsonl, line 2: "):
+        read_events(directory.path)
+
+
+def test_a_full_disk_is_one_sentence_and_what_was_there_stays(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "one")
+    directory.write_summary({"status": "running"})
+    directory.append_event(_round(1))
+    words = f"the run directory {directory.path} cannot be written"
+    with full_disk():
+        with pytest.raises(RunError, match=words):
+            directory.write_summary({"status": "x" * 10_000})
+        with pytest.raises(RunError, match=words):
+            directory.append_event({"round_index": 2, "failures": "x" * 10_000})
+        with pytest.raises(ConfigError, match=r"result\.json cannot be written"):
+            write_json(tmp_path / "result.json", "x" * 10_000)
+    assert read_summary(directory.path) == {"status": "running"}
+    assert [event["round_index"] for event in read_events(directory.path)] == [1]
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+    assert sorted(p.name for p in directory.path.iterdir()) == ["events.jsonl", "summary.json"]
