@@ -44,7 +44,7 @@ from collapipe_flwr.core.parsing import (
 from collapipe_flwr.core.tls_files import TlsFiles
 
 T = TypeVar("T")
-_NAME = matches(
+MEMBER_NAME = matches(
     r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", "must be a name of letters, digits, dots and dashes"
 )
 _ADDRESS = matches(r"(.+:[0-9]{1,5})?", 'must read like "10.0.0.11:50071"')
@@ -54,7 +54,7 @@ _ADDRESS = matches(r"(.+:[0-9]{1,5})?", 'must read like "10.0.0.11:50071"')
 class MemberConfig:
     """A machine. A figure of 0 was not declared: measured, or that of its ``kind``, counts."""
 
-    name: str = key("", _NAME)
+    name: str = key("", MEMBER_NAME)
     address: str = key("", _ADDRESS)
     kind: str = "raspberry-pi-4"
     speed_gflop_per_s: float = key(0.0, at_least(0))  # effective, in training
@@ -182,7 +182,7 @@ def parse_cluster(values: Mapping[str, Any], folder: Path) -> ClusterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Top:
-    id: str = key("", _NAME)
+    id: str = key("", MEMBER_NAME)
     measured: str = ""
 
 
@@ -214,7 +214,8 @@ def _check_members(config: ClusterConfig) -> None:
     for index, device in enumerate(config.devices, 1):
         if not device.address:
             raise ConfigError(f"device[{index}].address of {device.name} is missing")
-    twice = [name for name in config.names if config.names.count(name) > 1]
+    compared = [name.casefold() for name in config.names]  # hosts and some disks ignore case
+    twice = [name for name in config.names if compared.count(name.casefold()) > 1]
     if twice:
         raise ConfigError(f"two members are called {twice[0]!r}: names must differ")
     addresses = [member.address for member in (*config.devices, config.edge) if member.address]

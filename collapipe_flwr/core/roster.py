@@ -71,7 +71,7 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """All who may call, by the name in their certificates."""
+    """All who may call, by the common name of their certificates."""
 
     callers: Mapping[str, Caller]
 
@@ -80,9 +80,9 @@ class Roster:
         """Their names."""
         return frozenset(n for n, c in self.callers.items() if c.role is Role.CONTROL_UNIT)
 
-    def find(self, names: Iterable[str]) -> Caller | None:
-        """The caller that bears one of these names."""
-        return next((self.callers[name] for name in names if name in self.callers), None)
+    def find(self, name: str) -> Caller | None:
+        """The caller of that name."""
+        return self.callers.get(name)
 
 
 def roster_of(clusters: Iterable[ClusterConfig], allow: Iterable[str] = ()) -> Roster:

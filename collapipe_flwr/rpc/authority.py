@@ -1,24 +1,25 @@
 """A private certificate authority for one cluster: `ca.pem`, and a certificate per member.
 
-A member's certificate bears its name, which is what peers check, and its host, for clients that
-check addresses. Keys are readable by their owner only.
+A member's certificate bears its name as common name, by which hosts know a caller, and among its
+alternative names with its hosts, where clients look. Keys are readable by their owner only.
 """
 
 from __future__ import annotations
 
 import datetime
-import ipaddress
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.tls_files import TlsFiles
+from collapipe_flwr.rpc.certificate_names import AUTHORITY, check_names, general_name, names_in
+from collapipe_flwr.rpc.key_pair import check_pair, replace_pair
 
 _CA_DAYS = 3650  # members are renewed under the same CA
 _CLOCKS_DIFFER = datetime.timedelta(days=1)  # boards without a clock start in the past
@@ -35,9 +36,9 @@ class Authority:
 
     def __init__(self, folder: Path, *, days: int = 825, new_ca: bool = False) -> None:
         self.folder = folder
-        self.ca = folder / "ca.pem"
+        self.ca = folder / f"{AUTHORITY}.pem"
         self._days = days
-        self._ca_key_path = folder / "ca.key"
+        self._ca_key_path = folder / f"{AUTHORITY}.key"
         _make_private(folder)
         if new_ca or not (self.ca.exists() or self._ca_key_path.exists()):
             self._make_ca()
@@ -49,16 +50,32 @@ class Authority:
         files = self.files(name)
         assert files.certificate is not None and files.key is not None
         key = ec.generate_private_key(ec.SECP256R1())
-        names = [_general_name(host) for host in dict.fromkeys((name, *hosts))]
+        names = [general_name(host) for host in dict.fromkeys((name, *hosts))]
         builder = (
             self._builder(_subject(name), key.public_key(), self._days)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .add_extension(x509.ExtendedKeyUsage(_USES), critical=False)
         )
-        _write(files.key, _private_pem(key), 0o600)
-        _write(files.certificate, _pem(builder.sign(self._key, hashes.SHA256())), 0o644)
+        signed = builder.sign(self._key, hashes.SHA256())
+        replace_pair(files.key, _private_pem(key), files.certificate, _pem(signed))
         return files
+
+    def check(self, name: str) -> None:
+        """Raise ConfigError when a member's files are not a pair that this CA signed."""
+        files = self.files(name)
+        assert files.certificate is not None and files.key is not None
+        way_out = f"make both anew with --renew, and bring them to {name}"
+        check_pair(files.certificate, files.key, way_out)
+        try:
+            certificate = x509.load_pem_x509_certificate(files.certificate.read_bytes())
+            certificate.verify_directly_issued_by(
+                x509.load_pem_x509_certificate(self.ca.read_bytes())
+            )
+        except (ValueError, TypeError, InvalidSignature) as error:
+            raise ConfigError(
+                f"{files.certificate} was not signed by {self.ca}: {way_out}"
+            ) from error
 
     def files(self, name: str) -> TlsFiles:
         """Where those of a member are."""
@@ -85,8 +102,8 @@ class Authority:
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(usage, critical=True)
         )
-        _write(self._ca_key_path, _private_pem(self._key), 0o600)
-        _write(self.ca, _pem(builder.sign(self._key, hashes.SHA256())), 0o644)
+        signed = builder.sign(self._key, hashes.SHA256())
+        replace_pair(self._ca_key_path, _private_pem(self._key), self.ca, _pem(signed))
 
     def _builder(
         self, subject: x509.Name, public_key: ec.EllipticCurvePublicKey, days: int
@@ -114,13 +131,21 @@ def sign_all(
     """Certificates for ``members`` (name to hosts); the answer names those that were made.
 
     Who has one keeps it, unless it is to ``renew``, or a ``new_ca`` makes the old ones worthless.
+    Raises ConfigError for names that would let one pass as another, and for files that a run
+    which broke off, or somebody's hand, left unfit.
     """
+    anew = renew or new_ca
+    signed = {} if new_ca else names_in(folder)
+    check_names(members, {n: h for n, h in signed.items() if not (renew and n in members)})
     authority = Authority(folder, days=days, new_ca=new_ca)
-    return {
-        name: authority.member(name, hosts)
+    wanted = {
+        name: hosts
         for name, hosts in members.items()
-        if renew or new_ca or not all(path.exists() for path in _pair(authority.files(name)))
+        if anew or not all(path.exists() for path in _pair(authority.files(name)))
     }
+    for name in members.keys() - wanted.keys():
+        authority.check(name)
+    return {name: authority.member(name, hosts) for name, hosts in wanted.items()}
 
 
 def _pair(files: TlsFiles) -> tuple[Path, Path]:
@@ -132,13 +157,6 @@ def _subject(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
 
 
-def _general_name(host: str) -> x509.GeneralName:
-    try:
-        return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
-    except ValueError:
-        return x509.DNSName(host)
-
-
 def _read_ca(certificate: Path, key: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Name]:
     missing = [path for path in (certificate, key) if not path.exists()]
     if missing:
@@ -146,6 +164,7 @@ def _read_ca(certificate: Path, key: Path) -> tuple[ec.EllipticCurvePrivateKey, 
             f"{missing[0]} is missing, so the CA in {certificate.parent} cannot sign: bring it "
             "back, choose another folder, or make a new CA with --new-ca"
         )
+    check_pair(certificate, key, "bring back those that belong together, or use --new-ca")
     try:
         found = x509.load_pem_x509_certificate(certificate.read_bytes())
         private = serialization.load_pem_private_key(key.read_bytes(), password=None)
@@ -161,13 +180,6 @@ def _make_private(folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot make the folder {folder}: {error.strerror}") from error
-
-
-def _write(path: Path, data: bytes, mode: int) -> None:
-    """Never readable by others for a moment, as a chmod after writing would be."""
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as stream:
-        stream.write(data)
 
 
 def _pem(certificate: x509.Certificate) -> bytes:

@@ -16,7 +16,6 @@ from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.core.roster import Caller, Roster
 
 _COMMON_NAME = "x509_common_name"
-_OTHER_NAMES = "x509_subject_alternative_name"
 _TRANSFERS = frozenset({"PushWeights", "FetchWeights"})
 _STREAMS = frozenset({"Stream"})
 _TEXTS = frozenset({"Write"})
@@ -36,11 +35,14 @@ class PeerBusy(LinkError):
     """A peer that has too much under way."""
 
 
-def peer_names(context: grpc.ServicerContext) -> tuple[str, ...]:
-    """The names that the caller's certificate proves; none on plain text."""
-    found = context.auth_context()
-    entries = (*found.get(_COMMON_NAME, ()), *found.get(_OTHER_NAMES, ()))
-    return tuple(dict.fromkeys(entry.decode("utf-8", "replace") for entry in entries))
+def peer_name(context: grpc.ServicerContext) -> str | None:
+    """Who the caller's certificate says it is; None without a certificate.
+
+    That is its common name alone. The alternative names beside it are where its bearer is reached,
+    and a machine's address or host name may once have been, or be called like, another member.
+    """
+    found = tuple(context.auth_context().get(_COMMON_NAME, ()))
+    return found[0].decode("utf-8", "replace") if found else None
 
 
 class Gate:
@@ -61,7 +63,7 @@ class Gate:
 
         Raises PeerRefused for a stranger or a wrong role, PeerBusy beyond what it may have at once.
         """
-        caller = self._known(peer_names(context))
+        caller = self._known(peer_name(context))
         if caller is None:
             yield None
             return
@@ -71,12 +73,14 @@ class Gate:
         with self._counted(caller.name, _kind(method)):
             yield caller
 
-    def _known(self, names: tuple[str, ...]) -> Caller | None:
+    def _known(self, name: str | None) -> Caller | None:
+        if name == "":
+            raise PeerRefused("the peer's certificate has no common name, so it is nobody's here")
         if self._roster is None:
-            return Caller(name=names[0]) if names else None
-        caller = self._roster.find(names)
+            return None if name is None else Caller(name=name)
+        caller = None if name is None else self._roster.find(name)
         if caller is None:
-            shown = ", ".join(names)[:120] or "no name at all"
+            shown = "no name at all" if name is None else name[:80]
             raise PeerRefused(f"the peer's certificate names {shown}, which is no member here")
         return caller
 

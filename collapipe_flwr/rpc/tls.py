@@ -10,31 +10,39 @@ import grpc
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.tls_files import TlsFiles
+from collapipe_flwr.rpc.key_pair import check_pair
 from collapipe_flwr.rpc.validity import check_validity
 
 __all__ = ["TlsFiles", "bind", "client_credentials", "open_channel", "server_credentials"]
 
+_ANEW = (
+    "take both from one run of `collapipe certs`, or make both anew by `collapipe certs --renew`"
+)
 Options = Sequence[tuple[str, object]]
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
-    """Credentials of a server. Raises ConfigError when a file is missing or out of date."""
+    """Credentials of a server.
+
+    Raises ConfigError when a file is missing or out of date, or the key is another certificate's.
+    """
     if files.certificate is None or files.key is None:
         raise ConfigError("a TLS server needs a certificate and a key")
-    pair = (_read(files.key), _certificate(files.certificate))
+    pair = _pair(files.certificate, files.key)
     ca = None if files.ca is None else _certificate(files.ca)
     return grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)
 
 
 def client_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
-    """Credentials of a client. Raises ConfigError when a file is missing or out of date."""
+    """Credentials of a client; raises ConfigError as those of a server."""
     if files.ca is None:
         raise ConfigError("a TLS client needs the CA certificate that signed its servers")
     if (files.certificate is None) != (files.key is None):
         raise ConfigError("a client certificate and its key go together; one of them is missing")
-    key = None if files.key is None else _read(files.key)
-    certificate = None if files.certificate is None else _certificate(files.certificate)
-    return grpc.ssl_channel_credentials(_certificate(files.ca), key, certificate)
+    ca = _certificate(files.ca)
+    if files.certificate is None or files.key is None:
+        return grpc.ssl_channel_credentials(ca)
+    return grpc.ssl_channel_credentials(ca, *_pair(files.certificate, files.key))
 
 
 def bind(server: grpc.Server, listen: str, tls: TlsFiles | None) -> str:
@@ -60,6 +68,13 @@ def open_channel(address: str, tls: TlsFiles | None, options: Options = ()) -> g
     if tls is None:
         return grpc.insecure_channel(address, options)
     return grpc.secure_channel(address, client_credentials(tls), options)
+
+
+def _pair(certificate: Path, key: Path) -> tuple[bytes, bytes]:
+    """Key and certificate, as gRPC orders them."""
+    pair = (_read(key), _certificate(certificate))
+    check_pair(certificate, key, _ANEW)
+    return pair
 
 
 def _certificate(path: Path) -> bytes:

@@ -69,6 +69,7 @@ def test_a_file_names_members_addresses_and_certificates(tmp_path: Path) -> None
         ({"id": "g", "device": DEVICES, "tls": "yes"}, r"tls must be a table, \[tls\], got 'yes'"),
         ({"id": "g", "device": DEVICES, "rounds": 3}, "key rounds is unknown"),
         ({"id": "g", "device": [*DEVICES, DEVICES[0]]}, "two members are called 'pi-1'"),
+        ({"id": "g", "device": DEVICES, "server": {"name": "PI-1"}}, "two members are called"),
         (
             {"id": "g", "device": [*DEVICES, {**DEVICES[0], "name": "pi-3"}]},
             "two members have the address '10.0.0.11:50071'",

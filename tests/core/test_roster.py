@@ -27,7 +27,7 @@ def roster() -> Roster:
 
 
 def caller(roster: Roster, name: str) -> Caller:
-    found = roster.find([name])
+    found = roster.find(name)
     assert found is not None
     return found
 
@@ -37,7 +37,7 @@ def test_edge_and_server_belong_to_all_clusters_and_others_to_one(roster: Roster
     assert caller(roster, "edge").role is Role.EDGE
     assert caller(roster, "g1").clusters == {"g"}
     assert roster.control_units == {"cu-g", "cu-w"}
-    assert roster.find(["stranger"]) is None
+    assert roster.find("stranger") is None
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,11 @@ import pytest
 from collapipe_flwr.core.cluster_file import parse_cluster
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.core.roster import roster_of
+from collapipe_flwr.core.tls_files import TlsFiles
 from collapipe_flwr.edge.listener import Listener, ListenerSettings
 from collapipe_flwr.edge.skin import Skin, SkinSettings
 from collapipe_flwr.pipeline.benchmark import BenchmarkRequest
-from collapipe_flwr.rpc.authority import sign_all
+from collapipe_flwr.rpc.authority import Authority, sign_all
 from collapipe_flwr.rpc.edge_client import EdgeClient
 from collapipe_flwr.rpc.host_status import ProbeRequest
 from tests.edge.chain_to_edge import TOKEN, request, service
@@ -32,6 +33,7 @@ CONFIGS = [
     )
     for name, devices in CLUSTERS.items()
 ]
+MEMBERS = sorted({name for config in CONFIGS for name in config.names})
 HEAD_BYTES = sum(t.nbytes for t in Head().state_dict().values())
 
 
@@ -43,7 +45,11 @@ class Host:
 
     @contextmanager
     def seen_by(self, member: str) -> Iterator[EdgeClient]:
-        tls = self._certificates[member]
+        with self.seen_with(self._certificates[member]) as client:
+            yield client
+
+    @contextmanager
+    def seen_with(self, tls: TlsFiles) -> Iterator[EdgeClient]:
         with EdgeClient(
             self.address, tls=tls, certificate_name=self._name, deadline_s=10
         ) as client:
@@ -56,8 +62,7 @@ class Host:
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory):
-    names = {name for config in CONFIGS for name in config.names}
-    return sign_all(tmp_path_factory.mktemp("certs"), dict.fromkeys(names, ()))
+    return sign_all(tmp_path_factory.mktemp("certs"), dict.fromkeys(MEMBERS, ()))
 
 
 def host(name: str, certificates, *, on_edge: bool) -> Iterator[Host]:
@@ -179,3 +184,25 @@ def test_a_guest_has_a_share_of_the_weights(edge: Host) -> None:
     with edge.seen_by("server") as server:
         server.open_session(request("s-g", cluster_id="g"))
         server.push_weights("s-g", TOKEN, Head().state_dict())
+
+
+def test_the_host_in_a_certificate_is_not_who_its_bearer_is(device, edge, certificates) -> None:
+    authority = Authority(certificates["edge"].ca.parent)
+    for member in MEMBERS:  # what the removed machine was reached by
+        removed = authority.member("removed", [member])
+        for host in (device, edge):
+            with (
+                host.seen_with(removed) as client,
+                pytest.raises(LinkError, match="names removed, which is no member here"),
+            ):
+                client.echo()
+
+
+def test_a_role_does_not_come_from_a_host(device: Host, edge: Host, certificates) -> None:
+    authority = Authority(certificates["edge"].ca.parent)
+    neighbour = authority.member("g1", ["cu-g", "server", "edge"])
+    for host in (device, edge):
+        with host.seen_with(neighbour) as client:
+            client.echo()
+            with pytest.raises(LinkError, match="g1 is a device: it may not call OpenSession"):
+                client.open_session(request("mine"))

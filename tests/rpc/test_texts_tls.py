@@ -14,7 +14,7 @@ from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.core.roster import roster_of
 from collapipe_flwr.core.tls_files import TlsFiles
 from collapipe_flwr.rpc import bounded
-from collapipe_flwr.rpc.authority import sign_all
+from collapipe_flwr.rpc.authority import Authority, sign_all
 from collapipe_flwr.rpc.limits import FrameLimits
 from collapipe_flwr.rpc.methods import channel_options
 from collapipe_flwr.rpc.texts import TextClient, TextServer, Wish
@@ -54,6 +54,22 @@ def test_members_ask_in_their_roles_and_guests_by_name(tmp_path: Path) -> None:
                 why = "is no member here" if name == "stranger" else f"{name} is a .*: it may not"
                 with pytest.raises(ConfigError, match=why):
                     list(client.write(Wish(text="a")))
+
+
+def test_a_host_called_like_the_control_unit_may_not_ask(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    ours = authority.member("control-unit", ["127.0.0.1"])
+    file = tmp_path / "c.toml"
+    file.write_text('id = "g"\n[[device]]\nname = "pi-1"\naddress = "127.0.0.1:1"\n')
+    roster = roster_of([read_cluster(file)], ["guest"])
+    with TextServer("127.0.0.1:0", echo, most=1, tls=ours, roster=roster) as server:
+        for claimed in ("control-unit", "guest"):
+            removed = authority.member("removed", [claimed])
+            with (
+                TextClient(server.address, tls=removed, deadline_s=20) as client,
+                pytest.raises(ConfigError, match="names removed, which is no member here"),
+            ):
+                list(client.write(Wish(text="a")))
 
 
 def test_a_caller_that_never_says_what_it_wants_frees_its_place(
