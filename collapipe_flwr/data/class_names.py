@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from datasets import ClassLabel, Dataset, List
+from datasets import ClassLabel, Dataset, List, Value
 
 from collapipe_flwr.core.errors import DataError
+from collapipe_flwr.data.encoding import IGNORED_TAG
 
 
 def class_names(table: Dataset, name: str) -> tuple[str, ...]:
@@ -23,14 +24,17 @@ def class_names(table: Dataset, name: str) -> tuple[str, ...]:
 def with_names(table: Dataset, name: str, names: Sequence[str]) -> Dataset:
     """The table with a column of numbers (or of lists of them) declared as these classes.
 
-    Raises DataError for a value that is neither a number nor a name of a class.
+    Lists of texts may also hold "-100", which becomes one more class; as a number it stays what
+    it is. Raises DataError for any other value that is neither a number nor a name of a class.
     """
     if name not in table.column_names:
         return table  # whoever reads the column says so
-    classes = ClassLabel(names=list(names))
-    is_list = isinstance(table.features[name], List)
+    feature = table.features[name]
     try:
-        return table.cast_column(name, List(classes) if is_list else classes)
+        if not isinstance(feature, List):
+            return table.cast_column(name, ClassLabel(names=list(names)))
+        marks = [IGNORED_TAG] if feature.feature == Value("string") else []
+        return table.cast_column(name, List(ClassLabel(names=[*names, *marks])))
     except (ValueError, TypeError, NotImplementedError) as error:
         raise DataError(
             f'data.label-names has {len(names)} names, which do not fit the column "{name}" '

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 IGNORED_LABEL = -100  # transformers' mark for positions without a target
+IGNORED_TAG = str(IGNORED_LABEL)  # the same mark in the user's data
 
 
 def encode(

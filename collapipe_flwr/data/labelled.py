@@ -14,6 +14,7 @@ from torch import Tensor
 
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.data.batches import Example
+from collapipe_flwr.data.encoding import IGNORED_TAG
 from collapipe_flwr.data.metrics import Measure, match_rate
 from collapipe_flwr.data.reader import Reader
 from collapipe_flwr.data.settings import DataSettings
@@ -60,6 +61,11 @@ class Labelled(Task):
         if len(declared) > 1:
             return declared
         labels = sorted(set(self._reader.every_row["label"]))
+        if IGNORED_TAG in labels:
+            raise DataError(
+                f'data.label-column "{self.settings.label_column}" holds the label {IGNORED_TAG}, '
+                "which marks what has no label: remove these rows, or rename the class"
+            )
         if all(label.isdecimal() for label in labels):
             labels.sort(key=int)
         fractions = [label for label in labels if _is_fraction(label)]

@@ -1,7 +1,8 @@
 """A tag for every word: named entities, parts of speech.
 
 A tag stands at the first token of its word; the word's other tokens, special tokens and padding
-are no targets. A word that was cut off counts as tagged O.
+are no targets. A word that was cut off counts as tagged O. A word with the tag -100 is read but is
+no target: it takes no part in the loss, the metrics or the list of classes.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import chain, zip_longest
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from datasets import Dataset
@@ -18,7 +19,7 @@ from torch import Tensor
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.class_names import class_names, name_of
-from collapipe_flwr.data.encoding import IGNORED_LABEL, encode_words
+from collapipe_flwr.data.encoding import IGNORED_LABEL, IGNORED_TAG, encode_words
 from collapipe_flwr.data.entities import OUTSIDE, entity_f1
 from collapipe_flwr.data.metrics import Measure, Tally, match_rate
 from collapipe_flwr.data.reader import Reader
@@ -68,7 +69,7 @@ class TokenClassification(Task):
         return self._checked(self._reader.file(name), f'data.stream "{name}"')
 
     def find_labels(self) -> tuple[str, ...]:
-        found = set(chain.from_iterable(self._reader.every_row["tags"]))
+        found = set(chain.from_iterable(self._reader.every_row["tags"])) - {IGNORED_TAG}
         spaced = sorted(tag for tag in found if len(tag.split()) != 1)
         if spaced:
             raise DataError(f'data.tags-column has the tag "{spaced[0]}": tags hold no spaces')
@@ -78,7 +79,7 @@ class TokenClassification(Task):
                 "are needed"
             )
         if declared := self._reader.class_names("tags"):
-            return declared
+            return tuple(name for name in declared if name != IGNORED_TAG)
         return tuple(sorted(found, key=lambda tag: (tag != OUTSIDE, tag)))
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
@@ -98,7 +99,8 @@ class TokenClassification(Task):
 
     def references(self, examples: Sequence[Example], batch: Batch) -> list[str]:
         del batch
-        return [" ".join(example["tags"]) for example in examples]
+        wanted = [[t for t in example["tags"] if t != IGNORED_TAG] for example in examples]
+        return [" ".join(tags) for tags in wanted]
 
     def count(self, predictions: Sequence[str], references: Sequence[str]) -> Tally:
         ours = [_as_long_as(p, r) for p, r in zip(predictions, references, strict=True)]
@@ -106,7 +108,8 @@ class TokenClassification(Task):
 
     @cached_property
     def _id_of(self) -> Mapping[str, int]:
-        return {label: index for index, label in enumerate(self.labels)}
+        ids = {label: index for index, label in enumerate(self.labels)}
+        return {**ids, IGNORED_TAG: IGNORED_LABEL}
 
     def _checked(self, examples: Dataset, key: str) -> Dataset:
         examples = _without_empty(examples)
@@ -134,7 +137,8 @@ def _without_empty(table: Dataset) -> Dataset:
 def list_column(table: Dataset, name: str, *, key: str, of: str) -> list[list[str]]:
     """A column of lists as texts, the names of class labels instead of their numbers.
 
-    A row may also be one text, which is cut at its spaces. Raises DataError, naming ``key``.
+    The number -100, in whatever type, is the text "-100". A row may also be one text, which is
+    cut at its spaces. Raises DataError, naming ``key``.
     """
     if name not in table.column_names:
         raise DataError(
@@ -143,14 +147,18 @@ def list_column(table: Dataset, name: str, *, key: str, of: str) -> list[list[st
     rows = [row.split() if isinstance(row, str) else list(row or ()) for row in table[name][:]]
     if names := class_names(table, name):
         what = f'{key} "{name}" of "{of}"'
-        return [[name_of(value, names, what) for value in row] for row in rows]
+        return [[_named(value, names, what) for value in row] for row in rows]
     odd = next((value for row in rows for value in row if not isinstance(value, _PLAIN)), 0)
     if odd is None or odd:
         raise DataError(
             f'{key} "{name}" of "{of}" holds {odd!r:.40} where one word or tag should stand: give '
             "a list of texts in every row"
         )
-    return [[str(value) for value in row] for row in rows]
+    return [[IGNORED_TAG if v == IGNORED_LABEL else str(v) for v in row] for row in rows]
+
+
+def _named(value: Any, names: Sequence[str], what: str) -> str:
+    return IGNORED_TAG if value == IGNORED_LABEL else name_of(value, names, what)
 
 
 def _as_long_as(predicted: str, reference: str) -> str:
