@@ -2,9 +2,13 @@
 
 torch draws dropout masks from one generator per process, so threads would disturb each other and
 a cut would change the masks. Here every random operation of a forward pass is seeded from (seed,
-step, micro-batch, name of the module, how many random operations it did before). Module names are
-those of the whole model, hence any cut, any order of micro-batches, and a second computation of
-the same micro-batch draw the same masks.
+step, micro-batch, call of the module, how many random operations that call did before). A call is
+known by the module's name in the whole model, and where a module is called several times, by which
+of its calls it is. Calls are counted within the call of the module around them, and for a layer
+without children by the layer that ran before it there, as a part does not know what other parts
+call: T5 uses one dropout layer behind its embedding, on the control unit, and behind its last norm,
+at the edge. Hence any cut, any order of micro-batches, and a second computation of the same
+micro-batch or of one of its blocks draw the same masks.
 
 The mode is local to its thread; the process-wide generator is borrowed for one operation at a
 time and put back as it was.
@@ -14,9 +18,10 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -77,7 +82,8 @@ class SeededRandomness:
             for name, module in self._root.named_modules()
             for hook in (
                 module.register_forward_pre_hook(mode.enter(name)),
-                module.register_forward_hook(mode.leave),
+                # Also when it raises: parts leave the library's forward by exceptions.
+                module.register_forward_hook(mode.leave, always_call=True),
             )
         ]
         try:
@@ -89,27 +95,45 @@ class SeededRandomness:
 
 
 @dataclass(slots=True)
-class _Running:
-    """A module whose forward pass has begun, and its random operations so far."""
+class _Call:
+    """A call of a module that has begun, and what happened in it so far."""
 
-    name: str
-    count: int = 0
+    name: str  # of the module
+    path: str  # which call of the module it is; the name alone for the first
+    random: int = 0  # operations
+    calls: Counter[str] = field(default_factory=Counter)  # of other modules
+    last: str = ""  # the module that was called last
+
+    def begin(self, name: str, *, is_leaf: bool) -> _Call:
+        """A module is called within this call."""
+        place = f"{name} after {self.last}" if is_leaf else name
+        self.calls[place] += 1
+        self.last = name
+        path = place if self._is_plain_for(name) else f"{self.path} > {place}"
+        if self.calls[place] > 1:
+            path += f" #{self.calls[place]}"
+        return _Call(name=name, path=path)
+
+    def _is_plain_for(self, name: str) -> bool:
+        """Whether this is the first call of a module that owns the module ``name``."""
+        return self.path == self.name and (not self.name or name.startswith(f"{self.name}."))
 
 
 class _Mode(TorchFunctionMode):
-    """Knows the innermost module that runs, and seeds each random operation in it."""
+    """Knows the innermost call of a module that runs, and seeds each random operation in it."""
 
     def __init__(self, place: str) -> None:
         super().__init__()
         self._place = place
-        self._running = [_Running(name="")]
+        self._running = [_Call(name="", path="")]
 
     def enter(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         """A hook that notes that the module `name` begins."""
 
         def begin(module: nn.Module, args: tuple[Any, ...]) -> None:
-            del module, args
-            self._running.append(_Running(name=name))
+            del args
+            is_leaf = next(module.children(), None) is None
+            self._running.append(self._running[-1].begin(name, is_leaf=is_leaf))
 
         return begin
 
@@ -129,8 +153,8 @@ class _Mode(TorchFunctionMode):
         if func not in _RANDOM:
             return func(*args, **(kwargs or {}))
         running = self._running[-1]
-        running.count += 1
-        with _seeded(f"{self._place}/{running.name}/{running.count}"):
+        running.random += 1
+        with _seeded(f"{self._place}/{running.path}/{running.random}"):
             return func(*args, **(kwargs or {}))
 
 

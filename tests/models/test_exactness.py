@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from collapipe_flwr.models import ModelSpec, Splitter
 from collapipe_flwr.pipeline.randomness import SeededRandomness
+from tests.closeness import assert_near
 
 CASES = [
     ("bert", "sequence-classification", {}),
@@ -128,7 +129,7 @@ def _assert_equal(key: str, found: Tensor | None, wanted: Tensor | None, *, exac
     elif exact:
         assert torch.equal(found, wanted), key
     else:  # replicas add up in another order
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+        assert_near(found, wanted)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma"])
@@ -169,6 +170,31 @@ def test_seeded_dropout_masks_are_those_of_the_unsplit_model(
             hidden_BTD = part(*inputs)
     assert torch.equal(hidden_BTD, expected)
     assert not torch.equal(hidden_BTD, splitter.build_whole(weights)(**batch).loss)
+
+
+def test_a_dropout_layer_of_two_parts_has_the_masks_of_the_unsplit_model(tiny: Any) -> None:
+    """T5 uses one behind its embedding, on the control unit, and behind its encoder, at the edge."""
+    spec = tiny.spec("t5", "seq2seq")
+    config = {**json.loads(spec.config_json), "dropout_rate": 0.5}
+    splitter = Splitter(replace(spec, config_json=json.dumps(config)))
+    weights, batch = splitter.initial_weights(seed=5), tiny.batch("t5", "seq2seq")
+
+    def masks(model: Any, run: Callable[[], object]) -> list[Tensor]:
+        found: list[Tensor] = []
+        model.encoder.dropout.register_forward_hook(lambda _, given, out: found.append(out == 0))
+        with SeededRandomness(model, 3).at(0, 0):
+            run()
+        return found
+
+    whole = splitter.build_whole(weights).train()
+    first, last = masks(whole, lambda: whole(**batch, use_cache=False))
+    assert not torch.equal(first, last)
+    embedding, edge = splitter.build_embedding(weights), splitter.build_edge(weights)
+    (of_embedding,) = masks(embedding.model, lambda: embedding(batch))
+    hidden_BTD = torch.ones(*first.shape)
+    (of_edge,) = masks(edge.model, lambda: edge(hidden_BTD, splitter.context(batch)))
+    assert torch.equal(of_embedding, first)
+    assert torch.equal(of_edge, last)
 
 
 @pytest.mark.parametrize("model_type", ["bert", "t5", "gpt2"])
@@ -217,11 +243,10 @@ def test_micro_batches_scaled_by_their_targets_add_up(tiny: Any) -> None:
         scaled = part * (edge.weight_of(context) / total)
         scaled.backward()
         loss += scaled.detach()
-    torch.testing.assert_close(loss, expected_loss)
-    for part in (embedding, segment, edge):
-        for key, parameter in part.named_parameters():
-            if parameter.grad is not None:
-                torch.testing.assert_close(parameter.grad, expected[key], rtol=1e-4, atol=1e-6)
+    assert_near(loss, expected_loss)
+    parameters = [p for part in (embedding, segment, edge) for p in part.named_parameters()]
+    found = {key: parameter.grad for key, parameter in parameters if parameter.grad is not None}
+    assert_near(found, {key: expected[key] for key in found})
 
 
 def test_a_batch_without_targets_has_no_loss_and_no_gradient(tiny: Any) -> None:
