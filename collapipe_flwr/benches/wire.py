@@ -18,7 +18,7 @@ from collapipe_flwr.benches.job import Job
 from collapipe_flwr.benches.network import Network
 from collapipe_flwr.core.tls_files import TlsFiles
 from collapipe_flwr.edge.service import EdgeService
-from collapipe_flwr.edge.sessions import Session
+from collapipe_flwr.edge.session import Stream
 from collapipe_flwr.pipeline.frame import HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.session import SessionRequest
@@ -34,16 +34,19 @@ _WARM_FRAMES = 8
 class Sink(EdgeService):
     """A host that receives, counts and answers once at the end; sessions hold no model."""
 
-    def claim(self, session_id: str, token: str) -> Session:
+    def claim(self, session_id: str, token: str) -> Stream:
         """See `EdgeService.claim`."""
-        return self.find(session_id, token)
+        session = self.find(session_id, token)
+        with session.at_rest():
+            return session.claim()
 
-    def serve(self, session: Session, upstream: Link) -> None:
+    def serve(self, stream: Stream, upstream: Link) -> None:
         """Receive until END, confirming every frame whose micro-batch number is not 0."""
         while (frame := upstream.receive(deadline_s=_DEADLINE_S)).kind is not FrameKind.END:
             if frame.micro_batch:
                 upstream.send(Frame(kind=FrameKind.TOTALS), deadline_s=_DEADLINE_S)
-        self._sessions.forget(session)
+        stream.session.fail("the bench is over")
+        stream.session.end(stream)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ class HostSettings:
     On a stop, sessions that are open get `grace_s` to be closed; new ones are refused at once.
     Snapshots of recoverable sessions are kept in `state_dir`, from where the next process takes
     them up; frozen weights that were sent here in `cache_dir`, up to `cache_bytes`.
-    Weights of more than `memory_bytes` are refused. Planned transmit power is applied to
+    It holds up to `memory_bytes` of models, see `ledger`. Planned transmit power is applied to
     `radio_interface` (empty: to none). Tensors are computed on `threads` (0: torch's own choice).
     """
 
@@ -98,6 +98,7 @@ def _skin(settings: HostSettings, passes_on: bool) -> Skin:
     import torch
 
     from collapipe_flwr.edge.frozen import FrozenCache
+    from collapipe_flwr.edge.ledger import Ledger
     from collapipe_flwr.edge.service import EdgeService, refuse_next_hop
     from collapipe_flwr.edge.skin import Skin, SkinSettings
     from collapipe_flwr.edge.store import TensorStore
@@ -107,16 +108,18 @@ def _skin(settings: HostSettings, passes_on: bool) -> Skin:
 
     connect = Dialer(name=settings.name, tls=settings.tls) if passes_on else refuse_next_hop
     vault = Vault(settings.state_dir) if settings.state_dir is not None else None
-    store = TensorStore() if passes_on else None  # the edge's clusters differ
+    ledger = Ledger(settings.memory_bytes)
+    store = TensorStore(ledger) if passes_on else None  # the edge's clusters differ
     if settings.threads:
         torch.set_num_threads(settings.threads)
     power = power_of(settings)
     folder = settings.cache_dir if settings.cache_bytes > 0 else None
     frozen = FrozenCache(folder, settings.cache_bytes) if folder is not None else None
-    service = EdgeService(connect=connect, vault=vault, store=store, frozen=frozen, power=power)
+    service = EdgeService(
+        connect=connect, vault=vault, store=store, frozen=frozen, power=power, ledger=ledger
+    )
     guests = frozenset() if passes_on or settings.roster is None else settings.roster.control_units
     skin_settings = SkinSettings(
-        weight_bytes=settings.memory_bytes,
         guests=guests,
         probe=partial(probe, tls=settings.tls) if passes_on else None,
     )

@@ -22,11 +22,9 @@ class EdgeServer(Listener):
         *,
         tls: TlsFiles | None = None,
         limits: FrameLimits | None = None,
-        weight_bytes: int = 8 * 2**30,
     ) -> None:
         limits = limits or FrameLimits()
-        skin_settings = SkinSettings(limits=limits, weight_bytes=weight_bytes)
-        skin = Skin(service, skin_settings)
+        skin = Skin(service, SkinSettings(limits=limits))
         settings = ListenerSettings(
             tls=tls,
             limits=limits,

@@ -7,11 +7,13 @@ transport.
 A session is opened with a model and a token, gets weights, and then runs streams of steps of one
 cluster. When a stream fails the replica may stand in the middle of a step: a recoverable session
 goes back to its last snapshot, any other is gone; the round's first weights are still where they
-came from. With a vault, snapshots survive a restart of the host.
+came from. With a vault, snapshots survive a restart of the host. What may happen to a session when
+is in `session`, what it may hold in `ledger`.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -20,24 +22,36 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from collapipe_flwr.core.errors import CheckpointMissing, ConfigError
+from collapipe_flwr.core.errors import CheckpointMissing, ConfigError, LinkError
 from collapipe_flwr.edge.frozen import FrozenCache
+from collapipe_flwr.edge.ledger import Account, Ledger, NoRoom
 from collapipe_flwr.edge.power import PowerControl, RadioAsItIs
-from collapipe_flwr.edge.sessions import HostedPart, Saved, Session, SessionRefused, SessionTable
+from collapipe_flwr.edge.session import HostedPart, Saved, Session, SessionRefused, Stream
+from collapipe_flwr.edge.sessions import SessionTable
 from collapipe_flwr.edge.store import TensorStore
 from collapipe_flwr.edge.vault import Kept, Vault
 from collapipe_flwr.pipeline.digest import digests_of
 from collapipe_flwr.pipeline.link import Link
+from collapipe_flwr.pipeline.memory import bytes_of
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import LastStage, MiddleStage
 from collapipe_flwr.pipeline.schedule import stage_actions
 from collapipe_flwr.pipeline.session import Health, NextHop, SessionRequest, Timeline
 from collapipe_flwr.pipeline.stage_settings import StageSettings
-from collapipe_flwr.pipeline.state import PartState, load_slots, slots_of, state_of
+from collapipe_flwr.pipeline.state import PartState, live_state, load_slots, state_bytes
 
 BuildPart = Callable[[SessionRequest, Mapping[str, Tensor]], HostedPart]
 Connect = Callable[[NextHop], AbstractContextManager[Link]]
+Reserve = Callable[[int], None]
+Receive = Callable[[Reserve], Mapping[str, Tensor]]
+
+_log = logging.getLogger(__name__)
+# What the account of a session has reserved, besides what arrives.
+_PART = "part"  # weights, gradients and optimiser slots
+_SNAPSHOT = "snapshot"
+_FOUND = "found"  # for the next push
+_NEW, _SAVING = "new part", "new snapshot"
 
 
 def build_transformers_part(request: SessionRequest, weights: Mapping[str, Tensor]) -> HostedPart:
@@ -57,7 +71,10 @@ def refuse_next_hop(hop: NextHop) -> AbstractContextManager[Link]:
 
 
 class EdgeService:
-    """Holds up to `most_sessions` sessions; every method may be called from any thread."""
+    """Holds up to `most_sessions` sessions; every method may be called from any thread.
+
+    What they hold is reserved in `ledger`; see there for what counts.
+    """
 
     def __init__(
         self,
@@ -71,67 +88,116 @@ class EdgeService:
         store: TensorStore | None = None,
         frozen: FrozenCache | None = None,
         power: PowerControl | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         self._power = power or RadioAsItIs()
         self._store = store
         self._frozen = frozen
         self._build_part = build_part
         self._connect = connect
-        self._sessions = SessionTable(most_sessions, forget_after_s, clock)
+        self._ledger = ledger or Ledger()
+        self._sessions = SessionTable(most_sessions, forget_after_s, clock, self._let_go)
         self._vault = vault
-        for kept in vault.read() if vault is not None else ():
-            session = self._sessions.add(kept.request)
+        if vault is not None:
+            self._restore(vault)
+
+    def _restore(self, vault: Vault) -> None:
+        """Take up the sessions on disk that there is room for, and forget the others."""
+        for kept in vault.read():
+            account = Account(self._ledger, kept.request.opener)
+            try:
+                account.reserve({_SNAPSHOT: kept.state.num_bytes})
+                session = self._sessions.add(kept.request, account)
+            except LinkError as error:
+                account.close()
+                _log.error("session %s is lost: %s", kept.request.session_id, error)
+                continue
             session.saved = Saved(step=kept.step, state=kept.state)
             session.go_back()
+        vault.keep_only(self._sessions.ids())
 
-    def open(self, request: SessionRequest, *, most_of_opener: int | None = None) -> None:
+    def open(
+        self,
+        request: SessionRequest,
+        *,
+        most_of_opener: int | None = None,
+        share_of_opener: float = 1.0,
+    ) -> None:
         """Make a session. Raises SessionRefused when the id is taken or the host is full.
 
-        See `SessionTable.add` for `most_of_opener`.
+        See `SessionTable.add` for `most_of_opener`. Its opener's sessions may hold
+        `share_of_opener` of the memory.
         """
         stage_actions(request.schedule, request.depth, 1)
-        self._sessions.add(request, most_of_opener=most_of_opener)
-        if self._vault is not None:
-            self._vault.keep_only(self._sessions.ids())
+        most_bytes = int(self._ledger.most_bytes * share_of_opener)
+        account = Account(self._ledger, request.opener, most_bytes)
+        self._sessions.add(request, account, most_of_opener=most_of_opener)
 
     def missing(self, session_id: str, token: str, digests: Mapping[str, str]) -> tuple[str, ...]:
-        """Which of these weights the next `push_weights` must bring; the others were kept here."""
-        session = self.find(session_id, token)
-        with session.at_rest():
-            session.kept = self._store.find(digests) if self._store is not None else {}
-            if session.lacks_checkpoint and self._frozen is not None:
-                session.kept |= self._frozen.find(digests)
-            return tuple(key for key in digests if key not in session.kept)
+        """Which of these weights the next push must bring; the others are here.
 
-    def push_weights(
-        self,
-        session_id: str,
-        token: str,
-        weights: Mapping[str, Tensor],
-        *,
-        keep_optimizer: bool = False,
-    ) -> None:
-        """Set the weights of a session's part, which the first call builds.
-
-        Optimiser slots among them (`PartState.tensors`) are set as well, and what `missing` found
-        here is added. Raises ModelError when the keys or shapes are not those of the part.
+        The store hands over what is wanted and forgets the rest, so that nothing of an earlier
+        round stays beside the part.
         """
         session = self.find(session_id, token)
+        wanted = frozenset(digests.values())
         with session.at_rest():
-            state = PartState.of_tensors({**session.kept, **weights})
-            session.kept = {}
-            if session.part is None:
-                session.part = self._first_part(session, state.weights, weights)
-            else:
-                session.part.load_weights(state.weights)
-            if session.optimizer is None or not keep_optimizer:
-                session.optimizer = Optimizer(session.request.optimizer, session.part.parameters())
-            if state.slots:
-                load_slots(_module(session), session.optimizer, state.slots)
-            session.steps = 0
-            session.pushed_bytes = sum(t.nbytes for t in weights.values())
-            if session.request.recoverable:
-                self._save(session, state.weights)
+            found = {d: tensor for d, tensor in session.found.items() if d in wanted}
+            if self._store is not None:
+                found |= self._store.take(wanted)
+            if session.lacks_checkpoint and self._frozen is not None:
+                found |= self._frozen.find({d: d for d in wanted - found.keys()})
+            try:
+                session.account.reserve({_FOUND: bytes_of(found.values())})
+            except NoRoom:
+                found = {}
+                session.account.reserve({_FOUND: 0})
+            session.found, session.wanted = found, digests
+            return tuple(key for key, digest in digests.items() if digest not in found)
+
+    def push_weights(self, session_id: str, token: str, tensors: Mapping[str, Tensor]) -> None:
+        """`receive_weights` of tensors that are here; optimiser slots among them are not copied."""
+
+        def receive(reserve: Reserve) -> Mapping[str, Tensor]:
+            reserve(bytes_of(tensors.values()))
+            return tensors
+
+        self.receive_weights(session_id, token, receive)
+
+    def receive_weights(self, session_id: str, token: str, receive: Receive) -> None:
+        """Set the weights of a session's part, and the optimiser's slots that are among them.
+
+        `receive` brings them (`PartState.tensors`) and reserves the bytes of each before it is
+        there; what `missing` found here is added. The part and its optimiser are built anew, and
+        take the place of what the session had when all is checked, and for a recoverable session
+        when the snapshot is on disk: whatever is raised before leaves the session as it was.
+        Raises ModelError when keys or shapes are not those of the part, NoRoom when the host may
+        not hold so much.
+        """
+        session = self.find(session_id, token)
+        with session.account.arriving() as arrived:
+            tensors = receive(lambda size: session.account.add(arrived, size))
+            with session.at_rest(), session.account.passing(_NEW, _SAVING):
+                self._replace(session, tensors, arrived)
+
+    def _replace(self, session: Session, tensors: Mapping[str, Tensor], arrived: str) -> None:
+        brought = {**_found_by_key(session), **tensors}
+        state = PartState.of_tensors(brought)
+        given = session.account.size(_FOUND) + session.account.size(arrived)
+        copied = bytes_of(state.weights.values()) + max(bytes_of(brought.values()) - given, 0)
+        session.account.reserve({_NEW: copied})
+        part = self._first_part(session, state.weights, tensors)
+        optimizer = Optimizer(session.request.optimizer, part.parameters())
+        needed = state_bytes(_module(part), optimizer)
+        session.account.reserve({_NEW: max(needed - given, copied)})
+        load_slots(_module(part), optimizer, state.slots, copy=False)
+        saved = None
+        if session.request.recoverable:
+            saved = self._snapshot_of(session, part, optimizer, 0, state.weights)
+        session.part, session.optimizer, session.steps = part, optimizer, 0
+        session.found, session.wanted = {}, {}
+        sizes = {_PART: needed, _FOUND: 0, _NEW: 0, arrived: 0}
+        self._adopt_snapshot(session, saved, sizes)
 
     def _first_part(
         self, session: Session, weights: Mapping[str, Tensor], pushed: Mapping[str, Tensor]
@@ -147,42 +213,48 @@ class EdgeService:
             self._frozen.keep({key: t for key, t in pushed.items() if key not in told})
         return part
 
+    @contextmanager
+    def reading(
+        self, session_id: str, token: str, *, with_optimizer: bool = False
+    ) -> Iterator[dict[str, Tensor]]:
+        """The weights of a session's part, with optimiser slots where asked for.
+
+        They are the part's own tensors and not copies; the part does not change meanwhile.
+        """
+        session = self.find(session_id, token)
+        with session.at_rest():
+            self._part(session)
+            yield _tensors_of(session, with_optimizer)
+
     def weights(
         self, session_id: str, token: str, *, with_optimizer: bool = False
     ) -> dict[str, Tensor]:
-        """A copy of the weights of a session's part, with optimiser slots where asked for."""
-        session = self.find(session_id, token)
-        with session.at_rest():
-            return {k: t.detach().clone() for k, t in self._now(session, with_optimizer).items()}
+        """A copy of what `reading` gives."""
+        with self.reading(session_id, token, with_optimizer=with_optimizer) as tensors:
+            return {key: tensor.detach().clone() for key, tensor in tensors.items()}
 
     def digests(
         self, session_id: str, token: str, *, with_optimizer: bool = False
     ) -> dict[str, str]:
         """The content digests of what `weights` would give."""
-        session = self.find(session_id, token)
-        with session.at_rest():
-            return digests_of(self._now(session, with_optimizer))
-
-    def _now(self, session: Session, with_optimizer: bool) -> dict[str, Tensor]:
-        weights = self._part(session).state_dict()
-        if not with_optimizer:
-            return weights
-        assert session.optimizer is not None
-        slots = slots_of(_module(session), session.optimizer)
-        return PartState(weights=weights, slots=slots).tensors()
+        with self.reading(session_id, token, with_optimizer=with_optimizer) as tensors:
+            return digests_of(tensors)
 
     def snapshot(self, session_id: str, token: str, step: int) -> None:
         """Keep the state after `step` steps instead of the last one; twice is allowed.
 
-        Raises SessionRefused when the session does not stand there.
+        Raises SessionRefused when the session does not stand there. When the snapshot cannot be
+        written, the last one stays in force.
         """
         session = self.find(session_id, token)
-        with session.at_rest():
-            self._part(session)
+        with session.at_rest(), session.account.passing(_SAVING):
+            part, optimizer = self._part(session)
             if session.saved is None or session.steps != step:
                 raise SessionRefused(f"the session stands after step {session.steps}, not {step}")
             if session.saved.step != step:
-                self._save(session, session.saved.state.weights)
+                first = session.saved.state.weights
+                saved = self._snapshot_of(session, part, optimizer, step, first)
+                self._adopt_snapshot(session, saved, {})
 
     def rollback(self, session_id: str, token: str, step: int) -> None:
         """Go back to the snapshot after `step` steps, ending a stream that still runs.
@@ -197,42 +269,46 @@ class EdgeService:
             session.go_back()
 
     def report(self, session_id: str, token: str) -> StageReport:
-        """What the last stream of a session measured."""
-        report = self.find(session_id, token).report
+        """What the last stream of a session measured; a snapshot counts as memory, too."""
+        session = self.find(session_id, token)
+        report, saved = session.report, session.saved
         if report is None:
             raise SessionRefused(f"session {session_id} has not run yet")
-        return report
+        kept_bytes = saved.state.num_bytes if saved is not None else 0
+        return replace(report, peak_tensor_bytes=report.peak_tensor_bytes + kept_bytes)
 
     def timeline(self, session_id: str, token: str) -> Timeline:
         """What the last stream of a session did when."""
         return self.find(session_id, token).timeline
 
     def close(self, session_id: str, token: str) -> None:
-        """Forget a session, ending a stream that still runs.
+        """Forget a session, ending a stream that still runs; returns when nothing uses its part.
 
-        With a store its weights, and slots where asked for, are kept until the next one closes.
+        With a store its weights, and slots where asked for, are kept for the next session, unless
+        a stream was broken off. Raises SessionRefused when a step does not end in time; then the
+        session is forgotten when it does.
         """
         session = self.find(session_id, token)
-        self._forget(session)
-        if self._store is not None and session.part is not None and not session.running:
-            self._store.keep(self._now(session, session.request.keep_optimizer))
-        session.break_off("the session was closed")
+        whole = session.close("the session was closed")
+        if whole and self._store is not None and session.part is not None:
+            self._store.keep(_tensors_of(session, session.request.keep_optimizer).values())
+        session.empty()
 
     def health(self) -> Health:
-        """How many sessions there are."""
-        return self._sessions.health()
+        """How many sessions there are, and what they hold."""
+        return replace(
+            self._sessions.health(),
+            held_bytes=self._ledger.held_bytes,
+            most_bytes=self._ledger.most_bytes,
+        )
+
+    def spare_bytes(self) -> int:
+        """What the next session may have of the memory that is in use now."""
+        return self._store.held_bytes if self._store is not None else 0
 
     def request(self, session_id: str) -> SessionRequest | None:
         """What a session was opened with."""
         return self._sessions.request(session_id)
-
-    def room_bytes(self, session: Session, most_bytes: int, most_of_opener: int | None) -> int:
-        """How many bytes of weights may be pushed into a session, beside those of the others."""
-        own, opener = session.pushed_bytes, session.request.opener
-        room = most_bytes - self._sessions.held_bytes() + own
-        if most_of_opener is None:
-            return room
-        return min(room, most_of_opener - self._sessions.held_bytes(opener=opener) + own)
 
     def find(self, session_id: str, token: str) -> Session:
         """The session. Raises SessionRefused when the id or the token is wrong."""
@@ -242,61 +318,102 @@ class EdgeService:
         """Run a session's stage over one link until its END frame."""
         self.serve(self.claim(session_id, token), upstream)
 
-    def claim(self, session_id: str, token: str) -> Session:
-        """Reserve a session for one stream, which `serve` then runs."""
+    def claim(self, session_id: str, token: str) -> Stream:
+        """Reserve a session for one stream, which `serve` then runs, or `release` gives up."""
         session = self.find(session_id, token)
         with session.at_rest():
             self._part(session)
-            session.begin()
-        return session
+            return session.claim()
 
-    def serve(self, session: Session, upstream: Link) -> None:
-        """Run a claimed session. When it fails it is gone or goes back; the error is raised."""
-        session.links.append(upstream)
+    def release(self, stream: Stream) -> None:
+        """Give a claimed stream up that was not served."""
+        stream.session.end(stream)
+
+    def serve(self, stream: Stream, upstream: Link) -> None:
+        """Run a claimed stream. When it fails its session is gone or goes back, and it raises.
+
+        Raises SessionRefused when it was broken off since: it does not run then.
+        """
+        session = stream.session
         try:
-            with self._stage(session, upstream) as stage:
+            session.begin(stream, upstream)
+        except SessionRefused as error:
+            upstream.close(str(error))
+            raise
+        try:
+            with self._stage(stream, upstream) as stage:
                 stage.serve()
             session.steps += stage.report().steps
         except BaseException as error:
             if session.saved is None:
-                self._forget(session)
+                session.fail(str(error) or type(error).__name__)
             else:
                 session.go_back()
             upstream.close(str(error) or type(error).__name__)
             raise
         finally:
-            session.end()
+            session.end(stream)
 
-    def _part(self, session: Session) -> HostedPart:
-        """The part, built from the snapshot after a failure or a restart."""
+    def _part(self, session: Session) -> tuple[HostedPart, Optimizer]:
+        """The part and its optimiser, built from the snapshot after a failure or a restart."""
         if session.part is None and session.saved is not None:
-            state = session.saved.state
-            session.part = self._build_part(session.request, state.weights)
-            session.optimizer = Optimizer(session.request.optimizer, session.part.parameters())
-            load_slots(_module(session), session.optimizer, state.slots)
-        if session.part is None:
+            with session.account.passing(_NEW):
+                self._rebuild(session, session.saved.state)
+        if session.part is None or session.optimizer is None:
             raise SessionRefused("the session has no weights yet: push them first")
-        return session.part
+        return session.part, session.optimizer
 
-    def _save(self, session: Session, first: Mapping[str, Tensor]) -> None:
-        """Take a snapshot; `first` fills in what the part reads but does not report."""
-        assert session.optimizer is not None
-        state = state_of(_module(session), session.optimizer)
+    def _rebuild(self, session: Session, state: PartState) -> None:
+        before, copied = session.account.size(_PART), bytes_of(state.weights.values())
+        session.account.reserve({_PART: 0, _NEW: max(before, copied)})
+        part = self._build_part(session.request, state.weights)
+        optimizer = Optimizer(session.request.optimizer, part.parameters())
+        needed = state_bytes(_module(part), optimizer)
+        session.account.reserve({_PART: needed, _NEW: 0})
+        load_slots(_module(part), optimizer, state.slots)
+        session.part, session.optimizer = part, optimizer
+
+    def _snapshot_of(
+        self,
+        session: Session,
+        part: HostedPart,
+        optimizer: Optimizer,
+        step: int,
+        first: Mapping[str, Tensor],
+    ) -> Saved:
+        """A snapshot, on disk where there is a vault; `first` fills in what a part does not report.
+
+        The session's own is as before.
+        """
+        live = live_state(_module(part), optimizer)
+        whole = replace(live, weights={**first, **live.weights})
+        session.account.reserve({_SAVING: whole.num_bytes})
+        state = live.copy()
         state = replace(state, weights={**first, **state.weights})
-        session.saved = Saved(step=session.steps, state=state)
         if self._vault is not None:
-            self._vault.write(Kept(request=session.request, step=session.steps, state=state))
+            self._vault.write(Kept(request=session.request, step=step, state=state))
+        return Saved(step=step, state=state)
 
-    def _forget(self, session: Session) -> None:
-        self._sessions.forget(session)
+    def _adopt_snapshot(
+        self, session: Session, saved: Saved | None, sizes: Mapping[str, int]
+    ) -> None:
+        """The session stands on this snapshot from now on."""
+        session.saved = saved
+        kept = saved.state.num_bytes if saved is not None else 0
+        session.account.reserve({**sizes, _SNAPSHOT: kept, _SAVING: 0})
+
+    def _let_go(self, session: Session) -> None:
+        """A session has left the table."""
+        session.account.close()
         if self._vault is not None:
             self._vault.forget(session.request.session_id)
 
     @contextmanager
-    def _stage(self, session: Session, upstream: Link) -> Iterator[LastStage | MiddleStage]:
+    def _stage(self, stream: Stream, upstream: Link) -> Iterator[LastStage | MiddleStage]:
         """The stage of a session, with its link downstream where there is one."""
+        session = stream.session
         assert session.part is not None and session.optimizer is not None
-        part, optimizer = _module(session), session.optimizer
+        part, optimizer = _module(session.part), session.optimizer
         settings = _settings(session.request)
         stage: LastStage | MiddleStage
         if session.request.next_hop is None:
@@ -307,15 +424,37 @@ class EdgeService:
         if session.request.tx_power_w is not None:
             self._power.apply(session.request.tx_power_w)
         with self._connect(session.request.next_hop) as downstream:
-            session.links.append(downstream)
+            session.add_link(stream, downstream)
             links = {"upstream": upstream, "downstream": downstream}
             stage = MiddleStage(part, optimizer, settings, **links)
             with _reporting(session, stage):
                 yield stage
 
 
-def _module(session: Session) -> nn.Module:
-    return cast(nn.Module, session.part)
+def _module(part: HostedPart) -> nn.Module:
+    return cast(nn.Module, part)
+
+
+def _tensors_of(session: Session, with_optimizer: bool) -> dict[str, Tensor]:
+    """What a part reports, as it is and not copied, with its optimiser's slots where asked for."""
+    assert session.part is not None and session.optimizer is not None
+    weights = session.part.state_dict()
+    if not with_optimizer:
+        return weights
+    slots = live_state(_module(session.part), session.optimizer).slots
+    return PartState(weights=weights, slots=slots).tensors()
+
+
+def _found_by_key(session: Session) -> dict[str, Tensor]:
+    """What `missing` found: one tensor per key, also where several keys want the same content."""
+    by_key: dict[str, Tensor] = {}
+    used: set[str] = set()
+    for key, digest in session.wanted.items():
+        if digest in session.found:
+            tensor = session.found[digest]
+            by_key[key] = tensor.clone() if digest in used else tensor
+            used.add(digest)
+    return by_key
 
 
 @contextmanager

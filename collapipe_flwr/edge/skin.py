@@ -11,13 +11,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import grpc
+from torch import Tensor
 
 from collapipe_flwr.core.errors import CheckpointMissing, CollaPipeError, LinkError
 from collapipe_flwr.core.roster import Caller
 from collapipe_flwr.edge.allocator import give_back
-from collapipe_flwr.edge.service import EdgeService
-from collapipe_flwr.edge.sessions import Session, SessionRefused
-from collapipe_flwr.pipeline.benchmark import BenchmarkRequest, run_benchmark
+from collapipe_flwr.edge.ledger import NoRoom
+from collapipe_flwr.edge.service import EdgeService, Reserve
+from collapipe_flwr.edge.session import SessionRefused, Stream
+from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest, run_benchmark
 from collapipe_flwr.pipeline.digest import Digests, Keys
 from collapipe_flwr.pipeline.frame import Frame, FrameKind
 from collapipe_flwr.pipeline.session import SessionRequest, StepMark
@@ -41,11 +43,10 @@ class SkinSettings:
     """What callers may send, in how much time.
 
     ``guests`` hold sessions here besides the host's own cluster or server: a few each, and a share
-    of the weights. ``probe`` tries the way to another host; the edge dials nobody.
+    of the memory. ``probe`` tries the way to another host; the edge dials nobody.
     """
 
     limits: FrameLimits = field(default_factory=FrameLimits)
-    weight_bytes: int = 8 * 2**30
     transfer_s: float = 600.0
     guests: frozenset[str] = frozenset()
     sessions_of_guest: int = 8
@@ -64,7 +65,6 @@ class Skin:
         )
         self._measuring = threading.Lock()
         self._limits = settings.limits
-        self._weight_bytes = settings.weight_bytes
         self._transfer_s = settings.transfer_s
         self._settings = settings
 
@@ -94,25 +94,21 @@ class Skin:
             self._service.open(
                 replace(request, cluster_id=cluster_id, opener=opener),
                 most_of_opener=self._settings.sessions_of_guest if guest else None,
+                share_of_opener=self._settings.share_of_guest if guest else 1.0,
             )
         return b""
 
     def push_weights(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         with _refusing(context), cut_off_after(context, self._transfer_s):
-            session_id, token, metadata = _caller(context)
-            room_bytes = self._room_bytes(self._service.find(session_id, token))
+            session_id, token, _metadata = _caller(context)
             frames = (decode_frame(data, self._limits) for data in messages)
-            weights = gather_weights(frames, room_bytes)
-            keep = metadata.get(methods.KEEP_KEY) == "1"
-            self._service.push_weights(session_id, token, weights, keep_optimizer=keep)
-        del weights
+
+            def receive(reserve: Reserve) -> dict[str, Tensor]:
+                return gather_weights(frames, self._service.health().most_bytes, reserve)
+
+            self._service.receive_weights(session_id, token, receive)
         give_back()
         return b""
-
-    def _room_bytes(self, session: Session) -> int:
-        guest = session.request.opener in self._settings.guests
-        share = int(self._weight_bytes * self._settings.share_of_guest) if guest else None
-        return self._service.room_bytes(session, self._weight_bytes, share)
 
     def missing(self, data: bytes, context: grpc.ServicerContext) -> bytes:
         with _refusing(context):
@@ -128,16 +124,16 @@ class Skin:
             return encode_message(Digests(digests=found))
 
     def fetch_weights(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        with _refusing(context):
+        """Piece by piece from the part itself, so that sending takes no memory for a copy."""
+        with _refusing(context), cut_off_after(context, self._transfer_s):
             session_id, token, metadata = _caller(context)
             slots = metadata.get(methods.SLOTS_KEY) == "1"
             keys = decode_message(Keys, data).keys if data else None
-            weights = self._service.weights(session_id, token, with_optimizer=slots)
-            if keys is not None:
-                weights = {key: weights[key] for key in keys if key in weights}
-        with cut_off_after(context, self._transfer_s):
-            for frame in weight_frames(weights):
-                yield encode_frame(frame)
+            with self._service.reading(session_id, token, with_optimizer=slots) as weights:
+                if keys is not None:
+                    weights = {key: weights[key] for key in keys if key in weights}
+                for frame in weight_frames(weights):
+                    yield encode_frame(frame)
 
     def report(self, _: bytes, context: grpc.ServicerContext) -> bytes:
         with _refusing(context):
@@ -178,9 +174,15 @@ class Skin:
             if self._service.health().running or not self._measuring.acquire(blocking=False):
                 raise SessionRefused("the host is at work, so a benchmark would mislead")
             try:
-                return encode_message(run_benchmark(request))
+                return encode_message(self._measured(request))
             finally:
                 self._measuring.release()
+
+    def _measured(self, request: BenchmarkRequest) -> BenchmarkAnswer:
+        """With the memory that the next session may have."""
+        spare_bytes, most_bytes = self._service.spare_bytes(), self._service.health().most_bytes
+        found = run_benchmark(request)
+        return replace(found, memory_bytes=min(found.memory_bytes + spare_bytes, most_bytes))
 
     def probe(self, data: bytes, context: grpc.ServicerContext) -> bytes:
         with _refusing(context):
@@ -193,17 +195,31 @@ class Skin:
         with _refusing(context):
             session_id, token, metadata = _caller(context)
             settings = self._stream_settings(metadata)
-            session = self._service.claim(session_id, token)
+            stream = self._service.claim(session_id, token)
+            try:
+                link, work = self._begun(stream, settings, metadata, context)
+            except BaseException:
+                self._service.release(stream)
+                raise
+        threading.Thread(target=link.feed, args=(messages,), daemon=True).start()
+        yield from link.outgoing()
+        wait([work], timeout=_SETTLE_S)  # so that the session's fate is known when the call ends
+
+    def _begun(
+        self,
+        stream: Stream,
+        settings: StreamSettings,
+        metadata: dict[str, str],
+        context: grpc.ServicerContext,
+    ) -> tuple[StreamLink, Future[None]]:
         peer = metadata.get(methods.NAME_KEY, context.peer())[:80]
         link = StreamLink(peer, settings, lambda _: LinkError(f"{peer} broke off the stream"))
         context.add_callback(lambda: link.broken(LinkError(f"{peer} broke off the stream")))
-        reader = threading.Thread(target=link.feed, args=(messages,), daemon=True)
         link.send(Frame(kind=FrameKind.HELLO), deadline_s=1.0)
-        work = self._workers.submit(self._service.serve, session, link)
-        work.add_done_callback(lambda w: _finish(w, session, link))
-        reader.start()
-        yield from link.outgoing()
-        wait([work], timeout=_SETTLE_S)  # so that the session's fate is known when the call ends
+        work = self._workers.submit(self._service.serve, stream, link)
+        session_id = stream.session.request.session_id
+        work.add_done_callback(lambda w: _finish(w, session_id, link))
+        return link, work
 
     def _stream_settings(self, metadata: object) -> StreamSettings:
         assert isinstance(metadata, dict)
@@ -228,14 +244,14 @@ def _rate(text: str) -> float | None:
     return rate or None
 
 
-def _finish(work: Future[None], session: Session, link: StreamLink) -> None:
+def _finish(work: Future[None], session_id: str, link: StreamLink) -> None:
     """Close the link behind a stage; an error that is no peer's fault is logged with its trace."""
     link.close()
     error = work.exception()
     if isinstance(error, CollaPipeError):
-        _log.warning("session %s ended: %s", session.request.session_id, error)
+        _log.warning("session %s ended: %s", session_id, error)
     elif error is not None:
-        _log.error("session %s failed", session.request.session_id, exc_info=error)
+        _log.error("session %s failed", session_id, exc_info=error)
 
 
 @contextmanager
@@ -243,7 +259,7 @@ def _refusing(context: grpc.ServicerContext) -> Iterator[None]:
     """Turn our errors into one gRPC status with the sentence."""
     try:
         yield
-    except SessionRefused as error:
+    except (SessionRefused, NoRoom) as error:
         context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
     except CheckpointMissing as error:
         context.abort(grpc.StatusCode.NOT_FOUND, str(error))

@@ -3,34 +3,50 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable
 
 from torch import Tensor
 
+from collapipe_flwr.edge.ledger import Account, Ledger, NoRoom
 from collapipe_flwr.pipeline.digest import digest_of
+from collapipe_flwr.pipeline.memory import bytes_of
+
+_STORED = "last session"
 
 
 class TensorStore:
-    """Remembers one closed session's weights until the next one closes; costs their memory.
+    """Keeps one closed session's tensors until the next session asks what it may have of them.
 
-    Digests are computed when somebody first asks, not while a session closes.
+    They are reserved in `ledger`, and not kept where there is no room. Digests are computed when
+    somebody asks, not while a session closes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ledger: Ledger | None = None) -> None:
+        self._account = Account(ledger or Ledger())
         self._tensors: tuple[Tensor, ...] = ()
-        self._by_digest: dict[str, Tensor] | None = {}
         self._lock = threading.Lock()
 
-    def keep(self, weights: Mapping[str, Tensor]) -> None:
-        """Remember these instead of the last ones."""
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Keep these instead of the last ones, if there is room."""
+        kept = tuple(tensor.detach() for tensor in tensors)
         with self._lock:
-            self._tensors = tuple(tensor.detach() for tensor in weights.values())
-            self._by_digest = None
+            self._tensors = ()
+            try:
+                self._account.reserve({_STORED: bytes_of(kept)})
+            except NoRoom:
+                self._account.reserve({_STORED: 0})
+            else:
+                self._tensors = kept
 
-    def find(self, digests: Mapping[str, str]) -> dict[str, Tensor]:
-        """Copies of the tensors with these digests, under the keys that they are wanted for."""
+    def take(self, digests: Collection[str]) -> dict[str, Tensor]:
+        """Hand over the tensors with these digests and forget the others."""
         with self._lock:
-            if self._by_digest is None:
-                self._by_digest = {digest_of(tensor): tensor for tensor in self._tensors}
-            held = self._by_digest
-        return {key: held[digest] for key, digest in digests.items() if digest in held}
+            tensors, self._tensors = self._tensors, ()
+            self._account.reserve({_STORED: 0})
+        held = {digest_of(tensor): tensor for tensor in tensors}
+        return {digest: held[digest] for digest in digests if digest in held}
+
+    @property
+    def held_bytes(self) -> int:
+        """What is kept now."""
+        return self._account.size(_STORED)

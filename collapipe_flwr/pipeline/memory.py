@@ -72,6 +72,11 @@ class MemoryMeter:
         self.peak_bytes = max(self.peak_bytes, alive_bytes)
 
 
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages behind the tensors, each counted once."""
+    return sum(_distinct(tensors).values())
+
+
 @contextmanager
 def _noticing() -> Iterator[dict[int, int]]:
     """Storages that autograd saves in the body: bytes by address."""

@@ -67,13 +67,17 @@ class Optimizer:
         """The state by position among the parameters: adamw (step, mean, square), sgd (buffer)."""
         return dict(self._state)
 
-    def load_state_tensors(self, state: dict[int, tuple[Tensor, ...]]) -> None:
-        """Continue from an earlier `state_tensors`; copies the tensors."""
-        self._state = {i: tuple(t.clone() for t in tensors) for i, tensors in state.items()}
+    def load_state_tensors(
+        self, state: dict[int, tuple[Tensor, ...]], *, copy: bool = True
+    ) -> None:
+        """Continue from an earlier `state_tensors`; without `copy` in these very tensors."""
+        if copy:
+            state = {i: tuple(t.clone() for t in tensors) for i, tensors in state.items()}
+        self._state = dict(state)
 
-    def slot_shapes(self, index: int) -> list[tuple[int, ...]]:
-        """Shapes of what is remembered of one parameter."""
-        return [tuple(t.shape) for t in self._initial(self.parameters[index].to("meta"))]
+    def empty_slots(self, index: int) -> tuple[Tensor, ...]:
+        """What will be remembered of one parameter, in shape and dtype."""
+        return self._initial(self.parameters[index].to("meta"))
 
     def _initial(self, weight: Tensor) -> tuple[Tensor, ...]:
         if self.settings.name == "sgd":

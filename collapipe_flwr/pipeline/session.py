@@ -97,8 +97,13 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """How a host feels: `sessions` held, `running` of them in the middle of a stream."""
+    """How a host feels: `sessions` held, `running` of them in the middle of a stream.
+
+    It has reserved `held_bytes` of the `most_bytes` that it may hold of models.
+    """
 
     sessions: int
     running: int
     most_sessions: int
+    held_bytes: int = 0
+    most_bytes: int = 0

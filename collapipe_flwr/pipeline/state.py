@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
+import torch
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.pipeline.memory import bytes_of
 from collapipe_flwr.pipeline.optimizer import Optimizer
 
 Slots = Mapping[str, tuple[Tensor, ...]]  # by parameter; see `Optimizer.state_tensors`
@@ -44,6 +47,18 @@ class PartState:
             slots.setdefault(key, {})[index] = tensors[name]
         return PartState(weights=weights, slots={k: _in_order(k, s) for k, s in slots.items()})
 
+    def copy(self) -> PartState:
+        """The same in tensors of its own."""
+        return PartState(
+            weights={key: tensor.detach().clone() for key, tensor in self.weights.items()},
+            slots={key: tuple(t.clone() for t in slots) for key, slots in self.slots.items()},
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a copy."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
     def only(self, keys: Iterable[str]) -> PartState:
         """The state of the part that holds just these keys; raises ModelError if one is missing."""
         wanted = list(keys)
@@ -58,35 +73,56 @@ class PartState:
 
 def state_of(part: nn.Module, optimizer: Optimizer) -> PartState:
     """A copy of the state of a part, replicas included."""
-    held = {**part.state_dict(), **dict(part.named_parameters())}
+    return live_state(part, optimizer).copy()
+
+
+def live_state(part: nn.Module, optimizer: Optimizer) -> PartState:
+    """The state of a part, replicas included, in the tensors that train."""
+    names = _names(part)
     return PartState(
-        weights={key: tensor.detach().clone() for key, tensor in held.items()},
-        slots=slots_of(part, optimizer),
+        weights={**part.state_dict(), **dict(part.named_parameters())},
+        slots={names[i]: tensors for i, tensors in optimizer.state_tensors().items()},
     )
 
 
 def slots_of(part: nn.Module, optimizer: Optimizer) -> dict[str, tuple[Tensor, ...]]:
     """A copy of what the optimiser remembers, by the keys of the part."""
-    names = _names(part)
-    state = optimizer.state_tensors()
-    return {names[i]: tuple(t.clone() for t in tensors) for i, tensors in state.items()}
+    slots = live_state(part, optimizer).slots
+    return {key: tuple(t.clone() for t in tensors) for key, tensors in slots.items()}
 
 
-def load_slots(part: nn.Module, optimizer: Optimizer, slots: Slots) -> None:
+def state_bytes(part: nn.Module, optimizer: Optimizer) -> int:
+    """What a part takes while it trains, besides activations: weights, gradients, slots."""
+    slots = (t for i in range(len(optimizer.parameters)) for t in optimizer.empty_slots(i))
+    return (
+        bytes_of(chain(part.parameters(), part.buffers()))
+        + bytes_of(optimizer.parameters)
+        + sum(slot.nbytes for slot in slots)
+    )
+
+
+def load_slots(part: nn.Module, optimizer: Optimizer, slots: Slots, *, copy: bool = True) -> None:
     """Let the optimiser go on from `slots`; those of other parts' keys are left out.
 
-    Raises ModelError when their number or shapes are not the optimiser's.
+    Without `copy` it takes the tensors themselves. Raises ModelError when their number, shapes or
+    dtypes are not the optimiser's, and changes nothing then.
     """
     position = {name: index for index, name in enumerate(_names(part))}
     wanted = {position[key]: tensors for key, tensors in slots.items() if key in position}
     for index, tensors in wanted.items():
-        shapes = optimizer.slot_shapes(index)
-        if [tuple(t.shape) for t in tensors] != shapes:
+        kept = optimizer.empty_slots(index)
+        if [_kind(t) for t in tensors] != [_kind(t) for t in kept]:
+            shapes = [tuple(t.shape) for t in kept]
+            dtype = optimizer.parameters[index].dtype
             raise ModelError(
                 f"{optimizer.settings.name} keeps tensors of shapes {shapes} for each parameter "
-                f"of shape {tuple(optimizer.parameters[index].shape)}, got others"
+                f"of shape {tuple(optimizer.parameters[index].shape)} and {dtype}, got others"
             )
-    optimizer.load_state_tensors(wanted)
+    optimizer.load_state_tensors(wanted, copy=copy)
+
+
+def _kind(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    return tuple(tensor.shape), tensor.dtype
 
 
 def _names(part: nn.Module) -> list[str]:

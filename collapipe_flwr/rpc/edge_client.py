@@ -104,22 +104,13 @@ class EdgeClient:
         within_s = max(self._deadline_s, _WAKE_S)
         self._unary("OpenSession", encode_message(request), within_s=within_s)
 
-    def push_weights(
-        self,
-        session_id: str,
-        token: str,
-        weights: Mapping[str, Tensor],
-        *,
-        keep_optimizer: bool = False,
-    ) -> None:
-        """Set the weights of a session's part; the optimiser starts anew unless it is kept."""
+    def push_weights(self, session_id: str, token: str, weights: Mapping[str, Tensor]) -> None:
+        """Set the weights of a session's part; the optimiser starts anew, or from its slots."""
         frames = (encode_frame(f) for f in weight_frames(weights))
-        keep = (methods.KEEP_KEY, str(int(keep_optimizer)))
-        metadata = (*_key(session_id, token), keep)
 
         def push() -> None:
             call = self._channel.stream_unary(methods.method("PushWeights"), None, None)
-            call(frames, timeout=self._transfer_s, metadata=metadata)
+            call(frames, timeout=self._transfer_s, metadata=_key(session_id, token))
 
         self._translated(push)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -31,8 +31,10 @@ def weight_frames(weights: Mapping[str, Tensor], piece_bytes: int = PIECE_BYTES)
     yield Frame(kind=FrameKind.END, scalars={"tensors": float(len(weights))})
 
 
-def gather_weights(frames: Iterable[Frame], most_bytes: int) -> dict[str, Tensor]:
-    """The state dict behind the frames.
+def gather_weights(
+    frames: Iterable[Frame], most_bytes: int, reserve: Callable[[int], None] = lambda _: None
+) -> dict[str, Tensor]:
+    """The state dict behind the frames; `reserve` is told of the bytes of each tensor before.
 
     Raises ProtocolError when pieces are missing or out of order, or when the tensors announced
     are more than `MOST_TENSORS` or take more than `most_bytes`.
@@ -46,8 +48,10 @@ def gather_weights(frames: Iterable[Frame], most_bytes: int) -> dict[str, Tensor
             return weights
         key, piece, shape = _piece(frame)
         if key not in weights:
-            held_bytes += math.prod(shape) * piece.element_size()
+            size_bytes = math.prod(shape) * piece.element_size()
+            held_bytes += size_bytes
             _check_room(len(weights), held_bytes, most_bytes)
+            reserve(size_bytes)
             weights[key] = torch.empty(shape, dtype=piece.dtype)
             filled[key] = 0
         _fill(weights[key], key, piece, frame, filled)

@@ -21,7 +21,7 @@ from collapipe_flwr.core.cluster_file import parse_cluster
 from collapipe_flwr.edge.frozen import FrozenCache
 from collapipe_flwr.edge.server import EdgeServer
 from collapipe_flwr.edge.service import EdgeService, build_transformers_part
-from collapipe_flwr.edge.sessions import HostedPart
+from collapipe_flwr.edge.session import HostedPart
 from collapipe_flwr.models import LoraSettings, Splitter, make_spec, save_whole
 from collapipe_flwr.pipeline.digest import digest_of
 from collapipe_flwr.pipeline.session import NextHop, SessionRequest

@@ -12,6 +12,7 @@ from collapipe_flwr.core.cluster_file import parse_cluster
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.core.roster import roster_of
 from collapipe_flwr.core.tls_files import TlsFiles
+from collapipe_flwr.edge.ledger import Ledger
 from collapipe_flwr.edge.listener import Listener, ListenerSettings
 from collapipe_flwr.edge.skin import Skin, SkinSettings
 from collapipe_flwr.pipeline.benchmark import BenchmarkRequest
@@ -68,9 +69,9 @@ def certificates(tmp_path_factory):
 def host(name: str, certificates, *, on_edge: bool) -> Iterator[Host]:
     roster = roster_of(CONFIGS if on_edge else CONFIGS[:1])
     guests = roster.control_units if on_edge else frozenset()
-    skin_settings = SkinSettings(guests=guests, sessions_of_guest=2, weight_bytes=6 * HEAD_BYTES)
+    skin_settings = SkinSettings(guests=guests, sessions_of_guest=2)
     settings = ListenerSettings(tls=certificates[name], roster=roster, on_edge=on_edge)
-    skin = Skin(service(), skin_settings)
+    skin = Skin(service(ledger=Ledger(12 * HEAD_BYTES)), skin_settings)
     with Listener("127.0.0.1:0", lambda: skin, settings) as listener:
         yield Host(listener.address, name, certificates)
 
@@ -174,12 +175,12 @@ def test_a_guest_displaces_only_itself(shared: Host) -> None:
         assert server.fetch_weights("s-g", TOKEN)
 
 
-def test_a_guest_has_a_share_of_the_weights(edge: Host) -> None:
+def test_a_guest_has_a_share_of_the_memory(edge: Host) -> None:
     with edge.seen_by("cu-w") as unit:
         unit.open_session(request("w-1"))
         unit.push_weights("w-1", TOKEN, Head().state_dict())
         unit.open_session(request("w-2"))
-        with pytest.raises(LinkError, match="weights of more than"):
+        with pytest.raises(LinkError, match="no room"):
             unit.push_weights("w-2", TOKEN, Head().state_dict())
     with edge.seen_by("server") as server:
         server.open_session(request("s-g", cluster_id="g"))

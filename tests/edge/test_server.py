@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from collapipe_flwr.core.errors import ConfigError, LinkError, LinkTimeout
+from collapipe_flwr.edge.ledger import Ledger
 from collapipe_flwr.edge.server import EdgeServer
 from collapipe_flwr.pipeline.frame import Frame, FrameKind
 from collapipe_flwr.rpc import methods
@@ -151,7 +152,7 @@ def test_several_rounds_and_sessions_on_one_server(client):
             link = client.stream(f"c{index}", TOKEN)
             with Cluster(make_parts((1,)), link).running() as first:
                 first.train_step(make_batch((2, 2)))
-        client.push_weights("c0", TOKEN, heads[0].state_dict(), keep_optimizer=True)
+        client.push_weights("c0", TOKEN, heads[0].state_dict())
     assert client.health().sessions == 2
     assert torch.equal(client.fetch_weights("c0", TOKEN)["out.bias"], heads[0].out.bias)
     assert not torch.equal(client.fetch_weights("c1", TOKEN)["out.bias"], heads[1].out.bias)
@@ -292,7 +293,7 @@ def test_an_oversized_message_is_refused():
 
 def test_weights_beyond_the_limit_are_refused():
     with (
-        EdgeServer("127.0.0.1:0", service(), weight_bytes=100) as server,
+        EdgeServer("127.0.0.1:0", service(ledger=Ledger(100))) as server,
         EdgeClient(server.address) as client,
         pytest.raises(LinkError, match="more than 100 bytes"),
     ):

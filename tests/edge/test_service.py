@@ -9,7 +9,7 @@ import torch
 
 from collapipe_flwr.core.errors import LinkError, ScheduleError
 from collapipe_flwr.edge.service import EdgeService
-from collapipe_flwr.edge.sessions import SessionRefused
+from collapipe_flwr.edge.session import SessionRefused
 from collapipe_flwr.pipeline.frame import Frame, FrameKind
 from collapipe_flwr.pipeline.link import memory_pair
 from tests.edge.chain_to_edge import TOKEN, build_head, request, service

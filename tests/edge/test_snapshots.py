@@ -13,7 +13,7 @@ import torch
 
 from collapipe_flwr.core.errors import ConfigError, LinkError, ModelError, Unreachable
 from collapipe_flwr.edge.service import EdgeService
-from collapipe_flwr.edge.sessions import SessionRefused
+from collapipe_flwr.edge.session import SessionRefused
 from collapipe_flwr.edge.vault import Kept, Vault
 from collapipe_flwr.pipeline.link import memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
@@ -113,7 +113,7 @@ def test_a_rollback_ends_a_stream_whose_device_hangs(undisturbed):
     thread = threading.Thread(target=run_quietly, args=(edge, theirs))
     session = edge.find("c1", TOKEN)
     thread.start()
-    while not session.links:
+    while not session.running:
         thread.join(0.01)
     edge.rollback("c1", TOKEN, 0)
     thread.join(10)
