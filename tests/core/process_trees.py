@@ -59,8 +59,13 @@ def children_of(process: subprocess.Popen[str]) -> list[int]:
 def watched(pids: Iterable[int]) -> Iterator[list[int]]:
     """Handles of running processes, which are killed if they outlive the body."""
     with ExitStack() as stack:
-        handles = [os.pidfd_open(pid) for pid in pids]
-        for handle in handles:
+        handles = []
+        for pid in pids:
+            try:
+                handle = os.pidfd_open(pid)
+            except ProcessLookupError:
+                continue  # it has ended since
+            handles.append(handle)
             stack.callback(os.close, handle)
             stack.callback(_kill, handle)
         yield handles
