@@ -61,7 +61,7 @@ def _run(replay_share: float) -> Json:
         _write(folder / "test.csv", np.concatenate([rng.integers(*p, size=150) for p in PHASES]))
         for cluster in range(CLUSTERS):
             (folder / "stream" / str(cluster)).mkdir(parents=True)
-        with subprocess.Popen(_command(folder, replay_share)) as process:
+        with subprocess.Popen(_command(folder, replay_share), stdin=subprocess.PIPE) as process:
             for number in range(ROUNDS):
                 _await_round(folder, number, process)
                 for cluster in range(CLUSTERS):
@@ -87,7 +87,7 @@ def _command(folder: Path, replay_share: float) -> list[str]:
         "clusters": CLUSTERS,
     }
     options = [word for key, value in values.items() for word in ("-c", f"{key}={value}")]
-    start = [sys.executable, "-m", "collapipe_flwr.cli", "run", ".", "--federation-config"]
+    start = [sys.executable, "-m", "collapipe_flwr.cli.child", "run", ".", "--federation-config"]
     return [*start, "sim.toml", "--output-dir", str(folder / "runs"), *options]
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
+from collapipe_flwr.core.lifeline import lifeline
 from collapipe_flwr.reporting.comparison import draw, markdown, read_curves
 from collapipe_flwr.reporting.run_directory import read_events
 
@@ -130,11 +131,13 @@ def _start(study: Study, keys: tuple[str, ...], places: Mapping[str, object], na
     """Run in a folder of its own inside WORK, which gets its name when the run is complete."""
     work = Path(str(places["work"]))
     settings = [f"examples/configs/{study.config}", *study.common, *keys]
-    command = [str(Path(sys.executable).parent / "collapipe"), "run", "."]
+    command = ["collapipe", "run", "."]
     command += ["--federation-config", "sim.toml", "--output-dir", str(work / f"{name}.partial")]
     command += [part for key in settings for part in ("-c", key.format(**places))]
     print(shlex.join(command), flush=True)
-    subprocess.run(command, check=True, cwd=ROOT)
+    child = [sys.executable, "-m", "collapipe_flwr.cli.child", *command[1:]]
+    with lifeline() as stdin:
+        subprocess.run(child, stdin=stdin, check=True, cwd=ROOT)
     (finished,) = [p for p in (work / f"{name}.partial").iterdir() if (p / "model").exists()]
     _refuse_gaps(finished)
     finished.rename(work / name)

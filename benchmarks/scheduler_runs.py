@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from collapipe_flwr.core.lifeline import lifeline
+
 Json = dict[str, Any]
 
 PAPER = "--preset paper"
@@ -75,7 +77,9 @@ def measure(folder: Path) -> None:
         path = folder / f"{name}.json"
         if not path.exists():
             print(f"{command} --json {path}", flush=True)
-            status = subprocess.run([*shlex.split(command), "--json", str(path)], check=False)
+            child = [sys.executable, "-m", "collapipe_flwr.cli.child", *shlex.split(command)[1:]]
+            with lifeline() as stdin:
+                status = subprocess.run([*child, "--json", str(path)], stdin=stdin, check=False)
             if status.returncode:
                 sys.exit(status.returncode)
             values = json.loads(path.read_text(encoding="utf-8"))

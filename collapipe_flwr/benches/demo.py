@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from collapipe_flwr.core.errors import ConfigError, RunError
+from collapipe_flwr.core.signals import terminable
 
 LOOK_S = 0.25
 _DEADLINE_S = 3600.0
@@ -56,7 +57,7 @@ def measure_demo(project: Path) -> DemoCost:
     """Run what `make demo` runs; raises RunError if it fails, ConfigError without Linux' /proc."""
     if not (_PROC / "self/smaps_rollup").exists():
         raise ConfigError("bench demo reads /proc/PID/smaps_rollup, which only Linux has")
-    with tempfile.TemporaryDirectory(prefix="collapipe-demo-") as folder:
+    with terminable(), tempfile.TemporaryDirectory(prefix="collapipe-demo-") as folder:
         start_s, busy_s, own_s = time.monotonic(), machine_busy_s(), time.process_time()
         peak_bytes, cpu_s = _run(project, Path(folder) / "runs", Path(folder) / "log")
         looking_s = time.process_time() - own_s  # the kernel counts pages at every look
@@ -71,11 +72,14 @@ def measure_demo(project: Path) -> DemoCost:
 
 def _run(project: Path, output_dir: Path, log: Path) -> tuple[int, float]:
     """Run to the end; the peak memory, and CPU seconds but for a process's last quarter second."""
-    command = [str(Path(sys.executable).parent / "collapipe"), "run", str(project)]
+    command = [sys.executable, "-m", "collapipe_flwr.cli.child", "run", str(project)]
     command += ["--federation-config", str(project / "sim.toml"), "--output-dir", str(output_dir)]
     deadline_s, peak_bytes = time.monotonic() + _DEADLINE_S, 0
     cpu_s: dict[int, float] = {}
-    with log.open("wb") as file, subprocess.Popen(command, stdout=file, stderr=file) as process:
+    with (
+        log.open("wb") as file,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=file, stderr=file) as process,
+    ):
         while process.poll() is None and time.monotonic() < deadline_s:
             peak_bytes = max(peak_bytes, tree_bytes(process.pid))
             cpu_s |= tree_cpu_s(process.pid)

@@ -20,6 +20,7 @@ from pathlib import Path
 from collapipe_flwr.benches.random_checkpoint import write_checkpoint
 from collapipe_flwr.benches.resident import available_bytes
 from collapipe_flwr.core.errors import ConfigError, RunError
+from collapipe_flwr.core.lifeline import lifeline
 from collapipe_flwr.models import LoraSettings, ModelSpec, Splitter, make_spec
 from collapipe_flwr.models.spec import BatchShape
 
@@ -245,9 +246,15 @@ def peaks_of(order: RoleOrder) -> Peaks:
     """Let a process play a role to its end; raises RunError if it fails."""
     command = [sys.executable, "-m", "collapipe_flwr.benches.footprint_role", order.to_json()]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False
-        )
+        with lifeline() as stdin:
+            done = subprocess.run(
+                command,
+                stdin=stdin,
+                capture_output=True,
+                text=True,
+                timeout=_DEADLINE_S,
+                check=False,
+            )
     except subprocess.TimeoutExpired as cause:
         raise RunError(f"the role {order.role} took more than {_DEADLINE_S:g} s") from cause
     if done.returncode != 0:

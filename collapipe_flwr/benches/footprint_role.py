@@ -19,6 +19,7 @@ import collapipe_flwr.rpc.edge_client  # noqa: F401
 from collapipe_flwr.benches.footprint import RoleOrder
 from collapipe_flwr.benches.resident import AnonymousPeak, peak_bytes
 from collapipe_flwr.cluster.whole import train_whole
+from collapipe_flwr.core.lifeline import end_with_parent
 from collapipe_flwr.edge.allocator import tend_heap
 from collapipe_flwr.models import ModelSpec, Splitter
 from collapipe_flwr.models.lora import add_adapters, first_adapter, is_adapter
@@ -178,6 +179,7 @@ def main() -> None:
     order = RoleOrder(**json.loads(sys.argv[1]))
     if order.role != "whole":  # our programs set up their heap; a plain client does not
         tend_heap()
+    end_with_parent()
     player = Player(order)
     roles = {
         "whole": player.whole,

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from collapipe_flwr.benches.footprint import MemoryCase, ModelSize, measure
+from collapipe_flwr.core.signals import terminable
 from collapipe_flwr.reporting.json_file import prepare, write_json
 
 _GIB = 2**30
@@ -23,6 +24,7 @@ def run_memory_bench(
         prepare("--json", json_file)
     console = Console()
     with (
+        terminable(),
         tempfile.TemporaryDirectory(prefix="collapipe-") as folder,
         console.status("memory") as status,
     ):

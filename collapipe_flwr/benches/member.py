@@ -1,15 +1,17 @@
 """A process of a bench: does what its parent asks on stdin, one JSON line for each question.
 
 Run as ``python -m collapipe_flwr.benches.member HOST [FOLDER OF CERTIFICATES]``; it ends with its
-stdin. One that becomes part of our runtime sets up its heap as a daemon does, before torch starts
-threads; a peer is left as it is.
+stdin, also in the midst of an answer. One that becomes part of our runtime sets up its heap as a
+daemon does, before torch starts threads; a peer is left as it is.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from queue import SimpleQueue
 
+from collapipe_flwr.core.lifeline import end_with_parent
 from collapipe_flwr.edge.allocator import tend_heap
 
 _PEERS = ("join", "whole")
@@ -18,8 +20,10 @@ _PEERS = ("join", "whole")
 def main() -> None:
     """Answer until stdin ends."""
     worker = None
-    for line in sys.stdin:
-        asked = json.loads(line)
+    lines: SimpleQueue[str] = SimpleQueue()
+    end_with_parent(lines.put)
+    while True:
+        asked = json.loads(lines.get())
         question = asked.pop("do")
         if worker is None:
             if question not in _PEERS:

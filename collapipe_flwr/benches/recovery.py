@@ -45,10 +45,12 @@ class Daemon:
     """One host as a process; ``address`` is where it listens."""
 
     def __init__(self, command: str, *options: str, listen: str = "127.0.0.1:0") -> None:
-        self._words = " ".join((command, "--listen", listen, *options))
-        words = [sys.executable, "-m", "collapipe_flwr.cli", *self._words.split()]
+        self._words = " ".join((command, "--listen", listen, "--grace-s", "0", *options))
+        words = [sys.executable, "-m", "collapipe_flwr.cli.child", *self._words.split()]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self.address = ""
 
     def wait_until_it_listens(self) -> None:
@@ -65,7 +67,8 @@ class Daemon:
         """Kill it, also when it is suspended."""
         self.process.kill()
         self.process.wait(STOP_S)
-        assert self.process.stdout is not None
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
         self.process.stdout.close()
 
 

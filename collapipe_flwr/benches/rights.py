@@ -1,8 +1,8 @@
 """Rights to make network namespaces: those we have, or those of root in a user namespace.
 
-A kernel that lets its users make user namespaces lets them shape links in there: a process of ours
-holds one, with a mount of its own where ``ip netns`` keeps names, and commands enter it. All of it
-is gone when that process ends.
+A kernel that lets its users make user namespaces lets them shape links in there. Either way a
+process of ours holds a mount of its own where ``ip netns`` keeps names, and commands enter it. It
+ends when its stdin is closed, also because we were killed, and all of it is gone then.
 """
 
 from __future__ import annotations
@@ -33,14 +33,24 @@ class Rights:
 
 @contextmanager
 def own_rights() -> Iterator[Rights]:
-    """Those of this process; they suffice for root."""
-    yield Rights(kind="network namespaces")
+    """Those of this process, which suffice for root; raises NetworkError where they do not."""
+    with _held() as enter:
+        yield Rights(kind="network namespaces", command=enter)
 
 
 @contextmanager
 def user_rights() -> Iterator[Rights]:
     """Root in a new user namespace; raises NetworkError where the kernel allows none."""
-    command = ("unshare", "--user", "--map-root-user", "--net", "--mount", "sh", "-c", _HOLD)
+    with _held("--user", "--net", root=True) as enter:
+        kind = "network namespaces in a user namespace"
+        yield Rights(kind=kind, command=(*enter, "--preserve-credentials"))
+
+
+@contextmanager
+def _held(*namespaces: str, root: bool = False) -> Iterator[tuple[str, ...]]:
+    """How to enter a mount namespace, and these besides, that a process holds meanwhile."""
+    shared = (*namespaces, "--mount")
+    command = ("unshare", *shared, *(["--map-root-user"] if root else []), "sh", "-c", _HOLD)
     try:
         holder = subprocess.Popen(
             command,
@@ -50,21 +60,17 @@ def user_rights() -> Iterator[Rights]:
             text=True,
         )
     except FileNotFoundError as error:
-        raise NetworkError("a user namespace needs the program unshare (util-linux)") from error
+        raise NetworkError("namespaces need the program unshare (util-linux)") from error
     with holder:  # closes its input, which ends it, and waits
         _await_ready(holder)
-        enter = ("nsenter", f"--target={holder.pid}", "--user", "--mount", "--net")
-        yield Rights(
-            kind="network namespaces in a user namespace",
-            command=(*enter, "--preserve-credentials"),
-        )
+        yield ("nsenter", f"--target={holder.pid}", *shared)
 
 
 def _await_ready(holder: subprocess.Popen[str]) -> None:
     assert holder.stdout is not None and holder.stderr is not None
     if not select.select([holder.stdout], [], [], _DEADLINE_S)[0]:
         holder.kill()
-        raise NetworkError(f"a user namespace was not made within {_DEADLINE_S:g} s")
+        raise NetworkError(f"a namespace was not made within {_DEADLINE_S:g} s")
     if holder.stdout.readline().strip() != "ready":
         words = holder.stderr.read().strip() or "no word why"
-        raise NetworkError(f"the kernel allows no user namespace: {words}")
+        raise NetworkError(f"the kernel allows no namespaces here: {words}")

@@ -16,6 +16,7 @@ from collapipe_flwr.benches.codecs import AUTO, CodecTask, Trained, train_with_c
 from collapipe_flwr.benches.pipeline import BenchPlan, Json, bench
 from collapipe_flwr.benches.recovery import measure_recovery
 from collapipe_flwr.core.json_codec import plain
+from collapipe_flwr.core.signals import terminable
 from collapipe_flwr.reporting.json_file import prepare, write_json
 from collapipe_flwr.reporting.progress import progress
 
@@ -28,7 +29,7 @@ def run_pipeline_bench(plan: BenchPlan, json_file: Path | None) -> None:
     """Measure with a progress bar, print tables, write a file."""
     if json_file is not None:
         prepare("--json", json_file)
-    with progress(plan.ticks) as tick:
+    with terminable(), progress(plan.ticks) as tick:
         result = bench(plan, tick, measure_recovery)
     console = Console(highlight=False)
     console.print(case_table(_TITLE, cast("Sequence[Json]", result["cases"])))

@@ -27,9 +27,12 @@ def certs(
     """
     from collapipe_flwr.core.cluster_file import certificate_hosts, read_cluster
     from collapipe_flwr.core.errors import ConfigError
+    from collapipe_flwr.core.roster import roster_of
     from collapipe_flwr.rpc.authority import sign_all
 
-    members = certificate_hosts([read_cluster(path) for path in cluster or ()])
+    clusters = [read_cluster(path) for path in cluster or ()]
+    roster_of(clusters)  # refuses a name that two clusters would share
+    members = certificate_hosts(clusters)
     for text in names or ():
         name, _, host = text.partition("=")
         members[name] = (*members.get(name, ()), *([host] if host else []))

@@ -163,7 +163,7 @@ class _Serving:
 
     def run(self, write: Write) -> None:
         """Serve until SIGTERM or Ctrl-C."""
-        from collapipe_flwr.edge.daemon import stopping
+        from collapipe_flwr.core.signals import stopping
         from collapipe_flwr.rpc.texts import TextServer
 
         roster = self.roster if self.tls is not None else None

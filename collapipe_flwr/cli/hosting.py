@@ -21,7 +21,8 @@ Cluster = Annotated[
     typer.Option(help="Cluster files (TOML), or a folder of them: address, TLS, who may call."),
 ]
 Allow = Annotated[
-    list[str] | None, typer.Option(help="Certificate names that may call, besides the clusters'.")
+    list[str] | None,
+    typer.Option(help="Common names of certificates that may call, besides the clusters'."),
 ]
 Ca = Annotated[Path | None, typer.Option("--tls-ca", help="PEM: who signs the peers.")]
 Certificate = Annotated[Path | None, typer.Option("--tls-cert", help="PEM: our certificate.")]

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.roster import Roster
+from collapipe_flwr.core.signals import stopping
 from collapipe_flwr.core.tls_files import TlsFiles
 from collapipe_flwr.edge.allocator import tend_heap
 from collapipe_flwr.edge.listener import Listener, ListenerSettings
@@ -129,16 +127,3 @@ def _skin(settings: HostSettings, passes_on: bool) -> Skin:
 def power_of(settings: HostSettings) -> PowerControl:
     """Whoever is told the planned power: the named interface, or nobody."""
     return IwPower(settings.radio_interface) if settings.radio_interface else RadioAsItIs()
-
-
-@contextmanager
-def stopping() -> Iterator[threading.Event]:
-    """An event that SIGTERM and SIGINT set while the body runs."""
-    stop = threading.Event()
-    signs = (signal.SIGTERM, signal.SIGINT)
-    before = {sign: signal.signal(sign, lambda *_: stop.set()) for sign in signs}
-    try:
-        yield stop
-    finally:
-        for sign, handler in before.items():
-            signal.signal(sign, handler)

@@ -4,14 +4,13 @@
 the environment and working directory of its first launcher; and with ``--stream`` it exits with 0
 even when the run failed. So :func:`run_app` starts a private SuperLink (own ports, own Flower
 home, this very Python environment), lets ``flwr run`` find that one, reads the outcome from the
-run directory, and stops what it started.
+run directory, and stops what it started. What it started also ends when this process is killed.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -23,14 +22,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 
 from collapipe_flwr.core.errors import RunError
+from collapipe_flwr.core.keeper import keeping
 from collapipe_flwr.core.parsing import Value
+from collapipe_flwr.core.signals import terminable
 from collapipe_flwr.federation.overrides import write_overrides
 
 _START_S = 60.0
-_STOP_S = 20.0
 _PROBE_S = 0.25
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -54,9 +53,9 @@ class Launch:
 def run_app(launch: Launch) -> str | None:
     """Run to the end, showing Flower's log; the first error in it, or None.
 
-    Raises RunError when the SuperLink does not start, and SystemExit on SIGTERM.
+    Raises RunError when the SuperLink does not start, and SystemExit on SIGTERM or SIGINT.
     """
-    with _terminable(), tempfile.TemporaryDirectory(prefix="collapipe-flwr-home-") as home:
+    with terminable(), tempfile.TemporaryDirectory(prefix="collapipe-flwr-home-") as home:
         env = private_environment(Path(home))
         config = Path(home) / "run-config.toml"
         where = {"output-dir": str(launch.output_dir), "run-name": launch.run_name}
@@ -76,40 +75,22 @@ def _show(command: list[str], app: Path, env: dict[str, str]) -> str | None:
     """Pass the command's output on line by line; the first line that Flower logged as error."""
     first_error = None
     with subprocess.Popen(
-        command,
+        keeping(command),
         cwd=app,
         env=env,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
     ) as process:
         assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                print(line, end="", flush=True)
-                plain = _COLOUR.sub("", line)
-                if first_error is None and plain.startswith("ERROR"):
-                    first_error = plain.partition(":")[2].strip()
-        except BaseException:
-            process.terminate()  # else leaving the block would wait for the end of the run
-            raise
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            plain = _COLOUR.sub("", line)
+            if first_error is None and plain.startswith("ERROR"):
+                first_error = plain.partition(":")[2].strip()
     return first_error
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM leaves by an exception, as Ctrl-C does, so that what was started is stopped."""
-
-    def leave(signum: int, frame: FrameType | None) -> None:
-        del frame
-        raise SystemExit(128 + signum)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def private_environment(home: Path) -> dict[str, str]:
@@ -143,18 +124,14 @@ def private_superlink(app: Path, env: dict[str, str]) -> Iterator[None]:
     command = [_script("flower-superlink"), "--insecure", "--simulation"]
     command += ["--isolation", "subprocess", "--control-api-address", control]
     command += ["--host", "127.0.0.1", "--port", http_port]
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            command, cwd=app, env=env, stdout=log, stderr=log, start_new_session=True
-        )
-    try:
+    with (
+        log_path.open("wb") as log,
+        subprocess.Popen(
+            keeping(command), cwd=app, env=env, stdin=subprocess.PIPE, stdout=log, stderr=log
+        ) as process,
+    ):
         _wait_until_healthy(process, f"http://127.0.0.1:{http_port}/health", log_path)
         yield
-    finally:
-        groups = _groups_below(process.pid)
-        _stop_group(process)
-        for group in groups:
-            _end_group(group)
 
 
 def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log_path: Path) -> None:
@@ -170,40 +147,6 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log_path: Pa
         f"the local Flower SuperLink did not start within {_START_S:.0f} s "
         f"({tail[0] if tail else 'no output'}); try `flower-superlink --insecure --simulation`"
     )
-
-
-def _stop_group(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM to the SuperLink's process group, SIGKILL to what is left after the deadline."""
-    for sign in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, sign)
-            process.wait(timeout=_STOP_S)
-        except ProcessLookupError:
-            return
-        except subprocess.TimeoutExpired:
-            continue
-
-
-def _groups_below(pid: int) -> set[int]:
-    """Process groups of a process's children: they outlive the SuperLink in the midst of a run."""
-    shown = subprocess.run(
-        ["ps", "-axo", "ppid=,pgid="], capture_output=True, text=True, check=True
-    )
-    rows = [tuple(map(int, line.split())) for line in shown.stdout.splitlines()]
-    return {group for parent, group in rows if parent == pid and group != pid}
-
-
-def _end_group(group: int) -> None:
-    """The same for a group of processes that are not our children."""
-    deadline = time.monotonic() + _STOP_S
-    try:
-        os.killpg(group, signal.SIGTERM)
-        while time.monotonic() < deadline:
-            os.killpg(group, 0)  # raises when nobody is left
-            time.sleep(_PROBE_S)
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 def _free_ports(count: int) -> list[int]:

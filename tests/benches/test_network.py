@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from collapipe_flwr.benches.rights import NetworkError, user_rights
+from tests.core.process_trees import background, children_of, ended, python, watched
 
 ROOT = Path(__file__).parents[2]
 NOBODY = 65534
@@ -45,6 +46,14 @@ with shaped(2, {RATE_BYTES_PER_S}) as network:
     print(json.dumps([network.rights.kind, int(size), float(seconds)]))
 """
 
+HOLD = f"""
+import signal
+from collapipe_flwr.benches.network import shaped
+with shaped(2, {RATE_BYTES_PER_S}) as network:
+    print(network.rights.kind, flush=True)
+    signal.pause()
+"""
+
 
 def _as_user(*command: str) -> subprocess.CompletedProcess[str]:
     """Run as somebody without rights, whoever runs the tests."""
@@ -61,7 +70,7 @@ def _interpreter() -> str | None:
     """A Python that somebody without rights may run, and that finds this checkout."""
     asks = ("sh", "-c", '"$0" -c "import collapipe_flwr.benches.network"')
     found = (sys.executable, "/usr/bin/python3")
-    return next((python for python in found if not _as_user(*asks, python).returncode), None)
+    return next((each for each in found if not _as_user(*asks, each).returncode), None)
 
 
 def test_a_user_without_rights_gets_links_as_slow_as_asked() -> None:
@@ -69,13 +78,25 @@ def test_a_user_without_rights_gets_links_as_slow_as_asked() -> None:
         pytest.skip("iproute2 or util-linux is missing")
     if _as_user("unshare", "--user", "--map-root-user", "--net", "true").returncode:
         pytest.skip("this kernel lets no user make namespaces")
-    if (python := _interpreter()) is None:
+    if (interpreter := _interpreter()) is None:
         pytest.skip("somebody without rights cannot read this checkout")
-    result = _as_user(python, "-c", MEASURE)
+    result = _as_user(interpreter, "-c", MEASURE)
     assert result.returncode == 0, result.stderr
     kind, size, seconds = json.loads(result.stdout)
     assert kind == "network namespaces in a user namespace" and size == SIZE
     assert SIZE / seconds < 1.3 * RATE_BYTES_PER_S
+
+
+def test_nothing_is_left_of_shaped_links_when_the_bench_is_killed() -> None:
+    with background(python(HOLD)) as bench:
+        assert bench.stdout is not None
+        if not bench.stdout.readline():
+            pytest.skip("this kernel lets nobody here make namespaces")
+        with watched(children_of(bench)) as holders:
+            bench.kill()
+            assert ended(holders)
+    named = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    assert f"cpbench{bench.pid}" not in named.stdout
 
 
 def test_a_kernel_that_forbids_it_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from collapipe_flwr.federation.overrides import write_overrides
+from tests.core.process_trees import ended, watched
 from tests.integration.conftest import TINY
 
 PROJECT = Path(__file__).parents[2]
@@ -47,25 +49,33 @@ def test_a_completed_run_exits_with_0_and_prints_its_directory_last(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.timeout(2 * LIMIT_S)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_sigterm_in_the_midst_of_a_run_leaves_no_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL], ids=lambda sign: sign.name)
+def test_an_end_in_the_midst_of_a_run_leaves_no_process(
+    tmp_path: Path, ending: signal.Signals
+) -> None:
     mark = f"MARK={tmp_path}"
     env = {**os.environ, "MARK": str(tmp_path)}
     command = _command(tmp_path, "-c", "num-server-rounds=500")
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
         assert process.stdout is not None
         assert any(line.startswith("round   2/500") for line in process.stdout)
-        assert len(_bearing(mark)) > 4  # SuperLink, simulation, Ray and its workers
-        process.terminate()
-        assert process.wait(60) != 0
+        running = _bearing(mark)
+        assert len(running) > 4  # SuperLink, simulation, Ray and its workers
+        with watched(running) as processes:
+            process.send_signal(ending)
+            assert process.wait(60) != 0
+            assert ended(processes)
     assert _bearing(mark) == []
 
 
-def _bearing(mark: str) -> list[str]:
+def _bearing(mark: str) -> list[int]:
     """Processes with the entry in their environment; one that has ended has none."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
-            found += [path.parent.name] if mark.encode() in path.read_bytes().split(b"\0") else []
+            found += (
+                [int(path.parent.name)] if mark.encode() in path.read_bytes().split(b"\0") else []
+            )
         except OSError:
             continue  # it has ended, or belongs to somebody else
     return found

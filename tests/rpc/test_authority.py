@@ -218,3 +218,16 @@ def test_the_command_signs_for_every_member_of_its_cluster_files(tmp_path: Path)
     assert again.exit_code == 0
     assert "pi-1: kept" in again.output and "pi-2.pem" in again.output
     assert (folder / "pi-1.pem").read_bytes() == before
+
+
+def test_two_clusters_do_not_share_a_members_certificate(tmp_path: Path):
+    for name in ("g", "w"):
+        text = f'id = "{name}"\n[control-unit]\nname = "cu-{name}"\n'
+        (tmp_path / f"{name}.toml").write_text(
+            f'{text}[[device]]\nname = "pi-1"\naddress = "10.0.0.11:50071"\n'
+        )
+    files = [word for name in ("g", "w") for word in ("--cluster", str(tmp_path / f"{name}.toml"))]
+    done = CliRunner().invoke(app, ["certs", str(tmp_path / "certs"), *files])
+    assert isinstance(done.exception, ConfigError)
+    assert "'pi-1' is a member of g and of w: names must differ" in str(done.exception)
+    assert not (tmp_path / "certs").exists()

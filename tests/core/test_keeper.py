@@ -1,0 +1,54 @@
+"""A program that is kept ends with whoever had it kept, and its children with it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from collapipe_flwr.core.keeper import keeping
+from collapipe_flwr.core.lifeline import lifeline
+from tests.core.process_trees import ENDINGS, background, ended, python, told, watched
+
+PROGRAM = """
+import os, signal, subprocess, sys
+child = [sys.executable, "-c", "import time; time.sleep(1000)"]
+away = subprocess.Popen(child, start_new_session=True)
+beside = subprocess.Popen(child)
+print(os.getppid(), os.getpid(), away.pid, beside.pid, flush=True)
+signal.pause()
+"""
+OWNER = """
+import subprocess, sys
+from collapipe_flwr.core.keeper import keeping
+from collapipe_flwr.core.signals import terminable
+command = keeping([sys.executable, "-c", sys.argv[1]])
+with terminable(), subprocess.Popen(command, stdin=subprocess.PIPE) as keeper:
+    keeper.wait()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="waits on pidfds")
+@pytest.mark.parametrize("ending", ENDINGS, ids=lambda sign: sign.name)
+def test_a_program_and_its_children_end_with_their_owner(ending: signal.Signals) -> None:
+    with background(python(OWNER, PROGRAM)) as owner, watched(told(owner)) as tree:
+        owner.send_signal(ending)
+        assert ended(tree)
+        assert owner.wait(60) == (-ending if ending == signal.SIGKILL else 128 + ending)
+
+
+@pytest.mark.parametrize(("code", "status"), [("exit 3", 3), ("kill -9 $$", 128 + 9)])
+def test_a_program_that_ends_gives_its_status(code: str, status: int) -> None:
+    with lifeline() as stdin:
+        done = subprocess.run(keeping(["sh", "-c", code]), stdin=stdin, timeout=60, check=False)
+    assert done.returncode == status
+
+
+def test_a_program_reads_nothing_of_its_keepers_stdin() -> None:
+    with lifeline() as stdin:
+        done = subprocess.run(
+            keeping(["cat"]), stdin=stdin, capture_output=True, timeout=60, check=True
+        )
+    assert done.stdout == b""
