@@ -81,7 +81,7 @@ class EdgeService:
         self._vault = vault
         for kept in vault.read() if vault is not None else ():
             session = self._sessions.add(kept.request)
-            session.saved = Saved(step=kept.step, state=kept.state)
+            session.saved = Saved(step=kept.step, state=kept.state, report=kept.report)
             session.go_back()
 
     def open(self, request: SessionRequest, *, most_of_opener: int | None = None) -> None:
@@ -128,7 +128,7 @@ class EdgeService:
                 session.optimizer = Optimizer(session.request.optimizer, session.part.parameters())
             if state.slots:
                 load_slots(_module(session), session.optimizer, state.slots)
-            session.steps = 0
+            session.steps, session.report = 0, None
             session.pushed_bytes = sum(t.nbytes for t in weights.values())
             if session.request.recoverable:
                 self._save(session, state.weights)
@@ -197,15 +197,21 @@ class EdgeService:
             session.go_back()
 
     def report(self, session_id: str, token: str) -> StageReport:
-        """What the last stream of a session measured."""
+        """What a session measured since its weights were set, over all steps that count.
+
+        Streams that ended in good order add up. A step that was not kept does not count: a stream
+        that failed, or one that was rolled back, is replayed, so its bytes, seconds and gradients
+        would be those of the same work twice.
+        """
         report = self.find(session_id, token).report
         if report is None:
             raise SessionRefused(f"session {session_id} has not run yet")
         return report
 
     def timeline(self, session_id: str, token: str) -> Timeline:
-        """What the last stream of a session did when."""
-        return self.find(session_id, token).timeline
+        """What a session did when, over the same steps as its report."""
+        report = self.find(session_id, token).report
+        return Timeline(spans=report.spans if report is not None else ())
 
     def close(self, session_id: str, token: str) -> None:
         """Forget a session, ending a stream that still runs.
@@ -256,7 +262,7 @@ class EdgeService:
         try:
             with self._stage(session, upstream) as stage:
                 stage.serve()
-            session.steps += stage.report().steps
+            session.count(stage.report())
         except BaseException as error:
             if session.saved is None:
                 self._forget(session)
@@ -283,9 +289,11 @@ class EdgeService:
         assert session.optimizer is not None
         state = state_of(_module(session), session.optimizer)
         state = replace(state, weights={**first, **state.weights})
-        session.saved = Saved(step=session.steps, state=state)
+        step, report = session.steps, session.report
+        session.saved = Saved(step=step, state=state, report=report)
         if self._vault is not None:
-            self._vault.write(Kept(request=session.request, step=session.steps, state=state))
+            kept = Kept(request=session.request, step=step, state=state, report=report)
+            self._vault.write(kept)
 
     def _forget(self, session: Session) -> None:
         self._sessions.forget(session)
@@ -298,34 +306,19 @@ class EdgeService:
         assert session.part is not None and session.optimizer is not None
         part, optimizer = _module(session), session.optimizer
         settings = _settings(session.request)
-        stage: LastStage | MiddleStage
         if session.request.next_hop is None:
-            stage = LastStage(part, optimizer, settings, upstream=upstream)
-            with _reporting(session, stage):
-                yield stage
+            yield LastStage(part, optimizer, settings, upstream=upstream)
             return
         if session.request.tx_power_w is not None:
             self._power.apply(session.request.tx_power_w)
         with self._connect(session.request.next_hop) as downstream:
             session.links.append(downstream)
             links = {"upstream": upstream, "downstream": downstream}
-            stage = MiddleStage(part, optimizer, settings, **links)
-            with _reporting(session, stage):
-                yield stage
+            yield MiddleStage(part, optimizer, settings, **links)
 
 
 def _module(session: Session) -> nn.Module:
     return cast(nn.Module, session.part)
-
-
-@contextmanager
-def _reporting(session: Session, stage: LastStage | MiddleStage) -> Iterator[None]:
-    """Keep what the stage measured, however it ends."""
-    try:
-        yield
-    finally:
-        session.report = stage.report()
-        session.timeline = Timeline(spans=tuple(stage.recorder.spans))
 
 
 def _settings(request: SessionRequest) -> StageSettings:

@@ -15,7 +15,7 @@ from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import Optimizer
-from collapipe_flwr.pipeline.session import Health, SessionRequest, Timeline
+from collapipe_flwr.pipeline.session import Health, SessionRequest
 from collapipe_flwr.pipeline.state import PartState
 
 _BUSY_S = 60.0  # for whoever reads or changes a part before us
@@ -43,10 +43,11 @@ class HostedPart(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A snapshot: the part after `step` steps."""
+    """A snapshot: the part after `step` steps, and what those measured."""
 
     step: int
     state: PartState
+    report: StageReport | None
 
 
 @dataclass(slots=True)
@@ -57,9 +58,8 @@ class Session:
     used_s: float  # when somebody last asked for it
     part: HostedPart | None = None
     optimizer: Optimizer | None = None
-    report: StageReport | None = None
-    timeline: Timeline = field(default_factory=Timeline)
-    steps: int = 0  # done since the weights were set
+    report: StageReport | None = None  # of all that was done since the weights were set
+    steps: int = 0  # done since then
     pushed_bytes: int = 0  # of the weights that it was given
     lacks_checkpoint: bool = False  # its frozen weights come from its control unit
     saved: Saved | None = None  # where a recoverable session goes back to
@@ -92,6 +92,11 @@ class Session:
         self.links.clear()
         self.over.set()
 
+    def count(self, stream: StageReport) -> None:
+        """A stream ended in good order."""
+        self.report = stream if self.report is None else self.report + stream
+        self.steps += stream.steps
+
     def break_off(self, why: str) -> None:
         """End a stream that runs, however its peers are; a step in progress is not applied."""
         links = tuple(self.links)
@@ -104,7 +109,7 @@ class Session:
         """Stand where the last snapshot was taken; the part is built again when it is needed."""
         assert self.saved is not None
         self.part = self.optimizer = None
-        self.steps = self.saved.step
+        self.steps, self.report = self.saved.step, self.saved.report
 
 
 class SessionTable:

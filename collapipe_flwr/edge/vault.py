@@ -1,8 +1,9 @@
 """Sessions on disk, so that a host that restarts goes on where its clusters can follow.
 
 One safetensors file per session holds weights and optimiser slots, and as metadata in JSON the
-request and the number of steps done; no pickle. A file is replaced as a whole once its bytes are
-on disk. It also holds the session's token: the folder is made for its owner only.
+request, the number of steps done and what they measured; no pickle. A file is replaced as a whole
+once its bytes are on disk. It also holds the session's token: the folder is made for its owner
+only.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from safetensors.torch import save_file
 
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError
 from collapipe_flwr.core.json_codec import from_json, to_json
+from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.session import SessionRequest
 from collapipe_flwr.pipeline.state import PartState
 
@@ -28,11 +30,12 @@ _SUFFIX, _PARTIAL = ".safetensors", ".partial"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """A session after `step` steps."""
+    """A session after `step` steps, and what those measured."""
 
     request: SessionRequest
     step: int
     state: PartState
+    report: StageReport | None
 
 
 class Vault:
@@ -50,6 +53,8 @@ class Vault:
         path = self._path(kept.request.session_id)
         partial = path.with_suffix(_PARTIAL)
         metadata = {"request": to_json(kept.request), "step": str(kept.step)}
+        if kept.report is not None:
+            metadata["report"] = to_json(kept.report)
         save_file(kept.state.tensors(), partial, metadata)
         with partial.open("rb") as file:
             os.fsync(file.fileno())
@@ -82,8 +87,10 @@ def _read(path: Path) -> Kept:
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 not a mapping
+    report = metadata.get("report")
     return Kept(
         request=from_json(SessionRequest, metadata.get("request", ""), str(path)),
         step=int(metadata.get("step", "")),
         state=PartState.of_tensors(tensors),
+        report=None if report is None else from_json(StageReport, report, str(path)),
     )
