@@ -1,8 +1,8 @@
 """What a link could carry, from when frames left and when they arrived, by two clocks.
 
 The sender's side alone cannot tell: its transport takes megabytes at once and sends them later. So
-both ends note frames, and a first-in-first-out wire is laid through the notes. With s_k and r_k
-when frame k of b_k bytes left and arrived, the wire was idle before frame k if
+both ends note frames, and a first-in-first-out wire is laid through the notes of each stream. With
+s_k and r_k when frame k of b_k bytes left and arrived, the wire was idle before frame k if
 
     s_k + o >= r_(k-1),    o = min over k of (r_k - s_k):
 
@@ -16,7 +16,9 @@ most of x:
 
 The median is untouched by single runs that were held up. A sender that kept to a pace notes a frame
 when it let it go: the rate is the wire's, not the pace's. Clocks may drift apart by some 50
-millionths meanwhile, 5 ms in 100 s. Our reconstruction.
+millionths within a stream, 5 ms in 100 s. A link that was opened again, for the next replay
+interval of a round, is another stream: its frames are counted from 0 again, and o is found anew.
+A stream that only one end knows of counts for nothing. Our reconstruction.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-Note = tuple[int, float, int]
-"""Which frame of its direction, when (seconds by the own clock), bytes."""
+Note = tuple[int, int, float, int]
+"""Which stream, which frame of its direction, when (seconds by the own clock), bytes."""
+_Frame = tuple[float, float, int]  # left, arrived, bytes
 
 SMALL = 1 / 16  # of the largest frame's bytes: as good as none
 LARGE = 1 / 2  # from here on a frame tells the rate
@@ -49,24 +52,34 @@ class _Run:
 
 def carried_bit_per_s(sent: Sequence[Note], arrived: Sequence[Note]) -> float | None:
     """The rate of one direction of a link; None where too few frames were noted at both ends."""
-    left = {(index, size): at_s for index, at_s, size in sent}
-    frames = [(left[i, size], at_s, size) for i, at_s, size in arrived if (i, size) in left]
-    sizes = [size for _, _, size in frames]
-    most = max(sizes, default=0)
-    if sum(size >= LARGE * most for size in sizes) < FEWEST or min(sizes) > SMALL * most:
+    streams = _streams(sent, arrived)
+    most = max((size for frames in streams for _, _, size in frames), default=0)
+    telling = [frames for frames in streams if min(size for _, _, size in frames) <= SMALL * most]
+    if sum(size >= LARGE * most for frames in telling for _, _, size in frames) < FEWEST:
         return None
-    runs = list(_runs(frames))
+    runs = [run for frames in telling for run in _runs(frames)]
     small = [run.busy_s for run in runs if run.bytes <= SMALL * most]
     overhead_s = median(small) if small else 0.0
     return median(_rate(run, overhead_s) for run in runs if run.bytes >= LARGE * most)
+
+
+def _streams(sent: Sequence[Note], arrived: Sequence[Note]) -> list[list[_Frame]]:
+    """The frames that both ends noted, stream by stream."""
+    left = {(stream, frame, size): at_s for stream, frame, at_s, size in sent}
+    found: dict[int, list[_Frame]] = {}
+    for stream, frame, at_s, size in arrived:
+        if (stream, frame, size) in left:
+            both = (left[stream, frame, size], at_s, size)
+            found.setdefault(stream, []).append(both)
+    return list(found.values())
 
 
 def _rate(run: _Run, overhead_s: float) -> float:
     return 8.0 * run.bytes / max(run.busy_s - overhead_s, run.busy_s / 2, SHORTEST_S)
 
 
-def _runs(frames: Sequence[tuple[float, float, int]]) -> Iterator[_Run]:
-    """Frames are (left, arrived, bytes)."""
+def _runs(frames: Sequence[_Frame]) -> Iterator[_Run]:
+    """Of one stream."""
     offset_s = min(there - here for here, there, _ in frames)
     run: _Run | None = None
     for here, there, size in frames:

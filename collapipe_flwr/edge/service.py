@@ -112,7 +112,7 @@ class EdgeService:
                 account.close()
                 _log.error("session %s is lost: %s", kept.request.session_id, error)
                 continue
-            session.saved = Saved(step=kept.step, state=kept.state)
+            session.saved = Saved(step=kept.step, state=kept.state, report=kept.report)
             session.go_back()
         vault.keep_only(self._sessions.ids())
 
@@ -193,8 +193,9 @@ class EdgeService:
         load_slots(_module(part), optimizer, state.slots, copy=False)
         saved = None
         if session.request.recoverable:
-            saved = self._snapshot_of(session, part, optimizer, 0, state.weights)
-        session.part, session.optimizer, session.steps = part, optimizer, 0
+            saved = self._snapshot_of(session, part, optimizer, 0, None, state.weights)
+        session.part, session.optimizer = part, optimizer
+        session.steps, session.report = 0, None
         session.found, session.wanted = {}, {}
         sizes = {_PART: needed, _FOUND: 0, _NEW: 0, arrived: 0}
         self._adopt_snapshot(session, saved, sizes)
@@ -253,7 +254,8 @@ class EdgeService:
                 raise SessionRefused(f"the session stands after step {session.steps}, not {step}")
             if session.saved.step != step:
                 first = session.saved.state.weights
-                saved = self._snapshot_of(session, part, optimizer, step, first)
+                report = session.report
+                saved = self._snapshot_of(session, part, optimizer, step, report, first)
                 self._adopt_snapshot(session, saved, {})
 
     def rollback(self, session_id: str, token: str, step: int) -> None:
@@ -269,7 +271,12 @@ class EdgeService:
             session.go_back()
 
     def report(self, session_id: str, token: str) -> StageReport:
-        """What the last stream of a session measured; a snapshot counts as memory, too."""
+        """What a session measured since its weights were set, over all steps that count.
+
+        Streams that ended in good order add up. A step that was not kept does not count: a stream
+        that failed, or one that was rolled back, is replayed, so its bytes, seconds and gradients
+        would be those of the same work twice. A snapshot counts as memory.
+        """
         session = self.find(session_id, token)
         report, saved = session.report, session.saved
         if report is None:
@@ -278,8 +285,9 @@ class EdgeService:
         return replace(report, peak_tensor_bytes=report.peak_tensor_bytes + kept_bytes)
 
     def timeline(self, session_id: str, token: str) -> Timeline:
-        """What the last stream of a session did when."""
-        return self.find(session_id, token).timeline
+        """What a session did when, over the same steps as its report."""
+        report = self.find(session_id, token).report
+        return Timeline(spans=report.spans if report is not None else ())
 
     def close(self, session_id: str, token: str) -> None:
         """Forget a session, ending a stream that still runs; returns when nothing uses its part.
@@ -343,7 +351,7 @@ class EdgeService:
         try:
             with self._stage(stream, upstream) as stage:
                 stage.serve()
-            session.steps += stage.report().steps
+            session.count(stage.report())
         except BaseException as error:
             if session.saved is None:
                 session.fail(str(error) or type(error).__name__)
@@ -379,6 +387,7 @@ class EdgeService:
         part: HostedPart,
         optimizer: Optimizer,
         step: int,
+        report: StageReport | None,
         first: Mapping[str, Tensor],
     ) -> Saved:
         """A snapshot, on disk where there is a vault; `first` fills in what a part does not report.
@@ -391,8 +400,9 @@ class EdgeService:
         state = live.copy()
         state = replace(state, weights={**first, **state.weights})
         if self._vault is not None:
-            self._vault.write(Kept(request=session.request, step=step, state=state))
-        return Saved(step=step, state=state)
+            kept = Kept(request=session.request, step=step, state=state, report=report)
+            self._vault.write(kept)
+        return Saved(step=step, state=state, report=report)
 
     def _adopt_snapshot(
         self, session: Session, saved: Saved | None, sizes: Mapping[str, int]
@@ -415,20 +425,15 @@ class EdgeService:
         assert session.part is not None and session.optimizer is not None
         part, optimizer = _module(session.part), session.optimizer
         settings = _settings(session.request)
-        stage: LastStage | MiddleStage
         if session.request.next_hop is None:
-            stage = LastStage(part, optimizer, settings, upstream=upstream)
-            with _reporting(session, stage):
-                yield stage
+            yield LastStage(part, optimizer, settings, upstream=upstream)
             return
         if session.request.tx_power_w is not None:
             self._power.apply(session.request.tx_power_w)
         with self._connect(session.request.next_hop) as downstream:
             session.add_link(stream, downstream)
             links = {"upstream": upstream, "downstream": downstream}
-            stage = MiddleStage(part, optimizer, settings, **links)
-            with _reporting(session, stage):
-                yield stage
+            yield MiddleStage(part, optimizer, settings, **links)
 
 
 def _module(part: HostedPart) -> nn.Module:
@@ -455,16 +460,6 @@ def _found_by_key(session: Session) -> dict[str, Tensor]:
             by_key[key] = tensor.clone() if digest in used else tensor
             used.add(digest)
     return by_key
-
-
-@contextmanager
-def _reporting(session: Session, stage: LastStage | MiddleStage) -> Iterator[None]:
-    """Keep what the stage measured, however it ends."""
-    try:
-        yield
-    finally:
-        session.report = stage.report()
-        session.timeline = Timeline(spans=tuple(stage.recorder.spans))
 
 
 def _settings(request: SessionRequest) -> StageSettings:

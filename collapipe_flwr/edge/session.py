@@ -28,7 +28,7 @@ from collapipe_flwr.edge.ledger import Account
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import Optimizer
-from collapipe_flwr.pipeline.session import SessionRequest, Timeline
+from collapipe_flwr.pipeline.session import SessionRequest
 from collapipe_flwr.pipeline.state import PartState
 
 BUSY_S = 60.0  # for whoever uses a part before us
@@ -52,10 +52,11 @@ class HostedPart(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A snapshot: the part after `step` steps."""
+    """A snapshot: the part after `step` steps, and what those measured."""
 
     step: int
     state: PartState
+    report: StageReport | None
 
 
 class Life(Enum):
@@ -91,9 +92,8 @@ class Session:
     used_s: float  # when somebody last asked for it
     part: HostedPart | None = None
     optimizer: Optimizer | None = None
-    report: StageReport | None = None
-    timeline: Timeline = field(default_factory=Timeline)
-    steps: int = 0  # done since the weights were set
+    report: StageReport | None = None  # of all that was done since the weights were set
+    steps: int = 0  # done since then
     lacks_checkpoint: bool = False  # its frozen weights come from its control unit
     saved: Saved | None = None  # where a recoverable session goes back to
     found: dict[str, Tensor] = field(default_factory=dict)  # here, for the next push, by digest
@@ -217,6 +217,11 @@ class Session:
             self.empty()
             return True
 
+    def count(self, stream: StageReport) -> None:
+        """A stream ended in good order."""
+        self.report = stream if self.report is None else self.report + stream
+        self.steps += stream.steps
+
     def empty(self) -> None:
         """Free what it held, however long others know it."""
         self.part = self.optimizer = self.saved = None
@@ -226,7 +231,7 @@ class Session:
         """Stand where the last snapshot was taken; the part is built again when it is needed."""
         assert self.saved is not None
         self.part = self.optimizer = None
-        self.steps = self.saved.step
+        self.steps, self.report = self.saved.step, self.saved.report
 
     def _end_stream(self, why: str) -> tuple[Link, ...]:
         """Break the stream off, if there is one; one that has not begun is over at once."""

@@ -230,6 +230,7 @@ class Skin:
             codec=codec,
             limits=self._limits,
             rate_bytes_per_s=_rate(metadata.get(methods.RATE_KEY, "0")),
+            stream_id=_stream_id(metadata.get(methods.STREAM_KEY, "0")),
         )
 
 
@@ -242,6 +243,13 @@ def _rate(text: str) -> float | None:
     if not 0 <= rate < math.inf:
         raise SessionRefused(f"the rate of a link must be finite and >= 0, got {rate}")
     return rate or None
+
+
+def _stream_id(text: str) -> int:
+    """How the other end calls the stream in its notes."""
+    if not (text.isdecimal() and len(text) < 19):
+        raise SessionRefused(f"a stream is called by a whole number >= 0, got {text[:20]!r}")
+    return int(text)
 
 
 def _finish(work: Future[None], session_id: str, link: StreamLink) -> None:

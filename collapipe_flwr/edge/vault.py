@@ -1,8 +1,9 @@
 """Sessions on disk, so that a host that restarts goes on where its clusters can follow.
 
 One safetensors file per session holds weights and optimiser slots, and as metadata in JSON the
-request and the number of steps done; no pickle. A file is replaced as a whole once the new one is
-on disk. It also holds the session's token: the folder is made for its owner only.
+request, the number of steps done and what they measured; no pickle. A file is replaced as a whole
+once the new one is on disk. It also holds the session's token: the folder is made for its owner
+only.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from safetensors.torch import save_file
 from collapipe_flwr.core.durable import clean, make_folder, remove, write_file
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError
 from collapipe_flwr.core.json_codec import from_json, to_json
+from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.session import SessionRequest
 from collapipe_flwr.pipeline.state import PartState
 
@@ -29,11 +31,12 @@ _SUFFIX = ".safetensors"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """A session after `step` steps."""
+    """A session after `step` steps, and what those measured."""
 
     request: SessionRequest
     step: int
     state: PartState
+    report: StageReport | None
 
 
 class Vault:
@@ -50,6 +53,8 @@ class Vault:
     def write(self, kept: Kept) -> None:
         """Replace what is kept of this session; raises ConfigError when it cannot be written."""
         metadata = {"request": to_json(kept.request), "step": str(kept.step)}
+        if kept.report is not None:
+            metadata["report"] = to_json(kept.report)
         save = partial(save_file, kept.state.tensors(), metadata=metadata)
         try:
             write_file(self._path(kept.request.session_id), save)
@@ -83,8 +88,10 @@ def _read(path: Path) -> Kept:
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 not a mapping
+    report = metadata.get("report")
     return Kept(
         request=from_json(SessionRequest, metadata.get("request", ""), str(path)),
         step=int(metadata.get("step", "")),
         state=PartState.of_tensors(tensors),
+        report=None if report is None else from_json(StageReport, report, str(path)),
     )

@@ -18,15 +18,19 @@ Notes = tuple[Note, ...]
 
 @dataclass(slots=True, kw_only=True)
 class FrameLog:
-    """When the first frame and the last ones of one direction passed this end of a wire."""
+    """When the first frame and the last ones of one direction passed this end of a wire.
 
+    Both ends know the stream by the same `stream_id`, which no other stream of a round has.
+    """
+
+    stream_id: int = 0
     _frames: int = 0
     _first: Notes = ()
     _last: deque[Note] = field(default_factory=lambda: deque(maxlen=NOTED_FRAMES))
 
     def note(self, at_s: float, size_bytes: int) -> None:
         """A frame passes."""
-        note = (self._frames, round(at_s, 6), size_bytes)
+        note = (self.stream_id, self._frames, round(at_s, 6), size_bytes)
         if not self._frames:
             self._first = (note,)
         else:

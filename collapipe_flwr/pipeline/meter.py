@@ -10,9 +10,10 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from collapipe_flwr.pipeline.link import Notes
+from collapipe_flwr.pipeline.link import NOTED_FRAMES, Notes
 
 MOST_SPANS = 10_000  # of one stage: a report must fit into a message
+MOST_NOTES = 4 * (NOTED_FRAMES + 1)  # of one direction, for the same reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageReport:
-    """One stage over all steps since it was opened.
+    """One stage over all steps since it was opened, or over several such stretches of a round.
 
     `wait_s` is time spent waiting for a neighbour, to receive or to find room to send.
     `*_up_bytes` is the link towards the control unit, `*_down_bytes` towards the edge, and
@@ -38,6 +39,8 @@ class StageReport:
     stage's gradients for the first micro-batch alone and for the whole batch; `small_weight` and
     `big_weight` the mean number of examples (or tokens) behind each.
     `peak_tensor_bytes`: see `memory.MemoryMeter`. `spans` are there if they were asked for.
+
+    The sum of two reports keeps the first `MOST_SPANS` spans, and the last `MOST_NOTES` notes.
     """
 
     name: str
@@ -66,13 +69,17 @@ class StageReport:
     def __add__(self, later: StageReport) -> StageReport:
         """Both stretches of the same stage as one."""
         share = later.steps / max(self.steps + later.steps, 1)
-        joint: dict[str, float] = {}
+        joint: dict[str, object] = {}
         for field in (f.name for f in fields(self) if f.name != "name"):
             mine, theirs = getattr(self, field), getattr(later, field)
             if field == "peak_tensor_bytes":
                 joint[field] = max(mine, theirs)
             elif field.startswith(("small_", "big_")):
                 joint[field] = mine + share * (theirs - mine)
+            elif field == "spans":
+                joint[field] = (mine + theirs)[:MOST_SPANS]
+            elif field.startswith(("left_", "arrived_")):
+                joint[field] = (mine + theirs)[-MOST_NOTES:]
             else:
                 joint[field] = mine + theirs
         return replace(self, **joint)  # type: ignore[arg-type]

@@ -90,7 +90,7 @@ class StepMark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """The single spans of a session's last stream, if it was opened with `keep_spans`."""
+    """The first single spans of a session, if it was opened with `keep_spans`."""
 
     spans: tuple[Span, ...] = ()
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -43,6 +45,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # between calls that are broken off
 _WAKE_S = 120.0  # for a board that loads its libraries with the first session
 _DRAIN_S = 60.0  # for the edge to finish what it has, when a stream is closed in good order
 _ABORT_S = 1.0  # for the edge to hear why, when it is closed with an error
+_STREAM_BITS = 48  # of a random number: no two streams of a round have the same
 _AWAY = frozenset(
     {
         grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -152,12 +155,12 @@ class EdgeClient:
         return dict(self._translated(lambda: decode_message(Digests, answer)).digests)
 
     def report(self, session_id: str, token: str) -> StageReport:
-        """What the session's last stream measured."""
+        """What the session measured over all steps that count; see `EdgeService.report`."""
         answer = self._again("Report", b"", _key(session_id, token))
         return self._translated(lambda: decode_message(StageReport, answer))
 
     def timeline(self, session_id: str, token: str) -> Timeline:
-        """What the session's last stream did when, by the edge's clock."""
+        """What the session did when, by the edge's clock, over all steps that count."""
         answer = self._again("Timeline", b"", _key(session_id, token))
         return self._translated(lambda: decode_message(Timeline, answer))
 
@@ -212,6 +215,7 @@ class EdgeClient:
         Returns after the edge accepted the stream. Close the link when done.
         """
         settings = settings or StreamSettings(limits=self._limits)
+        settings = replace(settings, stream_id=secrets.randbits(_STREAM_BITS))
         call_slot: list[grpc.Call] = []
         link = StreamLink(
             self.peer,
@@ -223,6 +227,7 @@ class EdgeClient:
             (methods.CODEC_KEY, settings.codec),
             (methods.NAME_KEY, _ascii(name)),
             (methods.RATE_KEY, repr(settings.peer_rate or 0.0)),
+            (methods.STREAM_KEY, str(settings.stream_id)),
         )
         call = self._channel.stream_stream(methods.method("Stream"), None, None)(
             link.outgoing(), metadata=(*_key(session_id, token), *extra)

@@ -18,7 +18,7 @@ import grpc
 
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.pipeline.frame import Frame, FrameKind
-from collapipe_flwr.pipeline.link import Traffic
+from collapipe_flwr.pipeline.link import FrameLog, Traffic
 from collapipe_flwr.pipeline.mailbox import Mailbox
 from collapipe_flwr.rpc.codec import decode_frame, encode_frame
 from collapipe_flwr.rpc.pacing import Pacer, StreamSettings
@@ -37,7 +37,10 @@ class StreamLink:
         hang_up: Callable[[bool], None] = lambda _: None,
     ) -> None:
         self.peer = peer
-        self.traffic = Traffic()
+        self.traffic = Traffic(
+            left=FrameLog(stream_id=settings.stream_id),
+            arrived=FrameLog(stream_id=settings.stream_id),
+        )
         self._settings = settings
         self._translate = translate
         self._hang_up = hang_up

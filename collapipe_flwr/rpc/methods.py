@@ -14,6 +14,7 @@ CODEC_KEY = "collapipe-codec"
 SLOTS_KEY = "collapipe-with-optimizer"
 NAME_KEY = "collapipe-name"
 RATE_KEY = "collapipe-rate"
+STREAM_KEY = "collapipe-stream"
 HTTP2_FRAME_BYTES = 4 * 2**20
 MOST_CONNECTIONS = 512
 

@@ -14,7 +14,7 @@ class StreamSettings:
 
     `rate_bytes_per_s` paces what this end sends (None: as fast as it goes): a frame leaves when
     a wire of that rate would have carried it. `peer_rate_bytes_per_s` is what the other end is
-    asked to keep to (None: the same rate).
+    asked to keep to (None: the same rate). Both ends note frames under `stream_id` (`FrameLog`).
     """
 
     codec: str = "fp32"
@@ -23,6 +23,7 @@ class StreamSettings:
     queue_bytes: int = 512 * 2**20
     rate_bytes_per_s: float | None = None
     peer_rate_bytes_per_s: float | None = None
+    stream_id: int = 0
 
     @property
     def peer_rate(self) -> float | None:

@@ -14,11 +14,13 @@ from collapipe_flwr.cluster.control_unit import RoundResult, train_round
 from collapipe_flwr.cluster.edge_session import EdgeSession
 from collapipe_flwr.cluster.fleet import Fleet
 from collapipe_flwr.cluster.order import RoundOrder
+from collapipe_flwr.cluster.recovery import Recovery
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.cluster.threads import ThreadFleet
 from collapipe_flwr.core.cluster_file import LinksConfig
 from collapipe_flwr.core.domain import ClusterPlan, HopPlan
-from collapipe_flwr.models import Splitter, make_spec
+from collapipe_flwr.costs.link_rates import Note, carried_bit_per_s
+from collapipe_flwr.models import BatchShape, Splitter, make_spec
 from collapipe_flwr.pipeline.execution import Execution
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
@@ -26,6 +28,7 @@ from collapipe_flwr.pipeline.roles import MicroBatch
 from collapipe_flwr.pipeline.session import NextHop, SessionRequest
 from collapipe_flwr.rpc.edge_client import EdgeClient
 from tests.cluster.hosted import daemons
+from tests.cluster.test_recovery import profile
 from tests.laws.test_cluster_equals_whole import Cut, tiny_batch
 
 TOKEN = "0123456789abcdef"
@@ -69,14 +72,16 @@ def _order(splitter: Splitter, plan: ClusterPlan, *, paced: bool) -> RoundOrder:
     )
 
 
-def _train(splitter: Splitter, order: RoundOrder, fleet: Fleet) -> RoundResult:
+def _train(
+    splitter: Splitter, order: RoundOrder, fleet: Fleet, recovery: Recovery | None = None
+) -> RoundResult:
     def batches() -> Iterator[list[MicroBatch]]:
         for step in range(STEPS):
             batch = tiny_batch(splitter, EXAMPLES, seed=step)
             context = splitter.context(batch)
             yield [MicroBatch(inputs=batch, context=context, weight=EXAMPLES)] * 2
 
-    return train_round(splitter, order, batches(), fleet)
+    return train_round(splitter, order, batches(), fleet, recovery=recovery)
 
 
 @contextmanager
@@ -84,7 +89,12 @@ def _session(splitter: Splitter, address: str) -> Iterator[EdgeClient]:
     """A decoder of its own at the edge."""
     with EdgeClient(address) as client:
         request = SessionRequest(
-            session_id="A", token=TOKEN, spec_json=splitter.spec.to_json(), optimizer=SGD, depth=2
+            session_id="A",
+            token=TOKEN,
+            spec_json=splitter.spec.to_json(),
+            optimizer=SGD,
+            depth=2,
+            recoverable=True,
         )
         client.open_session(request)
         weights = splitter.initial_weights(seed=0)
@@ -100,6 +110,7 @@ def _round(
     paced: bool = False,
     remote: bool = True,
     links: LinksConfig | None = None,
+    snapshot_every: int = 0,
 ) -> tuple[RoundResult, list[StageReport]]:
     """One round over two devices; the reports of all four stages."""
     with daemons(2) as (cluster, address), _session(splitter, address) as client:
@@ -108,9 +119,16 @@ def _round(
         order = _order(splitter, _plan((names[0], names[1]), hops), paced=paced)
         edge = NextHop(address=address, session_id="A", token=TOKEN)
         fleet: Fleet = RemoteFleet(cluster=cluster, edge=edge)
+        session = EdgeSession(client=client, session_id="A", token=TOKEN)
         if not remote:
-            fleet = ThreadFleet(EdgeSession(client=client, session_id="A", token=TOKEN).connect)
-        result = _train(splitter, order, fleet)
+            fleet = ThreadFleet(session.connect)
+        recovery = Recovery(
+            profile=profile(),
+            model=lambda: splitter.profile(BatchShape(source_length=8, target_length=1)),
+            edge=session,
+            snapshot_every=snapshot_every,
+        )
+        result = _train(splitter, order, fleet, recovery)
         return result, [*result.reports, client.report("A", TOKEN)]
 
 
@@ -177,3 +195,45 @@ def test_a_codec_in_the_cluster_file_stands_above_the_plan(splitter: Splitter) -
     _, bound = _round(splitter, (HopPlan(),) * 3, links=LinksConfig(codec="int8"))
     _, exact = _round(splitter, (HopPlan(),) * 3)
     assert bound[1].sent_down_bytes < 0.5 * exact[1].sent_down_bytes
+
+
+WIRE_BIT_PER_S = 1e8
+Notes = tuple[Note, ...]
+
+
+def _over_wire(left: Notes, arrived: Notes) -> tuple[Notes, Notes]:
+    """The notes of both ends as if a wire of one rate had carried the frames.
+
+    The sender may have gone before it noted the very last one.
+    """
+    free_s, there = 0.0, []
+    for (*_, left_s, size), (*frame, _, same_size) in zip(left, arrived, strict=False):
+        assert size == same_size
+        free_s = max(free_s, left_s) + 8 * size / WIRE_BIT_PER_S
+        there.append((*frame, free_s, size))
+    return left, tuple(there)
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_the_rate_of_a_wire_is_the_same_with_snapshots_and_without(
+    splitter: Splitter, every: int
+) -> None:
+    _, reports = _round(splitter, (HopPlan(),) * 3, snapshot_every=every)
+    for here, behind in pairwise(reports):
+        for left, arrived in (
+            (here.left_down, behind.arrived_up),
+            (behind.left_up, here.arrived_down),
+        ):
+            frames = {tuple(frame) for *frame, _, _ in arrived}
+            assert len(frames) == len(arrived) > 2 * STEPS  # none looks like another
+            rate = carried_bit_per_s(*_over_wire(left, arrived))
+            assert rate == pytest.approx(WIRE_BIT_PER_S, rel=0.02)
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_the_edge_reports_the_bytes_of_the_last_device(splitter: Splitter, every: int) -> None:
+    _, reports = _round(splitter, (HopPlan(),) * 3, snapshot_every=every)
+    last, edge = reports[-2:]
+    assert edge.steps == last.steps == STEPS
+    assert edge.received_up_bytes == last.sent_down_bytes > 0
+    assert edge.sent_up_bytes == last.received_down_bytes > 0

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import RoundResult, evaluate_batches, train_round
 from collapipe_flwr.cluster.order import RoundOrder
-from collapipe_flwr.cluster.recovery import MOST_REPLAYS, Recovery
+from collapipe_flwr.cluster.recovery import MOST_REPLAYS, RecoveringRound, Recovery
 from collapipe_flwr.cluster.threads import ThreadFleet
 from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, DeviceProfile
 from collapipe_flwr.core.errors import CollaPipeError, InfeasibleError, LinkError
@@ -243,6 +243,37 @@ def test_snapshots_change_nothing(splitter: Splitter, first, undisturbed) -> Non
         assert_same(weights, undisturbed(CUT.plan()))
         assert [r.name for r in result.reports] == ["control-unit", *DEVICES]
         assert all(report.steps == STEPS for report in result.reports)
+
+
+@dataclass
+class Forgetful(Edge):
+    """Whose first call to keep the end of a leg is lost on the way."""
+
+    lost: bool = False
+
+    def snapshot(self, step: int) -> None:
+        if not self.lost:
+            self.lost = True
+            raise LinkError("the radio stuttered")
+        super().snapshot(step)
+
+
+@pytest.mark.parametrize("every", [0, 1, 2])
+@pytest.mark.parametrize("breaks", ["nothing", "a device", "what went well"])
+def test_the_edge_reports_each_step_once(splitter: Splitter, first, every, breaks: str) -> None:
+    edge = new_edge(splitter, first)
+    faults = [Fault(step=1, device_id="A/d1", phase="backward")] if breaks == "a device" else []
+    if breaks == "what went well":
+        edge = Forgetful(edge.service)
+    fleet = ThreadFleet(edge.connect, failing(*faults))
+    batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
+    course = RecoveringRound(splitter, order(first), fleet, recovery(splitter, edge, every))
+    course.run(batches)
+    assert len(course.incidents) == (breaks != "nothing")
+    report, last = edge.service.report("A", TOKEN), [leg.reports[-1] for leg in course.legs]
+    assert report.steps == STEPS
+    assert report.received_up_bytes == sum(device.sent_down_bytes for device in last) > 0
+    assert report.sent_up_bytes == sum(device.received_down_bytes for device in last) > 0
 
 
 def test_two_devices_one_after_the_other(splitter: Splitter, first, undisturbed) -> None:

@@ -15,14 +15,18 @@ Jitter = Callable[[int], float]
 
 
 def over_wire(
-    frames: Sequence[tuple[float, int]], jitter: Jitter = lambda _: 0.0
+    frames: Sequence[tuple[float, int]],
+    jitter: Jitter = lambda _: 0.0,
+    *,
+    stream: int = 1,
+    ahead_s: float = AHEAD_S,
 ) -> tuple[list[Note], list[Note]]:
     """Notes of both ends; frames are (sent at, bytes), the receiver's clock is ahead."""
     free_s, sent, arrived = 0.0, [], []
     for index, (at_s, size) in enumerate(frames):
         free_s = max(at_s, free_s) + 8 * size / RATE + 0.0002
-        sent.append((index, at_s, size))
-        arrived.append((index, free_s + DELAY_S + AHEAD_S + jitter(index), size))
+        sent.append((stream, index, at_s, size))
+        arrived.append((stream, index, free_s + DELAY_S + ahead_s + jitter(index), size))
     return sent, arrived
 
 
@@ -44,8 +48,8 @@ def test_bursts_queues_and_idle_wires_tell_the_same_rate(gap_s: float, size: int
 
 def test_frames_that_arrive_together_are_counted_together() -> None:
     sent, arrived = over_wire(steps(0.0))
-    ends = {index // 8: at_s for index, at_s, size in arrived if size > 100}  # of each step
-    late = [(i, ends[i // 8] if size > 100 else at_s, size) for i, at_s, size in arrived]
+    ends = {index // 8: at_s for _, index, at_s, size in arrived if size > 100}  # of each step
+    late = [(s, i, ends[i // 8] if size > 100 else at, size) for s, i, at, size in arrived]
     assert carried_bit_per_s(sent, late) == pytest.approx(RATE, rel=0.02)
 
 
@@ -58,6 +62,36 @@ def test_the_first_frame_may_be_the_only_small_one() -> None:
 def test_frames_that_were_held_up_change_nothing() -> None:
     held = over_wire(steps(0.3), lambda index: 0.25 if index % 11 == 3 else 0.0)
     assert carried_bit_per_s(*held) == pytest.approx(RATE, rel=0.02)
+
+
+def in_streams(drift_s: float = 0.0) -> tuple[list[Note], list[Note]]:
+    """Every step in a stream of its own, while the clocks drift apart."""
+    sent: list[Note] = []
+    arrived: list[Note] = []
+    frames = steps(0.05)
+    for step in range(6):
+        own = frames[8 * step : 8 * step + 8]
+        here, there = over_wire(own, stream=step, ahead_s=AHEAD_S + step * drift_s)
+        sent, arrived = sent + here, arrived + there
+    return sent, arrived
+
+
+@pytest.mark.parametrize("drift_s", [0.0, 0.3, -0.3])
+def test_streams_one_after_the_other_tell_the_rate_of_one(drift_s: float) -> None:
+    assert carried_bit_per_s(*in_streams(drift_s)) == pytest.approx(RATE, rel=0.02)
+
+
+def test_a_stream_that_only_one_end_counts_changes_nothing() -> None:
+    sent, arrived = in_streams()
+    void, _ = over_wire(steps(0.01), stream=9)
+    assert carried_bit_per_s([*void, *sent], arrived) == carried_bit_per_s(sent, arrived)
+    assert carried_bit_per_s(arrived, [*void, *sent]) == carried_bit_per_s(arrived, sent)
+
+
+def test_a_stream_that_lost_its_small_frames_is_left_out() -> None:
+    sent, arrived = in_streams(0.3)
+    late = [note for note in arrived if note[0] != 2 or note[-1] > 100]
+    assert carried_bit_per_s(sent, late) == pytest.approx(RATE, rel=0.02)
 
 
 def test_noise_of_schedulers_is_averaged_out() -> None:

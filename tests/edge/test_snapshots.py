@@ -36,14 +36,17 @@ def opened(edge: EdgeService, **options: object) -> EdgeService:
     return edge
 
 
-def train(edge: EdgeService, batches, *, break_before_step: int | None = None) -> None:
+def train(
+    edge: EdgeService, batches, *, first_step: int = 0, break_before_step: int | None = None
+) -> None:
     """The embedding is made anew each time, so that only the head has a past."""
     part = make_parts((1,))[0]
     ours, theirs = memory_pair("control unit", "edge")
     thread = threading.Thread(target=run_quietly, args=(edge, theirs))
     thread.start()
     optimizer = Optimizer(ADAMW, [])
-    first = FirstStage(part, optimizer, settings("control unit"), downstream=ours)
+    control_unit = settings("control unit")
+    first = FirstStage(part, optimizer, control_unit, downstream=ours, first_step=first_step)
     for index, batch in enumerate(batches):
         if index == break_before_step:
             ours.close("lost power")
@@ -105,6 +108,57 @@ def test_a_rollback_undoes_steps_that_went_well_here(undisturbed):
     edge.rollback("c1", TOKEN, 0)
     train(edge, BATCHES)
     assert_same(everything(edge), undisturbed)
+
+
+def counted(edge: EdgeService) -> tuple[int, int, list[tuple[int, int]]]:
+    """Steps and bytes of the report, and the passes in the timeline."""
+    report, spans = edge.report("c1", TOKEN), edge.timeline("c1", TOKEN).spans
+    passes = [(s.step, s.micro_batch) for s in spans if s.work == "forward"]
+    return report.steps, report.received_up_bytes, passes
+
+
+@pytest.fixture
+def all_counted() -> tuple[int, int, list[tuple[int, int]]]:
+    """Of four steps in one stream."""
+    edge = opened(service(), keep_spans=True)
+    train(edge, BATCHES)
+    return counted(edge)
+
+
+def test_a_report_adds_up_the_streams_of_a_session(all_counted):
+    edge = opened(service(), keep_spans=True)
+    for first, stop in ((0, 1), (1, 4)):
+        train(edge, BATCHES[first:stop], first_step=first)
+    assert counted(edge) == all_counted
+
+
+def test_steps_that_are_replayed_count_once(all_counted):
+    edge = opened(service(), keep_spans=True)
+    train(edge, BATCHES[:2])
+    edge.snapshot("c1", TOKEN, 2)
+    train(edge, BATCHES[2:], first_step=2, break_before_step=1)
+    train(edge, BATCHES[2:], first_step=2)  # of a chain in which somebody else was lost
+    edge.rollback("c1", TOKEN, 2)
+    assert edge.report("c1", TOKEN).steps == 2
+    train(edge, BATCHES[2:], first_step=2)
+    assert counted(edge) == all_counted
+
+
+def test_the_report_of_the_steps_before_outlives_a_restart(tmp_path, all_counted):
+    edge = opened(EdgeService(build_head, vault=Vault(tmp_path)), keep_spans=True)
+    train(edge, BATCHES[:2])
+    edge.snapshot("c1", TOKEN, 2)
+    again = EdgeService(build_head, vault=Vault(tmp_path))
+    train(again, BATCHES[2:], first_step=2)
+    assert counted(again) == all_counted
+
+
+def test_new_weights_begin_a_new_report():
+    edge = opened(service())
+    train(edge, BATCHES[:1])
+    edge.push_weights("c1", TOKEN, edge.weights("c1", TOKEN))
+    train(edge, BATCHES[1:])
+    assert edge.report("c1", TOKEN).steps == 3
 
 
 def test_a_rollback_ends_a_stream_whose_device_hangs(undisturbed):
@@ -223,7 +277,8 @@ def test_a_killed_edge_process_is_waited_for_and_goes_on_where_it_was(tmp_path):
 
 def kept(step: int, size: int = 4) -> Kept:
     weights = {"weight": torch.full((size,), float(step))}
-    return Kept(request=request(), step=step, state=PartState(weights=weights, slots={}))
+    state = PartState(weights=weights, slots={})
+    return Kept(request=request(), step=step, state=state, report=None)
 
 
 def test_after_every_cut_a_session_stands_at_its_last_snapshot_or_the_one_before(tmp_path, caplog):

@@ -1,0 +1,38 @@
+"""Reports of one stage add up, and stay small enough for a message."""
+
+from __future__ import annotations
+
+from collapipe_flwr.pipeline.link import NOTED_FRAMES, FrameLog
+from collapipe_flwr.pipeline.meter import MOST_NOTES, MOST_SPANS, Span, StageReport
+
+
+def span(step: int) -> Span:
+    return Span(work="forward", step=step, micro_batch=0, start_s=0.0, stop_s=1.0)
+
+
+def of_stream(stream_id: int) -> StageReport:
+    """A stream of many small frames and steps."""
+    log = FrameLog(stream_id=stream_id)
+    for index in range(2 * NOTED_FRAMES):
+        log.note(float(index), 10)
+    spans = tuple(span(stream_id) for _ in range(MOST_SPANS // 2 + 1))
+    return StageReport(name="edge", steps=1, arrived_up=log.notes, spans=spans)
+
+
+def test_a_sum_keeps_the_first_spans_and_the_last_notes():
+    total = of_stream(0)
+    for stream_id in range(1, 6):
+        total = total + of_stream(stream_id)
+    assert total.steps == 6
+    assert [s.step for s in total.spans] == [0] * (MOST_SPANS // 2 + 1) + [1] * (
+        MOST_SPANS // 2 - 1
+    )
+    assert len(total.arrived_up) == MOST_NOTES
+    assert {stream_id for stream_id, *_ in total.arrived_up} == {2, 3, 4, 5}
+
+
+def test_means_are_weighted_by_steps():
+    few = StageReport(name="edge", steps=1, big_square_norm=4.0, peak_tensor_bytes=7)
+    many = StageReport(name="edge", steps=3, big_square_norm=8.0, peak_tensor_bytes=5)
+    total = few + many
+    assert (total.big_square_norm, total.peak_tensor_bytes) == (7.0, 7)
