@@ -36,17 +36,17 @@ LATE = "late"  # with DONE: the text failed because something on the way to it t
 MOST_SLOTS = 64
 
 
-def next_frame(link: Link, idle_s: float) -> Frame:
+def next_frame(link: Link, pause_s: float) -> Frame:
     """The next frame of a chain that generates.
 
-    Raises LinkTimeout when the chain is not used for ``idle_s``, ProtocolError for a frame that
+    Raises LinkTimeout when the chain is not used for ``pause_s``, ProtocolError for a frame that
     lacks its tensor.
     """
     try:
-        frame = link.receive(deadline_s=idle_s)
+        frame = link.receive(deadline_s=pause_s)
     except LinkTimeout as error:
         raise LinkTimeout(
-            f"no text was asked for within {idle_s:g} s, the longest pause of a chain that "
+            f"no text was asked for within {pause_s:g} s, the longest pause of a chain that "
             "generates: it was given up"
         ) from error
     needed = {FrameKind.ACTIVATION: HIDDEN, FrameKind.TOKENS: TOKENS}.get(frame.kind)
@@ -61,7 +61,7 @@ def relay_generation(part: Any, up: Link, down: Link, settings: StageSettings) -
     caches: dict[int, Any] = {}
     pump = threading.Thread(target=_pump, args=(down, up, settings, caches), daemon=True)
     pump.start()
-    while (frame := next_frame(up, settings.idle_s)).kind is not FrameKind.END:
+    while (frame := next_frame(up, settings.pause_s)).kind is not FrameKind.END:
         passed: Frame | None = frame
         if frame.kind is FrameKind.ACTIVATION:
             passed = _through(part, caches, frame)
@@ -96,7 +96,7 @@ def _pump(down: Link, up: Link, settings: StageSettings, caches: dict[int, Any])
     """Everything that comes up from the edge; an error goes on to who waits upstream."""
     try:
         while True:
-            frame = next_frame(down, settings.idle_s)
+            frame = next_frame(down, settings.pause_s)
             if DONE in frame.scalars:
                 caches.pop(frame.micro_batch, None)
             up.send(frame, deadline_s=settings.deadline_s)
@@ -147,7 +147,7 @@ class GeneratingEdge:
         self._up.send(frame, deadline_s=self._settings.deadline_s)
 
     def _next(self) -> Frame:
-        return next_frame(self._up, self._settings.idle_s)
+        return next_frame(self._up, self._settings.pause_s)
 
     def _accept(self, frame: Frame, pool: ThreadPoolExecutor) -> None:
         number, peer = frame.micro_batch, self._up.peer

@@ -69,7 +69,8 @@ class Prompter:
         self._cached = cached
         self._input_name = input_name
         self._slots = slots
-        self._lock = threading.Lock()  # of the three below
+        # Of the three below. The garbage collector may close a text in a thread that holds it.
+        self._lock = threading.RLock()
         self._texts: dict[int, _Text] = {}  # by number
         self._broken: LinkError | None = None
         self._free: Mailbox[int] = Mailbox(slots, peer=f"the chain with {slots} slots")
@@ -218,7 +219,7 @@ class Prompter:
     def _read(self) -> None:
         try:
             while (
-                frame := next_frame(self._down, self._settings.idle_s)
+                frame := next_frame(self._down, self._settings.pause_s)
             ).kind is not FrameKind.END:
                 self._deliver(frame)
         except LinkError as error:

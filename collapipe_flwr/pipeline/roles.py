@@ -211,7 +211,7 @@ class _Follower(Stage):
             self._relay(frame)
 
     def _next_order(self) -> Frame:
-        frame = self._up.receive(deadline_s=self.settings.idle_s)
+        frame = self._up.receive(deadline_s=self.settings.pause_s)
         if frame.kind not in (FrameKind.BEGIN, FrameKind.END, FrameKind.SERVE):
             raise ProtocolError(f"{self._up.peer} sent {frame.kind.name} between two steps")
         return frame

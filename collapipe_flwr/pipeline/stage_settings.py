@@ -11,7 +11,7 @@ from collapipe_flwr.pipeline.step import MOST_SEED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSettings:
-    """`deadline_s` bounds each wait inside a step, `idle_s` between steps.
+    """`deadline_s` bounds each wait inside a step, `pause_s` between steps or texts.
 
     `recompute` keeps only the inputs of the blocks for a micro-batch in flight, or just its own
     input where the part does not know its blocks, and computes them again for the backward. `seed`
@@ -35,3 +35,8 @@ class StageSettings:
         check_precision(self.precision)
         if self.seed is not None and not 0 <= self.seed < MOST_SEED:
             raise ConfigError(f"a seed must be >= 0 and below 2**53, got {self.seed}")
+
+    @property
+    def pause_s(self) -> float:
+        """`idle_s`, but not less than `deadline_s`: stages ahead may still be at the last step."""
+        return max(self.idle_s, self.deadline_s)

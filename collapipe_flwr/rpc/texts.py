@@ -146,7 +146,7 @@ class TextClient:
         *,
         tls: TlsFiles | None = None,
         certificate_name: str = "",
-        deadline_s: float = 600.0,
+        deadline_s: float = _LONGEST_S,
     ) -> None:
         self._peer = f"text server at {address}"
         self._deadline_s = deadline_s

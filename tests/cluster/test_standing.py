@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -16,6 +16,8 @@ from collapipe_flwr.cluster.sites import Served, ThreadSite
 from collapipe_flwr.cluster.standing import MOST_REPLAYS, StandingChain
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.models import SegmentPart
+from collapipe_flwr.pipeline.frame import Frame, FrameKind
+from collapipe_flwr.pipeline.generation import GeneratingEdge
 from collapipe_flwr.pipeline.prompter import Prompter
 from tests.cluster.test_serving import PROMPTS, Case
 from tests.threads import none_left
@@ -134,6 +136,32 @@ def test_texts_that_fail_together_end_together(case: Case) -> None:
             with pytest.raises(LinkError):
                 text.result(120)
     assert len(always.chains) <= 2 * (MOST_REPLAYS + 1)
+
+
+def test_a_chain_whose_edge_does_not_stop_a_text_is_built_anew(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other texts on it are written to their end, and none reads a token of another."""
+    accept = GeneratingEdge._accept
+
+    def deaf(self: GeneratingEdge, frame: Frame, pool: Any) -> None:
+        if frame.kind is not FrameKind.STOP:
+            accept(self, frame, pool)
+
+    monkeypatch.setattr(GeneratingEdge, "_accept", deaf)
+    with none_left(), StandingChain(site(case, slots=2)) as chain:
+        other = chain.generate(torch.tensor([PROMPTS[1]]), case.settings())
+        left = chain.generate(PROMPT, case.settings())
+        found = next(other).tolist()
+        next(left)
+        first = chain._built
+        assert first is not None
+        first.driver._settings = replace(first.driver._settings, deadline_s=0.01)
+        left.close()
+        found += [token for piece in other for token in piece.tolist()]
+        assert found == case.unsplit(PROMPTS[1])
+        assert written(chain, PROMPTS[0], case.settings()) == case.unsplit(PROMPTS[0])
+        assert chain._built is not first
 
 
 def _tokens(count: int) -> Iterator[Tensor]:

@@ -65,6 +65,23 @@ def test_a_stage_that_hangs_is_given_up_at_the_deadline():
         first.train_step(make_batch((2, 2)))
 
 
+def test_the_wait_for_the_next_step_is_no_shorter_than_one_inside_a_step():
+    ours, theirs = memory_pair("edge", "device 1")
+    waits, receive = [], ours.receive
+
+    def asking(*, deadline_s):
+        waits.append(deadline_s)
+        return receive(deadline_s=deadline_s)
+
+    ours.receive = asking
+    part = make_parts((1,))[-1]
+    patient = settings("edge", deadline_s=1800.0, idle_s=600.0)
+    stage = LastStage(part, Optimizer(SGD, part.parameters()), patient, upstream=ours)
+    theirs.send(Frame(kind=FrameKind.END), deadline_s=1)
+    stage.serve()
+    assert waits == [1800.0]
+
+
 def test_a_wrong_weight_is_refused():
     batch = make_batch((2, 2))
     batch[1] = MicroBatch(inputs=batch[1].inputs, context=batch[1].context, weight=99)

@@ -213,7 +213,7 @@ def test_a_device_keeps_a_cache_as_long_as_its_text() -> None:
 
 
 def test_an_idle_stage_ends_with_the_true_reason() -> None:
-    settings = replace(SETTINGS, idle_s=0.05)
+    settings = replace(SETTINGS, deadline_s=0.05, idle_s=0.05)
     reason = r"no text was asked for within 0\.05 s, the longest pause of a chain that generates"
     up, _device = memory_pair("edge", "device")
     order = Frame(kind=FrameKind.SERVE, scalars={SLOTS: 1.0})

@@ -231,6 +231,20 @@ def test_a_text_that_is_complete_is_not_stopped() -> None:
         assert FrameKind.STOP not in made.kinds()
 
 
+def test_another_thread_may_close_a_text() -> None:
+    def answer(frame: Frame) -> Iterator[Frame]:
+        last = {DONE: 1.0} if frame.kind is FrameKind.STOP else {}
+        yield tokens(frame.micro_batch, 1, **last)
+
+    with chain(answer) as made:
+        text = made.begin()
+        next(text)
+        closing = threading.Thread(target=text.close)
+        closing.start()
+        closing.join(DEADLINE_S)
+        assert next(made.begin()).tolist() == [1]
+
+
 def test_a_prompt_that_cannot_be_embedded_leaves_the_chain_in_order() -> None:
     def answer(frame: Frame) -> Iterator[Frame]:
         if frame.kind is FrameKind.ACTIVATION:
@@ -265,7 +279,7 @@ def test_a_chain_that_has_ended_says_so() -> None:
 
 def test_an_idle_chain_ends_with_the_true_reason() -> None:
     near, far = memory_pair("control unit", "device")
-    settings = replace(SETTINGS, idle_s=0.05)
+    settings = replace(SETTINGS, deadline_s=0.05, idle_s=0.05)
     driver = Prompter(Table(), near, settings, cached=True, slots=1)
     driver._reader.join(DEADLINE_S)
     with pytest.raises(LinkError, match=r"no text was asked for within 0\.05 s"):

@@ -13,7 +13,7 @@ from collapipe_flwr.core.cluster_file import read_cluster
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.core.roster import roster_of
 from collapipe_flwr.core.tls_files import TlsFiles
-from collapipe_flwr.rpc import bounded
+from collapipe_flwr.rpc import bounded, texts
 from collapipe_flwr.rpc.authority import Authority, sign_all
 from collapipe_flwr.rpc.limits import FrameLimits
 from collapipe_flwr.rpc.methods import channel_options
@@ -70,6 +70,11 @@ def test_a_host_called_like_the_control_unit_may_not_ask(tmp_path: Path) -> None
                 pytest.raises(ConfigError, match="names removed, which is no member here"),
             ):
                 list(client.write(Wish(text="a")))
+
+
+def test_a_client_is_as_patient_as_a_server() -> None:
+    with TextClient("127.0.0.1:1") as client:
+        assert client._deadline_s == texts._LONGEST_S
 
 
 def test_a_caller_that_never_says_what_it_wants_frees_its_place(
