@@ -148,7 +148,7 @@ def _finished(path: Path) -> bool:
 def _continues(path: Path, before: FilePlace) -> bool:
     """Whether the file begins with all that was there at the last look."""
     size = path.stat().st_size
-    if size < before.size or (size > before.size and path.suffix in _CLOSED):
+    if size < before.size or (size > before.size and path.suffix.lower() in _CLOSED):
         return False
     return not before.size or _digest(path, before.size) == before.sha256
 

@@ -229,3 +229,19 @@ def test_what_is_wrong_with_the_folder_is_said(tmp_path: Path) -> None:
     (tmp_path / "gone.json").unlink()
     with pytest.raises(DataError, match=r'no longer has ".*gone\.json", of which 2 examples'):
         step(stream_of(tmp_path), first.place)
+
+
+def test_half_a_sentence_is_not_taken_for_one(tmp_path: Path) -> None:
+    file = tmp_path / "a.conll"
+    file.write_text("He PRON\nruns VERB\n\nShe PRON\n")
+
+    def sentences(name: str) -> Dataset:
+        tokens = load_table(name, key="data.stream", split="train")["tokens"][:]
+        return Dataset.from_dict({"text": [" ".join(words) for words in tokens]})
+
+    stream = Stream(tmp_path, sentences, as_they_are)
+    rows, place = fresh_rows(stream, StreamPlace())
+    assert rows == ["He runs"]
+    with file.open("a") as more:
+        more.write("walks VERB\n\n")
+    assert fresh_rows(stream, place)[0] == ["She walks"]
