@@ -64,17 +64,19 @@ def train(message: Message, context: Context) -> Message:
     config, place = _settings(context)
     torch.set_num_threads(config.train.threads)
     weights = take_tensors(message.content.array_records[records.ARRAYS])
+    progress = records.read_progress(message.content)
     whole = records.read_whole_task(message.content)
     if whole is not None:
         data = local_data(config, place, _vocabulary(whole.vocabulary_json))
-        state = NodeState.of(config, place, context, _server_round(message), whole.run_id)
+        server_round = records.flower_round(message.content)
+        state = NodeState.of(config, place, context, server_round, progress, whole.run_id)
         examples, memory = examples_of_round(config, data, state), _memory(config, state)
         content = _train_whole(whole, memory, examples, weights)
     else:
         assignment, task = _assignment(message)
         data = local_data(config, place, _vocabulary(task.vocabulary_json))
-        run_id = task.learning.run_id
-        state = NodeState.of(config, place, context, assignment.server_round, run_id)
+        server_round, run_id = assignment.server_round, task.learning.run_id
+        state = NodeState.of(config, place, context, server_round, progress, run_id)
         examples, memory = examples_of_round(config, data, state), _memory(config, state)
         with _crew(context, task, data) as crew:
             content = _train_split(assignment, examples, weights, crew, memory)
@@ -285,12 +287,6 @@ def _settings(context: Context) -> tuple[AppConfig, Place]:
             '--node-config "partition-id=0 num-partitions=2"'
         )
     return config, Place(index=int(index), count=config.run.clusters, own_data=bool(own))
-
-
-def _server_round(message: Message) -> int:
-    """The round of a plain Flower strategy."""
-    config = next(iter(message.content.config_records.values()))
-    return int(str(config["server-round"]))
 
 
 @lru_cache(maxsize=4)

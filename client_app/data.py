@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from pathlib import Path
 
 from datasets import Dataset
 from torch import Tensor
@@ -17,6 +18,7 @@ from collapipe_flwr.data.batches import Example, batches, round_examples
 from collapipe_flwr.data.bucketing import Rows, bucket_by_length, equal_cut
 from collapipe_flwr.data.registry import load_task
 from collapipe_flwr.data.settings import settings_of
+from collapipe_flwr.data.stream import Stream
 from collapipe_flwr.data.vocabulary import Vocabulary
 
 _ALL_ROWS: Mapping[str, Value] = {
@@ -62,9 +64,10 @@ class LocalData:
         grouped = "group" in self._examples.column_names
         return self._examples.remove_columns("group") if grouped else self._examples
 
-    def read_file(self, name: str) -> Dataset:
-        """Examples of a file that arrived."""
-        return self.task.examples(self.task.read_file(name))
+    def stream(self, folder: str) -> Stream:
+        """The cluster's own folder of arriving files; raises DataError where there is none."""
+        own = Path(folder).expanduser() / str(self._place.index)
+        return Stream(own, self.task.read_file, self.task.examples)
 
     @property
     def examples_per_round(self) -> int:

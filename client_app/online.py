@@ -1,8 +1,9 @@
 """Learning from a stream: what arrived since the last round is tested first, then trained on.
 
-How far a cluster has read is kept in its state directory, which a SuperNode that is started again
-finds, and a run that is resumed. Without one it lies in Flower's state of the node; both then count
-all that has arrived as past, so that nothing is called fresh twice.
+How far a cluster has read is kept in its state directory, which survives a restart of the
+SuperNode and serves a resumed run. Without one it lies in Flower's state of the node; then both
+count all that has arrived as past, so that nothing is called fresh twice. Rows of a round that the
+server did not accept are fresh again.
 """
 
 from __future__ import annotations
@@ -34,35 +35,33 @@ class StreamMemory:
     state: NodeState
 
     def recall(self, stream: Stream) -> StreamPlace:
-        """What its last round read, which may be this one, when it is repeated."""
+        """How far its accepted rounds read."""
         place = self._recalled()
         if place is not None:
             return place
-        if self.state.server_round == 1:
+        if not self.state.progress.rounds:
             return StreamPlace()
-        files = stream.files(())
-        rows = len(stream.rows(files))
+        place = stream.everything()
         _log.warning(
             "no place in data.stream of an earlier round here (a new SuperNode, or a resumed "
-            "run): all %d rows that have arrived count as read%s",
-            rows,
+            "run): all %d examples that have arrived count as read%s",
+            sum(file.read for file in place.files),
             "" if self.state.state_dir else f"; {STATE_KEY} in --node-config would keep it",
         )
-        return StreamPlace(
-            server_round=self.state.server_round - 1, files=files, start=rows, stop=rows, rows=rows
-        )
+        return place
 
     def remember(self, place: StreamPlace) -> None:
-        """Keep what this round reads."""
+        """Keep how far this round reads."""
         if files := self.state.files(_SUFFIX):
-            files.remember(self.state.server_round, partial(_write, place))
+            needed = self.state.progress.needed
+            files.remember(self.state.server_round, needed, partial(_write, place))
         else:
-            self.state.records.config_records[_STATE] = ConfigRecord({_PLACE: to_json(place)})
+            self.state.remember(_STATE, ConfigRecord({_PLACE: to_json(place)}))
 
     def _recalled(self) -> StreamPlace | None:
         if files := self.state.files(_SUFFIX):
-            return files.recall(self.state.server_round, _read)
-        record = self.state.records.config_records.get(_STATE)
+            return files.recall(self.state.progress.last_round, _read)
+        record = self.state.recall(_STATE)
         return None if record is None else _parsed(str(record[_PLACE]))
 
 
@@ -70,16 +69,15 @@ def examples_of_round(config: AppConfig, data: LocalData, state: NodeState) -> R
     """The cluster's examples of a round, from its part of the data or from its stream."""
     server_round, place = state.server_round, state.place
     if not config.data.stream:
-        chosen = data.chosen(server_round - 1)
+        chosen = data.chosen(state.progress.rounds)
         return RoundExamples(data=data, round_index=server_round, chosen=chosen)
-    stream = Stream(Path(config.data.stream).expanduser() / str(place.index), data.read_file)
+    stream = data.stream(config.data.stream)
     rng = np.random.default_rng([config.run.seed, place.index, server_round])
     memory = StreamMemory(state=state)
     found = next_round(
         stream,
         memory.recall(stream),
         data.past,
-        server_round=server_round,
         limit=data.examples_per_round,
         replay_share=config.data.stream_replay,
         rng=rng,

@@ -1,8 +1,9 @@
-"""What a cluster's optimiser knows, from one round to the next, where the run asks to keep it.
+"""The optimizer state of a cluster from one round to the next, where the run asks to keep it.
 
-With a state directory it lies in files, which a SuperNode that is started again finds, and a run
-that is resumed. Without one it lies in Flower's state of the node, and both begin with a fresh
-optimiser. The decoder's part is with the server (`RpcEdgeGateway`).
+With a state directory it lies in files, which survive a restart of the SuperNode and serve a
+resumed run. Without one it lies in Flower's state of the node, and both begin with a fresh
+optimizer. Either way a round continues from the last one that the server accepted, as does the
+decoder's part, which is with the server (`RpcEdgeGateway`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from flwr.app import ArrayRecord
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -32,9 +34,9 @@ class OptimizerMemory:
     keep: bool
 
     def recall(self) -> Slots:
-        """What the last round of this cluster left."""
+        """What the last accepted round of this cluster left."""
         slots = self._recalled() if self.keep else {}
-        if slots is None and self.state.server_round > 1:
+        if slots is None and self.state.progress.rounds:
             keys = "" if self.state.state_dir else f"; {STATE_KEY} in --node-config would keep it"
             log.warning(
                 "no optimiser state of an earlier round here (a new SuperNode, or a resumed "
@@ -48,16 +50,19 @@ class OptimizerMemory:
         if not self.keep:
             return
         if files := self.state.files(_SUFFIX):
-            files.remember(self.state.server_round, partial(write_slots, slots))
+            write = partial(write_slots, slots)
+            files.remember(self.state.server_round, self.state.progress.needed, write)
         else:
             tensors = PartState(weights={}, slots=slots).tensors()
-            self.state.records.array_records[_STATE] = encode_tensors(tensors)
+            self.state.remember(_STATE, encode_tensors(tensors))
 
     def _recalled(self) -> Slots | None:
         if files := self.state.files(_SUFFIX):
-            return files.recall(self.state.server_round - 1, read_slots)
-        record = self.state.records.array_records.get(_STATE)
-        return None if record is None else PartState.of_tensors(decode_tensors(record)).slots
+            return files.recall(self.state.progress.last_round, read_slots)
+        record = self.state.recall(_STATE)
+        if not isinstance(record, ArrayRecord):
+            return None
+        return PartState.of_tensors(decode_tensors(record)).slots
 
 
 def write_slots(slots: Slots, path: Path) -> None:

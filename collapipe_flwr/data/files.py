@@ -218,7 +218,7 @@ def _loaded(key: str, shown: str, source: str, **options: Any) -> Any:
             # datasets leaves it to the garbage collector to close a CSV file.
             warnings.simplefilter("ignore", ResourceWarning)
             return load_dataset(source, **options)
-    except (OSError, ValueError, RuntimeError, StopIteration, DatasetsError) as error:
+    except (OSError, EOFError, ValueError, RuntimeError, StopIteration, DatasetsError) as error:
         raise DataError(f'{key} "{shown}" could not be loaded {_reason(error)}') from error
 
 

@@ -1,45 +1,81 @@
 """Examples that arrive while training runs: a folder to which files are added.
 
 A cluster reads the files in the order in which it first saw them (by name within one look), each
-once. Whoever writes them must move a finished file into the folder; names that begin with a dot
-or end in ``.tmp`` or ``.part`` are left alone. What was read stays on disk, so the past needs no
-buffer: a round replays rows drawn from everything before its place in the stream.
+row once. Files may grow at their end, row by row; what was read of them must stay, since later
+rounds replay it. So the past needs no buffer: a round replays rows drawn from everything before
+its place in the stream. Names that begin with a dot or end in ``.tmp`` or ``.part`` are ignored.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 from datasets import Dataset, concatenate_datasets
 
 from collapipe_flwr.core.errors import DataError
+from collapipe_flwr.data.conll import SUFFIXES as CONLL_SUFFIXES
 
+_log = logging.getLogger("flwr.collapipe")
 _UNFINISHED = (".tmp", ".part")
+_CLOSED = (".parquet",)  # formats whose end is not their last row
+# What ends the last row, in formats where half of one would be taken for a whole one.
+_ROW_ENDS = {
+    **dict.fromkeys((".csv", ".tsv", ".txt"), b"\n"),
+    **dict.fromkeys(CONLL_SUFFIXES, b"\n\n"),
+}
+_TAIL_BYTES, _CHUNK_BYTES = 4, 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilePlace:
+    """How far one file was read: ``read`` examples, from the first on.
+
+    ``size`` bytes with the digest ``sha256`` were there at the last look, the file's rows up to
+    ``pieces[-1]``. It grew when it had as many as the numbers before: examples are made of the
+    rows between two of them, so that those that were read stay what they were.
+    """
+
+    name: str
+    read: int = 0
+    pieces: tuple[int, ...] = ()
+    size: int = 0
+    sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamPlace:
-    """How far a cluster has read, and what it read in its last round.
+    """How far a cluster has read, by file in the order of the stream."""
 
-    The rows of all ``files``, one after another, are the stream: ``start`` to ``stop`` were fresh
-    in round ``server_round``. A round that is repeated after a failure gets the same rows again.
-    ``rows`` are as many as the files had when they were read.
-    """
+    files: tuple[FilePlace, ...] = ()
 
-    server_round: int = 0
-    files: tuple[str, ...] = ()
-    start: int = 0
-    stop: int = 0
-    rows: int = 0
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamFile:
+    """A file as it is now; without examples if it cannot be read in this round."""
+
+    place: FilePlace
+    examples: Dataset | None
 
 
 class Stream:
-    """One cluster's folder; ``read`` turns a file into examples and is called once per file."""
+    """One cluster's folder.
 
-    def __init__(self, folder: Path, read: Callable[[str], Dataset]) -> None:
+    ``read`` gives the rows of a file and ``examples`` what is learnt from rows; both raise
+    DataError.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        read: Callable[[str], Dataset],
+        examples: Callable[[Dataset], Dataset],
+    ) -> None:
         if not folder.is_dir():
             raise DataError(
                 f'data.stream has no folder "{folder}" for this cluster: make it, and move files '
@@ -47,41 +83,91 @@ class Stream:
             )
         self._folder = folder
         self._read = read
-        self._tables: dict[str, Dataset] = {}
+        self._examples = examples
 
-    def files(self, known: tuple[str, ...]) -> tuple[str, ...]:
-        """``known`` and the names of what has arrived since; raises DataError if one is gone."""
+    def files(self, before: StreamPlace) -> list[StreamFile]:
+        """The files of ``before`` and those that have arrived since, as they are now.
+
+        One that cannot be read is named in the log. Raises DataError if a file of which rows were
+        read is gone or has changed other than by growing.
+        """
+        known = {file.name: file for file in before.files}
         names = {path.name for path in self._folder.iterdir() if _finished(path)}
-        gone = set(known) - names
-        if gone:
-            raise DataError(
-                f'data.stream "{self._folder}" no longer has {sorted(gone)[0]}: files must stay, '
-                "because later rounds replay them"
-            )
-        return (*known, *sorted(names - set(known)))
+        for file in before.files:
+            if file.read and file.name not in names:
+                raise DataError(
+                    f'data.stream no longer has "{self._folder / file.name}", of which '
+                    f"{file.read} examples were read: put it back, because later rounds replay it"
+                )
+        order = [name for name in known if name in names] + sorted(names - known.keys())
+        return [self._look(known.get(name, FilePlace(name=name))) for name in order]
 
-    def rows(self, files: tuple[str, ...]) -> Dataset:
-        """All examples of ``files`` in order."""
-        tables = [self._table(name) for name in files]
-        return concatenate_datasets(tables) if tables else Dataset.from_dict({})
+    def everything(self) -> StreamPlace:
+        """The place behind all that can be read now."""
+        found = ((file.place, file.examples) for file in self.files(StreamPlace()))
+        return StreamPlace(
+            files=tuple(replace(place, read=len(examples or ())) for place, examples in found)
+        )
 
-    def check(self, place: StreamPlace) -> None:
-        """Raise DataError if a file that was read has got more rows or fewer since."""
-        found = sum(len(self._table(name)) for name in place.files)
-        if found != place.rows:
-            raise DataError(
-                f'data.stream "{self._folder}" has {found} rows where {place.rows} were read: '
-                "files must stay as they are, so put new examples into new ones"
-            )
+    def _look(self, before: FilePlace) -> StreamFile:
+        path = self._folder / before.name
+        try:
+            continues = _continues(path, before)
+            if continues or not before.read:
+                return self._opened(path, before if continues else FilePlace(name=before.name))
+        except (DataError, OSError) as error:
+            _log.warning('data.stream "%s" is left out until it can be read: %s', path, error)
+            return StreamFile(place=before, examples=None)
+        raise DataError(
+            f'data.stream "{path}" has changed since {before.read} examples of it were read: put '
+            "it back as it was; new rows belong behind its last line or into a new file"
+        )
 
-    def _table(self, name: str) -> Dataset:
-        if name not in self._tables:
-            self._tables[name] = self._read(str(self._folder / name))
-        return self._tables[name]
+    def _opened(self, path: Path, before: FilePlace) -> StreamFile:
+        size = path.stat().st_size
+        rows = self._read(str(path))
+        whole = size == before.size or _ends_with_a_row(path, size)
+        stop = len(rows) if whole else len(rows) - 1
+        pieces = before.pieces
+        if stop > max(pieces, default=0):
+            pieces = (*pieces, stop)
+        examples = [self._examples(rows.select(range(a, b))) for a, b in pairwise((0, *pieces))]
+        digest = before.sha256 if size == before.size else _digest(path, size)
+        if path.stat().st_size != size:
+            raise DataError("it is being written")
+        return StreamFile(
+            place=replace(before, pieces=pieces, size=size, sha256=digest),
+            examples=concatenate_datasets(examples) if examples else None,
+        )
 
 
 def _finished(path: Path) -> bool:
     return path.is_file() and path.name[0] != "." and not path.name.endswith(_UNFINISHED)
+
+
+def _continues(path: Path, before: FilePlace) -> bool:
+    """Whether the file begins with all that was there at the last look."""
+    size = path.stat().st_size
+    if size < before.size or (size > before.size and path.suffix.lower() in _CLOSED):
+        return False
+    return not before.size or _digest(path, before.size) == before.sha256
+
+
+def _ends_with_a_row(path: Path, size: int) -> bool:
+    end = _ROW_ENDS.get(path.suffix.lower(), b"")
+    with path.open("rb") as file:
+        file.seek(max(size - _TAIL_BYTES, 0))
+        return file.read(_TAIL_BYTES).replace(b"\r", b"").endswith(end)
+
+
+def _digest(path: Path, size: int) -> str:
+    """The SHA-256 of the first ``size`` bytes."""
+    digest = sha256()
+    with path.open("rb") as file:
+        while size and (chunk := file.read(min(size, _CHUNK_BYTES))):
+            digest.update(chunk)
+            size -= len(chunk)
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +184,6 @@ def next_round(
     before: StreamPlace,
     past: Dataset,
     *,
-    server_round: int,
     limit: int,
     replay_share: float,
     rng: np.random.Generator,
@@ -109,25 +194,23 @@ def next_round(
     the round, so that a round always is as long as planned. Raises DataError when there is
     nothing at all, or when files that were read have changed.
     """
-    stream.check(before)
-    place = before
-    if server_round != before.server_round:
-        files = stream.files(before.files)
-        most = limit - int(limit * replay_share)
-        rows = len(stream.rows(files))
-        place = StreamPlace(
-            server_round=server_round,
-            files=files,
-            start=before.stop,
-            stop=min(rows, before.stop + most),
-            rows=rows,
-        )
-    arrived = stream.rows(place.files)
-    seen = concatenate_datasets([past, _between(arrived, 0, place.start)])
+    room = limit - int(limit * replay_share)
+    places: list[FilePlace] = []
+    seen, fresh = [past], [past.select([])]
+    for file in stream.files(before):
+        place = file.place
+        if file.examples is not None:
+            stop = min(len(file.examples), place.read + room)
+            seen.append(_between(file.examples, 0, place.read))
+            fresh.append(_between(file.examples, place.read, stop))
+            room -= stop - place.read
+            place = replace(place, read=stop)
+        places.append(place)
+    arrived = concatenate_datasets(fresh)
     return StreamRound(
-        place=place,
-        fresh=_between(arrived, place.start, place.stop),
-        replayed=_draw(seen, limit - (place.stop - place.start), rng),
+        place=StreamPlace(files=tuple(places)),
+        fresh=arrived,
+        replayed=_draw(concatenate_datasets(seen), limit - len(arrived), rng),
     )
 
 

@@ -33,7 +33,8 @@ from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.chance import read_chance
 
-VERSION = 2
+VERSION = 3
+KEPT_CHECKPOINTS = 2  # so that a damaged one leaves another
 _NAME = re.compile(r"round-(\d{6,})")
 _MODEL, _ARRAYS, _TENSORS = "global.safetensors", "arrays.safetensors", "tensors.safetensors"
 _STATE, _CHANCE = "state.json", "chance.json"
@@ -83,7 +84,7 @@ class Checkpoints:
 
     folder: Path
     resume: bool = False
-    keep: int = 2
+    keep: int = KEPT_CHECKPOINTS
     every: int = 1
 
     def save(self, checkpoint: Checkpoint) -> Path:

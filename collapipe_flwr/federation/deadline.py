@@ -98,8 +98,8 @@ class PunctualMembers(Members):
 
     @property
     def resumable(self) -> dict[str, Resumable]:
-        """The clock."""
-        return {"clock": self._clock}
+        """The clock, and what every member remembers."""
+        return {**super().resumable, "clock": self._clock}
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None

@@ -1,4 +1,4 @@
-"""How the strategy reaches the decoder replicas at the edge: open, fetch, close.
+"""How the strategy reaches the decoder replicas at the edge: open, fetch, accept, close.
 
 :class:`EdgeGateway` is the seam; :class:`MemoryEdge` is its fake for tests and dry runs.
 """
@@ -48,6 +48,9 @@ class EdgeGateway(Protocol):
     def fetch(self, session: EdgeSession) -> dict[str, torch.Tensor]:
         """The replica's current weights; raises LinkError."""
 
+    def accept(self, session: EdgeSession) -> None:
+        """The global model contains what was fetched: later sessions may build on its optimizer."""
+
     def report(self, session: EdgeSession) -> StageReport | None:
         """What the replica's stage measured, None if it never ran; raises LinkError."""
 
@@ -80,6 +83,9 @@ class MemoryEdge:
         if session.session_id not in self.replicas:
             raise LinkError(f"the edge knows no session {session.session_id}")
         return dict(self.replicas[session.session_id])
+
+    def accept(self, session: EdgeSession) -> None:
+        """Nothing is kept here."""
 
     def report(self, session: EdgeSession) -> StageReport | None:
         """Nothing ran here."""

@@ -1,7 +1,8 @@
 """The grid as a run sees it: only the nodes that are its clusters, whoever else is connected.
 
 A SuperNode that is started again is a new node to Flower. It is asked which cluster it is, and its
-cluster takes part again in the same run.
+cluster takes part again in the same run. Orders of a plain strategy to train a whole model get the
+progress of their clusters here, as :class:`CollaPipe` adds it to its own.
 """
 
 from __future__ import annotations
@@ -14,9 +15,15 @@ from typing import TYPE_CHECKING
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
+from collapipe_flwr.federation.accepted import AcceptedRounds
 from collapipe_flwr.federation.checkpoint import Resumable
 from collapipe_flwr.federation.discovery import describe_late
-from collapipe_flwr.federation.records import content_bytes
+from collapipe_flwr.federation.records import (
+    content_bytes,
+    flower_round,
+    has_whole_task,
+    write_progress,
+)
 
 if TYPE_CHECKING:  # not part of Flower's public names
     from flwr.supercore.run import Run
@@ -33,6 +40,7 @@ class Members(Grid):
         self._grid = grid
         self._clusters = dict(clusters)
         self._strangers: set[int] = set()  # of no cluster of this run, or not any more
+        self._accepted = AcceptedRounds()  # of plain strategies
         self._train_bytes = 0
         self._connected: set[int] = set(clusters)  # when nodes were last asked for
         self._lost: frozenset[str] = frozenset()
@@ -50,7 +58,7 @@ class Members(Grid):
     @property
     def resumable(self) -> dict[str, Resumable]:
         """What a checkpoint keeps of it, by name."""
-        return {}
+        return {"members": self._accepted}
 
     def take_train_bytes(self) -> int:
         """Bytes of training messages and their replies since the last call."""
@@ -110,6 +118,10 @@ class Members(Grid):
     ) -> list[Message]:
         """Push, then pull, through the grid."""
         sent = list(messages)
+        for message in filter(_trains_whole, sent):
+            cluster_id = self._clusters[message.metadata.dst_node_id]
+            progress = self._accepted.progress(cluster_id)
+            message.content = write_progress(message.content, progress)  # others share the old one
         replies = list(self._grid.send_and_receive(sent, timeout=timeout))
         if any(map(_trains, sent)):
             self._note(sent, replies)
@@ -121,6 +133,9 @@ class Members(Grid):
         self._train_bytes += sum(content_bytes(m.content) for m in (*sent, *done))
         asked = {message.metadata.dst_node_id for message in sent}
         trained = {reply.metadata.src_node_id for reply in done}
+        for message in filter(_trains_whole, sent):  # plain strategies aggregate every reply
+            if (node := message.metadata.dst_node_id) in trained:
+                self._accepted.accept(self._clusters[node], flower_round(message.content))
         lost = (self._clusters.keys() - self._connected - trained) | (asked - trained)
         self._lost = frozenset(self._clusters[node] for node in lost if node in self._clusters)
 
@@ -128,3 +143,7 @@ class Members(Grid):
 def _trains(message: Message) -> bool:
     kind = message.metadata.message_type.partition(".")[0]
     return kind == "train" and message.has_content()
+
+
+def _trains_whole(message: Message) -> bool:
+    return _trains(message) and has_whole_task(message.content)

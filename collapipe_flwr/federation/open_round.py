@@ -14,6 +14,7 @@ from flwr.app import ArrayRecord, Message, RecordDict
 
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import LinkError, ProtocolError, RunError
+from collapipe_flwr.federation.accepted import AcceptedRounds
 from collapipe_flwr.federation.arrays import averaged_keys, averaging_view, restore
 from collapipe_flwr.federation.records import (
     RoundAssignment,
@@ -21,6 +22,7 @@ from collapipe_flwr.federation.records import (
     examples_of,
     take_telemetry,
     write_assignment,
+    write_progress,
 )
 from collapipe_flwr.federation.replies import Sent, as_failed, sender_of, sentence, with_content
 from collapipe_flwr.federation.rounds import ClosedRound, RoundPlan
@@ -50,14 +52,24 @@ class Received:
 
 
 class OpenRound:
-    """A round whose messages are out; :meth:`close` ends its edge sessions."""
+    """A round whose messages are out; :meth:`close` ends its edge sessions.
 
-    def __init__(self, plan: RoundPlan, template: ArrayRecord, split: SplitRound | None) -> None:
+    Messages tell every cluster its progress by ``accepted``; :meth:`accept` adds to it.
+    """
+
+    def __init__(
+        self,
+        plan: RoundPlan,
+        template: ArrayRecord,
+        split: SplitRound | None,
+        accepted: AcceptedRounds,
+    ) -> None:
         self.plan = plan
         self.template = template
         self.constant = split.constant_keys if split is not None else frozenset()
         self.sent: list[Sent] = []
         self._split = split
+        self._accepted = accepted
 
     def address(self, messages: Iterable[Message]) -> list[Message]:
         """A message of its own for every node that takes part; raises LinkError, RunError."""
@@ -85,6 +97,13 @@ class OpenRound:
             f"round {self.plan.server_round}: all {len(self.sent)} clusters failed, "
             f"first {cluster_id}: {why}"
         )
+
+    def accept(self, received: Received) -> None:
+        """The replies are part of the global model: their clusters continue from this round."""
+        for cluster_id in received.models:
+            if self._split is not None:
+                self._split.accept(cluster_id)
+            self._accepted.accept(cluster_id, self.plan.server_round)
 
     def settled(self, received: Received, after: ArrayRecord | None) -> ClosedRound:
         """The round as its planner may learn from it."""
@@ -120,6 +139,7 @@ class OpenRound:
             split=task,
         )
         content = write_assignment(content, assignment)
+        content = write_progress(content, self._accepted.progress(cluster_id))
         return Sent(
             node_id=node_id,
             cluster_id=cluster_id,

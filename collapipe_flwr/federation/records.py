@@ -1,9 +1,9 @@
 """The only place that spells the keys of Flower records.
 
-To a cluster: its :class:`RoundAssignment`, inside the ConfigRecord that the inner strategy made
-(built-in mods demand exactly one). From a cluster: one ArrayRecord, one MetricRecord (Flower
-averages everything in it) and its :class:`ClusterTelemetry` in a ConfigRecord, which is taken
-out before the inner strategy looks.
+To a cluster: its :class:`RoundAssignment` and its :class:`Progress`, inside the ConfigRecord that
+the inner strategy made (built-in mods demand exactly one). From a cluster: one ArrayRecord, one
+MetricRecord (Flower averages everything in it) and its :class:`ClusterTelemetry` in a ConfigRecord,
+which is taken out before the inner strategy looks.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile
 from collapipe_flwr.core.errors import ProtocolError, ScheduleError
 from collapipe_flwr.core.heartbeat import Heartbeat
 from collapipe_flwr.core.json_codec import from_json, to_json
+from collapipe_flwr.federation.accepted import Progress
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.pipeline.execution import Execution
@@ -30,7 +31,9 @@ CONFIG = "config"
 EXAMPLES = "num-examples"
 QUERY_DESCRIBE = "query.describe"
 
+_FLOWER_ROUND = "server-round"  # as Flower's strategies spell it
 _ROUND = "collapipe.server-round"
+_PROGRESS = "collapipe.progress"
 _PLAN = "collapipe.plan"
 _CLUSTER_ID = "collapipe.cluster-id"
 _SPLIT = "collapipe.split"
@@ -98,18 +101,14 @@ class RoundAssignment:
 
 def write_assignment(content: RecordDict, assignment: RoundAssignment) -> RecordDict:
     """A new RecordDict: ``content`` with the assignment in a copy of its first ConfigRecord."""
-    written = RecordDict(dict(content))
-    name, config = next(iter(content.config_records.items()), (CONFIG, ConfigRecord()))
-    config = config.copy()
-    config[_ROUND] = assignment.server_round
+    found: dict[str, str | int] = {_ROUND: assignment.server_round}
     if assignment.plan is not None:
-        config[_PLAN] = to_json(assignment.plan)
+        found[_PLAN] = to_json(assignment.plan)
     if assignment.cluster_id is not None:
-        config[_CLUSTER_ID] = assignment.cluster_id
+        found[_CLUSTER_ID] = assignment.cluster_id
     if assignment.split is not None:
-        config[_SPLIT] = to_json(assignment.split)
-    written[name] = config
-    return written
+        found[_SPLIT] = to_json(assignment.split)
+    return _configured(content, found)
 
 
 def read_assignment(content: RecordDict) -> RoundAssignment:
@@ -129,6 +128,23 @@ def read_assignment(content: RecordDict) -> RoundAssignment:
         plan=None if plan is None else read_plan(plan),
         split=None if split is None else from_json(SplitTask, split, _SPLIT),
     )
+
+
+def write_progress(content: RecordDict, progress: Progress) -> RecordDict:
+    """A new RecordDict: ``content`` with the progress in a copy of its first ConfigRecord."""
+    return _configured(content, {_PROGRESS: to_json(progress)})
+
+
+def read_progress(content: RecordDict) -> Progress:
+    """The progress in an order to train; raises ProtocolError if it is missing or malformed."""
+    config = next((c for c in content.config_records.values() if _PROGRESS in c), None)
+    text = _text(config, _PROGRESS) if config is not None else None
+    if text is None:
+        raise ProtocolError(
+            f"the message holds no {_PROGRESS}: wrap the server's strategy in CollaPipe, or start "
+            "it on Members"
+        )
+    return from_json(Progress, text, _PROGRESS)
 
 
 def read_plan(text: str) -> ClusterPlan:
@@ -157,6 +173,20 @@ def take_telemetry(content: RecordDict) -> tuple[RecordDict, ClusterTelemetry | 
 def whole_task_config(task: WholeTask) -> ConfigRecord:
     """The train config of a plain Flower strategy whose clients train the unsplit model."""
     return ConfigRecord({_WHOLE: to_json(task)})
+
+
+def has_whole_task(content: RecordDict) -> bool:
+    """Whether a plain strategy asks for training of the unsplit model."""
+    return any(_WHOLE in config for config in content.config_records.values())
+
+
+def flower_round(content: RecordDict) -> int:
+    """The server round in a plain strategy's message; raises ProtocolError without one."""
+    config = next((c for c in content.config_records.values() if _FLOWER_ROUND in c), None)
+    server_round = None if config is None else config[_FLOWER_ROUND]
+    if type(server_round) is not int:
+        raise ProtocolError(f"{_FLOWER_ROUND} must be a whole number, got {server_round!r}")
+    return server_round
 
 
 def read_whole_task(content: RecordDict) -> WholeTask | None:
@@ -226,6 +256,17 @@ def _value_bytes(value: object) -> int:
     if isinstance(value, list):
         return sum(_value_bytes(v) for v in value)
     return len(value) if isinstance(value, str | bytes) else 8
+
+
+def _configured(content: RecordDict, values: Mapping[str, str | int]) -> RecordDict:
+    """A new RecordDict: ``content`` with more values in a copy of its first ConfigRecord."""
+    name, config = next(iter(content.config_records.items()), (CONFIG, ConfigRecord()))
+    config = config.copy()
+    for key, value in values.items():
+        config[key] = value
+    written = RecordDict(dict(content))
+    written[name] = config
+    return written
 
 
 def _read(content: RecordDict, name: str, kind: type[T]) -> T | None:

@@ -23,8 +23,8 @@ class RpcEdgeGateway:
     """Speaks to one edge through ``client``, whose deadlines bound every call.
 
     ``address`` is where clusters reach the same edge; it differs from the client's when the
-    server sees the edge under another name. With ``keep_optimizer`` the optimiser of each cluster's
-    decoder goes on in the next round where the last one ended.
+    server sees the edge under another name. With ``keep_optimizer`` the optimizer of each cluster's
+    decoder continues in the next round from its state at the end of the last accepted one.
     """
 
     def __init__(
@@ -33,7 +33,8 @@ class RpcEdgeGateway:
         self._client = client
         self._address = address or client.address
         self._keep_optimizer = keep_optimizer
-        self._slots: dict[str, Slots] = {}  # by cluster
+        self._slots: dict[str, Slots] = {}  # by cluster, of its last accepted round
+        self._fetched: dict[str, Slots] = {}  # by session, not accepted yet
         self._clusters: dict[str, str] = {}  # by session
 
     def open(self, order: DecoderOrder) -> EdgeSession:
@@ -55,8 +56,14 @@ class RpcEdgeGateway:
         found = self._client.fetch_weights(session.session_id, session.token, with_optimizer=keep)
         state = PartState.of_tensors(found)
         if keep:
-            self._slots[self._clusters[session.session_id]] = state.slots
+            self._fetched[session.session_id] = state.slots
         return dict(state.weights)
+
+    def accept(self, session: EdgeSession) -> None:
+        """Keep the optimizer that was fetched for the cluster's next session."""
+        if self._keep_optimizer:
+            slots = self._fetched.pop(session.session_id)
+            self._slots[self._clusters[session.session_id]] = slots
 
     def report(self, session: EdgeSession) -> StageReport | None:
         """What the decoder's stage measured."""
@@ -64,7 +71,7 @@ class RpcEdgeGateway:
         return report if report.steps else None
 
     def dump(self) -> Memory:
-        """The optimisers of the decoders, by cluster."""
+        """The optimizers of the decoders after their last accepted rounds, by cluster."""
         names = list(self._slots)
         tensors = {
             f"{index}/{key}": tensor
@@ -83,7 +90,8 @@ class RpcEdgeGateway:
         self._slots = {name: PartState.of_tensors(held).slots for name, held in own.items()}
 
     def close(self, session: EdgeSession) -> None:
-        """Free the session."""
+        """Free the session, and forget an optimizer that was not accepted."""
+        self._fetched.pop(session.session_id, None)
         self._clusters.pop(session.session_id, None)
         self._client.close_session(session.session_id, session.token)
 

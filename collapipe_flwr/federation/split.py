@@ -108,6 +108,10 @@ class SplitRound:
         check_finite(whole, cluster_id)
         return whole
 
+    def accept(self, cluster_id: str) -> None:
+        """The global model contains what was joined for this cluster."""
+        self._model.edge.accept(self._sessions[cluster_id])
+
     def report(self, cluster_id: str) -> StageReport | None:
         """What the decoder of one cluster measured; None, and a line in the log, if unknown."""
         try:

@@ -20,6 +20,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from collapipe_flwr.core.errors import ConfigError, ProtocolError, RunError
+from collapipe_flwr.federation.accepted import AcceptedRounds
 from collapipe_flwr.federation.arrays import averaging_view, restore
 from collapipe_flwr.federation.checkpoint import Resumable
 from collapipe_flwr.federation.open_round import (
@@ -66,6 +67,7 @@ class CollaPipe(Strategy):
     ) -> None:
         self.inner_strategy = inner_strategy
         self.planner = planner_of(scheduler)
+        self._accepted = AcceptedRounds()
         self._split = split
         self._on_round = on_round
         self._constant_keys = split.constant_keys if split else frozenset[str]()
@@ -76,7 +78,11 @@ class CollaPipe(Strategy):
     def resumable(self) -> dict[str, Resumable]:
         """The parts around the inner strategy whose memory a checkpoint keeps, by name."""
         edge = None if self._split is None else self._split.edge
-        parts: dict[str, object] = {"planner": self.planner, "edge": edge}
+        parts: dict[str, object] = {
+            "planner": self.planner,
+            "edge": edge,
+            "accepted": self._accepted,
+        }
         return {name: part for name, part in parts.items() if isinstance(part, Resumable)}
 
     def summary(self) -> None:
@@ -130,14 +136,15 @@ class CollaPipe(Strategy):
         plan = self.planner.plan(server_round, nodes, arrays)
         split = SplitRound(self._split, server_round) if self._split else None
         self._planned = plan
-        return self._opened(OpenRound(plan, arrays, split), messages)
+        return self._opened(OpenRound(plan, arrays, split, self._accepted), messages)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Whole models to the inner strategy, its average back in the model's own dtypes.
 
-        The round goes on with the clusters that replied; raises RunError if none did.
+        The round goes on with the clusters that replied; raises RunError if none did. Clusters
+        continue from this round only if the inner strategy aggregated their replies.
         """
         if self._round is None:
             raise RunError(f"round {server_round}: aggregate_train needs configure_train first")
@@ -148,6 +155,7 @@ class CollaPipe(Strategy):
             if arrays:
                 strict = self._split is not None
                 arrays = restore(arrays, self._round.template, received.heaviest, strict=strict)
+                self._round.accept(received)
             self._report(self._round.settled(received, arrays), received, metrics)
         return arrays, metrics
 
@@ -167,9 +175,8 @@ class CollaPipe(Strategy):
         if self._planned is None:
             raise RunError(f"round {server_round}: configure_evaluate needs configure_train first")
         self.close()
-        return self._opened(
-            OpenRound(self._planned, arrays, SplitRound(self._split, server_round)), messages
-        )
+        split = SplitRound(self._split, server_round)
+        return self._opened(OpenRound(self._planned, arrays, split, self._accepted), messages)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import pytest
 import torch
 
 from client_app.optimizer_memory import read_slots, write_slots
@@ -20,16 +20,18 @@ def slots(mark: float) -> Slots:
     return {"block.weight": (torch.full((2, 3), mark), torch.tensor(mark, dtype=torch.bfloat16))}
 
 
-def files(folder: Path, every: int = 1, suffix: str = ".txt") -> RoundFiles:
-    return RoundFiles.of(folder, "../a run", 0, suffix, every)
+def files(folder: Path, suffix: str = ".txt") -> RoundFiles:
+    return RoundFiles.of(folder, "../a run", 0, suffix)
 
 
-def remember(kept: RoundFiles, server_round: int, text: str | None = None) -> None:
-    kept.remember(server_round, lambda path: path.write_text(text or str(server_round)))
+def remember(
+    kept: RoundFiles, server_round: int, text: str | None = None, needed: Sequence[int] = ()
+) -> None:
+    kept.remember(server_round, needed, lambda path: path.write_text(text or str(server_round)))
 
 
 def test_slots_come_back_bit_for_bit_in_every_dtype(tmp_path: Path) -> None:
-    files(tmp_path).remember(1, partial(write_slots, slots(1 / 3)))
+    files(tmp_path).remember(1, (), partial(write_slots, slots(1 / 3)))
     found = files(tmp_path).recall(1, read_slots)
     assert found is not None and found.keys() == slots(0).keys()
     for ours, theirs in zip(found["block.weight"], slots(1 / 3)["block.weight"], strict=True):
@@ -39,51 +41,45 @@ def test_slots_come_back_bit_for_bit_in_every_dtype(tmp_path: Path) -> None:
 def test_runs_and_clusters_are_strangers_and_nothing_leaves_the_folder(tmp_path: Path) -> None:
     remember(files(tmp_path / "state"), 1)
     for stranger in (("another", 0, ".txt"), ("../a run", 1, ".txt"), ("../a run", 0, ".json")):
-        assert RoundFiles.of(tmp_path / "state", *stranger, 1).recall(1, Path.read_text) is None
+        assert RoundFiles.of(tmp_path / "state", *stranger).recall(1, Path.read_text) is None
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
     assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "state").rglob("*"))
 
 
-@pytest.mark.parametrize("every", [1, 2, 3])
-def test_a_run_that_goes_on_from_either_checkpoint_finds_what_was_there_then(
-    tmp_path: Path, every: int
-) -> None:
-    missed, rounds = 4, 9  # the cluster took no part in one round
-    for now in range(1, rounds + 1):
-        if now == missed:
-            continue
-        kept = files(tmp_path / str(now), every)
-        for done in range(1, now + 1):
-            if done != missed:
-                remember(kept, done)
-        newest = (now - 1) // every * every
-        for start in (newest, newest - every):
-            if start <= 0:
-                continue
-            expected = start - 1 if start == missed else start
-            copies = files(tmp_path / f"{now}-{start}", every)
-            copies.folder.mkdir(parents=True)
-            for path in kept.folder.iterdir():
-                (copies.folder / path.name).write_bytes(path.read_bytes())
-            assert copies.recall(start, Path.read_text) == str(expected)
-        assert len(list(kept.folder.iterdir())) <= 3
-        assert kept.recall(now, Path.read_text) == str(now)
-
-
-def test_rounds_that_are_trained_again_are_forgotten(tmp_path: Path) -> None:
+def test_a_round_that_was_not_accepted_is_forgotten(tmp_path: Path) -> None:
     kept = files(tmp_path)
-    for done in (1, 2, 3):
-        remember(kept, done)
-    assert kept.recall(2, Path.read_text) == "2"
-    assert kept.recall(3, Path.read_text) == "2"  # the third round of the lost time is gone
-    remember(kept, 3, "again")
-    assert kept.recall(3, Path.read_text) == "again"
+    remember(kept, 1)
+    remember(kept, 2, needed=[1])
+    assert kept.recall(1, Path.read_text) == "1"
+    remember(kept, 3, needed=[1])
+    assert kept.recall(3, Path.read_text) == "3"
+    assert kept.recall(2, Path.read_text) is None
+
+
+def test_a_round_that_ends_after_a_later_one_leaves_nothing(tmp_path: Path) -> None:
+    kept = files(tmp_path)
+    remember(kept, 1)
+    remember(kept, 3, needed=[1])
+    remember(kept, 2, needed=[1])
+    assert kept.recall(3, Path.read_text) == "3"
+    assert kept.recall(2, Path.read_text) is None
+
+
+def test_of_earlier_rounds_only_those_stay_that_are_needed(tmp_path: Path) -> None:
+    kept = files(tmp_path)
+    for done in range(1, 8):
+        remember(kept, done, needed=[2, 4, done - 1])
+    held = sorted(path.read_text() for path in kept.folder.iterdir())
+    assert held == ["2", "4", "6", "7"]
+    assert kept.recall(4, Path.read_text) == "4"  # a run that resumes behind round 4
+    remember(kept, 5, "again", needed=[2, 4])
+    assert kept.recall(5, Path.read_text) == "again"
 
 
 def test_a_damaged_file_is_named_and_no_other_taken_for_it(tmp_path: Path, caplog) -> None:
     kept = files(tmp_path)
     for done in (1, 2):
-        remember(kept, done)
+        remember(kept, done, needed=[1])
     victim = max(kept.folder.iterdir())
     victim.write_bytes(b"x" + victim.read_bytes()[1:])
     assert kept.recall(2, Path.read_text) is None

@@ -7,7 +7,12 @@ from flwr.clientapp import ClientApp
 
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.members import Members
-from collapipe_flwr.federation.records import array_bytes
+from collapipe_flwr.federation.records import (
+    WholeTask,
+    array_bytes,
+    read_progress,
+    whole_task_config,
+)
 
 
 def _arrays() -> ArrayRecord:
@@ -44,6 +49,28 @@ def test_bytes_are_those_of_training_messages_and_replies():
         members.send_and_receive([Message(RecordDict({"arrays": _arrays()}), 1, kind)])
     assert members.take_train_bytes() == 2 * array_bytes(_arrays()) + 8  # and the loss
     assert members.take_train_bytes() == 0
+
+
+def test_orders_of_a_plain_strategy_get_their_own_progress_in_records_of_their_own():
+    task = WholeTask(
+        model_spec_json="", vocabulary_json="", batch_size=1, micro_batch_size=1, optimizers=()
+    )
+
+    def broken(_message, _context):
+        raise RuntimeError("no memory left")
+
+    grid = LocalGrid({1: _client(), 2: broken})
+    members = Members(grid, {1: "a", 2: "b"})
+    for server_round in (1, 2, 3):
+        config = whole_task_config(task)
+        config["server-round"] = server_round
+        shared = RecordDict({"arrays": _arrays(), "config": config})
+        members.send_and_receive([Message(shared, node, "train") for node in (1, 2)])
+        assert set(config) == set(whole_task_config(task)) | {"server-round"}
+        assert shared["config"] is config
+    told = [read_progress(message.content) for message in grid.sent]
+    assert [p.last_round for p in told[0::2]] == [0, 1, 2]
+    assert [p.last_round for p in told[1::2]] == [0, 0, 0]
 
 
 def test_who_is_away_or_fails_is_lost_and_who_sits_out_by_plan_is_not():

@@ -18,6 +18,7 @@ from collapipe_flwr.federation.edge_gateway import DecoderOrder, EdgeGateway, Me
 from collapipe_flwr.federation.records import LearningSettings
 from collapipe_flwr.federation.rpc_gateway import RpcEdgeGateway
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+from collapipe_flwr.pipeline.state import PartState
 from collapipe_flwr.rpc.edge_client import EdgeClient
 
 
@@ -72,6 +73,68 @@ def test_what_is_placed_can_be_fetched_until_it_is_closed(edge):
     with pytest.raises(LinkError):
         edge.fetch(first)
     edge.close(second)
+
+
+class Shelf:
+    """A client of an edge that keeps what is pushed; ``train`` is what its cluster does there."""
+
+    address = "shelf"
+
+    def __init__(self) -> None:
+        self.held: dict[str, PartState] = {}
+
+    def patiently(self, call):
+        return call()
+
+    def open_session(self, request) -> None:
+        self.held[request.session_id] = PartState(weights={})
+
+    def push_weights(self, session_id, token, tensors) -> None:
+        del token
+        self.held[session_id] = PartState.of_tensors(tensors)
+
+    def fetch_weights(self, session_id, token, *, with_optimizer):
+        del token
+        held = self.held[session_id]
+        return held.tensors() if with_optimizer else dict(held.weights)
+
+    def close_session(self, session_id, token) -> None:
+        del token
+        del self.held[session_id]
+
+    def train(self, session, momentum: float) -> list[float]:
+        """Leave this momentum; returns that with which the session began."""
+        held = self.held[session.session_id]
+        slots = {"w": (torch.tensor([momentum]),)}
+        self.held[session.session_id] = PartState(weights=held.weights, slots=slots)
+        return [float(slot) for slots in held.slots.values() for slot in slots]
+
+
+def test_a_decoder_continues_from_its_clusters_last_accepted_round():
+    def play(gateway: RpcEdgeGateway, momentum: float, end: str) -> list[float]:
+        session = gateway.open(order("c1"))
+        other = gateway.open(order("c2"))
+        began = shelf.train(session, momentum)
+        assert shelf.train(other, 9.0) == []  # never accepted
+        gateway.fetch(other)
+        if end != "late":
+            gateway.fetch(session)
+        if end == "accepted":
+            gateway.accept(session)
+        for opened in (session, other):
+            gateway.close(opened)
+        return began
+
+    shelf = Shelf()
+    gateway = RpcEdgeGateway(shelf, keep_optimizer=True)
+    ends = ["diverged", "accepted", "diverged", "late", "accepted"]
+    began = [play(gateway, mark, end) for mark, end in enumerate(ends, start=1)]
+    assert began == [[], [], [2.0], [2.0], [2.0]]
+    resumed = RpcEdgeGateway(shelf, keep_optimizer=True)
+    resumed.load(gateway.dump())
+    assert play(resumed, 6.0, "diverged") == play(gateway, 6.0, "late") == [5.0]
+    assert play(RpcEdgeGateway(shelf), 1.0, "accepted") == []
+    assert shelf.held == {}
 
 
 def test_the_token_is_not_printed(edge):

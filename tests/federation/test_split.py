@@ -20,6 +20,7 @@ from collapipe_flwr.federation.records import (
     METRICS,
     LearningSettings,
     read_assignment,
+    read_progress,
     write_telemetry,
 )
 from collapipe_flwr.federation.rounds import Outcome, RoundPlan
@@ -219,6 +220,39 @@ def test_a_reply_that_does_not_fit_is_a_failure_that_says_why(change, words):
     assert torch.equal(final["decoder.weight"], torch.full((2, 2), 2.0))  # cluster 1 alone
     with pytest.raises(AssertionError, match=words):
         raise AssertionError(records[0].failures["c2"])
+
+
+def test_only_replies_that_were_aggregated_are_built_upon():
+    class Choosy(FedAvg):
+        """Drops its first round."""
+
+        def aggregate_train(self, server_round, replies):
+            return (
+                (None, None)
+                if server_round == 1
+                else super().aggregate_train(server_round, replies)
+            )
+
+    class Noting(MemoryEdge):
+        def __init__(self) -> None:
+            super().__init__()
+            self.accepted: list[tuple[str, int]] = []
+
+        def accept(self, session) -> None:
+            order = self.orders[session.session_id]
+            assert session.session_id in self.replicas  # while it is open
+            self.accepted.append((order.cluster_id, order.server_round))
+
+    edge = Noting()
+    diverging = {"extra": {"blocks.0.weight": torch.full((2, 2), torch.inf)}}
+    grid = LocalGrid({1: trainer(edge, 1.0, 10), 2: trainer(edge, 3.0, 30, **diverging)})
+    strategy = wrapped(edge, FixedPlanner("c1", "c2"), [], Choosy(fraction_evaluate=0.0))
+    strategy.start(grid, encode_tensors(model()), num_rounds=4)
+    assert edge.accepted == [("c1", 2), ("c1", 3), ("c1", 4)]
+    told = [(m.metadata.dst_node_id, read_progress(m.content)) for m in grid.sent]
+    ours = [(p.rounds, p.last_round) for node, p in told if node == 1]
+    assert ours == [(0, 0), (0, 0), (1, 2), (2, 3)]
+    assert {p.rounds for node, p in told if node == 2} == {0}
 
 
 def test_when_all_fail_the_run_ends_with_the_first_sentence():

@@ -104,3 +104,39 @@ def test_with_a_state_dir_new_nodes_and_a_resumed_run_read_on_where_they_were(
     assert [event["fresh_examples"] for event in _events(tmp_path / "run")] == [
         2 * n for n in fresh
     ]
+
+
+class Late(LocalGrid):
+    """In its second training round the reply of node 2 does not arrive."""
+
+    trained = 0
+
+    def send_and_receive(self, messages, *, timeout=None):
+        messages = list(messages)
+        self.trained += bool(messages) and messages[0].metadata.message_type == "train"
+        replies = super().send_and_receive(messages, timeout=timeout)
+        return [r for r in replies if self.trained != 2 or r.metadata.src_node_id != 2]
+
+
+@pytest.mark.parametrize("state_dir", ["state", ""])
+def test_rows_of_a_round_that_was_lost_are_fresh_in_the_next(
+    stream: Path, tmp_path: Path, state_dir: str
+) -> None:
+    _arrive(stream, "1.jsonl", (_test_set() * 3)[:28])
+    values: dict[str, Value] = {
+        **TINY,
+        **FRESH,
+        "data.stream": str(stream),
+        "train.state-dir": str(tmp_path / state_dir) if state_dir else "",
+        "output-dir": str(tmp_path),
+        "num-server-rounds": 4,
+    }
+    places = {node: {"partition-id": node - 1, "num-partitions": 2} for node in (1, 2)}
+    run(
+        Late(dict.fromkeys(places, client_app), node_configs=places, run_config=values),
+        parse(values),
+    )
+    ours, theirs = [12, 12, 4, 0], [12, 0, 12, 4]  # each of 28 rows once
+    assert [event["fresh_examples"] for event in _events(tmp_path / "run")] == [
+        sum(fresh) for fresh in zip(ours, theirs, strict=True)
+    ]

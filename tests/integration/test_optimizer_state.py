@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from flwr.app import Context, Message
 from safetensors.torch import load_file
 
 from client_app.app import app as client_app
 from collapipe_flwr.core.config import parse
 from collapipe_flwr.core.parsing import Value
+from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.local_grid import LocalGrid
+from collapipe_flwr.federation.records import ARRAYS
 from server_app.app import run
 from tests.integration.conftest import TINY, RunApp
 
@@ -114,3 +117,64 @@ def test_a_node_without_its_past_says_so_and_starts_anew(tmp_path: Path, caplog)
     run(Forgetful({1: client_app}, node_configs={1: place}, run_config=values), parse(values))
     told = [r for r in caplog.records if "no optimiser state of an earlier round" in r.message]
     assert len(told) == ALONE["num-server-rounds"] - 1
+
+
+class Unlucky(LocalGrid):
+    """In its second training round node 2 fails at once, diverges, or is late with its reply."""
+
+    fate = ""
+    trained = 0
+
+    def send_and_receive(self, messages, *, timeout=None):
+        messages = list(messages)
+        self.trained += bool(messages) and messages[0].metadata.message_type == "train"
+        replies = super().send_and_receive(messages, timeout=timeout)
+        late = self.fate == "late" and self.trained == 2
+        return [r for r in replies if not (late and r.metadata.src_node_id == 2)]
+
+    def answer(self, message: Message, context: Context) -> Message:
+        if message.metadata.message_type == "train" and self.trained == 2:
+            if self.fate == "fails":
+                raise RuntimeError("no memory left")
+            if self.fate == "diverges":
+                sent = decode_tensors(message.content[ARRAYS])
+                bad = {k: t * torch.nan if t.is_floating_point() else t for k, t in sent.items()}
+                message.content[ARRAYS] = encode_tensors(bad)
+        return client_app(message, context)
+
+
+def _outcome(values: dict[str, Value], fate: str) -> tuple[bytes, list[int]]:
+    """The model, and how many clusters each round lost."""
+    values = {**values, "run-name": fate}
+    places = {node: {"partition-id": node - 1, "num-partitions": 2} for node in (1, 2)}
+    grid = Unlucky({1: client_app}, node_configs=places, run_config=values)
+    grid.add(2, grid.answer)
+    grid.fate = fate
+    run(grid, parse(values))
+    folder = Path(str(values["output-dir"])) / fate
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    model = (folder / "model" / "model.safetensors").read_bytes()
+    return model, [len(event["lost"]) for event in events]
+
+
+@pytest.mark.parametrize("state_dir", ["", "state"])
+@pytest.mark.parametrize(
+    ("runtime", "fate"), [("pipeline", "diverges"), ("pipeline", "late"), ("whole", "late")]
+)
+def test_a_round_that_is_not_accepted_leaves_no_trace(
+    tmp_path: Path, runtime: str, fate: str, state_dir: str
+) -> None:
+    """The cluster goes on as if it had failed before it trained anything."""
+    values: dict[str, Value] = {
+        **TINY,
+        **ALONE,
+        "clusters": 2,
+        "num-server-rounds": 3,
+        "runtime": runtime,
+        "train.optimizer-state": "keep",
+        "train.state-dir": str(tmp_path / state_dir) if state_dir else "",
+        "output-dir": str(tmp_path),
+    }
+    never, lost = _outcome(values, "fails")
+    assert lost == [0, 1, 0]
+    assert _outcome(values, fate) == (never, lost)
