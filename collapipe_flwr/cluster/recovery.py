@@ -174,7 +174,10 @@ class RecoveringRound:
             present = [name for name in ids if name not in missing | self._lost]
             plan = replan(plan, self._remains(present))
             self.order = replace(self.order, plan=plan)
-        self._recovery.edge.rollback(self._done)
+        try:
+            self._recovery.edge.rollback(self._done)
+        except LinkError as gone:
+            raise LinkError(f"{error}; the round cannot be replayed: {gone}") from error
         where = ", ".join(s.device_id for s in plan.segments)
         log.warning("replaying from step %d on %s", self._done, where)
         return Incident(

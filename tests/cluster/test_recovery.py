@@ -373,6 +373,23 @@ def test_a_link_that_breaks_while_all_live_is_replayed_on_the_same_plan(
     assert_same(weights, undisturbed(CUT.plan()))
 
 
+def test_an_edge_that_cannot_go_back_does_not_hide_what_broke_first(
+    splitter: Splitter, first
+) -> None:
+    edge = new_edge(splitter, first)
+
+    def restart_without_state() -> None:
+        edge.service = EdgeService()
+        raise LinkError("the edge broke off")
+
+    stages = failing(Fault(step=1, device_id="A/d1", phase="send"), die=restart_without_state)
+    batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
+    fleet = ThreadFleet(edge.connect, stages)
+    told = "the edge broke off; the round cannot be replayed: no session A"
+    with pytest.raises(LinkError, match=told):
+        train_round(splitter, order(first), batches, fleet, recovery=recovery(splitter, edge))
+
+
 def test_what_breaks_for_ever_is_given_up(splitter: Splitter, first) -> None:
     edge = new_edge(splitter, first)
     tries = []
