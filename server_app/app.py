@@ -187,7 +187,7 @@ def _edge(config: EdgeConfig) -> Iterator[EdgeClient]:
             patience_s=config.timeout_s,
             heartbeat=config.heartbeat,
         ) as client:
-            client.health()
+            client.status()
             yield client
         return
     with (

@@ -32,7 +32,10 @@ from collapipe_flwr.scheduler.plans import check_cluster_plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundResult:
-    """What came of it; ``reports`` are those of the control unit and of each device in order."""
+    """What came of it; ``reports`` are those of the control unit and of each device in order.
+
+    They, and ``moved``, are of the legs that count: what was void and replayed is not in them.
+    """
 
     weights: dict[str, Tensor]
     slots: Slots = field(default_factory=dict)  # of embedding and blocks, where asked for

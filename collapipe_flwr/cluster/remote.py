@@ -29,7 +29,7 @@ from collapipe_flwr.rpc.pacing import StreamSettings, slower
 _log = logging.getLogger(__name__)
 _RANDOM_BYTES = 16
 _BYTES_PER_MBIT = 125_000
-PROBE_S = 2.0  # a device that does not say how it feels within this time is lost
+PROBE_S = 2.0  # a device that does not answer within this time is lost
 CLOSE_S = 2.0  # for a device to free a session
 Answer = TypeVar("Answer")
 
@@ -73,7 +73,7 @@ class RemoteFleet:
                 raise
 
     def missing(self, device_ids: Collection[str]) -> frozenset[str]:
-        """See `Fleet.missing`."""
+        """See `Fleet.missing`; a device need not load its libraries to answer."""
         hasty = replace(self, deadline_s=PROBE_S, heartbeat=None)
         with ThreadPoolExecutor(max(len(device_ids), 1), thread_name_prefix="probe") as pool:
             answers = list(pool.map(hasty._answers, device_ids))
@@ -82,11 +82,13 @@ class RemoteFleet:
     def _answers(self, device_id: str) -> bool:
         try:
             with self._client(device_id) as client:
-                client.health()
+                stopping = client.status().stopping
         except LinkError as error:
             _log.warning("%s is lost: %s", device_id, error)
             return False
-        return True
+        if stopping:
+            _log.warning("%s is lost: it is stopping", device_id)
+        return not stopping
 
     def _client(self, device_id: str) -> EdgeClient:
         member = self._member(device_id)

@@ -128,7 +128,8 @@ class Handlers:
         """What a check wants to know of a host that may not have loaded torch yet."""
         with self._admitted(context, "Status"):
             only_message(messages, context)
-            return encode_message(status_here(awake=self._skin is not None))
+            awake = self._skin is not None
+            return encode_message(status_here(awake=awake, stopping=self._draining))
 
     @contextmanager
     def _entered(self, context: grpc.ServicerContext, name: str) -> Iterator[Skin]:

@@ -248,7 +248,7 @@ def _rate(text: str) -> float | None:
 def _stream_id(text: str) -> int:
     """How the other end calls the stream in its notes."""
     if not (text.isdecimal() and len(text) < 19):
-        raise SessionRefused(f"a stream is called by a whole number >= 0, got {text[:20]!r}")
+        raise SessionRefused(f"the id of a stream must be a whole number >= 0, got {text[:20]!r}")
     return int(text)
 
 

@@ -57,9 +57,14 @@ class ClusterTelemetry:
 
     @property
     def link_bytes(self) -> dict[str, int]:
-        """Bytes both ways: between members, and between the last of them and the edge."""
+        """Bytes both ways: between members, and between the last of them and the edge.
+
+        Where a device was lost, another was the last; the edge knows what all of them sent.
+        """
         hops = [report.sent_down_bytes + report.received_down_bytes for report in self.reports]
-        return {D2D: sum(hops[:-1]), D2E: sum(hops[-1:])}
+        edge = self.edge
+        last = edge.sent_up_bytes + edge.received_up_bytes if edge else sum(hops[-1:])
+        return {D2D: sum(hops) - last, D2E: last}
 
     def hops(self, plan: ClusterPlan) -> tuple[HopTraffic, ...]:
         """The hops of ``plan``; none where the round ran over several chains."""
@@ -93,13 +98,17 @@ class ClusterTelemetry:
         return {report.name: report.peak_tensor_bytes for report in stages}
 
     def gradient_noise(self, plan: ClusterPlan) -> GradientNoise | None:
-        """Squared gradient norms of the whole model for micro-batches and batches."""
+        """Squared gradient norms of the whole model for micro-batches and batches.
+
+        A stage counts for the share of the steps that it took part in.
+        """
         if self.edge is None or not self.reports:
             return None
-        stages = (*self.reports, self.edge)
+        steps = max(1, *(report.steps for report in self.reports))
+        stages = [(report, report.steps / steps) for report in (*self.reports, self.edge)]
         return GradientNoise(
             small_examples=plan.micro_batch_size,
-            small_square_norm=math.fsum(report.small_square_norm for report in stages),
+            small_square_norm=math.fsum(r.small_square_norm * share for r, share in stages),
             big_examples=plan.micro_batch_size * plan.micro_batches,
-            big_square_norm=math.fsum(report.big_square_norm for report in stages),
+            big_square_norm=math.fsum(r.big_square_norm * share for r, share in stages),
         )

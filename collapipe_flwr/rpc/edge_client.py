@@ -177,12 +177,12 @@ class EdgeClient:
         self._unary("CloseSession", b"", _key(session_id, token), within_s)
 
     def health(self) -> Health:
-        """Whether the edge answers, and how many sessions it holds."""
+        """How many sessions the host holds; it may load its libraries first."""
         answer = self._unary("Health", b"")
         return self._translated(lambda: decode_message(Health, answer))
 
     def status(self) -> HostStatus:
-        """Memory and clock of the host, which need not load anything to answer."""
+        """Memory and clock of the host, which loads nothing to answer: whether it is there."""
         answer = self._unary("Status", b"")
         return self._translated(lambda: decode_message(HostStatus, answer))
 

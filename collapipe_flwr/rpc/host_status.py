@@ -18,11 +18,13 @@ _MOST_DEADLINE_S = 60.0
 class HostStatus:
     """``resident_bytes`` is the daemon's own memory (0: not known), ``unix_s`` its clock.
 
-    It is ``awake`` when it has loaded the libraries of models.
+    It is ``awake`` when it has loaded the libraries of models, and opens no session any more when
+    it is ``stopping``.
     """
 
     resident_bytes: int
     awake: bool
+    stopping: bool
     unix_s: float
     version: str
 
@@ -58,10 +60,14 @@ class ProbeAnswer:
     delay_s: float
 
 
-def status_here(*, awake: bool) -> HostStatus:
+def status_here(*, awake: bool, stopping: bool) -> HostStatus:
     """Of this process."""
     return HostStatus(
-        resident_bytes=_resident_bytes(), awake=awake, unix_s=time.time(), version=_version()
+        resident_bytes=_resident_bytes(),
+        awake=awake,
+        stopping=stopping,
+        unix_s=time.time(),
+        version=_version(),
     )
 
 

@@ -17,15 +17,18 @@ START_S = 60.0
 
 
 class Daemon:
-    """One process; `address` is where it listens."""
+    """One process; `address` is where it listens. Modules in `first` go before all others."""
 
-    def __init__(self, command: str, *options: str, tls: TlsFiles | None = None) -> None:
+    def __init__(
+        self, command: str, *options: str, tls: TlsFiles | None = None, first: Path | None = None
+    ) -> None:
         arguments = [sys.executable, "-m", "collapipe_flwr.cli", command]
         arguments += ["--listen", "127.0.0.1:0", *options, *tls_options(tls)]
+        path = os.pathsep.join(str(folder) for folder in (first, ROOT) if folder is not None)
         self.process = subprocess.Popen(
             arguments,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -39,6 +42,20 @@ class Daemon:
         self.process.wait(10)
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+
+def where_torch_never_loads(folder: Path) -> Path:
+    """For `Daemon`'s `first`: importing torch waits for as long as the process lives."""
+    never = folder / "never"
+    os.mkfifo(never)
+    (folder / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Never:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        return open({str(never)!r}) if name == 'torch' else None\n"
+        "sys.meta_path.insert(0, Never())\n"
+    )
+    return folder
 
 
 def first_line(process: subprocess.Popen[str]) -> str:

@@ -260,6 +260,14 @@ def test_garbage_in_a_call_is_an_error_for_that_peer_only(server, client, name, 
     client.fetch_weights("c1", TOKEN)
 
 
+@pytest.mark.parametrize("stream_id", ["-1", "1.5", "one", "1" * 30])
+def test_a_stream_with_no_number_is_refused(server, client, stream_id):
+    open_session(client, Head())
+    with pytest.raises(grpc.RpcError, match="must be a whole number"):
+        raw_call(server.address, "Stream", [], (*KEY, (methods.STREAM_KEY, stream_id)))
+    client.fetch_weights("c1", TOKEN)
+
+
 @pytest.mark.parametrize("data", GARBAGE)
 def test_garbage_in_a_stream_ends_it_with_an_error_frame(server, client, data):
     open_session(client, Head(), "other")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from flwr.app import ArrayRecord
 
+from collapipe_flwr.cluster.control_unit import joined
+from collapipe_flwr.cluster.order import CONTROL_UNIT
 from collapipe_flwr.core.domain import BlockCost, ModelProfile
 from collapipe_flwr.federation.arrays import encode_tensors
 from collapipe_flwr.federation.movement import Models, MovementMeter
@@ -57,6 +60,8 @@ def report(name: str, small: float, big: float) -> StageReport:
         big_square_norm=big,
         sent_down_bytes=100,
         received_down_bytes=10,
+        sent_up_bytes=10,
+        received_up_bytes=100,
         peak_tensor_bytes=7,
     )
 
@@ -147,6 +152,25 @@ def test_link_bytes_split_at_the_last_device():
     assert told("c").link_bytes == {"d2d": 220, "d2e": 110}
     assert told("c").peak_memory_bytes == {"cu": 7, "d1": 7, "d2": 7, "edge": 7}
     assert ClusterTelemetry(cluster_id="c", examples=1, wall_s=0.0, losses=()).loss is None
+
+
+def test_a_round_that_lost_its_last_device_splits_bytes_and_norms_as_its_legs_did():
+    wide = replace(report("d1", 2.0, 1.0), sent_down_bytes=500)
+    before = (report(CONTROL_UNIT, 1.0, 0.5), wide, report("d2", 3.0, 1.5))
+    after = (report(CONTROL_UNIT, 1.0, 0.5), report("d1", 5.0, 2.5))  # with the blocks of d2
+    round_told = ClusterTelemetry(
+        cluster_id="c",
+        examples=64,
+        wall_s=1.0,
+        losses=(2.0, 1.5, 1.2, 1.0),
+        reports=joined((before, after)),
+        edge=report("edge", 4.0, 2.0) + report("edge", 4.0, 2.0),
+    )
+    assert round_told.link_bytes == {"d2d": 730, "d2e": 220}
+    plan = rounds().plan(1, [11], EMPTY).plan.clusters[0]
+    calm, hit = told("c").gradient_noise(plan), round_told.gradient_noise(plan)
+    assert calm == hit
+    assert (calm.small_square_norm, calm.big_square_norm) == (10.0, 5.0)
 
 
 def test_movement_is_that_of_the_averaged_arrays():

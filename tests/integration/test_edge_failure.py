@@ -14,8 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from collapipe_flwr.core.config import EdgeConfig
 from collapipe_flwr.core.errors import CollaPipeError
 from collapipe_flwr.rpc.edge_client import EdgeClient
+from server_app.app import _edge
+from tests.cluster.daemon_processes import Daemon, running, where_torch_never_loads
 from tests.integration.conftest import RunApp
 
 START_S, NOTICE_S = 120.0, 60.0
@@ -41,6 +44,12 @@ def _kill_when_busy(process: subprocess.Popen[str], address: str, killed_s: list
                 killed_s.append(time.monotonic())
                 return
             time.sleep(0.01)
+
+
+def test_an_edge_that_has_not_loaded_torch_is_there(tmp_path: Path) -> None:
+    daemon = Daemon("edge", first=where_torch_never_loads(tmp_path))
+    with running(daemon) as (edge,), _edge(EdgeConfig(address=edge.address)) as client:
+        assert not client.status().awake
 
 
 def test_killing_the_edge_in_a_round_ends_the_run_with_a_sentence(

@@ -1,0 +1,53 @@
+"""Which daemons answer: those that have loaded nothing yet do, those that are stopping do not."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from collapipe_flwr.cluster.remote import RemoteFleet
+from collapipe_flwr.core.cluster_file import parse_cluster
+from collapipe_flwr.edge.server import EdgeServer
+from collapipe_flwr.pipeline.session import NextHop
+from collapipe_flwr.rpc.edge_client import EdgeClient
+from tests.cluster.daemon_processes import Daemon, running, where_torch_never_loads
+from tests.edge.chain_to_edge import TOKEN, request, service
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that does much else."""
+    monkeypatch.setattr("collapipe_flwr.cluster.remote.PROBE_S", 30.0)
+
+
+def fleet(*addresses: str) -> RemoteFleet:
+    """Of boards 0, 1, ..."""
+    boards = [{"name": str(index), "address": there} for index, there in enumerate(addresses)]
+    nowhere = NextHop(address="", session_id="", token="")
+    return RemoteFleet(
+        cluster=parse_cluster({"id": "shed", "device": boards}, Path()), edge=nowhere
+    )
+
+
+def test_a_daemon_that_has_not_loaded_torch_is_there(tmp_path: Path) -> None:
+    with running(Daemon("device", first=where_torch_never_loads(tmp_path))) as (daemon,):
+        boards = fleet(daemon.address, "127.0.0.1:1")
+        assert boards.missing(["shed/0", "shed/1"]) == {"shed/1"}
+        with EdgeClient(daemon.address) as client:
+            assert not client.status().awake
+
+
+def test_a_daemon_that_is_stopping_is_lost() -> None:
+    with EdgeServer("127.0.0.1:0", service()) as server, EdgeClient(server.address) as client:
+        boards = fleet(server.address)
+        client.open_session(request())
+        assert boards.missing(["shed/0"]) == frozenset()
+        drain = threading.Thread(target=server.drain, args=(60.0,))
+        drain.start()
+        while drain.is_alive() and not boards.missing(["shed/0"]):
+            pass
+        assert drain.is_alive()
+        client.close_session("c1", TOKEN)
+        drain.join(60)
