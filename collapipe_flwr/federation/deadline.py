@@ -10,6 +10,11 @@ with the largest ratio of the last rounds and the largest overhead: what a round
 slowest cluster's own training (messages, start of apps, waiting in line). The round closes after
 ``slack`` times that. A cluster that has not finished a round yet has no ratio: a round in which it
 takes part has no deadline.
+
+A cluster that was late says only that it needs more than it was given, so the next deadline is at
+least twice as long, and so on until it fits or the run's own timeout is reached. Who misses that as
+well is not waited for again while there are others: deadlines are as short as those need, until it
+meets one.
 """
 
 from __future__ import annotations
@@ -17,22 +22,22 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flwr.app import Error, Message
 from flwr.serverapp import Grid
 
-from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.federation.checkpoint import Memory, Resumable
 from collapipe_flwr.federation.members import Members
 from collapipe_flwr.federation.records import read_assignment, take_telemetry
+from collapipe_flwr.federation.replies import LATE
 
 log = logging.getLogger("flwr.collapipe")
 REMEMBERED = 5  # rounds
-LATE = 301  # Error.code of replies that were not waited for; Flower's own are below 100
+GROWTH = 2.0  # at least, of the deadline after one that was missed
 Seconds = Mapping[str, float]  # by cluster
 
 
@@ -42,6 +47,7 @@ class _Kept:
 
     ratios: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     overhead_s: tuple[float, ...] = ()
+    missed: Mapping[str, float] = field(default_factory=dict)
 
 
 class RoundClock:
@@ -51,13 +57,18 @@ class RoundClock:
         self._slack = slack
         self._ratios: dict[str, deque[float]] = {}  # wall over predicted seconds, by cluster
         self._overhead_s: deque[float] = deque(maxlen=REMEMBERED)
+        self._missed: dict[str, float] = {}  # ratio to allow who was late; 0: no wait is worth it
 
     def deadline_s(self, predicted_s: Seconds) -> float | None:
         """When a round with these predictions should close; None while nobody can tell."""
-        if not self._overhead_s or not predicted_s or not set(predicted_s) <= set(self._ratios):
+        awaited_s = {name: s for name, s in predicted_s.items() if self._missed.get(name) != 0.0}
+        if not self._overhead_s or not awaited_s or not awaited_s.keys() <= self._ratios.keys():
             return None
-        work_s = max(max(self._ratios[name]) * s for name, s in predicted_s.items())
+        work_s = max(self._ratio(name) * s for name, s in awaited_s.items())
         return self._slack * (max(self._overhead_s) + work_s)
+
+    def _ratio(self, name: str) -> float:
+        return max(*self._ratios[name], self._missed.get(name, 0.0))
 
     def learn(self, predicted_s: Seconds, wall_s: Seconds, exchange_s: float) -> None:
         """A round's exchange of messages; one that somebody missed says nothing about overhead."""
@@ -65,19 +76,30 @@ class RoundClock:
             if predicted_s[name] > 0:
                 ratios = self._ratios.setdefault(name, deque(maxlen=REMEMBERED))
                 ratios.append(wall_s[name] / predicted_s[name])
+            self._missed.pop(name, None)
         if predicted_s and wall_s.keys() >= predicted_s.keys():
             self._overhead_s.append(max(exchange_s - max(wall_s.values()), 0.0))
+
+    def miss(self, predicted_s: Seconds, planned_s: float | None) -> None:
+        """These clusters were late after ``planned_s``; None: after the run's own timeout."""
+        for name, seconds in predicted_s.items():
+            if planned_s is None:
+                self._missed[name] = 0.0
+            elif self._missed.get(name) != 0.0 and seconds > 0:
+                self._missed[name] = max(GROWTH / self._slack, 1.0) * planned_s / seconds
 
     def dump(self) -> Memory:
         """The rounds that it remembers."""
         ratios = {name: tuple(found) for name, found in self._ratios.items()}
-        return Memory(text=to_json(_Kept(ratios=ratios, overhead_s=tuple(self._overhead_s))))
+        kept = _Kept(ratios=ratios, overhead_s=tuple(self._overhead_s), missed=self._missed)
+        return Memory(text=to_json(kept))
 
     def load(self, memory: Memory) -> None:
         """Go on from a checkpoint; raises ProtocolError if it is not a clock's."""
         kept = from_json(_Kept, memory.text, "the clock's checkpoint") if memory.text else _Kept()
         self._ratios = {name: deque(r, maxlen=REMEMBERED) for name, r in kept.ratios.items()}
         self._overhead_s = deque(kept.overhead_s, maxlen=REMEMBERED)
+        self._missed = dict(kept.missed)
 
 
 class PunctualMembers(Members):
@@ -106,7 +128,7 @@ class PunctualMembers(Members):
     ) -> list[Message]:
         """Push, then pull until all are there, or it is time; errors for those that are late."""
         sent = list(messages)
-        predicted_s = {plan.cluster_id: plan.latency_s for plan in _plans(sent)}
+        predicted_s = _predicted(sent)
         planned_s = self._clock.deadline_s(predicted_s)
         if planned_s is not None and timeout is not None and timeout <= planned_s:
             planned_s = None
@@ -115,34 +137,32 @@ class PunctualMembers(Members):
             sent, timeout=timeout if planned_s is None else planned_s
         )
         exchange_s = self._now() - started_s
+        there = {reply.metadata.reply_to_message_id for reply in replies}
+        late = [message for message in sent if message.metadata.message_id not in there]
         self._clock.learn(predicted_s, _walls(replies), exchange_s)
-        if len(replies) < len(sent):
-            missing = len(sent) - len(replies)
-            log.warning("closed after %.1f s, %d of %d are late", exchange_s, missing, len(sent))
-        return replies if planned_s is None else [*replies, *_late(sent, replies, planned_s)]
+        self._clock.miss(_predicted(late), planned_s)
+        if late:
+            log.warning("closed after %.1f s, %d of %d are late", exchange_s, len(late), len(sent))
+        return replies if planned_s is None else [*replies, *(_late(m, planned_s) for m in late)]
 
 
-def _late(
-    sent: Sequence[Message], replies: Sequence[Message], planned_s: float
-) -> Iterator[Message]:
-    """An error in the place of each reply that was not there in time: it names the reason."""
-    there = {reply.metadata.reply_to_message_id for reply in replies}
-    for message in sent:
-        if message.metadata.message_id not in there:
-            why = f"late: the round was planned to close after {planned_s:.1f} s (round-slack)"
-            yield Message(Error(LATE, why), reply_to=message)
+def _late(message: Message, planned_s: float) -> Message:
+    """An error in the place of a reply that was not there in time: it names the reason."""
+    why = f"late: the round was planned to close after {planned_s:.1f} s (round-slack)"
+    return Message(Error(LATE, why), reply_to=message)
 
 
-def _plans(messages: Sequence[Message]) -> list[ClusterPlan]:
-    """The plans in messages that ask for training."""
+def _predicted(messages: Sequence[Message]) -> dict[str, float]:
+    """What the plans in messages that ask for training predict, by cluster."""
     asked = [m.content for m in messages if m.metadata.message_type == "train" and m.has_content()]
-    found: list[ClusterPlan] = []
+    found: dict[str, float] = {}
     for content in asked:
         try:
             plan = read_assignment(content).plan
         except ProtocolError:  # a plain strategy's: nothing was planned
             continue
-        found += [plan] if plan is not None else []
+        if plan is not None:
+            found[plan.cluster_id] = plan.latency_s
     return found
 
 

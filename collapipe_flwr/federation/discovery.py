@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flwr.app import Message, RecordDict
@@ -97,20 +97,60 @@ def _is_gone(reply: Message) -> bool:
     return reply.has_error() and reply.error.code == _NODE_UNAVAILABLE
 
 
-def describe_late(grid: Grid, nodes: Sequence[int], *, timeout_s: float) -> dict[int, str]:
-    """The cluster ids of nodes that connected in the middle of a run, "" of spare ones.
+class Newcomers:
+    """Asks nodes that connect in the middle of a run which cluster each is.
 
-    Those that do not say so are left out.
+    A node is waited for once; what it says later is taken at the next look, without a wait. Every
+    wait in vain halves the next one, so nodes that never answer cost twice ``wait_s`` in all.
     """
-    asked = [Message(RecordDict(), node, QUERY_DESCRIBE) for node in nodes]
-    names = {}
-    for reply in grid.send_and_receive(asked, timeout=timeout_s):
-        try:
-            profile = _profile(reply)
-            names[_sender(reply, asked)] = "" if profile is None else profile.cluster_id
-        except RunError as error:
-            log.warning("%s; it is asked again next round", error)
-    return names
+
+    def __init__(self, grid: Grid, wait_s: float = 60.0) -> None:
+        self._grid = grid
+        self._wait_s = wait_s
+        self._asked: dict[str, Message] = {}  # that are not answered yet, by id
+        self._waited: set[int] = set()
+
+    def names(self, nodes: Sequence[int]) -> dict[int, str]:
+        """The cluster ids of nodes, "" of spare ones; those that have not said so are left out."""
+        names = self._read(self._grid.pull_messages(list(self._asked))) if self._asked else {}
+        pending = {message.metadata.dst_node_id for message in self._asked.values()}
+        unasked = [node for node in nodes if node not in names.keys() | pending]
+        self._push([node for node in unasked if node in self._waited])
+        names |= self._wait_for([node for node in unasked if node not in self._waited])
+        return {node: name for node, name in names.items() if node in nodes}
+
+    def _push(self, nodes: Sequence[int]) -> None:
+        asked = [Message(RecordDict(), node, QUERY_DESCRIBE) for node in nodes]
+        if asked:
+            self._grid.push_messages(asked)
+            self._note(asked)
+
+    def _wait_for(self, nodes: Sequence[int]) -> dict[int, str]:
+        if not nodes:
+            return {}
+        asked = [Message(RecordDict(), node, QUERY_DESCRIBE) for node in nodes]
+        replies = list(self._grid.send_and_receive(asked, timeout=self._wait_s))
+        self._note(asked)
+        self._waited |= set(nodes)
+        if len(replies) < len(asked):
+            log.warning("nodes %s have not said who they are within %g s", nodes, self._wait_s)
+            self._wait_s /= 2
+        return self._read(replies)
+
+    def _note(self, asked: Sequence[Message]) -> None:
+        self._asked |= {message.metadata.message_id: message for message in asked}
+
+    def _read(self, replies: Iterable[Message]) -> dict[int, str]:
+        names = {}
+        for reply in replies:
+            node = _sender(reply, list(self._asked.values()))
+            self._asked.pop(reply.metadata.reply_to_message_id, None)
+            try:
+                profile = _profile(reply)
+                names[node] = "" if profile is None else profile.cluster_id
+            except RunError as error:
+                log.warning("%s; it is asked again", error)
+        return names
 
 
 def _sender(reply: Message, asked: Sequence[Message]) -> int:

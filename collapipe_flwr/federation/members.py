@@ -17,7 +17,7 @@ from flwr.serverapp import Grid
 
 from collapipe_flwr.federation.accepted import AcceptedRounds
 from collapipe_flwr.federation.checkpoint import Resumable
-from collapipe_flwr.federation.discovery import describe_late
+from collapipe_flwr.federation.discovery import Newcomers
 from collapipe_flwr.federation.records import (
     content_bytes,
     flower_round,
@@ -30,7 +30,6 @@ if TYPE_CHECKING:  # not part of Flower's public names
 
 
 log = logging.getLogger("flwr.collapipe")
-_DESCRIBE_S = 60.0  # for a node that is new in the middle of a run
 
 
 class Members(Grid):
@@ -38,6 +37,7 @@ class Members(Grid):
 
     def __init__(self, grid: Grid, clusters: Mapping[int, str]) -> None:
         self._grid = grid
+        self._newcomers = Newcomers(grid)
         self._clusters = dict(clusters)
         self._strangers: set[int] = set()  # of no cluster of this run, or not any more
         self._accepted = AcceptedRounds()  # of plain strategies
@@ -90,7 +90,7 @@ class Members(Grid):
         nodes = list(self._grid.get_node_ids())
         late = [n for n in nodes if n not in self._clusters and n not in self._strangers]
         if late:
-            for node, name in describe_late(self._grid, late, timeout_s=_DESCRIBE_S).items():
+            for node, name in self._newcomers.names(late).items():
                 self._meet(node, name)
         self._connected = self._clusters.keys() & set(nodes)
         return [node for node in nodes if node in self._clusters]

@@ -24,7 +24,14 @@ from collapipe_flwr.federation.records import (
     write_assignment,
     write_progress,
 )
-from collapipe_flwr.federation.replies import Sent, as_failed, sender_of, sentence, with_content
+from collapipe_flwr.federation.replies import (
+    LATE,
+    Sent,
+    as_failed,
+    sender_of,
+    sentence,
+    with_content,
+)
 from collapipe_flwr.federation.rounds import ClosedRound, RoundPlan
 from collapipe_flwr.federation.split import SplitRound
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
@@ -89,8 +96,12 @@ class OpenRound:
         return received
 
     def refuse_total_loss(self, received: Received) -> None:
-        """Raise RunError if clusters were asked and none gave a usable reply."""
-        if not self.sent or received.models:
+        """Raise RunError if clusters were asked and none gave a usable reply.
+
+        One that was late by plan is no loss: the next round waits longer for it.
+        """
+        late = (r for r in received.replies if r.has_error() and r.error.code == LATE)
+        if not self.sent or received.models or any(late):
             return
         cluster_id, why = next(iter(received.failures.items()))
         raise RunError(

@@ -94,9 +94,11 @@ class ScheduledRounds:
         return RoundPlan(server_round=server_round, plan=plan, cluster_ids=names, binding=True)
 
     def settle(self, closed: ClosedRound) -> Outcome:
-        """Price the finished part of the plan and let the scheduler observe it."""
+        """Price the finished part of the plan and let the scheduler observe it, if there is any."""
         assert closed.plan.plan is not None and self.state is not None
         done = finished(closed.plan.plan, closed)
+        if not done.clusters:
+            return Outcome(queues_j=self.state.energy_queue_j)
         snapshot = self._snapshot(closed)
         priced = price(done, snapshot, self._options)
         self._absent |= {name: told.absent for name, told in closed.telemetry.items()}

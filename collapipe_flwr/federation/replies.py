@@ -11,6 +11,7 @@ from flwr.app import Error, Message, RecordDict
 
 LONGEST_SENTENCE = 400  # characters of a client's words that are shown
 BAD_REPLY = 300  # Error.code of replies that arrived but cannot be used; Flower's own are below 100
+LATE = 301  # Error.code of replies that were not waited for
 _FLOWER_WRAPPING = re.compile(r".*occurred\. Message: ?|^<class '[^']*'>:<'|'>\s*$", re.DOTALL)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.reporting.picture import write_picture
 from collapipe_flwr.reporting.run_directory import read_events, read_summary
 
 
@@ -122,7 +123,7 @@ def _largest_device(curve: Curve) -> str:
 
 
 def draw(curves: Sequence[Curve], path: Path) -> None:
-    """A picture of the curves; raises ConfigError without matplotlib."""
+    """A picture of the curves; raises ConfigError without matplotlib, or a place to write it."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -140,4 +141,4 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
         axes.set_yscale("log")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=120)
+    write_picture(figure, path)

@@ -10,13 +10,13 @@ from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.experiments.simulate import PolicyResult, Simulation
 from collapipe_flwr.experiments.tradeoff import TradeoffPoint
+from collapipe_flwr.reporting.picture import write_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 INCHES = (8.0, 4.5)
-DPI = 120
 
 
 def check_plot(folder: Path) -> None:
@@ -44,7 +44,7 @@ def save_figures(
     paths = []
     for name, figure in drawn.items():
         paths.append(folder / f"{name}.png")
-        figure.savefig(paths[-1], dpi=DPI)
+        write_picture(figure, paths[-1])
     return paths
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+import pytest
+from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from collapipe_flwr.federation.local_grid import LocalGrid
@@ -13,6 +14,7 @@ from collapipe_flwr.federation.records import (
     read_progress,
     whole_task_config,
 )
+from tests.federation.test_discovery import cluster, spare
 
 
 def _arrays() -> ArrayRecord:
@@ -85,3 +87,85 @@ def test_who_is_away_or_fails_is_lost_and_who_sits_out_by_plan_is_not():
     assert members.lost == {"c", "away"}
     members.send_and_receive([Message(RecordDict({"arrays": _arrays()}), 3, "evaluate")])
     assert members.lost == {"c", "away"}  # of the last training
+
+
+class SlowGrid(LocalGrid):
+    """Some nodes keep their answers back; time passes only while one waits for them."""
+
+    def __init__(self, nodes, silent) -> None:
+        super().__init__(nodes)
+        self.silent = set(silent)
+        self.waited_s = 0.0
+
+    def pull_messages(self, message_ids):
+        kept = {m.metadata.message_id for m in self.sent if m.metadata.dst_node_id in self.silent}
+        return super().pull_messages([i for i in message_ids if i not in kept])
+
+    def send_and_receive(self, messages, *, timeout=None):
+        ids = self.push_messages(messages)
+        replies = self.pull_messages(ids)
+        self.waited_s += timeout if len(replies) < len(ids) else 0.0
+        return replies
+
+
+def test_a_node_that_never_says_who_it_is_is_waited_for_once():
+    grid = SlowGrid({1: _client(), 9: cluster("b")}, silent={9})
+    members = Members(grid, {1: "a", 2: "b"})
+    assert members.get_node_ids() == [1]
+    once = grid.waited_s
+    assert 0 < once <= 60
+    assert all(members.get_node_ids() == [1] for _ in range(20))
+    assert grid.waited_s == once
+    assert len(grid.sent) == 1
+
+
+def test_nodes_that_never_answer_cost_a_bounded_time_however_many_come():
+    grid = SlowGrid({1: _client()}, silent=range(10, 99))
+    members = Members(grid, {1: "a", 2: "b"})
+    for node in range(10, 99):
+        grid.add(node, cluster("b"))
+        assert members.get_node_ids() == [1]
+    assert grid.waited_s <= 120
+    grid.add(100, cluster("b"))
+    assert members.get_node_ids() == [1, 100]
+
+
+def test_a_node_that_answers_late_is_taken_in_with_the_next_look():
+    grid = SlowGrid({1: _client(), 8: spare, 9: cluster("b")}, silent={8, 9})
+    members = Members(grid, {1: "a", 2: "b"})
+    assert members.get_node_ids() == [1]
+    grid.silent.clear()
+    assert members.get_node_ids() == [1, 9]
+    assert members.clusters == {1: "a", 9: "b"}
+    asked = len(grid.sent)
+    assert members.get_node_ids() == [1, 9]
+    assert len(grid.sent) == asked  # nor is the spare one asked again
+
+
+@pytest.mark.parametrize("code", [2, 5])
+def test_a_node_that_fails_is_asked_again_without_a_wait(code):
+    def failing(message, context):
+        del context
+        return Message(Error(code, "no memory left"), reply_to=message)
+
+    grid = SlowGrid({1: _client(), 9: failing}, silent=())
+    members = Members(grid, {1: "a", 2: "b"})
+    assert members.get_node_ids() == [1]
+    grid.silent = {9}  # from now on its failures take their time
+    assert all(members.get_node_ids() == [1] for _ in range(5))
+    assert grid.waited_s == 0.0
+    grid.silent.clear()
+    grid.add(9, cluster("b"))
+    assert members.get_node_ids() == [1]  # its last failure
+    assert members.get_node_ids() == [1, 9]
+
+
+def test_an_answer_of_a_node_that_has_gone_since_counts_for_nothing():
+    grid = SlowGrid({1: _client(), 9: cluster("b")}, silent={9})
+    members = Members(grid, {1: "a", 2: "b"})
+    assert members.get_node_ids() == [1]
+    grid._nodes.pop(9)
+    grid.silent.clear()
+    grid.add(10, cluster("b"))
+    assert members.get_node_ids() == [1, 10]
+    assert members.clusters == {1: "a", 10: "b"}

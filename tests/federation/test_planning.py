@@ -142,6 +142,17 @@ def test_measurements_reach_the_estimators():
     assert learning.drift is not None
 
 
+def test_a_round_that_nobody_finished_teaches_nothing_and_the_next_one_is_planned():
+    planner = rounds()
+    planner.settle(closed(planner.plan(1, [11, 12], EMPTY), *NODES.values(), after=weights(1.0)))
+    plan, before = planner.plan(2, [11, 12], EMPTY), planner.state
+    outcome = planner.settle(closed(plan, after=None))
+    assert outcome.latency_s is None and outcome.energy_j == {}
+    assert outcome.queues_j == before.energy_queue_j
+    assert planner.state == before
+    assert planner.plan(3, [11, 12], EMPTY).plan.clusters
+
+
 def test_a_round_that_the_inner_strategy_dropped_still_costs_energy():
     planner = rounds()
     plan = planner.plan(1, [11, 12], EMPTY)

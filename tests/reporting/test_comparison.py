@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.reporting.comparison import markdown, read_curves
+from collapipe_flwr.reporting.comparison import draw, markdown, read_curves
+from tests.full_disk import full_disk
 
 
 def _run(folder: Path, scores: list[float], **rest: Any) -> str:
@@ -64,3 +65,17 @@ def test_metrics_can_be_chosen_and_losses_are_compared_with_the_first_run(tmp_pa
 def test_what_is_no_run_is_refused(source: str) -> None:
     with pytest.raises(ConfigError, match="is not LABEL=RUN_DIRECTORY"):
         read_curves([source])
+
+
+def test_a_picture_that_cannot_be_written_is_one_sentence_and_no_half_of_one(
+    tmp_path: Path,
+) -> None:
+    curves = read_curves([f"run={_run(tmp_path / 'run', [0.1, 0.5])}"])
+    draw(curves, tmp_path / "curves.png")
+    whole = (tmp_path / "curves.png").read_bytes()
+    with full_disk(), pytest.raises(ConfigError, match=r"--plot .*curves\.png: cannot be written"):
+        draw(curves, tmp_path / "curves.png")
+    with pytest.raises(ConfigError, match=r"--plot .*/nowhere/curves\.png: cannot be written"):
+        draw(curves, tmp_path / "nowhere" / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes() == whole
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "curves.png"}
