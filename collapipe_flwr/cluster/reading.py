@@ -14,7 +14,7 @@ from transformers import AutoFeatureExtractor
 from collapipe_flwr.core.errors import ConfigError, ModelError
 from collapipe_flwr.data.sound import read_sound
 from collapipe_flwr.models import Splitter
-from collapipe_flwr.models.checkpoint import first_lines
+from collapipe_flwr.models.causes import first_lines
 from collapipe_flwr.rpc.texts import Wish
 
 _SOUND = "input_features"

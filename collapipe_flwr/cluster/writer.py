@@ -18,7 +18,7 @@ from collapipe_flwr.cluster.standing import StandingChain
 from collapipe_flwr.core.cluster_file import ClusterConfig
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models import Splitter, make_spec
-from collapipe_flwr.models.checkpoint import first_lines
+from collapipe_flwr.models.causes import first_lines
 from collapipe_flwr.rpc.texts import Wish
 
 DEADLINE_S = 120.0  # longest wait for one token, or for the weights' owner to answer

@@ -20,9 +20,9 @@ def family_for(spec: ModelSpec) -> Family:
     """The record of the model type, or what a trace finds; raises ModelError."""
     family = FAMILIES.get(spec.model_type) or discover_family(replace(spec, lora=None))
     if spec.task not in family.tasks:
+        able = f"it can do {', '.join(family.tasks)}" if family.tasks else "choose another type"
         raise ModelError(
-            f"model type {spec.model_type!r} cannot do the task {spec.task!r} when split; "
-            f"it can do {', '.join(family.tasks)}"
+            f"model type {spec.model_type!r} cannot do the task {spec.task!r} when split; {able}"
         )
     return family
 
@@ -68,4 +68,9 @@ def _require_start_tokens(config: Any, family: Family) -> None:
     needed = _START_TOKENS.get(config.model_type, _ALL_START_TOKENS)
     for key in needed if family.decodes and not family.replayed else ():
         if getattr(config, key, None) is None:
-            raise ModelError(f"{config.model_type!r} models need {key}; take it from the tokenizer")
+            raise needs_token(config, key)
+
+
+def needs_token(config: Any, key: str) -> ModelError:
+    """A special token that only the tokenizer knows is not given."""
+    return ModelError(f"{config.model_type!r} models need {key}; take it from the tokenizer")

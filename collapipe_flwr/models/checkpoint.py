@@ -13,6 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from collapipe_flwr.core.errors import CheckpointMissing, ModelError
+from collapipe_flwr.models.causes import first_lines
 from collapipe_flwr.models.skeleton import auto_class, read_config
 from collapipe_flwr.models.spec import ModelSpec
 
@@ -35,12 +36,6 @@ def read_pretrained_config(pretrained: str) -> PreTrainedConfig:
             f"a {config.model_type!r} model: name the one that it was made from"
         )
     return config
-
-
-def first_lines(cause: BaseException) -> str:
-    """The beginning of a foreign message, on one line."""
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    return " ".join(lines[:2]).rstrip(".") if lines else type(cause).__name__
 
 
 def load_checkpoint(

@@ -7,29 +7,40 @@ it. The trace proves that or says what stands against it.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models import block_inputs
-from collapipe_flwr.models.checkpoint import first_lines
+from collapipe_flwr.models.causes import UNFIT, why_unfit
 from collapipe_flwr.models.examples import example_inputs
 from collapipe_flwr.models.families import Family
 from collapipe_flwr.models.shapes_only import shapes_only
-from collapipe_flwr.models.skeleton import build_skeleton, has_head, place_tensor
+from collapipe_flwr.models.skeleton import (
+    build_skeleton,
+    has_head,
+    place_tensor,
+    read_config,
+)
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.stack import without_cache
 from collapipe_flwr.models.tasks import TASKS
 
 ON_VALUES = "what it computes depends on values, not only on shapes"
+VALUES_ASKED = (DataDependentOutputException, DynamicOutputShapeException)
 _EXAMPLES, _LENGTH = 2, 8
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @dataclass(slots=True)
@@ -59,7 +70,7 @@ def discover_family(spec: ModelSpec) -> Family:
     _check_chain(trace, spec)
     base = model.base_model
     base_path = next(name for name, module in model.named_modules() if module is base)
-    tasks = {"seq2seq"} if decodes else _head_tasks(model)
+    tasks = {"seq2seq"} if decodes else _head_tasks(spec)
     first = trace.results[0]
     return Family(
         model_types=(spec.model_type,),
@@ -76,8 +87,9 @@ def discover_family(spec: ModelSpec) -> Family:
     )
 
 
-def _head_tasks(model: PreTrainedModel) -> set[str]:
-    return {task for task in TASKS if task != "seq2seq" and has_head(task, model.config)}
+def _head_tasks(spec: ModelSpec) -> set[str]:
+    config = read_config(spec)  # a model may show that of its text part instead
+    return {task for task in TASKS if task != "seq2seq" and has_head(task, config)}
 
 
 def _fake_model(spec: ModelSpec) -> PreTrainedModel:
@@ -138,17 +150,27 @@ def _run(stack: PreTrainedModel, blocks_path: str, spec: ModelSpec) -> _Trace:
     blocks[-1].register_forward_hook(lambda _, __, result: _without_history(result))
     one = example_inputs(stack.config, stack.main_input_name, _LENGTH)
     inputs = {key: torch.cat([value] * _EXAMPLES) for key, value in one.items()}
+    _require_inputs(stack, inputs, spec)
     try:
         trace.output = stack(**inputs, **without_cache(stack))
-    except DataDependentOutputException as cause:
+    except VALUES_ASKED as cause:
         raise refusal(spec, ON_VALUES) from cause
-    except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as cause:
-        raise refusal(spec, f"its forward pass cannot be traced ({first_lines(cause)})") from cause
+    except UNFIT as cause:
+        reason = why_unfit(cause, stack.config)
+        raise refusal(spec, f"transformers cannot run it on shapes alone, {reason}") from cause
     if len(trace.results) != len(blocks):
         raise refusal(
             spec, f"its {len(blocks)} blocks ran {len(trace.results)} times instead of once each"
         )
     return trace
+
+
+def _require_inputs(stack: PreTrainedModel, inputs: Mapping[str, Tensor], spec: ModelSpec) -> None:
+    """Raise ModelError where the stack must be given more than examples hold."""
+    for name, parameter in inspect.signature(type(stack).forward).parameters.items():
+        optional = parameter.default is not parameter.empty or name == "self"
+        if not optional and parameter.kind not in _VARIADIC and name not in inputs:
+            raise refusal(spec, f"it reads {name!r}, which examples of {spec.task} do not hold")
 
 
 def _watch_before(stack: nn.Module, blocks_path: str, trace: _Trace) -> None:
@@ -180,6 +202,8 @@ def _check_chain(trace: _Trace, spec: ModelSpec) -> None:
             raise refusal(spec, "the hidden states that its blocks read do not begin with examples")
         if index and args[0] is not _hidden(trace.results[index - 1]):
             raise refusal(spec, f"something happens between its blocks {index - 1} and {index}")
+        if args[0].shape != trace.arguments[0][0][0].shape:
+            raise refusal(spec, f"its block {index - 1} changes the shape of hidden states")
         others = {**{f"argument {place}": arg for place, arg in enumerate(args)}, **kwargs}
         del others["argument 0"]
         learned = [name for name, value in others.items() if _requires_grad(value)]

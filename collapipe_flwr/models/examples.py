@@ -16,7 +16,7 @@ def example_inputs(config: Any, input_name: str, length: int) -> dict[str, Tenso
     Images and sound have the size that ``config`` says, whatever ``length`` is.
     """
     if input_name == "pixel_values":
-        _require(config, "image_size")
+        _require(config, "image_size", "num_channels")
         size = config.image_size
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
         return {input_name: torch.zeros(1, config.num_channels, height, width)}

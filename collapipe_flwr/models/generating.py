@@ -30,7 +30,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.generic import ModelOutput
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.checkpoint import first_lines
+from collapipe_flwr.models.causes import first_lines
 from collapipe_flwr.models.kv_cache import TopCache
 from collapipe_flwr.models.stack import Stack
 

@@ -8,17 +8,13 @@ from difflib import get_close_matches
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.admission import LAYERDROPS
-from collapipe_flwr.models.checkpoint import (
-    checkpoint_config,
-    first_lines,
-    read_pretrained_config,
-)
-from collapipe_flwr.models.discovery import ON_VALUES, refusal
+from collapipe_flwr.models.admission import LAYERDROPS, needs_token
+from collapipe_flwr.models.causes import UNFIT, first_lines
+from collapipe_flwr.models.checkpoint import checkpoint_config, read_pretrained_config
+from collapipe_flwr.models.discovery import ON_VALUES, VALUES_ASKED, refusal
 from collapipe_flwr.models.families import FAMILIES
 from collapipe_flwr.models.lora import LoraSettings, default_targets, head_modules
 from collapipe_flwr.models.skeleton import build_skeleton
@@ -34,8 +30,13 @@ _SPECIAL_TOKENS = (
     "sep_token_id",
     "decoder_start_token_id",
 )
+_NEVER_READ = ("cls_token_id", "sep_token_id")
 
 
+_NOT_APART = (
+    "its parts do not run apart from each other, since its library computes with more than hidden "
+    "states of one shape around its blocks"
+)
 _NO_START = "decoder_start_token_id is not set; take it from the tokenizer"
 
 
@@ -152,10 +153,10 @@ def _starting_config(
         near = _near(model_type, FAMILIES) or f"choose one of {', '.join(FAMILIES)}"
         raise ModelError(f"unknown model type {model_type!r}; {near}")
     config_class: Any = CONFIG_MAPPING[model_type]
-    _check_keys(config_class, overrides)
     try:
+        _check_keys(config_class, overrides)
         config: PreTrainedConfig = config_class(**overrides)
-    except (StrictDataclassError, ValueError, TypeError) as cause:
+    except UNFIT as cause:
         raise ModelError(f"model type {model_type!r}: {first_lines(cause)}") from cause
     return config
 
@@ -164,7 +165,7 @@ def _apply(config: PreTrainedConfig, overrides: Mapping[str, object]) -> PreTrai
     try:
         for key, value in overrides.items():
             setattr(config, key, value)
-    except (StrictDataclassError, ValueError, TypeError) as cause:
+    except UNFIT as cause:
         raise ModelError(f"model type {config.model_type!r}: {first_lines(cause)}") from cause
     return config
 
@@ -189,10 +190,12 @@ def _set_vocabulary(config: PreTrainedConfig, vocab_size: int, pretrained: str |
         config.vocab_size = vocab_size
         if config.model_type == "marian":
             config.decoder_vocab_size = vocab_size
-    elif vocab_size > config.vocab_size:
+        return
+    own = getattr(config, "vocab_size", None)  # a model of several kinds of input keeps it deeper
+    if own is not None and vocab_size > own:
         raise ModelError(
-            f"the tokenizer has {vocab_size} tokens, the checkpoint {pretrained!r} only "
-            f"{config.vocab_size}; use the checkpoint's own tokenizer"
+            f"the tokenizer has {vocab_size} tokens, the checkpoint {pretrained!r} only {own}; "
+            "use the checkpoint's own tokenizer"
         )
 
 
@@ -212,13 +215,21 @@ def _forget_foreign_tokens(config: PreTrainedConfig) -> None:
     for key in _SPECIAL_TOKENS:
         token = getattr(config, key, None)
         if isinstance(token, int) and token >= size:
-            setattr(config, key, None)
+            _forget_token(config, key)
     for key in ("suppress_tokens", "begin_suppress_tokens"):
         named = getattr(config, key, None)
         if named is not None:
             setattr(config, key, [token for token in named if token < size] or None)
     if getattr(config, "forced_eos_token_id", None) is not None:
         config.forced_eos_token_id = config.eos_token_id
+
+
+def _forget_token(config: PreTrainedConfig, key: str) -> None:
+    try:
+        setattr(config, key, None)
+    except StrictDataclassError as cause:  # a few types demand a number, which some never read
+        if key not in _NEVER_READ:
+            raise needs_token(config, key) from cause
 
 
 def _set_labels(
@@ -260,10 +271,9 @@ def _rehearse(splitter: Splitter) -> None:
     """Run all parts once, on shapes only, and let them complain."""
     try:
         splitter.profile(BatchShape(source_length=2, target_length=2))
-    except DataDependentOutputException as cause:
+    except VALUES_ASKED as cause:
         raise refusal(splitter.spec, ON_VALUES) from cause
-    except (ModelError, RuntimeError, ValueError, TypeError, AttributeError) as cause:
+    except (ModelError, *UNFIT) as cause:
         if splitter.decodes and splitter.config.decoder_start_token_id is None:
             raise refusal(splitter.spec, _NO_START) from cause
-        reason = f"its parts do not run apart from each other ({first_lines(cause)})"
-        raise refusal(splitter.spec, reason) from cause
+        raise refusal(splitter.spec, _NOT_APART) from cause

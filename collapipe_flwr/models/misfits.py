@@ -53,7 +53,7 @@ def misfit_of_labels(config: Any, task: Task, labels: Tensor | None) -> str | No
         return None
     known = labels[labels != IGNORED_LABEL]
     classes = config.num_labels if task.labelled else _output_vocabulary(config)
-    if known.numel() == 0 or 0 <= int(known.min()) <= int(known.max()) < classes:
+    if classes is None or known.numel() == 0 or 0 <= int(known.min()) <= int(known.max()) < classes:
         return None
     wrong = int(known.min()) if int(known.min()) < 0 else int(known.max())
     way_out = (
@@ -64,5 +64,5 @@ def misfit_of_labels(config: Any, task: Task, labels: Tensor | None) -> str | No
     return f"the batch holds the label {wrong}, but the model knows 0 to {classes - 1}: {way_out}"
 
 
-def _output_vocabulary(config: Any) -> int:
-    return int(getattr(config, "decoder_vocab_size", None) or config.vocab_size)
+def _output_vocabulary(config: Any) -> int | None:
+    return getattr(config, "decoder_vocab_size", None) or getattr(config, "vocab_size", None)

@@ -13,7 +13,7 @@ from transformers.utils.generic import ModelOutput
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.again import Around
-from collapipe_flwr.models.checkpoint import first_lines
+from collapipe_flwr.models.causes import first_lines
 from collapipe_flwr.models.generating import FEEDING, Ask, Emit, Prompt, generate
 from collapipe_flwr.models.kv_cache import PartCache
 from collapipe_flwr.models.misfits import misfit_of_inputs, misfit_of_labels

@@ -169,7 +169,7 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 def _example(splitter: Splitter, shape: BatchShape) -> dict[str, Tensor]:
     """One example of the task. A single class label is left out: its loss costs nothing."""
-    inputs = example_inputs(splitter.config, splitter.input_name, shape.source_length)
+    inputs = example_inputs(splitter.input_config, splitter.input_name, shape.source_length)
     if splitter.task.label_per_example:
         return inputs
     length = shape.target_length if splitter.decodes else shape.source_length

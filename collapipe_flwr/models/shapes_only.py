@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,8 @@ from torch.overrides import TorchFunctionMode
 @contextmanager
 def shapes_only() -> Iterator[None]:
     """Tensors made in the body are fakes, and so is whatever is computed from them."""
+    # torch logs a traceback of what is then refused in one sentence
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     # transformers makes a few scalars that escape the mode (Gemma's embedding scale)
     with FakeTensorMode(allow_non_fake_inputs=True), _OneExpert():
         yield

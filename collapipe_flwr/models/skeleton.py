@@ -17,12 +17,10 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.models.causes import UNFIT, first_lines, why_unfit
 from collapipe_flwr.models.lora import add_adapters
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.tasks import find_task
-
-# What the library raises for a configuration that it cannot build.
-_NO_MODEL = (ValueError, TypeError, KeyError, IndexError, ArithmeticError, AssertionError)
 
 # Building a transformers model patches library globals for a moment; devices may be threads.
 _BUILDING = threading.Lock()
@@ -31,12 +29,16 @@ _MOST = {"layer": 4096, "depth": 4096, "num_blocks": 4096, "label": 2**17}  # by
 
 def read_config(spec: ModelSpec) -> PreTrainedConfig:
     """The configuration inside ``spec``; raises ModelError if transformers does not know it."""
-    values = json.loads(spec.config_json)
+    # transformers writes infinities and NaN as {"__float__": "Infinity"}
+    values = PreTrainedConfig._decode_special_floats(json.loads(spec.config_json))
     model_type = values.get("model_type")
     if model_type not in CONFIG_MAPPING:
         raise ModelError(f"config_json names the unknown model_type {model_type!r}")
     _refuse_endless(values)
-    config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
+    try:
+        config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
+    except UNFIT as cause:
+        raise ModelError(f"model type {model_type!r}: {first_lines(cause)}") from cause
     config.architectures = config.architectures or []  # None breaks the choice of a head
     return config
 
@@ -44,7 +46,8 @@ def read_config(spec: ModelSpec) -> PreTrainedConfig:
 def _refuse_endless(values: Mapping[str, Any]) -> None:
     """A peer's configuration may not have the library build modules or labels without end."""
     for key, value in values.items():
-        most = next((most for word, most in _MOST.items() if word in key), None)
+        counts = "per_layer" not in key  # else it is the size of something in a layer
+        most = next((most for word, most in _MOST.items() if counts and word in key), None)
         if isinstance(value, Mapping):
             _refuse_endless(value)
         for count in value if isinstance(value, list) else (value,):
@@ -134,8 +137,8 @@ def _holder(model: nn.Module, path: str) -> tuple[nn.Module, str]:
 def _from_config(builder: Any, config: PreTrainedConfig) -> PreTrainedModel:
     try:
         model: PreTrainedModel = builder.from_config(config)
-    except _NO_MODEL as cause:
-        reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+    except UNFIT as cause:
+        reason = why_unfit(cause, config)
         raise ModelError(
             f"transformers cannot build the {config.model_type!r} model: {reason}"
         ) from cause
@@ -144,15 +147,21 @@ def _from_config(builder: Any, config: PreTrainedConfig) -> PreTrainedModel:
 
 def _fill_constants(model: PreTrainedModel) -> None:
     """Compute the buffers that no checkpoint holds (rotary frequencies, sinusoids, ...)."""
-    for name, module in model.named_modules():
-        constants = [key for key in module._buffers if key in module._non_persistent_buffers_set]
-        if not constants:
-            continue
-        for key in constants:
-            buffer = module._buffers[key]
-            if buffer is not None:
-                module._buffers[key] = torch.empty_like(buffer, device="cpu")
-        _initialise(model, name)
+    paths = [
+        f"{name}.{key}" if name else key
+        for name, module in model.named_modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None and key in module._non_persistent_buffers_set
+    ]
+    empty = {path: torch.empty_like(read_tensor(model, path), device="cpu") for path in paths}
+    for path, tensor in empty.items():
+        place_tensor(model, path, tensor)
+    for path, tensor in empty.items():
+        if not _is_computed(model, path, tensor) and not _compute(model, path, tensor):
+            raise ModelError(
+                f"model type {model.config.model_type!r} cannot be split: it does not say how its "
+                f"constant {path!r} is computed"
+            )
 
 
 def derive_constant(model: PreTrainedModel, path: str) -> Tensor | None:
@@ -161,18 +170,32 @@ def derive_constant(model: PreTrainedModel, path: str) -> Tensor | None:
     if blueprint.requires_grad:
         return None
     empty = torch.empty_like(blueprint, device="cpu")
-    is_parameter = isinstance(blueprint, nn.Parameter)
-    place_tensor(model, path, nn.Parameter(empty, requires_grad=False) if is_parameter else empty)
-    _initialise(model, path.rpartition(".")[0])
+    if isinstance(blueprint, nn.Parameter):
+        empty = nn.Parameter(empty, requires_grad=False)
+    place_tensor(model, path, empty)
+    computed = _compute(model, path, empty)
     constant = read_tensor(model, path).detach()
     place_tensor(model, path, blueprint)
-    return constant
+    return constant if computed else None
 
 
-def _initialise(model: PreTrainedModel, path: str) -> None:
+def _compute(model: PreTrainedModel, path: str, empty: Tensor) -> bool:
+    """Have the library fill the tensor at ``path``; False if no module around it does.
+
+    Most modules compute their own; some models compute them for all their blocks.
+    """
+    owner = path
     with torch.no_grad():
-        module = model.get_submodule(path)
-        _closest_model(model, path)._init_weights(module)  # type: ignore[no-untyped-call]
+        while owner and not _is_computed(model, path, empty):
+            owner = owner.rpartition(".")[0]
+            module = model.get_submodule(owner)
+            _closest_model(model, owner)._init_weights(module)  # type: ignore[no-untyped-call]
+    return _is_computed(model, path, empty)
+
+
+def _is_computed(model: nn.Module, path: str, empty: Tensor) -> bool:
+    """Whether the tensor at ``path`` was replaced or written to since it was ``empty``."""
+    return read_tensor(model, path) is not empty or empty._version > 0
 
 
 def _closest_model(model: PreTrainedModel, path: str) -> PreTrainedModel:

@@ -25,7 +25,8 @@ from transformers.core_model_loading import (
 from transformers.utils.hub import cached_file
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.checkpoint import checkpoint_config, first_lines
+from collapipe_flwr.models.causes import first_lines
+from collapipe_flwr.models.checkpoint import checkpoint_config
 from collapipe_flwr.models.skeleton import build_skeleton, derive_constant
 from collapipe_flwr.models.spec import ModelSpec
 

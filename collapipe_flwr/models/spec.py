@@ -74,6 +74,7 @@ class ModelSpec:
         known = {field.name for field in fields(cls)}
         if not isinstance(values, dict) or not {"task", "config_json"} <= set(values) <= known:
             raise ModelError(f"a model description needs the keys {sorted(known)}")
+        _require_config(values["config_json"])
         lists = {key: tuple(values.get(key, ())) for key in ("untied", "absent")}
         return cls(**{**values, **lists, "lora": _lora(values.get("lora"))})
 
@@ -86,6 +87,15 @@ def _lora(values: object) -> LoraSettings | None:
         raise ModelError(f"the lora settings of a model need the keys {sorted(known)}")
     lists = {key: tuple(values.get(key, ())) for key in ("target_modules", "modules_to_save")}
     return LoraSettings(**{**values, **lists})
+
+
+def _require_config(text: object) -> None:
+    try:
+        values = json.loads(text) if isinstance(text, str) else None
+    except json.JSONDecodeError as cause:
+        raise ModelError(f"the config_json of a model description is not JSON: {cause}") from cause
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise ModelError("the config_json of a model description needs an object with model_type")
 
 
 def _require_choice(key: str, value: str, choices: tuple[str, ...]) -> None:

@@ -14,7 +14,14 @@ from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.admission import blocks_for_devices, family_for, refuse_inexact
 from collapipe_flwr.models.checkpoint import find_untied, load_checkpoint
-from collapipe_flwr.models.layout import EDGE, EMBEDDING, Layout, find_blocks, make_layout
+from collapipe_flwr.models.layout import (
+    EDGE,
+    EMBEDDING,
+    Layout,
+    find_blocks,
+    make_layout,
+    stack_path,
+)
 from collapipe_flwr.models.lora import first_adapter, is_adapter, key_of
 from collapipe_flwr.models.misfits import most_positions
 from collapipe_flwr.models.part import Holdings, Part
@@ -58,6 +65,8 @@ class Splitter:
         )
         self.config = skeleton.config
         self.input_name = self._family.input_name
+        stack = skeleton.get_submodule(stack_path(skeleton, self._family))
+        self.input_config = stack.config  # of pictures and sound: their part's own
         self.shapes = _shapes(skeleton, self._layout)
         self._constants = _constant_keys(skeleton, self._layout)
         self.resident_keys = self._resident()

@@ -101,7 +101,45 @@ _OPT = {
 }
 _BLOOM = {"hidden_size": 32, "n_layer": BLOCKS, "n_head": 4}
 _VIT = {**_BERT, "image_size": 16, "patch_size": 4}
+_PICTURES = {
+    "hidden_size": 32,
+    "num_hidden_layers": BLOCKS,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "image_size": 16,
+    "patch_size": 4,
+}
+_CAPTIONS = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 _MIXTRAL = {**_DECODER, "num_local_experts": 4, "num_experts_per_tok": 2}
+_MAMBA = {
+    **_DECODER,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 4,
+}
+_MAMBA2 = {
+    "hidden_size": 32,
+    "num_hidden_layers": BLOCKS,
+    "num_heads": 4,
+    "head_dim": 16,
+    "state_size": 8,
+    "n_groups": 2,
+    "chunk_size": 4,
+}
+_NEMOTRON = {
+    **{key: value for key, value in _DECODER.items() if key != "num_hidden_layers"},
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+    "head_dim": 8,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 8,
+    "n_groups": 2,
+    "chunk_size": 4,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 24,
+}
 _WHISPER = {**_BART, "num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 20}
 
 OVERRIDES: Mapping[str, Mapping[str, Any]] = {
@@ -142,6 +180,20 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "resid_pdrop": 0.0,
     },
     "pegasus": _TRANSLATION,
+    # their configurations hold an infinity
+    "mamba2": _MAMBA2,
+    "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
+    "granitemoehybrid": {
+        **_MAMBA,
+        "num_local_experts": 4,
+        "shared_intermediate_size": 24,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64, "ssm_multipliers": [0.5, 2.0, 1.0, 1.5, 1.0]},
+    "nemotron_h": _NEMOTRON,
+    "modernbert-decoder": {k: v for k, v in _MODERNBERT.items() if not k.endswith("token_id")},
+    "clip": {"vision_config": _PICTURES, "text_config": _CAPTIONS},
+    "siglip": {"vision_config": _PICTURES, "text_config": _CAPTIONS},
 }
 
 

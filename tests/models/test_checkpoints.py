@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     BertForSequenceClassification,
@@ -63,6 +64,24 @@ def test_a_saved_model_loads_with_equal_weights(
     assert _equal(found, whole.state_dict())
     again = make_spec(task, pretrained=str(tmp_path))
     assert _equal(Splitter(again).initial_weights(seed=0), weights)
+
+
+@pytest.mark.parametrize("model_type", ["bamba", "falcon_h1"])
+def test_a_configuration_with_infinities_survives_saving(
+    model_type: str, tiny: Any, tmp_path: Path
+) -> None:
+    """transformers writes them as objects, since JSON has no such numbers."""
+    spec = tiny.spec(model_type, "causal-lm")
+    save_whole(spec, Splitter(spec).initial_weights(seed=1), tmp_path)
+    assert "__float__" in (tmp_path / "config.json").read_text()
+    batch = tiny.batch(model_type, "causal-lm")
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path)(**batch, use_cache=False).loss
+    splitter = Splitter(make_spec("causal-lm", pretrained=str(tmp_path)))
+    weights, context = splitter.initial_weights(seed=0), splitter.context(batch)
+    hidden_BTD = splitter.build_embedding(weights)(batch)
+    for block in range(splitter.num_blocks):
+        hidden_BTD = splitter.build_segment(block, block + 1, weights)(hidden_BTD, context)
+    assert torch.equal(splitter.build_edge(weights)(hidden_BTD, context), expected)
 
 
 def test_greedy_text_survives_saving(tiny: Any, tmp_path: Path) -> None:

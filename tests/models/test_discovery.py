@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -27,6 +28,22 @@ RECORDED = [
     ("qwen2", "causal-lm"),
     ("gemma", "causal-lm"),
 ]
+_NARROW = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+_PER_LAYER = {"num_hidden_layers": 2, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8}
+_GEMMA3N = {**_PER_LAYER, "activation_sparsity_pattern": [0.0, 0.0], "altup_num_inputs": 2}
+_DBRX = {
+    "d_model": 32,
+    "n_heads": 4,
+    "n_layers": 2,
+    "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 4},
+    "attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0},
+}
 
 
 @pytest.mark.parametrize(("model_type", "task"), RECORDED)
@@ -78,7 +95,11 @@ def test_a_learned_side_input_is_named(model_type: str, task: str, reason: str, 
         ("mpnet", "masked-lm", "besides hidden states, which is learned"),
         ("xlnet", "causal-lm", "do not begin with examples"),
         ("longformer", "masked-lm", "depends on values, not only on shapes"),
-        ("swin", "image-classification", "do not run apart from each other"),
+        ("swin", "image-classification", "changes the shape of hidden states"),
+        ("roformer", "masked-lm", "do not run apart from each other"),
+        ("data2vec-vision", "image-classification", "do not run apart from each other"),
+        ("perceiver", "masked-lm", "it reads 'inputs'"),
+        ("textnet", "image-classification", "has no num_channels"),
         ("resnet", "image-classification", "has no image_size"),
         ("cvt", "image-classification", "has no image_size"),
         ("mobilevit", "image-classification", "do not run apart from each other"),
@@ -88,7 +109,58 @@ def test_a_learned_side_input_is_named(model_type: str, task: str, reason: str, 
 def test_a_model_that_cannot_be_cut_says_why(model_type: str, task: str, reason: str) -> None:
     with pytest.raises(ModelError, match=f"'{model_type}' cannot be split: .*{reason}") as refused:
         make_spec(task, model_type=model_type)
-    assert "\n" not in str(refused.value)
+    text = str(refused.value)
+    assert "\n" not in text and text.count("cannot be split") == 1
+    assert not re.search(r"tensor|dimension|torch|aten|unpack|missing", text)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "reason"),
+    [
+        ("dbrx", _DBRX, "depends on values, not only on shapes"),
+        (
+            "zamba2",
+            {"num_hidden_layers": 2, "layer_types": ["mamba", "hybrid"], "hybrid_layer_ids": [1]},
+            "besides hidden states, which is learned",
+        ),
+        # the vocabulary of every layer is no number of layers
+        ("gemma3n_text", _GEMMA3N, "besides hidden states, which is learned"),
+        ("gemma4_text", _PER_LAYER, "besides hidden states, which is learned"),
+    ],
+)
+def test_a_small_model_that_cannot_be_cut_says_why(
+    model_type: str, settings: dict[str, Any], reason: str
+) -> None:
+    small = settings if model_type == "dbrx" else {**_NARROW, **settings}
+    with pytest.raises(ModelError, match=f"'{model_type}' cannot be split: .*{reason}"):
+        make_spec("causal-lm", model_type=model_type, overrides=small)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "task", "settings", "reason"),
+    [
+        ("dbrx", "causal-lm", {}, "may not fit together .*rope_theta.*see DbrxConfig"),
+        ("mobilebert", "masked-lm", {"hidden_size": 32}, "may not fit together; see MobileBert"),
+        ("timm_wrapper", "image-classification", {}, "requires the timm library"),
+    ],
+)
+def test_a_model_that_the_library_cannot_build_says_why(
+    model_type: str, task: str, settings: dict[str, Any], reason: str
+) -> None:
+    sentence = f"transformers cannot build the '{model_type}' model: .*{reason}"
+    with pytest.raises(ModelError, match=sentence) as refused:
+        make_spec(task, model_type=model_type, overrides=settings)
+    assert "\n" not in str(refused.value) and "tensor" not in str(refused.value)
+
+
+def test_settings_that_the_library_cannot_run_are_one_sentence(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    narrow = {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 64}
+    with pytest.raises(ModelError, match="may not fit together; see GPTJConfig") as refused:
+        make_spec("causal-lm", model_type="gptj", overrides=narrow)
+    assert "dimension" not in str(refused.value)
+    assert "torch" not in caplog.text
 
 
 def test_a_model_whose_end_reads_its_beginning_is_refused(monkeypatch: Any) -> None:

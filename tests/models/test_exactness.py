@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.models import ModelSpec, Splitter
+from collapipe_flwr.models.skeleton import build_random, build_skeleton
 from collapipe_flwr.pipeline.randomness import SeededRandomness
 from tests.closeness import assert_near
 
@@ -59,6 +60,14 @@ CASES = [
     ("nystromformer", "masked-lm", {"edge_blocks": 1}),
     ("mixtral", "causal-lm", {"edge_blocks": 1}),
     ("ctrl", "causal-lm", {}),
+    ("mamba2", "causal-lm", {}),
+    ("bamba", "causal-lm", {"edge_blocks": 1}),
+    ("granitemoehybrid", "causal-lm", {"edge_blocks": 1}),
+    ("falcon_h1", "causal-lm", {}),
+    ("nemotron_h", "causal-lm", {}),
+    ("modernbert-decoder", "causal-lm", {"edge_blocks": 1}),
+    ("clip", "image-classification", {"edge_blocks": 1}),
+    ("siglip", "image-classification", {}),
 ]
 
 
@@ -130,6 +139,16 @@ def _assert_equal(key: str, found: Tensor | None, wanted: Tensor | None, *, exac
         assert torch.equal(found, wanted), key
     else:  # replicas add up in another order
         assert_near(found, wanted)
+
+
+@pytest.mark.parametrize("model_type", ["falcon_h1", "gemma", "qwen2", "ctrl", "bloom"])
+def test_constants_are_those_of_the_library(model_type: str, tiny: Any) -> None:
+    """What no checkpoint holds is computed by the library, never left as the memory was."""
+    spec = tiny.spec(model_type, "causal-lm")
+    expected = dict(build_random(spec, seed=1).named_buffers())
+    for path, constant in build_skeleton(spec).named_buffers():
+        if not constant.is_meta:
+            assert torch.equal(constant, expected[path]), path
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma"])

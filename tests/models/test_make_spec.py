@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models import ModelSpec, Splitter, make_spec
+from tests.models.conftest import OVERRIDES
 
 
 def test_a_spec_survives_its_json(tiny: Any) -> None:
@@ -16,6 +19,13 @@ def test_a_spec_survives_its_json(tiny: Any) -> None:
     assert again == spec
     assert Splitter(again).all_keys() == Splitter(spec).all_keys()
     assert Splitter(again).config.to_dict() == Splitter(spec).config.to_dict()
+
+
+def test_a_peer_s_configuration_that_the_library_refuses_is_one_sentence(tiny: Any) -> None:
+    spec = tiny.spec("bert", "masked-lm")
+    config = {**json.loads(spec.config_json), "hidden_size": "wide"}
+    with pytest.raises(ModelError, match="'bert': Field 'hidden_size' expected int"):
+        Splitter(replace(spec, config_json=json.dumps(config)))
 
 
 def test_overrides_and_tokens_reach_the_configuration() -> None:
@@ -67,7 +77,7 @@ def test_attention_masks_cannot_be_dropped_silently(tiny: Any) -> None:
         ({"task": "seq2seq"}, "cannot do the task 'seq2seq'"),
         ({"overrides": {"hiden_size": 3}}, "no setting 'hiden_size'; did you mean 'hidden_size'"),
         ({"overrides": {"xyzzy": 3}}, "no setting 'xyzzy'; see BertConfig"),
-        ({"overrides": {"hidden_size": "big"}}, "'hidden_size' expected int"),
+        ({"overrides": {"hidden_size": "big"}}, "'bert': Field 'hidden_size' expected int"),
         ({"overrides": {"num_attention_heads": 5}}, "not a multiple"),
         ({"overrides": {"num_hidden_layers": 0}}, "no blocks"),
         ({"overrides": {"is_decoder": True}}, "is_decoder must be false"),
@@ -96,6 +106,31 @@ def test_what_only_a_run_would_show_is_refused_at_once() -> None:
         make_spec("seq2seq", model_type="t5", overrides={"num_layers": 1})
 
 
+@pytest.mark.parametrize("model_type", ["whisper", "marian", "pegasus"])
+def test_a_decoder_without_a_start_is_refused_in_one_sentence(model_type: str) -> None:
+    """Some types demand a number there, and their default is of a larger vocabulary."""
+    settings = dict(OVERRIDES[model_type])
+    if model_type == "pegasus":  # whose own fits
+        settings["decoder_start_token_id"] = None
+    with pytest.raises(ModelError, match=r"decoder_start_token_id.*; take it from"):
+        make_spec("seq2seq", model_type=model_type, overrides=settings, vocab_size=50)
+
+
+def test_a_token_that_a_type_demands_is_asked_for() -> None:
+    with pytest.raises(ModelError, match="'modernbert-decoder' models need pad_token_id; take it"):
+        make_spec(
+            "causal-lm",
+            model_type="modernbert-decoder",
+            overrides=OVERRIDES["modernbert-decoder"],
+            vocab_size=50,
+        )
+
+
+def test_a_default_that_the_library_refuses_is_one_sentence() -> None:
+    with pytest.raises(ModelError, match="'gemma4_assistant': hidden_size_per_layer_input must"):
+        make_spec("causal-lm", model_type="gemma4_assistant")
+
+
 def test_token_numbers_of_the_published_vocabulary_are_forgotten() -> None:
     config = Splitter(
         make_spec(
@@ -121,7 +156,13 @@ def test_a_decoder_stands_whole_at_the_edge() -> None:
         make_spec("seq2seq", model_type="marian", edge_blocks=1)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"task": "x"}', '{"task": "x", "q": 1}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", '{"task": "x"}', '{"task": "x", "q": 1}'),
+        *(json.dumps({"task": "x", "config_json": c}) for c in ("{", "[]", "{}", 3)),
+    ],
+)
 def test_a_text_that_is_no_spec_is_refused(text: str) -> None:
     with pytest.raises(ModelError, match="model description"):
         ModelSpec.from_json(text)
