@@ -252,7 +252,7 @@ def _reply(
 ) -> RecordDict:
     """``weights`` are handed over: the dictionary is empty afterwards."""
     metrics = MetricRecord(
-        {"loss": sum(losses) / len(losses), records.EXAMPLES: len(examples.chosen)}
+        {"loss": sum(losses) / max(len(losses), 1), records.EXAMPLES: len(examples.chosen)}
     )
     return RecordDict({records.ARRAYS: take_record(weights), records.METRICS: metrics})
 

@@ -304,7 +304,7 @@ def _metrics(reply: RecordDict) -> MetricRecord:
 def _weighted_loss(found: Sequence[MetricRecord], weighted_by: str) -> float:
     counts = [cast(float, metrics[weighted_by]) for metrics in found]
     losses = [cast(float, metrics["loss"]) for metrics in found]
-    return fsum(map(mul, losses, counts)) / fsum(counts)
+    return fsum(map(mul, losses, counts)) / (fsum(counts) or 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,9 @@ the next one, and an absolute bound says nothing without the size of the numbers
 chains of these tests stay below an eighth of that on every kind of kernel that torch and its
 libraries offer on x86 (`docs/contributing.md`).
 
-A mistake is far larger: a residual or a mask left out moves the result by the order of its size, and
-so does a micro-batch that counts twice; a scale that is wrong by a thousandth moves it by 120 times
-the bound. What is the same computation, whoever carries it out, is compared with `torch.equal`.
+A mistake is far larger. What is left out (a residual, a mask, a micro-batch) moves the result by
+the order of its size, and a scale that is wrong by a thousandth moves it by 130 times the bound.
+What is the same computation, whoever carries it out, is compared with `torch.equal` instead.
 """
 
 from __future__ import annotations

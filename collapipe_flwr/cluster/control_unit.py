@@ -39,7 +39,7 @@ class RoundResult:
 
     weights: dict[str, Tensor]
     slots: Slots = field(default_factory=dict)  # of embedding and blocks, where asked for
-    losses: tuple[float, ...]  # per optimiser step
+    losses: tuple[float, ...]  # per optimiser step; a batch without labels makes none
     probe: MeanLoss  # before the first step
     reports: tuple[StageReport, ...]
     wall_s: float

@@ -43,7 +43,7 @@ class Leg:
     ``reports`` are those of the control unit and of each device in order.
     """
 
-    losses: tuple[float, ...]  # per optimiser step
+    losses: tuple[float, ...]  # per optimiser step; a batch without labels makes none
     probe: MeanLoss  # before the first step
     next_step: int  # the number of the step behind this leg, evaluations counted
     state: PartState
@@ -90,7 +90,7 @@ def run_leg(
         )
         with first.telling_neighbours():
             tested = tested_on(first, probe)
-            losses = tuple(first.train_step(batch).loss for batch in batches)
+            steps = [first.train_step(batch) for batch in batches]
             first.finish()
         segments = chain.collect(keep_optimizer=keep_optimizer)
     own = {key: tensor.detach() for key, tensor in embedding.state_dict().items()}
@@ -100,7 +100,7 @@ def run_leg(
         slots={**slots_of(embedding, optimizer), **slots} if slots else {},
     )
     return Leg(
-        losses=losses,
+        losses=tuple(step.loss for step in steps if step.weight),
         probe=tested,
         next_step=first.next_step,
         state=state,

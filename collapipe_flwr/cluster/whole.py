@@ -24,7 +24,7 @@ def train_whole(
     targets: Callable[[Tensor], int],
     execution: Execution = PLAIN,
 ) -> tuple[float, ...]:
-    """One optimiser step per batch of micro-batches; the loss of each step.
+    """One optimiser step per batch of micro-batches that has labels; the loss of each step.
 
     ``targets`` counts the labels that the mean loss of a micro-batch runs over. A micro-batch
     counts with its share of them, so a step's gradient is that of the mean over the whole batch
@@ -35,6 +35,8 @@ def train_whole(
     losses = []
     for batch in batches:
         counts = [targets(micro_batch["labels"]) for micro_batch in batch]
+        if not sum(counts):
+            continue
         step_loss = 0.0
         for micro_batch, count in zip(batch, counts, strict=True):
             if count == 0:

@@ -6,12 +6,13 @@ runs again, passes its gradient back, and is forgotten before the block ahead of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 Around = Callable[[], AbstractContextManager[object]]  # entered for every second computation
 
@@ -52,17 +53,27 @@ class _Again(torch.autograd.Function):
         del anchor
         ctx.run, ctx.around = run, around
         ctx.save_for_backward(*inputs)
-        return run(*inputs)
+        if not any(tensor.requires_grad for tensor in inputs[1:]):
+            return run(*inputs)
+        # For a mask that trains attention takes another kernel; what autograd keeps is dropped.
+        with torch.enable_grad(), saved_tensors_hooks(_same, _same):  # and nobody measures it
+            trains = [tensor.requires_grad for tensor in inputs]
+            return run(*_leaves(inputs, trains)).detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        wanted = ctx.needs_input_grad[3:]
-        inputs = [
-            tensor.detach().requires_grad_(wants)
-            for tensor, wants in zip(ctx.saved_tensors, wanted, strict=True)
-        ]
+        inputs = _leaves(ctx.saved_tensors, ctx.needs_input_grad[3:])
         with ctx.around():
             with torch.enable_grad():
                 output = ctx.run(*inputs)
             torch.autograd.backward(output, gradients)
         return (None, None, None, *(tensor.grad for tensor in inputs))
+
+
+def _leaves(tensors: Sequence[Tensor], trains: Sequence[bool]) -> list[Tensor]:
+    """The same numbers, cut off from what they were computed from."""
+    return [t.detach().requires_grad_(wants) for t, wants in zip(tensors, trains, strict=True)]
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

@@ -38,45 +38,41 @@ def best_class(scores: Tensor) -> Tensor:
     return scores.argmax(dim=-1)
 
 
-def _examples(labels: Tensor) -> int:
-    return int(labels.shape[0])
+def _labels(labels: Tensor) -> int:
+    return int((labels != IGNORED_LABEL).sum())
 
 
-def _tokens(labels_BT: Tensor) -> int:
-    return int((labels_BT != IGNORED_LABEL).sum())
-
-
-def _next_tokens(labels_BT: Tensor) -> int:
-    return _tokens(labels_BT[:, 1:])
+def _next_labels(labels_BT: Tensor) -> int:
+    return _labels(labels_BT[:, 1:])
 
 
 _TASKS = (
     Task(
         name="sequence-classification",
         auto_classes=(AutoModelForSequenceClassification,),
-        targets=_examples,
+        targets=_labels,
         labelled=True,
         label_per_example=True,
     ),
     Task(
         name="token-classification",
         auto_classes=(AutoModelForTokenClassification,),
-        targets=_tokens,
+        targets=_labels,
         labelled=True,
     ),
     Task(
         name="image-classification",
         auto_classes=(AutoModelForImageClassification,),
-        targets=_examples,
+        targets=_labels,
         labelled=True,
         label_per_example=True,
     ),
-    Task(name="masked-lm", auto_classes=(AutoModelForMaskedLM,), targets=_tokens),
-    Task(name="causal-lm", auto_classes=(AutoModelForCausalLM,), targets=_next_tokens),
+    Task(name="masked-lm", auto_classes=(AutoModelForMaskedLM,), targets=_labels),
+    Task(name="causal-lm", auto_classes=(AutoModelForCausalLM,), targets=_next_labels),
     Task(
         name="seq2seq",
         auto_classes=(AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq),
-        targets=_tokens,
+        targets=_labels,
     ),
 )
 TASKS: Mapping[str, Task] = {task.name: task for task in _TASKS}

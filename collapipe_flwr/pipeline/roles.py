@@ -38,7 +38,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """Mean loss over the whole batch, and the weight it is a mean over.
+    """Mean loss over the whole batch, and the weight it is a mean over; 0 over nothing.
 
     `gradient_norm` is that of all stages together before clipping, where it was asked for, and
     `guesses` what the last stage holds for best, by micro-batch.
@@ -89,7 +89,10 @@ class FirstStage(Stage):
         self.next_step = first_step  # evaluations count as well
 
     def train_step(self, batch: Sequence[MicroBatch]) -> StepResult:
-        """One optimiser step of all stages. Raises LinkError when the chain breaks."""
+        """One optimiser step of all stages; none, and loss 0, for a batch without any label.
+
+        Raises LinkError when the chain breaks.
+        """
         return self._drive(batch, train=True)
 
     def evaluate(self, batch: Sequence[MicroBatch], *, guesses: bool = False) -> StepResult:
@@ -105,8 +108,11 @@ class FirstStage(Stage):
         self, batch: Sequence[MicroBatch], *, train: bool, guesses: bool = False
     ) -> StepResult:
         weight = float(sum(m.weight for m in batch))
-        if not weight > 0:
+        if not (batch and weight >= 0):
             raise ScheduleError(f"a batch of {len(batch)} micro-batches weighs {weight}")
+        if not (weight or guesses):
+            self.next_step += 1
+            return StepResult(loss=0.0, weight=0.0)
         step = Step(
             index=self.next_step,
             micro_batches=len(batch),
@@ -141,7 +147,7 @@ class FirstStage(Stage):
             step=step.index,
             micro_batch=micro_batch,
             tensors=self._batch[micro_batch].context,
-            scalars={"weight": weight, "scale": weight / step.weight, LEARNS: 0.0},
+            scalars={"weight": weight, "scale": weight / (step.weight or 1.0), LEARNS: 0.0},
         )
 
     def _compute(self, frame: Frame, hidden: Tensor | None) -> Tensor:
@@ -172,7 +178,7 @@ class FirstStage(Stage):
         factor = 1.0
         if self._clip_norm is not None:
             self._gradient_norm = norm
-            factor = min(1.0, self._clip_norm / (norm + 1e-6))
+            factor = min(self._clip_norm / (norm + 1e-6), 1.0)  # NaN stays NaN in this order
         commit = Frame(
             kind=FrameKind.COMMIT, step=step.index, tensors=shared, scalars={_FACTOR: factor}
         )

@@ -54,7 +54,8 @@ class Step:
             count, train, weight, settle = (frame.scalars[k] for k in _STEP_SCALARS)
         except KeyError as error:
             raise ProtocolError(f"a BEGIN frame lacks the scalar {error}") from error
-        if not (1 <= count <= most_micro_batches and count == int(count) and weight > 0):
+        weighs = weight > 0 or (weight == 0 and not train)  # without labels there are only guesses
+        if not (1 <= count <= most_micro_batches and count == int(count) and weighs):
             raise ProtocolError(f"a BEGIN frame with {count} micro-batches of weight {weight}")
         return Step(
             index=frame.step,

@@ -27,6 +27,7 @@ from collapipe_flwr.pipeline.digest import digest_of
 from collapipe_flwr.pipeline.session import NextHop, SessionRequest
 from collapipe_flwr.rpc.edge_client import EdgeClient
 from collapipe_flwr.rpc.next_hop import Dialer
+from tests.closeness import assert_near
 from tests.full_disk import full_disk
 from tests.laws.test_cluster_equals_whole import (
     ADAMW,
@@ -66,8 +67,7 @@ def test_frozen_weights_come_from_the_control_unit_where_they_must_and_once(
     cache = tmp_path / "cache"
     rounds = [_train(splitter, weights, steps, cache) for _ in range(2)]
     for result in rounds:  # each on boards that have just started
-        for key, value in result.weights.items():
-            torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-6)
+        assert_near(result.weights, {key: expected[key] for key in result.weights})
     assert any(not torch.equal(v, weights[k]) for k, v in rounds[0].weights.items())
     frozen = splitter.read_resident(splitter.resident_keys_of_segment(2, 5))
     frozen_bytes = sum(t.nbytes for t in frozen.values())

@@ -23,6 +23,7 @@ from collapipe_flwr.pipeline.link import Link, memory_pair
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 from collapipe_flwr.pipeline.session import SessionRequest
 from collapipe_flwr.rpc.pacing import StreamSettings
+from tests.closeness import assert_near, near
 from tests.cluster.faults import PHASES, Fault, PowerCut, failing
 from tests.laws.test_cluster_equals_whole import (
     TOKEN,
@@ -31,6 +32,7 @@ from tests.laws.test_cluster_equals_whole import (
     _steps,
     make_splitter,
     tiny_batch,
+    without_labels,
 )
 
 RULE = OptimizerSettings(name="adamw", learning_rate=1e-2)
@@ -228,12 +230,13 @@ def test_a_loss_leaves_the_optimiser_that_an_undisturbed_round_leaves(
         ends.append((weights, slots))
     (calm, calm_slots), (hit, hit_slots) = ends
     assert calm_slots.keys() == hit_slots.keys() and calm_slots
-    for key, tensors in calm_slots.items():
+    for tensors in calm_slots.values():
         assert float(tensors[0]) == 2 * STEPS  # AdamW's own count of steps
-        for left, right in zip(tensors, hit_slots[key], strict=True):
-            torch.testing.assert_close(left, right, rtol=0, atol=1e-6)
-    for key, tensor in calm.items():
-        torch.testing.assert_close(hit[key], tensor, rtol=0, atol=1e-5)
+    for number in range(3):
+        assert_near(
+            *({k: t[number] for k, t in found.items()} for found in (hit_slots, calm_slots))
+        )
+    assert_near(hit, calm)
 
 
 def test_snapshots_change_nothing(splitter: Splitter, first, undisturbed) -> None:
@@ -274,6 +277,21 @@ def test_the_edge_reports_each_step_once(splitter: Splitter, first, every, break
     assert report.steps == STEPS
     assert report.received_up_bytes == sum(device.sent_down_bytes for device in last) > 0
     assert report.sent_up_bytes == sum(device.received_down_bytes for device in last) > 0
+
+
+def test_steps_without_labels_are_none_for_snapshots_either(splitter: Splitter, first) -> None:
+    steps = _steps(splitter, CUT, 4)
+    steps[::2] = [[without_labels(batch) for batch in step] for step in steps[::2]]
+    ends = []
+    for every in (0, 1):
+        edge = new_edge(splitter, first)
+        batches = _micro_batches(splitter, steps)
+        plans = recovery(splitter, edge, every)
+        fleet = ThreadFleet(edge.connect)
+        result = train_round(splitter, order(first), batches, fleet, recovery=plans)
+        assert len(result.losses) == 2
+        ends.append({**result.weights, **edge.service.weights("A", TOKEN)})
+    assert_same(*ends)
 
 
 def test_two_devices_one_after_the_other(splitter: Splitter, first, undisturbed) -> None:
@@ -349,8 +367,7 @@ def test_a_new_plan_computes_what_the_old_one_would_have(
     result, weights, _ = run(
         splitter, first, Fault(step=1, device_id="A/d1", phase="backward"), every=1
     )
-    for key, tensor in undisturbed(CUT.plan()).items():
-        torch.testing.assert_close(weights[key], tensor, rtol=0, atol=1e-6)
+    assert_near(weights, undisturbed(CUT.plan()))
     assert result.plan.segments != CUT.plan().segments
 
 
@@ -435,7 +452,7 @@ def test_a_replayed_round_tests_its_probe_again_and_counts_it_once(
     calm, hit = results
     assert hit.incidents[0].from_step == 0  # the fourth frame is the second step of the first leg
     assert hit.probe == calm.probe and calm.probe.targets > 0
-    assert hit.losses == pytest.approx(calm.losses, rel=1e-6)
+    assert hit.losses == near(calm.losses)
 
 
 def test_without_room_for_the_rest_the_round_fails_with_one_sentence(
@@ -467,7 +484,7 @@ def test_an_evaluation_goes_on_without_a_device_that_dies(
     )
     assert edge.rollbacks == 1
     assert hit.targets == loss.targets
-    assert hit.loss == pytest.approx(loss.loss, rel=1e-6)
+    assert hit.loss == near(loss.loss)
     weights = edge.service.weights("A", TOKEN)
     assert all(torch.equal(weights[key], first[key]) for key in weights)
 

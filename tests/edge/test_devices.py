@@ -17,6 +17,7 @@ from collapipe_flwr.pipeline.session import NextHop
 from collapipe_flwr.rpc.edge_client import EdgeClient
 from collapipe_flwr.rpc.next_hop import Dialer
 from collapipe_flwr.rpc.pacing import StreamSettings
+from tests.closeness import assert_near, near
 from tests.edge.certificates import Authority
 from tests.edge.chain_to_edge import TOKEN, request
 from tests.pipeline.chains import (
@@ -99,10 +100,9 @@ def test_a_chain_of_hosts_equals_one_process(secure, tmp_path):
         optimizer.step()
         optimizer.zero_grad()
         expected.append(loss.item())
-    assert losses == pytest.approx(expected, rel=1e-5)
+    assert losses == near(expected)
     for part, whole in zip(parts, wholes, strict=True):
-        for a, b in zip(part.parameters(), whole.parameters(), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        assert_near(list(part.parameters()), list(whole.parameters()))
     assert [r.name for r in reports] == list(NAMES)
     assert reports[0].sent_down_bytes == reports[1].received_up_bytes > 0
 

@@ -19,6 +19,7 @@ from collapipe_flwr.rpc.edge_client import EdgeClient
 from collapipe_flwr.rpc.limits import FrameLimits
 from collapipe_flwr.rpc.pacing import StreamSettings
 from collapipe_flwr.rpc.tls import TlsFiles, client_credentials, server_credentials
+from tests.closeness import assert_near, near
 from tests.edge.certificates import Authority
 from tests.edge.chain_to_edge import TOKEN, Cluster, open_session, request, service
 from tests.pipeline.chains import DEADLINE_S, Head, make_batch, make_parts, whole_loss
@@ -65,10 +66,9 @@ def one_round(client: EdgeClient, codec: str = "fp32"):
 
 def assert_equals_reference(loss, parts):
     wholes, _, expected = reference_step()
-    assert loss == pytest.approx(expected, rel=1e-6)
+    assert loss == near(expected)
     for part, whole in zip(parts, wholes, strict=True):
-        for a, b in zip(part.parameters(), whole.parameters(), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        assert_near(list(part.parameters()), list(whole.parameters()))
 
 
 def test_a_round_over_grpc_equals_one_process(client):

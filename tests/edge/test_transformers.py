@@ -12,6 +12,7 @@ from collapipe_flwr.edge.service import EdgeService
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.rpc.edge_client import EdgeClient
+from tests.closeness import assert_near, near
 from tests.edge.chain_to_edge import TOKEN, Cluster, request
 from tests.pipeline.chains import SGD, MicroBatch, Optimizer
 
@@ -45,10 +46,9 @@ def test_a_round_of_bert_equals_the_whole_model():
     for part in parts:
         trained.update(part.state_dict())
     expected_loss, expected = one_process(splitter, weights, batch)
-    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert loss == near(expected_loss)
     assert trained.keys() == weights.keys()
-    for key, tensor in expected.items():
-        torch.testing.assert_close(trained[key], tensor, rtol=1e-5, atol=1e-6)
+    assert_near({key: trained[key] for key in expected}, expected)
 
 
 def micro_batch(splitter: Splitter, size: int) -> MicroBatch:

@@ -10,15 +10,17 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from collapipe_flwr.cluster.control_unit import train_round
+from collapipe_flwr.cluster.control_unit import evaluate_batches, train_round
+from collapipe_flwr.cluster.guessing import Guessing
 from collapipe_flwr.cluster.order import RoundOrder
 from collapipe_flwr.cluster.threads import ThreadFleet
-from collapipe_flwr.cluster.whole import train_whole
+from collapipe_flwr.cluster.whole import evaluate_whole, train_whole
 from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.edge.service import EdgeService
 from collapipe_flwr.models import Splitter, make_spec
@@ -26,6 +28,7 @@ from collapipe_flwr.pipeline.link import Link, memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
 from collapipe_flwr.pipeline.roles import MicroBatch
 from collapipe_flwr.pipeline.session import SessionRequest
+from tests.closeness import assert_near, near
 
 pytestmark = pytest.mark.usefixtures("small_matrices_add_in_place")
 
@@ -134,6 +137,10 @@ def tiny_batch(splitter: Splitter, size: int, seed: int) -> Batch:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
+def without_labels(batch: Batch) -> Batch:
+    return {**batch, "labels": torch.full_like(batch["labels"], -100)}
+
+
 def _steps(splitter: Splitter, cut: Cut, count: int) -> list[list[Batch]]:
     return [
         [
@@ -225,8 +232,8 @@ def test_loss_and_every_gradient_equal_the_unsplit_model(splitter: Splitter, cut
     whole_losses, whole = _train_unsplit(splitter, weights, steps, SGD)
     moved = _largest_difference(whole, weights)
     assert moved > 1e-3  # the comparison below can fail
-    assert split_losses == pytest.approx(whole_losses, rel=1e-6)
-    assert _largest_difference(split, whole) <= 1e-6
+    assert split_losses == near(whole_losses)
+    assert_near(split, whole)
 
 
 @pytest.mark.parametrize("cut", CUTS[1:5], ids=str)
@@ -235,8 +242,8 @@ def test_many_adamw_steps_stay_on_the_unsplit_path(splitter: Splitter, cut: Cut)
     steps = _steps(splitter, cut, count=4)
     split_losses, split = _train_split(splitter, weights, cut, steps, ADAMW)
     whole_losses, whole = _train_unsplit(splitter, weights, steps, ADAMW)
-    assert split_losses == pytest.approx(whole_losses, rel=1e-5)
-    assert _largest_difference(split, whole) <= 1e-5
+    assert split_losses == near(whole_losses)
+    assert_near(split, whole)
     assert _largest_difference(whole, weights) > 1e-3
 
 
@@ -247,7 +254,54 @@ def test_micro_batches_give_the_gradient_of_one_large_batch(splitter: Splitter) 
     joined = {key: torch.cat([b[key] for b in steps[0]]) for key in steps[0][0]}
     _, split = _train_split(splitter, weights, cut, steps, SGD)
     _, whole = _train_unsplit(splitter, weights, [[joined]], SGD)
-    assert _largest_difference(split, whole) <= 1e-5
+    assert_near(split, whole)
+
+
+@pytest.mark.parametrize("rule", [SGD, ADAMW], ids=lambda rule: rule.name)
+def test_a_step_without_labels_is_none(splitter: Splitter, rule: OptimizerSettings) -> None:
+    """Neither weights nor optimiser state feel it, not even by weight decay."""
+    weights, cut = splitter.initial_weights(seed=3), CUTS[2]
+    first, last = _steps(splitter, cut, count=2)
+    empty = [without_labels(batch) for batch in last]
+    for train in (partial(_train_split, cut=cut), _train_unsplit):
+        expected_losses, expected = train(splitter, weights, steps=[first, last], rule=rule)
+        losses, found = train(splitter, weights, steps=[empty, first, empty, last], rule=rule)
+        assert losses == expected_losses and len(losses) == 2
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+        losses, found = train(splitter, weights, steps=[empty], rule=rule)
+        assert losses == ()
+        assert all(torch.equal(found[key], weights[key]) for key in weights)
+
+
+def test_a_micro_batch_without_labels_counts_nothing(splitter: Splitter) -> None:
+    weights, cut = splitter.initial_weights(seed=3), Cut(stops=(2, 5), micro_batches=(2, 2, 2))
+    ((first, second, third),) = _steps(splitter, cut, count=1)
+    steps = [[without_labels(first), second, without_labels(third)]]
+    losses, split = _train_split(splitter, weights, cut, steps, SGD)
+    for same in (steps, [[second]]):
+        whole_losses, whole = _train_unsplit(splitter, weights, same, SGD)
+        assert losses == near(whole_losses)
+        assert_near(split, whole)
+
+
+@pytest.mark.parametrize("guessing", [None, Guessing(most_tokens=4)], ids=["loss", "guesses"])
+def test_a_test_set_without_labels_has_no_loss(splitter: Splitter, guessing) -> None:
+    """And guesses all the same, which are those of the unsplit model."""
+    weights, cut = splitter.initial_weights(seed=3), CUTS[2]
+    steps = [[without_labels(batch) for batch in step] for step in _steps(splitter, cut, count=2)]
+    order = RoundOrder(
+        plan=cut.plan(), weights=weights, optimizer=SGD, schedule="gpipe", deadline_s=20.0
+    )
+    with _edge(splitter, weights, cut, SGD) as (link, _):
+        fleet = ThreadFleet(lambda _: nullcontext(link))
+        batches = _micro_batches(splitter, steps)
+        found = evaluate_batches(splitter, order, batches, fleet, wanted=guessing)
+    whole = evaluate_whole(splitter.build_whole(weights), steps, splitter.task, guessing)
+    assert (found.loss, found.targets) == (whole.loss, whole.targets) == (0.0, 0.0)
+    ours, theirs = ([ids for step in of.guesses for ids in step] for of in (found, whole))
+    assert len(ours) == len(theirs) == (0 if guessing is None else 2 * len(cut.micro_batches))
+    if not splitter.decodes:  # generated texts are padded in their own ways
+        assert all(map(torch.equal, ours, theirs))
 
 
 def test_weights_given_to_a_round_stay_as_they_were(splitter: Splitter) -> None:
@@ -268,6 +322,6 @@ def test_dropout_is_the_same_for_every_cut_and_another_for_another_seed(model_ty
     losses, reference = _train_split(dropping, weights, one, steps, ADAMW, dropout_seed=1)
     cut_losses, cut = _train_split(dropping, weights, three, steps, ADAMW, dropout_seed=1)
     other_losses, _ = _train_split(dropping, weights, one, steps, ADAMW, dropout_seed=2)
-    assert cut_losses == pytest.approx(losses, rel=1e-5)
-    assert _largest_difference(cut, reference) <= 1e-5
-    assert other_losses != pytest.approx(losses, rel=1e-5)
+    assert cut_losses == near(losses)
+    assert_near(cut, reference)
+    assert other_losses != near(losses)

@@ -27,6 +27,7 @@ from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import MicroBatch
 from collapipe_flwr.pipeline.session import SessionRequest
 from collapipe_flwr.rpc.coded import coded
+from tests.closeness import near
 from tests.laws.test_cluster_equals_whole import SGD, TOKEN, Batch, Cut, make_splitter, tiny_batch
 
 pytestmark = pytest.mark.usefixtures("small_matrices_add_in_place")
@@ -121,7 +122,7 @@ def test_a_cut_changes_nothing(splitter: Splitter, execution: Execution) -> None
     steps = steps_of(splitter)
     losses, cut = split(splitter, weights, execution, steps)
     whole_losses, whole = unsplit(splitter, weights, execution, steps)
-    assert losses == pytest.approx(whole_losses, rel=1e-5)
+    assert losses == near(whole_losses)
     assert norm(moves(weights, whole)) > 1e-2
     assert norm(moves(whole, cut)) <= 1e-3 * norm(moves(weights, whole))
 

@@ -27,6 +27,7 @@ from collapipe_flwr.models import (
     save_whole,
 )
 from collapipe_flwr.models.skeleton import auto_class
+from tests.closeness import assert_near
 
 # peft asks transformers for a property under its old name
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
@@ -121,17 +122,14 @@ def test_three_steps_equal_peft_on_the_whole_model(
         torch.manual_seed(0)
         expected = reference(**batch, **options(spec)).loss
         expected.backward()
-        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+        assert_near(loss, expected)
         for optimizer in steps:
             optimizer.step()
     trained = {key: value for part in parts for key, value in part.state_dict().items()}
     assert set(trained) == set(splitter.all_keys())
     save_adapter(spec, trained, tmp_path / "trained")
     found = peft_model(spec, tmp_path / "trained")
-    for (name, value), (_, other) in zip(
-        reference.named_parameters(), found.named_parameters(), strict=True
-    ):
-        torch.testing.assert_close(value, other, rtol=1e-4, atol=1e-5, msg=name)
+    assert_near(dict(found.named_parameters()), dict(reference.named_parameters()))
     assert any(float((trained[k] - weights[k]).abs().max()) > 1e-3 for k in trained)
 
 
@@ -251,7 +249,7 @@ def test_a_checkpoint_as_narrow_as_the_memory_loses_nothing(tiny: Any, tmp_path:
     narrow = Splitter(adapted(base, "causal-lm", replace(LORA, frozen_dtype="bfloat16")))
     first = moved(exact.initial_weights(seed=2))
     losses = [_loss(list(_parts(s, first)), batch, s.context(batch)) for s in (exact, narrow)]
-    torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)
+    assert_near(*losses)
 
 
 def test_a_merged_model_loads_without_peft_and_computes_the_same(tiny: Any, tmp_path: Path) -> None:
@@ -262,7 +260,7 @@ def test_a_merged_model_loads_without_peft_and_computes_the_same(tiny: Any, tmp_
     save_whole(spec, weights, tmp_path / "merged")
     loaded = auto_class(task, splitter.config).from_pretrained(tmp_path / "merged").eval()
     expected = splitter.build_whole(weights)(**batch).logits
-    torch.testing.assert_close(loaded(**batch).logits, expected, rtol=1e-5, atol=1e-6)
+    assert_near(loaded(**batch).logits, expected)
 
 
 def test_refusals_name_the_way_out(
@@ -301,5 +299,4 @@ def test_a_large_table_is_widened_piece_by_piece(
             [loss, *(p.grad for part in parts for p in part.parameters() if p.grad is not None)]
         )
     assert len(results[0]) > 5
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+    assert_near(*results)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from collapipe_flwr.pipeline.optimizer import Optimizer
+from tests.closeness import assert_near, near
 from tests.pipeline.chains import (
     ADAMW,
     SGD,
@@ -40,12 +41,7 @@ def reference(cut, batches, rule):
 
 def assert_same_weights(parts, others):
     for part, other in zip(parts, others, strict=True):
-        for (name, a), (_, b) in zip(
-            part.named_parameters(), other.named_parameters(), strict=True
-        ):
-            torch.testing.assert_close(
-                a, b, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
-            )
+        assert_near(dict(part.named_parameters()), dict(other.named_parameters()))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -58,7 +54,7 @@ def test_pipeline_equals_one_process(schedule, cut, sizes):
     with chain.running() as first:
         results = [first.train_step(batch) for batch in batches]
     assert not chain.failures
-    assert [r.loss for r in results] == pytest.approx(losses, rel=1e-6)
+    assert [r.loss for r in results] == near(losses)
     assert [r.weight for r in results] == [sum(m.weight for m in b) for b in batches]
     assert_same_weights([s.part for s in chain.stages], wholes)
 
@@ -68,7 +64,7 @@ def test_adamw_over_several_steps():
     losses, wholes = reference((1, 2), batches, ADAMW)
     chain = Chain(make_parts((1, 2)), classic("1f1b"), rule=ADAMW)
     with chain.running() as first:
-        assert [first.train_step(b).loss for b in batches] == pytest.approx(losses, rel=1e-5)
+        assert [first.train_step(b).loss for b in batches] == near(losses)
     assert_same_weights([s.part for s in chain.stages], wholes)
 
 
@@ -76,7 +72,7 @@ def test_the_number_of_micro_batches_may_change_between_steps():
     batches = [make_batch((2, 2, 2)), make_batch((3,)), make_batch((1, 1, 1, 1, 1))]
     losses, _ = reference((1, 1), batches, SGD)
     with Chain(make_parts((1, 1)), classic("1f1b")).running() as first:
-        assert [first.train_step(b).loss for b in batches] == pytest.approx(losses, rel=1e-5)
+        assert [first.train_step(b).loss for b in batches] == near(losses)
 
 
 def test_a_micro_batch_without_targets_counts_nothing():
@@ -91,7 +87,7 @@ def test_a_micro_batch_without_targets_counts_nothing():
     head.forward = lambda h, c: plain(h, c) if head.weight_of(c) else h.sum() * 0.0
     chain = Chain(parts, classic("gpipe"))
     with chain.running() as first:
-        assert first.train_step(batch).loss == pytest.approx(losses[0], rel=1e-6)
+        assert first.train_step(batch).loss == near(losses[0])
     assert_same_weights(parts, wholes)
 
 
@@ -104,7 +100,7 @@ def test_frozen_parts_pass_gradients_on():
     head = parts[-1].out.weight.detach().clone()
     chain = Chain(parts, classic("1f1b"))
     with chain.running() as first:
-        assert first.train_step(batch).loss == pytest.approx(losses[0], rel=1e-6)
+        assert first.train_step(batch).loss == near(losses[0])
     after = [p for part in parts[:2] for p in part.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert not torch.equal(parts[-1].out.weight, head)
@@ -116,7 +112,7 @@ def test_evaluation_changes_nothing_and_returns_the_loss():
     chain = Chain(parts, classic("gpipe"))
     with chain.running() as first:
         result = first.evaluate(batch)
-    assert result.loss == pytest.approx(whole_loss(make_parts((1, 1)), batch).item(), rel=1e-6)
+    assert result.loss == near(whole_loss(make_parts((1, 1)), batch).item())
     after = [p for part in parts for p in part.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert all(stage.report().steps == 0 for stage in chain.stages)
@@ -128,7 +124,7 @@ def test_training_goes_on_after_an_evaluation():
         evaluated = [first.evaluate(batch).loss]
         trained = [first.train_step(batch).loss for _ in range(2)]
         evaluated.append(first.evaluate(batch).loss)
-    assert trained[0] == pytest.approx(evaluated[0], rel=1e-6)
+    assert trained[0] == near(evaluated[0])
     assert evaluated[1] < trained[1] < trained[0]
 
 
@@ -142,9 +138,7 @@ def test_gradient_norms_are_those_of_the_first_micro_batch_and_of_the_batch():
         parts = make_parts(cut)
         whole_loss(parts, micro_batches).backward()
         norm = sum(float(p.grad.pow(2).sum()) for part in parts for p in part.parameters())
-        assert sum(getattr(r, f"{field}_square_norm") for r in reports) == pytest.approx(
-            norm, rel=1e-4
-        )
+        assert sum(getattr(r, f"{field}_square_norm") for r in reports) == near(norm)
         weight = sum(m.weight for m in micro_batches)
         assert {getattr(r, f"{field}_weight") for r in reports} == {weight}
 

@@ -7,6 +7,7 @@ import torch
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
+from tests.closeness import assert_near
 
 
 def twins(dtype=torch.float32):
@@ -42,8 +43,7 @@ def test_adamw_is_torch_adamw(weight_decay):
         theirs, lr=0.01, weight_decay=weight_decay, betas=(0.8, 0.95), eps=1e-6
     )
     train(mine, theirs, rule, reference)
-    for a, b in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    assert_near(mine, theirs)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -52,8 +52,7 @@ def test_sgd_is_torch_sgd(momentum):
     rule = OptimizerSettings(name="sgd", learning_rate=0.1, weight_decay=0.01, momentum=momentum)
     reference = torch.optim.SGD(theirs, lr=0.1, weight_decay=0.01, momentum=momentum)
     train(mine, theirs, rule, reference)
-    for a, b in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    assert_near(mine, theirs)
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])

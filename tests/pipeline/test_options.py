@@ -126,6 +126,26 @@ def test_clipping_equals_clipping_the_whole_model(clip_norm):
     assert_near(mine, [q - 0.5 * q.grad for q in everything])
 
 
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_spoils_every_stage_as_it_does_one_model(broken):
+    def with_broken_gradient():
+        parts = make_parts((1, 2))
+        parts[2].blocks[0].linear1.bias.register_hook(lambda g: torch.full_like(g, broken))
+        return parts, [p for part in parts for p in part.parameters()]
+
+    batch, (wholes, everything) = make_batch(BATCH), with_broken_gradient()
+    whole_loss(wholes, batch).backward()
+    torch.nn.utils.clip_grad_norm_(everything, 0.05)
+    parts, mine = with_broken_gradient()
+    chain = Chain(parts, options("1f1b", clip_norm=0.05), rule=SGD)
+    with chain.running() as first:
+        first.train_step(batch)
+    expected = [p - 0.5 * p.grad for p in everything]
+    assert torch.stack([p.isnan().any() for p in expected]).any()
+    assert all(torch.equal(p.isnan(), q.isnan()) for p, q in zip(mine, expected, strict=True))
+    assert_near([p.nan_to_num() for p in mine], [q.nan_to_num() for q in expected])
+
+
 def test_with_clipping_no_stage_applies_a_step_that_another_could_not_finish():
     """The first stage computes last: if it fails there, all others have done their backwards."""
     parts = make_parts((1, 1))

@@ -59,7 +59,7 @@ def net() -> Net:
 def masks_of(layer: nn.Module) -> list[Tensor]:
     """Which elements each call of the layer leaves, filled as it is called."""
     found: list[Tensor] = []
-    layer.register_forward_hook(lambda _, given, output: found.append(output != 0))
+    layer.register_forward_hook(lambda *call: found.append(call[-1] != 0))
     return found
 
 

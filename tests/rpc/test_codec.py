@@ -75,7 +75,7 @@ def test_lossy_codecs_are_smaller_and_touch_only_hidden_states_and_gradients():
     hidden, mask = torch.randn(64, 64), torch.randn(64)
     frame = Frame(kind=FrameKind.ACTIVATION, tensors={"hidden": hidden, "bias": mask})
     sizes = {codec: len(encode_frame(frame, codec)) for codec in WIRE_CODECS}
-    assert sizes["int8"] < sizes["fp16"] == sizes["bf16"] < sizes["fp32"]
+    assert sizes["int8"] < sizes["bf16"] < sizes["fp16"] < sizes["fp32"]
     back = decode_frame(encode_frame(frame, "int8"))
     assert torch.equal(back.tensors["bias"], mask)
     assert not torch.equal(back.tensors["hidden"], hidden)
@@ -92,12 +92,30 @@ def test_an_overflow_stays_visible(codec, bad):
     torch.testing.assert_close(back[:128], tensor[:128])
 
 
-@pytest.mark.parametrize("magnitude", [0.0, 1e-45, 1e-39, 1e-30, 1e30, 3e38])
-def test_int8_takes_any_magnitude(magnitude):
+@pytest.mark.parametrize("codec", ["fp16", "bf16", "int8"])
+@pytest.mark.parametrize("magnitude", [0.0, 1e-45, 1e-39, 1e-30, 1e-8, 7e4, 1e30, 3e38])
+def test_lossy_codecs_take_any_magnitude(codec, magnitude):
+    """Gradients of a mean over many labels are below the smallest number of half precision."""
     tensor = torch.linspace(-1, 1, 300) * magnitude
-    data = encode_frame(Frame(kind=FrameKind.GRADIENT, tensors={"grad": tensor}), "int8")
+    data = encode_frame(Frame(kind=FrameKind.GRADIENT, tensors={"grad": tensor}), codec)
     error = (decode_frame(data).tensors["grad"] - tensor).abs().max().item()
-    assert error <= max(magnitude / 250, 2e-36)
+    assert error <= max(magnitude * ERRORS[codec] * 1.001, 2e-36)
+
+
+def test_fp16_rounds_what_half_precision_holds_as_half_precision_does():
+    tensor = torch.randn(1000, generator=torch.Generator().manual_seed(1)) * 8
+    plain = tensor.half()
+    data = encode_frame(Frame(kind=FrameKind.GRADIENT, tensors={"grad": tensor}), "fp16")
+    back = decode_frame(data).tensors["grad"]
+    normal = plain.abs() >= torch.finfo(torch.float16).smallest_normal
+    assert normal.sum() > 990
+    assert torch.equal(back[normal], plain[normal].float())
+
+
+def test_fp16_keeps_small_gradients_beside_large_ones():
+    tensor = torch.tensor([1.0, 2.0**-28, 2.0**-38, 2.0**-40])
+    data = encode_frame(Frame(kind=FrameKind.GRADIENT, tensors={"grad": tensor}), "fp16")
+    assert decode_frame(data).tensors["grad"].tolist() == [1.0, 2.0**-28, 2.0**-38, 0.0]
 
 
 def test_decoded_tensors_own_their_memory():
