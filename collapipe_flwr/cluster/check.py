@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from collapipe_flwr.core.cluster_file import ClusterConfig, MemberConfig
@@ -68,8 +69,8 @@ def check_cluster(
     members = [_control_unit(config, settings)]
     on_done(config.control_unit.name)
     edge = (config.edge,) if config.edge.address else ()
-    for member in (*config.devices, *edge):
-        members.append(_reached(config, member, settings))
+    for member, fault in _faults(config, (*config.devices, *edge), settings):
+        members.append(fault or _reached(config, member, settings))
         on_done(member.name)
     there = {member.name for member in members if member.delay_s is not None}
     links = []
@@ -106,13 +107,37 @@ def _client(config: ClusterConfig, member: MemberConfig, settings: CheckSettings
     )
 
 
+def _faults(
+    config: ClusterConfig, members: Sequence[MemberConfig], settings: CheckSettings
+) -> Iterator[tuple[MemberConfig, Measured | None]]:
+    """What keeps each from answering; all are asked at once, so that their deadlines do not add up.
+
+    Those that answer are measured one after the other: they share this machine's link.
+    """
+
+    def fault(member: MemberConfig) -> Measured | None:
+        try:
+            with _client(config, member, settings) as client:
+                client.echo()
+        except CollaPipeError as error:
+            return _missed(config, member, error)
+        return None
+
+    with ThreadPoolExecutor(max(len(members), 1), thread_name_prefix="check") as pool:
+        yield from zip(members, pool.map(fault, members), strict=True)
+
+
 def _reached(config: ClusterConfig, member: MemberConfig, settings: CheckSettings) -> Measured:
     try:
         with _client(config, member, settings) as client:
             return _measured(member, client, settings)
     except CollaPipeError as error:
-        fault = _advice(config, member, error)
-        return Measured(name=member.name, address=member.address, fault=fault)
+        return _missed(config, member, error)
+
+
+def _missed(config: ClusterConfig, member: MemberConfig, error: CollaPipeError) -> Measured:
+    fault = _advice(config, member, error)
+    return Measured(name=member.name, address=member.address, fault=fault)
 
 
 def _measured(member: MemberConfig, client: EdgeClient, settings: CheckSettings) -> Measured:

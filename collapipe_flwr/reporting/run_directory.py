@@ -159,5 +159,8 @@ def read_events(run_dir: Path) -> list[dict[str, Any]]:
 def _read(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        content: dict[str, Any] = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise RunError(f"{path} is damaged ({error}): bring it back, or start a new run") from error
     return content

@@ -6,16 +6,18 @@ import json
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from collapipe_flwr.cluster import check
 from collapipe_flwr.cluster.check import CheckSettings, check_cluster, measured_ways, ways
 from collapipe_flwr.cluster.profile import profile_of
 from collapipe_flwr.core.cluster_file import read_cluster
-from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.errors import ConfigError, LinkTimeout
 from collapipe_flwr.core.measurements import read_measurements
 from collapipe_flwr.pipeline.benchmark import (
     BenchmarkRequest,
@@ -24,6 +26,7 @@ from collapipe_flwr.pipeline.benchmark import (
     run_benchmark,
 )
 from collapipe_flwr.rpc.authority import sign_all
+from collapipe_flwr.rpc.edge_client import EdgeClient
 from tests.cluster.daemon_processes import ROOT, Daemon, running
 
 
@@ -68,6 +71,26 @@ def test_members_are_measured_and_the_missing_one_is_named(tmp_path: Path) -> No
     assert profile.devices[0].memory_bytes == first["memory_bytes"]
     assert profile.devices[1].speed_flop_per_s == 12e9  # nothing measured: that of its kind
     assert profile.devices[1].device_id == "g/pi-2"
+
+
+def test_members_that_do_not_answer_are_waited_for_together(tmp_path: Path, monkeypatch) -> None:
+    addresses = [_free_address() for _ in range(3)]
+    together = threading.Barrier(len(addresses), timeout=20)
+
+    class Silent(EdgeClient):
+        def echo(self) -> None:
+            together.wait()
+            raise LinkTimeout("no answer")
+
+    monkeypatch.setattr(check, "EdgeClient", Silent)
+    done: list[str] = []
+    block = BenchmarkRequest(width=32, tokens=4, examples=2, seconds=0.1)
+    config = read_cluster(_cluster(tmp_path, *addresses))
+    found = check_cluster(config, CheckSettings(block=block), done.append)
+    assert done[:4] == ["control-unit", "pi-1", "pi-2", "pi-3"]
+    assert [m.name for m in found.members] == done[:4]
+    for member, address in zip(found.members[1:], addresses, strict=True):
+        assert f"no answer at {address}" in member.fault
 
 
 @pytest.fixture(scope="module")

@@ -157,9 +157,9 @@ def _outcome(values: dict[str, Value], fate: str) -> tuple[bytes, list[int]]:
     return model, [len(event["lost"]) for event in events]
 
 
-@pytest.mark.parametrize("state_dir", ["", "state"])
 @pytest.mark.parametrize(
-    ("runtime", "fate"), [("pipeline", "diverges"), ("pipeline", "late"), ("whole", "late")]
+    ("runtime", "fate", "state_dir"),
+    [("pipeline", "diverges", ""), ("pipeline", "late", "state"), ("whole", "late", "state")],
 )
 def test_a_round_that_is_not_accepted_leaves_no_trace(
     tmp_path: Path, runtime: str, fate: str, state_dir: str

@@ -15,6 +15,7 @@ from collapipe_flwr.reporting.run_directory import (
     RunDirectory,
     read_config,
     read_events,
+    read_pending,
     read_summary,
 )
 from tests.full_disk import full_disk
@@ -160,3 +161,10 @@ def test_a_full_disk_is_one_sentence_and_what_was_there_stays(tmp_path: Path) ->
     assert [event["round_index"] for event in read_events(directory.path)] == [1]
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
     assert sorted(p.name for p in directory.path.iterdir()) == ["events.jsonl", "summary.json"]
+
+
+@pytest.mark.parametrize("name", ["summary.json", "pending-round.json", "run-config.json"])
+def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b'{"status": ')
+    with pytest.raises(RunError, match=rf"{name} is damaged \(.*\): bring it back"):
+        {"s": read_summary, "p": read_pending, "r": read_config}[name[0]](tmp_path)
