@@ -7,20 +7,23 @@ its place, so that a crash leaves the old pair, the new pair, or two halves that
 
 from __future__ import annotations
 
-import os
 import ssl
 from pathlib import Path
 
+from collapipe_flwr.core.durable import draft, publish, sync
 from collapipe_flwr.core.errors import ConfigError
 
 
 def replace_pair(key: Path, key_pem: bytes, certificate: Path, certificate_pem: bytes) -> None:
-    """Put both in their places; the key is readable by its owner only, from its first byte on."""
-    written = [(_written(key, key_pem, 0o600), key)]
-    written.append((_written(certificate, certificate_pem, 0o644), certificate))
-    for fresh, path in written:
-        os.replace(fresh, path)
-    _sync_folder(key.parent)
+    """Put both in their places; nobody but its owner can ever read the key. Raises OSError."""
+    with draft(key) as new_key, draft(certificate) as new_certificate:
+        new_key.touch(0o600)
+        new_key.write_bytes(key_pem)
+        new_certificate.write_bytes(certificate_pem)
+        sync(new_key)
+        sync(new_certificate)
+        publish(new_key, key)
+        publish(new_certificate, certificate)
 
 
 def check_pair(certificate: Path, key: Path, way_out: str) -> None:
@@ -33,21 +36,3 @@ def check_pair(certificate: Path, key: Path, way_out: str) -> None:
         raise ConfigError(
             f"{key} is not the key of {certificate} ({error.reason}): {way_out}"
         ) from error
-
-
-def _written(path: Path, data: bytes, mode: int) -> Path:
-    fresh = path.with_name(f"{path.name}.new")
-    fresh.unlink(missing_ok=True)
-    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    return fresh
-
-
-def _sync_folder(folder: Path) -> None:
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
