@@ -17,6 +17,7 @@ from collapipe_flwr.benches.cases import (
 from collapipe_flwr.benches.duel import bound_s
 from collapipe_flwr.benches.job import Job, StageSeconds, StepSeconds
 from collapipe_flwr.benches.model import BenchPart, Shape, make_batch, mean_loss
+from tests.closeness import near
 
 torch.set_num_threads(1)
 SHAPE = Shape(width=32, tokens=8, micro_batch=2, micro_batches=4)
@@ -65,7 +66,7 @@ def test_any_cut_computes_the_same_loss():
         for stage in range(len(split)):
             hidden = BenchPart(SHAPE, split, stage)(hidden)
         losses.append(mean_loss(hidden, labels).item())
-    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+    assert losses == near([losses[0]] * 3)
 
 
 def test_the_bound_of_two_equal_stages_is_the_closed_form():

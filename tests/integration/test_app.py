@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from collapipe_flwr.core.errors import CollaPipeError, RunError
 from collapipe_flwr.core.parsing import Value
+from tests.closeness import assert_near
 from tests.integration.conftest import RunApp
 
 
@@ -68,7 +68,7 @@ def test_one_cluster_one_device_one_micro_batch_is_fedavg_of_the_whole_model(
     split = run_app({**alone, "run-name": "split"})
     whole = run_app({**alone, "run-name": "whole", "runtime": "whole"})
     assert all(len(p["clusters"][0]["segments"]) == 1 for p in _summary(split)["plans"])
-    _assert_same_model(split, whole, tolerance=1e-6)
+    _assert_same_model(split, whole)
 
 
 def test_two_planned_clusters_learn_what_two_whole_clients_learn(run_app: RunApp) -> None:
@@ -78,14 +78,12 @@ def test_two_planned_clusters_learn_what_two_whole_clients_learn(run_app: RunApp
     }
     split = run_app({**batch, "run-name": "split"})
     whole = run_app({**batch, "run-name": "whole", "runtime": "whole"})
-    _assert_same_model(split, whole, tolerance=2e-5)
+    _assert_same_model(split, whole, depth=4)
 
 
-def _assert_same_model(left: Path, right: Path, *, tolerance: float) -> None:
+def _assert_same_model(left: Path, right: Path, *, depth: int = 1) -> None:
     first, second = (load_file(d / "model" / "model.safetensors") for d in (left, right))
-    assert set(first) == set(second)
-    for key, tensor in first.items():
-        torch.testing.assert_close(tensor, second[key], rtol=0, atol=tolerance, msg=key)
+    assert_near(first, second, depth=depth)
 
 
 def test_own_csv_by_run_config_alone(run_app: RunApp, tmp_path: Path) -> None:

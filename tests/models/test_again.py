@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from collapipe_flwr.models import Splitter
 from collapipe_flwr.pipeline.randomness import SeededRandomness
@@ -89,6 +90,23 @@ def _assert_equal(found: Tensor, wanted: Tensor, *, exact: bool) -> None:
         assert torch.equal(found, wanted)
     else:
         assert_near(found, wanted)
+
+
+@pytest.mark.parametrize("model_type", ["bart", "t5"])
+def test_a_forward_pass_keeps_what_went_into_each_block(model_type: str, tiny: Any) -> None:
+    """Also where blocks read a mask that trains, as T5's do."""
+    shared = {"shared": "sum"} if model_type == "t5" else {}
+    splitter = Splitter(tiny.spec(model_type, "seq2seq", **shared))
+    weights, batch = splitter.initial_weights(seed=5), tiny.batch(model_type, "seq2seq")
+    segment = splitter.build_segment(1, 4, weights).train()
+    hidden_BTD = splitter.build_embedding(weights)(batch).detach().requires_grad_()
+    assert segment.compute_again(nullcontext)
+    kept: list[Tensor] = []
+    with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        segment(hidden_BTD, splitter.context(batch))
+    states = [tensor for tensor in kept if tensor.shape == hidden_BTD.shape]
+    assert len(states) == 3
+    assert not [tensor for tensor in kept if tensor.shape[-1] == 48]  # of the inner layer
 
 
 def test_blocks_learn_though_what_comes_in_does_not(tiny: Any) -> None:
