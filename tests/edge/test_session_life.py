@@ -37,6 +37,7 @@ from tests.pipeline.chains import Embedding, Head, make_batch, make_parts, setti
 
 ADAMW = OptimizerSettings(name="adamw", learning_rate=0.05)
 IDS, VERSIONS = ("a", "b", "c"), st.integers(0, 1)
+RARELY_NOT = st.sampled_from((True, True, False))
 MOST_SESSIONS, FORGET_AFTER_S, WAIT_S = 2, 100.0, 60.0
 State = Mapping[str, Tensor]
 
@@ -293,7 +294,7 @@ class Host(RuleBasedStateMachine):
     # -- calls ----------------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.models) < MOST_SESSIONS)
-    @rule(data=st.data(), recoverable=st.booleans(), version=st.sampled_from((0, 1, None)))
+    @rule(data=st.data(), recoverable=RARELY_NOT, version=st.sampled_from((0, 1, None)))
     def open(self, data: st.DataObject, recoverable: bool, version: int | None) -> None:
         key = data.draw(st.sampled_from([k for k in IDS if k not in self.models]))
         self.host.open(request(key, optimizer=ADAMW, recoverable=recoverable))
@@ -364,10 +365,12 @@ class Host(RuleBasedStateMachine):
             model.saved = model.steps
         self.disk.full = False
 
-    @precondition(some())
-    @rule(data=st.data(), wrong=st.sampled_from((0, 0, 1)))
-    def rollback(self, data: st.DataObject, wrong: int) -> None:
-        key, model = self._pick(data)
+    @precondition(some("empty", "rest"))
+    @rule(data=st.data(), right=RARELY_NOT)
+    def rollback(self, data: st.DataObject, right: bool) -> None:
+        self._rollback(*self._pick(data, "empty", "rest"), wrong=not right)
+
+    def _rollback(self, key: str, model: Model, *, wrong: bool) -> None:
         error = self._ended(key, lambda: self.host.rollback(key, TOKEN, model.saved + wrong))
         if model.recoverable and model.phase == "rest" and not wrong:
             assert error is None
@@ -375,10 +378,12 @@ class Host(RuleBasedStateMachine):
         else:
             assert "no snapshot" in str(error) or "ended" in str(error)
 
-    @precondition(some("rest", "claimed", "stepping"))
+    @precondition(some("empty", "rest"))
     @rule(data=st.data())
     def close(self, data: st.DataObject) -> None:
-        key, _ = self._pick(data)
+        self._close(self._pick(data, "empty", "rest")[0])
+
+    def _close(self, key: str) -> None:
         assert self._ended(key, lambda: self.host.close(key, TOKEN)) is None
         self.models.pop(key, None)
 
@@ -490,22 +495,33 @@ class Host(RuleBasedStateMachine):
         model.steps, model.phase = model.steps + 1, "running"
 
     @precondition(some("running"))
-    @rule(data=st.data(), lost=st.booleans())
-    def finish(self, data: st.DataObject, lost: bool) -> None:
+    @rule(data=st.data(), in_order=st.booleans())
+    def finish(self, data: st.DataObject, in_order: bool) -> None:
         key, model = self._pick(data, "running")
         self.host.find(key, TOKEN)
         assert model.driver is not None
-        if lost:
-            model.driver.link.close("lost power")
-            self._stream_failed(key, model)
-        else:
+        if in_order:
             model.driver.finish()
             model.stops()
+        else:
+            model.driver.link.close("lost power")
+            self._stream_failed(key, model)
+
+    @precondition(some("claimed", "running", "stepping"))
+    @rule(data=st.data(), closes=st.booleans(), right=RARELY_NOT)
+    def break_off(self, data: st.DataObject, closes: bool, right: bool) -> None:
+        key, model = self._pick(data, "claimed", "running", "stepping")
+        if closes:
+            self._close(key)
+        else:
+            self._rollback(key, model, wrong=not right)
 
     @precondition(some("rest", "claimed", "running", "stepping"))
-    @rule()
-    def restart(self) -> None:
+    @rule(happens=st.sampled_from((False, False, True)))
+    def restart(self, happens: bool) -> None:
         """Kill the host; the next one has its disk."""
+        if not happens:
+            return
         disk = Disk(self.disk.kept)
         for model in self.models.values():
             self._kill(model)

@@ -1,0 +1,180 @@
+"""A device holds what its plan was priced at, and no more, round after round of changing plans.
+
+Priced are weights, gradients and optimiser state of the blocks, and activations in flight
+(`costs.memory`); the ledger of a host has the same without the activations.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from torch import Tensor
+
+from collapipe_flwr.cluster.control_unit import RoundResult, train_round
+from collapipe_flwr.cluster.order import RoundOrder
+from collapipe_flwr.cluster.remote import RemoteFleet
+from collapipe_flwr.core.cluster_file import ClusterConfig, parse_cluster
+from collapipe_flwr.edge.ledger import Ledger
+from collapipe_flwr.edge.server import EdgeServer
+from collapipe_flwr.edge.service import EdgeService
+from collapipe_flwr.edge.store import TensorStore
+from collapipe_flwr.models import Splitter, make_spec
+from collapipe_flwr.models.spec import BatchShape
+from collapipe_flwr.pipeline.session import NextHop, SessionRequest
+from collapipe_flwr.pipeline.state import PartState, Slots
+from collapipe_flwr.rpc.edge_client import EdgeClient
+from collapipe_flwr.rpc.next_hop import Dialer
+from tests.cluster.daemon_processes import Daemon, running
+from tests.laws.test_cluster_equals_whole import ADAMW, TOKEN, Cut, _micro_batches, tiny_batch
+
+BLOCKS, TOKENS, SIZE = 6, 8, 2
+STOPS = (2, 4, 1, 3, 5, 2, 1, 4, 3, 5)  # of the first device's blocks, round by round
+MEGA = 2**20
+MARGIN_BYTES = 40 * MEGA  # temporaries of operators, frames, and what the heap does not give back
+
+
+def make_splitter(width: int) -> Splitter:
+    sizes = {"hidden_size": width, "num_hidden_layers": BLOCKS, "num_attention_heads": 2}
+    more = {"intermediate_size": 4 * width, "max_position_embeddings": 32}
+    spec = make_spec(
+        "sequence-classification",
+        model_type="bert",
+        overrides={**sizes, **more},
+        vocab_size=50,
+        pad_token_id=0,
+        num_labels=4,
+    )
+    return Splitter(spec)
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a segment from block 0 on was priced at."""
+
+    state_bytes: int
+    bytes: int
+
+
+def prices(splitter: Splitter) -> dict[int, Price]:
+    blocks = splitter.profile(BatchShape(source_length=TOKENS, target_length=1)).blocks
+    found = {}
+    for stop in range(1, BLOCKS):
+        state = sum(block.state_bytes for block in blocks[:stop])
+        stash = SIZE * sum(block.stash_bytes for block in blocks[:stop])
+        found[stop] = Price(state, state + stash)
+    return found
+
+
+class Cluster:
+    """Trains rounds on the device at `address` and on one in this process."""
+
+    def __init__(self, splitter: Splitter, address: str, other: str, edge: str) -> None:
+        boards = [{"name": n, "address": a} for n, a in (("d0", address), ("d1", other))]
+        self._config: ClusterConfig = parse_cluster({"id": "A", "device": boards}, Path())
+        self._splitter, self._edge = splitter, edge
+        self._weights: dict[str, Tensor] = splitter.initial_weights(seed=1)
+        self._slots: Slots = {}
+
+    def round(self, stop: int) -> RoundResult:
+        order = RoundOrder(
+            plan=Cut(stops=(stop, BLOCKS), micro_batches=(SIZE,)).plan(),
+            weights=self._weights,
+            optimizer=ADAMW,
+            schedule="gpipe",
+            deadline_s=60.0,
+            slots=self._slots,
+            keep_optimizer=True,
+        )
+        steps = [[tiny_batch(self._splitter, SIZE, seed=stop)]] * 2
+        with _head(self._edge, self._splitter, self._weights) as hop:
+            fleet = RemoteFleet(cluster=self._config, edge=hop)
+            batches = _micro_batches(self._splitter, steps)
+            result = train_round(self._splitter, order, batches, fleet)
+        self._weights = {**self._weights, **result.weights}
+        self._slots = result.slots
+        return result
+
+    def kept_bytes(self, stop: int) -> int:
+        """Weights and slots of the first device's blocks."""
+        keys = self._splitter.segment_keys(0, stop)
+        return PartState(weights=self._weights, slots=self._slots).only(keys).num_bytes
+
+
+@contextmanager
+def _head(address: str, splitter: Splitter, weights: Mapping[str, Tensor]) -> Iterator[NextHop]:
+    """A session with the head, as the server opens it."""
+    session_id = secrets.token_hex(4)
+    spec_json = splitter.spec.to_json()
+    with EdgeClient(address) as client:
+        client.open_session(
+            SessionRequest(session_id=session_id, token=TOKEN, spec_json=spec_json, optimizer=ADAMW)
+        )
+        keys = splitter.edge_keys()
+        client.push_weights(session_id, TOKEN, {key: weights[key] for key in keys})
+        yield NextHop(address=address, session_id=session_id, token=TOKEN)
+        client.close_session(session_id, TOKEN)
+
+
+@contextmanager
+def _others(splitter: Splitter, address: str) -> Iterator[Cluster]:
+    with ExitStack() as stack:
+        edge = stack.enter_context(EdgeServer("127.0.0.1:0", EdgeService()))
+        second = EdgeService(connect=Dialer(name="d1"))
+        other = stack.enter_context(EdgeServer("127.0.0.1:0", second))
+        yield Cluster(splitter, address, other.address, edge.address)
+
+
+def test_a_device_reserves_what_its_plan_was_priced_at() -> None:
+    splitter = make_splitter(32)
+    priced = prices(splitter)
+    most = max(priced[stop].state_bytes for stop in STOPS)
+    ledger = Ledger(int(1.01 * most))  # a little more: step counts are no part of the price
+    device = EdgeService(connect=Dialer(name="d0"), store=TensorStore(ledger), ledger=ledger)
+    with (
+        EdgeServer("127.0.0.1:0", device) as host,
+        _others(splitter, host.address) as cluster,
+    ):
+        for stop in STOPS:
+            ledger.peak_bytes = 0
+            report = cluster.round(stop).reports[1]
+            state_bytes = priced[stop].state_bytes
+            assert state_bytes <= ledger.peak_bytes <= 1.01 * most
+            assert ledger.held_bytes == cluster.kept_bytes(stop)
+            assert state_bytes <= report.peak_tensor_bytes <= 1.01 * priced[stop].bytes
+
+
+def test_a_daemon_never_uses_more_memory_than_its_plans_were_priced_at() -> None:
+    """What the kernel counts, above a daemon that has trained once and holds next to nothing.
+
+    When a round begins, the device still has what it kept of the one before.
+    """
+    small, splitter = make_splitter(32), make_splitter(384)
+    priced = {0: 0, **{stop: price.bytes for stop, price in prices(splitter).items()}}
+    with (
+        running(Daemon("device", "--name", "d0")) as (daemon,),
+        _others(small, daemon.address) as first,
+        _others(splitter, daemon.address) as cluster,
+        EdgeClient(daemon.address) as client,
+    ):
+        pid = daemon.process.pid
+        first.round(1)  # loads the libraries
+        idle_bytes = resident(pid, "VmRSS")
+        for before, stop in pairwise((0, *STOPS)):
+            Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak begins anew
+            cluster.round(stop)
+            peak_bytes, now_bytes = (resident(pid, n) - idle_bytes for n in ("VmHWM", "VmRSS"))
+            assert peak_bytes <= max(priced[before], priced[stop]) + MARGIN_BYTES
+            assert client.health().held_bytes == cluster.kept_bytes(stop)
+            assert now_bytes <= cluster.kept_bytes(stop) + MARGIN_BYTES
+
+
+def resident(pid: int, name: str) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return next(
+        int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(name)
+    )
