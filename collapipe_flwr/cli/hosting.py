@@ -31,7 +31,10 @@ StateDir = Annotated[
     Path | None, typer.Option(help="Keep sessions here, so that a restart goes on with them.")
 ]
 MemoryMb = Annotated[
-    float, typer.Option(help="Weights taken in all; 0: as much as is free at the start.", min=0)
+    float,
+    typer.Option(
+        help="For models in all, without activations; 0: as much as is free at the start.", min=0
+    ),
 ]
 Threads = Annotated[int, typer.Option(help="To compute on; 0: one per core.", min=0)]
 Insecure = Annotated[bool, typer.Option(help="Plain text beyond loopback, knowing what it means.")]

@@ -3,6 +3,9 @@
 A device holds the state of its blocks (weights, gradients, optimiser) and, for every micro-batch
 in flight, the activations between forward and backward. With re-computation only each block's
 input stays, plus one block's activations while it is computed again.
+
+What a device keeps of a round for the next one is less than the state of its blocks, and is gone or
+part of the new blocks before these are complete, so it is not priced again.
 """
 
 from __future__ import annotations

@@ -306,3 +306,16 @@ def test_weights_beyond_the_limit_are_refused():
         pytest.raises(LinkError, match="more than 100 bytes"),
     ):
         open_session(client, Head())
+
+
+def test_a_stream_whose_peer_leaves_before_it_begins_gives_its_session_back(client, monkeypatch):
+    open_session(client, Head())
+
+    def gone(*_: object, **__: object) -> None:
+        raise LinkError("broke off the stream")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("collapipe_flwr.edge.skin.StreamLink.send", gone)
+        with pytest.raises(LinkError, match="broke off the stream"):
+            client.stream("c1", TOKEN)
+    client.stream("c1", TOKEN).close()
