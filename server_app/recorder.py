@@ -102,6 +102,7 @@ class RunRecorder:
         if server_round == 0:
             self.story = replace(self.story, initial=metrics)
             self._round_started_s = time.monotonic()
+            self._save("running")  # a resumed run cannot find it out again
             self._printer.say(f"untrained: {_words(metrics)}")
         else:
             self.weights = weights

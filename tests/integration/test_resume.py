@@ -13,12 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import FedAdam
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.parsing import Value
 from collapipe_flwr.federation.checkpoint import Checkpoints
 from collapipe_flwr.federation.strategy import CollaPipe
+from collapipe_flwr.reporting.console import RoundPrinter
+from collapipe_flwr.reporting.events import RoundEvent, RunStory
+from collapipe_flwr.reporting.past import read_past
+from collapipe_flwr.reporting.run_directory import RunDirectory
 from server_app.recorder import RunRecorder
 from tests.integration.conftest import TINY, RunApp
 
@@ -125,6 +130,19 @@ def test_the_rounds_of_a_run_change_only_where_its_learning_rate_does_not_depend
 
 
 @pytest.mark.slow
+def test_the_untrained_models_score_is_on_disk_before_the_first_round(tmp_path: Path) -> None:
+    recorder = RunRecorder(
+        directory := RunDirectory(tmp_path / "run"),
+        RoundPrinter(ROUNDS),
+        lambda _: {"accuracy": 0.25},
+        story=RunStory(metric_name="accuracy", energy_budget_j={}),
+        every=1,
+    )
+    recorder.evaluate(0, ArrayRecord())
+    directory.append_event(RoundEvent(round_index=1, metrics={}, wall_s=0.1).as_json())  # then dies
+    assert read_past(directory.path, done=1).initial == {"accuracy": 0.25}
+
+
 def test_a_server_killed_for_good_is_resumed_by_another_process(tmp_path: Path) -> None:
     whole = _process(tmp_path, "whole")
     assert whole.wait(200) == 0
