@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError
 from collapipe_flwr.core.parsing import Value
+from collapipe_flwr.data.batches import Example
+from collapipe_flwr.data.encoding import IGNORED_LABEL
+from collapipe_flwr.data.language import CausalLM
 from tests.integration.conftest import RunApp
 from tests.tiny_tasks import TASKS, task_values
 
@@ -55,6 +61,23 @@ def test_a_run_of_every_task(run_app: RunApp, tmp_path: Path, task: str) -> None
         assert dict(processor.size) == {"height": 8, "width": 8}
     else:
         assert len(AutoTokenizer.from_pretrained(run_dir / "model")) == config.vocab_size
+
+
+@pytest.mark.parametrize("runtime", ["pipeline", "whole"])
+def test_data_without_a_label_trains_nothing_and_has_no_loss(
+    run_app: RunApp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str
+) -> None:
+    plain = CausalLM.collate
+
+    def collate(self: CausalLM, examples: Sequence[Example]) -> dict[str, Tensor]:
+        batch = plain(self, examples)
+        return {**batch, "labels": torch.full_like(batch["labels"], IGNORED_LABEL)}
+
+    monkeypatch.setattr(CausalLM, "collate", collate)
+    values = {**task_values("causal-lm", tmp_path), **QUICK, "evaluation.federated": True}
+    first, second = events(run_app({**values, "runtime": runtime}))
+    assert first["loss"] == first["clusters_loss"] == first["metrics"]["loss"] == 0.0
+    assert not first["failures"] and not second["failures"]
 
 
 def test_pictures_of_another_size_than_the_model(run_app: RunApp, tmp_path: Path) -> None:
