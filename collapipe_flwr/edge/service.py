@@ -18,40 +18,32 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import cast
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from collapipe_flwr.core.errors import CheckpointMissing, ConfigError, LinkError
+from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.edge.frozen import FrozenCache
 from collapipe_flwr.edge.ledger import Account, Ledger, NoRoom
+from collapipe_flwr.edge.parts import FOUND, SNAPSHOT, BuildPart, Parts, module_of, tensors_of
 from collapipe_flwr.edge.power import PowerControl, RadioAsItIs
 from collapipe_flwr.edge.session import HostedPart, Saved, Session, SessionRefused, Stream
 from collapipe_flwr.edge.sessions import SessionTable
 from collapipe_flwr.edge.store import TensorStore
-from collapipe_flwr.edge.vault import Kept, Vault
+from collapipe_flwr.edge.vault import Vault
 from collapipe_flwr.pipeline.digest import digests_of
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.memory import bytes_of
 from collapipe_flwr.pipeline.meter import StageReport
-from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import LastStage, MiddleStage
 from collapipe_flwr.pipeline.schedule import stage_actions
 from collapipe_flwr.pipeline.session import Health, NextHop, SessionRequest, Timeline
 from collapipe_flwr.pipeline.stage_settings import StageSettings
-from collapipe_flwr.pipeline.state import PartState, live_state, load_slots, state_bytes
 
-BuildPart = Callable[[SessionRequest, Mapping[str, Tensor]], HostedPart]
 Connect = Callable[[NextHop], AbstractContextManager[Link]]
 Reserve = Callable[[int], None]
 Receive = Callable[[Reserve], Mapping[str, Tensor]]
 
 _log = logging.getLogger(__name__)
-# What the account of a session has reserved, besides what arrives.
-_PART = "part"  # weights, gradients and optimiser slots
-_SNAPSHOT = "snapshot"
-_FOUND = "found"  # for the next push
-_NEW, _SAVING = "new part", "new snapshot"
 
 
 def build_transformers_part(request: SessionRequest, weights: Mapping[str, Tensor]) -> HostedPart:
@@ -93,7 +85,7 @@ class EdgeService:
         self._power = power or RadioAsItIs()
         self._store = store
         self._frozen = frozen
-        self._build_part = build_part
+        self._parts = Parts(build_part, vault, frozen)
         self._connect = connect
         self._ledger = ledger or Ledger()
         self._sessions = SessionTable(most_sessions, forget_after_s, clock, self._let_go)
@@ -106,7 +98,7 @@ class EdgeService:
         for kept in vault.read():
             account = Account(self._ledger, kept.request.opener)
             try:
-                account.reserve({_SNAPSHOT: kept.state.num_bytes})
+                account.reserve({SNAPSHOT: kept.state.num_bytes})
                 session = self._sessions.add(kept.request, account)
             except LinkError as error:
                 account.close()
@@ -148,10 +140,10 @@ class EdgeService:
             if session.lacks_checkpoint and self._frozen is not None:
                 found |= self._frozen.find({d: d for d in wanted - found.keys()})
             try:
-                session.account.reserve({_FOUND: bytes_of(found.values())})
+                session.account.reserve({FOUND: bytes_of(found.values())})
             except NoRoom:
                 found = {}
-                session.account.reserve({_FOUND: 0})
+                session.account.reserve({FOUND: 0})
             session.found, session.wanted = found, digests
             return tuple(key for key, digest in digests.items() if digest not in found)
 
@@ -177,42 +169,8 @@ class EdgeService:
         session = self.find(session_id, token)
         with session.account.arriving() as arrived:
             tensors = receive(lambda size: session.account.add(arrived, size))
-            with session.at_rest(), session.account.passing(_NEW, _SAVING):
-                self._replace(session, tensors, arrived)
-
-    def _replace(self, session: Session, tensors: Mapping[str, Tensor], arrived: str) -> None:
-        brought = {**_found_by_key(session), **tensors}
-        state = PartState.of_tensors(brought)
-        given = session.account.size(_FOUND) + session.account.size(arrived)
-        copied = bytes_of(state.weights.values()) + max(bytes_of(brought.values()) - given, 0)
-        session.account.reserve({_NEW: copied})
-        part = self._first_part(session, state.weights, tensors)
-        optimizer = Optimizer(session.request.optimizer, part.parameters())
-        needed = state_bytes(_module(part), optimizer)
-        session.account.reserve({_NEW: max(needed - given, copied)})
-        load_slots(_module(part), optimizer, state.slots, copy=False)
-        saved = None
-        if session.request.recoverable:
-            saved = self._snapshot_of(session, part, optimizer, 0, None, state.weights)
-        session.part, session.optimizer = part, optimizer
-        session.steps, session.report = 0, None
-        session.found, session.wanted = {}, {}
-        sizes = {_PART: needed, _FOUND: 0, _NEW: 0, arrived: 0}
-        self._adopt_snapshot(session, saved, sizes)
-
-    def _first_part(
-        self, session: Session, weights: Mapping[str, Tensor], pushed: Mapping[str, Tensor]
-    ) -> HostedPart:
-        """Build the part; frozen weights that had to be pushed need not come again."""
-        try:
-            part = self._build_part(session.request, weights)
-        except CheckpointMissing:
-            session.lacks_checkpoint = True
-            raise
-        if session.lacks_checkpoint and self._frozen is not None:
-            told = part.state_dict()
-            self._frozen.keep({key: t for key, t in pushed.items() if key not in told})
-        return part
+            with session.at_rest():
+                self._parts.replace(session, tensors, arrived)
 
     @contextmanager
     def reading(
@@ -224,8 +182,8 @@ class EdgeService:
         """
         session = self.find(session_id, token)
         with session.at_rest():
-            self._part(session)
-            yield _tensors_of(session, with_optimizer)
+            self._parts.part(session)
+            yield tensors_of(session, with_optimizer)
 
     def weights(
         self, session_id: str, token: str, *, with_optimizer: bool = False
@@ -248,15 +206,12 @@ class EdgeService:
         written, the last one stays in force.
         """
         session = self.find(session_id, token)
-        with session.at_rest(), session.account.passing(_SAVING):
-            part, optimizer = self._part(session)
+        with session.at_rest():
+            self._parts.part(session)
             if session.saved is None or session.steps != step:
                 raise SessionRefused(f"the session stands after step {session.steps}, not {step}")
             if session.saved.step != step:
-                first = session.saved.state.weights
-                report = session.report
-                saved = self._snapshot_of(session, part, optimizer, step, report, first)
-                self._adopt_snapshot(session, saved, {})
+                self._parts.save(session)
 
     def rollback(self, session_id: str, token: str, step: int) -> None:
         """Go back to the snapshot after `step` steps, ending a stream that still runs.
@@ -299,7 +254,7 @@ class EdgeService:
         session = self.find(session_id, token)
         whole = session.close("the session was closed")
         if whole and self._store is not None and session.part is not None:
-            self._store.keep(_tensors_of(session, session.request.keep_optimizer).values())
+            self._store.keep(tensors_of(session, session.request.keep_optimizer).values())
         session.empty()
 
     def health(self) -> Health:
@@ -330,7 +285,7 @@ class EdgeService:
         """Reserve a session for one stream, which `serve` then runs, or `release` gives up."""
         session = self.find(session_id, token)
         with session.at_rest():
-            self._part(session)
+            self._parts.part(session)
             return session.claim()
 
     def release(self, stream: Stream) -> None:
@@ -362,56 +317,6 @@ class EdgeService:
         finally:
             session.end(stream)
 
-    def _part(self, session: Session) -> tuple[HostedPart, Optimizer]:
-        """The part and its optimiser, built from the snapshot after a failure or a restart."""
-        if session.part is None and session.saved is not None:
-            with session.account.passing(_NEW):
-                self._rebuild(session, session.saved.state)
-        if session.part is None or session.optimizer is None:
-            raise SessionRefused("the session has no weights yet: push them first")
-        return session.part, session.optimizer
-
-    def _rebuild(self, session: Session, state: PartState) -> None:
-        before, copied = session.account.size(_PART), bytes_of(state.weights.values())
-        session.account.reserve({_PART: 0, _NEW: max(before, copied)})
-        part = self._build_part(session.request, state.weights)
-        optimizer = Optimizer(session.request.optimizer, part.parameters())
-        needed = state_bytes(_module(part), optimizer)
-        session.account.reserve({_PART: needed, _NEW: 0})
-        load_slots(_module(part), optimizer, state.slots)
-        session.part, session.optimizer = part, optimizer
-
-    def _snapshot_of(
-        self,
-        session: Session,
-        part: HostedPart,
-        optimizer: Optimizer,
-        step: int,
-        report: StageReport | None,
-        first: Mapping[str, Tensor],
-    ) -> Saved:
-        """A snapshot, on disk where there is a vault; `first` fills in what a part does not report.
-
-        The session's own is as before.
-        """
-        live = live_state(_module(part), optimizer)
-        whole = replace(live, weights={**first, **live.weights})
-        session.account.reserve({_SAVING: whole.num_bytes})
-        state = live.copy()
-        state = replace(state, weights={**first, **state.weights})
-        if self._vault is not None:
-            kept = Kept(request=session.request, step=step, state=state, report=report)
-            self._vault.write(kept)
-        return Saved(step=step, state=state, report=report)
-
-    def _adopt_snapshot(
-        self, session: Session, saved: Saved | None, sizes: Mapping[str, int]
-    ) -> None:
-        """The session stands on this snapshot from now on."""
-        session.saved = saved
-        kept = saved.state.num_bytes if saved is not None else 0
-        session.account.reserve({**sizes, _SNAPSHOT: kept, _SAVING: 0})
-
     def _let_go(self, session: Session) -> None:
         """A session has left the table."""
         session.account.close()
@@ -423,7 +328,7 @@ class EdgeService:
         """The stage of a session, with its link downstream where there is one."""
         session = stream.session
         assert session.part is not None and session.optimizer is not None
-        part, optimizer = _module(session.part), session.optimizer
+        part, optimizer = module_of(session.part), session.optimizer
         settings = _settings(session.request)
         if session.request.next_hop is None:
             yield LastStage(part, optimizer, settings, upstream=upstream)
@@ -434,32 +339,6 @@ class EdgeService:
             session.add_link(stream, downstream)
             links = {"upstream": upstream, "downstream": downstream}
             yield MiddleStage(part, optimizer, settings, **links)
-
-
-def _module(part: HostedPart) -> nn.Module:
-    return cast(nn.Module, part)
-
-
-def _tensors_of(session: Session, with_optimizer: bool) -> dict[str, Tensor]:
-    """What a part reports, as it is and not copied, with its optimiser's slots where asked for."""
-    assert session.part is not None and session.optimizer is not None
-    weights = session.part.state_dict()
-    if not with_optimizer:
-        return weights
-    slots = live_state(_module(session.part), session.optimizer).slots
-    return PartState(weights=weights, slots=slots).tensors()
-
-
-def _found_by_key(session: Session) -> dict[str, Tensor]:
-    """What `missing` found: one tensor per key, also where several keys want the same content."""
-    by_key: dict[str, Tensor] = {}
-    used: set[str] = set()
-    for key, digest in session.wanted.items():
-        if digest in session.found:
-            tensor = session.found[digest]
-            by_key[key] = tensor.clone() if digest in used else tensor
-            used.add(digest)
-    return by_key
 
 
 def _settings(request: SessionRequest) -> StageSettings:
