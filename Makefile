@@ -1,18 +1,22 @@
 # make demo   the main job: two clusters of three devices learn through `flwr run . --stream`
 # make test   the tests        make test-slow   the checks that take minutes
+# make test-kernels  the tests with plain instead of vectorised CPU kernels, as on another processor
 # make test-cluster  docs/deploy.md carried out on this machine: SuperLink, SuperNodes, devices, edge, failures
 # make check  formatting, types, import contracts and tests: what a change must pass
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-cluster test-slow check clean
+.PHONY: demo test test-kernels test-cluster test-slow check clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/collapipe run . --federation-config sim.toml
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -m "not slow"
+
+test-kernels: $(VENV)/.test
+	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -m "not slow and not cluster"
 
 test-cluster: $(VENV)/.test
 	$(BIN)/python -m pytest -m cluster
