@@ -27,6 +27,7 @@ Weights = Mapping[str, Tensor]
 IDLE_S = 24 * 3600.0  # a server may wait a day for its next text
 _CLUSTER = "generation"
 _TOKEN_BYTES = 16
+_STATELESS = OptimizerSettings(name="sgd", learning_rate=1.0)  # nothing learns
 
 
 def even_plan(num_blocks: int, device_ids: Sequence[str]) -> ClusterPlan:
@@ -86,7 +87,7 @@ def serving_order(plan: ClusterPlan, weights: Weights, deadline_s: float) -> Rou
     return RoundOrder(
         plan=plan,
         weights=weights,
-        optimizer=OptimizerSettings(name="sgd", learning_rate=1.0),
+        optimizer=_STATELESS,
         schedule="gpipe",
         deadline_s=deadline_s,
         idle_s=IDLE_S,
@@ -142,6 +143,7 @@ def _request(splitter: Splitter, deadline_s: float) -> SessionRequest:
         session_id=f"{_CLUSTER}-{secrets.token_hex(4)}",
         token=secrets.token_hex(_TOKEN_BYTES),
         spec_json=splitter.spec.to_json(),
+        optimizer=_STATELESS,
         deadline_s=deadline_s,
         idle_s=IDLE_S,
     )

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.pipeline.benchmark import available_memory_bytes
 
 _MEGA = 1e6
 
@@ -22,10 +23,13 @@ class NoRoom(LinkError):
 
 
 class Ledger:
-    """The reservations of one host, `most_bytes` in all; every method is safe in any thread."""
+    """The reservations of one host, `most_bytes` in all; every method is safe in any thread.
 
-    def __init__(self, most_bytes: int = 8 * 2**30) -> None:
-        self.most_bytes = most_bytes
+    Without `most_bytes` as much as is free now.
+    """
+
+    def __init__(self, most_bytes: int | None = None) -> None:
+        self.most_bytes = available_memory_bytes() if most_bytes is None else most_bytes
         self.peak_bytes = 0
         self.lock = threading.Lock()
         self.accounts: set[Account] = set()

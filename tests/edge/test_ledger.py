@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from collapipe_flwr.cluster.serving import even_plan, serving_order
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.edge import session as sessions
 from collapipe_flwr.edge.ledger import Account, Ledger, NoRoom
@@ -248,3 +249,12 @@ def test_a_benchmark_tells_what_the_next_plan_may_have(
     answer = skin.benchmark(encode_message(BenchmarkRequest()), FakeContext())
     assert decode_message(benchmark.BenchmarkAnswer, answer).memory_bytes == expected
     skin.close()
+
+
+def test_a_part_that_only_generates_reserves_no_optimiser() -> None:
+    """Twice its weights: they are copied as they come."""
+    ledger = Ledger()
+    host, order = opened(ledger), serving_order(even_plan(2, ["d"]), {}, deadline_s=1.0)
+    host.open(request("a", optimizer=order.optimizer))
+    host.push_weights("a", TOKEN, HEAD)
+    assert ledger.held_bytes == ledger.peak_bytes == 2 * WEIGHTS
