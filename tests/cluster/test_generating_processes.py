@@ -93,7 +93,7 @@ def test_the_command_and_a_server_over_daemons(
     words = ["--run", str(translator), "--cluster", str(shed.file), "--max-new-tokens", str(NEW)]
     words += [word for text in TEXTS[:2] for word in ("--text", text)]
     done = subprocess.run(
-        command(*words), capture_output=True, text=True, timeout=120, env=ENVIRONMENT, check=False
+        command(*words), capture_output=True, text=True, timeout=280, env=ENVIRONMENT, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "".join(unsplit(translator, text) + "\n" for text in TEXTS[:2])

@@ -180,7 +180,7 @@ def test_an_edge_that_restarts_while_a_session_is_opened_gets_it_anew(tmp_path):
     again: list[tuple[EdgeServer, EdgeService]] = []
 
     def restart() -> None:
-        dying.kept.wait(30)
+        dying.kept.wait(200)
         first.stop(grace_s=0.0)
         service = EdgeService(lambda _, weights: Decoder(weights), vault=Vault(tmp_path))
         assert service.health().sessions == 1  # what nobody knows to be there
@@ -191,7 +191,7 @@ def test_an_edge_that_restarts_while_a_session_is_opened_gets_it_anew(tmp_path):
         restarting = threading.Thread(target=restart)
         restarting.start()
         try:
-            with EdgeClient(first.address, deadline_s=5.0, patience_s=30.0) as client:
+            with EdgeClient(first.address, deadline_s=60.0, patience_s=200.0) as client:
                 gateway = RpcEdgeGateway(client)
                 session = gateway.open(order("c1"))
                 assert again[0][1].health().sessions == 1
@@ -199,6 +199,6 @@ def test_an_edge_that_restarts_while_a_session_is_opened_gets_it_anew(tmp_path):
                 gateway.close(session)
                 assert again[0][1].health().sessions == 0
         finally:
-            restarting.join(60)
+            restarting.join(200)
             for server, _ in again:
                 server.stop()
