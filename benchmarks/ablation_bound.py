@@ -240,7 +240,7 @@ class Run:
             for c, t in zip(priced.clusters, told, strict=True)
         )
         return RoundOutcome(
-            rounds_done=index - 1,
+            round_index=index,
             latency_s=priced.latency_s,
             clusters=clusters,
             update_norm=float(update.norm()),
