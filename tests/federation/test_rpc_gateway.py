@@ -168,8 +168,8 @@ class DyingEdge(EdgeService):
         super().__init__(lambda _, weights: Decoder(weights), vault=vault)
         self.kept = threading.Event()
 
-    def push_weights(self, *args, **kwargs) -> None:
-        super().push_weights(*args, **kwargs)
+    def receive_weights(self, *args, **kwargs) -> None:
+        super().receive_weights(*args, **kwargs)
         self.kept.set()
         time.sleep(1.0)  # the call is broken off meanwhile
 
