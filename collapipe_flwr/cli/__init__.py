@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typer
 
-from collapipe_flwr.cli.bench import benches
+from collapipe_flwr.cli.bench import bench
 from collapipe_flwr.cli.certs import certs
 from collapipe_flwr.cli.cluster import clusters
 from collapipe_flwr.cli.compare import compare
@@ -28,14 +28,23 @@ app = typer.Typer(
 )
 for command in (run, compare, edge, generate, device, certs, profile, simulate):
     app.command()(command)
-app.add_typer(benches, name="bench")
+# Arguments, `--help` among them, are for the app in benchmarks/.
+app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)(bench)
 app.add_typer(clusters, name="cluster")
 
 
 def main() -> None:
-    """Entry point: our errors become one sentence and exit code 1."""
+    """Entry point of ``collapipe``."""
+    run_app(app)
+
+
+def run_app(commands: typer.Typer) -> None:
+    """Run ``commands``; a CollaPipeError becomes one sentence on stderr and exit code 1."""
     try:
-        app()
+        commands()
     except CollaPipeError as error:
         typer.secho(f"Error: {error}", fg=typer.colors.RED, err=True)
         raise SystemExit(1) from error

@@ -1,92 +1,31 @@
-"""``collapipe bench``: measurements on this machine, one command per part."""
+"""``collapipe bench``: the commands of ``benchmarks``, which only a checkout of the project has."""
 
 from __future__ import annotations
 
-import os
+import importlib
+import sys
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-benches = typer.Typer(help="Measure parts of CollaPipe on this machine.", no_args_is_help=True)
+import collapipe_flwr
+from collapipe_flwr.core.errors import ConfigError
 
 
-@benches.command("scheduler")
-def bench_scheduler(
-    clusters: Annotated[str, typer.Option(help="Numbers of clusters.")] = "10,100,1000,10000",
-    instances: Annotated[int, typer.Option(help="Small instances for brute force.")] = 500,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write results.")] = None,
-) -> None:
-    """Time decisions and solvers on one thread, and measure gaps to brute force."""
-    for name in ("OMP", "OPENBLAS", "MKL", "RAYON"):  # read when numpy and solvers are loaded
-        os.environ[f"{name}_NUM_THREADS"] = "1"
-
-    from collapipe_flwr.experiments.choices import whole_numbers
-    from collapipe_flwr.reporting.simulating import run_bench
-
-    run_bench(whole_numbers("clusters", clusters), instances, json_file)
+def bench(context: typer.Context) -> None:
+    """Measure parts of CollaPipe on this machine (in a checkout of the project only)."""
+    root = str(checkout())
+    if root not in sys.path:
+        sys.path.insert(0, root)
+    importlib.import_module("benchmarks.__main__").app(context.args, prog_name=context.command_path)
 
 
-@benches.command("pipeline")
-def bench_pipeline(
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write results.")] = None,
-    quick: Annotated[bool, typer.Option(help="A look at small sizes, in minutes.")] = False,
-    turns: Annotated[
-        int, typer.Option(help="Turns of each side per case; --quick takes 3.", min=3)
-    ] = 51,
-) -> None:
-    """Time the data plane beside torch.distributed.pipelining; measure memory and the wire."""
-    from collapipe_flwr.benches.duel import Pace
-    from collapipe_flwr.benches.pipeline import BenchPlan, quick_plan
-    from collapipe_flwr.benches.shown import run_pipeline_bench
-
-    run_pipeline_bench(quick_plan() if quick else BenchPlan(pace=Pace(turns=turns)), json_file)
-
-
-@benches.command("codecs")
-def bench_codecs(
-    steps: Annotated[int, typer.Option(help="Optimiser steps per codec.", min=10)] = 600,
-    seeds: Annotated[int, typer.Option(help="Trainings per codec.", min=1)] = 3,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write results.")] = None,
-) -> None:
-    """Train the built-in task once per link codec: loss, metric and bytes."""
-    from collapipe_flwr.benches.codecs import CodecTask
-    from collapipe_flwr.benches.shown import run_codec_bench
-
-    run_codec_bench(CodecTask(steps=steps, seeds=tuple(range(7, 7 + seeds))), json_file)
-
-
-@benches.command("memory")
-def bench_memory(
-    models: Annotated[str, typer.Option(help="Which models.")] = "bert-12x768,llama-3.2-1b",
-    modes: Annotated[str, typer.Option(help="full, lora, lora-bfloat16, lora-int8.")] = "full,lora",
-    limit_gib: Annotated[float, typer.Option(help="Skip processes that need more.")] = 21.0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write results.")] = None,
-) -> None:
-    """Peak memory of control unit, devices and edge beside a client with the whole model."""
-    from collapipe_flwr.benches.footprint import read_modes, read_sizes
-    from collapipe_flwr.benches.footprint_shown import run_memory_bench
-
-    run_memory_bench(read_sizes(models), read_modes(modes), limit_gib, json_file)
-
-
-@benches.command("demo")
-def bench_demo(
-    project: Annotated[Path, typer.Argument(help="Folder of the Flower app.")] = Path("."),
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write results.")] = None,
-) -> None:
-    """Time, disk and memory of the demo, with all its processes; prints the README's row."""
-    from dataclasses import asdict
-
-    from rich.console import Console
-
-    from collapipe_flwr.benches.demo import measure_demo, readme_row
-    from collapipe_flwr.reporting.json_file import prepare, write_json
-
-    if json_file is not None:
-        prepare("--json", json_file)
-    with Console(stderr=True).status("the demo"):
-        cost = measure_demo(project.resolve())
-    if json_file is not None:
-        write_json(json_file, asdict(cost))
-    typer.echo(readme_row(cost))
+def checkout() -> Path:
+    """The project folder that holds this package; raises ConfigError if it has no benchmarks."""
+    root = Path(collapipe_flwr.__file__).parents[1]
+    if not (root / "benchmarks" / "__main__.py").is_file():
+        raise ConfigError(
+            "the benchmarks are in the folder benchmarks/ of the project's repository, not in the "
+            "installed package: use `collapipe bench` in a checkout installed by `pip install -e .`"
+        )
+    return root

@@ -1,4 +1,4 @@
-"""What the commands ``simulate`` and ``bench scheduler`` show and write."""
+"""What the command ``simulate`` shows and writes."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ from typing import cast
 
 from rich.console import Console
 
-from collapipe_flwr.experiments.bench import bench, bench_plan
-from collapipe_flwr.experiments.setting import Setting
-from collapipe_flwr.experiments.simulate import Simulation, simulate
-from collapipe_flwr.experiments.summary import OURS, Json, comparison, simulation_json, summaries
-from collapipe_flwr.experiments.tradeoff import FACTORS, TradeoffPoint, penalty_sweep
 from collapipe_flwr.reporting.figures import check_plot, save_figures
 from collapipe_flwr.reporting.json_file import prepare, write_json
 from collapipe_flwr.reporting.progress import progress
 from collapipe_flwr.reporting.tables import (
-    bench_table,
     claims_table,
     codec_lines,
     policy_table,
     refusals,
 )
+from collapipe_flwr.simulation.setting import Setting
+from collapipe_flwr.simulation.simulate import Simulation, simulate
+from collapipe_flwr.simulation.summary import OURS, Json, comparison, simulation_json, summaries
+from collapipe_flwr.simulation.tradeoff import FACTORS, TradeoffPoint, penalty_sweep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,15 +69,3 @@ def _plot(simulation: Simulation, folder: Path) -> None:
             sweep = penalty_sweep(setting, lambda _: tick("trade-off"))
     for path in save_figures(simulation, sweep, folder):
         Console().print(str(path), markup=False, highlight=False, soft_wrap=True)
-
-
-def run_bench(clusters: tuple[int, ...], instances: int, json_file: Path | None) -> None:
-    """Measure with a progress bar, print a table, write a file."""
-    plan = bench_plan(clusters, instances)
-    if json_file is not None:
-        prepare("--json", json_file)
-    with progress(plan.steps) as tick:
-        result = bench(plan, tick)
-    Console(highlight=False).print(bench_table(result))
-    if json_file is not None:
-        write_json(json_file, result.as_json())

@@ -1,4 +1,4 @@
-"""Tables of simulations and benches; every column is explained in docs/simulate.md."""
+"""Tables of simulations; every column is explained in docs/simulate.md."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from rich import box
 from rich.table import Table
 
 from collapipe_flwr.costs.codecs import CODECS
-from collapipe_flwr.experiments.bench import BenchResult
-from collapipe_flwr.experiments.simulate import Simulation
-from collapipe_flwr.experiments.summary import Json, Summary, summaries
+from collapipe_flwr.simulation.simulate import Simulation
+from collapipe_flwr.simulation.summary import Json, Summary, summaries
 
 COLUMNS = (
     "latency\ns",
@@ -91,30 +90,4 @@ def claims_table(claims: Mapping[str, Json]) -> Table:
         if claim["seen"] is not None:
             kept = "kept" if claim["kept"] else "MISSED"
             table.add_row(says, f"{sign} {claim['needed']:g}", f"{claim['seen']:.3g}", kept)
-    return table
-
-
-def bench_table(result: BenchResult) -> Table:
-    """Decision times, the radio solvers, and the gap to brute force."""
-    table = Table(title="scheduler bench, one thread", title_justify="left", show_header=False)
-    for row in result.decisions:
-        size = f"{row.clusters} clusters x {row.devices} devices x {row.blocks} blocks"
-        size += f", {len(row.codecs)} codecs" if len(row.codecs) > 1 else ""
-        table.add_row(f"one decision, {size}", f"{1e3 * row.median_s:.1f} ms")
-    radio, gaps = result.radio, result.optimality
-    table.add_row(
-        f"radio of {radio.clusters} clusters",
-        f"{1e3 * radio.fast_s:.1f} ms, cvxpy {1e3 * radio.cvxpy_s:.0f} ms: {radio.speedup:.0f}x",
-    )
-    table.add_row("radio objective above cvxpy's", f"{radio.relative_gap:.1e}")
-    table.add_row(
-        f"gap to brute force, {gaps.instances} instances",
-        f"mean {100 * gaps.mean_gap:.3f} %, p95 {100 * gaps.quantiles['0.95']:.3f} %, "
-        f"p99 {100 * gaps.quantiles['0.99']:.2f} %, worst {100 * gaps.max_gap:.2f} %",
-    )
-    for part in gaps.histogram:
-        edge = "5 % or more" if part.below is None else f"below {100 * part.below:g} %"
-        table.add_row(
-            f"  {edge}", f"{part.instances} {'#' * round(40 * part.instances / gaps.instances)}"
-        )
     return table

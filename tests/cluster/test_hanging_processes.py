@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from collapipe_flwr.benches.recovery import Daemon, cluster_of, daemons, run_job, small_job
+from benchmarks.data_plane.recovery import Daemon, cluster_of, daemons, run_job, small_job
 from collapipe_flwr.cluster.remote import PROBE_S
 from collapipe_flwr.core.heartbeat import Heartbeat
 from collapipe_flwr.rpc.edge_client import EdgeClient

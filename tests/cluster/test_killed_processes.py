@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from collapipe_flwr.benches.recovery import Daemon, cluster_of, daemons, run_job, small_job
+from benchmarks.data_plane.recovery import Daemon, cluster_of, daemons, run_job, small_job
 from collapipe_flwr.cluster.order import PATIENCE_PER_STAGE
 from collapipe_flwr.cluster.remote import CLOSE_S, RemoteChain, RemoteFleet
 from collapipe_flwr.core.errors import InfeasibleError

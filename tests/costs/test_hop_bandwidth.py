@@ -7,17 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.scheduling.radio import radio_instance
 from collapipe_flwr.core.domain import Snapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.chain import chain_of, full_power_times
 from collapipe_flwr.costs.plan_rows import rows_of_plans
 from collapipe_flwr.costs.tables import tabulate
-from collapipe_flwr.experiments.bench_radio import radio_instance
-from collapipe_flwr.experiments.fleet import FleetCluster
-from collapipe_flwr.experiments.model import ModelShape
-from collapipe_flwr.experiments.setting import Setting
 from collapipe_flwr.scheduler.protocol import SchedulerSettings
 from collapipe_flwr.scheduler.registry import make_scheduler
+from collapipe_flwr.simulation.fleet_file import FleetCluster
+from collapipe_flwr.simulation.setting import ModelShape, Setting
 from collapipe_flwr.simulator.devices import device_preset
 from collapipe_flwr.simulator.models import transformer_profile
 from collapipe_flwr.simulator.world import make_world

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collapipe_flwr.experiments.choices import Choices
-from collapipe_flwr.experiments.setting import Setting
-from collapipe_flwr.experiments.simulate import simulate
 from collapipe_flwr.reporting.tables import codec_lines
+from collapipe_flwr.simulation.choices import Choices
+from collapipe_flwr.simulation.setting import Setting
+from collapipe_flwr.simulation.simulate import simulate
 
 SMALL = Choices(
     clusters=1,

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.experiments.model import ModelShape
-from collapipe_flwr.experiments.setting import Setting
 from collapipe_flwr.reporting.simulating import Outputs, run_simulation
 from collapipe_flwr.scheduler.protocol import SchedulerSettings
+from collapipe_flwr.simulation.setting import ModelShape, Setting
 
 SMALL = Setting(
     clusters=1,

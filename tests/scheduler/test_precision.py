@@ -8,12 +8,12 @@ from itertools import product
 import numpy as np
 import pytest
 
+from benchmarks.scheduling.optimality import instance
 from collapipe_flwr.core.domain import Plan, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.codecs import CODECS, NOISE, ladder
 from collapipe_flwr.costs.price import price
 from collapipe_flwr.costs.tables import tabulate
-from collapipe_flwr.experiments.bench_optimality import instance
 from collapipe_flwr.scheduler.base import planner_for
 from collapipe_flwr.scheduler.planner import Planner, Solution
 from collapipe_flwr.scheduler.precision import MARGIN, Lifting, lifted, refined

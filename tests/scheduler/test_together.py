@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from benchmarks.scheduling.optimality import gap, instance
 from collapipe_flwr.costs.tables import tabulate
-from collapipe_flwr.experiments.bench_optimality import gap, instance
-from collapipe_flwr.experiments.model import ModelShape
-from collapipe_flwr.experiments.setting import Setting
 from collapipe_flwr.scheduler.base import initial_state, planner_for
 from collapipe_flwr.scheduler.planner import Planner
 from collapipe_flwr.scheduler.protocol import SchedulerSettings
 from collapipe_flwr.scheduler.together import from_scratch
+from collapipe_flwr.simulation.setting import ModelShape, Setting
 
 GRID = SchedulerSettings(micro_batch_sizes=(1, 2, 4, 8), micro_batches=(1, 4, 16))
 

@@ -14,11 +14,11 @@ from scipy.optimize import linprog
 
 from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.costs.tables import tabulate
-from collapipe_flwr.experiments.episode import run_episode
 from collapipe_flwr.scheduler.base import energy_prices
 from collapipe_flwr.scheduler.protocol import SchedulerSettings
 from collapipe_flwr.scheduler.registry import make_scheduler
 from collapipe_flwr.scheduler.state import reference_of
+from collapipe_flwr.simulation.episode import run_episode
 from collapipe_flwr.simulator.models import transformer_profile
 from collapipe_flwr.simulator.world import Budgets, World, make_world
 

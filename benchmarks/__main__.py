@@ -1,0 +1,104 @@
+"""``collapipe bench`` or ``python -m benchmarks``: measurements, one command per part."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from collapipe_flwr.cli import run_app
+
+app = typer.Typer(
+    name="bench",
+    help="Measure parts of CollaPipe on this machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command("scheduler")
+def bench_scheduler(
+    clusters: Annotated[str, typer.Option(help="Numbers of clusters.")] = "10,100,1000,10000",
+    instances: Annotated[int, typer.Option(help="Small instances for brute force.")] = 500,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write results.")] = None,
+) -> None:
+    """Time decisions and solvers on one thread, and measure gaps to brute force."""
+    for name in ("OMP", "OPENBLAS", "MKL", "RAYON"):  # read when numpy and solvers are loaded
+        os.environ[f"{name}_NUM_THREADS"] = "1"
+
+    from benchmarks.scheduling.report import run_bench
+    from collapipe_flwr.simulation.choices import whole_numbers
+
+    run_bench(whole_numbers("clusters", clusters), instances, json_file)
+
+
+@app.command("pipeline")
+def bench_pipeline(
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write results.")] = None,
+    quick: Annotated[bool, typer.Option(help="A look at small sizes, in minutes.")] = False,
+    turns: Annotated[
+        int, typer.Option(help="Turns of each side per case; --quick takes 3.", min=3)
+    ] = 51,
+) -> None:
+    """Time the data plane beside torch.distributed.pipelining; measure memory and the wire."""
+    from benchmarks.data_plane.duel import Pace
+    from benchmarks.data_plane.pipeline import BenchPlan, quick_plan
+    from benchmarks.data_plane.report import run_pipeline_bench
+
+    run_pipeline_bench(quick_plan() if quick else BenchPlan(pace=Pace(turns=turns)), json_file)
+
+
+@app.command("codecs")
+def bench_codecs(
+    steps: Annotated[int, typer.Option(help="Optimiser steps per codec.", min=10)] = 600,
+    seeds: Annotated[int, typer.Option(help="Trainings per codec.", min=1)] = 3,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write results.")] = None,
+) -> None:
+    """Train the built-in task once per link codec: loss, metric and bytes."""
+    from benchmarks.data_plane.codecs import CodecTask
+    from benchmarks.data_plane.report import run_codec_bench
+
+    run_codec_bench(CodecTask(steps=steps, seeds=tuple(range(7, 7 + seeds))), json_file)
+
+
+@app.command("memory")
+def bench_memory(
+    models: Annotated[str, typer.Option(help="Which models.")] = "bert-12x768,llama-3.2-1b",
+    modes: Annotated[str, typer.Option(help="full, lora, lora-bfloat16, lora-int8.")] = "full,lora",
+    limit_gib: Annotated[float, typer.Option(help="Skip processes that need more.")] = 21.0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write results.")] = None,
+) -> None:
+    """Peak memory of control unit, devices and edge beside a client with the whole model."""
+    from benchmarks.memory.footprint import read_modes, read_sizes
+    from benchmarks.memory.report import run_memory_bench
+
+    run_memory_bench(read_sizes(models), read_modes(modes), limit_gib, json_file)
+
+
+@app.command("demo")
+def bench_demo(
+    project: Annotated[Path, typer.Argument(help="Folder of the Flower app.")] = Path("."),
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write results.")] = None,
+) -> None:
+    """Time, disk and memory of the demo, with all its processes; prints the README's row."""
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from benchmarks.demo import measure_demo, readme_row
+    from collapipe_flwr.reporting.json_file import prepare, write_json
+
+    if json_file is not None:
+        prepare("--json", json_file)
+    with Console(stderr=True).status("the demo"):
+        cost = measure_demo(project.resolve())
+    if json_file is not None:
+        write_json(json_file, asdict(cost))
+    typer.echo(readme_row(cost))
+
+
+if __name__ == "__main__":
+    run_app(app)

@@ -1,0 +1,1 @@
+"""The data plane beside `torch.distributed.pipelining`."""

@@ -1,0 +1,1 @@
+"""Peak memory of every role, each in a process of its own."""

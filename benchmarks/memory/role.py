@@ -1,0 +1,196 @@
+"""One role in a process of its own: build the part, train some steps, print the peak in bytes.
+
+Run as ``python -m benchmarks.memory.role ORDER`` with a `RoleOrder` as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+# What a daemon or a ClientApp has loaded counts as well.
+import collapipe_flwr.edge.server
+import collapipe_flwr.rpc.edge_client  # noqa: F401
+from benchmarks.memory.footprint import RoleOrder
+from benchmarks.resident import AnonymousPeak, peak_bytes
+from collapipe_flwr.cluster.whole import train_whole
+from collapipe_flwr.core.lifeline import end_with_parent
+from collapipe_flwr.edge.allocator import tend_heap
+from collapipe_flwr.models import ModelSpec, Splitter
+from collapipe_flwr.models.lora import add_adapters, first_adapter, is_adapter
+from collapipe_flwr.models.skeleton import auto_class
+from collapipe_flwr.models.source import CheckpointSource
+from collapipe_flwr.pipeline.frame import GRAD, HIDDEN, Frame, FrameKind
+from collapipe_flwr.pipeline.link import MemoryLink, memory_pair
+from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
+from collapipe_flwr.pipeline.roles import FirstStage, LastStage, MicroBatch, MiddleStage
+from collapipe_flwr.pipeline.stage import LEARNS
+from collapipe_flwr.pipeline.stage_settings import StageSettings
+from collapipe_flwr.pipeline.step import Step
+
+RULE = OptimizerSettings(name="adamw", learning_rate=1e-4)
+WAIT_S = 600.0
+SETTINGS = StageSettings(name="stage", deadline_s=WAIT_S)
+
+
+class Player:
+    """Plays one role of one model; neighbours are threads that answer with random frames."""
+
+    def __init__(self, order: RoleOrder) -> None:
+        torch.set_num_threads(1)
+        self._order = order
+        self._splitter = Splitter(ModelSpec.from_json(order.spec_json))
+        self._source = CheckpointSource(self._splitter.spec)
+
+    def whole(self) -> None:
+        """The unsplit model as a plain client trains it: the library's, with peft's adapters."""
+        splitter, spec = self._splitter, self._splitter.spec
+        builder = auto_class(spec.task, splitter.config)
+        model = builder.from_pretrained(spec.pretrained, dtype=torch.float32)
+        model.config.use_cache = False
+        if spec.lora is not None:
+            add_adapters(model, spec.lora, spec.task, on_meta=False)
+        steps = [[self._batch()]] * self._order.steps
+        optimizer = Optimizer(RULE, model.parameters())
+        train_whole(model, optimizer, steps, splitter.task.targets)
+
+    def control_unit(self) -> None:
+        """The embedding, with all that Flower's messages carry for the cluster, there and back."""
+        from collapipe_flwr.federation.arrays import encode_tensors, take_record, take_tensors
+
+        splitter = self._splitter
+        keys = (*splitter.embedding_keys(), *splitter.segment_keys(0, splitter.num_blocks))
+        message = encode_tensors({})
+        for key in keys:
+            message.update(encode_tensors(self._weights([key])))
+        weights = take_tensors(message)
+        part = splitter.build_embedding(weights)
+        left, right = memory_pair("control unit", "device")
+        answering = _thread(lambda: _answer(right))
+        first = FirstStage(part, Optimizer(RULE, part.parameters()), SETTINGS, downstream=left)
+        batch, labels = self._batch(), self._batch()["labels"]
+        micro_batch = MicroBatch(
+            inputs=batch,
+            context=splitter.context(batch),
+            weight=float(splitter.task.targets(labels)),
+        )
+        for _ in range(self._order.steps):
+            first.train_step([micro_batch])
+        first.finish()
+        answering.join(WAIT_S)
+        trained = {key: tensor.clone() for key, tensor in weights.items()}  # as from devices
+        assert len(take_record(trained)) == len(weights)  # a failed step would need them still
+
+    def device(self) -> None:
+        """A segment between two neighbours."""
+        blocks = self._order.first_block, self._order.stop_block
+        splitter = self._splitter
+        keys = (*splitter.segment_keys(*blocks), *splitter.shared_keys)
+        part = splitter.build_segment(*blocks, self._weights(keys))
+        up, own_up = memory_pair("before", "stage")
+        own_down, down = memory_pair("stage", "behind")
+        stage = MiddleStage(
+            part,
+            Optimizer(RULE, part.parameters()),
+            SETTINGS,
+            upstream=own_up,
+            downstream=own_down,
+        )
+        threads = [_thread(stage.serve), _thread(lambda: _answer(down))]
+        self._feed(up, learns=self._order.first_block > 0)
+        for thread in threads:
+            thread.join(WAIT_S)
+
+    def edge(self) -> None:
+        """What stands behind the devices."""
+        splitter = self._splitter
+        keys = (*splitter.edge_keys(), *splitter.shared_keys)
+        part = splitter.build_edge(self._weights(keys))
+        up, own_up = memory_pair("before", "stage")
+        stage = LastStage(part, Optimizer(RULE, part.parameters()), SETTINGS, upstream=own_up)
+        serving = _thread(stage.serve)
+        self._feed(up, learns=True)
+        serving.join(WAIT_S)
+
+    def _feed(self, link: MemoryLink, *, learns: bool) -> None:
+        """Play the stages before: one micro-batch per step, then the end."""
+        batch, width = self._batch(), self._splitter.config.hidden_size
+        weight = float(self._splitter.task.targets(batch["labels"]))
+        scalars = {"weight": weight, "scale": 1.0, LEARNS: float(learns or not self._frozen())}
+        for index in range(self._order.steps):
+            step = Step(index=index, micro_batches=1, train=True, weight=weight)
+            link.send(step.frame(), deadline_s=WAIT_S)
+            hidden = torch.randn(self._order.examples, self._order.tokens, width)
+            tensors = {**self._splitter.context(batch), HIDDEN: hidden}
+            frame = Frame(kind=FrameKind.ACTIVATION, step=index, tensors=tensors, scalars=scalars)
+            link.send(frame, deadline_s=WAIT_S)
+            link.receive(deadline_s=WAIT_S)
+        link.send(Frame(kind=FrameKind.END, step=self._order.steps), deadline_s=WAIT_S)
+
+    def _frozen(self) -> bool:
+        return self._splitter.spec.lora is not None
+
+    def _batch(self) -> dict[str, Tensor]:
+        shape = (self._order.examples, self._order.tokens)
+        tokens = torch.randint(5, 1000, shape, generator=torch.Generator().manual_seed(0))
+        labels = tokens[:, 0] % 4 if self._splitter.task.label_per_example else tokens
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
+
+    def _weights(self, keys: Iterable[str]) -> dict[str, Tensor]:
+        """What travels, as if it had come in a message."""
+        shapes = self._splitter.shapes
+        return {
+            key: first_adapter(key, shapes[key][0], seed=0)
+            if is_adapter(key)
+            else self._source.read(key).to(shapes[key][1], copy=True)
+            for key in keys
+        }
+
+
+def _answer(link: MemoryLink) -> None:
+    """Play the stages behind: a random gradient for every hidden state."""
+    while (frame := link.receive(deadline_s=WAIT_S)).kind is not FrameKind.END:
+        if frame.kind is FrameKind.ACTIVATION:
+            hidden = frame.tensors[HIDDEN]
+            wanted = frame.scalars[LEARNS]
+            answer = Frame(
+                kind=FrameKind.GRADIENT,
+                step=frame.step,
+                micro_batch=frame.micro_batch,
+                tensors={GRAD: torch.randn_like(hidden) * 1e-3} if wanted else {},
+                scalars={"loss": 1.0, "weight": frame.scalars["weight"]},
+            )
+            link.send(answer, deadline_s=WAIT_S)
+
+
+def _thread(work: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def main() -> None:
+    """Play the role of the order on the command line."""
+    order = RoleOrder(**json.loads(sys.argv[1]))
+    if order.role != "whole":  # our programs set up their heap; a plain client does not
+        tend_heap()
+    end_with_parent()
+    player = Player(order)
+    roles = {
+        "whole": player.whole,
+        "control-unit": player.control_unit,
+        "device": player.device,
+        "edge": player.edge,
+    }
+    with AnonymousPeak() as anonymous:
+        roles[order.role]()
+    print(json.dumps({"resident": peak_bytes(), "anonymous": anonymous.bytes}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Measurements of the data plane on this machine, beside what others would have used."""

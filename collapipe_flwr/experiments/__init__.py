@@ -1,1 +1,0 @@
-"""Scheduler-only experiments: simulated episodes, their scores, presets and benches."""

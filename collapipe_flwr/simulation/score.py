@@ -1,0 +1,143 @@
+"""What one episode of one policy was worth: the numbers of the tables, defined once.
+
+``compute_efficiency`` is our definition: useful FLOPs of the round (one forward and one backward
+pass of all blocks over every example; no padding, re-computation or optimiser) divided by what
+the devices that hold a segment could have computed while the round lasted. It is the busy share of
+those devices, weighted by their speed. ``capacity_used`` divides by all devices of the clusters
+instead, so that leaving devices out does not help. Control units and the edge count in neither.
+
+The time to the target gradient norm is measured for every policy with one and the same yardstick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+import numpy as np
+
+from collapipe_flwr.core.domain import DeviceProfile, ModelProfile, Plan
+from collapipe_flwr.costs.convergence import LearningConstants, bound_sums
+from collapipe_flwr.costs.tables import tabulate
+from collapipe_flwr.scheduler.base import initial_state, learning_in
+from collapipe_flwr.scheduler.bound import NEVER
+from collapipe_flwr.scheduler.protocol import SchedulerSettings
+from collapipe_flwr.simulation.episode import EpisodeRound
+from collapipe_flwr.simulator.world import World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """The bound with its prior constants, its target kept reachable for the reference plan."""
+
+    constants: LearningConstants
+    reference_rounds: float
+    examples: Mapping[str, int]
+
+    def rounds(self, plan: Plan) -> float:
+        """Rounds to the target if every round were like this one; infinite if it is not reached."""
+        examples = np.array([self.examples[c.cluster_id] for c in plan.clusters], float)
+        steps = np.array([c.local_steps for c in plan.clusters], float)
+        batches = [c.micro_batch_size * c.micro_batches for c in plan.clusters]
+        sums = bound_sums(examples / examples.sum(), steps, np.array(batches, float))
+        share = examples.sum() / sum(self.examples.values())
+        needed = float(sums.rounds(self.constants))
+        return inf if needed >= NEVER * self.reference_rounds else needed / share
+
+    def time_s(self, rounds: Sequence[EpisodeRound]) -> float:
+        """Average latency over average progress; a round's progress is 1 over its rounds."""
+        progress = sum(1.0 / self.rounds(done.plan) for done in rounds)
+        return sum(done.priced.latency_s for done in rounds) / progress if progress else inf
+
+
+def target_in(world: World, model: ModelProfile, settings: SchedulerSettings) -> Target:
+    """The yardstick of one world, the same for all policies."""
+    settings = replace(settings, bound=True)
+    snapshot = world.snapshot(1, model)
+    learning = learning_in(
+        tabulate(snapshot, settings.coarsest), initial_state(snapshot, settings), settings
+    )
+    assert learning.constants is not None
+    return Target(
+        constants=learning.constants,
+        reference_rounds=learning.reference_rounds,
+        examples={c.cluster_id: c.examples for c in world.clusters},
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """One policy in the world of one seed; series have one entry per round."""
+
+    seed: int
+    latency_s: tuple[float, ...]
+    decision_s: tuple[float, ...]
+    queue_share: tuple[float, ...]  # largest energy queue in units of its device's budget
+    compute_efficiency: float
+    capacity_used: float
+    peak_device_memory_bytes: int
+    energy_over_budget: float  # worst device: average per round over its budget
+    time_to_target_s: float
+    fallbacks: int  # rounds whose plan was not the policy's own
+    last_plan: Plan
+
+
+def score(
+    world: World,
+    model: ModelProfile,
+    seed: int,
+    rounds: Sequence[EpisodeRound],
+    target: Target,
+) -> Score:
+    """Condense an episode in which ``model`` was trained."""
+    return Score(
+        seed=seed,
+        latency_s=tuple(r.priced.latency_s for r in rounds),
+        decision_s=tuple(r.decision_s for r in rounds),
+        queue_share=tuple(_queue_share(world, r) for r in rounds),
+        compute_efficiency=_efficiency(world, model, rounds, everyone=False),
+        capacity_used=_efficiency(world, model, rounds, everyone=True),
+        peak_device_memory_bytes=max(
+            size for r in rounds for c in r.priced.clusters for size in c.memory_bytes.values()
+        ),
+        energy_over_budget=_over_budget(world, rounds),
+        time_to_target_s=target.time_s(rounds),
+        fallbacks=sum(r.plan.fallback is not None for r in rounds),
+        last_plan=rounds[-1].plan,
+    )
+
+
+def _members(world: World) -> list[DeviceProfile]:
+    return [device for c in world.clusters for device in (c.control_unit, *c.devices)]
+
+
+def _queue_share(world: World, done: EpisodeRound) -> float:
+    queues = {d: q for c in done.state.energy_queue_j.values() for d, q in c.items()}
+    return max(queues.get(d.device_id, 0.0) / d.energy_budget_j for d in _members(world))
+
+
+def _efficiency(
+    world: World, model: ModelProfile, rounds: Sequence[EpisodeRound], *, everyone: bool
+) -> float:
+    per_example = sum(b.forward_flop + b.backward_flop for b in model.blocks)
+    examples = {c.cluster_id: c.examples for c in world.clusters}
+    speed = {d.device_id: d.speed_flop_per_s for c in world.clusters for d in c.devices}
+    useful, possible = 0.0, 0.0
+    for done in rounds:
+        useful += sum(examples[c.cluster_id] * per_example for c in done.plan.clusters)
+        working = [s.device_id for c in done.plan.clusters for s in c.segments]
+        total = sum(speed[d] for d in (speed if everyone else working))
+        possible += total * done.priced.latency_s
+    return useful / possible
+
+
+def _over_budget(world: World, rounds: Sequence[EpisodeRound]) -> float:
+    spent: dict[str, float] = {}
+    for done in rounds:
+        for cluster in done.priced.clusters:
+            for device, joule in cluster.energy_j.items():
+                spent[device] = spent.get(device, 0.0) + joule
+    return max(
+        spent.get(d.device_id, 0.0) / len(rounds) / d.energy_budget_j for d in _members(world)
+    )

@@ -1,0 +1,195 @@
+"""One simulated setting: clusters, model, radio, budgets and how policies may plan; named presets.
+
+The model is a stated transformer shape instead of weights. Per example of S tokens and width d,
+with feed-forward layers of width f = 4 d, the forward pass of an encoder block costs
+``2 S (4 d^2 + 2 d f) + 4 S^2 d`` FLOPs: a closed form that agrees with counting the operations of
+a BERT block. The backward pass costs twice that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile, ModelProfile
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.scheduler.protocol import SchedulerSettings
+from collapipe_flwr.scheduler.registry import POLICIES
+from collapipe_flwr.simulation.budget import EnergyBudget
+from collapipe_flwr.simulation.distortion import Distortion
+from collapipe_flwr.simulation.fleet_file import FleetCluster
+from collapipe_flwr.simulator.devices import DevicePreset, device_preset
+from collapipe_flwr.simulator.models import transformer_profile
+from collapipe_flwr.simulator.world import Budgets, World, make_world, mixed_devices
+
+CONTROL_UNIT = "raspberry-pi-5"
+COMPARED = tuple(name for name in POLICIES if name != "brute-force")
+FIVE_SEEDS = (0, 1, 2, 3, 4)
+SEED_LIMIT = 2**63
+_STAND_IN = CONTROL_UNIT  # replaced by the fleet's own boards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """An encoder of equal blocks, its embedding, and a shorter decoder; BERT-base by default."""
+
+    blocks: int = 12
+    width: int = 768
+    tokens: int = 128
+    decoder_blocks: int = 2
+    vocabulary: int = 30_000
+    wire_bytes: int = 2  # of one activation before a link codes it: fp16 unless codecs are named
+
+    def __post_init__(self) -> None:
+        for name in ("blocks", "width", "tokens"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"--{name} must be >= 1, got {value}")
+
+    def profile(self) -> ModelProfile:
+        """Costs per example, as the schedulers see them."""
+        return transformer_profile(
+            blocks=self.blocks,
+            width=self.width,
+            tokens=self.tokens,
+            decoder_blocks=self.decoder_blocks,
+            vocabulary=self.vocabulary,
+            wire_bytes=self.wire_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Everything but the policy and the seed; ``fleet`` replaces clusters, devices and kinds."""
+
+    clusters: int = 4
+    devices: int = 6  # of every cluster, the control unit not counted
+    kinds: tuple[str, ...] = ("raspberry-pi-4", "raspberry-pi-5", "jetson-nano", "phone")
+    examples: int = 1000  # of every cluster, each used once per round
+    rounds: int = 50
+    seeds: tuple[int, ...] = (0,)
+    policies: tuple[str, ...] = COMPARED
+    model: ModelShape = field(default_factory=ModelShape)
+    radio: str = "wifi"
+    channel: str = "block-fading"
+    budget: EnergyBudget = field(default_factory=lambda: EnergyBudget(equal_shares=1.8))
+    settings: SchedulerSettings = field(
+        default_factory=lambda: SchedulerSettings(
+            micro_batches=(1, 2, 4, 8, 16), max_model_share=1 / 3
+        )
+    )
+    distortion: Distortion = field(default_factory=Distortion)
+    fleet: tuple[FleetCluster, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("clusters", "devices", "examples", "rounds"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"--{name} must be >= 1, got {value}")
+        _check_names(self.policies)
+        if not self.seeds or not all(0 <= seed < SEED_LIMIT for seed in self.seeds):
+            raise ConfigError(f"--seeds needs at least one seed, all >= 0, got {self.seeds}")
+
+    def world(self, seed: int, profile: ModelProfile) -> World:
+        """The world of one seed; raises ConfigError for unknown kinds, radios and channels."""
+        rows = self.fleet or _drawn(self, seed)
+        world = make_world(
+            cluster_devices=[[_STAND_IN] * len(row.members) for row in rows],
+            examples=[row.examples or self.examples for row in rows],
+            radio=self.radio,
+            channel=self.channel,
+            seed=seed,
+            cluster_ids=[row.cluster_id for row in rows],
+        )
+        return replace(world, clusters=_equipped(self, world, rows, profile))
+
+    def as_json(self) -> dict[str, object]:
+        """Plain data that states the setting."""
+        return {**asdict(self), "budget": str(self.budget)}
+
+
+def _check_names(policies: Sequence[str]) -> None:
+    if not policies:
+        raise ConfigError(f"--policies needs at least one of {', '.join(POLICIES)}")
+    for name in policies:
+        if name not in POLICIES:
+            raise ConfigError(f"--policies: unknown policy {name!r}; choose {', '.join(POLICIES)}")
+    if len(set(policies)) < len(policies):
+        raise ConfigError(f"--policies names one twice: {', '.join(policies)}")
+
+
+def _drawn(setting: Setting, seed: int) -> tuple[FleetCluster, ...]:
+    """Random kinds behind a fixed control unit."""
+    for kind in setting.kinds:
+        device_preset(kind)
+    rows = mixed_devices(setting.clusters, setting.devices, seed, setting.kinds)
+    return tuple(
+        FleetCluster(
+            cluster_id=f"cluster-{m}",
+            members=tuple(device_preset(str(kind)) for kind in row),
+            examples=None,
+        )
+        for m, row in enumerate(rows)
+    )
+
+
+def _equipped(
+    setting: Setting, world: World, rows: Sequence[FleetCluster], profile: ModelProfile
+) -> tuple[ClusterProfile, ...]:
+    """The world's clusters with every member made the board that its row names."""
+    result = []
+    for cluster, row in zip(world.clusters, rows, strict=True):
+        budgets = setting.budget.budgets(profile, len(cluster.devices))
+        places = (cluster.control_unit, *cluster.devices)
+        members = [
+            _board(place, kind, budgets, cluster.examples)
+            for place, kind in zip(places, row.members, strict=True)
+        ]
+        result.append(replace(cluster, control_unit=members[0], devices=tuple(members[1:])))
+    return tuple(result)
+
+
+def _board(
+    place: DeviceProfile, kind: DevicePreset, budgets: Budgets, examples: int
+) -> DeviceProfile:
+    device = kind.device(place.device_id, energy_budget_j=1.0)
+    return replace(device, energy_budget_j=budgets.of(device, examples))
+
+
+PRESETS: dict[str, Setting] = {
+    # Weak boards of a home or office, a BERT-base encoder, Wi-Fi with Rayleigh fading. Six devices
+    # share 12 blocks; the default budget, 1.8 equal shares of the work, is 30 % of training alone.
+    "paper": Setting(seeds=FIVE_SEEDS),
+    # The same with one board that is as fast as all others together and no energy limits: the
+    # case for leaving everything on the best device.
+    "one-strong": Setting(
+        seeds=FIVE_SEEDS,
+        kinds=(
+            "raspberry-pi-4",
+            "raspberry-pi-5",
+            "jetson-nano",
+            "phone",
+            "jetson-orin-nano",
+        ),
+        budget=EnergyBudget(),
+    ),
+    # Many small clusters that share a 5G cell, members on the move, a model of BERT-large's shape
+    # whose state fits no single board here together with its activations.
+    "cellular": Setting(
+        seeds=FIVE_SEEDS,
+        clusters=8,
+        devices=5,
+        radio="5g",
+        channel="mobility",
+        model=ModelShape(blocks=24, width=1024),
+    ),
+}
+
+
+def preset(name: str | None) -> Setting:
+    """The setting of that name, plain defaults for None; raises ConfigError with known names."""
+    if name is None:
+        return Setting()
+    if name not in PRESETS:
+        raise ConfigError(f"--preset: unknown preset {name!r}; choose {', '.join(PRESETS)}")
+    return PRESETS[name]

@@ -1,0 +1,89 @@
+"""All policies of a setting in the worlds of all its seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from collapipe_flwr.core.domain import ModelProfile
+from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.costs.whole import whole_model
+from collapipe_flwr.scheduler.registry import make_scheduler
+from collapipe_flwr.simulation.episode import EpisodeRound, run_episode
+from collapipe_flwr.simulation.score import Score, score, target_in
+from collapipe_flwr.simulation.setting import Setting
+from collapipe_flwr.simulator.world import World
+
+WHOLE = "fedavg"  # trains the whole model on one device: embedding and decoder, too
+
+Tick = Callable[[str], None]
+"""Called after every step of long work with the name of what is being done."""
+
+
+def silent(doing: str) -> None:
+    """The tick of work that nobody watches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyResult:
+    """One policy over all seeds, or the reason why it could not run."""
+
+    policy: str
+    scores: tuple[Score, ...]
+    refusal: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """Every policy of a setting."""
+
+    setting: Setting
+    policies: tuple[PolicyResult, ...]
+
+    def policy(self, name: str) -> PolicyResult | None:
+        """The policy of that name if it ran."""
+        found = (p for p in self.policies if p.policy == name and p.refusal is None)
+        return next(found, None)
+
+
+def simulate(setting: Setting, tick: Tick = silent) -> Simulation:
+    """Run everything; a policy whose rule fits no device is reported, not raised.
+
+    Raises ConfigError for unusable settings, ScheduleError when no policy could run.
+    """
+    profile = setting.model.profile()
+    worlds = [(seed, setting.world(seed, profile)) for seed in setting.seeds]
+    results = tuple(_policy(setting, name, profile, worlds, tick) for name in setting.policies)
+    if all(result.refusal for result in results):
+        raise ScheduleError(f"no policy could run; {results[0].policy}: {results[0].refusal}")
+    return Simulation(setting=setting, policies=results)
+
+
+def _policy(
+    setting: Setting,
+    name: str,
+    profile: ModelProfile,
+    worlds: list[tuple[int, World]],
+    tick: Tick,
+) -> PolicyResult:
+    scores = []
+    trained = whole_model(profile) if name == WHOLE else profile
+    for seed, world in worlds:
+        try:
+            rounds = list(_rounds(setting, name, trained, world, tick))
+        except ScheduleError as error:
+            return PolicyResult(policy=name, scores=(), refusal=f"seed {seed}: {error}")
+        target = target_in(world, profile, setting.settings)
+        scores.append(score(world, trained, seed, rounds, target))
+    return PolicyResult(policy=name, scores=tuple(scores))
+
+
+def _rounds(
+    setting: Setting, name: str, profile: ModelProfile, world: World, tick: Tick
+) -> Iterator[EpisodeRound]:
+    scheduler, options = make_scheduler(name, setting.settings), setting.settings.options
+    seen = setting.distortion.view(world, profile)
+    episode = run_episode(world, scheduler, profile, setting.rounds, options=options, seen=seen)
+    for done in episode:
+        tick(name)
+        yield done

@@ -1,0 +1,39 @@
+"""The numbers of docs/pipeline.md are those of the recorded file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.data_plane.report import codec_cells, markdown
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_codec_table_is_the_file() -> None:
+    document = (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8")
+    recorded = json.loads((ROOT / "docs/results/data-plane/codecs.json").read_text())
+    settings = recorded["settings"]
+    assert f"--steps {settings['steps']} --seeds {len(settings['seeds'])} " in document
+    for row in recorded["codecs"]:
+        assert f"| {' | '.join(codec_cells(row))} |" in document
+
+
+def test_the_table_of_step_times_is_the_recorded_bench() -> None:
+    recorded = json.loads((ROOT / "docs/results/data-plane/pipeline.json").read_text())
+    assert markdown(recorded) in (ROOT / "docs/pipeline.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_memory_is_the_recorded_bench() -> None:
+    """It must be that of the recorded files, whole."""
+    script = ROOT / "benchmarks/memory_table.py"
+    recorded = sorted((ROOT / "docs/results/memory").glob("*.json"))
+    command = [sys.executable, str(script), *map(str, recorded)]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    text = (ROOT / "docs/lora.md").read_text(encoding="utf-8")
+    shown = text.partition("<!-- table memory -->\n")[2].partition("\n<!-- end -->")[0]
+    assert shown == printed.stdout.strip()
+    cases = [case for file in recorded for case in json.loads(file.read_text())["cases"]]
+    assert len(shown.splitlines()) == 2 + len(cases)

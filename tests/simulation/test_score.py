@@ -1,0 +1,66 @@
+"""Scores: each number recomputed from first principles."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from collapipe_flwr.scheduler.registry import make_scheduler
+from collapipe_flwr.simulation.budget import EnergyBudget
+from collapipe_flwr.simulation.episode import EpisodeRound, run_episode
+from collapipe_flwr.simulation.score import Score, score, target_in
+from collapipe_flwr.simulation.setting import Setting
+from collapipe_flwr.simulator.world import World
+
+
+def _episode(setting: Setting, policy: str) -> tuple[World, list[EpisodeRound], Score]:
+    profile = setting.model.profile()
+    world = setting.world(0, profile)
+    scheduler = make_scheduler(policy, setting.settings)
+    rounds = list(run_episode(world, scheduler, profile, setting.rounds))
+    target = target_in(world, profile, setting.settings)
+    return world, rounds, score(world, profile, 0, rounds, target)
+
+
+def test_one_busy_device_is_as_efficient_as_its_busy_share(small: Setting) -> None:
+    one = replace(small, clusters=1, channel="static")
+    world, rounds, result = _episode(one, "fedavg")
+    device = rounds[0].plan.clusters[0].segments[0].device_id
+    speed = next(d.speed_flop_per_s for d in world.clusters[0].devices if d.device_id == device)
+    flop = 3 * 4 * 32 * (24 * 128**2 + 4 * 32 * 128)  # forward and twice that backward, 4 blocks
+    busy_s = one.examples * flop / speed
+    assert result.compute_efficiency == pytest.approx(busy_s / result.latency_s[0])
+    everyone = sum(d.speed_flop_per_s for d in world.clusters[0].devices)
+    assert result.capacity_used == pytest.approx(result.compute_efficiency * speed / everyone)
+
+
+def test_energy_is_the_worst_devices_average(small: Setting) -> None:
+    world, rounds, result = _episode(small, "dssda")
+    shares = []
+    for m, cluster in enumerate(world.clusters):
+        for device in (cluster.control_unit, *cluster.devices):
+            spent = [r.priced.clusters[m].energy_j[device.device_id] for r in rounds]
+            shares.append(np.mean(spent) / device.energy_budget_j)
+    assert result.energy_over_budget == pytest.approx(max(shares))
+
+
+def test_average_energy_keeps_within_budget_plus_queue(small: Setting) -> None:
+    tight = replace(small, rounds=6, budget=EnergyBudget(joule=1.0))
+    _, rounds, result = _episode(tight, "fedavg")
+    assert result.energy_over_budget > 1
+    assert result.energy_over_budget <= 1 + result.queue_share[-1] / len(rounds) + 1e-9
+
+
+def test_time_to_target_of_the_reference_batch_is_its_rounds_times_latency(small: Setting) -> None:
+    still = replace(small, channel="static")
+    world, _, result = _episode(still, "uniform")
+    needed = target_in(world, still.model.profile(), still.settings).reference_rounds
+    assert result.time_to_target_s == pytest.approx(needed * result.latency_s[0])
+
+
+def test_peak_memory_is_the_largest_of_all_members(small: Setting) -> None:
+    _, rounds, result = _episode(small, "uniform")
+    sizes = [max(c.memory_bytes.values()) for r in rounds for c in r.priced.clusters]
+    assert result.peak_device_memory_bytes == max(sizes)

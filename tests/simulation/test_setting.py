@@ -1,0 +1,139 @@
+"""Settings: what worlds they make and what they refuse, in one sentence each."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from collapipe_flwr import cli
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.simulation.budget import EnergyBudget, energy_budget
+from collapipe_flwr.simulation.choices import Choices
+from collapipe_flwr.simulation.fleet_file import read_fleet
+from collapipe_flwr.simulation.setting import PRESETS, ModelShape, Setting, preset
+from collapipe_flwr.simulator.world import make_world, mixed_devices
+
+BOARD = {"speed_gflop_per_s": 20, "memory_gib": 3, "load_w": 4, "tx_power_w": 0.1}
+FLEET = {
+    "kinds": {"my-board": BOARD},
+    "clusters": [
+        {"devices": ["raspberry-pi-5", "my-board", "phone"], "examples": 80},
+        {"id": "attic", "devices": ["my-board", "raspberry-pi-4"]},
+    ],
+}
+
+
+def _file(folder: Path, values: object) -> Path:
+    path = folder / "fleet.json"
+    path.write_text(json.dumps(values))
+    return path
+
+
+def test_a_block_costs_the_stated_formula() -> None:
+    d, s = 768, 128
+    f = 4 * d
+    block = ModelShape(blocks=2, width=d, tokens=s).profile().blocks[0]
+    assert block.forward_flop == 2 * s * (4 * d**2 + 2 * d * f) + 4 * s**2 * d
+    assert block.backward_flop == 2 * block.forward_flop
+
+
+def test_drawn_worlds_equal_the_simulators_own(small: Setting) -> None:
+    profile = small.model.profile()
+    own = make_world(
+        cluster_devices=mixed_devices(2, 2, 7, small.kinds),
+        examples=[200, 200],
+        channel=small.channel,
+        seed=7,
+        budgets=small.budget.budgets(profile, 2),
+    )
+    world = small.world(7, profile)
+    assert world.clusters == own.clusters
+    assert world.snapshot(3, profile) == own.snapshot(3, profile)
+
+
+def test_a_file_of_clusters_defines_boards_and_examples(tmp_path: Path, small: Setting) -> None:
+    setting = replace(small, fleet=read_fleet(_file(tmp_path, FLEET)))
+    first, second = setting.world(0, setting.model.profile()).clusters
+    assert [d.kind for d in first.devices] == ["my-board", "phone"]
+    assert first.devices[0].speed_flop_per_s == 20e9
+    assert first.devices[0].energy_per_flop_j == pytest.approx(4 / 20e9)
+    assert (first.examples, second.examples) == (80, small.examples)
+    assert second.control_unit.device_id == "attic/cu"
+
+
+def test_toml_says_the_same(tmp_path: Path) -> None:
+    toml = tmp_path / "fleet.toml"
+    toml.write_text('[[clusters]]\ndevices = ["raspberry-pi-5", "phone"]\n')
+    same = _file(tmp_path, {"clusters": [{"devices": ["raspberry-pi-5", "phone"]}]})
+    assert read_fleet(toml) == read_fleet(same)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ([], 'needs a list "clusters"'),
+        ({"clusters": []}, 'needs a list "clusters"'),
+        ({"clusters": [{"devices": ["phone"]}]}, r"clusters\[0\] needs \"devices\""),
+        ({"clusters": [{"devices": ["phone", "toaster"]}]}, "unknown device kind 'toaster'"),
+        ({**FLEET, "kinds": {"my-board": {**BOARD, "memory_gib": 0}}}, "kind 'my-board' needs"),
+        ({**FLEET, "kinds": {"my-board": {**BOARD, "d2d_mhz": 0}}}, "d2d_mhz must be a number > 0"),
+        ({"clusters": [{"devices": ["phone", "phone"], "examples": 0}]}, "examples must be >= 1"),
+        ({"clusters": [{"id": "a", "devices": ["phone"] * 2}] * 2}, '"id" of its own'),
+    ],
+)
+def test_bad_files_are_refused_with_their_name(tmp_path: Path, values: object, says: str) -> None:
+    with pytest.raises(ConfigError, match=f"--devices-from .*fleet.json: .*{says}"):
+        read_fleet(_file(tmp_path, values))
+
+
+def test_energy_budgets_read_as_written() -> None:
+    assert energy_budget("30%") == EnergyBudget(share=0.3)
+    assert energy_budget("1.8x") == EnergyBudget(equal_shares=1.8)
+    assert energy_budget("500") == EnergyBudget(joule=500.0)
+    assert energy_budget("none") == EnergyBudget()
+    assert all(str(energy_budget(text)) == text for text in ("1.8x", "30%", "500", "none"))
+
+
+def test_choices_change_a_preset_and_leave_the_rest() -> None:
+    chosen = Choices(clusters=3, blocks=6, seeds="1,2", policies="dssda", micro_batches="2")
+    setting = chosen.over(preset("paper"))
+    assert (setting.clusters, setting.model.blocks, setting.seeds) == (3, 6, (1, 2))
+    assert setting.settings.micro_batches == (2,)
+    assert setting.devices == PRESETS["paper"].devices
+    assert Choices().over(preset(None)) == Setting()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--clusters 0", "--clusters must be >= 1, got 0"),
+        ("--devices 0", "--devices must be >= 1, got 0"),
+        ("--blocks 0", "--blocks must be >= 1, got 0"),
+        ("--rounds -1", "--rounds must be >= 1, got -1"),
+        ("--policies best", "--policies: unknown policy 'best'"),
+        ("--policies ,", "--policies needs at least one"),
+        ("--policies dssda,dssda", "--policies names one twice"),
+        ("--seeds x", "--seeds must list whole numbers"),
+        ("--preset home", "--preset: unknown preset 'home'"),
+        ("--energy-budget -3", "--energy-budget must be joules per round"),
+        ("--penalty-weight 0", "penalty-weight must be > 0"),
+        ("--channel rain", "unknown channel 'rain'"),
+        ("--channel trace:/nowhere", "channel trace '/nowhere'"),
+        ("--radio am", "unknown radio 'am'"),
+        ("--kinds toaster", "unknown device kind 'toaster'"),
+        ("--devices-from /nowhere", "--devices-from /nowhere: cannot be read"),
+        ("--json /dev/null/x.json", "--json /dev/null/x.json: its folder cannot be made"),
+    ],
+)
+def test_bad_arguments_are_one_sentence_and_exit_code_1(
+    arguments: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["collapipe", "simulate", *arguments.split()])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert end.value.code == 1
+    assert said.startswith("Error: ") and says in said

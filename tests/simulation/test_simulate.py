@@ -1,0 +1,152 @@
+"""Simulations: the same seeds give the same JSON, in the promised form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from collapipe_flwr import cli
+from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.costs.whole import whole_bytes
+from collapipe_flwr.simulation.budget import EnergyBudget
+from collapipe_flwr.simulation.setting import COMPARED, ModelShape, Setting
+from collapipe_flwr.simulation.simulate import simulate
+from collapipe_flwr.simulation.summary import simulation_json
+from collapipe_flwr.simulation.tradeoff import FACTORS, penalty_sweep
+
+SMALL = (
+    "simulate --clusters 2 --devices 2 --blocks 3 --width 64 --tokens 16 --examples 100 --rounds 2 "
+    "--micro-batch-sizes 2,4 --micro-batches 2,4 --policies dssda,uniform,random "
+    "--channel block-fading --seeds 3,4"
+)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., bytes]:
+    """Runs the command with more arguments; returns the JSON file without decision times."""
+
+    def call(*more: str) -> bytes:
+        path = tmp_path / "made" / "out.json"
+        monkeypatch.setattr("sys.argv", ["collapipe", *SMALL.split(), "--json", str(path), *more])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert end.value.code == 0
+        values = json.loads(path.read_bytes())
+        for policy in values["policies"].values():
+            assert policy.pop("decision_s")["median"] > 0
+        return json.dumps(values).encode()
+
+    return call
+
+
+def test_equal_seeds_give_equal_bytes_and_other_seeds_others(run: Callable[..., bytes]) -> None:
+    first = run()
+    assert run() == first
+    assert run("--seeds", "5") != first
+
+
+def test_json_has_the_promised_keys(run: Callable[..., bytes]) -> None:
+    policies: dict[str, Any] = json.loads(run())["policies"]
+    assert set(policies) == {"dssda", "uniform", "random"}
+    for policy in policies.values():
+        assert policy["latency_s"]["p95"] >= policy["latency_s"]["mean"] > 0
+        assert 0 < policy["compute_efficiency"] <= 1
+        assert policy["compute_efficiency"] >= policy["capacity_used"] > 0
+        assert policy["peak_device_memory_bytes"] > 0
+        assert policy["energy_over_budget_max"] > 0
+        assert policy["time_to_target_s"] > 0
+        assert [seed["seed"] for seed in policy["seeds"]] == [3, 4]
+
+
+def test_every_policy_runs_and_latency_only_equals_dssda_without_budgets(small: Setting) -> None:
+    free = replace(small, policies=COMPARED, budget=EnergyBudget())
+    result = simulate(free)
+    ours, blind = result.policy("dssda"), result.policy("latency-only")
+    assert ours is not None and blind is not None
+    assert ours.scores[0].latency_s == blind.scores[0].latency_s
+    assert ours.scores[0].energy_over_budget == 0
+    assert {p.policy for p in result.policies if p.refusal is None} == set(COMPARED)
+
+
+def test_a_policy_that_fits_nowhere_is_reported_not_raised(small: Setting) -> None:
+    # 16 blocks of this width fit no board alone, but three boards together.
+    large = replace(
+        small,
+        kinds=("jetson-nano",),
+        devices=3,
+        clusters=1,
+        rounds=1,
+        model=ModelShape(blocks=16, width=1024, tokens=16, decoder_blocks=1),
+        policies=("dssda", "fedavg"),
+    )
+    result = simulate(large)
+    assert result.policy("dssda") is not None
+    values: Any = simulation_json(result)
+    assert "fits its devices' memories" in values["policies"]["fedavg"]["refused"]
+    with pytest.raises(ScheduleError, match="no policy could run; fedavg"):
+        simulate(replace(large, policies=("fedavg",)))
+
+
+def test_a_larger_penalty_weight_buys_latency_with_energy(small: Setting) -> None:
+    tight = replace(small, clusters=1, rounds=6, budget=EnergyBudget(joule=2.0))
+    points = penalty_sweep(tight)
+    assert len(points) == len(FACTORS)
+    assert points[-1].latency_mean_s <= points[0].latency_mean_s
+    assert points[-1].energy_over_budget >= points[0].energy_over_budget
+
+
+def test_ticks_count_rounds(small: Setting) -> None:
+    ticks: list[str] = []
+    simulate(replace(small, seeds=(0, 1)), ticks.append)
+    assert ticks == [name for name in small.policies for _ in range(2 * small.rounds)]
+
+
+def test_options_reach_the_schedulers(run: Callable[..., bytes]) -> None:
+    more = "--schedule 1f1b --half-duplex --edge-shared --recompute --best-batches"
+    seen = "--profile-error 0.2 --profile-error-kind bias --profile-delay 1 --max-model-share 0.5"
+    setting = json.loads(run(*more.split(), *seen.split()))["setting"]
+    chosen = setting["settings"]
+    assert chosen["schedule"] == "1f1b" and chosen["max_model_share"] == 0.5
+    assert all(chosen[k] for k in ("half_duplex", "edge_shared", "recompute", "best_batches"))
+    assert setting["distortion"] == {"error": 0.2, "kind": "bias", "delay": 1}
+    plain = json.loads(run())["setting"]
+    assert not any(plain["settings"][k] for k in ("half_duplex", "edge_shared", "recompute"))
+    assert plain["distortion"] == {"error": 0.0, "kind": "noise", "delay": 0}
+
+
+def latency(setting: Setting, policy: str, **changes: Any) -> float:
+    """Mean latency of a policy with some of its settings changed."""
+    settings = replace(setting.settings, **changes)
+    result = simulate(replace(setting, policies=(policy,), settings=settings)).policies[0]
+    assert result.refusal is None
+    return sum(result.scores[0].latency_s)
+
+
+def test_sharing_the_edge_and_computing_again_cost_time_and_half_duplex_costs_gpipe_none(
+    small: Setting,
+) -> None:
+    base = latency(small, "uniform")
+    assert latency(small, "uniform", edge_shared=True) > base
+    assert latency(small, "uniform", recompute=True) > base
+    assert latency(small, "uniform", half_duplex=True) == base  # no two directions meet in GPipe
+
+
+def test_rules_may_choose_batches_once_and_gain_by_it(small: Setting) -> None:
+    grid = replace(small.settings, micro_batches=(1, 2, 8), bound=False)
+    setting = replace(small, settings=grid)
+    assert latency(setting, "uniform", best_batches=True) < latency(setting, "uniform")
+    free = replace(setting, settings=replace(grid, best_batches=True), policies=("uniform",))
+    plan = simulate(free).policies[0].scores[0].last_plan  # of a later round than the choice
+    assert {c.micro_batches for c in plan.clusters} == {8}
+
+
+def test_fedavg_trains_the_whole_model_on_its_device(small: Setting) -> None:
+    score = simulate(replace(small, policies=("fedavg",))).policies[0].scores[0]
+    plan = score.last_plan.clusters[0]
+    batch = plan.micro_batch_size * plan.micro_batches
+    assert score.peak_device_memory_bytes == int(whole_bytes(small.model.profile(), batch))
