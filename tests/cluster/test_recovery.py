@@ -199,7 +199,7 @@ def deaths() -> Iterator[Any]:
         yield pytest.param(*place, 1, range(STEPS), id=f"each-step-{where}", marks=SLOW)
 
 
-@pytest.mark.parametrize(("phase", "device_id", "every", "steps"), deaths())
+@pytest.mark.parametrize(("phase", "device_id", "every", "steps"), list(deaths()))
 def test_whatever_dies_whenever_the_weights_are_those_of_the_new_plan(
     splitter: Splitter, first, undisturbed, phase: str, device_id: str, every: int, steps
 ) -> None:
