@@ -1,50 +1,61 @@
-# make demo   the main job: two clusters of three devices learn through `flwr run . --stream`
-# make test   the tests        make test-slow   the checks that take minutes
-# make test-kernels  the tests with plain instead of vectorised CPU kernels, as on another processor
+# make demo          the main job: two clusters of three devices learn through `flwr run . --stream`
+# make test          the tests, some of them side by side
+# make check         what a change must pass, and CI runs: formatting, lint, types, import contracts,
+#                    the tests, the deployment
+# make static        formatting, lint, types and import contracts alone
 # make test-cluster  docs/deploy.md carried out on this machine: SuperLink, SuperNodes, devices, edge, failures
-# make check  formatting, types, import contracts and tests: what a change must pass
+# make test-slow     failure matrices and laws over real daemons; tens of minutes
+# make test-kernels  the tests with plain instead of vectorised CPU kernels, as on another processor
 PYTHON ?= python3
 VENV ?= .venv
+# Tests wait for other processes for about as long as they compute, hence two to a core.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(2 * (os.cpu_count() or 1))')
 BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PYTEST := $(BIN)/python -m pytest
+FAST := $(PYTEST) --numprocesses $(WORKERS) --dist worksteal -m "not slow and not cluster"
 
-.PHONY: demo test test-kernels test-cluster test-slow check clean
+.PHONY: demo test check static test-cluster test-slow test-kernels clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/collapipe run . --federation-config sim.toml
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not slow"
-
-test-kernels: $(VENV)/.test
-	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -m "not slow and not cluster"
-
-test-cluster: $(VENV)/.test
-	$(BIN)/python -m pytest -m cluster
-
-test-slow: $(VENV)/.test
-	$(BIN)/python -m pytest -m slow
+	$(FAST)
 
 check: $(VENV)/.dev
+	$(MAKE) --jobs=2 static test
+	$(MAKE) test-cluster
+
+static: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/mypy
 
-$(VENV)/bin/python:
+test-cluster: $(VENV)/.test
+	$(PYTEST) -m cluster
+
+test-slow: $(VENV)/.test
+	$(PYTEST) -m slow
+
+test-kernels: $(VENV)/.test
+	ATEN_CPU_CAPABILITY=default $(FAST)
+
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "CollaPipe needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e .
 	@touch $@
 
-$(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+$(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e '.[test]'
 	@touch $@ $(VENV)/.demo
 
-$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plot]'
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e '.[dev,plot]'
 	@touch $@ $(VENV)/.test $(VENV)/.demo
 
 clean:

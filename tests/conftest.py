@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from collapipe_flwr.pipeline import adding
 
-settings.register_profile("any machine", deadline=None)  # beside what the environment asks for
+# Beside what the environment asks for; a starved machine is slow without anything being wrong.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("any machine")
+# Tests run side by side: one thread each, here and in the processes that they start. Sums then have
+# one order as well, so equal means equal bits.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_report_header() -> str:

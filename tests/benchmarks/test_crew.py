@@ -52,7 +52,14 @@ peaks_of(RoleOrder(spec_json=spec.to_json(), role="edge", steps=10**9))
 """
 
 
-@pytest.mark.parametrize("ending", ENDINGS, ids=lambda sign: sign.name)
+@pytest.mark.parametrize(
+    "ending",
+    [
+        pytest.param(ending, marks=() if ending == signal.SIGKILL else pytest.mark.slow)
+        for ending in ENDINGS
+    ],
+    ids=lambda sign: sign.name,
+)
 def test_busy_members_end_with_the_bench(ending: signal.Signals) -> None:
     with background(python(CREW)) as bench, watched(told(bench)) as members:
         bench.send_signal(ending)

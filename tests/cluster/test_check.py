@@ -12,7 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
+from collapipe_flwr.cli import app
 from collapipe_flwr.cluster import check
 from collapipe_flwr.cluster.check import CheckSettings, check_cluster, measured_ways, ways
 from collapipe_flwr.cluster.profile import profile_of
@@ -37,12 +40,13 @@ def _cluster(folder: Path, *devices: str, more: str = "") -> Path:
     return path
 
 
-def _check(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "collapipe_flwr.cli", "cluster", "check", str(path)]
-    command += ["--seconds", "0.2", "--width", "64", "--deadline-s", "5", *options]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=None, check=False
-    )
+def _words(path: Path, *options: str) -> list[str]:
+    quick = ["--seconds", "0.2", "--width", "64", "--deadline-s", "30"]
+    return ["cluster", "check", str(path), *quick, *options]
+
+
+def _check(path: Path, *options: str) -> Result:
+    return CliRunner().invoke(app, _words(path, *options), catch_exceptions=False)
 
 
 def _free_address() -> str:
@@ -56,7 +60,7 @@ def test_members_are_measured_and_the_missing_one_is_named(tmp_path: Path) -> No
         silent = _free_address()
         path = _cluster(tmp_path, daemon.address, silent, more='measured = "found.json"')
         done = _check(path, "--json", str(tmp_path / "found.json"))
-    assert done.returncode == 1, done.stderr
+    assert done.exit_code == 1, done.stderr
     assert f"mend pi-2: no answer at {silent}" in " ".join(done.stdout.split())
     members = json.loads((tmp_path / "found.json").read_text())["members"]
     unit, first, second = members
@@ -120,7 +124,10 @@ def secured(tmp_path_factory):
 
 def test_a_whole_cluster_with_tls_ends_with_0_and_knows_every_link(secured: Path) -> None:
     found = secured.parent / "found.json"
-    done = _check(secured, "--json", str(found))
+    command = [sys.executable, "-m", "collapipe_flwr.cli", *_words(secured, "--json", str(found))]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=280, cwd=ROOT, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     values = json.loads(found.read_text())
     found_ways = {(link["source"], link["target"]) for link in values["links"]}
@@ -132,7 +139,7 @@ def test_a_whole_cluster_with_tls_ends_with_0_and_knows_every_link(secured: Path
 
 def _mends(path: Path) -> str:
     done = _check(path)
-    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.exit_code == 1, done.stdout + done.stderr
     return " ".join(done.stdout.split())
 
 
@@ -181,7 +188,7 @@ def test_a_large_cluster_is_measured_round_by_round_and_the_rest_is_said(
     assert {target for _, target in few} == {*large.devices, large.edge}
     assert measured_ways(large, CheckSettings(most_links=0)) == everything
     done = _check(secured, "--most-links", "3")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.exit_code == 0, done.stdout + done.stderr
     assert "1 more links between devices were not measured" in done.stdout
 
 

@@ -19,9 +19,9 @@ from collapipe_flwr.core.heartbeat import Heartbeat
 from collapipe_flwr.rpc.edge_client import EdgeClient
 from tests.cluster.test_killed_processes import assert_same, striking
 
-HEARTBEAT = Heartbeat(period_s=0.5, misses=3)
+HEARTBEAT = Heartbeat(period_s=0.5, misses=8)  # a starved device is not to be taken for lost
 JOB = replace(small_job(3, steps=4), deadline_s=120.0, heartbeat=HEARTBEAT)
-SLACK_S = 4.0  # to break off, to tell and to ask all devices, on a machine that does much else
+SLACK_S = 30.0  # to break off, to tell and to ask all devices, on a machine that does much else
 SLOW = pytest.mark.slow
 
 
@@ -94,6 +94,8 @@ def test_an_edge_that_hangs_for_a_while_is_waited_for_and_the_steps_replayed(pha
 @SLOW
 def test_a_device_that_is_slow_beyond_all_heartbeats_is_not_lost() -> None:
     """Suspended and resumed ten times a second it is slow, but never silent for long."""
+    quick = Heartbeat(period_s=0.5, misses=3)
+    job = replace(JOB, heartbeat=quick)
     with daemons(3) as (hosts, edge):
         cluster, process, over = cluster_of(hosts, edge), hosts[1].process, threading.Event()
 
@@ -106,10 +108,10 @@ def test_a_device_that_is_slow_beyond_all_heartbeats_is_not_lost() -> None:
         dragging = threading.Thread(target=drag)
         dragging.start()
         try:
-            result, weights = run_job(JOB, cluster)
+            result, weights = run_job(job, cluster)
         finally:
             over.set()
             dragging.join()
-        assert not result.incidents and result.wall_s > 2 * HEARTBEAT.lost_after_s
-        _, undisturbed = run_job(JOB, cluster)
+        assert not result.incidents and result.wall_s > 2 * quick.lost_after_s
+        _, undisturbed = run_job(job, cluster)
         assert_same(weights, undisturbed)

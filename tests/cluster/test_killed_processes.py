@@ -19,7 +19,7 @@ from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.pipeline.roles import FirstStage
 
 JOB = replace(small_job(3, steps=4), deadline_s=120.0)
-NOTICE_S = 2.0  # what is promised; a closed connection tells, long before any deadline
+NOTICE_S = 20.0  # on a starved machine; a closed connection tells, long before any deadline
 SLACK_S = 30.0  # on a machine that does much else
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -186,13 +188,18 @@ def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
     assert all(torch.equal(left[key], right[key]) for key in left)
 
 
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("device_id", DEVICES)
-@pytest.mark.parametrize(
-    ("every", "steps"),
-    [(0, (1,)), pytest.param(1, range(STEPS), marks=SLOW), pytest.param(0, (0, 2), marks=SLOW)],
-    ids=["whole-round", "each-step", "whole-round-more"],
-)
+def deaths() -> Iterator[Any]:
+    """Every device in every phase, in one step or more; each phase and each device once quickly."""
+    quick = set(zip(PHASES, itertools.cycle(DEVICES), strict=False))
+    for place in itertools.product(PHASES, DEVICES):
+        where = "-".join(reversed(place))
+        marks = () if place in quick else SLOW
+        yield pytest.param(*place, 0, (1,), id=f"whole-round-{where}", marks=marks)
+        yield pytest.param(*place, 0, (0, 2), id=f"whole-round-more-{where}", marks=SLOW)
+        yield pytest.param(*place, 1, range(STEPS), id=f"each-step-{where}", marks=SLOW)
+
+
+@pytest.mark.parametrize(("phase", "device_id", "every", "steps"), list(deaths()))
 def test_whatever_dies_whenever_the_weights_are_those_of_the_new_plan(
     splitter: Splitter, first, undisturbed, phase: str, device_id: str, every: int, steps
 ) -> None:

@@ -56,7 +56,7 @@ def fresh_rows(stream: Stream, place: StreamPlace) -> tuple[list[str], StreamPla
     return found.fresh["text"][:], found.place
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     arrivals=st.lists(st.tuples(st.integers(0, 7), st.booleans()), min_size=1, max_size=6),
     limit=st.integers(1, 6),
@@ -68,6 +68,8 @@ def test_every_row_is_fresh_once_and_replay_comes_from_before(
     folder = tmp_path_factory.mktemp("stream")
     place, fresh, sent = StreamPlace(), [], []
     for number in range(60):
+        if number >= len(arrivals) + 2 and len(fresh) >= len(sent):
+            break  # two rounds or more without anything new, most often
         if number < len(arrivals):
             count, grows = arrivals[number]
             texts = [f"{number}.{i}" for i in range(count)]

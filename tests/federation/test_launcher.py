@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping
@@ -37,12 +38,24 @@ signal.pause()
 """
 
 
+# As Flower logs a ServerApp that raised; with --stream it ends in good order all the same.
+REFUSING = r"""
+print("\x1b[92mINFO \x1b[0m:      Starting run")
+print("\x1b[91mERROR \x1b[0m:     model.overrides: no setting d_modell")
+print("\x1b[91mERROR \x1b[0m:     ServerApp raised an exception")
+"""
+
+
 @pytest.fixture
 def environment(tmp_path: Path) -> Mapping[str, str]:
     """Where a Python has a Flower beside it that is busy; it writes its process ids into a pipe."""
+    return _beside_flower(tmp_path, FLWR)
+
+
+def _beside_flower(tmp_path: Path, flwr: str) -> Mapping[str, str]:
     os.mkfifo(tmp_path / "pids")
     (tmp_path / "python").symlink_to(sys.executable)
-    for name, code in {"flower-superlink": SUPERLINK, "flwr": FLWR}.items():
+    for name, code in {"flower-superlink": SUPERLINK, "flwr": flwr}.items():
         path = tmp_path / name
         path.write_text(f"#!{tmp_path}/python\n{code}")
         path.chmod(0o700)
@@ -68,3 +81,17 @@ def test_a_run_ends_with_its_command(
             assert run.wait(60) == (-ending if ending == signal.SIGKILL else 128 + ending)
     if ending != signal.SIGKILL:
         assert not list(tmp_path.glob("collapipe-*"))  # its temporary folders
+
+
+def test_a_run_that_flower_ends_in_good_order_without_a_result_exits_with_1_and_its_first_error(
+    tmp_path: Path,
+) -> None:
+    env = {**os.environ, **_beside_flower(tmp_path, REFUSING)}
+    command = [f"{tmp_path}/python", "-m", "collapipe_flwr.cli", "run", str(ROOT)]
+    command += ["--output-dir", str(tmp_path / "runs")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=env, timeout=DEADLINE_S, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr == "Error: model.overrides: no setting d_modell\n"
+    assert "Starting run" in done.stdout

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from client_app.app import app as client_app
 from collapipe_flwr.core.config import parse
+from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.core.parsing import Value
 from collapipe_flwr.federation.local_grid import LocalGrid
+from collapipe_flwr.models import BatchShape, Splitter
 from server_app.app import run
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -37,12 +39,27 @@ TINY: dict[str, Value] = {
 RunApp = Callable[..., Path]
 
 
-@pytest.fixture
-def run_app(tmp_path: Path) -> RunApp:
+@pytest.fixture(scope="session", autouse=True)
+def _each_model_is_profiled_once() -> Iterator[None]:
+    """Costs follow from model and shape alone, and many runs here have the same."""
+    measure, known = Splitter.profile, dict[tuple[str, BatchShape], ModelProfile]()
+
+    def profile(self: Splitter, shape: BatchShape) -> ModelProfile:
+        key = (self.spec.to_json(), shape)
+        if key not in known:
+            known[key] = measure(self, shape)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Splitter, "profile", profile)
+        yield
+
+
+def runs_in(folder: Path) -> RunApp:
     """Runs the apps with these overrides of the small run; returns the run directory."""
 
     def start(overrides: dict[str, Value] | None = None, nodes: int | None = None) -> Path:
-        values = {**TINY, "output-dir": str(tmp_path / "runs"), **(overrides or {})}
+        values = {**TINY, "output-dir": str(folder / "runs"), **(overrides or {})}
         config = parse(values)
         count = config.run.clusters if nodes is None else nodes
         places = {i + 1: {"partition-id": i, "num-partitions": count} for i in range(count)}
@@ -51,3 +68,9 @@ def run_app(tmp_path: Path) -> RunApp:
         return Path(config.run.output_dir) / config.run.run_name
 
     return start
+
+
+@pytest.fixture
+def run_app(tmp_path: Path) -> RunApp:
+    """Runs in a folder of the test's own."""
+    return runs_in(tmp_path)

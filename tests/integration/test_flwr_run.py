@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from collapipe_flwr.cli import app
+from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.federation.overrides import write_overrides
 from tests.core.process_trees import ended, watched
 from tests.integration.conftest import TINY
@@ -81,6 +85,7 @@ def _bearing(mark: str) -> list[int]:
     return found
 
 
+@pytest.mark.slow  # in tests/federation/test_launcher.py beside a Flower that refuses at once
 def test_a_refused_run_exits_with_1_and_one_sentence(tmp_path: Path) -> None:
     done = _collapipe_run(tmp_path, "-c", "model.overrides=d_modell=8")
     assert done.returncode == 1
@@ -102,7 +107,7 @@ def test_a_refused_run_exits_with_1_and_one_sentence(tmp_path: Path) -> None:
 def test_a_wrong_override_is_refused_before_anything_starts(
     tmp_path: Path, override: str, sentence: str
 ) -> None:
-    done = _collapipe_run(tmp_path, "-c", override)
-    assert done.returncode == 1
-    assert sentence in done.stderr
-    assert done.stdout == ""
+    command = ["run", str(PROJECT), "--output-dir", str(tmp_path / "runs"), "-c", override]
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        CliRunner().invoke(app, command, catch_exceptions=False)
+    assert not list(tmp_path.iterdir())

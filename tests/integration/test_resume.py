@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,10 +23,14 @@ from collapipe_flwr.reporting.events import RoundEvent, RunStory
 from collapipe_flwr.reporting.past import read_past
 from collapipe_flwr.reporting.run_directory import RunDirectory
 from server_app.recorder import RunRecorder
-from tests.integration.conftest import TINY, RunApp
+from tests.integration.conftest import TINY, RunApp, runs_in
 
 ROUNDS = 3
-ADAM: dict[str, Value] = {"num-server-rounds": ROUNDS, "strategy": "fedadam"}
+ADAM: dict[str, Value] = {
+    "num-server-rounds": ROUNDS,
+    "strategy": "fedadam",
+    "train.examples-per-round": 20,
+}
 
 
 class Killed(BaseException):
@@ -49,9 +51,9 @@ def _dying(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, call: int) -
     monkeypatch.setattr(owner, name, die_at_last)
 
 
-@pytest.fixture
-def undisturbed(run_app: RunApp) -> Path:
-    return run_app({**ADAM, "run-name": "whole"})
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs_in(tmp_path_factory.mktemp("undisturbed"))(ADAM)
 
 
 MOMENTS = {
@@ -63,16 +65,21 @@ MOMENTS = {
 }
 
 
+def _die_and_resume(
+    run_app: RunApp, runs: Path, values: dict[str, Value], moment: tuple[type, str, int]
+) -> Path:
+    """The run that goes on where another of the same name died."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        _dying(patch, *moment)
+        run_app(values)
+    return run_app({**values, "resume": str(runs / str(values.get("run-name", "run")))})
+
+
+@pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS)
 def test_a_run_that_died_at_any_moment_ends_with_the_same_bits_and_story(
-    run_app: RunApp, undisturbed: Path
+    run_app: RunApp, tmp_path: Path, undisturbed: Path, moment: tuple[type, str, int]
 ) -> None:
-    for number, (owner, name, call) in enumerate(MOMENTS.values()):
-        values = {**ADAM, "run-name": f"run-{number}"}
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-            _dying(patch, owner, name, call)
-            run_app(values)
-        resumed = run_app({**values, "resume": str(undisturbed.parent / f"run-{number}")})
-        _assert_same_run(undisturbed, resumed)
+    _assert_same_run(undisturbed, _die_and_resume(run_app, tmp_path / "runs", ADAM, moment))
 
 
 def test_a_run_of_a_plain_strategy_resumes_as_well(run_app: RunApp) -> None:
@@ -85,21 +92,18 @@ def test_a_run_of_a_plain_strategy_resumes_as_well(run_app: RunApp) -> None:
     }
     for number, moment in enumerate(moments.values()):
         values = {**plain, "run-name": f"run-{number}"}
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-            _dying(patch, *moment)
-            run_app(values)
-        resumed = run_app({**values, "resume": str(undisturbed.parent / f"run-{number}")})
+        resumed = _die_and_resume(run_app, undisturbed.parent, values, moment)
         _assert_same_run(undisturbed, resumed)
 
 
 def test_checkpoints_every_second_round_lose_one_more_and_change_nothing(
-    run_app: RunApp, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
+    run_app: RunApp, tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    values = {**ADAM, "run-name": "rare", "checkpoint-every": 2}
+    values: dict[str, Value] = {**ADAM, "checkpoint-every": 2}
     with monkeypatch.context() as patch, pytest.raises(Killed):
         _dying(patch, CollaPipe, "aggregate_train", 3)
         run_app(values)
-    folder = undisturbed.parent / "rare"
+    folder = tmp_path / "runs" / "run"
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["round-000002"]
     _assert_same_run(undisturbed, run_app({**values, "resume": str(folder)}))
 
@@ -143,27 +147,17 @@ def test_the_untrained_models_score_is_on_disk_before_the_first_round(tmp_path: 
     assert read_past(directory.path, done=1).initial == {"accuracy": 0.25}
 
 
-def test_a_server_killed_for_good_is_resumed_by_another_process(tmp_path: Path) -> None:
-    whole = _process(tmp_path, "whole")
-    assert whole.wait(200) == 0
-    victim = _process(tmp_path, "victim")
-    events = tmp_path / "runs" / "victim" / "events.jsonl"
-    until = time.monotonic() + 200
-    while victim.poll() is None and not (events.exists() and events.read_text()):
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    os.kill(victim.pid, signal.SIGKILL)
-    assert victim.wait(10) == -signal.SIGKILL
-    assert not (events.parent / "model").exists()
-    assert _process(tmp_path, "victim", resume=str(events.parent)).wait(200) == 0
-    _assert_same_run(tmp_path / "runs" / "whole", events.parent)
-
-
-def _process(folder: Path, name: str, **more: Value) -> subprocess.Popen[bytes]:
-    """A run of the apps in a process of its own."""
-    values = {**TINY, **ADAM, "output-dir": str(folder / "runs"), "run-name": name, **more}
-    command = [sys.executable, "-m", "tests.integration.run_process", json.dumps(values)]
-    return subprocess.Popen(command, cwd=Path(__file__).parents[2])
+def test_a_server_killed_for_good_is_resumed_by_another_process(
+    run_app: RunApp, tmp_path: Path, undisturbed: Path
+) -> None:
+    values = {**TINY, **ADAM, "output-dir": str(tmp_path / "runs")}
+    command = [sys.executable, "-m", "tests.integration.run_process", json.dumps(values), "2"]
+    victim = subprocess.run(command, cwd=Path(__file__).parents[2], timeout=280, check=False)
+    assert victim.returncode == -signal.SIGKILL
+    folder = tmp_path / "runs" / "run"
+    assert len((folder / "events.jsonl").read_text().splitlines()) == 1
+    assert not (folder / "model").exists()
+    _assert_same_run(undisturbed, run_app({**ADAM, "resume": str(folder)}))
 
 
 def _assert_same_run(whole: Path, resumed: Path) -> None:
