@@ -1,0 +1,181 @@
+"""Reference pages from the code: the keys of a run-config and the command line.
+
+    python docs/reference.py run-config     # or: commands
+
+prints the tables as Markdown. The site fills them in where a page says
+``<!-- generated: run-config -->``. Defaults come from ``pyproject.toml``, allowed values from what
+the parser refuses, meanings from ``reference/keys.toml``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import typer
+
+from collapipe_flwr.core.errors import ConfigError
+
+Value = bool | int | float | str
+
+ROOT = Path(__file__).parents[1]
+PARSERS = ("collapipe_flwr.config.schema", "collapipe_flwr.core.config")
+TITLES = {
+    "": "The run",
+    "data": "Data",
+    "model": "Model",
+    "lora": "LoRA adapters",
+    "train": "Local training",
+    "scheduler": "Scheduler",
+    "world": "Simulated devices and radio",
+    "links": "Links between stages",
+    "edge": "Edge server",
+    "evaluation": "Evaluation",
+}
+_TYPES = {bool: "true or false", int: "whole number", float: "number", str: "text"}
+_REFUSED: Mapping[type, Value] = {int: -(10**9), float: -1e9, str: "?"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a run-config as a reader needs it."""
+
+    name: str
+    default: Value
+    allowed: str
+    meaning: str
+
+
+def run_config() -> str:
+    """A table of keys per section."""
+    found = keys()
+    parts = []
+    for section, title in TITLES.items():
+        rows = [_key_row(key) for key in found if section_of(key.name) == section]
+        parts.append(f"## {title}\n\n" + _table("key", "default", "values", "meaning", rows=rows))
+    return "\n\n".join(parts)
+
+
+def keys() -> list[Key]:
+    """Every key of ``pyproject.toml``, in its order."""
+    said = meanings()
+    return [Key(k, v, allowed(k, v), said.get(k, "")) for k, v in defaults().items()]
+
+
+def defaults() -> dict[str, Value]:
+    """The run-config of ``pyproject.toml``."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    return dict(flattened(project["tool"]["flwr"]["app"]["config"]))
+
+
+def meanings() -> dict[str, str]:
+    """What ``reference/keys.toml`` says of every key."""
+    text = (ROOT / "docs/reference/keys.toml").read_text(encoding="utf-8")
+    return dict(flattened(tomllib.loads(text)))
+
+
+def flattened(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested tables as Flower joins them, by dots."""
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from flattened(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def section_of(key: str) -> str:
+    """The section that a key belongs to; empty for keys of the run."""
+    return key.rpartition(".")[0]
+
+
+def parse(values: Mapping[str, Value]) -> Any:
+    """The run-config as the product reads it; raises ConfigError."""
+    for name in PARSERS:
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+        return module.parse(values)
+    raise ModuleNotFoundError(f"no parser of run-configs in any of {', '.join(PARSERS)}")
+
+
+def allowed(key: str, default: Value) -> str:
+    """The values that the parser accepts, in the words in which it refuses others."""
+    if not isinstance(default, bool):
+        try:
+            parse({key: _REFUSED[type(default)]})
+        except ConfigError as error:
+            said = str(error).removeprefix(f"{key} must ").partition(", got ")[0]
+            return (
+                said.removeprefix("be ")
+                .replace("lie between", "between")
+                .replace("list ", "list of ")
+            )
+    return _TYPES[type(default)]
+
+
+def commands() -> str:
+    """Every command with its arguments and options."""
+    return "\n\n".join(_command(name, command) for name, command in command_tree().items())
+
+
+def command_tree() -> dict[str, click.Command]:
+    """The commands that do something, by their full name."""
+    from collapipe_flwr.cli import app
+
+    return dict(_leaves("collapipe", typer.main.get_command(app)))
+
+
+def _key_row(key: Key) -> str:
+    shown = str(key.default).lower() if isinstance(key.default, bool) else str(key.default)
+    return _row(f"`{key.name}`", f"`{shown}`" if shown else "empty", key.allowed, key.meaning)
+
+
+def _leaves(name: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
+    if not isinstance(command, click.Group):
+        yield name, command
+        return
+    for child, nested in command.commands.items():
+        yield from _leaves(f"{name} {child}", nested)
+
+
+def _command(name: str, command: click.Command) -> str:
+    with click.Context(command, info_name=name) as context:
+        usage = " ".join([name, *command.collect_usage_pieces(context)])
+        arguments = [p for p in command.params if isinstance(p, click.Argument)]
+        rows = [
+            _row(f"`{p.make_metavar(context)}`", getattr(p, "help", None) or "") for p in arguments
+        ]
+        options = [_option(p, context) for p in command.params if isinstance(p, click.Option)]
+    parts = [f"## {name}", f"```text\n{usage}\n```", inspect.cleandoc(command.help or "")]
+    if any(getattr(p, "help", None) for p in arguments):
+        parts.append(_table("argument", "meaning", rows=rows))
+    return "\n\n".join([*parts, _table("option", "default", "meaning", rows=options)])
+
+
+def _option(option: click.Option, context: click.Context) -> str:
+    names = ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
+    default = option.get_default(context)
+    shown = "" if default in (None, "", False, (), []) else f"`{default}`"
+    return _row(names, shown, option.help or "")
+
+
+def _table(*header: str, rows: list[str]) -> str:
+    return "\n".join([_row(*header), _row(*["---"] * len(header)), *rows])
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+GENERATED: Mapping[str, Callable[[], str]] = {"run-config": run_config, "commands": commands}
+
+if __name__ == "__main__":
+    print(GENERATED[sys.argv[1]]())
