@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from collapipe_flwr.benches.job import Job
 from collapipe_flwr.benches.model import Shape
 from collapipe_flwr.benches.planned import Site, planned_job, with_planned_depths
-from collapipe_flwr.rpc.quantize import WIRE_CODECS
+from collapipe_flwr.transport.quantize import WIRE_CODECS
 
 LOOPBACK, EQUAL = "loopback", "equal"
 SLOW_RATE_BYTES_PER_S = 12.5e6  # 100 Mbit/s

@@ -12,7 +12,7 @@ import sys
 from queue import SimpleQueue
 
 from collapipe_flwr.core.lifeline import end_with_parent
-from collapipe_flwr.edge.allocator import tend_heap
+from collapipe_flwr.host.allocator import configure_malloc
 
 _PEERS = ("join", "whole")
 
@@ -27,7 +27,7 @@ def main() -> None:
         question = asked.pop("do")
         if worker is None:
             if question not in _PEERS:
-                tend_heap()
+                configure_malloc()
             from collapipe_flwr.benches.worker import Worker
 
             worker = Worker(*sys.argv[1:])
