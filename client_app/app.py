@@ -30,11 +30,11 @@ from collapipe_flwr.cluster.whole import evaluate_whole, train_whole
 from collapipe_flwr.core.config import AppConfig, parse
 from collapipe_flwr.core.errors import ConfigError, ProtocolError, unexpected_as_run_error
 from collapipe_flwr.data.vocabulary import Vocabulary
-from collapipe_flwr.edge.allocator import tended_heap
 from collapipe_flwr.federation import records
 from collapipe_flwr.federation.arrays import take_record, take_tensors
 from collapipe_flwr.federation.records import RoundAssignment, SplitTask, WholeTask
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
+from collapipe_flwr.host.allocator import configured_malloc
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.optimizer import Optimizer
@@ -58,7 +58,7 @@ def describe(message: Message, context: Context) -> Message:
 
 @app.train()
 @unexpected_as_run_error()
-@tended_heap()
+@configured_malloc()
 def train(message: Message, context: Context) -> Message:
     """One round: through the planned pipeline, or the whole model for a plain strategy."""
     config, place = _settings(context)
@@ -85,7 +85,7 @@ def train(message: Message, context: Context) -> Message:
 
 @app.evaluate()
 @unexpected_as_run_error()
-@tended_heap()
+@configured_malloc()
 def evaluate(message: Message, context: Context) -> Message:
     """The loss on the cluster's share of the test set, by the path that training takes."""
     config, place = _settings(context)

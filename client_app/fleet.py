@@ -25,7 +25,7 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.federation.records import SplitTask
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.session import NextHop
-from collapipe_flwr.rpc.edge_client import EdgeClient
+from collapipe_flwr.transport.client import EdgeClient
 
 CLUSTER_KEY = "cluster"
 

@@ -13,8 +13,6 @@ from flwr.serverapp.strategy import Strategy
 
 from collapipe_flwr.core.config import AppConfig, EdgeConfig, count_list, parse
 from collapipe_flwr.core.errors import CollaPipeError, RunError, unexpected_as_run_error
-from collapipe_flwr.edge.server import EdgeServer
-from collapipe_flwr.edge.service import EdgeService
 from collapipe_flwr.federation.arrays import encode_tensors
 from collapipe_flwr.federation.deadline import PunctualMembers, RoundClock
 from collapipe_flwr.federation.discovery import discover_clusters
@@ -24,11 +22,13 @@ from collapipe_flwr.federation.resuming import Checkpointed
 from collapipe_flwr.federation.rpc_gateway import RpcEdgeGateway
 from collapipe_flwr.federation.split import SplitModel
 from collapipe_flwr.federation.strategy import CollaPipe
+from collapipe_flwr.host.server import EdgeServer
+from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models import save_adapter, save_whole
 from collapipe_flwr.reporting.console import RoundPrinter
 from collapipe_flwr.reporting.events import RunStory
 from collapipe_flwr.reporting.run_directory import RunDirectory
-from collapipe_flwr.rpc.edge_client import EdgeClient
+from collapipe_flwr.transport.client import EdgeClient
 from server_app.evaluate import Evaluator
 from server_app.folder import RunFolder, open_run
 from server_app.recorder import RunRecorder

@@ -30,9 +30,9 @@ from collapipe_flwr.core.domain import (
 )
 from collapipe_flwr.costs.events import StepTimes
 from collapipe_flwr.costs.warm_up import choose_warm_up
-from collapipe_flwr.rpc.quantize import WIRE_CODECS
 from collapipe_flwr.scheduler.protocol import SchedulerSettings
 from collapipe_flwr.scheduler.registry import make_scheduler
+from collapipe_flwr.transport.quantize import WIRE_CODECS
 
 CLUSTER, CONTROL = "bench", "control unit"
 _PLENTY = 1e15  # memory, energy, examples: the bench asks for speed alone

@@ -25,8 +25,8 @@ from collapipe_flwr.data.batches import batches, round_examples
 from collapipe_flwr.data.registry import load_task
 from collapipe_flwr.data.settings import settings_of
 from collapipe_flwr.data.tasks import Task
-from collapipe_flwr.edge.server import EdgeServer
-from collapipe_flwr.edge.service import EdgeService
+from collapipe_flwr.host.server import EdgeServer
+from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models import BatchShape, Splitter, make_spec
 from collapipe_flwr.pipeline.execution import Execution
 from collapipe_flwr.pipeline.meter import StageReport
@@ -34,13 +34,13 @@ from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
 from collapipe_flwr.pipeline.roles import FirstStage, MicroBatch
 from collapipe_flwr.pipeline.session import NextHop, SessionRequest
 from collapipe_flwr.pipeline.stage_settings import StageSettings
-from collapipe_flwr.rpc.edge_client import EdgeClient
-from collapipe_flwr.rpc.next_hop import Dialer
-from collapipe_flwr.rpc.pacing import StreamSettings
-from collapipe_flwr.rpc.quantize import WIRE_CODECS
 from collapipe_flwr.scheduler.protocol import SchedulerSettings
 from collapipe_flwr.scheduler.registry import make_scheduler
 from collapipe_flwr.simulator.world import make_world
+from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.dialer import Dialer
+from collapipe_flwr.transport.quantize import WIRE_CODECS
+from collapipe_flwr.transport.rate_limit import StreamSettings
 
 DEVICES = ("raspberry-pi-5", "raspberry-pi-4", "raspberry-pi-4")
 ROOM = 0.7  # of what all blocks need

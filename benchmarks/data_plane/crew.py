@@ -20,7 +20,7 @@ from benchmarks import child_environment
 from benchmarks.data_plane.network import Network
 from collapipe_flwr.core.errors import CollaPipeError
 from collapipe_flwr.core.lifeline import end_with_parent
-from collapipe_flwr.edge.allocator import tend_heap
+from collapipe_flwr.host.allocator import configure_malloc
 
 DEADLINE_S = 300.0
 _STOP_S = 10.0
@@ -109,7 +109,7 @@ def main() -> None:
         question = asked.pop("do")
         if worker is None:
             if question not in _PEERS:
-                tend_heap()
+                configure_malloc()
             from benchmarks.data_plane.worker import Worker
 
             worker = Worker(*sys.argv[1:])

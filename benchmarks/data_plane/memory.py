@@ -23,7 +23,7 @@ from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage, MicroBatch
 from collapipe_flwr.pipeline.session import NextHop, SessionRequest
 from collapipe_flwr.pipeline.stage_settings import StageSettings
-from collapipe_flwr.rpc.edge_client import EdgeClient
+from collapipe_flwr.transport.client import EdgeClient
 
 CLASSES = 4
 _SESSION = "memory"

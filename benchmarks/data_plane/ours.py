@@ -13,17 +13,17 @@ from benchmarks.data_plane.job import TOKEN, Job, StageOrder, StageSeconds, Step
 from benchmarks.data_plane.model import BenchPart, micro_batches
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.core.tls_files import TlsFiles
-from collapipe_flwr.edge.server import EdgeServer
-from collapipe_flwr.edge.service import EdgeService
+from collapipe_flwr.host.server import EdgeServer
+from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.pipeline.meter import Span
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
 from collapipe_flwr.pipeline.roles import FirstStage
 from collapipe_flwr.pipeline.session import NextHop, SessionRequest
 from collapipe_flwr.pipeline.stage import WEIGHTS
 from collapipe_flwr.pipeline.stage_settings import StageSettings
-from collapipe_flwr.rpc.edge_client import EdgeClient
-from collapipe_flwr.rpc.next_hop import Dialer
-from collapipe_flwr.rpc.pacing import StreamSettings
+from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.dialer import Dialer
+from collapipe_flwr.transport.rate_limit import StreamSettings
 
 OPTIMIZER = OptimizerSettings(learning_rate=1e-4)
 _SESSION = "bench"

@@ -155,7 +155,7 @@ def _row(case: Case, duel: Duel) -> Json:
 
 def _wire(plan: BenchPlan, tick: Tick) -> Json:
     """Plain and mutual TLS in turn."""
-    from collapipe_flwr.rpc.authority import Authority
+    from collapipe_flwr.transport.certificates import Authority
 
     network = Loopback()
     with TemporaryDirectory() as folder, ExitStack() as stack:

@@ -34,7 +34,7 @@ from collapipe_flwr.models import BatchShape, Splitter, make_spec
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 from collapipe_flwr.pipeline.roles import MicroBatch
 from collapipe_flwr.pipeline.session import NextHop, SessionRequest
-from collapipe_flwr.rpc.edge_client import EdgeClient
+from collapipe_flwr.transport.client import EdgeClient
 
 START_S, STOP_S = 120.0, 10.0
 _ID, _TOKEN = "recovery", "0123456789abcdef"

@@ -17,13 +17,13 @@ from benchmarks.data_plane.duel import Pace, open_chain
 from benchmarks.data_plane.job import Job
 from benchmarks.data_plane.network import Network
 from collapipe_flwr.core.tls_files import TlsFiles
-from collapipe_flwr.edge.service import EdgeService
-from collapipe_flwr.edge.session import Stream
+from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.host.session import Stream
 from collapipe_flwr.pipeline.frame import HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.session import SessionRequest
-from collapipe_flwr.rpc.edge_client import EdgeClient
-from collapipe_flwr.rpc.pacing import StreamSettings
+from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.rate_limit import StreamSettings
 
 SINK = "sink"
 _TOKEN = "a stream of a bench on this machine"

@@ -11,10 +11,10 @@ from benchmarks.data_plane.job import Job, Usage
 from benchmarks.data_plane.ours import Driver, member_tls, serve
 from benchmarks.resident import peak_bytes
 from collapipe_flwr.core.json_codec import from_json, plain
-from collapipe_flwr.edge.server import EdgeServer
-from collapipe_flwr.edge.service import EdgeService
-from collapipe_flwr.edge.spared import spare_libraries
-from collapipe_flwr.rpc.next_hop import Dialer
+from collapipe_flwr.host.server import EdgeServer
+from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.host.spared import spare_libraries
+from collapipe_flwr.transport.dialer import Dialer
 
 
 class Worker:

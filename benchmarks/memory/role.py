@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 # What a daemon or a ClientApp has loaded counts as well.
-import collapipe_flwr.edge.server
-import collapipe_flwr.rpc.edge_client  # noqa: F401
+import collapipe_flwr.host.server
+import collapipe_flwr.transport.client  # noqa: F401
 from benchmarks.memory.footprint import RoleOrder
 from benchmarks.resident import AnonymousPeak, peak_bytes
 from collapipe_flwr.cluster.whole import train_whole
 from collapipe_flwr.core.lifeline import end_with_parent
-from collapipe_flwr.edge.allocator import tend_heap
+from collapipe_flwr.host.allocator import configure_malloc
 from collapipe_flwr.models import ModelSpec, Splitter
 from collapipe_flwr.models.lora import add_adapters, first_adapter, is_adapter
 from collapipe_flwr.models.skeleton import auto_class
@@ -178,7 +178,7 @@ def main() -> None:
     """Play the role of the order on the command line."""
     order = RoleOrder(**json.loads(sys.argv[1]))
     if order.role != "whole":  # our programs set up their heap; a plain client does not
-        tend_heap()
+        configure_malloc()
     end_with_parent()
     player = Player(order)
     roles = {

@@ -28,7 +28,7 @@ def certs(
     from collapipe_flwr.core.cluster_file import certificate_hosts, read_cluster
     from collapipe_flwr.core.errors import ConfigError
     from collapipe_flwr.core.roster import roster_of
-    from collapipe_flwr.rpc.authority import sign_all
+    from collapipe_flwr.transport.certificates import sign_all
 
     clusters = [read_cluster(path) for path in cluster or ()]
     roster_of(clusters)  # refuses a name that two clusters would share

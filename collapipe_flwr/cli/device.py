@@ -44,7 +44,7 @@ def device(
     ] = "",
 ) -> None:
     """Train the segments that a control unit places here until SIGTERM or Ctrl-C."""
-    from collapipe_flwr.edge.daemon import serve
+    from collapipe_flwr.host.daemon import serve
 
     settings = Hosting(
         name=name,

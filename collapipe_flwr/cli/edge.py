@@ -40,7 +40,7 @@ def edge(
 
     Point a run at it with the run-config key `edge.address`.
     """
-    from collapipe_flwr.edge.daemon import serve
+    from collapipe_flwr.host.daemon import serve
 
     settings = Hosting(
         name=name,

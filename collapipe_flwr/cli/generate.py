@@ -16,7 +16,7 @@ from collapipe_flwr.core.errors import ConfigError
 if TYPE_CHECKING:
     from collapipe_flwr.core.roster import Roster
     from collapipe_flwr.core.tls_files import TlsFiles
-    from collapipe_flwr.rpc.texts import Wish, Write
+    from collapipe_flwr.transport.generation import GenerateRequest, Write
 
 
 def generate(
@@ -60,9 +60,9 @@ def generate(
     Without --cluster everything runs in this process, cut as on a cluster. With --listen the
     model is loaded once and serves many clients; --at asks such a server.
     """
-    from collapipe_flwr.rpc.texts import TextClient, Wish
+    from collapipe_flwr.transport.generation import GenerateRequest, TextClient
 
-    blank = Wish(
+    blank = GenerateRequest(
         max_new_tokens=max_new_tokens,
         num_beams=num_beams,
         sample=sample,
@@ -110,7 +110,7 @@ def _writing(
         yield writer.write
 
 
-def _print(write: Write, wishes: list[Wish], stream: bool, slots: int) -> None:
+def _print(write: Write, wishes: list[GenerateRequest], stream: bool, slots: int) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     if stream:
@@ -153,7 +153,7 @@ class _Serving:
 
     def check(self) -> None:
         """Before a model is loaded; raises ConfigError."""
-        from collapipe_flwr.edge.daemon import is_loopback
+        from collapipe_flwr.host.daemon import is_loopback
 
         if self.listen and self.tls is None and not is_loopback(self.listen):
             raise ConfigError(
@@ -164,7 +164,7 @@ class _Serving:
     def run(self, write: Write) -> None:
         """Serve until SIGTERM or Ctrl-C."""
         from collapipe_flwr.core.signals import stopping
-        from collapipe_flwr.rpc.texts import TextServer
+        from collapipe_flwr.transport.generation import TextServer
 
         roster = self.roster if self.tls is not None else None
         server = TextServer(self.listen, write, most=self.slots, tls=self.tls, roster=roster)

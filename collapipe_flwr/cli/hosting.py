@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from collapipe_flwr.core.cluster_file import ClusterConfig
     from collapipe_flwr.core.tls_files import TlsFiles
-    from collapipe_flwr.edge.daemon import HostSettings
+    from collapipe_flwr.host.daemon import HostSettings
 
 Listen = Annotated[
     str, typer.Option(help="HOST:PORT; port 0 takes a free one. Default: that of --cluster.")
@@ -65,7 +65,7 @@ class Hosting:
     def settings(self) -> HostSettings:
         """The daemon that was asked for; raises ConfigError."""
         from collapipe_flwr.core.roster import roster_of
-        from collapipe_flwr.edge.daemon import HostSettings
+        from collapipe_flwr.host.daemon import HostSettings
         from collapipe_flwr.pipeline.benchmark import available_memory_bytes
 
         clusters = self._clusters()

@@ -26,8 +26,8 @@ from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.roles import MicroBatch
 from collapipe_flwr.pipeline.state import Slots
-from collapipe_flwr.rpc.differences import Moved
 from collapipe_flwr.scheduler.plans import check_cluster_plan
+from collapipe_flwr.transport.differences import TransferStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class RoundResult:
     probe: MeanLoss  # before the first step
     reports: tuple[StageReport, ...]
     wall_s: float
-    moved: Moved = field(default_factory=Moved)  # weights to and from the devices
+    moved: TransferStats = field(default_factory=TransferStats)  # weights to and from the devices
     plan: ClusterPlan  # that the round ended with
     incidents: tuple[Incident, ...] = ()
 
@@ -82,7 +82,7 @@ def train_round(
         probe=legs[0].probe,
         reports=joined(leg.reports for leg in legs),
         wall_s=time.perf_counter() - start_s,
-        moved=sum((leg.moved for leg in legs), Moved()),
+        moved=sum((leg.moved for leg in legs), TransferStats()),
         plan=plan,
         incidents=tuple(incidents),
     )

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from collapipe_flwr.pipeline.link import Link
-from collapipe_flwr.rpc.edge_client import EdgeClient
-from collapipe_flwr.rpc.pacing import StreamSettings
+from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.rate_limit import StreamSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.state import PartState
-from collapipe_flwr.rpc.differences import Moved
+from collapipe_flwr.transport.differences import TransferStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Segments:
 
     state: PartState
     reports: tuple[StageReport, ...]
-    moved: Moved = field(default_factory=Moved)  # to place and to collect them
+    moved: TransferStats = field(default_factory=TransferStats)  # to place and to collect them
 
 
 class Chain(Protocol):

@@ -17,7 +17,7 @@ from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage, MicroBatch, StepResult
 from collapipe_flwr.pipeline.state import PartState, load_slots, slots_of
-from collapipe_flwr.rpc.differences import Moved
+from collapipe_flwr.transport.differences import TransferStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Leg:
     next_step: int  # the number of the step behind this leg, evaluations counted
     state: PartState
     reports: tuple[StageReport, ...]
-    moved: Moved  # weights to and from the devices
+    moved: TransferStats  # weights to and from the devices
 
     def order_behind(self, order: RoundOrder) -> RoundOrder:
         """What is left of ``order`` after this leg."""

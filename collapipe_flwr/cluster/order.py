@@ -12,7 +12,7 @@ from collapipe_flwr.pipeline.execution import Execution
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 from collapipe_flwr.pipeline.stage_settings import StageSettings
 from collapipe_flwr.pipeline.state import Slots
-from collapipe_flwr.rpc.pacing import StreamSettings
+from collapipe_flwr.transport.rate_limit import StreamSettings
 
 CONTROL_UNIT = "control-unit"
 PATIENCE_PER_STAGE = 0.5  # upstream waits longer, so that the neighbour of a silent stage speaks

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.models.generating import SEED
-from collapipe_flwr.rpc.texts import Wish
+from collapipe_flwr.transport.generation import GenerateRequest
 
 _SEEDS = 2**31
 
@@ -24,7 +24,7 @@ class Phrasing:
     stops: tuple[str, ...]
 
 
-def phrase(own: GenerationConfig, wish: Wish) -> Phrasing:
+def phrase(own: GenerationConfig, wish: GenerateRequest) -> Phrasing:
     """The model's ``own`` settings as ``wish`` wants them.
 
     Chance always has a seed, so that a chain that breaks can begin the text again. Raises
@@ -40,7 +40,7 @@ def phrase(own: GenerationConfig, wish: Wish) -> Phrasing:
     return Phrasing(settings_json=json.dumps(values), stops=stops)
 
 
-def _changes(wish: Wish) -> dict[str, Any]:
+def _changes(wish: GenerateRequest) -> dict[str, Any]:
     given = {
         "max_new_tokens": wish.max_new_tokens,
         "num_beams": wish.num_beams,

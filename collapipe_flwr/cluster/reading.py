@@ -15,7 +15,7 @@ from collapipe_flwr.core.errors import ConfigError, ModelError
 from collapipe_flwr.data.sound import read_sound
 from collapipe_flwr.models import Splitter
 from collapipe_flwr.models.causes import first_lines
-from collapipe_flwr.rpc.texts import Wish
+from collapipe_flwr.transport.generation import GenerateRequest
 
 _SOUND = "input_features"
 
@@ -43,7 +43,7 @@ class Reader:
             ) from cause
         return Reader(splitter=splitter, tokenizer=tokenizer, ear=ear)
 
-    def prompt(self, wish: Wish) -> Tensor:
+    def prompt(self, wish: GenerateRequest) -> Tensor:
         """Token ids (1, T), or features (1, bins, frames).
 
         Raises ConfigError for an empty wish or one for another kind of model, DataError for a
@@ -76,7 +76,7 @@ class Reader:
                 f"model has {room} positions: shorten the text or lower --max-new-tokens"
             )
 
-    def _heard(self, wish: Wish) -> Tensor:
+    def _heard(self, wish: GenerateRequest) -> Tensor:
         if not wish.sound:
             raise ConfigError("this model hears: give --audio FILE instead of --text")
         try:

@@ -22,9 +22,9 @@ from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.session import NextHop, SessionRequest
 from collapipe_flwr.pipeline.state import PartState
-from collapipe_flwr.rpc.differences import Moved, fetch_changed, push_missing
-from collapipe_flwr.rpc.edge_client import EdgeClient
-from collapipe_flwr.rpc.pacing import StreamSettings, slower
+from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.differences import TransferStats, fetch_changed, push_missing
+from collapipe_flwr.transport.rate_limit import StreamSettings, slower
 
 _log = logging.getLogger(__name__)
 _RANDOM_BYTES = 16
@@ -148,7 +148,7 @@ class Hosted:
     client: EdgeClient
     request: SessionRequest
     pushed: dict[str, Tensor] = field(default_factory=dict)
-    moved: list[Moved] = field(default_factory=list)
+    moved: list[TransferStats] = field(default_factory=list)
 
     def open(self, splitter: Splitter, order: RoundOrder) -> None:
         """Make the session and give it its weights."""
@@ -183,7 +183,7 @@ class Hosted:
         )
         self.moved.append(moved)
         state = PartState.of_tensors(tensors)
-        return Segments(state=state, reports=(report,), moved=sum(self.moved, Moved()))
+        return Segments(state=state, reports=(report,), moved=sum(self.moved, TransferStats()))
 
     def close(self) -> None:
         """Free the session; a device that is gone, or dropped it already, is logged.
@@ -217,7 +217,7 @@ class RemoteChain:
                 slots={k: t for part in parts for k, t in part.state.slots.items()},
             ),
             reports=tuple(report for part in parts for report in part.reports),
-            moved=sum((part.moved for part in parts), Moved()),
+            moved=sum((part.moved for part in parts), TransferStats()),
         )
 
 

@@ -14,13 +14,13 @@ from collapipe_flwr.cluster.fleet import Fleet
 from collapipe_flwr.cluster.order import RoundOrder
 from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError, LinkError
-from collapipe_flwr.edge.service import EdgeService
+from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.link import Link, memory_pair
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 from collapipe_flwr.pipeline.prompter import Prompter
 from collapipe_flwr.pipeline.session import NextHop, SessionRequest
-from collapipe_flwr.rpc.edge_client import EdgeClient
+from collapipe_flwr.transport.client import EdgeClient
 
 _log = logging.getLogger(__name__)
 Weights = Mapping[str, Tensor]

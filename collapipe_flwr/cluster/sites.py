@@ -22,7 +22,7 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.prompter import Prompter
 from collapipe_flwr.pipeline.session import NextHop
-from collapipe_flwr.rpc.edge_client import EdgeClient
+from collapipe_flwr.transport.client import EdgeClient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

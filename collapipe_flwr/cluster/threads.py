@@ -15,9 +15,9 @@ from collapipe_flwr.pipeline.link import Link, memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import MiddleStage
 from collapipe_flwr.pipeline.state import PartState, load_slots, slots_of
-from collapipe_flwr.rpc.coded import coded
-from collapipe_flwr.rpc.paced import paced_pair
-from collapipe_flwr.rpc.pacing import StreamSettings
+from collapipe_flwr.transport.coded import coded
+from collapipe_flwr.transport.rate_limit import StreamSettings
+from collapipe_flwr.transport.simulated_link import rate_limited_pair
 
 Connect = Callable[[StreamSettings], AbstractContextManager[Link]]
 MakeStage = Callable[..., MiddleStage]
@@ -145,7 +145,7 @@ class DeviceThread:
 def _pair(left: str, right: str, settings: StreamSettings) -> tuple[Link, Link]:
     """Two ends that lose and wait as a wire with these settings would."""
     one, other = (coded(end, settings.codec) for end in memory_pair(left, right))
-    return paced_pair(one, other, settings)
+    return rate_limited_pair(one, other, settings)
 
 
 def _join(

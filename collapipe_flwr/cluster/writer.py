@@ -19,7 +19,7 @@ from collapipe_flwr.core.cluster_file import ClusterConfig
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models import Splitter, make_spec
 from collapipe_flwr.models.causes import first_lines
-from collapipe_flwr.rpc.texts import Wish
+from collapipe_flwr.transport.generation import GenerateRequest
 
 DEADLINE_S = 120.0  # longest wait for one token, or for the weights' owner to answer
 _REPLACEMENT = "\ufffd"  # what a tokenizer writes for half a character
@@ -90,7 +90,7 @@ class Writer:
         self._model = model
         self._chain = chain
 
-    def write(self, wish: Wish) -> Iterator[str]:
+    def write(self, wish: GenerateRequest) -> Iterator[str]:
         """The text, piece by piece as it is made.
 
         Raises ConfigError for an empty wish, DataError for an unreadable sound, ModelError for

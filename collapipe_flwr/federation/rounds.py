@@ -14,7 +14,7 @@ from flwr.app import ArrayRecord, MetricRecord
 
 from collapipe_flwr.core.domain import ClusterPlan, Plan
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
-from collapipe_flwr.rpc.differences import Moved
+from collapipe_flwr.transport.differences import TransferStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,9 +105,9 @@ class RoundRecord:
         return (told.replanned if told else None) or planned
 
     @property
-    def moved(self) -> Moved:
+    def moved(self) -> TransferStats:
         """Weights that travelled between control units and their devices, or did not have to."""
-        return sum((told.moved for told in self.telemetry.values()), Moved())
+        return sum((told.moved for told in self.telemetry.values()), TransferStats())
 
     @property
     def fresh_examples(self) -> int:

@@ -14,7 +14,7 @@ from collapipe_flwr.federation.edge_gateway import DecoderOrder, EdgeSession
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.session import SessionRequest
 from collapipe_flwr.pipeline.state import PartState, Slots
-from collapipe_flwr.rpc.edge_client import EdgeClient
+from collapipe_flwr.transport.client import EdgeClient
 
 _RANDOM_BYTES = 16
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from collapipe_flwr.core.domain import ClusterPlan, GradientNoise
 from collapipe_flwr.costs.link_rates import carried_bit_per_s
 from collapipe_flwr.pipeline.meter import Span, StageReport
-from collapipe_flwr.rpc.differences import Moved
+from collapipe_flwr.transport.differences import TransferStats
 
 D2D, D2E = "d2d", "d2e"
 
@@ -43,7 +43,7 @@ class ClusterTelemetry:
     losses: tuple[float, ...]  # per step
     reports: tuple[StageReport, ...] = ()
     edge: StageReport | None = None
-    moved: Moved = field(default_factory=Moved)  # weights between control unit and devices
+    moved: TransferStats = field(default_factory=TransferStats)  # between control unit and devices
     fresh_examples: int = 0  # that arrived since the last round
     prequential_loss: float | None = None  # on them, by the global model, before any training
     replanned: ClusterPlan | None = None  # what the round ended with, where devices were lost

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from collapipe_flwr.rpc.tls import TlsFiles
+from collapipe_flwr.transport.tls import TlsFiles
 
 ROOT = Path(__file__).parents[2]
 START_S = 60.0

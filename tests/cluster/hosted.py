@@ -7,9 +7,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from collapipe_flwr.core.cluster_file import ClusterConfig, parse_cluster
-from collapipe_flwr.edge.server import EdgeServer
-from collapipe_flwr.edge.service import EdgeService
-from collapipe_flwr.rpc.next_hop import Dialer
+from collapipe_flwr.host.server import EdgeServer
+from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.transport.dialer import Dialer
 
 
 @contextmanager

@@ -28,8 +28,8 @@ from collapipe_flwr.pipeline.benchmark import (
     block_flop,
     run_benchmark,
 )
-from collapipe_flwr.rpc.authority import sign_all
-from collapipe_flwr.rpc.edge_client import EdgeClient
+from collapipe_flwr.transport.certificates import sign_all
+from collapipe_flwr.transport.client import EdgeClient
 from tests.cluster.daemon_processes import ROOT, Daemon, running
 
 

@@ -18,15 +18,15 @@ from collapipe_flwr.cluster.control_unit import RoundResult, train_round
 from collapipe_flwr.cluster.order import RoundOrder
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.core.cluster_file import parse_cluster
-from collapipe_flwr.edge.frozen import FrozenCache
-from collapipe_flwr.edge.server import EdgeServer
-from collapipe_flwr.edge.service import EdgeService, build_transformers_part
-from collapipe_flwr.edge.session import HostedPart
+from collapipe_flwr.host.server import EdgeServer
+from collapipe_flwr.host.service import EdgeService, build_transformers_part
+from collapipe_flwr.host.session import HostedPart
+from collapipe_flwr.host.weight_cache import WeightCache
 from collapipe_flwr.models import LoraSettings, Splitter, make_spec, save_whole
 from collapipe_flwr.pipeline.digest import digest_of
 from collapipe_flwr.pipeline.session import NextHop, SessionRequest
-from collapipe_flwr.rpc.edge_client import EdgeClient
-from collapipe_flwr.rpc.next_hop import Dialer
+from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.dialer import Dialer
 from tests.closeness import assert_near
 from tests.full_disk import full_disk
 from tests.laws.test_cluster_equals_whole import (
@@ -96,7 +96,7 @@ def _train(splitter: Splitter, weights: Mapping[str, Tensor], steps, cache: Path
     order = RoundOrder(
         plan=CUT.plan(), weights=weights, optimizer=ADAMW, schedule="gpipe", deadline_s=20.0
     )
-    frozen = FrozenCache(cache, most_bytes=10**9)
+    frozen = WeightCache(cache, most_bytes=10**9)
     without = EdgeService(_elsewhere, connect=Dialer(name="d1"), frozen=frozen)
     with (
         EdgeServer("127.0.0.1:0", EdgeService()) as edge,
@@ -115,7 +115,7 @@ def _train(splitter: Splitter, weights: Mapping[str, Tensor], steps, cache: Path
 def test_what_was_not_used_for_longest_makes_room(tmp_path: Path) -> None:
     tensors = {name: torch.full((1000,), float(i)) for i, name in enumerate("abc")}
     digests = {name: digest_of(tensor) for name, tensor in tensors.items()}
-    cache = FrozenCache(tmp_path / "x", most_bytes=9000)
+    cache = WeightCache(tmp_path / "x", most_bytes=9000)
     for age, name in enumerate("ab"):
         cache.keep({name: tensors[name]})
         os.utime(tmp_path / "x" / f"{digests[name]}.safetensors", (age, age))
@@ -137,7 +137,7 @@ def _head(address: str, splitter: Splitter, weights: Mapping[str, Tensor]) -> Ne
 
 
 def test_a_full_disk_is_a_warning_and_leaves_nothing_half_written(tmp_path: Path, caplog) -> None:
-    cache = FrozenCache(tmp_path, most_bytes=10**9)
+    cache = WeightCache(tmp_path, most_bytes=10**9)
     with full_disk():
         cache.keep({"a": torch.zeros(10_000)})
     assert f"frozen weights cannot be kept in {tmp_path}: " in caplog.text
@@ -149,10 +149,10 @@ def test_after_every_cut_the_cache_holds_the_tensor_or_none(tmp_path: Path) -> N
     root, tensor = tmp_path / "disk", torch.arange(10.0)
     root.mkdir()
     with watched(root) as disk:
-        FrozenCache(root / "cache", most_bytes=10**9).keep({"a": tensor})
+        WeightCache(root / "cache", most_bytes=10**9).keep({"a": tensor})
     for number, (_, tree) in enumerate(disk.found):
         folder = rebuilt(tree, tmp_path / str(number)) / "cache"
-        found = FrozenCache(folder, most_bytes=10**9).find({"a": digest_of(tensor)})
+        found = WeightCache(folder, most_bytes=10**9).find({"a": digest_of(tensor)})
         assert not found or torch.equal(found["a"], tensor)
         assert len(list(folder.iterdir())) == len(found)
 
@@ -161,12 +161,12 @@ def test_two_daemons_may_share_a_cache_and_the_next_removes_what_a_killed_one_le
     tmp_path: Path,
 ) -> None:
     tensors = {str(i): torch.full((1000,), float(i)) for i in range(20)}
-    caches = [FrozenCache(tmp_path, most_bytes=10**9) for _ in range(2)]
+    caches = [WeightCache(tmp_path, most_bytes=10**9) for _ in range(2)]
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda cache: cache.keep(tensors), caches))
     digests = {key: digest_of(tensor) for key, tensor in tensors.items()}
     assert all(cache.find(digests).keys() == tensors.keys() for cache in caches)
     (tmp_path / "half.partial").touch()
     (tmp_path / "tensors.x.partial").mkdir()
-    FrozenCache(tmp_path, most_bytes=10**9)
+    WeightCache(tmp_path, most_bytes=10**9)
     assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors"}

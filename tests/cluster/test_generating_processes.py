@@ -15,9 +15,9 @@ from collapipe_flwr.cluster.writer import WritingModel, writer_on
 from collapipe_flwr.core.cluster_file import read_cluster
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.core.tls_files import TlsFiles
-from collapipe_flwr.rpc.authority import sign_all
-from collapipe_flwr.rpc.edge_client import EdgeClient
-from collapipe_flwr.rpc.texts import TextClient, Wish
+from collapipe_flwr.transport.certificates import sign_all
+from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.generation import GenerateRequest, TextClient
 from tests.cluster.daemon_processes import ROOT, Daemon, first_line, running, tls_options
 from tests.cluster.test_serving import GPT2, SEQ2SEQ
 from tests.cluster.test_writer import NEW, TEXTS, save, unsplit
@@ -117,14 +117,14 @@ def _check_server(shed: Shed, run_dir: Path) -> None:
         address = first_line(server).rpartition(" ")[2]
         name = {"certificate_name": "control-unit"}
         with TextClient(address, tls=member("laptop"), **name) as client:
-            pieces = list(client.write(Wish(text=TEXTS[0], max_new_tokens=NEW)))
+            pieces = list(client.write(GenerateRequest(text=TEXTS[0], max_new_tokens=NEW)))
             assert "".join(pieces) == unsplit(run_dir, TEXTS[0])
             assert len(pieces) > 1
         with (
             TextClient(address, tls=member("stranger"), **name) as client,
             pytest.raises(ConfigError, match="names stranger, which is no member here"),
         ):
-            list(client.write(Wish(text=TEXTS[0])))
+            list(client.write(GenerateRequest(text=TEXTS[0])))
         server.terminate()
         assert server.wait(30) == 0
     finally:
@@ -141,7 +141,7 @@ def test_a_device_killed_in_the_middle_of_a_text(
 ) -> None:
     run_dir: Path = request.getfixturevalue(which)
     model = WritingModel.load(run_dir)
-    wish = Wish(text=TEXTS[0], max_new_tokens=NEW)
+    wish = GenerateRequest(text=TEXTS[0], max_new_tokens=NEW)
     with writer_on(model, read_cluster(shed.file), slots=2, deadline_s=30.0) as writer:
         text = writer.write(wish)
         pieces = [next(text)]

@@ -16,7 +16,7 @@ import torch
 from benchmarks.data_plane.recovery import Daemon, cluster_of, daemons, run_job, small_job
 from collapipe_flwr.cluster.remote import PROBE_S
 from collapipe_flwr.core.heartbeat import Heartbeat
-from collapipe_flwr.rpc.edge_client import EdgeClient
+from collapipe_flwr.transport.client import EdgeClient
 from tests.cluster.test_killed_processes import assert_same, striking
 
 HEARTBEAT = Heartbeat(period_s=0.5, misses=8)  # a starved device is not to be taken for lost

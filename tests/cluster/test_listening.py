@@ -17,7 +17,7 @@ from collapipe_flwr.cluster.writer import WritingModel, writer_here, writer_on
 from collapipe_flwr.core.errors import ConfigError, ModelError
 from collapipe_flwr.data.tokenizer import train_tokenizer
 from collapipe_flwr.models import Splitter, make_spec, save_whole
-from collapipe_flwr.rpc.texts import Wish
+from collapipe_flwr.transport.generation import GenerateRequest
 from tests.cluster.hosted import daemons
 from tests.cluster.test_serving import SEQ2SEQ, lively
 from tests.data.test_sound import npy, wav
@@ -70,8 +70,8 @@ def unsplit(run_dir: Path, features: torch.Tensor) -> str:
     return text
 
 
-def sound(data: bytes) -> Wish:
-    return Wish(sound=base64.b64encode(data).decode(), max_new_tokens=NEW)
+def sound(data: bytes) -> GenerateRequest:
+    return GenerateRequest(sound=base64.b64encode(data).decode(), max_new_tokens=NEW)
 
 
 def test_sounds_become_the_text_of_the_unsplit_model(listener: Path, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_sounds_become_the_text_of_the_unsplit_model(listener: Path, tmp_path: P
         with pytest.raises(ModelError, match=r"lasts 2\.0 s, the model hears 1 s"):
             list(writer.write(sound(npy(np.zeros(2 * RATE)))))
         with pytest.raises(ConfigError, match="this model hears: give --audio FILE"):
-            list(writer.write(Wish(text="hello")))
+            list(writer.write(GenerateRequest(text="hello")))
     with daemons(2) as (cluster, edge), writer_on(model, cluster, edge_address=edge, slots=1) as w:
         assert "".join(w.write(sound(files[0]))) == expected[0]
     (tmp_path / "a.wav").write_bytes(wav(samples(1)))

@@ -19,16 +19,16 @@ from collapipe_flwr.cluster.control_unit import RoundResult, train_round
 from collapipe_flwr.cluster.order import RoundOrder
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.core.cluster_file import ClusterConfig, parse_cluster
-from collapipe_flwr.edge.ledger import Ledger
-from collapipe_flwr.edge.server import EdgeServer
-from collapipe_flwr.edge.service import EdgeService
-from collapipe_flwr.edge.store import TensorStore
+from collapipe_flwr.host.ledger import Ledger
+from collapipe_flwr.host.server import EdgeServer
+from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.host.store import TensorStore
 from collapipe_flwr.models import Splitter, make_spec
 from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.pipeline.session import NextHop, SessionRequest
 from collapipe_flwr.pipeline.state import PartState, Slots
-from collapipe_flwr.rpc.edge_client import EdgeClient
-from collapipe_flwr.rpc.next_hop import Dialer
+from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.dialer import Dialer
 from tests.cluster.daemon_processes import Daemon, running
 from tests.laws.test_cluster_equals_whole import ADAMW, TOKEN, Cut, _micro_batches, tiny_batch
 

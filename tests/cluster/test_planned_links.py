@@ -26,7 +26,7 @@ from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 from collapipe_flwr.pipeline.roles import MicroBatch
 from collapipe_flwr.pipeline.session import NextHop, SessionRequest
-from collapipe_flwr.rpc.edge_client import EdgeClient
+from collapipe_flwr.transport.client import EdgeClient
 from tests.cluster.hosted import daemons
 from tests.cluster.test_recovery import profile
 from tests.laws.test_cluster_equals_whole import Cut, tiny_batch

@@ -19,12 +19,12 @@ from collapipe_flwr.cluster.recovery import MOST_REPLAYS, RecoveringRound, Recov
 from collapipe_flwr.cluster.threads import ThreadFleet
 from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, DeviceProfile
 from collapipe_flwr.core.errors import CollaPipeError, InfeasibleError, LinkError
-from collapipe_flwr.edge.service import EdgeService
+from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models import BatchShape, Splitter
 from collapipe_flwr.pipeline.link import Link, memory_pair
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 from collapipe_flwr.pipeline.session import SessionRequest
-from collapipe_flwr.rpc.pacing import StreamSettings
+from collapipe_flwr.transport.rate_limit import StreamSettings
 from tests.closeness import assert_near, near
 from tests.cluster.faults import PHASES, Fault, PowerCut, failing
 from tests.laws.test_cluster_equals_whole import (

@@ -9,11 +9,11 @@ import pytest
 
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.core.cluster_file import parse_cluster
-from collapipe_flwr.edge.server import EdgeServer
+from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.pipeline.session import NextHop
-from collapipe_flwr.rpc.edge_client import EdgeClient
+from collapipe_flwr.transport.client import EdgeClient
 from tests.cluster.daemon_processes import Daemon, running, where_torch_never_loads
-from tests.edge.chain_to_edge import TOKEN, request, service
+from tests.host.chain_to_edge import TOKEN, request, service
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,7 @@ from collapipe_flwr.pipeline import generation
 from collapipe_flwr.pipeline import prompter as prompter_module
 from collapipe_flwr.pipeline.mailbox import Mailbox
 from collapipe_flwr.pipeline.prompter import Prompter
-from collapipe_flwr.rpc.edge_client import EdgeClient
+from collapipe_flwr.transport.client import EdgeClient
 from tests.cluster.hosted import daemons
 from tests.threads import none_left
 

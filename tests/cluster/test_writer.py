@@ -20,7 +20,7 @@ from collapipe_flwr.cluster.writer import WritingModel, writer_here, writer_on
 from collapipe_flwr.core.errors import ConfigError, LinkError, ModelError
 from collapipe_flwr.data.tokenizer import train_tokenizer
 from collapipe_flwr.models import make_spec, save_whole
-from collapipe_flwr.rpc.texts import TextClient, TextServer, Wish
+from collapipe_flwr.transport.generation import GenerateRequest, TextClient, TextServer
 from tests.cluster.hosted import daemons
 from tests.cluster.test_serving import GPT2, SEQ2SEQ, Splitter, lively
 
@@ -83,7 +83,7 @@ def test_threads_write_what_the_library_writes(run_dir: Path) -> None:
     expected = [unsplit(run_dir, text) for text in TEXTS]
     assert len(set(expected)) > 1
     with writer_here(WritingModel.load(run_dir), devices=3, slots=2) as writer:
-        wishes = [Wish(text=text, max_new_tokens=NEW) for text in TEXTS]
+        wishes = [GenerateRequest(text=text, max_new_tokens=NEW) for text in TEXTS]
         with ThreadPoolExecutor(3) as pool:
             assert list(pool.map(lambda wish: "".join(writer.write(wish)), wishes)) == expected
 
@@ -94,7 +94,7 @@ def test_daemons_write_what_the_library_writes(run_dir: Path) -> None:
         daemons(2) as (cluster, edge),
         writer_on(model, cluster, edge_address=edge, slots=2) as writer,
     ):
-        found = "".join(writer.write(Wish(text=TEXTS[0], max_new_tokens=NEW)))
+        found = "".join(writer.write(GenerateRequest(text=TEXTS[0], max_new_tokens=NEW)))
     assert found == unsplit(run_dir, TEXTS[0])
 
 
@@ -106,7 +106,7 @@ def test_a_server_streams_to_several_clients(storyteller: Path) -> None:
         TextClient(server.address) as client,
         ThreadPoolExecutor(3) as pool,
     ):
-        wishes = [Wish(text=text, max_new_tokens=NEW) for text in TEXTS]
+        wishes = [GenerateRequest(text=text, max_new_tokens=NEW) for text in TEXTS]
         pieces = list(pool.map(lambda wish: list(client.write(wish)), wishes))
         assert ["".join(p) for p in pieces] == expected
         assert max(map(len, pieces)) > 1  # not all at the end
@@ -115,7 +115,7 @@ def test_a_server_streams_to_several_clients(storyteller: Path) -> None:
         left.close()  # type: ignore[attr-defined]
         assert "".join(client.write(wishes[1])) == expected[1]
         with pytest.raises(ConfigError, match="--text is empty"):
-            list(client.write(Wish(text=" ")))
+            list(client.write(GenerateRequest(text=" ")))
 
 
 def test_nobody_at_the_address() -> None:
@@ -123,7 +123,7 @@ def test_nobody_at_the_address() -> None:
         TextClient("127.0.0.1:1", deadline_s=5.0) as client,
         pytest.raises(LinkError, match="cannot be reached"),
     ):
-        list(client.write(Wish(text="hello")))
+        list(client.write(GenerateRequest(text="hello")))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_settings_of_speed_do_not_change_the_text(
 ) -> None:
     expected = unsplit(storyteller, TEXTS[0])
     with writer_here(_with(setting, storyteller, tmp_path), devices=2, slots=1) as writer:
-        assert "".join(writer.write(Wish(text=TEXTS[0], max_new_tokens=NEW))) == expected
+        assert "".join(writer.write(GenerateRequest(text=TEXTS[0], max_new_tokens=NEW))) == expected
 
 
 def test_generation_that_needs_further_passes_is_refused(storyteller: Path, tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_generation_that_needs_further_passes_is_refused(storyteller: Path, tmp_
         writer_here(model, devices=2, slots=1) as writer,
         pytest.raises(ModelError, match="guidance_scale runs the model in ways"),
     ):
-        list(writer.write(Wish(text=TEXTS[0], max_new_tokens=NEW)))
+        list(writer.write(GenerateRequest(text=TEXTS[0], max_new_tokens=NEW)))
 
 
 def _with(setting: dict[str, Any], run_dir: Path, folder: Path) -> WritingModel:
@@ -167,7 +167,7 @@ def test_a_text_beyond_the_positions(storyteller: Path) -> None:
         writer_here(WritingModel.load(storyteller), devices=1, slots=1) as writer,
         pytest.raises(ModelError, match="64 positions: shorten the text"),
     ):
-        list(writer.write(Wish(text=TEXTS[0], max_new_tokens=64)))
+        list(writer.write(GenerateRequest(text=TEXTS[0], max_new_tokens=64)))
 
 
 def test_a_text_ends_behind_a_stop_string(storyteller: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_text_ends_behind_a_stop_string(storyteller: Path) -> None:
     )
     expected = tokenizer.decode(output[0, prompt.shape[1] :], skip_special_tokens=True)
     assert stop in expected and expected != whole
-    wish = Wish(text=TEXTS[0], max_new_tokens=NEW, stop=("nowhere", stop))
+    wish = GenerateRequest(text=TEXTS[0], max_new_tokens=NEW, stop=("nowhere", stop))
     with writer_here(WritingModel.load(storyteller), devices=2, slots=1) as writer:
         assert "".join(writer.write(wish)) == expected
         with pytest.raises(ConfigError, match="--stop needs --num-beams 1"):
@@ -196,7 +196,7 @@ def test_a_text_ends_behind_a_stop_string(storyteller: Path) -> None:
 
 
 def test_chance_repeats_itself_with_a_seed_only(storyteller: Path) -> None:
-    wish = Wish(text=TEXTS[0], max_new_tokens=NEW, temperature=3.0, seed=4)
+    wish = GenerateRequest(text=TEXTS[0], max_new_tokens=NEW, temperature=3.0, seed=4)
     with writer_here(WritingModel.load(storyteller), devices=2, slots=2) as writer:
         assert "".join(writer.write(wish)) == "".join(writer.write(wish))
         texts = {"".join(writer.write(replace(wish, seed=None))) for _ in range(4)}
@@ -208,7 +208,7 @@ def test_chance_repeats_itself_with_a_seed_only(storyteller: Path) -> None:
 @pytest.mark.parametrize("wrong", [{"seed": -1}, {"top_p": 2.0}, {"stop": ("",)}])
 def test_a_wish_that_makes_no_sense(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        Wish(text="hello", **wrong)
+        GenerateRequest(text="hello", **wrong)
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from collapipe_flwr.core.errors import LinkError
-from collapipe_flwr.edge.server import EdgeServer
-from collapipe_flwr.edge.service import EdgeService
-from collapipe_flwr.edge.vault import Vault
 from collapipe_flwr.federation.edge_gateway import DecoderOrder, EdgeGateway, MemoryEdge
 from collapipe_flwr.federation.records import LearningSettings
 from collapipe_flwr.federation.rpc_gateway import RpcEdgeGateway
+from collapipe_flwr.host.server import EdgeServer
+from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.host.snapshot_store import SnapshotStore
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 from collapipe_flwr.pipeline.state import PartState
-from collapipe_flwr.rpc.edge_client import EdgeClient
+from collapipe_flwr.transport.client import EdgeClient
 
 
 class Decoder(nn.Module):
@@ -164,7 +164,7 @@ def test_an_edge_that_is_gone_is_one_sentence_in_bounded_time():
 class DyingEdge(EdgeService):
     """Keeps the weights of its first push, and dies before it can say so."""
 
-    def __init__(self, vault: Vault) -> None:
+    def __init__(self, vault: SnapshotStore) -> None:
         super().__init__(lambda _, weights: Decoder(weights), vault=vault)
         self.kept = threading.Event()
 
@@ -175,14 +175,14 @@ class DyingEdge(EdgeService):
 
 
 def test_an_edge_that_restarts_while_a_session_is_opened_gets_it_anew(tmp_path):
-    dying = DyingEdge(Vault(tmp_path))
+    dying = DyingEdge(SnapshotStore(tmp_path))
     first = EdgeServer("127.0.0.1:0", dying)
     again: list[tuple[EdgeServer, EdgeService]] = []
 
     def restart() -> None:
         dying.kept.wait(200)
         first.stop(grace_s=0.0)
-        service = EdgeService(lambda _, weights: Decoder(weights), vault=Vault(tmp_path))
+        service = EdgeService(lambda _, weights: Decoder(weights), vault=SnapshotStore(tmp_path))
         assert service.health().sessions == 1  # what nobody knows to be there
         again.append((EdgeServer(first.address, service), service))
         again[0][0].__enter__()

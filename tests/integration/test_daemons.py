@@ -10,7 +10,7 @@ import pytest
 from client_app.app import app as client_app
 from collapipe_flwr.core.config import parse
 from collapipe_flwr.federation.local_grid import LocalGrid
-from collapipe_flwr.rpc.authority import sign_all
+from collapipe_flwr.transport.certificates import sign_all
 from server_app.app import run
 from tests.cluster.daemon_processes import Daemon, running
 from tests.integration.conftest import TINY

@@ -14,11 +14,11 @@ from flwr.app import ArrayRecord, Context, Message
 from client_app.app import app as client_app
 from collapipe_flwr.core.config import parse
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.edge.server import EdgeServer
-from collapipe_flwr.edge.service import EdgeService
 from collapipe_flwr.federation.checkpoint import Checkpoint, Checkpoints
 from collapipe_flwr.federation.deadline import RoundClock
 from collapipe_flwr.federation.local_grid import LocalGrid
+from collapipe_flwr.host.server import EdgeServer
+from collapipe_flwr.host.service import EdgeService
 from server_app.app import run
 from tests.integration.conftest import TINY
 

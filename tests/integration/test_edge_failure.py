@@ -16,7 +16,7 @@ import pytest
 
 from collapipe_flwr.core.config import EdgeConfig
 from collapipe_flwr.core.errors import CollaPipeError
-from collapipe_flwr.rpc.edge_client import EdgeClient
+from collapipe_flwr.transport.client import EdgeClient
 from server_app.app import _edge
 from tests.cluster.daemon_processes import Daemon, running, where_torch_never_loads
 from tests.integration.conftest import RunApp

@@ -12,9 +12,9 @@ from rich.console import Console
 from client_app.app import app as client_app
 from collapipe_flwr.core.config import parse
 from collapipe_flwr.core.parsing import Value
-from collapipe_flwr.edge.server import EdgeServer
-from collapipe_flwr.edge.service import EdgeService
 from collapipe_flwr.federation.local_grid import LocalGrid
+from collapipe_flwr.host.server import EdgeServer
+from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.reporting.console import summary_table
 from server_app.app import run
 from tests.integration.conftest import TINY

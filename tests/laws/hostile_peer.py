@@ -28,12 +28,12 @@ import torch
 from collapipe_flwr.core.tls_files import TlsFiles
 from collapipe_flwr.pipeline.frame import Frame, FrameKind
 from collapipe_flwr.pipeline.session import SessionRequest
-from collapipe_flwr.rpc import methods
-from collapipe_flwr.rpc.codec import encode_frame
-from collapipe_flwr.rpc.limits import FrameLimits
-from collapipe_flwr.rpc.messages import encode_message
-from collapipe_flwr.rpc.tls import open_channel
-from collapipe_flwr.rpc.weights import weight_frames
+from collapipe_flwr.transport import methods
+from collapipe_flwr.transport.codec import encode_frame
+from collapipe_flwr.transport.limits import FrameLimits
+from collapipe_flwr.transport.messages import encode_message
+from collapipe_flwr.transport.tls import open_channel
+from collapipe_flwr.transport.weights import weight_frames
 
 TOKEN = "a token that was guessed"
 SILENT = 200  # connections that never say a word

@@ -22,7 +22,7 @@ from collapipe_flwr.cluster.order import RoundOrder
 from collapipe_flwr.cluster.threads import ThreadFleet
 from collapipe_flwr.cluster.whole import evaluate_whole, train_whole
 from collapipe_flwr.core.domain import ClusterPlan, Segment
-from collapipe_flwr.edge.service import EdgeService
+from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models import Splitter, make_spec
 from collapipe_flwr.pipeline.link import Link, memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from collapipe_flwr.core.errors import Unreachable
-from tests.edge.chain_to_edge import request
+from tests.host.chain_to_edge import request
 from tests.laws.test_cluster_equals_whole import SGD, Cut, _steps, make_splitter
 from tests.laws.test_daemons_equal_whole import _order, cluster_of_daemons
 

@@ -22,8 +22,8 @@ from collapipe_flwr.core.cluster_file import (
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.models import Splitter
 from collapipe_flwr.pipeline.session import NextHop, SessionRequest
-from collapipe_flwr.rpc.authority import sign_all
-from collapipe_flwr.rpc.edge_client import EdgeClient
+from collapipe_flwr.transport.certificates import sign_all
+from collapipe_flwr.transport.client import EdgeClient
 from tests.closeness import assert_near, near
 from tests.cluster.daemon_processes import Daemon, running
 from tests.laws.test_cluster_equals_whole import (

@@ -19,14 +19,14 @@ from collapipe_flwr.cluster.control_unit import train_round
 from collapipe_flwr.cluster.order import RoundOrder
 from collapipe_flwr.cluster.threads import ThreadFleet
 from collapipe_flwr.cluster.whole import train_whole
-from collapipe_flwr.edge.service import EdgeService
+from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models import Splitter
 from collapipe_flwr.pipeline.execution import Execution
 from collapipe_flwr.pipeline.link import memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import MicroBatch
 from collapipe_flwr.pipeline.session import SessionRequest
-from collapipe_flwr.rpc.coded import coded
+from collapipe_flwr.transport.coded import coded
 from tests.closeness import near
 from tests.laws.test_cluster_equals_whole import SGD, TOKEN, Batch, Cut, make_splitter, tiny_batch
 

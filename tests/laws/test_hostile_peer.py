@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from collapipe_flwr.rpc.authority import sign_all
+from collapipe_flwr.transport.certificates import sign_all
 from tests.cluster.daemon_processes import ROOT
-from tests.edge.test_daemon import resident_bytes
+from tests.host.test_daemon import resident_bytes
 from tests.laws.test_cluster_equals_whole import SGD, Cut, _steps, make_splitter
 from tests.laws.test_daemons_equal_whole import _order, cluster_of_daemons
 

@@ -1,0 +1,119 @@
+"""The C library's heap, set up for a process of few big tensors that come and go.
+
+glibc gives every thread a heap of its own, and memory freed in one cannot serve another; a host
+receives, computes and sends in different threads. It also returns tensors to the system as soon as
+they are freed, to ask for the same pages again with the next micro-batch. One heap for all threads
+that keeps what is free while steps run costs no memory at the peak and saves that work; what lies
+free when a session begins or ends goes back.
+
+The heap asks for large pages, too. Weights, gradients and activations of a stage are many times
+what a processor's table of page addresses covers, so with pages of 4 KiB matrix products wait for
+addresses; most of all in virtual machines. Kernels give large pages to whoever asks (`madvise` in
+/sys/kernel/mm/transparent_hugepage/enabled), to all or to none; the last two are not changed by
+asking.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+# malloc.h
+_M_TRIM_THRESHOLD = -1
+_M_TOP_PAD = -2
+_M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
+
+_OWN_PAGES_BYTES = 32 * 2**20  # tensors from here on do not live in the heap; glibc allows no more
+_SLACK_BYTES = 64 * 2**20  # free memory kept at the heap's end between micro-batches, at least
+_AHEAD_BYTES = 2**30  # addresses, not memory: the heap grows into what has asked for large pages
+_MAPS = Path("/proc/self/maps")
+_OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
+_COUNTED = "2"  # there: addresses are promised memory
+
+
+def configure_malloc() -> bool:
+    """Set up the heap of this process; whether the C library agreed.
+
+    Threads that exist keep the heaps that they have. Other systems than Linux with glibc are left
+    alone.
+    """
+    mallopt = _function("mallopt")
+    if mallopt is None:
+        return False
+    ahead_bytes = _ahead_bytes()
+    settings = (
+        (_M_ARENA_MAX, 1),
+        (_M_MMAP_THRESHOLD, _OWN_PAGES_BYTES),
+        (_M_TRIM_THRESHOLD, max(_SLACK_BYTES, ahead_bytes)),
+        (_M_TOP_PAD, ahead_bytes),
+    )
+    agreed = [mallopt(name, value) for name, value in settings] == [1] * len(settings)
+    _ask_for_large_pages()
+    return agreed
+
+
+@contextmanager
+def configured_malloc() -> Iterator[None]:
+    """Set the heap up for the body, and give back what is free after it."""
+    configure_malloc()
+    try:
+        yield
+    finally:
+        give_back()
+
+
+def give_back() -> None:
+    """Return all free memory to the system, also from between what is in use."""
+    trim = _function("malloc_trim")
+    if trim is not None:
+        trim(0)
+        _ask_for_large_pages()
+
+
+def _ahead_bytes() -> int:
+    """How far the heap may grow at once; not at all where addresses are counted as memory."""
+    import resource  # which other systems do not have
+
+    limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
+    if any(limit != resource.RLIM_INFINITY for limit in limits) or _counted():
+        return 0
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(_AHEAD_BYTES, memory_bytes // 4)
+
+
+def _counted() -> bool:
+    return _OVERCOMMIT.exists() and _OVERCOMMIT.read_text().strip() == _COUNTED
+
+
+def _ask_for_large_pages() -> None:
+    """For the heap as it is, and for what it will grow into."""
+    malloc, free, madvise = _function("malloc"), _function("free"), _function("madvise")
+    if not (malloc and free and madvise and hasattr(mmap, "MADV_HUGEPAGE")):
+        return
+    malloc.restype = ctypes.c_void_p  # type: ignore[attr-defined]
+    grown = malloc(_OWN_PAGES_BYTES // 2)
+    for start, stop in _heap():
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_HUGEPAGE)
+    free(ctypes.c_void_p(grown))
+
+
+def _heap() -> Iterator[tuple[int, int]]:
+    """First address of each piece of the heap, and the one behind it."""
+    for line in _MAPS.read_text().splitlines():
+        if line.endswith("[heap]"):
+            start, stop = line.split(maxsplit=1)[0].split("-")
+            yield int(start, 16), int(stop, 16)
+
+
+def _function(name: str) -> Callable[..., int] | None:
+    """A function of glibc; None elsewhere."""
+    if not sys.platform.startswith("linux"):
+        return None
+    found: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
+    return found

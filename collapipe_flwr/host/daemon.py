@@ -1,0 +1,129 @@
+"""A host as a long-lived process: listens, serves, and stops in good order on SIGTERM."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.roster import Roster
+from collapipe_flwr.core.signals import stopping
+from collapipe_flwr.core.tls_files import TlsFiles
+from collapipe_flwr.host.allocator import configure_malloc
+from collapipe_flwr.host.listener import Listener, ListenerSettings
+from collapipe_flwr.host.power import IwPower, PowerControl, RadioAsItIs
+from collapipe_flwr.host.spared import spare_libraries
+
+if TYPE_CHECKING:
+    from collapipe_flwr.host.servicer import Servicer
+
+_log = logging.getLogger(__name__)
+_BREAK_OFF_S = 1.0  # for peers to hear it
+_LOOPBACK = ("127.", "localhost", "[::1]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSettings:
+    """One daemon; `name` is how its neighbours call it, `roster` who may call what (None: whoever
+    the CA signed may all).
+
+    On a stop, sessions that are open get `grace_s` to be closed; new ones are refused at once.
+    Snapshots of recoverable sessions are kept in `state_dir`, from where the next process takes
+    them up; frozen weights that were sent here in `cache_dir`, up to `cache_bytes`.
+    It holds up to `memory_bytes` of models, see `ledger`. Planned transmit power is applied to
+    `radio_interface` (empty: to none). Tensors are computed on `threads` (0: torch's own choice).
+    """
+
+    listen: str
+    name: str
+    tls: TlsFiles | None = None
+    insecure: bool = False
+    roster: Roster | None = None
+    state_dir: Path | None = None
+    cache_dir: Path | None = None
+    cache_bytes: int = 8 * 10**9
+    memory_bytes: int = 8 * 2**30
+    radio_interface: str = ""
+    threads: int = 0
+    grace_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if self.tls is None and not self.insecure and not is_loopback(self.listen):
+            raise ConfigError(
+                f"--listen {self.listen} without TLS would let anybody in the network read and "
+                "change the model: give --tls-ca, --tls-cert and --tls-key (`collapipe certs` "
+                "makes them), or --insecure if that is meant"
+            )
+        if not self.memory_bytes > 0:
+            raise ConfigError(f"--memory-mb must be > 0, got {self.memory_bytes / 1e6:g}")
+        if self.radio_interface:
+            IwPower(self.radio_interface)
+
+
+def is_loopback(listen: str) -> bool:
+    """Whether an address reaches this machine only."""
+    return listen.startswith(_LOOPBACK)
+
+
+def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], None]) -> None:
+    """Host parts until SIGTERM or SIGINT; `announce` is told the address once it listens.
+
+    A device `passes_on` to the next host, the edge does not. Raises ConfigError when it cannot
+    listen.
+    """
+    configure_malloc()
+    if settings.tls is None:
+        _log.warning("plain text: whoever reaches %s can read and change all", settings.listen)
+    kept = _skin(settings, passes_on) if settings.state_dir is not None else None
+    listener = Listener(
+        settings.listen,
+        lambda: kept or _skin(settings, passes_on),
+        ListenerSettings(tls=settings.tls, roster=settings.roster, on_edge=not passes_on),
+    )
+    with stopping() as stop, listener:
+        announce(listener.address)
+        stop.wait()
+        listener.drain(settings.grace_s)
+        listener.stop(_BREAK_OFF_S)
+
+
+def _skin(settings: HostSettings, passes_on: bool) -> Servicer:
+    spare_libraries()
+    import torch
+
+    from collapipe_flwr.host.ledger import Ledger
+    from collapipe_flwr.host.service import EdgeService, refuse_next_hop
+    from collapipe_flwr.host.servicer import Servicer, ServicerConfig
+    from collapipe_flwr.host.snapshot_store import SnapshotStore
+    from collapipe_flwr.host.store import TensorStore
+    from collapipe_flwr.host.weight_cache import WeightCache
+    from collapipe_flwr.transport.dialer import Dialer
+    from collapipe_flwr.transport.probe import probe
+
+    connect = Dialer(name=settings.name, tls=settings.tls) if passes_on else refuse_next_hop
+    vault = SnapshotStore(settings.state_dir) if settings.state_dir is not None else None
+    ledger = Ledger(settings.memory_bytes)
+    store = TensorStore(ledger) if passes_on else None  # the edge's clusters differ
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    power = power_of(settings)
+    folder = settings.cache_dir if settings.cache_bytes > 0 else None
+    frozen = WeightCache(folder, settings.cache_bytes) if folder is not None else None
+    service = EdgeService(
+        connect=connect, vault=vault, store=store, frozen=frozen, power=power, ledger=ledger
+    )
+    guests = frozenset() if passes_on or settings.roster is None else settings.roster.control_units
+    skin_settings = ServicerConfig(
+        guests=guests,
+        probe=partial(probe, tls=settings.tls) if passes_on else None,
+    )
+    return Servicer(service, skin_settings)
+
+
+def power_of(settings: HostSettings) -> PowerControl:
+    """Whoever is told the planned power: the named interface, or nobody."""
+    return IwPower(settings.radio_interface) if settings.radio_interface else RadioAsItIs()

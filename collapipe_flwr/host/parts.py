@@ -1,0 +1,168 @@
+"""The parts of sessions: built, replaced as a whole, and kept in snapshots.
+
+Whoever calls has the session at rest. What is raised leaves it as it was, and memory is reserved
+in the session's account before it is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import cast
+
+from torch import Tensor, nn
+
+from collapipe_flwr.core.errors import CheckpointMissing
+from collapipe_flwr.host.session import HostedPart, Saved, Session, SessionRefused
+from collapipe_flwr.host.snapshot_store import SnapshotStore, StoredSnapshot
+from collapipe_flwr.host.weight_cache import WeightCache
+from collapipe_flwr.pipeline.memory import bytes_of
+from collapipe_flwr.pipeline.meter import StageReport
+from collapipe_flwr.pipeline.optimizer import Optimizer
+from collapipe_flwr.pipeline.session import SessionRequest
+from collapipe_flwr.pipeline.state import PartState, live_state, load_slots, state_bytes
+
+BuildPart = Callable[[SessionRequest, Mapping[str, Tensor]], HostedPart]
+
+# What the account of a session has reserved, besides what arrives.
+PART = "part"  # weights, gradients and optimiser slots
+SNAPSHOT = "snapshot"
+FOUND = "found"  # for the next push
+_NEW, _SAVING = "new part", "new snapshot"
+
+
+class Parts:
+    """Builds parts by `build`; snapshots go to `vault`, and frozen weights to `frozen`."""
+
+    def __init__(
+        self,
+        build: BuildPart,
+        vault: SnapshotStore | None = None,
+        frozen: WeightCache | None = None,
+    ) -> None:
+        self._build = build
+        self._vault = vault
+        self._frozen = frozen
+
+    def replace(self, session: Session, tensors: Mapping[str, Tensor], arrived: str) -> None:
+        """Make a part of what was found here and what came, and let the session have it.
+
+        The latter is reserved under the name `arrived`. Optimiser slots are taken over and not
+        copied, and gradients are yet to come: so a part comes to be within what it takes later.
+        """
+        with session.account.passing(_NEW, _SAVING):
+            brought = {**_found_by_key(session), **tensors}
+            state = PartState.of_tensors(brought)
+            given = session.account.size(FOUND) + session.account.size(arrived)
+            copied = bytes_of(state.weights.values()) + max(bytes_of(brought.values()) - given, 0)
+            session.account.reserve({_NEW: copied})
+            part = self._first_part(session, state.weights, tensors)
+            optimizer = Optimizer(session.request.optimizer, part.parameters())
+            needed = state_bytes(module_of(part), optimizer)
+            session.account.reserve({_NEW: max(needed - given, copied)})
+            load_slots(module_of(part), optimizer, state.slots, copy=False)
+            saved = None
+            if session.request.recoverable:
+                saved = self._saved(session, part, optimizer, state.weights)
+            session.part, session.optimizer = part, optimizer
+            session.steps, session.report = 0, None
+            session.found, session.wanted = {}, {}
+            _adopt(session, saved, {PART: needed, FOUND: 0, _NEW: 0, arrived: 0})
+
+    def part(self, session: Session) -> tuple[HostedPart, Optimizer]:
+        """The part and its optimiser, built from the snapshot after a failure or a restart."""
+        if session.part is None and session.saved is not None:
+            with session.account.passing(_NEW):
+                self._rebuild(session, session.saved.state)
+        if session.part is None or session.optimizer is None:
+            raise SessionRefused("the session has no weights yet: push them first")
+        return session.part, session.optimizer
+
+    def save(self, session: Session) -> None:
+        """Take a snapshot instead of the last one, which is in force until this one is on disk."""
+        assert session.saved is not None
+        part, optimizer = self.part(session)
+        with session.account.passing(_SAVING):
+            first = session.saved.state.weights
+            step, report = session.steps, session.report
+            saved = self._saved(session, part, optimizer, first, step=step, report=report)
+            _adopt(session, saved, {})
+
+    def _first_part(
+        self, session: Session, weights: Mapping[str, Tensor], pushed: Mapping[str, Tensor]
+    ) -> HostedPart:
+        """Build the part; frozen weights that had to be pushed need not come again."""
+        try:
+            part = self._build(session.request, weights)
+        except CheckpointMissing:
+            session.lacks_checkpoint = True
+            raise
+        if session.lacks_checkpoint and self._frozen is not None:
+            told = part.state_dict()
+            self._frozen.keep({key: t for key, t in pushed.items() if key not in told})
+        return part
+
+    def _rebuild(self, session: Session, state: PartState) -> None:
+        before, copied = session.account.size(PART), bytes_of(state.weights.values())
+        session.account.reserve({PART: 0, _NEW: max(before, copied)})
+        part = self._build(session.request, state.weights)
+        optimizer = Optimizer(session.request.optimizer, part.parameters())
+        needed = state_bytes(module_of(part), optimizer)
+        session.account.reserve({PART: needed, _NEW: 0})
+        load_slots(module_of(part), optimizer, state.slots)
+        session.part, session.optimizer = part, optimizer
+
+    def _saved(
+        self,
+        session: Session,
+        part: HostedPart,
+        optimizer: Optimizer,
+        first: Mapping[str, Tensor],
+        *,
+        step: int = 0,
+        report: StageReport | None = None,
+    ) -> Saved:
+        """A snapshot, on disk where there is a vault; `first` fills in what no part reports."""
+        live = live_state(module_of(part), optimizer)
+        whole = replace(live, weights={**first, **live.weights})
+        session.account.reserve({_SAVING: whole.num_bytes})
+        copy = live.copy()
+        state = replace(copy, weights={**first, **copy.weights})
+        if self._vault is not None:
+            kept = StoredSnapshot(request=session.request, step=step, state=state, report=report)
+            self._vault.write(kept)
+        return Saved(step=step, state=state, report=report)
+
+
+def _adopt(session: Session, saved: Saved | None, sizes: Mapping[str, int]) -> None:
+    """The session stands on this snapshot from now on."""
+    session.saved = saved
+    kept = saved.state.num_bytes if saved is not None else 0
+    session.account.reserve({**sizes, SNAPSHOT: kept, _SAVING: 0})
+
+
+def module_of(part: HostedPart) -> nn.Module:
+    """The same as the module that it is."""
+    return cast(nn.Module, part)
+
+
+def tensors_of(session: Session, with_optimizer: bool) -> dict[str, Tensor]:
+    """What a part reports, as it is and not copied, with its optimiser's slots where asked for."""
+    assert session.part is not None and session.optimizer is not None
+    weights = session.part.state_dict()
+    if not with_optimizer:
+        return weights
+    slots = live_state(module_of(session.part), session.optimizer).slots
+    return PartState(weights=weights, slots=slots).tensors()
+
+
+def _found_by_key(session: Session) -> dict[str, Tensor]:
+    """What `missing` found: one tensor per key, also where several keys want the same content."""
+    by_key: dict[str, Tensor] = {}
+    used: set[str] = set()
+    for key, digest in session.wanted.items():
+        if digest in session.found:
+            tensor = session.found[digest]
+            by_key[key] = tensor.clone() if digest in used else tensor
+            used.add(digest)
+    return by_key

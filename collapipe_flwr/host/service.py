@@ -1,0 +1,354 @@
+"""A host of model parts: one replica per session, trained by one stream at a time.
+
+The edge server is such a host: its sessions hold the last part of the model, one per cluster. A
+device is one too: a session with a next hop holds a segment and passes activations on. Knows no
+transport.
+
+A session is opened with a model and a token, gets weights, and then runs streams of steps of one
+cluster. When a stream fails the replica may stand in the middle of a step: a recoverable session
+goes back to its last snapshot, any other is gone; the round's first weights are still where they
+came from. With a vault, snapshots survive a restart of the host. What may happen to a session when
+is in `session`, what it may hold in `ledger`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+
+from torch import Tensor
+
+from collapipe_flwr.core.errors import ConfigError, LinkError
+from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
+from collapipe_flwr.host.parts import FOUND, SNAPSHOT, BuildPart, Parts, module_of, tensors_of
+from collapipe_flwr.host.power import PowerControl, RadioAsItIs
+from collapipe_flwr.host.session import HostedPart, Saved, Session, SessionRefused, Stream
+from collapipe_flwr.host.sessions import SessionTable
+from collapipe_flwr.host.snapshot_store import SnapshotStore
+from collapipe_flwr.host.store import TensorStore
+from collapipe_flwr.host.weight_cache import WeightCache
+from collapipe_flwr.pipeline.digest import digests_of
+from collapipe_flwr.pipeline.link import Link
+from collapipe_flwr.pipeline.memory import bytes_of
+from collapipe_flwr.pipeline.meter import StageReport
+from collapipe_flwr.pipeline.roles import LastStage, MiddleStage
+from collapipe_flwr.pipeline.schedule import stage_actions
+from collapipe_flwr.pipeline.session import Health, NextHop, SessionRequest, Timeline
+from collapipe_flwr.pipeline.stage_settings import StageSettings
+
+Connect = Callable[[NextHop], AbstractContextManager[Link]]
+Reserve = Callable[[int], None]
+Receive = Callable[[Reserve], Mapping[str, Tensor]]
+
+_log = logging.getLogger(__name__)
+
+
+def build_transformers_part(request: SessionRequest, weights: Mapping[str, Tensor]) -> HostedPart:
+    """A segment of a transformers model, or its last part where no blocks are named."""
+    from collapipe_flwr.models.spec import ModelSpec  # slow imports: only when needed
+    from collapipe_flwr.models.splitter import Splitter
+
+    splitter = Splitter(ModelSpec.from_json(request.spec_json))
+    if request.blocks is None:
+        return splitter.build_edge(weights)
+    return splitter.build_segment(*request.blocks, weights)
+
+
+def refuse_next_hop(hop: NextHop) -> AbstractContextManager[Link]:
+    """How a host connects that is always last."""
+    raise ConfigError(f"this host passes nothing on, so it cannot connect to {hop.address}")
+
+
+class EdgeService:
+    """Holds up to `most_sessions` sessions; every method may be called from any thread.
+
+    What they hold is reserved in `ledger`; see there for what counts.
+    """
+
+    def __init__(
+        self,
+        build_part: BuildPart = build_transformers_part,
+        *,
+        connect: Connect = refuse_next_hop,
+        most_sessions: int = 64,
+        forget_after_s: float = 6 * 3600.0,
+        clock: Callable[[], float] = time.monotonic,
+        vault: SnapshotStore | None = None,
+        store: TensorStore | None = None,
+        frozen: WeightCache | None = None,
+        power: PowerControl | None = None,
+        ledger: Ledger | None = None,
+    ) -> None:
+        self._power = power or RadioAsItIs()
+        self._store = store
+        self._frozen = frozen
+        self._parts = Parts(build_part, vault, frozen)
+        self._connect = connect
+        self._ledger = ledger or Ledger()
+        self._sessions = SessionTable(most_sessions, forget_after_s, clock, self._let_go)
+        self._vault = vault
+        if vault is not None:
+            self._restore(vault)
+
+    def _restore(self, vault: SnapshotStore) -> None:
+        """Take up the sessions on disk that there is room for, and forget the others."""
+        for kept in vault.read():
+            account = Account(self._ledger, kept.request.opener)
+            try:
+                account.reserve({SNAPSHOT: kept.state.num_bytes})
+                session = self._sessions.add(kept.request, account)
+            except LinkError as error:
+                account.close()
+                _log.error("session %s is lost: %s", kept.request.session_id, error)
+                continue
+            session.saved = Saved(step=kept.step, state=kept.state, report=kept.report)
+            session.go_back()
+        vault.keep_only(self._sessions.ids())
+
+    def open(
+        self,
+        request: SessionRequest,
+        *,
+        most_of_opener: int | None = None,
+        share_of_opener: float = 1.0,
+    ) -> None:
+        """Make a session. Raises SessionRefused when the id is taken or the host is full.
+
+        See `SessionTable.add` for `most_of_opener`. Its opener's sessions may hold
+        `share_of_opener` of the memory.
+        """
+        stage_actions(request.schedule, request.depth, 1)
+        most_bytes = int(self._ledger.most_bytes * share_of_opener)
+        account = Account(self._ledger, request.opener, most_bytes)
+        self._sessions.add(request, account, most_of_opener=most_of_opener)
+
+    def missing(self, session_id: str, token: str, digests: Mapping[str, str]) -> tuple[str, ...]:
+        """Which of these weights the next push must bring; the others are here.
+
+        The store hands over what is wanted and forgets the rest, so that nothing of an earlier
+        round stays beside the part.
+        """
+        session = self.find(session_id, token)
+        wanted = frozenset(digests.values())
+        with session.at_rest():
+            found = {d: tensor for d, tensor in session.found.items() if d in wanted}
+            if self._store is not None:
+                found |= self._store.take(wanted)
+            if session.lacks_checkpoint and self._frozen is not None:
+                found |= self._frozen.find({d: d for d in wanted - found.keys()})
+            try:
+                session.account.reserve({FOUND: bytes_of(found.values())})
+            except NoRoom:
+                found = {}
+                session.account.reserve({FOUND: 0})
+            session.found, session.wanted = found, digests
+            return tuple(key for key, digest in digests.items() if digest not in found)
+
+    def push_weights(self, session_id: str, token: str, tensors: Mapping[str, Tensor]) -> None:
+        """`receive_weights` of tensors that are here; optimiser slots among them are not copied."""
+
+        def receive(reserve: Reserve) -> Mapping[str, Tensor]:
+            reserve(bytes_of(tensors.values()))
+            return tensors
+
+        self.receive_weights(session_id, token, receive)
+
+    def receive_weights(self, session_id: str, token: str, receive: Receive) -> None:
+        """Set the weights of a session's part, and the optimiser's slots that are among them.
+
+        `receive` brings them (`PartState.tensors`) and reserves the bytes of each before it is
+        there; what `missing` found here is added. The part and its optimiser are built anew, and
+        take the place of what the session had when all is checked, and for a recoverable session
+        when the snapshot is on disk: whatever is raised before leaves the session as it was.
+        Raises ModelError when keys or shapes are not those of the part, NoRoom when the host may
+        not hold so much.
+        """
+        session = self.find(session_id, token)
+        with session.account.arriving() as arrived:
+            tensors = receive(lambda size: session.account.add(arrived, size))
+            with session.at_rest():
+                self._parts.replace(session, tensors, arrived)
+
+    @contextmanager
+    def reading(
+        self, session_id: str, token: str, *, with_optimizer: bool = False
+    ) -> Iterator[dict[str, Tensor]]:
+        """The weights of a session's part, with optimiser slots where asked for.
+
+        They are the part's own tensors and not copies; the part does not change meanwhile.
+        """
+        session = self.find(session_id, token)
+        with session.at_rest():
+            self._parts.part(session)
+            yield tensors_of(session, with_optimizer)
+
+    def weights(
+        self, session_id: str, token: str, *, with_optimizer: bool = False
+    ) -> dict[str, Tensor]:
+        """A copy of what `reading` gives."""
+        with self.reading(session_id, token, with_optimizer=with_optimizer) as tensors:
+            return {key: tensor.detach().clone() for key, tensor in tensors.items()}
+
+    def digests(
+        self, session_id: str, token: str, *, with_optimizer: bool = False
+    ) -> dict[str, str]:
+        """The content digests of what `weights` would give."""
+        with self.reading(session_id, token, with_optimizer=with_optimizer) as tensors:
+            return digests_of(tensors)
+
+    def snapshot(self, session_id: str, token: str, step: int) -> None:
+        """Keep the state after `step` steps instead of the last one; twice is allowed.
+
+        Raises SessionRefused when the session does not stand there. When the snapshot cannot be
+        written, the last one stays in force.
+        """
+        session = self.find(session_id, token)
+        with session.at_rest():
+            self._parts.part(session)
+            if session.saved is None or session.steps != step:
+                raise SessionRefused(f"the session stands after step {session.steps}, not {step}")
+            if session.saved.step != step:
+                self._parts.save(session)
+
+    def rollback(self, session_id: str, token: str, step: int) -> None:
+        """Go back to the snapshot after `step` steps, ending a stream that still runs.
+
+        Raises SessionRefused when the last snapshot is another.
+        """
+        session = self.find(session_id, token)
+        session.break_off("rolled back to replay steps")
+        with session.at_rest():
+            if session.saved is None or session.saved.step != step:
+                raise SessionRefused(f"the session has no snapshot after step {step}")
+            session.go_back()
+
+    def report(self, session_id: str, token: str) -> StageReport:
+        """What a session measured since its weights were set, over all steps that count.
+
+        Streams that ended in good order add up. A step that was not kept does not count: a stream
+        that failed, or one that was rolled back, is replayed, so its bytes, seconds and gradients
+        would be those of the same work twice. A snapshot counts as memory.
+        """
+        session = self.find(session_id, token)
+        report, saved = session.report, session.saved
+        if report is None:
+            raise SessionRefused(f"session {session_id} has not run yet")
+        kept_bytes = saved.state.num_bytes if saved is not None else 0
+        return replace(report, peak_tensor_bytes=report.peak_tensor_bytes + kept_bytes)
+
+    def timeline(self, session_id: str, token: str) -> Timeline:
+        """What a session did when, over the same steps as its report."""
+        report = self.find(session_id, token).report
+        return Timeline(spans=report.spans if report is not None else ())
+
+    def close(self, session_id: str, token: str) -> None:
+        """Forget a session, ending a stream that still runs; returns when nothing uses its part.
+
+        With a store its weights, and slots where asked for, are kept for the next session, unless
+        a stream was broken off. Raises SessionRefused when a step does not end in time; then the
+        session is forgotten when it does.
+        """
+        session = self.find(session_id, token)
+        whole = session.close("the session was closed")
+        if whole and self._store is not None and session.part is not None:
+            self._store.keep(tensors_of(session, session.request.keep_optimizer).values())
+        session.empty()
+
+    def health(self) -> Health:
+        """How many sessions there are, and what they hold."""
+        return replace(
+            self._sessions.health(),
+            held_bytes=self._ledger.held_bytes,
+            most_bytes=self._ledger.most_bytes,
+        )
+
+    def spare_bytes(self) -> int:
+        """What the next session may have of the memory that is in use now."""
+        return self._store.held_bytes if self._store is not None else 0
+
+    def request(self, session_id: str) -> SessionRequest | None:
+        """What a session was opened with."""
+        return self._sessions.request(session_id)
+
+    def find(self, session_id: str, token: str) -> Session:
+        """The session. Raises SessionRefused when the id or the token is wrong."""
+        return self._sessions.find(session_id, token)
+
+    def run(self, session_id: str, token: str, upstream: Link) -> None:
+        """Run a session's stage over one link until its END frame."""
+        self.serve(self.claim(session_id, token), upstream)
+
+    def claim(self, session_id: str, token: str) -> Stream:
+        """Reserve a session for one stream, which `serve` then runs, or `release` gives up."""
+        session = self.find(session_id, token)
+        with session.at_rest():
+            self._parts.part(session)
+            return session.claim()
+
+    def release(self, stream: Stream) -> None:
+        """Give a claimed stream up that was not served."""
+        stream.session.end(stream)
+
+    def serve(self, stream: Stream, upstream: Link) -> None:
+        """Run a claimed stream. When it fails its session is gone or goes back, and it raises.
+
+        Raises SessionRefused when it was broken off since: it does not run then.
+        """
+        session = stream.session
+        try:
+            session.begin(stream, upstream)
+        except SessionRefused as error:
+            upstream.close(str(error))
+            raise
+        try:
+            with self._stage(stream, upstream) as stage:
+                stage.serve()
+            session.count(stage.report())
+        except BaseException as error:
+            if session.saved is None:
+                session.fail(str(error) or type(error).__name__)
+            else:
+                session.go_back()
+            upstream.close(str(error) or type(error).__name__)
+            raise
+        finally:
+            session.end(stream)
+
+    def _let_go(self, session: Session) -> None:
+        """A session has left the table."""
+        session.account.close()
+        if self._vault is not None:
+            self._vault.forget(session.request.session_id)
+
+    @contextmanager
+    def _stage(self, stream: Stream, upstream: Link) -> Iterator[LastStage | MiddleStage]:
+        """The stage of a session, with its link downstream where there is one."""
+        session = stream.session
+        assert session.part is not None and session.optimizer is not None
+        part, optimizer = module_of(session.part), session.optimizer
+        settings = _settings(session.request)
+        if session.request.next_hop is None:
+            yield LastStage(part, optimizer, settings, upstream=upstream)
+            return
+        if session.request.tx_power_w is not None:
+            self._power.apply(session.request.tx_power_w)
+        with self._connect(session.request.next_hop) as downstream:
+            session.add_link(stream, downstream)
+            links = {"upstream": upstream, "downstream": downstream}
+            yield MiddleStage(part, optimizer, settings, **links)
+
+
+def _settings(request: SessionRequest) -> StageSettings:
+    return StageSettings(
+        name=request.name,
+        schedule=request.schedule,
+        depth=request.depth,
+        deadline_s=request.deadline_s,
+        idle_s=request.idle_s,
+        recompute=request.recompute,
+        precision=request.precision,
+        keep_spans=request.keep_spans,
+    )

@@ -1,0 +1,273 @@
+"""One cluster's part on a host, and who may use it now.
+
+A session is at rest, in use by one call, claimed by a stream, running one, or gone:
+
+    REST -> BUSY -> REST                        a call reads or changes the part
+    BUSY -> CLAIMED -> RUNNING -> REST          a stream; one that is broken off before it begins
+    CLAIMED -> REST                               never runs
+    any but GONE -> GONE                        closed; where the part is in use, at the end of that
+
+All changes happen under one lock, and every use has a number of its own, its epoch, so that what
+is over can neither end nor disturb what came after it. A session that is closed begins no use any
+more, and the last use of it drops what it held.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.host.ledger import Account
+from collapipe_flwr.pipeline.link import Link
+from collapipe_flwr.pipeline.meter import StageReport
+from collapipe_flwr.pipeline.optimizer import Optimizer
+from collapipe_flwr.pipeline.session import SessionRequest
+from collapipe_flwr.pipeline.state import PartState
+
+BUSY_S = 60.0  # for whoever uses a part before us
+
+
+class SessionRefused(LinkError):
+    """No such session, a wrong token, or no room for one more."""
+
+
+class HostedPart(Protocol):
+    """What a host needs of a part, which is an `nn.Module`."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The weights."""
+        ...
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """What may train."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A snapshot: the part after `step` steps, and what those measured."""
+
+    step: int
+    state: PartState
+    report: StageReport | None
+
+
+class Life(Enum):
+    """What happens to a part just now."""
+
+    REST = auto()
+    BUSY = auto()
+    CLAIMED = auto()
+    RUNNING = auto()
+    GONE = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """One stream of one session, from its claim to its end."""
+
+    session: Session
+    epoch: int
+    links: list[Link] = field(default_factory=list)
+    broken: str = ""  # why it must not go on
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """A part, what trains it, and its life.
+
+    `drop` is called once, by whoever uses the session last, and makes the host forget it.
+    """
+
+    request: SessionRequest
+    account: Account
+    drop: Callable[[Session], None]
+    used_s: float  # when somebody last asked for it
+    part: HostedPart | None = None
+    optimizer: Optimizer | None = None
+    report: StageReport | None = None  # of all that was done since the weights were set
+    steps: int = 0  # done since then
+    lacks_checkpoint: bool = False  # its frozen weights come from its control unit
+    saved: Saved | None = None  # where a recoverable session goes back to
+    found: dict[str, Tensor] = field(default_factory=dict)  # here, for the next push, by digest
+    wanted: Mapping[str, str] = field(default_factory=dict)  # digests that `missing` was asked for
+    _life: Life = Life.REST
+    _epoch: int = 0
+    _stream: Stream | None = None
+    _closed: str = ""  # why no use begins any more
+    _turn: threading.Condition = field(default_factory=threading.Condition)
+    _dropped: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def running(self) -> bool:
+        """Whether a stream has the part."""
+        return self._life in (Life.CLAIMED, Life.RUNNING)
+
+    @property
+    def closed(self) -> bool:
+        """Whether no use begins any more; one may still be about to end."""
+        return bool(self._closed)
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Keep the part from changing. Raises SessionRefused while a stream has it."""
+        with self._turn:
+            if not self._turn.wait_for(lambda: self._life is not Life.BUSY, BUSY_S):
+                raise SessionRefused(f"the session has been busy for {BUSY_S:g} s")
+            self._refuse_if_closed()
+            if self._life is not Life.REST:
+                raise SessionRefused("the session is in the middle of a stream")
+            epoch = self._begin(Life.BUSY)
+        try:
+            yield
+        finally:
+            self._leave(epoch)
+
+    def claim(self) -> Stream:
+        """Give the part to a stream; the caller has it at rest."""
+        with self._turn:
+            self._refuse_if_closed()
+            assert self._life is Life.BUSY
+            self._stream = Stream(self, self._begin(Life.CLAIMED))
+            return self._stream
+
+    def begin(self, stream: Stream, upstream: Link) -> None:
+        """A claimed stream begins. Raises SessionRefused when it was broken off before."""
+        with self._turn:
+            if stream.broken:
+                raise SessionRefused(stream.broken)
+            assert (self._life, self._epoch) == (Life.CLAIMED, stream.epoch)
+            self._life = Life.RUNNING
+            stream.links.append(upstream)
+
+    def add_link(self, stream: Stream, link: Link) -> None:
+        """What a stream that is broken off must close besides.
+
+        Raises SessionRefused when it is broken off already.
+        """
+        with self._turn:
+            if stream.broken:
+                raise SessionRefused(stream.broken)
+            stream.links.append(link)
+
+    def end(self, stream: Stream) -> None:
+        """The stream is over, or never begins; twice is fine."""
+        self._leave(stream.epoch)
+
+    def fail(self, why: str) -> None:
+        """Close the session from within its stream, which drops it when it ends."""
+        with self._turn:
+            self._closed = self._closed or why
+
+    def break_off(self, why: str) -> None:
+        """End a stream that has the part; a step in progress is not applied.
+
+        Returns when the stream is over. Raises SessionRefused when its step does not end in time.
+        """
+        with self._turn:
+            stream = self._stream
+            if stream is None:
+                return
+            links = self._end_stream(why)
+        for link in links:
+            link.close(why)
+        with self._turn:
+            if not self._turn.wait_for(lambda: self._stream is not stream, BUSY_S):
+                raise SessionRefused(
+                    f"the stream was told to end ({why}), but its step has not for {BUSY_S:g} s"
+                )
+
+    def close(self, why: str) -> bool:
+        """Begin no use any more, end a stream, and drop the session.
+
+        Returns whether the part was at rest, so that its weights are those after a whole step; they
+        are still here then, see `empty`. Raises SessionRefused when it is closed already, and when
+        what uses the part does not end in time: then the session is dropped when that ends.
+        """
+        with self._turn:
+            self._refuse_if_closed()
+            self._closed = why
+            whole = self._life in (Life.REST, Life.CLAIMED)
+            if whole:
+                self._end_stream(why)
+                self._life = Life.GONE
+        if whole:
+            self._drop()
+            return True
+        self.break_off(why)
+        if not self._dropped.wait(BUSY_S):
+            raise SessionRefused(
+                f"the session is closed ({why}), but what uses it has not ended for {BUSY_S:g} s"
+            )
+        return False
+
+    def retire(self) -> bool:
+        """Close a session that nobody uses, without `drop`; whether nobody did."""
+        with self._turn:
+            if self._life is not Life.REST or self._closed:
+                return False
+            self._closed, self._life = "nobody used it", Life.GONE
+            self.empty()
+            return True
+
+    def count(self, stream: StageReport) -> None:
+        """A stream ended in good order."""
+        self.report = stream if self.report is None else self.report + stream
+        self.steps += stream.steps
+
+    def empty(self) -> None:
+        """Free what it held, however long others know it."""
+        self.part = self.optimizer = self.saved = None
+        self.found, self.wanted = {}, {}
+
+    def go_back(self) -> None:
+        """Stand where the last snapshot was taken; the part is built again when it is needed."""
+        assert self.saved is not None
+        self.part = self.optimizer = None
+        self.steps, self.report = self.saved.step, self.saved.report
+
+    def _end_stream(self, why: str) -> tuple[Link, ...]:
+        """Break the stream off, if there is one; one that has not begun is over at once."""
+        if self._stream is None:
+            return ()
+        self._stream.broken = self._stream.broken or why
+        links = tuple(self._stream.links)
+        if self._life is Life.CLAIMED:
+            self._life, self._stream = Life.REST, None
+            self._turn.notify_all()
+        return links
+
+    def _begin(self, life: Life) -> int:
+        self._life = life
+        self._epoch += 1
+        return self._epoch
+
+    def _leave(self, epoch: int) -> None:
+        """A use is over, unless that is known or another one has begun since."""
+        with self._turn:
+            if epoch != self._epoch or self._life in (Life.REST, Life.GONE):
+                return
+            self._life = Life.GONE if self._closed else Life.REST
+            self._stream = None
+            self._turn.notify_all()
+            last = self._life is Life.GONE
+        if last:
+            self.empty()
+            self._drop()
+
+    def _drop(self) -> None:
+        try:
+            self.drop(self)
+        finally:
+            self._dropped.set()
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise SessionRefused(f"the session ended: {self._closed}")

@@ -1,0 +1,128 @@
+"""The sessions of a host by id, and which of them make room for a new one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from secrets import compare_digest
+
+from collapipe_flwr.host.ledger import Account
+from collapipe_flwr.host.session import Session, SessionRefused
+from collapipe_flwr.pipeline.session import Health, SessionRequest
+
+
+class SessionTable:
+    """Up to `most_sessions` sessions by id; every method may be called from any thread.
+
+    When it is full, sessions that nobody used for `forget_after_s` make room: their cluster or
+    server is gone. A session that is in use never does, and leaves the table only when its last
+    use has ended: `let_go` is called then, before its id can be taken again.
+    """
+
+    def __init__(
+        self,
+        most_sessions: int,
+        forget_after_s: float,
+        clock: Callable[[], float],
+        let_go: Callable[[Session], None],
+    ) -> None:
+        self._most_sessions = most_sessions
+        self._forget_after_s = forget_after_s
+        self._clock = clock
+        self._let_go = let_go
+        self._sessions: dict[str, Session] = {}
+        self._lock = threading.Lock()
+
+    def add(
+        self, request: SessionRequest, account: Account, *, most_of_opener: int | None = None
+    ) -> Session:
+        """Make a session. Raises SessionRefused when the id is taken or the table is full.
+
+        With `most_of_opener` its opener's longest unused session goes when it has that many.
+        """
+        if not request.session_id or len(request.token) < 16:
+            raise SessionRefused("a session needs an id and a token of 16 characters or more")
+        with self._lock:
+            if request.session_id in self._sessions:
+                raise SessionRefused(f"session {request.session_id} is open already")
+            self._drop_left_by(request)
+            if most_of_opener is not None:
+                self._make_room_for(request.opener, most_of_opener)
+            self._make_room()
+            session = Session(request, account, self.drop, used_s=self._clock())
+            self._sessions[request.session_id] = session
+            return session
+
+    def request(self, session_id: str) -> SessionRequest | None:
+        """What a session was opened with, for whoever decides who may use it."""
+        with self._lock:
+            session = self._sessions.get(session_id)
+        return session.request if session else None
+
+    def ids(self) -> tuple[str, ...]:
+        """All sessions by id."""
+        with self._lock:
+            return tuple(self._sessions)
+
+    def find(self, session_id: str, token: str) -> Session:
+        """The session; the same refusal whether the id or the token is wrong."""
+        with self._lock:
+            session = self._sessions.get(session_id)
+        known = session.request.token if session else ""
+        same = compare_digest(known.encode(), token.encode())
+        if session is None or session.closed or not same:
+            raise SessionRefused(f"no session {session_id[:80]} with this token")
+        session.used_s = self._clock()
+        return session
+
+    def drop(self, session: Session) -> None:
+        """Forget a session whose last use has ended."""
+        with self._lock:
+            self._remove(session)
+
+    def health(self) -> Health:
+        """How many sessions there are."""
+        with self._lock:
+            running = sum(s.running for s in self._sessions.values())
+            return Health(
+                sessions=len(self._sessions), running=running, most_sessions=self._most_sessions
+            )
+
+    def _remove(self, session: Session) -> None:
+        del self._sessions[session.request.session_id]
+        self._let_go(session)
+
+    def _retire(self, session: Session) -> bool:
+        """Remove a session that nobody uses; whether nobody did."""
+        retired = session.retire()
+        if retired:
+            self._remove(session)
+        return retired
+
+    def _make_room_for(self, opener: str, most: int) -> None:
+        theirs = [s for s in self._sessions.values() if s.request.opener == opener]
+        if len(theirs) < most:
+            return
+        if not any(self._retire(session) for session in sorted(theirs, key=lambda s: s.used_s)):
+            raise SessionRefused(f"{opener} runs {most} sessions, its limit here")
+
+    def _drop_left_by(self, request: SessionRequest) -> None:
+        """A device has one segment of a cluster: what an earlier round left here is of no use.
+
+        That is so when the device, or its control unit, was away when the round ended.
+        """
+        for session in tuple(self._sessions.values()):
+            before = session.request
+            same = (before.name, before.opener) == (request.name, request.opener)
+            if same and before.blocks is not None and request.blocks is not None:
+                self._retire(session)
+
+    def _make_room(self) -> None:
+        if len(self._sessions) < self._most_sessions:
+            return
+        oldest_s = self._clock() - self._forget_after_s
+        for session in tuple(self._sessions.values()):
+            if session.used_s < oldest_s:
+                self._retire(session)
+        if len(self._sessions) >= self._most_sessions:
+            raise SessionRefused(f"the host holds {self._most_sessions} sessions, its limit")

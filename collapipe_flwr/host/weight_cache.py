@@ -1,0 +1,95 @@
+"""Frozen weights that were sent to this board once, kept on its disk by their content.
+
+A board without the checkpoint gets the frozen weights of its segment from its control unit. They
+never change, so the next round, the next segment and the next process find them here. One file
+per tensor bears its digest as name; what a file holds is checked against that when it is read, so
+nothing has to wait until it is on disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from collapipe_flwr.core.durable import clean, draft, make_folder
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.pipeline.digest import digest_of
+
+_log = logging.getLogger(__name__)
+_SUFFIX, _NAME = ".safetensors", "tensor"
+
+
+class WeightCache:
+    """A folder with up to ``most_bytes`` of tensors; those not used for longest make room.
+
+    Raises ConfigError when the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path, most_bytes: int) -> None:
+        try:
+            make_folder(folder, 0o700)
+            clean(folder)
+        except OSError as error:
+            raise ConfigError(f'--cache-dir "{folder}" cannot be made: {error.strerror}') from error
+        self._folder = folder
+        self._most_bytes = most_bytes
+        self._lock = threading.Lock()
+
+    def find(self, digests: Mapping[str, str]) -> dict[str, Tensor]:
+        """The tensors with these digests, under the keys that they are wanted for."""
+        found = {key: self._read(digest) for key, digest in digests.items()}
+        return {key: tensor for key, tensor in found.items() if tensor is not None}
+
+    def keep(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write what is not here yet; a disk that is full is a warning, not a failure."""
+        with self._lock:
+            try:
+                with draft(self._folder / _NAME) as written:
+                    for tensor in tensors.values():
+                        self._write(tensor, written)
+                self._make_room()
+            except OSError as error:
+                _log.warning("frozen weights cannot be kept in %s: %s", self._folder, error)
+
+    def _read(self, digest: str) -> Tensor | None:
+        path = self._path(digest)
+        if path is None or not path.is_file():
+            return None
+        try:
+            tensor: Tensor | None = load_file(path).get(_NAME)
+            os.utime(path)
+        except (OSError, SafetensorError) as error:
+            _log.warning("%s cannot be read: %s", path, error)
+            tensor = None
+        if tensor is None or digest_of(tensor) != digest:
+            _log.warning("%s does not hold what its name says: it is removed", path)
+            path.unlink(missing_ok=True)
+            return None
+        return tensor
+
+    def _write(self, tensor: Tensor, written: Path) -> None:
+        path = self._path(digest_of(tensor))
+        assert path is not None
+        if not path.is_file():
+            save_file({_NAME: tensor.detach().contiguous()}, written)
+            written.replace(path)
+
+    def _make_room(self) -> None:
+        files = [(path, path.stat()) for path in self._folder.glob(f"*{_SUFFIX}")]
+        left = sum(stat.st_size for _, stat in files)
+        for path, stat in sorted(files, key=lambda file: file[1].st_mtime):
+            if left <= self._most_bytes:
+                return
+            path.unlink(missing_ok=True)
+            left -= stat.st_size
+
+    def _path(self, digest: str) -> Path | None:
+        """None for what cannot be a digest: it came over the network."""
+        return self._folder / f"{digest}{_SUFFIX}" if digest.isalnum() else None

@@ -1,0 +1,105 @@
+"""Who calls: the name that a certificate proves, what it may do, and how much of it at once.
+
+All of this is known before a byte of the call's messages is read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+
+from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.core.roster import Caller, Roster
+
+_COMMON_NAME = "x509_common_name"
+_TRANSFERS = frozenset({"PushWeights", "FetchWeights"})
+_STREAMS = frozenset({"Stream"})
+_TEXTS = frozenset({"Write"})
+MOST_AT_ONCE = {
+    "transfers": 2,
+    "streams": 16,
+    "texts": 16,
+    "calls": 8,
+}  # of one peer; a cluster needs half
+
+
+class PeerRefused(LinkError):
+    """A peer without a certificate of this cluster, or not in the role for what it asks."""
+
+
+class PeerBusy(LinkError):
+    """A peer that has too much under way."""
+
+
+def peer_name(context: grpc.ServicerContext) -> str | None:
+    """Who the caller's certificate says it is; None without a certificate.
+
+    That is its common name alone. The alternative names beside it are where its bearer is reached,
+    and a machine's address or host name may once have been, or be called like, another member.
+    """
+    found = tuple(context.auth_context().get(_COMMON_NAME, ()))
+    return found[0].decode("utf-8", "replace") if found else None
+
+
+class Authorizer:
+    """Lets the members of a roster in, each in its role, with so many calls at once.
+
+    Without a roster whoever the CA signed may do everything, and on plain text everybody.
+    """
+
+    def __init__(self, roster: Roster | None, *, on_edge: bool) -> None:
+        self._roster = roster
+        self._on_edge = on_edge
+        self._under_way: Counter[tuple[str, str]] = Counter()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def entered(self, context: grpc.ServicerContext, method: str) -> Iterator[Caller | None]:
+        """The caller (None: nobody in particular) while its call runs.
+
+        Raises PeerRefused for a stranger or a wrong role, PeerBusy beyond what it may have at once.
+        """
+        caller = self._known(peer_name(context))
+        if caller is None:
+            yield None
+            return
+        if not caller.may_call(method, on_edge=self._on_edge):
+            assert caller.role is not None
+            raise PeerRefused(f"{caller.name} is a {caller.role.value}: it may not call {method}")
+        with self._counted(caller.name, _kind(method)):
+            yield caller
+
+    def _known(self, name: str | None) -> Caller | None:
+        if name == "":
+            raise PeerRefused("the peer's certificate has no common name, so it is nobody's here")
+        if self._roster is None:
+            return None if name is None else Caller(name=name)
+        caller = None if name is None else self._roster.find(name)
+        if caller is None:
+            shown = "no name at all" if name is None else name[:80]
+            raise PeerRefused(f"the peer's certificate names {shown}, which is no member here")
+        return caller
+
+    @contextmanager
+    def _counted(self, name: str, kind: str) -> Iterator[None]:
+        with self._lock:
+            if self._under_way[name, kind] >= MOST_AT_ONCE[kind]:
+                raise PeerBusy(f"{name} has {MOST_AT_ONCE[kind]} {kind} under way, its limit here")
+            self._under_way[name, kind] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._under_way[name, kind] -= 1
+
+
+def _kind(method: str) -> str:
+    if method in _STREAMS:
+        return "streams"
+    if method in _TEXTS:
+        return "texts"
+    return "transfers" if method in _TRANSFERS else "calls"

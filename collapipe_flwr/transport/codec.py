@@ -1,0 +1,218 @@
+"""Frames as bytes: a small header, then the raw bytes of the tensors.
+
+    "CPF1" | header length (uint32, little endian) | header | padding to 16 | tensor | padding ...
+
+The header is two lines of JSON: what differs from frame to frame, and which tensors follow. The
+second is the same in every micro-batch, so it is written and read once and then remembered.
+
+No pickle and no protobuf around tensors. Whatever a stranger sends is checked against the
+header, and the header against the limits, before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from collapipe_flwr.core.errors import ProtocolError
+from collapipe_flwr.pipeline.frame import GRAD, HIDDEN, Frame, FrameKind
+from collapipe_flwr.transport.limits import FrameLimits
+from collapipe_flwr.transport.quantize import WIRE_CODECS, WireCodec
+
+_MAGIC = b"CPF1"
+_PREFIX = struct.Struct("<4sI")
+_ALIGN = 16
+_REMEMBERED = 32  # lists of tensors, of at most ``FrameLimits.header_bytes`` each
+_DTYPES: dict[str, torch.dtype] = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "int16": torch.int16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """One tensor in the header, checked."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    codec: WireCodec
+    wire_bytes: int
+
+
+_Described = tuple[str, str, torch.Size, str, int]  # name, dtype, shape, codec, bytes on the wire
+_compact = json.JSONEncoder(separators=(",", ":"))
+
+
+class _Layout(NamedTuple):
+    """The tensors of a frame, checked."""
+
+    entries: tuple[_Entry, ...]
+    size_bytes: int  # with what pads them
+
+
+def encode_frame(frame: Frame, codec: str = "fp32") -> bytes:
+    """The frame as bytes; `codec` applies to hidden states and gradients, all else is exact."""
+    described: list[_Described] = []
+    chunks: list[bytes | memoryview] = []
+    for name, tensor in frame.tensors.items():
+        wire = codec if name in (HIDDEN, GRAD) and tensor.is_floating_point() else "fp32"
+        raw = WIRE_CODECS[wire].pack(tensor.detach())
+        described.append((name, _dtype_name(tensor), tensor.shape, wire, len(raw)))
+        chunks += [raw, b"\0" * (-len(raw) % _ALIGN)]
+    fields = [int(frame.kind), frame.step, frame.micro_batch, dict(frame.scalars), frame.text]
+    header = b"%b\n%b" % (_compact.encode(fields).encode(), _tensors_line(tuple(described)))
+    header += b" " * (-(_PREFIX.size + len(header)) % _ALIGN)
+    return b"".join([_PREFIX.pack(_MAGIC, len(header)), header, *chunks])
+
+
+def decode_frame(data: bytes, limits: FrameLimits | None = None) -> Frame:
+    """The frame in `data`; tensors own writable memory. Raises ProtocolError on anything odd."""
+    limits = limits or FrameLimits()
+    header, start = _header(data, limits)
+    line, _, tensors_line = header.partition(b"\n")
+    kind, step, micro_batch, scalars, text = _fields(_parsed(line))
+    layout = _layout(tensors_line, limits)
+    if start + layout.size_bytes != len(data):
+        raise ProtocolError(f"a frame of {len(data)} bytes, which is not what its header says")
+    return Frame(
+        kind=kind,
+        step=step,
+        micro_batch=micro_batch,
+        tensors=_tensors(memoryview(data), start, layout.entries),
+        scalars=scalars,
+        text=text,
+    )
+
+
+@lru_cache(_REMEMBERED)
+def _tensors_line(described: tuple[_Described, ...]) -> bytes:
+    return _compact.encode(described).encode()
+
+
+@lru_cache(_REMEMBERED)
+def _layout(line: bytes, limits: FrameLimits) -> _Layout:
+    """What the second line of a header says. Raises ProtocolError on anything odd."""
+    raw_entries = _parsed(line)
+    if not isinstance(raw_entries, list):
+        raise ProtocolError("a frame whose tensors are no list")
+    if len(raw_entries) > limits.tensors:
+        raise ProtocolError(
+            f"a frame with {len(raw_entries)} tensors; {limits.tensors} are allowed"
+        )
+    entries = tuple(_entry(raw, limits) for raw in raw_entries)
+    if len({e.name for e in entries}) < len(entries):
+        raise ProtocolError("a frame names a tensor twice")
+    return _Layout(entries, sum(_padded(e.wire_bytes) for e in entries))
+
+
+def _header(data: bytes, limits: FrameLimits) -> tuple[bytes, int]:
+    """Its bytes and where the tensors start."""
+    if len(data) > limits.frame_bytes:
+        raise ProtocolError(f"a frame of {len(data)} bytes; {limits.frame_bytes} are allowed")
+    if len(data) < _PREFIX.size:
+        raise ProtocolError(f"a frame of {len(data)} bytes is too short")
+    magic, size = _PREFIX.unpack_from(data)
+    stop = _PREFIX.size + size
+    if magic != _MAGIC or size > limits.header_bytes or stop > len(data) or stop % _ALIGN:
+        raise ProtocolError("a frame without a proper header")
+    return data[_PREFIX.size : stop], stop
+
+
+def _parsed(line: bytes) -> object:
+    try:
+        return json.loads(line.decode())
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError("a frame whose header is not two lines of JSON") from error
+
+
+def _fields(fields: object) -> tuple[FrameKind, int, int, Mapping[str, float], str]:
+    if not (isinstance(fields, list) and len(fields) == 5):
+        raise ProtocolError("a frame whose header does not begin with a list of five")
+    kind, step, micro_batch, scalars, text = fields
+    if not (_is_count(kind) and kind in FrameKind._value2member_map_):
+        raise ProtocolError(f"a frame of unknown kind {str(kind)[:40]}")
+    if not (_is_count(step) and _is_count(micro_batch)):
+        raise ProtocolError("a frame whose step or micro-batch is no number >= 0")
+    if not (isinstance(scalars, dict) and isinstance(text, str)):
+        raise ProtocolError("a frame whose scalars or text have the wrong type")
+    if not all(type(v) in (int, float) for v in scalars.values()):
+        raise ProtocolError("a frame with a scalar that is no number")
+    return FrameKind(kind), step, micro_batch, _floats(scalars), text
+
+
+def _floats(scalars: Mapping[str, int | float]) -> dict[str, float]:
+    try:
+        return {name: float(value) for name, value in scalars.items()}
+    except OverflowError as error:
+        raise ProtocolError("a frame with a scalar beyond the range of a float") from error
+
+
+def _entry(raw: object, limits: FrameLimits) -> _Entry:
+    if not (isinstance(raw, list) and len(raw) == 5):
+        raise ProtocolError("a frame with a malformed tensor entry")
+    name, dtype, shape, codec, wire_bytes = raw
+    if not (isinstance(name, str) and isinstance(dtype, str) and dtype in _DTYPES):
+        raise ProtocolError("a frame with a tensor of unknown name or dtype")
+    if not (isinstance(codec, str) and codec in WIRE_CODECS):
+        raise ProtocolError("a frame with a tensor in an unknown codec")
+    if not (isinstance(shape, list) and len(shape) <= limits.dimensions):
+        raise ProtocolError("a frame with a tensor of malformed shape")
+    if not (_is_count(wire_bytes) and all(_is_count(n) for n in shape)):
+        raise ProtocolError("a frame with a tensor whose sizes are no numbers >= 0")
+    entry = _Entry(
+        name=name,
+        dtype=_DTYPES[dtype],
+        shape=tuple(shape),
+        codec=WIRE_CODECS[codec],
+        wire_bytes=wire_bytes,
+    )
+    elements = math.prod(entry.shape)
+    memory_bytes = elements * entry.dtype.itemsize
+    if memory_bytes > 4 * limits.frame_bytes or math.prod(filter(None, entry.shape)) >= 2**59:
+        raise ProtocolError(f"a tensor of {memory_bytes} bytes is beyond the limit")
+    if codec != "fp32" and not entry.dtype.is_floating_point:
+        raise ProtocolError(f"a tensor of {dtype} in the codec {codec}")
+    if entry.codec.wire_bytes(elements, entry.dtype) != wire_bytes:
+        raise ProtocolError(f"tensor {name[:80]!r} has {wire_bytes} bytes, not those of its shape")
+    return entry
+
+
+def _tensors(data: memoryview, start: int, entries: tuple[_Entry, ...]) -> dict[str, Tensor]:
+    tensors = {}
+    for entry in entries:
+        raw = bytearray(data[start : start + entry.wire_bytes])
+        tensors[entry.name] = entry.codec.unpack(raw, entry.dtype).reshape(entry.shape)
+        start += _padded(entry.wire_bytes)
+    return tensors
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    if tensor.dtype not in _DTYPE_NAMES:
+        raise ProtocolError(f"tensors of {tensor.dtype} cannot travel")
+    return _DTYPE_NAMES[tensor.dtype]
+
+
+def _padded(size: int) -> int:
+    return size + -size % _ALIGN
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63

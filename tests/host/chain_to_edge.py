@@ -1,0 +1,93 @@
+"""A control unit and one device in this process, the head on an edge server over loopback."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from collapipe_flwr.core.errors import CollaPipeError
+from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.pipeline.link import Link, memory_pair
+from collapipe_flwr.pipeline.optimizer import Optimizer
+from collapipe_flwr.pipeline.roles import FirstStage, MiddleStage
+from collapipe_flwr.pipeline.session import SessionRequest
+from collapipe_flwr.transport.client import EdgeClient
+from tests.pipeline.chains import DEADLINE_S, SGD, Head, settings
+
+TOKEN = "a token for tests only"
+
+
+def build_head(request: SessionRequest, weights: Mapping[str, Tensor]) -> Head:
+    assert request.spec_json == "{}"
+    head = Head()
+    head.load_weights(weights)
+    return head
+
+
+def service(**options: Any) -> EdgeService:
+    return EdgeService(build_head, **options)
+
+
+def request(session_id: str = "c1", **options: object) -> SessionRequest:
+    return SessionRequest(
+        **{  # type: ignore[arg-type]
+            "session_id": session_id,
+            "token": TOKEN,
+            "spec_json": "{}",
+            "optimizer": SGD,
+            "deadline_s": DEADLINE_S,
+            "idle_s": DEADLINE_S,
+            **options,
+        }
+    )
+
+
+def open_session(client: EdgeClient, head: Head, session_id: str = "c1") -> None:
+    client.open_session(request(session_id))
+    client.push_weights(session_id, TOKEN, head.state_dict())
+
+
+class Cluster:
+    """Stages of the control unit and one device; `edge` is the device's link downstream."""
+
+    def __init__(self, parts, edge: Link, deadline_s: float = DEADLINE_S) -> None:
+        to_device, to_control = memory_pair("control unit", "device 1")
+        self.links = (to_device, to_control, edge)
+        self.first = FirstStage(
+            parts[0],
+            Optimizer(SGD, parts[0].parameters()),
+            settings("control unit", deadline_s=deadline_s),
+            downstream=to_device,
+        )
+        self.device = MiddleStage(
+            parts[1],
+            Optimizer(SGD, parts[1].parameters()),
+            settings("device 1", deadline_s=deadline_s),
+            upstream=to_control,
+            downstream=edge,
+        )
+        self.failure: CollaPipeError | None = None
+        self._thread = threading.Thread(target=self._serve)
+
+    def _serve(self) -> None:
+        try:
+            self.device.serve()
+        except CollaPipeError as error:
+            self.failure = error
+
+    @contextmanager
+    def running(self) -> Iterator[FirstStage]:
+        self._thread.start()
+        try:
+            yield self.first
+            self.first.finish()
+            self._thread.join(DEADLINE_S)
+        finally:
+            for link in self.links:
+                link.close()
+            self._thread.join(DEADLINE_S)
+            assert not self._thread.is_alive()

@@ -1,0 +1,122 @@
+"""`collapipe device` as a process: what it imports, how it stops, whom it refuses."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from collapipe_flwr.core.errors import ConfigError, LinkError
+from collapipe_flwr.host.daemon import HostSettings
+from collapipe_flwr.transport.certificates import sign_all
+from collapipe_flwr.transport.client import EdgeClient
+from tests.cluster.daemon_processes import ROOT, Daemon, running
+from tests.host.chain_to_edge import TOKEN, request
+
+IDLE_MOST_BYTES = 64 * 2**20
+
+
+def test_a_device_that_waits_has_loaded_no_library_of_models_or_of_flower():
+    script = (
+        "import sys, threading, collapipe_flwr.host.daemon as daemon\n"
+        "from collapipe_flwr.cli import app\n"
+        "def stop(address):\n"
+        "    print(*sorted({name.partition('.')[0] for name in sys.modules}))\n"
+        "    raise SystemExit\n"
+        "daemon.serve(daemon.HostSettings(listen='127.0.0.1:0', name='d'), passes_on=True, "
+        "announce=stop)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=280, cwd=ROOT
+    )
+    loaded = set(done.stdout.split())
+    assert {"grpc", "collapipe_flwr"} <= loaded
+    heavy = {"torch", "transformers", "flwr", "datasets", "cvxpy", "numpy", "scipy", "pandas"}
+    assert not loaded & (heavy | {"google", "cryptography"})
+
+
+def test_a_hosted_segment_needs_neither_flower_nor_data_nor_solver():
+    script = (
+        "import sys\n"
+        "import collapipe_flwr.host.servicer, collapipe_flwr.host.service\n"
+        "import collapipe_flwr.transport.dialer, collapipe_flwr.models.splitter\n"
+        "print(*sorted({name.partition('.')[0] for name in sys.modules}))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=280, cwd=ROOT
+    )
+    loaded = set(done.stdout.split())
+    assert {"torch", "transformers", "grpc"} <= loaded
+    assert not loaded & {"flwr", "flwr_datasets", "datasets", "cvxpy", "pandas", "sacrebleu"}
+
+
+def test_a_stop_ends_an_idle_device_in_good_order():
+    with running(Daemon("device", "--grace-s", "200")) as (daemon,):
+        assert resident_bytes(daemon.process.pid) < IDLE_MOST_BYTES
+        daemon.process.send_signal(signal.SIGTERM)
+        assert daemon.process.wait(60) == 0
+
+
+def test_a_stop_breaks_streams_off_after_their_grace():
+    with (
+        running(Daemon("device", "--grace-s", "0.5")) as (daemon,),
+        EdgeClient(daemon.address) as client,
+    ):
+        client.open_session(request("c1", blocks=(0, 1)))
+        daemon.process.send_signal(signal.SIGTERM)
+        assert daemon.process.wait(60) == 0
+        with pytest.raises(LinkError, match="cannot be reached"):
+            client.report("c1", TOKEN)
+
+
+def test_only_members_of_the_cluster_may_call(tmp_path: Path):
+    members = sign_all(tmp_path, {name: ["127.0.0.1"] for name in ("pi-1", "cu", "stranger")})
+    outside = sign_all(tmp_path / "other", {"cu": ["127.0.0.1"]})
+    device = Daemon("device", "--name", "pi-1", "--allow", "cu", tls=members["pi-1"])
+    with running(device) as (daemon,):
+        with EdgeClient(daemon.address, tls=members["cu"], deadline_s=200) as client:
+            assert client.health().sessions == 0
+        with (
+            EdgeClient(daemon.address, tls=members["stranger"]) as client,
+            pytest.raises(LinkError, match=r"names stranger, .*no member here"),
+        ):
+            client.health()
+        with (
+            EdgeClient(daemon.address, tls=outside["cu"], deadline_s=5) as client,
+            pytest.raises(LinkError),
+        ):
+            client.health()
+        with EdgeClient(daemon.address, deadline_s=5) as client, pytest.raises(LinkError):
+            client.health()
+        named = {"tls": members["cu"], "certificate_name": "pi-2", "deadline_s": 5.0}
+        with EdgeClient(daemon.address, **named) as client, pytest.raises(LinkError):
+            client.health()
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:50071", "[::]:50071", "10.0.0.1:50071"])
+def test_plain_text_beyond_loopback_must_be_asked_for(listen: str):
+    with pytest.raises(ConfigError, match="--insecure"):
+        HostSettings(listen=listen, name="pi-1")
+    assert HostSettings(listen=listen, name="pi-1", insecure=True).tls is None
+
+
+def test_half_of_the_tls_files_are_refused(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-m", "collapipe_flwr.cli", "device", "--tls-ca", str(tmp_path / "ca")],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd=ROOT,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: --tls-cert is missing")
+
+
+def resident_bytes(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return next(
+        int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmRSS")
+    )

@@ -1,0 +1,161 @@
+"""Devices as hosts: control unit -> device 1 -> device 2 -> edge, every hop over gRPC."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack, closing
+
+import pytest
+import torch
+
+from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.host.server import EdgeServer
+from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.pipeline.optimizer import Optimizer
+from collapipe_flwr.pipeline.roles import FirstStage
+from collapipe_flwr.pipeline.session import NextHop
+from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.dialer import Dialer
+from collapipe_flwr.transport.rate_limit import StreamSettings
+from tests.closeness import assert_near, near
+from tests.host.certificates import Authority
+from tests.host.chain_to_edge import TOKEN, request
+from tests.pipeline.chains import (
+    DEADLINE_S,
+    SGD,
+    Head,
+    Segment,
+    make_batch,
+    make_blocks,
+    make_parts,
+    settings,
+    whole_loss,
+)
+
+torch.set_num_threads(1)
+NAMES = ("device 1", "device 2", "edge")
+
+
+PLAIN = dict.fromkeys(("control unit", *NAMES))
+
+
+def build(asked, weights):
+    first_block, stop_block = asked.blocks or (0, 0)
+    part = Segment(make_blocks(stop_block - first_block)) if asked.blocks else Head()
+    part.load_weights(weights)
+    return part
+
+
+class Hosts:
+    """Three servers and their clients, each server reaching the next."""
+
+    def __init__(self, stack: ExitStack, tls=PLAIN) -> None:
+        services = [EdgeService(build, connect=Dialer(name=n, tls=tls[n])) for n in NAMES]
+        self.servers = [
+            stack.enter_context(EdgeServer("127.0.0.1:0", service, tls=tls[name]))
+            for name, service in zip(NAMES, services, strict=True)
+        ]
+        self.clients = [
+            stack.enter_context(EdgeClient(server.address, tls=tls["control unit"]))
+            for server in self.servers
+        ]
+
+    def open(self, parts) -> None:
+        cut = ((0, 2), (2, 3), None)
+        for index, (client, blocks) in enumerate(zip(self.clients, cut, strict=True)):
+            hop = None
+            if blocks is not None:
+                address = self.servers[index + 1].address
+                hop = NextHop(address=address, session_id="c1", token=TOKEN, name=NAMES[index + 1])
+            client.open_session(request(name=NAMES[index], blocks=blocks, next_hop=hop))
+            client.push_weights("c1", TOKEN, parts[index + 1].state_dict())
+
+
+def first_stage(part, link) -> FirstStage:
+    optimizer = Optimizer(SGD, part.parameters())
+    return FirstStage(part, optimizer, settings("control unit", "1f1b", 4), downstream=link)
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_a_chain_of_hosts_equals_one_process(secure, tmp_path):
+    parts, wholes, batch = make_parts((2, 1)), make_parts((2, 1)), make_batch((3, 3, 2))
+    authority = Authority(tmp_path)
+    members = {n: authority.member(n.replace(" ", "")) for n in ("control unit", *NAMES)}
+    with ExitStack() as stack:
+        hosts = Hosts(stack, members) if secure else Hosts(stack)
+        hosts.open(parts)
+        link = hosts.clients[0].stream("c1", TOKEN)
+        first = first_stage(parts[0], link)
+        losses = [first.train_step(batch).loss for _ in range(2)]
+        first.finish()
+        link.close()
+        for part, client in zip(parts[1:], hosts.clients, strict=True):
+            part.load_weights(client.fetch_weights("c1", TOKEN))
+        reports = [client.report("c1", TOKEN) for client in hosts.clients]
+    optimizer = Optimizer(SGD, [p for part in wholes for p in part.parameters()])
+    expected = []
+    for _ in range(2):
+        loss = whole_loss(wholes, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    assert losses == near(expected)
+    for part, whole in zip(parts, wholes, strict=True):
+        assert_near(list(part.parameters()), list(whole.parameters()))
+    assert [r.name for r in reports] == list(NAMES)
+    assert reports[0].sent_down_bytes == reports[1].received_up_bytes > 0
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_lost_host_is_heard_at_the_control_unit(lost):
+    parts = make_parts((2, 1))
+    with ExitStack() as stack:
+        hosts = Hosts(stack)
+        hosts.open(parts)
+        link = hosts.clients[0].stream("c1", TOKEN)
+        first = first_stage(parts[0], link)
+        first.train_step(make_batch((3, 2)))
+        start = time.monotonic()
+        hosts.servers[lost].stop(grace_s=0.1)
+        with pytest.raises(LinkError):
+            for _ in range(100):
+                first.train_step(make_batch((3, 2)))
+        assert time.monotonic() - start < DEADLINE_S / 2
+        link.close()
+
+
+def test_a_next_host_that_is_not_there_is_named_at_the_control_unit():
+    parts = make_parts((2, 1))
+    with ExitStack() as stack:
+        hosts = Hosts(stack)
+        hosts.open(parts)
+        hosts.servers[1].stop(grace_s=0.1)
+        with pytest.raises(LinkError, match=f"device 2 at {hosts.servers[1].address}"):
+            link = stack.enter_context(closing(hosts.clients[0].stream("c1", TOKEN)))
+            first = first_stage(parts[0], link)
+            for _ in range(100):
+                first.train_step(make_batch((3, 2)))
+
+
+def test_a_paced_link_is_paced_both_ways():
+    rate_bytes_per_s = 30_000.0
+    parts, settings_of_link = make_parts((2,)), StreamSettings(rate_bytes_per_s=rate_bytes_per_s)
+    with (
+        EdgeServer("127.0.0.1:0", EdgeService(build)) as server,
+        EdgeClient(server.address) as client,
+    ):
+        client.open_session(request())
+        client.push_weights("c1", TOKEN, parts[2].state_dict())
+        link = client.stream("c1", TOKEN, settings=settings_of_link)
+        optimizer = Optimizer(SGD, parts[0].parameters())
+        order = settings("control unit", "gpipe", 2)  # all gradients come after all outputs
+        first = FirstStage(parts[0], optimizer, order, downstream=link)
+        start = time.monotonic()
+        first.train_step(make_batch((64, 64)))
+        seconds = time.monotonic() - start
+        there, back = link.traffic.sent_bytes, link.traffic.received_bytes
+        first.finish()
+        link.close()
+    assert back / rate_bytes_per_s > 1  # enough to be told from none at all
+    assert seconds >= 0.95 * (there + back) / rate_bytes_per_s

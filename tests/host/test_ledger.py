@@ -1,0 +1,260 @@
+"""Laws of what a host reserves: all or nothing, before it is there, and given back at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from collapipe_flwr.cluster.serving import even_plan, serving_order
+from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.host import session as sessions
+from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
+from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.host.servicer import Servicer
+from collapipe_flwr.host.snapshot_store import SnapshotStore
+from collapipe_flwr.host.store import TensorStore
+from collapipe_flwr.pipeline import benchmark
+from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest
+from collapipe_flwr.pipeline.digest import digests_of
+from collapipe_flwr.pipeline.frame import Frame, FrameKind
+from collapipe_flwr.pipeline.link import memory_pair
+from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+from collapipe_flwr.pipeline.state import PartState
+from collapipe_flwr.transport.messages import decode_message, encode_message
+from tests.host.chain_to_edge import TOKEN, build_head, request, service
+from tests.host.test_sessions import Authorizer, in_thread
+from tests.pipeline.chains import Head
+
+ADAMW = OptimizerSettings(name="adamw")
+HEAD = Head().state_dict()
+WEIGHTS = sum(t.nbytes for t in HEAD.values())
+STEPS = 4 * len(HEAD)  # AdamW counts them for each parameter
+STATE = 4 * WEIGHTS + STEPS  # weights, gradients, and two moments
+
+
+def opened(ledger: Ledger, *ids: str, **options: object) -> EdgeService:
+    host = service(ledger=ledger)
+    for session_id in ids:
+        host.open(request(session_id, optimizer=ADAMW, **options))
+    return host
+
+
+def test_a_reservation_is_made_as_a_whole_or_not_at_all() -> None:
+    ledger = Ledger(10)
+    one, other = Account(ledger), Account(ledger)
+    one.reserve({"a": 4, "b": 2})
+    with pytest.raises(NoRoom, match="no room"):
+        other.reserve({"a": 3, "b": 2})
+    assert ledger.held_bytes == 6
+    one.reserve({"a": 1, "c": 5})  # as much as before
+    assert (ledger.held_bytes, one.size("a"), one.size("b"), one.size("c")) == (8, 1, 2, 5)
+    one.close()
+    assert (ledger.held_bytes, ledger.peak_bytes) == (0, 8)
+    with pytest.raises(NoRoom, match="was closed"):
+        one.reserve({"a": 1})
+
+
+def test_accounts_of_one_owner_share_what_it_may_hold() -> None:
+    ledger = Ledger(100)
+    first, second = (Account(ledger, "guest", 10) for _ in range(2))
+    first.reserve({"a": 8})
+    with pytest.raises(NoRoom):
+        second.reserve({"a": 3})
+    Account(ledger, "server", 100).reserve({"a": 92})
+    with pytest.raises(NoRoom):
+        second.reserve({"a": 1})
+
+
+def test_a_session_reserves_its_state_and_gives_it_back() -> None:
+    ledger = Ledger()
+    host = opened(ledger, "a", "b")
+    host.push_weights("a", TOKEN, HEAD)
+    assert ledger.held_bytes == ledger.peak_bytes == STATE
+    host.push_weights("b", TOKEN, HEAD)
+    host.close("a", TOKEN)
+    assert ledger.held_bytes == STATE
+    host.close("b", TOKEN)
+    assert ledger.held_bytes == 0
+
+
+def test_a_snapshot_is_reserved_and_counts_as_memory_of_its_session() -> None:
+    ledger = Ledger()
+    host = opened(ledger, "a", recoverable=True)
+    host.push_weights("a", TOKEN, HEAD)
+    assert ledger.held_bytes == STATE + WEIGHTS
+    ours, theirs = memory_pair("edge", "device")
+    theirs.send(Frame(kind=FrameKind.END), deadline_s=1)
+    host.run("a", TOKEN, ours)
+    assert host.report("a", TOKEN).peak_tensor_bytes == 2 * WEIGHTS
+
+
+@pytest.mark.parametrize("most_bytes", [WEIGHTS - 1, 2 * WEIGHTS - 1, STATE - 1])
+def test_a_push_without_room_changes_nothing(most_bytes: int) -> None:
+    ledger = Ledger(most_bytes)
+    host = opened(ledger, "a")
+    with pytest.raises(NoRoom, match="--memory-mb"):
+        host.push_weights("a", TOKEN, HEAD)
+    assert ledger.held_bytes == 0
+    with pytest.raises(LinkError, match="push them first"):
+        host.weights("a", TOKEN)
+
+
+def test_pushes_side_by_side_share_the_room() -> None:
+    """What has been announced counts, though it is not there yet."""
+    host = opened(Ledger(STATE), "a", "b")
+    gate = Authorizer()
+
+    def receive(reserve):
+        reserve(WEIGHTS)
+        gate.wait()
+        return HEAD
+
+    with in_thread(lambda: host.receive_weights("a", TOKEN, receive)) as done:
+        assert gate.entered.wait(60)
+        with pytest.raises(NoRoom):
+            host.push_weights("b", TOKEN, HEAD)
+        gate.opened.set()
+    assert done == [None]
+    with pytest.raises(NoRoom):
+        host.push_weights("b", TOKEN, HEAD)
+    host.close("a", TOKEN)
+    host.push_weights("b", TOKEN, HEAD)
+
+
+def test_what_arrives_for_a_session_that_was_closed_is_not_taken() -> None:
+    ledger = Ledger()
+    host = opened(ledger, "a")
+
+    def receive(reserve):
+        reserve(WEIGHTS)
+        host.close("a", TOKEN)
+        reserve(WEIGHTS)
+        return HEAD
+
+    with pytest.raises(NoRoom, match="was closed"):
+        host.receive_weights("a", TOKEN, receive)
+    assert ledger.held_bytes == 0
+
+
+def _device(ledger: Ledger) -> EdgeService:
+    """With a closed session's weights and slots in its store."""
+    host = EdgeService(build_head, store=TensorStore(ledger), ledger=ledger)
+    host.open(request("old", optimizer=ADAMW, keep_optimizer=True))
+    slots = {key: (torch.ones(()), p, p) for key, p in HEAD.items()}
+    host.push_weights("old", TOKEN, PartState(weights=HEAD, slots=slots).copy().tensors())
+    host.close("old", TOKEN)
+    assert ledger.held_bytes == host.spare_bytes() == 3 * WEIGHTS + STEPS
+    return host
+
+
+def test_what_the_next_session_asks_for_is_handed_over_and_the_rest_forgotten() -> None:
+    ledger = Ledger()
+    host = _device(ledger)
+    host.open(request("new", optimizer=ADAMW))
+    digests = digests_of({"out.weight": HEAD["out.weight"], "out.bias": torch.ones(5)})
+    assert host.missing("new", TOKEN, digests) == ("out.bias",)
+    assert ledger.held_bytes == HEAD["out.weight"].nbytes
+    assert host.missing("new", TOKEN, digests) == ("out.bias",)  # twice is fine
+    host.push_weights("new", TOKEN, {"out.bias": torch.ones(5)})
+    assert ledger.held_bytes == STATE
+    assert torch.equal(host.weights("new", TOKEN)["out.weight"], HEAD["out.weight"])
+
+
+def test_slots_of_equal_content_stay_apart() -> None:
+    """The step counts of all parameters are equal, and each is counted up by itself."""
+    host = _device(Ledger())
+    host.open(request("new", optimizer=ADAMW))
+    slots = {key: (torch.ones(()), p, p) for key, p in HEAD.items()}
+    state = PartState(weights=HEAD, slots=slots).tensors()
+    assert host.missing("new", TOKEN, digests_of(state)) == ()
+    host.push_weights("new", TOKEN, {})
+    with host.reading("new", TOKEN, with_optimizer=True) as tensors:
+        assert len({t.data_ptr() for t in tensors.values()}) == len(state)
+    found = host.weights("new", TOKEN, with_optimizer=True)
+    assert all(torch.equal(found[key], state[key]) for key in state)
+
+
+def test_a_part_is_pushed_into_a_host_that_is_as_large_as_its_state() -> None:
+    """Also where a last round's part lies there, and where slots come with the weights."""
+    ledger = Ledger(STATE)
+    host = _device(ledger)
+    host.open(request("new", optimizer=ADAMW))
+    slots = {key: (torch.ones(()), p, p) for key, p in HEAD.items()}
+    state = PartState(weights=HEAD, slots=slots).copy().tensors()
+    state["out.weight"] += 1
+    wanted = host.missing("new", TOKEN, digests_of(state))
+    assert wanted == ("out.weight",)
+    host.push_weights("new", TOKEN, {key: state[key] for key in wanted})
+    assert ledger.held_bytes == ledger.peak_bytes == STATE
+
+
+def test_a_step_that_does_not_end_keeps_its_room_until_it_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sessions, "BUSY_S", 0.05)
+    ledger, gate = Ledger(), Authorizer()
+    host = opened(ledger, "a")
+    host.push_weights("a", TOKEN, HEAD)
+
+    def read() -> None:
+        with host.reading("a", TOKEN):
+            gate.wait()
+
+    with in_thread(read):
+        assert gate.entered.wait(60)
+        with pytest.raises(LinkError, match="what uses it has not ended"):
+            host.close("a", TOKEN)
+        with pytest.raises(LinkError, match="no session a"):
+            host.weights("a", TOKEN)
+        assert ledger.held_bytes == STATE
+        gate.opened.set()
+    assert (ledger.held_bytes, host.health().sessions) == (0, 0)
+
+
+def test_a_host_takes_up_the_snapshots_that_it_has_room_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = EdgeService(build_head, vault=SnapshotStore(tmp_path))
+    for session_id in ("a", "b"):
+        host.open(request(session_id, optimizer=ADAMW, recoverable=True))
+        host.push_weights(session_id, TOKEN, HEAD)
+    again = EdgeService(build_head, vault=SnapshotStore(tmp_path), ledger=Ledger(2 * WEIGHTS - 1))
+    assert again.health().sessions == 1
+    assert "is lost: no room" in caplog.text
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+class FakeContext:
+    """Of a call that nobody cuts off."""
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
+    def abort(self, _: object, details: str) -> None:
+        raise AssertionError(details)
+
+
+@pytest.mark.parametrize(
+    ("most_bytes", "expected"), [(10**6, 1000 + 3 * WEIGHTS + STEPS), (STATE, STATE)]
+)
+def test_a_benchmark_tells_what_the_next_plan_may_have(
+    monkeypatch: pytest.MonkeyPatch, most_bytes: int, expected: int
+) -> None:
+    """What is free, with what is kept of the last round, within what the host may hold."""
+    free = BenchmarkAnswer(flop=1.0, seconds=1.0, memory_bytes=1000)
+    monkeypatch.setattr("collapipe_flwr.host.servicer.run_benchmark", lambda _: free)
+    skin = Servicer(_device(Ledger(most_bytes)))
+    answer = skin.benchmark(encode_message(BenchmarkRequest()), FakeContext())
+    assert decode_message(benchmark.BenchmarkAnswer, answer).memory_bytes == expected
+    skin.close()
+
+
+def test_a_part_that_only_generates_reserves_no_optimiser() -> None:
+    """Twice its weights: they are copied as they come."""
+    ledger = Ledger()
+    host, order = opened(ledger), serving_order(even_plan(2, ["d"]), {}, deadline_s=1.0)
+    host.open(request("a", optimizer=order.optimizer))
+    host.push_weights("a", TOKEN, HEAD)
+    assert ledger.held_bytes == ledger.peak_bytes == 2 * WEIGHTS

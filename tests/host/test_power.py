@@ -1,0 +1,87 @@
+"""Planned power reaches `iw` in its unit, and a radio that cannot never stops training."""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from collapipe_flwr.core.errors import ConfigError, LinkError
+from collapipe_flwr.host.daemon import HostSettings, power_of
+from collapipe_flwr.host.power import IwPower, mbm
+from collapipe_flwr.host.server import EdgeServer
+from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.pipeline.session import NextHop
+from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.dialer import Dialer
+from tests.host.chain_to_edge import TOKEN, request
+from tests.host.test_devices import build
+from tests.pipeline.chains import make_parts
+
+
+class Told:
+    def __init__(self) -> None:
+        self.powers_w: list[float] = []
+
+    def apply(self, tx_power_w: float) -> None:
+        self.powers_w.append(tx_power_w)
+
+
+@pytest.mark.parametrize(("watts", "expected"), [(0.1, 2000), (1e-3, 0), (0.2, 2301), (0.0, 0)])
+def test_watts_become_hundredths_of_dbm(watts: float, expected: int) -> None:
+    assert mbm(watts) == expected
+
+
+def test_iw_is_called_with_the_interface_and_its_refusal_is_only_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = tmp_path / "iw"
+    script.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\necho not permitted >&2\nexit 1\n')
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    IwPower("wlan0").apply(0.1)
+    assert (tmp_path / "calls").read_text() == "dev wlan0 set txpower fixed 2000\n"
+    assert "planned power not applied" in caplog.text and "not permitted" in caplog.text
+
+
+def test_a_system_without_iw_is_only_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    IwPower("wlan0").apply(0.1)
+    assert "planned power not applied" in caplog.text
+
+
+@pytest.mark.parametrize(("interface", "calls"), [("", 0), ("wlan0", 1)])
+def test_a_daemon_leaves_its_radio_alone_unless_an_interface_is_named(
+    interface: str, calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, heard = tmp_path / "iw", tmp_path / "calls"
+    script.write_text(f'#!/bin/sh\necho "$@" >> {heard}\n')
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    settings = HostSettings(listen="127.0.0.1:0", name="d", radio_interface=interface)
+    power_of(settings).apply(0.1)
+    lines = heard.read_text().splitlines() if heard.exists() else []
+    assert lines == ["dev wlan0 set txpower fixed 2000"] * calls
+
+
+def test_a_strange_interface_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--radio-interface"):
+        IwPower("wlan0; reboot")
+
+
+def test_a_device_applies_the_power_of_its_session_when_its_stream_begins() -> None:
+    told, parts = Told(), make_parts((2,))
+    service = EdgeService(build, connect=Dialer(name="device 1"), power=told)
+    hop = NextHop(address="127.0.0.1:1", session_id="c1", token=TOKEN)
+    with EdgeServer("127.0.0.1:0", service) as server, EdgeClient(server.address) as client:
+        client.open_session(request(blocks=(0, 2), next_hop=hop, tx_power_w=0.05))
+        client.push_weights("c1", TOKEN, parts[1].state_dict())
+        assert told.powers_w == []
+        with suppress(LinkError):  # the next hop is not there, which may be heard at once
+            client.stream("c1", TOKEN).close()
+    assert told.powers_w == [0.05]

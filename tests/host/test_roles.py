@@ -1,0 +1,209 @@
+"""Roles over mutual TLS: a member reaches what its role needs, another cluster's nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from collapipe_flwr.core.cluster_file import parse_cluster
+from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.core.roster import roster_of
+from collapipe_flwr.core.tls_files import TlsFiles
+from collapipe_flwr.host.ledger import Ledger
+from collapipe_flwr.host.listener import Listener, ListenerSettings
+from collapipe_flwr.host.servicer import Servicer, ServicerConfig
+from collapipe_flwr.pipeline.benchmark import BenchmarkRequest
+from collapipe_flwr.transport.certificates import Authority, sign_all
+from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.host_status import ProbeRequest
+from tests.host.chain_to_edge import TOKEN, request, service
+from tests.pipeline.chains import Head
+
+CLUSTERS = {"g": ("g1", "g2"), "w": ("w1",)}
+CONFIGS = [
+    parse_cluster(
+        {
+            "id": name,
+            "control-unit": {"name": f"cu-{name}"},
+            "device": [{"name": device, "address": f"{device}:1"} for device in devices],
+        },
+        Path("."),
+    )
+    for name, devices in CLUSTERS.items()
+]
+MEMBERS = sorted({name for config in CONFIGS for name in config.names})
+HEAD_BYTES = sum(t.nbytes for t in Head().state_dict().values())
+
+
+class Host:
+    """A device or the edge, and clients of it with anybody's certificate."""
+
+    def __init__(self, address: str, name: str, certificates) -> None:
+        self.address, self._name, self._certificates = address, name, certificates
+
+    @contextmanager
+    def seen_by(self, member: str) -> Iterator[EdgeClient]:
+        with self.seen_with(self._certificates[member]) as client:
+            yield client
+
+    @contextmanager
+    def seen_with(self, tls: TlsFiles) -> Iterator[EdgeClient]:
+        with EdgeClient(
+            self.address, tls=tls, certificate_name=self._name, deadline_s=10
+        ) as client:
+            yield client
+
+    def refuses(self, member: str, call: Callable[[EdgeClient], object], said: str) -> None:
+        with self.seen_by(member) as client, pytest.raises(LinkError, match=said):
+            call(client)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory):
+    return sign_all(tmp_path_factory.mktemp("certs"), dict.fromkeys(MEMBERS, ()))
+
+
+def host(name: str, certificates, *, on_edge: bool) -> Iterator[Host]:
+    roster = roster_of(CONFIGS if on_edge else CONFIGS[:1])
+    guests = roster.control_units if on_edge else frozenset()
+    skin_settings = ServicerConfig(guests=guests, sessions_of_guest=2)
+    settings = ListenerSettings(tls=certificates[name], roster=roster, on_edge=on_edge)
+    skin = Servicer(service(ledger=Ledger(12 * HEAD_BYTES)), skin_settings)
+    with Listener("127.0.0.1:0", lambda: skin, settings) as listener:
+        yield Host(listener.address, name, certificates)
+
+
+@pytest.fixture
+def device(certificates) -> Iterator[Host]:
+    yield from host("g2", certificates, on_edge=False)
+
+
+@pytest.fixture
+def edge(certificates) -> Iterator[Host]:
+    yield from host("edge", certificates, on_edge=True)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda c: c.open_session(request()),
+        lambda c: c.push_weights("c1", TOKEN, {}),
+        lambda c: c.fetch_weights("c1", TOKEN),
+        lambda c: c.close_session("c1", TOKEN),
+        lambda c: c.benchmark(BenchmarkRequest(width=32, seconds=0.1)),
+        lambda c: c.probe(ProbeRequest(name="x", address="127.0.0.1:1")),
+    ],
+)
+def test_only_its_control_unit_gives_a_device_orders(device: Host, call) -> None:
+    with device.seen_by("cu-g") as client:
+        client.open_session(request())
+    for member in ("g1", "server", "edge"):
+        device.refuses(member, call, "it may not call")
+    for member in ("cu-w", "w1"):
+        device.refuses(member, call, "no member here")
+
+
+def test_a_neighbour_may_stream_with_the_token_only(device: Host) -> None:
+    with device.seen_by("cu-g") as client:
+        client.open_session(request())
+        client.push_weights("c1", TOKEN, Head().state_dict())
+    device.refuses("g1", lambda c: c.stream("c1", "a guess of a token"), "no session c1")
+    with device.seen_by("g1") as client:
+        client.stream("c1", TOKEN).close()
+
+
+@pytest.fixture
+def shared(edge: Host) -> Host:
+    """The edge, where the server opened a session for cluster g."""
+    with edge.seen_by("server") as server:
+        server.open_session(request("s-g", cluster_id="g", recoverable=True))
+        server.push_weights("s-g", TOKEN, Head().state_dict())
+    return edge
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda c: c.stream("s-g", TOKEN),
+        lambda c: c.rollback("s-g", TOKEN, 0),
+        lambda c: c.snapshot("s-g", TOKEN, 0),
+        lambda c: c.report("s-g", TOKEN),
+        lambda c: c.fetch_weights("s-g", TOKEN),
+        lambda c: c.push_weights("s-g", TOKEN, {}),
+        lambda c: c.close_session("s-g", TOKEN),
+    ],
+)
+def test_another_cluster_cannot_touch_a_session_even_with_its_token(shared: Host, call) -> None:
+    shared.refuses("cu-w", call, "no session s-g with this token")
+    shared.refuses("w1", call, "no session s-g with this token|it may not call")
+    with shared.seen_by("server") as server:
+        assert set(server.fetch_weights("s-g", TOKEN)) == set(Head().state_dict())
+
+
+def test_a_cluster_uses_its_session_but_its_weights_are_the_servers(shared: Host) -> None:
+    with shared.seen_by("cu-g") as unit:
+        unit.rollback("s-g", TOKEN, 0)
+    with shared.seen_by("g2") as last:
+        last.stream("s-g", TOKEN).close()
+    for call in (
+        lambda c: c.fetch_weights("s-g", TOKEN),
+        lambda c: c.push_weights("s-g", TOKEN, {}),
+        lambda c: c.close_session("s-g", TOKEN),
+    ):
+        shared.refuses("cu-g", call, "no session s-g with this token")
+
+
+def test_nobody_but_the_server_opens_a_session_for_another_cluster(edge: Host) -> None:
+    edge.refuses("cu-w", lambda c: c.open_session(request(cluster_id="g")), "no session for the")
+    edge.refuses("g1", lambda c: c.open_session(request()), "device: it may not call OpenSession")
+    with edge.seen_by("cu-w") as unit:
+        unit.open_session(request("mine", opener="server"))  # who opened it is not taken on trust
+        unit.push_weights("mine", TOKEN, Head().state_dict())
+        assert unit.fetch_weights("mine", TOKEN)
+    edge.refuses("cu-g", lambda c: c.stream("mine", TOKEN), "no session mine")
+
+
+def test_a_guest_displaces_only_itself(shared: Host) -> None:
+    with shared.seen_by("cu-w") as unit:
+        for number in range(50):
+            unit.open_session(request(f"w-{number}"))
+    with shared.seen_by("server") as server:
+        assert server.health().sessions == 3
+        assert server.fetch_weights("s-g", TOKEN)
+
+
+def test_a_guest_has_a_share_of_the_memory(edge: Host) -> None:
+    with edge.seen_by("cu-w") as unit:
+        unit.open_session(request("w-1"))
+        unit.push_weights("w-1", TOKEN, Head().state_dict())
+        unit.open_session(request("w-2"))
+        with pytest.raises(LinkError, match="no room"):
+            unit.push_weights("w-2", TOKEN, Head().state_dict())
+    with edge.seen_by("server") as server:
+        server.open_session(request("s-g", cluster_id="g"))
+        server.push_weights("s-g", TOKEN, Head().state_dict())
+
+
+def test_the_host_in_a_certificate_is_not_who_its_bearer_is(device, edge, certificates) -> None:
+    authority = Authority(certificates["edge"].ca.parent)
+    for member in MEMBERS:  # what the removed machine was reached by
+        removed = authority.member("removed", [member])
+        for host in (device, edge):
+            with (
+                host.seen_with(removed) as client,
+                pytest.raises(LinkError, match="names removed, which is no member here"),
+            ):
+                client.echo()
+
+
+def test_a_role_does_not_come_from_a_host(device: Host, edge: Host, certificates) -> None:
+    authority = Authority(certificates["edge"].ca.parent)
+    neighbour = authority.member("g1", ["cu-g", "server", "edge"])
+    for host in (device, edge):
+        with host.seen_with(neighbour) as client:
+            client.echo()
+            with pytest.raises(LinkError, match="g1 is a device: it may not call OpenSession"):
+                client.open_session(request("mine"))

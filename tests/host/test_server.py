@@ -1,0 +1,321 @@
+"""The edge over real gRPC on loopback: equal numbers, rounds, codecs, TLS, and clear refusals."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import grpc
+import pytest
+import torch
+
+from collapipe_flwr.core.errors import ConfigError, LinkError, LinkTimeout
+from collapipe_flwr.host.ledger import Ledger
+from collapipe_flwr.host.server import EdgeServer
+from collapipe_flwr.pipeline.frame import Frame, FrameKind
+from collapipe_flwr.transport import methods
+from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.codec import decode_frame, encode_frame
+from collapipe_flwr.transport.limits import FrameLimits
+from collapipe_flwr.transport.rate_limit import StreamSettings
+from collapipe_flwr.transport.tls import TlsFiles, client_credentials, server_credentials
+from tests.closeness import assert_near, near
+from tests.host.certificates import Authority
+from tests.host.chain_to_edge import TOKEN, Cluster, open_session, request, service
+from tests.pipeline.chains import DEADLINE_S, Head, make_batch, make_parts, whole_loss
+from tests.threads import none_left
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def server():
+    with EdgeServer("127.0.0.1:0", service()) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server):
+    with EdgeClient(server.address, deadline_s=10) as connected:
+        yield connected
+
+
+def reference_step(seed: int = 1):
+    parts, batch = make_parts((2,)), make_batch((3, 3, 2), seed)
+    loss = whole_loss(parts, batch)
+    loss.backward()
+    with torch.no_grad():
+        for part in parts:
+            for p in part.parameters():
+                p -= 0.5 * p.grad
+    return parts, batch, loss.item()
+
+
+def one_round(client: EdgeClient, codec: str = "fp32"):
+    """One step on a fresh session; returns loss, all weights by part, and the device's report."""
+    parts = make_parts((2,))
+    open_session(client, parts[2])
+    link = client.stream("c1", TOKEN, name="device 1", settings=StreamSettings(codec=codec))
+    cluster = Cluster(parts, link)
+    with cluster.running() as first:
+        result = first.train_step(make_batch((3, 3, 2)))
+    assert cluster.failure is None
+    parts[2].load_weights(client.fetch_weights("c1", TOKEN))
+    return result.loss, parts, cluster.device.report()
+
+
+def assert_equals_reference(loss, parts):
+    wholes, _, expected = reference_step()
+    assert loss == near(expected)
+    for part, whole in zip(parts, wholes, strict=True):
+        assert_near(list(part.parameters()), list(whole.parameters()))
+
+
+def test_a_round_over_grpc_equals_one_process(client):
+    loss, parts, device = one_round(client)
+    assert_equals_reference(loss, parts)
+    edge = client.report("c1", TOKEN)
+    assert edge.steps == 1
+    # The END frame may still be on its way to be counted; nothing else may differ.
+    assert edge.received_up_bytes == device.sent_down_bytes > 0
+    assert edge.sent_up_bytes == device.received_down_bytes > 0
+
+
+@pytest.mark.parametrize(("codec", "tolerance"), [("fp16", 1e-3), ("bf16", 1e-2), ("int8", 2e-2)])
+def test_codecs_shrink_the_stream_and_stay_close(client, codec, tolerance):
+    loss, _, device = one_round(client, codec)
+    _, _, expected = reference_step()
+    assert loss == pytest.approx(expected, rel=tolerance)
+    client.close_session("c1", TOKEN)
+    _, _, exact = one_round(client)
+    assert device.sent_down_bytes < exact.sent_down_bytes
+    assert device.received_down_bytes < exact.received_down_bytes
+
+
+def test_mutual_tls(tmp_path):
+    authority = Authority(tmp_path)
+    edge, device = authority.member("edge"), authority.member("device")
+    with EdgeServer("127.0.0.1:0", service(), tls=edge) as server:
+        with EdgeClient(server.address, tls=device) as client:
+            loss, parts, _ = one_round(client)
+        assert_equals_reference(loss, parts)
+        (tmp_path / "other").mkdir()
+        stranger = Authority(tmp_path / "other").member("stranger")
+        own_ca_only = TlsFiles(ca=authority.ca)
+        forged = TlsFiles(ca=authority.ca, certificate=stranger.certificate, key=stranger.key)
+        for files in (None, stranger, own_ca_only, forged):
+            with (
+                EdgeClient(server.address, tls=files, deadline_s=5) as outsider,
+                pytest.raises(LinkError, match="edge at 127"),
+            ):
+                outsider.health()
+
+
+def test_a_paced_stream_takes_as_long_as_its_link(client):
+    parts = make_parts((2,))
+    open_session(client, parts[2])
+    pace = StreamSettings(rate_bytes_per_s=20_000.0)
+    cluster = Cluster(parts, client.stream("c1", TOKEN, settings=pace))
+    with cluster.running() as first:
+        start = time.monotonic()
+        first.train_step(make_batch((3, 3, 2)))
+        seconds = time.monotonic() - start
+    sent = cluster.device.report().sent_down_bytes
+    assert sent / 20_000 * 0.8 < seconds
+
+
+def test_the_timeline_of_the_edge_reaches_the_client(client):
+    parts = make_parts((2,))
+    client.open_session(request(keep_spans=True))
+    client.push_weights("c1", TOKEN, parts[2].state_dict())
+    with Cluster(parts, client.stream("c1", TOKEN)).running() as first:
+        first.train_step(make_batch((3, 3, 2)))
+    works = [span.work for span in client.timeline("c1", TOKEN).spans]
+    assert works.count("forward") == works.count("backward") == 3
+
+
+def test_missing_tls_files_are_named(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere"):
+        client_credentials(TlsFiles(ca=tmp_path / "nowhere.pem"))
+    with pytest.raises(ConfigError, match="certificate and a key"):
+        server_credentials(TlsFiles())
+    with pytest.raises(ConfigError, match="CA"):
+        client_credentials(TlsFiles())
+
+
+def test_several_rounds_and_sessions_on_one_server(client):
+    heads = [Head(), Head()]
+    for index, head in enumerate(heads):
+        open_session(client, head, f"c{index}")
+    for _ in range(2):
+        for index in range(2):
+            link = client.stream(f"c{index}", TOKEN)
+            with Cluster(make_parts((1,)), link).running() as first:
+                first.train_step(make_batch((2, 2)))
+        client.push_weights("c0", TOKEN, heads[0].state_dict())
+    assert client.health().sessions == 2
+    assert torch.equal(client.fetch_weights("c0", TOKEN)["out.bias"], heads[0].out.bias)
+    assert not torch.equal(client.fetch_weights("c1", TOKEN)["out.bias"], heads[1].out.bias)
+
+
+def test_refusals_are_one_sentence_with_the_address(server, client):
+    for call, said in (
+        (lambda: client.stream("c1", TOKEN), "no session c1"),
+        (lambda: client.fetch_weights("c1", TOKEN), "no session c1"),
+        (lambda: client.push_weights("c1", TOKEN, {}), "no session c1"),
+        (lambda: client.open_session(request(token="short")), "16 characters"),
+        (lambda: _bad_codec(client), "codec must be one of"),
+        (lambda: client.open_session(request(schedule="1f1b", depth=0)), "depth must be >= 1"),
+    ):
+        with pytest.raises(LinkError, match=f"edge at {server.address} refused: .*{said}"):
+            call()
+    assert client.health().running == 0
+
+
+def _bad_codec(client):
+    open_session(client, Head(), "c9")
+    client.stream("c9", TOKEN, settings=StreamSettings(codec="zip"))
+
+
+def test_names_of_any_alphabet(client):
+    open_session(client, Head())
+    link = client.stream("c1", TOKEN, name="café 1")
+    link.close()
+    with pytest.raises(ConfigError, match="ASCII"):
+        request("é")
+
+
+def test_a_second_stream_is_refused_while_one_runs(client):
+    open_session(client, Head())
+    link = client.stream("c1", TOKEN)
+    with pytest.raises(LinkError, match="middle of a stream"):
+        client.stream("c1", TOKEN)
+    link.close()
+
+
+def test_nobody_there():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    start = time.monotonic()
+    with EdgeClient(address, deadline_s=DEADLINE_S) as client:
+        with pytest.raises(LinkError, match=f"edge at {address} cannot be reached"):
+            client.health()
+        with pytest.raises(LinkError, match=f"edge at {address} cannot be reached"):
+            client.stream("c1", TOKEN)
+    assert time.monotonic() - start < DEADLINE_S / 2
+
+
+def test_somebody_there_who_never_answers():
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        start = time.monotonic()
+        with EdgeClient(address, deadline_s=0.5) as client:
+            with pytest.raises(LinkTimeout, match=f"edge at {address}"):
+                client.health()
+            with pytest.raises(LinkTimeout, match=f"edge at {address}"):
+                client.stream("c1", TOKEN)
+        assert time.monotonic() - start < DEADLINE_S / 2
+
+
+def test_a_taken_port_is_named(server):
+    with pytest.raises(ConfigError, match=f"cannot listen on {server.address}"):
+        EdgeServer(server.address, service())
+
+
+def test_nothing_is_left_running():
+    with (
+        none_left(),
+        EdgeServer("127.0.0.1:0", service()) as server,
+        EdgeClient(server.address) as client,
+    ):
+        one_round(client)
+
+
+KEY = ((methods.SESSION_KEY, "c1"), (methods.TOKEN_KEY, TOKEN))
+GARBAGE = [
+    b"",
+    b"\0" * 100,
+    b"CPF1" + b"\xff" * 60,
+    b"{}",
+    encode_frame(Frame(kind=FrameKind.HELLO)),
+]
+
+
+def raw_call(address: str, name: str, messages: list[bytes], metadata=KEY) -> list[bytes]:
+    with grpc.insecure_channel(address) as channel:
+        call = channel.stream_stream(methods.method(name), None, None)
+        return list(call(iter(messages), timeout=10, metadata=metadata))
+
+
+@pytest.mark.parametrize("name", ["OpenSession", "PushWeights"])
+@pytest.mark.parametrize("data", GARBAGE)
+def test_garbage_in_a_call_is_an_error_for_that_peer_only(server, client, name, data):
+    open_session(client, Head())
+    with pytest.raises(grpc.RpcError) as caught:
+        raw_call(server.address, name, [data])
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    client.fetch_weights("c1", TOKEN)
+
+
+@pytest.mark.parametrize("stream_id", ["-1", "1.5", "one", "1" * 30])
+def test_a_stream_with_no_number_is_refused(server, client, stream_id):
+    open_session(client, Head())
+    with pytest.raises(grpc.RpcError, match="must be a whole number"):
+        raw_call(server.address, "Stream", [], (*KEY, (methods.STREAM_KEY, stream_id)))
+    client.fetch_weights("c1", TOKEN)
+
+
+@pytest.mark.parametrize("data", GARBAGE)
+def test_garbage_in_a_stream_ends_it_with_an_error_frame(server, client, data):
+    open_session(client, Head(), "other")
+    open_session(client, Head())
+    *_, last = raw_call(server.address, "Stream", [data])
+    assert decode_frame(last).kind is FrameKind.ERROR
+    assert client.health().sessions == 1
+    client.fetch_weights("other", TOKEN)
+
+
+@pytest.mark.parametrize(
+    "name", ["PushWeights", "FetchWeights", "Report", "Timeline", "CloseSession", "Stream"]
+)
+@pytest.mark.parametrize("key", [(), KEY[:1], KEY[1:], (KEY[0], (methods.TOKEN_KEY, "guess"))])
+def test_every_call_needs_session_and_token(server, client, name, key):
+    open_session(client, Head())
+    with pytest.raises(grpc.RpcError):
+        raw_call(server.address, name, [b""], key)
+    assert client.health().sessions == 1
+
+
+def test_an_oversized_message_is_refused():
+    limits = FrameLimits(frame_bytes=10_000)
+    with EdgeServer("127.0.0.1:0", service(), limits=limits) as server:
+        with EdgeClient(server.address) as client:
+            open_session(client, Head())
+        with pytest.raises(grpc.RpcError) as caught:
+            raw_call(server.address, "Stream", [b"\0" * 20_000])
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_weights_beyond_the_limit_are_refused():
+    with (
+        EdgeServer("127.0.0.1:0", service(ledger=Ledger(100))) as server,
+        EdgeClient(server.address) as client,
+        pytest.raises(LinkError, match="more than 100 bytes"),
+    ):
+        open_session(client, Head())
+
+
+def test_a_stream_whose_peer_leaves_before_it_begins_gives_its_session_back(client, monkeypatch):
+    open_session(client, Head())
+
+    def gone(*_: object, **__: object) -> None:
+        raise LinkError("broke off the stream")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("collapipe_flwr.host.servicer.StreamLink.send", gone)
+        with pytest.raises(LinkError, match="broke off the stream"):
+            client.stream("c1", TOKEN)
+    client.stream("c1", TOKEN).close()

@@ -1,0 +1,122 @@
+"""Laws of sessions: tokens, limits, one stream at a time, and the end after a failure."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from collapipe_flwr.core.errors import LinkError, ScheduleError
+from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.host.session import SessionRefused
+from collapipe_flwr.pipeline.frame import Frame, FrameKind
+from collapipe_flwr.pipeline.link import memory_pair
+from tests.host.chain_to_edge import TOKEN, build_head, request, service
+from tests.pipeline.chains import Head
+
+
+def test_a_session_lives_from_open_to_close():
+    edge, head = service(), Head()
+    edge.open(request())
+    edge.push_weights("c1", TOKEN, head.state_dict())
+    assert edge.health().sessions == 1
+    back = edge.weights("c1", TOKEN)
+    assert all(torch.equal(back[k], t) for k, t in head.state_dict().items())
+    edge.close("c1", TOKEN)
+    assert edge.health().sessions == 0
+
+
+def test_weights_are_copies():
+    edge, head = service(), Head()
+    edge.open(request())
+    edge.push_weights("c1", TOKEN, head.state_dict())
+    edge.weights("c1", TOKEN)["out.weight"].zero_()
+    assert edge.weights("c1", TOKEN)["out.weight"].abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("session_id", "token"), [("c2", TOKEN), ("c1", "wrong"), ("c1", "é"), ("", "")]
+)
+def test_a_stranger_is_refused_everywhere(session_id, token):
+    edge = service()
+    edge.open(request())
+    _, link = memory_pair("a", "b")
+    for call in (
+        lambda: edge.push_weights(session_id, token, {}),
+        lambda: edge.weights(session_id, token),
+        lambda: edge.report(session_id, token),
+        lambda: edge.close(session_id, token),
+        lambda: edge.run(session_id, token, link),
+    ):
+        with pytest.raises(SessionRefused, match="no session"):
+            call()
+    assert edge.health().sessions == 1
+
+
+def test_limits_and_bad_requests():
+    edge = service(most_sessions=1)
+    with pytest.raises(SessionRefused, match="16 characters"):
+        edge.open(request(token="short"))
+    with pytest.raises(ScheduleError, match="pipedream"):
+        edge.open(request(schedule="pipedream"))
+    edge.open(request())
+    with pytest.raises(SessionRefused, match="open already"):
+        edge.open(request())
+    with pytest.raises(SessionRefused, match="1 sessions, its limit"):
+        edge.open(request("c2"))
+
+
+def test_a_full_edge_drops_sessions_that_nobody_uses_any_more():
+    now_s = 0.0
+    edge = EdgeService(build_head, most_sessions=2, forget_after_s=100.0, clock=lambda: now_s)
+    edge.open(request("old"))
+    edge.open(request("used"))
+    now_s = 90.0
+    edge.push_weights("used", TOKEN, Head().state_dict())
+    now_s = 99.0
+    with pytest.raises(SessionRefused, match="its limit"):
+        edge.open(request("new"))
+    now_s = 101.0
+    edge.open(request("new"))
+    edge.weights("used", TOKEN)
+    with pytest.raises(SessionRefused, match="no session old"):
+        edge.weights("old", TOKEN)
+
+
+def test_running_needs_weights_and_reporting_needs_a_run():
+    edge = service()
+    edge.open(request())
+    with pytest.raises(SessionRefused, match="push them first"):
+        edge.run("c1", TOKEN, memory_pair("a", "b")[0])
+    with pytest.raises(SessionRefused, match="not run yet"):
+        edge.report("c1", TOKEN)
+
+
+def test_one_stream_at_a_time_and_an_orderly_end_keeps_the_session():
+    edge = service()
+    edge.open(request())
+    edge.push_weights("c1", TOKEN, Head().state_dict())
+    session = edge.claim("c1", TOKEN)
+    with pytest.raises(SessionRefused, match="middle of a stream"):
+        edge.claim("c1", TOKEN)
+    with pytest.raises(SessionRefused, match="middle of a stream"):
+        edge.weights("c1", TOKEN)
+    ours, theirs = memory_pair("edge", "device")
+    worker = threading.Thread(target=edge.serve, args=(session, ours))
+    worker.start()
+    theirs.send(Frame(kind=FrameKind.END), deadline_s=1)
+    worker.join(10)
+    assert edge.report("c1", TOKEN).steps == 0
+    assert edge.health().running == 0
+
+
+def test_a_failed_stream_takes_its_session_with_it():
+    edge = service()
+    edge.open(request())
+    edge.push_weights("c1", TOKEN, Head().state_dict())
+    ours, theirs = memory_pair("edge", "device")
+    theirs.close("lost power")
+    with pytest.raises(LinkError, match="device failed: lost power"):
+        edge.run("c1", TOKEN, ours)
+    assert edge.health().sessions == 0

@@ -1,0 +1,63 @@
+"""Who calls is what the common name of its certificate says, and nothing else in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import pytest
+
+from collapipe_flwr.core.roster import Caller, Roster
+from collapipe_flwr.transport.authorizer import MOST_AT_ONCE, Authorizer, PeerBusy, PeerRefused
+
+
+class Context:
+    """What gRPC says of a peer over mutual TLS, or on plain text without a name."""
+
+    def __init__(self, name: str | None = None, hosts: Iterable[str] = ()) -> None:
+        self._found = {"transport_security_type": [b"ssl"]}
+        if name is not None:
+            self._found["x509_common_name"] = [name.encode()]
+            self._found["x509_subject_alternative_name"] = [host.encode() for host in hosts]
+
+    def auth_context(self) -> Mapping[str, Iterable[bytes]]:
+        return self._found
+
+
+def test_a_member_is_known_by_its_common_name_only() -> None:
+    roster = Roster({"pi-1": Caller(name="pi-1")})
+    gate = Authorizer(roster, on_edge=False)
+    with gate.entered(Context("pi-1", ["10.0.0.1", "pi-2"]), "Echo") as caller:
+        assert caller == Caller(name="pi-1")
+    for name in ("pi-2", "PI-1", "pi-1.", "pi-1\0", "", None):
+        with (
+            pytest.raises(PeerRefused, match=r"is no member here|has no common name"),
+            gate.entered(Context(name, ["pi-1"]), "Echo"),
+        ):
+            pass
+
+
+def test_without_a_roster_a_nameless_certificate_is_refused_and_plain_text_is_nobody() -> None:
+    gate = Authorizer(None, on_edge=True)
+    with gate.entered(Context(), "Echo") as caller:
+        assert caller is None
+    with gate.entered(Context("laptop"), "Echo") as caller:
+        assert caller == Caller(name="laptop")
+    with (
+        pytest.raises(PeerRefused, match="has no common name"),
+        gate.entered(Context("", ["laptop"]), "Echo"),
+    ):
+        pass
+
+
+def test_calls_are_counted_by_name_whatever_hosts_are_listed() -> None:
+    gate = Authorizer(None, on_edge=True)
+    entered = [
+        gate.entered(Context("pi-1", [f"host-{n}"]), "PushWeights")
+        for n in range(MOST_AT_ONCE["transfers"] + 1)
+    ]
+    for call in entered[:-1]:
+        call.__enter__()
+    with pytest.raises(PeerBusy, match="pi-1 has 2 transfers under way"):
+        entered[-1].__enter__()
+    for call in entered[:-1]:
+        call.__exit__(None, None, None)

@@ -1,0 +1,270 @@
+"""Laws of the codec: what goes in comes out, and nonsense is a ProtocolError, never a crash."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collapipe_flwr.core.errors import ProtocolError
+from collapipe_flwr.pipeline.frame import Frame, FrameKind
+from collapipe_flwr.transport.codec import decode_frame, encode_frame
+from collapipe_flwr.transport.limits import FrameLimits
+from collapipe_flwr.transport.quantize import WIRE_CODECS
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32]
+DTYPES += [torch.int16, torch.int8, torch.uint8, torch.bool]
+ERRORS = {"fp32": 0.0, "fp16": 2**-10, "bf16": 2**-8, "int8": 1 / 254}
+
+
+def sample() -> Frame:
+    return Frame(
+        kind=FrameKind.ACTIVATION,
+        step=3,
+        micro_batch=2,
+        tensors={"hidden": torch.randn(2, 3, 4), "attention_mask": torch.ones(2, 3).long()},
+        scalars={"scale": 0.25},
+        text="é",
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0, 2), (5, 7), (1, 2, 3, 4)])
+def test_every_dtype_and_shape_comes_back_bit_by_bit(dtype, shape):
+    tensor = (torch.randn(shape) * 3).to(dtype)
+    back = decode_frame(encode_frame(Frame(kind=FrameKind.WEIGHTS, tensors={"w": tensor})))
+    assert back.tensors["w"].dtype == dtype
+    assert torch.equal(back.tensors["w"], tensor)
+    assert back.tensors["w"].shape == shape
+
+
+@given(
+    kind=st.sampled_from(FrameKind),
+    numbers=st.tuples(st.integers(0, 2**40), st.integers(0, 2**20)),
+    scalars=st.dictionaries(st.text(max_size=9), st.floats(), max_size=4),
+    text=st.text(max_size=99),
+)
+def test_everything_but_tensors_comes_back(kind, numbers, scalars, text):
+    sent = Frame(kind=kind, step=numbers[0], micro_batch=numbers[1], scalars=scalars, text=text)
+    back = decode_frame(encode_frame(sent))
+    assert (back.kind, back.step, back.micro_batch, back.text) == (kind, *numbers, text)
+    assert back.scalars.keys() == scalars.keys()
+    for name, value in scalars.items():
+        assert back.scalars[name] == value or math.isnan(value)
+
+
+@pytest.mark.parametrize("codec", ["fp32", "fp16", "bf16", "int8"])
+@pytest.mark.parametrize("elements", [0, 1, 127, 128, 129, 1000])
+def test_lossy_codecs_stay_within_their_bound(codec, elements):
+    tensor = torch.randn(elements, generator=torch.Generator().manual_seed(1))
+    data = encode_frame(Frame(kind=FrameKind.GRADIENT, tensors={"grad": tensor}), codec)
+    back = decode_frame(data).tensors["grad"]
+    assert back.dtype == torch.float32
+    largest = tensor.abs().max().item() if elements else 0.0
+    assert (
+        (back - tensor).abs().max().item() <= ERRORS[codec] * largest * 1.001 if elements else True
+    )
+
+
+def test_lossy_codecs_are_smaller_and_touch_only_hidden_states_and_gradients():
+    hidden, mask = torch.randn(64, 64), torch.randn(64)
+    frame = Frame(kind=FrameKind.ACTIVATION, tensors={"hidden": hidden, "bias": mask})
+    sizes = {codec: len(encode_frame(frame, codec)) for codec in WIRE_CODECS}
+    assert sizes["int8"] < sizes["bf16"] < sizes["fp16"] < sizes["fp32"]
+    back = decode_frame(encode_frame(frame, "int8"))
+    assert torch.equal(back.tensors["bias"], mask)
+    assert not torch.equal(back.tensors["hidden"], hidden)
+
+
+@pytest.mark.parametrize("codec", ["fp16", "bf16", "int8"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_an_overflow_stays_visible(codec, bad):
+    tensor = torch.ones(300)
+    tensor[200] = bad
+    frame = Frame(kind=FrameKind.ACTIVATION, tensors={"hidden": tensor})
+    back = decode_frame(encode_frame(frame, codec)).tensors["hidden"]
+    assert not back[200].isfinite()
+    torch.testing.assert_close(back[:128], tensor[:128])
+
+
+@pytest.mark.parametrize("codec", ["fp16", "bf16", "int8"])
+@pytest.mark.parametrize("magnitude", [0.0, 1e-45, 1e-39, 1e-30, 1e-8, 7e4, 1e30, 3e38])
+def test_lossy_codecs_take_any_magnitude(codec, magnitude):
+    """Gradients of a mean over many labels are below the smallest number of half precision."""
+    tensor = torch.linspace(-1, 1, 300) * magnitude
+    data = encode_frame(Frame(kind=FrameKind.GRADIENT, tensors={"grad": tensor}), codec)
+    error = (decode_frame(data).tensors["grad"] - tensor).abs().max().item()
+    assert error <= max(magnitude * ERRORS[codec] * 1.001, 2e-36)
+
+
+def test_fp16_rounds_what_half_precision_holds_as_half_precision_does():
+    tensor = torch.randn(1000, generator=torch.Generator().manual_seed(1)) * 8
+    plain = tensor.half()
+    data = encode_frame(Frame(kind=FrameKind.GRADIENT, tensors={"grad": tensor}), "fp16")
+    back = decode_frame(data).tensors["grad"]
+    normal = plain.abs() >= torch.finfo(torch.float16).smallest_normal
+    assert normal.sum() > 990
+    assert torch.equal(back[normal], plain[normal].float())
+
+
+def test_fp16_keeps_small_gradients_beside_large_ones():
+    tensor = torch.tensor([1.0, 2.0**-28, 2.0**-38, 2.0**-40])
+    data = encode_frame(Frame(kind=FrameKind.GRADIENT, tensors={"grad": tensor}), "fp16")
+    assert decode_frame(data).tensors["grad"].tolist() == [1.0, 2.0**-28, 2.0**-38, 0.0]
+
+
+def test_decoded_tensors_own_their_memory():
+    data = encode_frame(sample())
+    first, second = decode_frame(data), decode_frame(data)
+    first.tensors["hidden"].zero_()
+    assert second.tensors["hidden"].abs().sum() > 0
+
+
+def test_a_tensor_that_cannot_travel_is_refused():
+    with pytest.raises(ProtocolError, match="complex64"):
+        encode_frame(
+            Frame(kind=FrameKind.WEIGHTS, tensors={"w": torch.ones(1, dtype=torch.complex64)})
+        )
+
+
+@given(st.binary(max_size=300))
+def test_garbage_is_a_protocol_error(data):
+    with pytest.raises(ProtocolError):
+        decode_frame(data)
+
+
+@given(cut=st.integers(0, 10_000))
+def test_a_truncated_frame_is_a_protocol_error(cut):
+    data = encode_frame(sample())
+    with pytest.raises(ProtocolError):
+        decode_frame(data[: cut % len(data)])
+
+
+@given(position=st.integers(0, 10_000), byte=st.integers(0, 255))
+def test_a_flipped_byte_is_a_protocol_error_or_another_frame(position, byte):
+    data = bytearray(encode_frame(sample()))
+    data[position % len(data)] = byte
+    try:
+        frame = decode_frame(bytes(data))
+    except ProtocolError:
+        return
+    assert sum(t.numel() for t in frame.tensors.values()) <= len(data)
+
+
+def forged(fields: object, tensors: object, body: bytes = b"") -> bytes:
+    text = f"{json.dumps(fields)}\n{json.dumps(tensors)}".encode()
+    text += b" " * (-(8 + len(text)) % 16)
+    return struct.pack("<4sI", b"CPF1", len(text)) + text + body
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=7) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=100)
+@given(
+    fields=json_values
+    | st.tuples(json_values, json_values, json_values, json_values, json_values)
+    | st.tuples(
+        st.integers(0, 8),
+        st.integers(0, 3),
+        st.integers(0, 3),
+        st.dictionaries(st.text(max_size=2), st.integers() | st.floats(), max_size=2),
+        st.text(max_size=3),
+    ),
+    tensors=json_values
+    | st.lists(
+        st.tuples(
+            st.text(max_size=3),
+            st.sampled_from(["float32", "bool", "int64"]) | json_values,
+            st.lists(st.integers(-2, 2**70), max_size=9) | json_values,
+            st.sampled_from(["fp32", "int8"]) | json_values,
+            st.integers(-1, 2**70) | json_values,
+        ),
+        max_size=3,
+    ),
+    body=st.binary(max_size=64),
+)
+def test_a_forged_header_is_a_protocol_error_or_an_honest_frame(fields, tensors, body):
+    data = forged(fields, tensors, body)
+    try:
+        frame = decode_frame(data)
+    except ProtocolError:
+        return
+    assert frame.tensor_bytes <= 8 * len(data)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        ["w", "float32", [2**40], "fp32", 2**42],
+        ["w", "float32", [2**62, 4], "fp32", 0],
+        ["w", "float32", [2], "fp32", 4],
+        ["w", "float32", [2**63, 0], "fp32", 0],
+        ["w", "float32", [2**61, 2**61, 0], "fp32", 0],
+        ["w", "float32", [1] * 9, "fp32", 4],
+        ["w", "int64", [2], "int8", 6],
+        ["w", "object", [2], "fp32", 16],
+        ["w", "float32", [-1], "fp32", 0],
+        ["w", "float32", [True], "fp32", 4],
+    ],
+)
+def test_impossible_tensors_are_refused_before_allocation(entry):
+    with pytest.raises(ProtocolError):
+        decode_frame(forged([2, 0, 0, {}, ""], [entry], bytes(16 if entry[4] else 0)))
+
+
+@pytest.mark.parametrize("bad", [[1.0], [True], ["1"]])
+def test_what_was_read_once_excuses_no_lookalike(bad):
+    honest = ["w", "float32", [1], "fp32", 4]
+    body = b"\0" * 16
+    assert decode_frame(forged([2, 0, 0, {}, ""], [honest], body)).tensors["w"].shape == (1,)
+    with pytest.raises(ProtocolError):
+        decode_frame(forged([2, 0, 0, {}, ""], [[*honest[:2], bad, *honest[3:]]], body))
+
+
+def test_frames_that_follow_each_other_keep_their_own_tensors():
+    sent = [
+        Frame(kind=FrameKind.ACTIVATION, micro_batch=n, tensors={"hidden": torch.full((n, 2), n)})
+        for n in (2, 2, 1, 2)
+    ]
+    for frame in sent:
+        back = decode_frame(encode_frame(frame))
+        assert back.micro_batch == frame.micro_batch
+        assert torch.equal(back.tensors["hidden"], frame.tensors["hidden"])
+
+
+def test_a_limit_holds_for_tensors_that_were_read_under_a_wider_one():
+    data = encode_frame(sample())
+    assert decode_frame(data).tensors
+    with pytest.raises(ProtocolError):
+        decode_frame(data, FrameLimits(tensors=1))
+
+
+def test_limits():
+    data = encode_frame(sample())
+    for limits in (
+        FrameLimits(frame_bytes=len(data) - 1),
+        FrameLimits(header_bytes=10),
+        FrameLimits(tensors=1),
+        FrameLimits(dimensions=2),
+    ):
+        with pytest.raises(ProtocolError):
+            decode_frame(data, limits)
+
+
+def test_deep_nesting_is_a_protocol_error():
+    text = b"[" * 100_000
+    text += b" " * (-(8 + len(text)) % 16)
+    with pytest.raises(ProtocolError):
+        decode_frame(struct.pack("<4sI", b"CPF1", len(text)) + text)

@@ -1,0 +1,71 @@
+"""Control messages come back as they were, and anything else is a ProtocolError."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collapipe_flwr.core.errors import ProtocolError
+from collapipe_flwr.pipeline.meter import Span, StageReport
+from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+from collapipe_flwr.pipeline.session import SessionRequest, Timeline
+from collapipe_flwr.transport.messages import MESSAGE_BYTES, decode_message, encode_message
+
+REQUEST = SessionRequest(
+    session_id="c1",
+    token="t" * 32,
+    spec_json='{"task": "seq2seq"}',
+    optimizer=OptimizerSettings(name="sgd", momentum=0.9, betas=(0.1, 0.2)),
+    depth=3,
+)
+
+SPAN = Span(work="forward", step=1, micro_batch=2, start_s=0.5, stop_s=0.75)
+TIMELINE = Timeline(spans=(SPAN, SPAN))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [REQUEST, StageReport(name="edge", steps=3, wait_s=0.5), TIMELINE, Timeline(spans=())],
+)
+def test_round_trip(message):
+    assert decode_message(type(message), encode_message(message)) == message
+
+
+def changed(**fields: object) -> bytes:
+    return json.dumps({**json.loads(encode_message(REQUEST)), **fields}).encode()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[]",
+        b"{}",
+        b"[" * 200_000,
+        b" " * (MESSAGE_BYTES + 1),
+        changed(depth="3"),
+        changed(depth=True),
+        changed(depth=2.5),
+        changed(deadline_s=float("nan")),
+        changed(deadline_s=10**400),
+        changed(token=None),
+        changed(extra=1),
+        changed(optimizer={"name": "lion"}),
+        changed(optimizer=[1, 2]),
+        changed(optimizer={**json.loads(encode_message(OptimizerSettings())), "betas": [1]}),
+        changed(optimizer={**json.loads(encode_message(OptimizerSettings())), "name": "lion"}),
+    ],
+)
+def test_nonsense_is_refused(data):
+    with pytest.raises(ProtocolError):
+        decode_message(SessionRequest, data)
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_refused(data):
+    with pytest.raises(ProtocolError):
+        decode_message(SessionRequest, data)

@@ -1,0 +1,67 @@
+"""A link that moves no bytes waits as long as a wire of its rate would take."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from collapipe_flwr.core.errors import LinkError, LinkTimeout
+from collapipe_flwr.pipeline.frame import Frame, FrameKind
+from collapipe_flwr.pipeline.link import memory_pair
+from collapipe_flwr.transport.rate_limit import StreamSettings, slower
+from collapipe_flwr.transport.simulated_link import Wire, rate_limited_pair
+
+FRAME = Frame(kind=FrameKind.ACTIVATION, tensors={"hidden": torch.zeros(250)})  # 1000 bytes
+PACE = StreamSettings(rate_bytes_per_s=4000.0, peer_rate_bytes_per_s=2000.0)
+
+
+def test_frames_arrive_when_the_wire_has_carried_them():
+    left, right = rate_limited_pair(*memory_pair("left", "right"), PACE)
+    for sender, receiver, rate in ((left, right, 4000.0), (right, left, 2000.0)):
+        started_s = time.monotonic()
+        for _ in range(2):
+            sender.send(FRAME, deadline_s=1.0)
+        assert time.monotonic() - started_s < 1000 / rate  # the sender computes on
+        for _ in range(2):
+            receiver.receive(deadline_s=1.0)
+        assert time.monotonic() - started_s >= 2000 / rate
+        assert sender.traffic.sending_s == pytest.approx(2000 / rate)
+
+
+def test_a_frame_that_was_there_already_is_not_held_back():
+    left, right = rate_limited_pair(*memory_pair("left", "right"), PACE)
+    left.send(FRAME, deadline_s=1.0)
+    threading.Event().wait(0.3)
+    started_s = time.monotonic()
+    right.receive(deadline_s=1.0)
+    assert time.monotonic() - started_s < 0.2
+
+
+def test_an_error_overtakes_what_is_on_its_way():
+    slow = StreamSettings(rate_bytes_per_s=10.0)
+    left, right = rate_limited_pair(*memory_pair("left", "right"), slow)
+    left.send(FRAME, deadline_s=1.0)
+    threading.Timer(0.1, left.close, ("broken",)).start()
+    started_s = time.monotonic()
+    with pytest.raises(LinkError, match="broken"):
+        for _ in range(2):
+            right.receive(deadline_s=1.0)
+    assert time.monotonic() - started_s < 50.0  # the wire would take 100 s
+
+
+def test_links_without_a_rate_stay_as_they_are():
+    pair = memory_pair("left", "right")
+    assert rate_limited_pair(*pair, StreamSettings()) == pair
+
+
+def test_a_wire_that_was_promised_a_frame_does_not_wait_for_ever():
+    with pytest.raises(LinkTimeout, match="left"):
+        Wire(10.0).await_frame("left", 0.01)
+
+
+@pytest.mark.parametrize(("one", "other", "both"), [(None, None, None), (2, None, 2), (3, 2, 2)])
+def test_of_two_limits_the_smaller_holds(one, other, both):
+    assert slower(one, other) == slower(other, one) == both

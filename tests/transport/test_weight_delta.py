@@ -1,0 +1,122 @@
+"""What the other side holds does not travel, and what arrives is the same as if all had."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from collapipe_flwr.host.server import EdgeServer
+from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.host.store import TensorStore
+from collapipe_flwr.pipeline.digest import digest_of
+from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+from collapipe_flwr.pipeline.state import PartState
+from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.differences import TransferStats, fetch_changed, push_missing
+from tests.host.chain_to_edge import TOKEN, build_head, request
+from tests.pipeline.chains import Head
+
+ADAMW = OptimizerSettings(name="adamw")
+
+
+@pytest.fixture
+def client() -> Iterator[EdgeClient]:
+    service = EdgeService(build_head, store=TensorStore())
+    with EdgeServer("127.0.0.1:0", service) as server, EdgeClient(server.address) as client:
+        yield client
+
+
+def _weights() -> dict[str, Tensor]:
+    return {key: tensor.clone() for key, tensor in Head().state_dict().items()}
+
+
+def _bytes(weights: dict[str, Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in weights.values())
+
+
+def _push(client: EdgeClient, session_id: str, weights: dict[str, Tensor]) -> TransferStats:
+    client.open_session(request(session_id))
+    return push_missing(client, session_id, TOKEN, weights)
+
+
+def test_the_first_push_moves_everything_and_the_same_again_nothing(client: EdgeClient) -> None:
+    weights = _weights()
+    assert _push(client, "a", weights) == TransferStats(sent_bytes=_bytes(weights))
+    client.close_session("a", TOKEN)
+    assert _push(client, "b", weights) == TransferStats(spared_bytes=_bytes(weights))
+    found = client.fetch_weights("b", TOKEN)
+    assert all(torch.equal(found[key], weights[key]) for key in weights)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_slots_that_were_kept_stay_where_they_are(client: EdgeClient, kept: bool) -> None:
+    head = Head()
+    slots = {key: (torch.ones(()), p, p) for key, p in head.state_dict().items()}
+    state = PartState(weights=_weights(), slots=slots).tensors()
+    for session_id in ("a", "b"):
+        client.open_session(request(session_id, optimizer=ADAMW, keep_optimizer=kept))
+        moved = push_missing(client, session_id, TOKEN, state)
+        found = client.fetch_weights(session_id, TOKEN, with_optimizer=True)
+        assert all(torch.equal(found[key], state[key]) for key in state)
+        client.close_session(session_id, TOKEN)
+    of_slots = _bytes(state) - _bytes(_weights())
+    assert moved.sent_bytes == (0 if kept else of_slots)
+
+
+def test_only_what_changed_moves(client: EdgeClient) -> None:
+    weights = _weights()
+    _push(client, "a", weights)
+    client.close_session("a", TOKEN)
+    key = next(iter(weights))
+    weights[key] = weights[key] + 1
+    moved = _push(client, "b", weights)
+    assert moved.sent_bytes == weights[key].numel() * weights[key].element_size()
+    assert moved.spared_bytes == _bytes(weights) - moved.sent_bytes > 0
+    found = client.fetch_weights("b", TOKEN)
+    assert all(torch.equal(found[key], weights[key]) for key in weights)
+
+
+def test_a_fetch_brings_only_what_training_changed(client: EdgeClient) -> None:
+    weights = _weights()
+    _push(client, "a", weights)
+    fetched, moved = fetch_changed(client, "a", TOKEN, weights)
+    assert moved == TransferStats(spared_bytes=_bytes(weights))
+    assert all(torch.equal(fetched[key], weights[key]) for key in weights)
+    key = next(iter(weights))
+    known = {**weights, key: weights[key] + 1}
+    fetched, moved = fetch_changed(client, "a", TOKEN, known)
+    assert torch.equal(fetched[key], weights[key])
+    assert moved.received_bytes == weights[key].numel() * weights[key].element_size()
+
+
+def test_a_host_forgets_what_the_session_before_the_last_held(client: EdgeClient) -> None:
+    old, new = _weights(), {key: tensor + 1 for key, tensor in _weights().items()}
+    for session_id, weights in (("a", old), ("b", new)):
+        _push(client, session_id, weights)
+        client.close_session(session_id, TOKEN)
+    assert _push(client, "c", old).sent_bytes == _bytes(old)
+
+
+def test_a_host_without_a_store_asks_for_everything() -> None:
+    weights = _weights()
+    with (
+        EdgeServer("127.0.0.1:0", EdgeService(build_head)) as server,
+        EdgeClient(server.address) as client,
+    ):
+        for session_id in ("a", "b"):
+            assert _push(client, session_id, weights).sent_bytes == _bytes(weights)
+            client.close_session(session_id, TOKEN)
+
+
+def test_a_digest_tells_values_dtypes_and_shapes_apart() -> None:
+    one = torch.arange(6, dtype=torch.float32)
+    others = (one + 1, one.to(torch.int32), one.view(2, 3), one.view(3, 2), one[:5], one.double())
+    digests = {digest_of(tensor) for tensor in (one, *others)}
+    assert len(digests) == 7
+    assert digest_of(one.clone()) == digest_of(one)
+    column = torch.stack([one, one], dim=1)[:, 0]
+    assert not column.is_contiguous() and digest_of(column) == digest_of(one)
+    assert digest_of(torch.tensor(-0.0)) != digest_of(torch.tensor(0.0))
