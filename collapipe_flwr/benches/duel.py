@@ -12,7 +12,7 @@ from collapipe_flwr.benches.job import Job, StepSeconds, Turn
 from collapipe_flwr.benches.network import Network
 from collapipe_flwr.benches.stolen import QUIET, Stolen, quietest
 from collapipe_flwr.core.json_codec import from_json, to_json
-from collapipe_flwr.costs.events import StepTimes, replay
+from collapipe_flwr.core.schedule import StepTimes, replay
 
 SAME_LOSS = 1e-3  # relative: both trained the same model on the same batch
 
