@@ -28,7 +28,7 @@ from collapipe_flwr.core.domain import (
     RadioProfile,
     Snapshot,
 )
-from collapipe_flwr.costs.events import StepTimes
+from collapipe_flwr.core.schedule import StepTimes
 from collapipe_flwr.costs.warm_up import choose_warm_up
 from collapipe_flwr.scheduler.protocol import SchedulerSettings
 from collapipe_flwr.scheduler.registry import make_scheduler

@@ -166,7 +166,7 @@ def _plan(stops: Sequence[int], steps: int) -> ClusterPlan:
         ),
         micro_batch_size=4,
         micro_batches=2,
-        warmup_depth=tuple(range(len(stops) + 2, 0, -1)),
+        warmup_depth=(2,) * (len(stops) + 2),
         local_steps=steps,
         bandwidth_hz=1.0,
         tx_power_w={},

@@ -26,7 +26,7 @@ from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.roles import MicroBatch
 from collapipe_flwr.pipeline.state import Slots
-from collapipe_flwr.scheduler.plans import check_cluster_plan
+from collapipe_flwr.scheduler.plans import check_cluster_plan, dry_run_plan
 from collapipe_flwr.transport.differences import TransferStats
 
 
@@ -59,13 +59,15 @@ def train_round(
 ) -> RoundResult:
     """Run every batch as one optimiser step on the devices of ``fleet``, after testing ``probe``.
 
-    Raises ScheduleError for a plan that does not cover every block exactly once, and LinkError
-    (LinkTimeout) when a device or the edge fails (stays silent); the weights in ``order`` are
-    unchanged then and no device holds anything of the round. With ``recovery`` it goes on without
-    devices that are lost, see `RecoveringRound.run` for what it raises then.
+    Raises ScheduleError for a plan that does not cover every block exactly once, or whose schedule
+    would block or keep more in flight than planned, and LinkError (LinkTimeout) when a device or
+    the edge fails (stays silent); the weights in ``order`` are unchanged then and no device holds
+    anything of the round. With ``recovery`` it goes on without devices that are lost, see
+    `RecoveringRound.run` for what it raises then.
     """
     start_s = time.perf_counter()
     check_cluster_plan(order.plan, splitter.num_blocks)
+    dry_run_plan(order.plan, order.schedule, min(hop.queue_frames for hop in order.hops))
     if recovery is None:
         leg = run_leg(
             splitter, order, batches, fleet, probe, keep_optimizer=lambda: order.keep_optimizer

@@ -14,9 +14,9 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
+from collapipe_flwr.core.schedule import StepTimes, replay
 from collapipe_flwr.costs.chain import Chain, makespan_of
 from collapipe_flwr.costs.compute import Options
-from collapipe_flwr.costs.events import StepTimes, replay
 from collapipe_flwr.costs.latency import PassTimes, gpipe_makespan_s
 from collapipe_flwr.costs.memory import capacity_bytes, peak_bytes
 from collapipe_flwr.costs.tables import Tables

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from collapipe_flwr.costs.events import StepTimes, replay
+from collapipe_flwr.core.schedule import StepTimes, replay
 
 AS_GOOD = 1e-3  # relative makespan
 

@@ -22,6 +22,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from collapipe_flwr.core.errors import ConfigError, LinkError
+from collapipe_flwr.core.schedule import stage_actions
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
 from collapipe_flwr.host.parts import FOUND, SNAPSHOT, BuildPart, Parts, module_of, tensors_of
 from collapipe_flwr.host.power import PowerControl, RadioAsItIs
@@ -35,7 +36,6 @@ from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.memory import bytes_of
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.roles import LastStage, MiddleStage
-from collapipe_flwr.pipeline.schedule import stage_actions
 from collapipe_flwr.pipeline.session import Health, NextHop, SessionRequest, Timeline
 from collapipe_flwr.pipeline.stage_settings import StageSettings
 

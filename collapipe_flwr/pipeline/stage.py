@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from collapipe_flwr.core.errors import ModelError, ProtocolError
+from collapipe_flwr.core.schedule import Action, Op, forward_actions, stage_actions
 from collapipe_flwr.pipeline.adding import add_in_place
 from collapipe_flwr.pipeline.backward import Owed, owing
 from collapipe_flwr.pipeline.frame import GRAD, HIDDEN, Frame, FrameKind
@@ -27,7 +28,6 @@ from collapipe_flwr.pipeline.memory import MemoryMeter
 from collapipe_flwr.pipeline.meter import GradientNorms, Recorder, StageReport, square_norm
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.randomness import FreeRandomness, Randomness, SeededRandomness
-from collapipe_flwr.pipeline.schedule import Action, Op, forward_actions, stage_actions
 from collapipe_flwr.pipeline.stage_settings import StageSettings
 from collapipe_flwr.pipeline.step import Step
 from collapipe_flwr.pipeline.ties import borrows, shared_parameters

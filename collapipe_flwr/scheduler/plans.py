@@ -9,6 +9,7 @@ from math import isfinite
 
 from collapipe_flwr.core.domain import ClusterPlan, HopPlan, Plan, Segment
 from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.core.schedule import Schedule, stage_actions
 from collapipe_flwr.costs.codecs import CODECS
 
 Json = Mapping[str, object]
@@ -34,6 +35,28 @@ def check_cluster_plan(plan: ClusterPlan, num_blocks: int | None = None) -> None
         )
     if plan.hops:
         _check_hops(where, plan)
+
+
+def dry_run_plan(plan: ClusterPlan, schedule: str, queue_frames: int | None = None) -> None:
+    """Play the schedule that the plan's stages will execute, without computing.
+
+    Raises ScheduleError if it would block over links that hold `queue_frames` frames, or if a stage
+    would keep more micro-batches in flight than the plan states.
+    """
+    where = f"plan of cluster {plan.cluster_id!r}"
+    depths, count = plan.warmup_depth, plan.micro_batches
+    actions = tuple(stage_actions(schedule, depth, count) for depth in depths)
+    found = Schedule(schedule, actions)
+    for stage, (most, depth) in enumerate(zip(found.in_flight(), depths, strict=True)):
+        if most > depth:
+            raise ScheduleError(
+                f"{where}: {schedule} keeps {most} micro-batches in flight on stage {stage}, but "
+                f"warmup_depth allows {depth}: plan for {schedule}, or run the round as 1f1b"
+            )
+    try:
+        found.dry_run(queue_frames)
+    except ScheduleError as error:
+        raise ScheduleError(f"{where}: {error}") from error
 
 
 def _check_hops(where: str, plan: ClusterPlan) -> None:

@@ -7,11 +7,10 @@ from typing import Protocol
 
 from collapipe_flwr.core.domain import Plan, RoundOutcome, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.core.schedule import SCHEDULES
 from collapipe_flwr.costs.codecs import CODECS, ladder
 from collapipe_flwr.costs.compute import Options
 from collapipe_flwr.scheduler.state import SchedulerState
-
-SCHEDULES = ("gpipe", "1f1b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

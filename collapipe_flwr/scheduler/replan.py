@@ -26,6 +26,7 @@ from collapipe_flwr.core.domain import (
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.costs.codecs import CODECS
 from collapipe_flwr.costs.compute import Options
+from collapipe_flwr.scheduler.plans import dry_run_plan
 from collapipe_flwr.scheduler.segment_dp import (
     Path,
     SegmentProblem,
@@ -68,7 +69,9 @@ def replan(plan: ClusterPlan, remains: Remains) -> ClusterPlan:
         path = best_path(problem, order)
     except InfeasibleError as error:
         raise InfeasibleError(_refusal(plan, remains)) from error
-    return _with_segments(plan, remains, path, path.value(problem))
+    rest = _with_segments(plan, remains, path, path.value(problem))
+    dry_run_plan(rest, remains.options.schedule)
+    return rest
 
 
 def _problem(plan: ClusterPlan, remains: Remains) -> SegmentProblem:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.core.schedule import replay
 from collapipe_flwr.costs.chain import Chain, chain_of, full_power_times
 from collapipe_flwr.costs.compute import Options
 from collapipe_flwr.costs.depths import choose_depths, deepest, schedule_rows, step_times
-from collapipe_flwr.costs.events import replay
 from collapipe_flwr.costs.layouts import Layouts
 from collapipe_flwr.costs.memory import capacity_bytes, peak_bytes
 from collapipe_flwr.costs.tables import Tables, tabulate

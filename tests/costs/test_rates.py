@@ -12,8 +12,8 @@ from collapipe_flwr.costs.price import price, with_rates
 from collapipe_flwr.scheduler.protocol import SchedulerSettings
 from collapipe_flwr.scheduler.registry import make_scheduler
 from collapipe_flwr.simulator.models import transformer_profile
-from collapipe_flwr.simulator.replay import replay_plan
 from collapipe_flwr.simulator.world import make_world
+from tests.planned_step import replay_plan
 
 SETTINGS = SchedulerSettings(micro_batch_sizes=(4,), micro_batches=(2,), codecs=("fp32",))
 

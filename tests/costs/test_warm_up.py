@@ -8,7 +8,7 @@ from statistics import fmean
 
 import pytest
 
-from collapipe_flwr.costs.events import StepTimes, replay
+from collapipe_flwr.core.schedule import StepTimes, replay
 from collapipe_flwr.costs.warm_up import AS_GOOD, choose_warm_up
 
 

@@ -92,7 +92,6 @@ class Cut:
 
     def plan(self) -> ClusterPlan:
         starts = (0, *self.stops[:-1])
-        stages = len(self.stops) + 2
         return ClusterPlan(
             cluster_id="A",
             segments=tuple(
@@ -101,7 +100,7 @@ class Cut:
             ),
             micro_batch_size=max(self.micro_batches),
             micro_batches=len(self.micro_batches),
-            warmup_depth=tuple(range(stages, 0, -1)),
+            warmup_depth=self.warmup_depth(),
             local_steps=1,
             bandwidth_hz=1.0,
             tx_power_w={},
@@ -111,6 +110,12 @@ class Cut:
             energy_j={},
             memory_bytes={},
         )
+
+    def warmup_depth(self) -> tuple[int, ...]:
+        stages = len(self.stops) + 2
+        if self.schedule == "gpipe":
+            return (len(self.micro_batches),) * stages
+        return tuple(range(stages, 0, -1))
 
 
 CUTS = [

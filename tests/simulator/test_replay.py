@@ -7,8 +7,8 @@ import pytest
 from collapipe_flwr.scheduler.protocol import SchedulerSettings
 from collapipe_flwr.scheduler.registry import make_scheduler
 from collapipe_flwr.simulator.models import transformer_profile
-from collapipe_flwr.simulator.replay import replay_plan
 from collapipe_flwr.simulator.world import make_world
+from tests.planned_step import replay_plan
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.costs.events import StepTimes, replay
+from collapipe_flwr.core.schedule import StepTimes, replay
 from collapipe_flwr.costs.latency import PassTimes, gpipe_makespan_s
 
 

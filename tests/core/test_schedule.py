@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.pipeline.schedule import (
+from collapipe_flwr.core.schedule import (
     Action,
     Op,
     Schedule,
@@ -69,13 +69,13 @@ def test_swapped_order_between_two_stages_blocks():
     good = gpipe(2, 2).actions
     swapped = (good[0][1], good[0][0], *good[0][2:])
     with pytest.raises(ScheduleError, match="blocks"):
-        Schedule(name="odd", micro_batches=2, actions=(swapped, good[1])).dry_run()
+        Schedule("odd", (swapped, good[1])).dry_run()
 
 
 def test_backward_before_forward_is_refused():
     odd = (Action(Op.BACKWARD, 0), Action(Op.FORWARD, 0))
     with pytest.raises(ScheduleError, match="B0 before its forward"):
-        Schedule(name="odd", micro_batches=1, actions=(odd,)).dry_run()
+        Schedule("odd", (odd,)).dry_run()
 
 
 def test_short_queues_block_a_deep_schedule_and_the_dry_run_says_where():
@@ -105,7 +105,7 @@ def test_bad_values_are_named(name, depth, micro_batches, said):
 
 def test_schedules_need_the_standard_library_only():
     code = (
-        "import sys; import collapipe_flwr.pipeline.schedule; "
+        "import sys; import collapipe_flwr.core.schedule; "
         "print([m for m in ('torch', 'numpy', 'grpc', 'flwr') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

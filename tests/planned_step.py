@@ -1,12 +1,12 @@
-"""Replay a planned step in time: what every stage and link does when, as a trace to look at."""
+"""A planned step replayed in time: what every stage and link does when."""
 
 from __future__ import annotations
 
 from collapipe_flwr.core.domain import ClusterPlan, Snapshot
+from collapipe_flwr.core.schedule import Trace, replay
 from collapipe_flwr.costs.chain import chain_of
 from collapipe_flwr.costs.compute import Options
 from collapipe_flwr.costs.depths import step_times
-from collapipe_flwr.costs.events import Trace, replay
 from collapipe_flwr.costs.plan_rows import planned_codecs, restricted, rows_of_plans
 from collapipe_flwr.costs.price import achieved_times, planned_powers
 from collapipe_flwr.costs.tables import tabulate
