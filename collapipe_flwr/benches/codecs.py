@@ -20,6 +20,7 @@ from torch import Tensor
 from collapipe_flwr.benches.auto_codecs import auto_codecs
 from collapipe_flwr.benches.job import TOKEN
 from collapipe_flwr.core.config import AppConfig
+from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.core.parsing import read_assignments
 from collapipe_flwr.data.batches import batches, round_examples
 from collapipe_flwr.data.registry import load_task
@@ -36,7 +37,6 @@ from collapipe_flwr.pipeline.session import NextHop, SessionRequest
 from collapipe_flwr.pipeline.stage_settings import StageSettings
 from collapipe_flwr.rpc.edge_client import EdgeClient
 from collapipe_flwr.rpc.next_hop import Dialer
-from collapipe_flwr.rpc.pacing import StreamSettings
 from collapipe_flwr.rpc.quantize import WIRE_CODECS
 
 AUTO = "auto"
@@ -232,9 +232,7 @@ class _Chain:
             for index, client in enumerate(self._clients):
                 client.open_session(self._request(index, addresses))
                 client.push_weights(_SESSION, TOKEN, self._owned(weights, index))
-            link = self._clients[0].stream(
-                _SESSION, TOKEN, settings=StreamSettings(codec=self._hops[0])
-            )
+            link = self._clients[0].stream(_SESSION, TOKEN, config=LinkConfig(codec=self._hops[0]))
             stack.enter_context(closing(link))
             part = self._splitter.build_embedding(weights)
             optimizer = Optimizer(self._rule, part.parameters())
@@ -264,7 +262,7 @@ class _Chain:
         for client in self._clients:
             weights |= client.fetch_weights(_SESSION, TOKEN)
             reports.append(client.report(_SESSION, TOKEN))
-        return weights, sum(r.sent_down_bytes + r.received_down_bytes for r in reports)
+        return weights, sum(r.sent_down.bytes + r.received_down.bytes for r in reports)
 
     def _blocks(self, index: int) -> tuple[int, int] | None:
         half = self._splitter.num_blocks // 2
@@ -283,7 +281,7 @@ class _Chain:
                 address=addresses[index + 1],
                 session_id=_SESSION,
                 token=TOKEN,
-                codec=self._hops[index + 1],
+                link=LinkConfig(codec=self._hops[index + 1]),
             )
         return SessionRequest(
             session_id=_SESSION,
