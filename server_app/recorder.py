@@ -17,7 +17,6 @@ from collapipe_flwr.reporting.console import RoundPrinter
 from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, RunStory
 from collapipe_flwr.reporting.past import Past
 from collapipe_flwr.reporting.run_directory import RunDirectory
-from server_app.links import link_reports
 
 Evaluate = Callable[[Mapping[str, Tensor]], dict[str, float]]
 
@@ -64,7 +63,7 @@ class RunRecorder:
 
     def on_round(self, record: RoundRecord) -> None:
         """Keep a round until it is evaluated."""
-        links = link_reports(record, paced=self._paced)
+        links = record.links(paced=self._paced)
         event = _event(record, time.monotonic() - self._round_started_s)
         self._pending = replace(event, links=links, lost=self._names({*record.failures}))
         self._directory.write_pending(self._pending.as_json())

@@ -20,6 +20,7 @@ from torch import Tensor
 from benchmarks.data_plane.job import TOKEN
 from collapipe_flwr.core.config import AppConfig, LinksConfig, name_list
 from collapipe_flwr.core.domain import ModelProfile
+from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.core.parsing import read_assignments
 from collapipe_flwr.data.batches import batches, round_examples
 from collapipe_flwr.data.registry import load_task
@@ -40,7 +41,6 @@ from collapipe_flwr.simulator.world import make_world
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.dialer import Dialer
 from collapipe_flwr.transport.quantize import WIRE_CODECS
-from collapipe_flwr.transport.rate_limit import StreamSettings
 
 DEVICES = ("raspberry-pi-5", "raspberry-pi-4", "raspberry-pi-4")
 ROOM = 0.7  # of what all blocks need
@@ -257,9 +257,7 @@ class _Chain:
             for index, client in enumerate(self._clients):
                 client.open_session(self._request(index, addresses))
                 client.push_weights(_SESSION, TOKEN, self._owned(weights, index))
-            link = self._clients[0].stream(
-                _SESSION, TOKEN, settings=StreamSettings(codec=self._hops[0])
-            )
+            link = self._clients[0].stream(_SESSION, TOKEN, config=LinkConfig(codec=self._hops[0]))
             stack.enter_context(closing(link))
             part = self._splitter.build_embedding(weights)
             optimizer = Optimizer(self._rule, part.parameters())
@@ -289,7 +287,7 @@ class _Chain:
         for client in self._clients:
             weights |= client.fetch_weights(_SESSION, TOKEN)
             reports.append(client.report(_SESSION, TOKEN))
-        return weights, sum(r.sent_down_bytes + r.received_down_bytes for r in reports)
+        return weights, sum(r.sent_down.bytes + r.received_down.bytes for r in reports)
 
     def _blocks(self, index: int) -> tuple[int, int] | None:
         half = self._splitter.num_blocks // 2
@@ -308,7 +306,7 @@ class _Chain:
                 address=addresses[index + 1],
                 session_id=_SESSION,
                 token=TOKEN,
-                codec=self._hops[index + 1],
+                link=LinkConfig(codec=self._hops[index + 1]),
             )
         return SessionRequest(
             session_id=_SESSION,

@@ -12,6 +12,7 @@ from torch import Tensor
 from benchmarks.data_plane.job import TOKEN, Job, StageOrder, StageSeconds, StepSeconds, Turn
 from benchmarks.data_plane.model import BenchPart, micro_batches
 from collapipe_flwr.core.json_codec import from_json, to_json
+from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.core.tls_files import TlsFiles
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
@@ -23,7 +24,6 @@ from collapipe_flwr.pipeline.stage import WEIGHTS
 from collapipe_flwr.pipeline.stage_settings import StageSettings
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.dialer import Dialer
-from collapipe_flwr.transport.rate_limit import StreamSettings
 
 OPTIMIZER = OptimizerSettings(learning_rate=1e-4)
 _SESSION = "bench"
@@ -59,9 +59,7 @@ class Driver:
         self._clients = [EdgeClient(address, tls=tls) for address in addresses]
         for stage in range(1, job.stages):
             self._open(stage, addresses)
-        self._link = self._clients[0].stream(
-            _SESSION, TOKEN, settings=StreamSettings(codec=job.codec)
-        )
+        self._link = self._clients[0].stream(_SESSION, TOKEN, config=LinkConfig(codec=job.codec))
         part = job.part(0)
         self._batch = micro_batches(job.shape)
         self._first = FirstStage(
@@ -95,7 +93,7 @@ class Driver:
                 session_id=_SESSION,
                 token=TOKEN,
                 name=f"stage {stage + 1}",
-                codec=job.codec,
+                link=LinkConfig(codec=job.codec),
             )
         client.open_session(
             SessionRequest(

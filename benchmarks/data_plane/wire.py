@@ -16,6 +16,7 @@ from benchmarks.data_plane.crew import Crew
 from benchmarks.data_plane.duel import Pace, open_chain
 from benchmarks.data_plane.job import Job
 from benchmarks.data_plane.network import Network
+from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.core.tls_files import TlsFiles
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.host.session import Stream
@@ -23,7 +24,6 @@ from collapipe_flwr.pipeline.frame import HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.session import SessionRequest
 from collapipe_flwr.transport.client import EdgeClient
-from collapipe_flwr.transport.rate_limit import StreamSettings
 
 SINK = "sink"
 _TOKEN = "a stream of a bench on this machine"
@@ -71,7 +71,7 @@ def wire_cost(crew: Crew, load: Load, tls: TlsFiles | None, codec: str = "fp32")
     hidden = torch.randn(load.frame_bytes // 4)
     with EdgeClient(address, tls=tls) as client:
         client.open_session(SessionRequest(session_id=SINK, token=_TOKEN, spec_json="{}"))
-        link = client.stream(SINK, _TOKEN, settings=StreamSettings(codec=codec))
+        link = client.stream(SINK, _TOKEN, config=LinkConfig(codec=codec))
         _move(link, hidden, _WARM_FRAMES)
         before_s, start_s = _cpu_s(crew), time.perf_counter()
         _move(link, hidden, load.frames)

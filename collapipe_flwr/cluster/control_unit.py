@@ -22,6 +22,7 @@ from collapipe_flwr.cluster.leg import MeanLoss, run_leg, run_test
 from collapipe_flwr.cluster.order import CONTROL_UNIT, RoundOrder
 from collapipe_flwr.cluster.recovery import Incident, RecoveringRound, Recovery
 from collapipe_flwr.core.domain import ClusterPlan
+from collapipe_flwr.core.links import QUEUE_FRAMES
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.roles import MicroBatch
@@ -67,7 +68,7 @@ def train_round(
     """
     start_s = time.perf_counter()
     check_cluster_plan(order.plan, splitter.num_blocks)
-    dry_run_plan(order.plan, order.schedule, min(hop.queue_frames for hop in order.hops))
+    dry_run_plan(order.plan, order.schedule, QUEUE_FRAMES)
     if recovery is None:
         leg = run_leg(
             splitter, order, batches, fleet, probe, keep_optimizer=lambda: order.keep_optimizer

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.transport.client import EdgeClient
-from collapipe_flwr.transport.rate_limit import StreamSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,11 +20,9 @@ class EdgeSession:
     token: str = field(repr=False)
 
     @contextmanager
-    def connect(self, settings: StreamSettings) -> Iterator[Link]:
+    def connect(self, config: LinkConfig) -> Iterator[Link]:
         """A new stream to the decoder; raises LinkError when the edge refuses."""
-        link = self.client.stream(
-            self.session_id, self.token, name="last device", settings=settings
-        )
+        link = self.client.stream(self.session_id, self.token, name="last device", config=config)
         try:
             yield link
         finally:

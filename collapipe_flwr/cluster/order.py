@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from collapipe_flwr.core.domain import ClusterPlan, HopPlan
+from collapipe_flwr.core.domain import ClusterPlan
+from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.pipeline.execution import Execution
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 from collapipe_flwr.pipeline.stage_settings import StageSettings
 from collapipe_flwr.pipeline.state import Slots
-from collapipe_flwr.transport.rate_limit import StreamSettings
 
 CONTROL_UNIT = "control-unit"
 PATIENCE_PER_STAGE = 0.5  # upstream waits longer, so that the neighbour of a silent stage speaks
@@ -35,15 +35,10 @@ class RoundOrder:
     first_step: int = 0  # the number of the first step; not 0 in the middle of a round
 
     @property
-    def hops(self) -> tuple[StreamSettings, ...]:
-        """How every hop behaves, seen from its upstream end: as planned, else as the run says."""
-        planned = self.plan.hops or (HopPlan(codec=self.execution.codec),) * len(self.names)
-        return tuple(self._hop(hop) for hop in planned)
-
-    def _hop(self, hop: HopPlan) -> StreamSettings:
-        rates = (hop.forward_bit_per_s, hop.backward_bit_per_s)
-        ahead, back = (rate / 8 if self.execution.paced and rate else None for rate in rates)
-        return StreamSettings(codec=hop.codec, rate_bytes_per_s=ahead, peer_rate_bytes_per_s=back)
+    def hops(self) -> tuple[LinkConfig, ...]:
+        """How every hop behaves: as planned, else as the run says."""
+        planned = self.plan.hops or (LinkConfig(codec=self.execution.codec),) * len(self.names)
+        return planned if self.execution.paced else tuple(hop.unpaced for hop in planned)
 
     @property
     def names(self) -> tuple[str, ...]:

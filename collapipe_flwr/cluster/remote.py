@@ -18,17 +18,17 @@ from collapipe_flwr.cluster.order import CONTROL_UNIT, RoundOrder
 from collapipe_flwr.core.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.core.errors import ConfigError, FrozenWanted, LinkError
 from collapipe_flwr.core.heartbeat import Heartbeat
+from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.session import NextHop, SessionRequest
 from collapipe_flwr.pipeline.state import PartState
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.differences import TransferStats, fetch_changed, push_missing
-from collapipe_flwr.transport.rate_limit import StreamSettings, slower
 
 _log = logging.getLogger(__name__)
 _RANDOM_BYTES = 16
-_BYTES_PER_MBIT = 125_000
+_MEGA = 1e6
 PROBE_S = 2.0  # a device that does not answer within this time is lost
 CLOSE_S = 2.0  # for a device to free a session
 Answer = TypeVar("Answer")
@@ -58,13 +58,15 @@ class RemoteFleet:
                 stack.enter_context(self._client(segment.device_id))
                 for segment in order.plan.segments
             ]
-            streams = [self._limited(settings) for settings in order.hops]
             hops = [*(self._hop(s.device_id) for s in order.plan.segments), self._edge()]
-            requests = _requests(splitter, order, list(map(_paced, hops, streams)))
+            hops = [
+                replace(hop, link=self._limited(c)) for hop, c in zip(hops, order.hops, strict=True)
+            ]
+            requests = _requests(splitter, order, hops)
             sessions = [Hosted(*pair) for pair in zip(members, requests, strict=True)]
             stack.callback(_close_all, sessions)
             _at_once(lambda hosted: hosted.open(splitter, order), sessions)
-            link = sessions[0].stream(streams[0])
+            link = sessions[0].stream(hops[0].link)
             stack.callback(link.close)
             try:
                 yield RemoteChain(link, sessions)
@@ -117,16 +119,10 @@ class RemoteFleet:
     def _edge(self) -> NextHop:
         return replace(self.edge, heartbeat=self.heartbeat)
 
-    def _limited(self, planned: StreamSettings) -> StreamSettings:
+    def _limited(self, planned: LinkConfig) -> LinkConfig:
         """A planned link within the limits of the cluster file."""
         links = self.cluster.links
-        most = links.rate_mbit_per_s * _BYTES_PER_MBIT or None
-        return replace(
-            planned,
-            codec=links.codec or planned.codec,
-            rate_bytes_per_s=slower(planned.rate_bytes_per_s, most),
-            peer_rate_bytes_per_s=slower(planned.peer_rate, most),
-        )
+        return planned.limited(links.codec, links.rate_mbit_per_s * _MEGA or None)
 
     def _certificate_name(self, member: MemberConfig) -> str:
         return member.name if self.cluster.tls else ""
@@ -169,10 +165,10 @@ class Hosted:
         session_id, token = self.request.session_id, self.request.token
         self.moved.append(push_missing(self.client, session_id, token, tensors))
 
-    def stream(self, settings: StreamSettings) -> Link:
+    def stream(self, config: LinkConfig) -> Link:
         """The control unit's link to this session."""
         session_id, token = self.request.session_id, self.request.token
-        return self.client.stream(session_id, token, name=CONTROL_UNIT, settings=settings)
+        return self.client.stream(session_id, token, name=CONTROL_UNIT, config=config)
 
     def collect(self, keep_optimizer: bool) -> Segments:
         """The segment and its report."""
@@ -219,15 +215,6 @@ class RemoteChain:
             reports=tuple(report for part in parts for report in part.reports),
             moved=sum((part.moved for part in parts), TransferStats()),
         )
-
-
-def _paced(hop: NextHop, settings: StreamSettings) -> NextHop:
-    return replace(
-        hop,
-        codec=settings.codec,
-        rate_bytes_per_s=settings.rate_bytes_per_s or 0.0,
-        back_rate_bytes_per_s=settings.peer_rate or 0.0,
-    )
 
 
 def _requests(

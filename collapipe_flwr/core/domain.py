@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from collapipe_flwr.core.links import LinkConfig
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCost:
@@ -133,18 +135,6 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HopPlan:
-    """One hop of a chain, between two neighbouring stages.
-
-    Rates are those that the planned power and bandwidth reach; 0 where nobody computed them.
-    """
-
-    codec: str = "fp32"  # of hidden states and gradients
-    forward_bit_per_s: float = 0.0  # towards the edge
-    backward_bit_per_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPlan:
     """What one cluster does in one round; segments stand in pipeline order.
 
@@ -167,7 +157,7 @@ class ClusterPlan:
     energy_j: Mapping[str, float]  # predicted, of the round
     memory_bytes: Mapping[str, int]  # predicted peak, of each device with a segment
     model_share: float | None = None  # of the whole model's memory, kept by every device
-    hops: tuple[HopPlan, ...] = ()  # control unit to the first device, ..., the last to the edge
+    hops: tuple[LinkConfig, ...] = ()  # control unit to the first device, ..., the last to the edge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

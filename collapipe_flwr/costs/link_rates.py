@@ -27,8 +27,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-Note = tuple[int, int, float, int]
-"""Which stream, which frame of its direction, when (seconds by the own clock), bytes."""
+from collapipe_flwr.core.links import Note
+
 _Frame = tuple[float, float, int]  # left, arrived, bytes
 
 SMALL = 1 / 16  # of the largest frame's bytes: as good as none

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from collapipe_flwr.core.domain import ClusterPlan, HopPlan, Segment, Snapshot
+from collapipe_flwr.core.domain import ClusterPlan, Segment, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.costs.codecs import CODECS, codec_index
 from collapipe_flwr.costs.layouts import UNUSED, Hops, Ints, Layouts, hops_of
 from collapipe_flwr.costs.tables import Tables
@@ -73,10 +74,10 @@ def planned_codecs(tables: Tables, rows: Layouts, plans: Sequence[ClusterPlan]) 
     return with_codecs(tables, rows, codec)
 
 
-def hop_plans(hops: Hops, row: int) -> tuple[HopPlan, ...]:
+def hop_plans(hops: Hops, row: int) -> tuple[LinkConfig, ...]:
     """The hops of one row; their rates are not known yet."""
     used = hops.codec[row, hops.used[row]].tolist()
-    return tuple(HopPlan(codec=CODECS[index]) for index in used)
+    return tuple(LinkConfig(codec=CODECS[index]) for index in used)
 
 
 def segments_of(tables: Tables, rows: Layouts, row: int) -> tuple[Segment, ...]:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from collapipe_flwr.core.domain import ClusterPlan, HopPlan, Plan, Snapshot
+from collapipe_flwr.core.domain import ClusterPlan, Plan, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.costs.chain import Chain, chain_of, hop_bandwidth_hz, price_rows
 from collapipe_flwr.costs.compute import Options
 from collapipe_flwr.costs.depths import flight_table, planned_makespan_s
@@ -91,8 +92,8 @@ def with_rates(plan: Plan, snapshot: Snapshot) -> Plan:
     return replace(plan, clusters=tuple(clusters))
 
 
-def _rated(plan: ClusterPlan, rate_h2: Array) -> tuple[HopPlan, ...]:
-    hops = plan.hops or (HopPlan(),) * (len(plan.segments) + 1)
+def _rated(plan: ClusterPlan, rate_h2: Array) -> tuple[LinkConfig, ...]:
+    hops = plan.hops or (LinkConfig(),) * (len(plan.segments) + 1)
     return tuple(
         replace(hop, forward_bit_per_s=float(ahead), backward_bit_per_s=float(back))
         for hop, (ahead, back) in zip(hops, rate_h2[: len(hops)], strict=True)

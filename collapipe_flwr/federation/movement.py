@@ -11,19 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
 from collapipe_flwr.federation.arrays import averaging_view
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Models:
-    """Whole models around one aggregation; ``clusters`` pairs each with its examples."""
-
-    before: ArrayRecord
-    after: ArrayRecord
-    clusters: tuple[tuple[ArrayRecord, float], ...]
+from collapipe_flwr.federation.rounds import ClosedRound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +32,11 @@ class MovementMeter:
     def __init__(self) -> None:
         self.last: dict[str, NDArray[np.floating]] = {}
 
-    def measure(self, models: Models) -> Movement:
-        """The movement of this round."""
-        before, after = averaging_view(models.before), averaging_view(models.after)
+    def measure(self, closed: ClosedRound) -> Movement | None:
+        """The movement of a round; None where the inner strategy dropped it."""
+        if closed.after is None:
+            return None
+        before, after = averaging_view(closed.before), averaging_view(closed.after)
         moved = {k: after[k].numpy() - before[k].numpy() for k in before if k in after}
         change = None
         if self.last.keys() == moved.keys():
@@ -52,19 +45,19 @@ class MovementMeter:
         return Movement(
             norm=math.sqrt(sum(_square(x) for x in moved.values())),
             change_norm=change,
-            spread=_spread({k: after[k].numpy() for k in moved}, models),
+            spread=_spread({k: after[k].numpy() for k in moved}, closed),
         )
 
 
-def _spread(after: Mapping[str, NDArray[np.floating]], models: Models) -> float:
-    total = math.fsum(examples for _, examples in models.clusters)
+def _spread(after: Mapping[str, NDArray[np.floating]], closed: ClosedRound) -> float:
+    total = math.fsum(closed.examples[name] for name in closed.models)
     if total <= 0:
         return 0.0
     spread = 0.0
-    for record, examples in models.clusters:
+    for name, record in closed.models.items():
         view = averaging_view(record)
         distance = sum(_square(view[k].numpy() - mean) for k, mean in after.items() if k in view)
-        spread += examples / total * distance
+        spread += closed.examples[name] / total * distance
     return spread
 
 

@@ -18,6 +18,7 @@ from flwr.app import ArrayRecord
 from collapipe_flwr.core.domain import (
     ClusterOutcome,
     ClusterPlan,
+    LinkSample,
     ModelProfile,
     Plan,
     RoundOutcome,
@@ -26,13 +27,12 @@ from collapipe_flwr.core.domain import (
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.costs.compute import Options
-from collapipe_flwr.costs.price import PricedCluster, PricedRound, price, with_rates
+from collapipe_flwr.costs.price import PricedRound, price, with_rates
 from collapipe_flwr.federation.absence import without_absent, without_clusters
 from collapipe_flwr.federation.checkpoint import Memory
-from collapipe_flwr.federation.link_samples import with_samples
-from collapipe_flwr.federation.movement import Models, Movement, MovementMeter
+from collapipe_flwr.federation.movement import MovementMeter
 from collapipe_flwr.federation.rounds import ClosedRound, Outcome, RoundPlan
-from collapipe_flwr.federation.telemetry import ClusterTelemetry
+from collapipe_flwr.federation.telemetry import ClusterTelemetry, link_samples
 from collapipe_flwr.scheduler.link_beliefs import with_links
 from collapipe_flwr.scheduler.protocol import Scheduler
 from collapipe_flwr.scheduler.state import SchedulerState
@@ -102,9 +102,7 @@ class ScheduledRounds:
         snapshot = self._snapshot(closed)
         priced = price(done, snapshot, self._options)
         self._absent |= {name: told.absent for name, told in closed.telemetry.items()}
-        movement = self._meter.measure(moves) if (moves := models_of(closed)) else None
-        outcome = round_outcome(done, priced, closed.telemetry, movement)
-        outcome = with_samples(outcome, closed, snapshot, paced=self._paced)
+        outcome = self._outcome(done, priced, closed, snapshot)
         self.state = self._scheduler.observe(self.state, closed.plan.plan, outcome)
         return Outcome(
             latency_s=priced.latency_s,
@@ -146,6 +144,38 @@ class ScheduledRounds:
             self._absent.pop(cluster_id, None)  # the same
         return with_rates(plan, snapshot)
 
+    def _outcome(
+        self, plan: Plan, priced: PricedRound, closed: ClosedRound, snapshot: Snapshot
+    ) -> RoundOutcome:
+        """What the scheduler may learn from the round."""
+        movement = self._meter.measure(closed)
+        profiles = (cluster.profile for cluster in snapshot.clusters)
+        real = {profile.cluster_id for profile in profiles if profile.real_links}
+        outcomes = []
+        for part, found in zip(plan.clusters, priced.clusters, strict=True):
+            told = closed.telemetry.get(part.cluster_id)
+            outcomes.append(
+                ClusterOutcome(
+                    cluster_id=part.cluster_id,
+                    latency_s=found.latency_s,
+                    energy_j=found.energy_j,
+                    loss=told.loss if told else None,
+                    gradient_noise=told.gradient_noise(part) if told else None,
+                    links=self._samples(part, told) if part.cluster_id in real else (),
+                )
+            )
+        return RoundOutcome(
+            round_index=plan.round_index,
+            latency_s=priced.latency_s,
+            clusters=tuple(outcomes),
+            update_norm=movement.norm if movement else None,
+            update_change_norm=movement.change_norm if movement else None,
+            update_spread=movement.spread if movement else None,
+        )
+
+    def _samples(self, plan: ClusterPlan, told: ClusterTelemetry | None) -> tuple[LinkSample, ...]:
+        return () if told is None else tuple(link_samples(plan, told, paced=self._paced))
+
     def _snapshot(self, closed: ClosedRound) -> Snapshot:
         present = [n for n in closed.plan.cluster_ids.values() if n in self._known()]
         return self._believed(closed.plan.server_round, present)
@@ -169,41 +199,3 @@ def finished(plan: Plan, closed: ClosedRound) -> Plan:
     ends = {name: told[name].replanned for name in told if told[name].replanned is not None}
     done = (ends.get(c.cluster_id) or c for c in plan.clusters if c.cluster_id in closed.models)
     return replace(plan, clusters=tuple(done))
-
-
-def models_of(closed: ClosedRound) -> Models | None:
-    """The models around the aggregation, None where the inner strategy dropped the round."""
-    if closed.after is None:
-        return None
-    pairs = tuple((model, closed.examples[name]) for name, model in closed.models.items())
-    return Models(before=closed.before, after=closed.after, clusters=pairs)
-
-
-def round_outcome(
-    plan: Plan,
-    priced: PricedRound,
-    telemetry: Mapping[str, ClusterTelemetry],
-    movement: Movement | None,
-) -> RoundOutcome:
-    """What the scheduler may learn from the round."""
-    pairs = zip(plan.clusters, priced.clusters, strict=True)
-    return RoundOutcome(
-        round_index=plan.round_index,
-        latency_s=priced.latency_s,
-        clusters=tuple(_cluster(p, c, telemetry.get(p.cluster_id)) for p, c in pairs),
-        update_norm=movement.norm if movement else None,
-        update_change_norm=movement.change_norm if movement else None,
-        update_spread=movement.spread if movement else None,
-    )
-
-
-def _cluster(
-    plan: ClusterPlan, priced: PricedCluster, told: ClusterTelemetry | None
-) -> ClusterOutcome:
-    return ClusterOutcome(
-        cluster_id=plan.cluster_id,
-        latency_s=priced.latency_s,
-        energy_j=priced.energy_j,
-        loss=told.loss if told else None,
-        gradient_noise=told.gradient_noise(plan) if told else None,
-    )

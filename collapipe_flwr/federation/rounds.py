@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 from flwr.app import ArrayRecord, MetricRecord
 
 from collapipe_flwr.core.domain import ClusterPlan, Plan
+from collapipe_flwr.core.links import LinkReport
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.transport.differences import TransferStats
 
@@ -97,6 +98,16 @@ class RoundRecord:
             for kind, count in told.link_bytes.items():
                 totals[kind] = totals.get(kind, 0) + count
         return totals
+
+    def links(self, *, paced: bool) -> tuple[LinkReport, ...]:
+        """Every hop of every cluster that replied; see `ClusterTelemetry.links`."""
+        plans = ((told, self.executed(name)) for name, told in self.telemetry.items())
+        return tuple(
+            link
+            for told, plan in plans
+            if plan is not None
+            for link in told.links(plan, paced=paced)
+        )
 
     def executed(self, cluster_id: str) -> ClusterPlan | None:
         """The plan by which a cluster ended the round."""

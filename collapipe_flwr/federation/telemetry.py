@@ -1,36 +1,25 @@
-"""What one cluster measured in one round, and what follows from it."""
+"""What one cluster measured in one round, and what follows from it.
+
+Wires are measured behind the rate that their senders keep to (`costs/link_rates.py`). What a sender
+was held back by counts, too: by a limit in the cluster file. A rate that is the plan's own says
+nothing about the link, so a paced sample means "at least as planned" (``LinkSample.paced``).
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from collapipe_flwr.core.domain import ClusterPlan, GradientNoise
+from collapipe_flwr.core.domain import ClusterPlan, GradientNoise, LinkSample
+from collapipe_flwr.core.links import LinkReport, LinkTraffic
 from collapipe_flwr.costs.link_rates import carried_bit_per_s
 from collapipe_flwr.pipeline.meter import Span, StageReport
 from collapipe_flwr.transport.differences import TransferStats
 
 D2D, D2E = "d2d", "d2e"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HopTraffic:
-    """What one hop carried in a round: forward is towards the edge.
-
-    ``*_s`` is how long its sender was busy with it, held back by a pace or not; ``*_bit_per_s``
-    what the wire could carry as both ends saw it (``costs/link_rates.py``), None where nobody can
-    tell: in memory, or with too few frames.
-    """
-
-    sender: str
-    receiver: str
-    forward_bytes: int
-    forward_s: float
-    backward_bytes: int
-    backward_s: float
-    forward_bit_per_s: float | None = None
-    backward_bit_per_s: float | None = None
+KEPT = 0.8  # of a planned rate: who sent more slowly was held back by something else
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,28 +50,30 @@ class ClusterTelemetry:
 
         Where a device was lost, another was the last; the edge knows what all of them sent.
         """
-        hops = [report.sent_down_bytes + report.received_down_bytes for report in self.reports]
+        hops = [report.sent_down.bytes + report.received_down.bytes for report in self.reports]
         edge = self.edge
-        last = edge.sent_up_bytes + edge.received_up_bytes if edge else sum(hops[-1:])
+        last = edge.sent_up.bytes + edge.received_up.bytes if edge else sum(hops[-1:])
         return {D2D: sum(hops) - last, D2E: last}
 
-    def hops(self, plan: ClusterPlan) -> tuple[HopTraffic, ...]:
-        """The hops of ``plan``; none where the round ran over several chains."""
+    def links(self, plan: ClusterPlan, *, paced: bool) -> tuple[LinkReport, ...]:
+        """The hops of ``plan``, with its rates where senders kept to them (``paced``).
+
+        None where the round ran over several chains.
+        """
         names = [report.name for report in self.reports[1:]]
         if self.edge is None or names != [segment.device_id for segment in plan.segments]:
             return ()
+        stages = pairwise((*self.reports, self.edge))
         return tuple(
-            HopTraffic(
+            LinkReport(
+                cluster_id=self.cluster_id,
                 sender=here.name,
                 receiver=behind.name,
-                forward_bytes=here.sent_down_bytes,
-                forward_s=here.sending_down_s,
-                backward_bytes=behind.sent_up_bytes,
-                backward_s=behind.sending_up_s,
-                forward_bit_per_s=carried_bit_per_s(here.left_down, behind.arrived_up),
-                backward_bit_per_s=carried_bit_per_s(behind.left_up, here.arrived_down),
+                link=hop if paced else hop.unpaced,
+                forward=_seen_by_both(here.sent_down, behind.received_up),
+                backward=_seen_by_both(behind.sent_up, here.received_down),
             )
-            for here, behind in pairwise((*self.reports, self.edge))
+            for (here, behind), hop in zip(stages, plan.hops, strict=False)
         )
 
     @property
@@ -112,3 +103,45 @@ class ClusterTelemetry:
             big_examples=plan.micro_batch_size * plan.micro_batches,
             big_square_norm=math.fsum(r.big_square_norm * share for r, share in stages),
         )
+
+
+def link_samples(plan: ClusterPlan, told: ClusterTelemetry, *, paced: bool) -> Iterator[LinkSample]:
+    """A sample of every hop that was measured; none of a round that lost devices."""
+    if told.incidents:
+        return
+    control_unit = next(name for name in plan.tx_power_w if name not in plan.gradient_power_w)
+    names = [control_unit, *(segment.device_id for segment in plan.segments), ""]
+    reports = told.links(plan, paced=paced)
+    for ends, hop, seen in zip(pairwise(names), plan.hops, reports, strict=False):
+        ways = ((hop.forward_bit_per_s, seen.forward), (hop.backward_bit_per_s, seen.backward))
+        rates = [
+            (planned, reached)
+            for planned, traffic in ways
+            if planned and (reached := _reached(traffic, planned, paced=paced))
+        ]
+        if rates:
+            yield LinkSample(
+                ends=ends,
+                planned_bit_per_s=len(rates) / sum(1.0 / planned for planned, _ in rates),
+                measured_bit_per_s=len(rates) / sum(1.0 / reached for _, reached in rates),
+                paced=paced,
+            )
+
+
+def _seen_by_both(sent: LinkTraffic, received: LinkTraffic) -> LinkTraffic:
+    """One direction of a hop; the notes of both ends have told what they can."""
+    return LinkTraffic(
+        bytes=sent.bytes,
+        sending_s=sent.sending_s,
+        wire_bit_per_s=carried_bit_per_s(sent.notes, received.notes),
+    )
+
+
+def _reached(traffic: LinkTraffic, planned_bit_per_s: float, *, paced: bool) -> float | None:
+    """Bits per second that the link gave; None where nobody can tell."""
+    if traffic.wire_bit_per_s is None:
+        return None
+    sent = 8.0 * traffic.bytes / traffic.sending_s if traffic.sending_s > 0 else math.inf
+    if paced and sent >= KEPT * planned_bit_per_s:
+        return traffic.wire_bit_per_s
+    return min(traffic.wire_bit_per_s, sent)

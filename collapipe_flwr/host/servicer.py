@@ -229,13 +229,13 @@ class Servicer:
         return StreamSettings(
             codec=codec,
             limits=self._limits,
-            rate_bytes_per_s=_rate(metadata.get(methods.RATE_KEY, "0")),
+            rate_bit_per_s=_rate(metadata.get(methods.RATE_KEY, "0")),
             stream_id=_stream_id(metadata.get(methods.STREAM_KEY, "0")),
         )
 
 
 def _rate(text: str) -> float | None:
-    """Bytes per second that both ends keep to; None for as fast as it goes."""
+    """Bits per second that this end keeps to; None for as fast as it goes."""
     try:
         rate = float(text)
     except ValueError as error:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
 
-from collapipe_flwr.pipeline.link import NOTED_FRAMES, Notes
+from collapipe_flwr.core.links import LinkTraffic
 
 MOST_SPANS = 10_000  # of one stage: a report must fit into a message
-MOST_NOTES = 4 * (NOTED_FRAMES + 1)  # of one direction, for the same reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,15 +31,12 @@ class StageReport:
     """One stage over all steps since it was opened, or over several such stretches of a round.
 
     `wait_s` is time spent waiting for a neighbour, to receive or to find room to send.
-    `*_up_bytes` is the link towards the control unit, `*_down_bytes` towards the edge, and
-    `sending_*_s` how long what was sent kept them busy (`Traffic.sending_s`). `left_*` and
-    `arrived_*` note the last frames on links that move bytes (`Traffic`).
+    `*_up` is the link towards the control unit, `*_down` towards the edge.
     `small_square_norm` and `big_square_norm` are means over the steps of the squared norm of this
-    stage's gradients for the first micro-batch alone and for the whole batch; `small_weight` and
-    `big_weight` the mean number of examples (or tokens) behind each.
+    stage's gradients for the first micro-batch alone and for the whole batch.
     `peak_tensor_bytes`: see `memory.MemoryMeter`. `spans` are there if they were asked for.
 
-    The sum of two reports keeps the first `MOST_SPANS` spans, and the last `MOST_NOTES` notes.
+    The sum of two reports keeps the first `MOST_SPANS` spans.
     """
 
     name: str
@@ -49,39 +45,29 @@ class StageReport:
     backward_s: float = 0.0
     optimizer_s: float = 0.0
     wait_s: float = 0.0
-    sent_up_bytes: int = 0
-    received_up_bytes: int = 0
-    sent_down_bytes: int = 0
-    received_down_bytes: int = 0
-    sending_up_s: float = 0.0
-    sending_down_s: float = 0.0
-    left_up: Notes = ()
-    arrived_up: Notes = ()
-    left_down: Notes = ()
-    arrived_down: Notes = ()
+    sent_up: LinkTraffic = field(default_factory=LinkTraffic)
+    received_up: LinkTraffic = field(default_factory=LinkTraffic)
+    sent_down: LinkTraffic = field(default_factory=LinkTraffic)
+    received_down: LinkTraffic = field(default_factory=LinkTraffic)
     peak_tensor_bytes: int = 0
     small_square_norm: float = 0.0
     big_square_norm: float = 0.0
-    small_weight: float = 0.0
-    big_weight: float = 0.0
     spans: tuple[Span, ...] = ()
 
     def __add__(self, later: StageReport) -> StageReport:
         """Both stretches of the same stage as one."""
         share = later.steps / max(self.steps + later.steps, 1)
         joint: dict[str, object] = {}
-        for field in (f.name for f in fields(self) if f.name != "name"):
-            mine, theirs = getattr(self, field), getattr(later, field)
-            if field == "peak_tensor_bytes":
-                joint[field] = max(mine, theirs)
-            elif field.startswith(("small_", "big_")):
-                joint[field] = mine + share * (theirs - mine)
-            elif field == "spans":
-                joint[field] = (mine + theirs)[:MOST_SPANS]
-            elif field.startswith(("left_", "arrived_")):
-                joint[field] = (mine + theirs)[-MOST_NOTES:]
+        for name in (f.name for f in fields(self) if f.name != "name"):
+            mine, theirs = getattr(self, name), getattr(later, name)
+            if name == "peak_tensor_bytes":
+                joint[name] = max(mine, theirs)
+            elif name.endswith("_square_norm"):
+                joint[name] = mine + share * (theirs - mine)
+            elif name == "spans":
+                joint[name] = (mine + theirs)[:MOST_SPANS]
             else:
-                joint[field] = mine + theirs
+                joint[name] = mine + theirs
         return replace(self, **joint)  # type: ignore[arg-type]
 
 
@@ -132,20 +118,15 @@ class GradientNorms:
     steps: int = 0
     small_square_norm: float = 0.0
     big_square_norm: float = 0.0
-    small_weight: float = 0.0
-    big_weight: float = 0.0
 
-    def note_first(self, norm: float, scalars: Mapping[str, float]) -> None:
-        """After the first backward of a step: squared norm, `scale` and `weight`."""
-        scale, weight = scalars["scale"], scalars["weight"]
+    def note_first(self, norm: float, scale: float) -> None:
+        """After the first backward of a step: the squared norm, and n_i / N."""
         if scale > 0:
             self.small_square_norm += self._share(self.small_square_norm, norm / scale**2)
-            self.small_weight += self._share(self.small_weight, weight)
 
-    def note_step(self, norm: float, weight: float) -> None:
-        """At the end of a step: squared norm and N."""
+    def note_step(self, norm: float) -> None:
+        """At the end of a step: the squared norm."""
         self.big_square_norm += self._share(self.big_square_norm, norm)
-        self.big_weight += self._share(self.big_weight, weight)
         self.steps += 1
 
     def _share(self, mean: float, value: float) -> float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.heartbeat import Heartbeat
+from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.pipeline.execution import check_precision
 from collapipe_flwr.pipeline.meter import Span
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
@@ -19,8 +20,6 @@ class NextHop:
 
     `certificate_name` is what it must prove under TLS; empty: the host in `address`.
 
-    `codec` and `rate_bytes_per_s` (0: unpaced) are those of the link; see `StreamSettings`.
-    `back_rate_bytes_per_s` is that of the other direction (0: the same).
     With a `heartbeat` the device notices by itself when the next host falls silent.
     """
 
@@ -29,9 +28,7 @@ class NextHop:
     token: str
     name: str = "edge"
     certificate_name: str = ""
-    codec: str = "fp32"
-    rate_bytes_per_s: float = 0.0
-    back_rate_bytes_per_s: float = 0.0
+    link: LinkConfig = field(default_factory=LinkConfig)
     heartbeat: Heartbeat | None = None
 
 

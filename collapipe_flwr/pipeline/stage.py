@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from collapipe_flwr.core.errors import ModelError, ProtocolError
+from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.core.schedule import Action, Op, forward_actions, stage_actions
 from collapipe_flwr.pipeline.adding import add_in_place
 from collapipe_flwr.pipeline.backward import Owed, owing
 from collapipe_flwr.pipeline.frame import GRAD, HIDDEN, Frame, FrameKind
-from collapipe_flwr.pipeline.link import Link, Traffic
+from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.memory import MemoryMeter
 from collapipe_flwr.pipeline.meter import GradientNorms, Recorder, StageReport, square_norm
 from collapipe_flwr.pipeline.optimizer import Optimizer
@@ -129,8 +130,7 @@ class Stage(ABC):
 
     def report(self) -> StageReport:
         """What this stage measured since it was opened."""
-        up = self.upstream.traffic if self.upstream else Traffic()
-        down = self.downstream.traffic if self.downstream else Traffic()
+        up, down = self.upstream, self.downstream
         return StageReport(
             name=self.settings.name,
             steps=self._norms.steps,
@@ -138,21 +138,13 @@ class Stage(ABC):
             backward_s=self.recorder.seconds("backward") + self.recorder.seconds(WEIGHTS),
             optimizer_s=self.recorder.seconds("optimizer"),
             wait_s=self.recorder.seconds("send") + self.recorder.seconds("receive"),
-            sent_up_bytes=up.sent_bytes,
-            received_up_bytes=up.received_bytes,
-            sent_down_bytes=down.sent_bytes,
-            received_down_bytes=down.received_bytes,
-            sending_up_s=up.sending_s,
-            sending_down_s=down.sending_s,
-            left_up=up.left.notes,
-            arrived_up=up.arrived.notes,
-            left_down=down.left.notes,
-            arrived_down=down.arrived.notes,
+            sent_up=replace(up.sent) if up else LinkTraffic(),
+            received_up=replace(up.received) if up else LinkTraffic(),
+            sent_down=replace(down.sent) if down else LinkTraffic(),
+            received_down=replace(down.received) if down else LinkTraffic(),
             peak_tensor_bytes=self.memory.peak_bytes,
             small_square_norm=self._norms.small_square_norm,
             big_square_norm=self._norms.big_square_norm,
-            small_weight=self._norms.small_weight,
-            big_weight=self._norms.big_weight,
             spans=tuple(self.recorder.spans),
         )
 
@@ -257,7 +249,7 @@ class Stage(ABC):
         self.memory.release(micro_batch)
         if micro_batch == 0:
             self._note_fixed()
-            self._norms.note_first(square_norm(self._gradients()), flight.frame.scalars)
+            self._norms.note_first(square_norm(self._gradients()), flight.frame.scalars["scale"])
 
     def _backpropagate(
         self, flight: InFlight, incoming: Mapping[str, Tensor]
@@ -291,7 +283,7 @@ class Stage(ABC):
         with self.recorder.span("optimizer", step.index):
             if factor != 1.0 and (gradients := self._gradients()):
                 torch._foreach_mul_(gradients, factor)
-            self._norms.note_step(norm, step.weight)
+            self._norms.note_step(norm)
             self.optimizer.step()
             self._note_fixed()
             self.optimizer.zero_grad()

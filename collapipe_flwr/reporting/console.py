@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 
 from collapipe_flwr.reporting.events import RoundEvent
-from collapipe_flwr.reporting.links import link_row
 
 _WIDTH = 118
 _MOST_LINKS = 12  # in the table at the end
@@ -107,7 +106,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         table.add_row("segments", f"{moved / 1e6:.1f} MB, {spared:.1f} MB of it there already")
     reports = summary.get("links", ())
     for link in reports[:_MOST_LINKS]:
-        table.add_row(*link_row(link))
+        table.add_row(*_link_row(link))
     if len(reports) > _MOST_LINKS:
         table.add_row("links", f"{len(reports) - _MOST_LINKS} more in summary.json")
     for device, budget_j in summary["energy"]["budget_j"].items():
@@ -116,6 +115,23 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     for role, size in summary["peak_memory_bytes"].items():
         table.add_row(f"memory {role}", f"{size / 1e6:.1f} MB peak")
     return table
+
+
+def _link_row(link: Mapping[str, Any]) -> tuple[str, str]:
+    """One line of the summary's links: the hop, then codec and rates."""
+    ends = " > ".join(str(link[end]).rpartition("/")[2] for end in ("sender", "receiver"))
+    ways = " | ".join(_way_text(link[way]) for way in ("forward", "backward"))
+    return f"link {link['cluster']} {ends}", f"{link['codec']}  {ways}"
+
+
+def _way_text(way: Mapping[str, Any]) -> str:
+    text = f"{way['bytes'] / 1e6:.1f} MB"
+    if way["bit_per_s"] is not None:
+        text += f" at {way['bit_per_s'] / 1e6:.4g}"
+        if way["planned_bit_per_s"] is not None:
+            text += f" of {way['planned_bit_per_s'] / 1e6:.4g}"
+        text += " Mbit/s"
+    return text
 
 
 def _lost_text(lost: Mapping[str, Sequence[int]]) -> str:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from math import isfinite, nan
 from typing import Any, cast
 
-from collapipe_flwr.reporting.links import LinkReport, totals
+from collapipe_flwr.core.links import LinkConfig, LinkReport, LinkTraffic, totals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class RoundEvent:
 
     def as_json(self) -> dict[str, Any]:
         """Plain data for the event log; JSON knows no NaN, so a diverged number becomes null."""
-        links = [link.as_json() for link in self.links]
+        links = [link_json(link) for link in self.links]
         return cast("dict[str, Any]", finite({**asdict(self), "links": links}))
 
     @staticmethod
@@ -65,7 +65,7 @@ class RoundEvent:
         more = {
             "clusters_metrics": asked,
             "bytes": LinkBytes(**data["bytes"]),
-            "links": tuple(LinkReport.of_json(link) for link in data.get("links", ())),
+            "links": tuple(link_of_json(link) for link in data.get("links", ())),
             "failures": tuple(data["failures"]),
             "lost": tuple(data.get("lost", ())),
         }
@@ -103,7 +103,7 @@ class RunStory:
             "predicted_latency_s": [e.predicted_latency_s for e in self.events],
             "energy": {"budget_j": dict(self.energy_budget_j), "mean_j": self._mean_energy_j()},
             "bytes": asdict(total),
-            "links": [link.as_json() for link in totals(k for e in self.events for k in e.links)],
+            "links": [link_json(link) for link in totals(k for e in self.events for k in e.links)],
             "peak_memory_bytes": self._peak_memory_bytes(),
             "plans": [e.plan for e in self.events],
         }
@@ -133,6 +133,44 @@ class RunStory:
 def _found_by_clusters(event: RoundEvent) -> dict[str, float | None]:
     """Loss and metrics on the clusters' shares of the test set."""
     return {"loss": event.clusters_loss, **event.clusters_metrics}
+
+
+def link_json(report: LinkReport) -> dict[str, Any]:
+    """A hop with its measured and planned rates."""
+    return {
+        "cluster": report.cluster_id,
+        "sender": report.sender,
+        "receiver": report.receiver,
+        "codec": report.link.codec,
+        "forward": _way_json(report.forward, report.link.forward_bit_per_s),
+        "backward": _way_json(report.backward, report.link.backward_bit_per_s),
+    }
+
+
+def link_of_json(data: Mapping[str, Any]) -> LinkReport:
+    """What :func:`link_json` wrote."""
+    forward, backward = data["forward"], data["backward"]
+    return LinkReport(
+        cluster_id=data["cluster"],
+        sender=data["sender"],
+        receiver=data["receiver"],
+        link=LinkConfig(
+            codec=data["codec"],
+            forward_bit_per_s=forward["planned_bit_per_s"],
+            backward_bit_per_s=backward["planned_bit_per_s"],
+        ),
+        forward=LinkTraffic(bytes=forward["bytes"], sending_s=forward["sending_s"]),
+        backward=LinkTraffic(bytes=backward["bytes"], sending_s=backward["sending_s"]),
+    )
+
+
+def _way_json(traffic: LinkTraffic, planned_bit_per_s: float | None) -> dict[str, Any]:
+    return {
+        "bytes": traffic.bytes,
+        "sending_s": traffic.busy_s,
+        "bit_per_s": traffic.bit_per_s,
+        "planned_bit_per_s": planned_bit_per_s,
+    }
 
 
 def finite(value: object) -> object:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from collapipe_flwr.core.domain import ChannelState, ClusterSnapshot, Plan, RoundOutcome, Snapshot
 from collapipe_flwr.costs.compute import Options
@@ -103,15 +102,3 @@ def _scaled(channel: ChannelState, factor: float) -> ChannelState:
         d2d_gain=tuple(tuple(factor * g for g in row) for row in channel.d2d_gain),
         edge_gain=tuple(factor * g for g in channel.edge_gain),
     )
-
-
-def doubt_from_dict(values: Mapping[str, Any]) -> Doubt:
-    """Doubt that was JSON; raises TypeError or KeyError where it is none."""
-    channels = {
-        name: ChannelState(
-            d2d_gain=tuple(tuple(row) for row in channel["d2d_gain"]),
-            edge_gain=tuple(channel["edge_gain"]),
-        )
-        for name, channel in values["average"].items()
-    }
-    return Doubt(**{**values, "average": channels})

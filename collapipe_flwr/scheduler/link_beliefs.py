@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from operator import is_
 from statistics import median
-from typing import Any
 
 from collapipe_flwr.core.domain import (
     ClusterOutcome,
@@ -106,14 +105,3 @@ def _believed(cluster: ClusterSnapshot, known: Mapping[str, LinkBelief]) -> Clus
 
     links = LinkShares(d2d=tuple(shares(name, names) for name in names), edge=shares("", names))
     return replace(cluster, links=links)
-
-
-def links_from_dict(values: Mapping[str, Any]) -> LinkBook:
-    """A book that was JSON; raises TypeError, KeyError or ValueError where it is none."""
-    return {
-        cluster: {
-            key: LinkBelief(**{**belief, "notes": tuple(belief["notes"])})
-            for key, belief in known.items()
-        }
-        for cluster, known in values.items()
-    }

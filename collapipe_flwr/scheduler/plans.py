@@ -1,18 +1,13 @@
-"""Plans as JSON: what travels in messages, checkpoints and the event log."""
+"""The rules that a cluster's plan obeys, wherever it comes from."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import asdict
 from math import isfinite
 
-from collapipe_flwr.core.domain import ClusterPlan, HopPlan, Plan, Segment
+from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.schedule import Schedule, stage_actions
 from collapipe_flwr.costs.codecs import CODECS
-
-Json = Mapping[str, object]
 
 
 def check_cluster_plan(plan: ClusterPlan, num_blocks: int | None = None) -> None:
@@ -69,8 +64,8 @@ def _check_hops(where: str, plan: ClusterPlan) -> None:
         if hop.codec not in CODECS:
             raise ScheduleError(f"{where}: a hop's codec must be one of {CODECS}, got {hop.codec}")
         rates = (hop.forward_bit_per_s, hop.backward_bit_per_s)
-        if not all(isfinite(rate) and rate >= 0 for rate in rates):
-            raise ScheduleError(f"{where}: rates of hops must be finite and >= 0, got {rates}")
+        if not all(rate is None or (isfinite(rate) and rate > 0) for rate in rates):
+            raise ScheduleError(f"{where}: rates of hops must be finite and > 0, got {rates}")
 
 
 def _check_segments(where: str, segments: tuple[Segment, ...], num_blocks: int | None) -> None:
@@ -90,74 +85,3 @@ def _check_segments(where: str, segments: tuple[Segment, ...], num_blocks: int |
     ids = [segment.device_id for segment in segments]
     if len(set(ids)) != len(ids):
         raise ScheduleError(f"{where}: a device has two segments in {ids}; give it one")
-
-
-def cluster_plan_to_dict(plan: ClusterPlan) -> dict[str, object]:
-    """Plain values, ready for JSON."""
-    return {**asdict(plan), "warmup_depth": list(plan.warmup_depth)}
-
-
-def plan_to_dict(plan: Plan) -> dict[str, object]:
-    """Plain values of a whole round, ready for the event log."""
-    clusters = [cluster_plan_to_dict(c) for c in plan.clusters]
-    return {**asdict(plan), "clusters": clusters}
-
-
-def cluster_plan_to_json(plan: ClusterPlan) -> str:
-    """One line of JSON."""
-    return json.dumps(cluster_plan_to_dict(plan), sort_keys=True)
-
-
-def cluster_plan_from_json(text: str) -> ClusterPlan:
-    """The plan in ``text``; raises ScheduleError where it is no valid plan."""
-    plan = cluster_plan_from_dict(_object(text))
-    check_cluster_plan(plan)
-    return plan
-
-
-def plan_to_json(plan: Plan) -> str:
-    """One line of JSON."""
-    return json.dumps(plan_to_dict(plan), sort_keys=True)
-
-
-def plan_from_json(text: str) -> Plan:
-    """The round's plan in ``text``; raises ScheduleError where it is no valid plan."""
-    return plan_from_dict(_object(text))
-
-
-def plan_from_dict(values: Json) -> Plan:
-    """The round's plan; raises ScheduleError for missing or malformed fields."""
-    try:
-        return Plan(
-            **{  # type: ignore[arg-type]
-                **values,
-                "clusters": tuple(cluster_plan_from_dict(c) for c in values["clusters"]),  # type: ignore[attr-defined]
-            }
-        )
-    except (TypeError, KeyError) as error:
-        raise ScheduleError(f"a plan in JSON lacks or misspells a field: {error}") from error
-
-
-def cluster_plan_from_dict(values: Json) -> ClusterPlan:
-    """The cluster's plan, not yet checked; raises ScheduleError for malformed fields."""
-    try:
-        return ClusterPlan(
-            **{  # type: ignore[arg-type]
-                **values,
-                "segments": tuple(Segment(**s) for s in values["segments"]),  # type: ignore[attr-defined]
-                "warmup_depth": tuple(values["warmup_depth"]),  # type: ignore[arg-type]
-                "hops": tuple(HopPlan(**hop) for hop in values.get("hops", ())),  # type: ignore[attr-defined]
-            }
-        )
-    except (TypeError, KeyError) as error:
-        raise ScheduleError(f"a plan in JSON lacks or misspells a field: {error}") from error
-
-
-def _object(text: str) -> Json:
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ScheduleError(f"a plan must be JSON, got {text[:40]!r}") from error
-    if not isinstance(values, dict):
-        raise ScheduleError(f"a plan must be a JSON object, got {text[:40]!r}")
-    return values

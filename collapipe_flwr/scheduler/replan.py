@@ -19,11 +19,11 @@ from collapipe_flwr.core.domain import (
     ClusterPlan,
     ClusterProfile,
     DeviceProfile,
-    HopPlan,
     ModelProfile,
     Segment,
 )
 from collapipe_flwr.core.errors import InfeasibleError
+from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.costs.codecs import CODECS
 from collapipe_flwr.costs.compute import Options
 from collapipe_flwr.scheduler.plans import dry_run_plan
@@ -160,13 +160,13 @@ def _with_segments(plan: ClusterPlan, remains: Remains, path: Path, step_s: floa
     )
 
 
-def _hops(plan: ClusterPlan, device_ids: Sequence[str]) -> tuple[HopPlan, ...]:
+def _hops(plan: ClusterPlan, device_ids: Sequence[str]) -> tuple[LinkConfig, ...]:
     """As planned between parties that were neighbours; elsewhere coarse, and of unknown rate."""
     if not plan.hops:
         return ()
     known = dict(zip(_neighbours([s.device_id for s in plan.segments]), plan.hops, strict=True))
     coarsest = max((hop.codec for hop in plan.hops), key=CODECS.index)
-    return tuple(known.get(pair, HopPlan(codec=coarsest)) for pair in _neighbours(device_ids))
+    return tuple(known.get(pair, LinkConfig(codec=coarsest)) for pair in _neighbours(device_ids))
 
 
 def _neighbours(device_ids: Sequence[str]) -> list[tuple[str, str]]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from collapipe_flwr.core.domain import (
     ClusterProfile,
@@ -39,18 +38,6 @@ class Beliefs:
 
     claimed: Averages = field(default_factory=dict)
     shown: Averages = field(default_factory=dict)
-
-
-def beliefs_from_dict(values: Mapping[str, Any]) -> Beliefs:
-    """Beliefs that were JSON; raises TypeError, KeyError or ValueError where they are none."""
-    books = {
-        book: {
-            cluster: {name: (float(s), float(j)) for name, (s, j) in devices.items()}
-            for cluster, devices in values[book].items()
-        }
-        for book in ("claimed", "shown")
-    }
-    return Beliefs(**books)
 
 
 def smoothed(snapshot: Snapshot, beliefs: Beliefs, memory: float) -> tuple[Snapshot, Beliefs]:

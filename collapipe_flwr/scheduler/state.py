@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from collapipe_flwr.core.domain import Plan
-from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.core.errors import ProtocolError, ScheduleError
+from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.costs.estimators import LearningState
-from collapipe_flwr.scheduler.caution import Doubt, doubt_from_dict
-from collapipe_flwr.scheduler.link_beliefs import LinkBook, links_from_dict
-from collapipe_flwr.scheduler.plans import plan_from_dict, plan_to_dict
-from collapipe_flwr.scheduler.smoothing import Beliefs, beliefs_from_dict
+from collapipe_flwr.scheduler.caution import Doubt
+from collapipe_flwr.scheduler.link_beliefs import LinkBook
+from collapipe_flwr.scheduler.smoothing import Beliefs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,28 +44,14 @@ class SchedulerState:
 
     def to_json(self) -> str:
         """One line of JSON."""
-        values = asdict(self)
-        values["last_plan"] = None if self.last_plan is None else plan_to_dict(self.last_plan)
-        return json.dumps(values, sort_keys=True)
+        return to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> SchedulerState:
         """The state in ``text``; raises ScheduleError where it is none."""
         try:
-            values = json.loads(text)
-            last, reference = values["last_plan"], values["reference"]
-            return cls(
-                **{
-                    **values,
-                    "last_plan": None if last is None else plan_from_dict(last),
-                    "reference": None if reference is None else Reference(**reference),
-                    "learning": LearningState(**values["learning"]),
-                    "beliefs": beliefs_from_dict(values["beliefs"]),
-                    "doubt": doubt_from_dict(values["doubt"]),
-                    "links": links_from_dict(values.get("links", {})),
-                }
-            )
-        except (ValueError, TypeError, KeyError) as error:
+            return from_json(cls, text, "scheduler state")
+        except ProtocolError as error:
             raise ScheduleError(f"no scheduler state in {text[:40]!r}: {error}") from error
 
 

@@ -9,7 +9,7 @@ from operator import ge, le, lt
 
 import numpy as np
 
-from collapipe_flwr.scheduler.plans import plan_to_dict
+from collapipe_flwr.core.json_codec import plain
 from collapipe_flwr.simulation.score import Score
 from collapipe_flwr.simulation.simulate import PolicyResult, Simulation
 
@@ -100,7 +100,7 @@ def _score_json(score: Score) -> Json:
         "peak_device_memory_bytes": score.peak_device_memory_bytes,
         "energy_over_budget_max": score.energy_over_budget,
         "time_to_target_s": _or_null(score.time_to_target_s),
-        "last_plan": plan_to_dict(score.last_plan),
+        "last_plan": plain(score.last_plan),
     }
 
 

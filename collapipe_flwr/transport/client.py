@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -22,6 +21,7 @@ from collapipe_flwr.core.errors import (
     Unreachable,
 )
 from collapipe_flwr.core.heartbeat import Heartbeat
+from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest
 from collapipe_flwr.pipeline.digest import Digests, Keys
 from collapipe_flwr.pipeline.frame import Frame, FrameKind
@@ -206,16 +206,21 @@ class EdgeClient:
         token: str,
         *,
         name: str = "control unit",
-        settings: StreamSettings | None = None,
+        config: LinkConfig | None = None,
     ) -> Link:
         """The link to the session's stage; `name` is how the edge calls this side in errors.
 
-        `settings` hold for both directions, but for their rates.
+        This side sends at the forward rate of `config` and asks the edge to keep to the other one.
 
         Returns after the edge accepted the stream. Close the link when done.
         """
-        settings = settings or StreamSettings(limits=self._limits)
-        settings = replace(settings, stream_id=secrets.randbits(_STREAM_BITS))
+        config = config or LinkConfig()
+        settings = StreamSettings(
+            codec=config.codec,
+            limits=self._limits,
+            rate_bit_per_s=config.forward_bit_per_s,
+            stream_id=secrets.randbits(_STREAM_BITS),
+        )
         call_slot: list[grpc.Call] = []
         link = StreamLink(
             self.peer,
@@ -226,7 +231,7 @@ class EdgeClient:
         extra = (
             (methods.CODEC_KEY, settings.codec),
             (methods.NAME_KEY, _ascii(name)),
-            (methods.RATE_KEY, repr(settings.peer_rate or 0.0)),
+            (methods.RATE_KEY, repr(config.backward_bit_per_s or 0.0)),
             (methods.STREAM_KEY, str(settings.stream_id)),
         )
         call = self._channel.stream_stream(methods.method("Stream"), None, None)(

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.pipeline.frame import GRAD, HIDDEN, Frame
-from collapipe_flwr.pipeline.link import Link, Traffic
+from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.transport.quantize import WIRE_CODECS, WireCodec
 
 
@@ -28,10 +29,15 @@ class SimulatedCodecLink:
         return self._link.peer
 
     @property
-    def traffic(self) -> Traffic:
-        """See `Link.traffic`; the other direction is coded by the other end."""
-        moved = self._link.traffic
-        return replace(moved, sent_bytes=moved.sent_bytes - self._saved_bytes)
+    def sent(self) -> LinkTraffic:
+        """See `Link.sent`."""
+        sent = self._link.sent
+        return replace(sent, bytes=sent.bytes - self._saved_bytes)
+
+    @property
+    def received(self) -> LinkTraffic:
+        """See `Link.received`; it is coded by the other end."""
+        return self._link.received
 
     def send(self, frame: Frame, *, deadline_s: float) -> None:
         """See `Link.send`."""

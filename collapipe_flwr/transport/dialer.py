@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.session import NextHop
 from collapipe_flwr.transport.client import EdgeClient
-from collapipe_flwr.transport.rate_limit import StreamSettings
 from collapipe_flwr.transport.tls import TlsFiles
 
 
@@ -24,11 +23,6 @@ class Dialer:
     @contextmanager
     def __call__(self, hop: NextHop) -> Iterator[Link]:
         """The link to the next host while the body runs. Raises LinkError when it refuses."""
-        settings = StreamSettings(
-            codec=hop.codec,
-            rate_bytes_per_s=hop.rate_bytes_per_s or None,
-            peer_rate_bytes_per_s=hop.back_rate_bytes_per_s or None,
-        )
         with EdgeClient(
             hop.address,
             what=hop.name,
@@ -37,7 +31,7 @@ class Dialer:
             deadline_s=self.deadline_s,
             heartbeat=hop.heartbeat,
         ) as client:
-            link = client.stream(hop.session_id, hop.token, name=self.name, settings=settings)
+            link = client.stream(hop.session_id, hop.token, name=self.name, config=hop.link)
             try:
                 yield link
             finally:

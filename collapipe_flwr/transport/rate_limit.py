@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.links import QUEUE_FRAMES
 from collapipe_flwr.transport.limits import FrameLimits
 
 
@@ -12,28 +13,17 @@ from collapipe_flwr.transport.limits import FrameLimits
 class StreamSettings:
     """How a stream behaves.
 
-    `rate_bytes_per_s` paces what this end sends (None: as fast as it goes): a frame leaves when
-    a wire of that rate would have carried it. `peer_rate_bytes_per_s` is what the other end is
-    asked to keep to (None: the same rate). Both ends note frames under `stream_id` (`FrameLog`).
+    `rate_bit_per_s` paces what this end sends (None: as fast as it goes): a frame leaves when a
+    wire of that rate would have carried it. Both ends note frames under `stream_id`
+    (`LinkTraffic.note`).
     """
 
     codec: str = "fp32"
     limits: FrameLimits = field(default_factory=FrameLimits)
-    queue_frames: int = 64
+    queue_frames: int = QUEUE_FRAMES
     queue_bytes: int = 512 * 2**20
-    rate_bytes_per_s: float | None = None
-    peer_rate_bytes_per_s: float | None = None
+    rate_bit_per_s: float | None = None
     stream_id: int = 0
-
-    @property
-    def peer_rate(self) -> float | None:
-        """Bytes per second of the other end."""
-        return self.peer_rate_bytes_per_s or self.rate_bytes_per_s
-
-
-def slower(rate: float | None, other: float | None) -> float | None:
-    """The smaller of two limits; None is no limit."""
-    return min((r for r in (rate, other) if r is not None), default=None)
 
 
 class RateLimiter:
@@ -43,15 +33,19 @@ class RateLimiter:
     nothing was sent is not saved up.
     """
 
-    def __init__(self, rate_bytes_per_s: float | None) -> None:
-        if rate_bytes_per_s is not None and not rate_bytes_per_s > 0:
-            raise ConfigError(f"the rate of a link must be > 0 bytes/s, got {rate_bytes_per_s}")
-        self._rate_bytes_per_s = rate_bytes_per_s
+    def __init__(self, rate_bit_per_s: float | None) -> None:
+        if rate_bit_per_s is not None and not rate_bit_per_s > 0:
+            raise ConfigError(f"the rate of a link must be > 0 bit/s, got {rate_bit_per_s}")
+        self._rate_bit_per_s = rate_bit_per_s
         self._free_s = float("-inf")  # when the wire has carried all earlier messages
+
+    def carrying_s(self, size_bytes: int) -> float:
+        """Seconds for which a message of this size keeps the wire busy; 0 without a rate."""
+        return 8 * size_bytes / self._rate_bit_per_s if self._rate_bit_per_s else 0.0
 
     def delay_s(self, size_bytes: int, now_s: float) -> float:
         """Seconds from now until a message of this size has left."""
-        if self._rate_bytes_per_s is None:
+        if self._rate_bit_per_s is None:
             return 0.0
-        self._free_s = max(self._free_s, now_s) + size_bytes / self._rate_bytes_per_s
+        self._free_s = max(self._free_s, now_s) + self.carrying_s(size_bytes)
         return self._free_s - now_s

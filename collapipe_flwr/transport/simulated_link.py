@@ -13,9 +13,10 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 
 from collapipe_flwr.core.errors import LinkTimeout
+from collapipe_flwr.core.links import LinkConfig, LinkTraffic
 from collapipe_flwr.pipeline.frame import Frame
-from collapipe_flwr.pipeline.link import Link, Traffic
-from collapipe_flwr.transport.rate_limit import RateLimiter, StreamSettings
+from collapipe_flwr.pipeline.link import Link
+from collapipe_flwr.transport.rate_limit import RateLimiter
 
 Clock = Callable[[], float]
 
@@ -23,11 +24,10 @@ Clock = Callable[[], float]
 class Wire:
     """One direction: when each frame in flight arrives."""
 
-    def __init__(self, rate_bytes_per_s: float | None, clock: Clock = time.monotonic) -> None:
+    def __init__(self, rate_bit_per_s: float | None, clock: Clock = time.monotonic) -> None:
         self.busy_s = 0.0  # of carrying
         self.cut = threading.Event()  # nothing arrives any more
-        self._rate_bytes_per_s = rate_bytes_per_s
-        self._pacer = RateLimiter(rate_bytes_per_s)
+        self._pacer = RateLimiter(rate_bit_per_s)
         self._clock = clock
         self._arrivals: SimpleQueue[float] = SimpleQueue()
 
@@ -35,8 +35,7 @@ class Wire:
         """A frame of that size was sent."""
         now_s = self._clock()
         self._arrivals.put(now_s + self._pacer.delay_s(size_bytes, now_s))
-        if self._rate_bytes_per_s:
-            self.busy_s += size_bytes / self._rate_bytes_per_s
+        self.busy_s += self._pacer.carrying_s(size_bytes)
 
     def await_frame(self, peer: str, deadline_s: float) -> None:
         """Wait until the next frame is there, or the wire is cut; raises LinkTimeout."""
@@ -61,15 +60,20 @@ class RateLimitedLink:
         return self._link.peer
 
     @property
-    def traffic(self) -> Traffic:
-        """See `Link.traffic`."""
-        return replace(self._link.traffic, sending_s=self._there.busy_s)
+    def sent(self) -> LinkTraffic:
+        """See `Link.sent`."""
+        return replace(self._link.sent, sending_s=self._there.busy_s)
+
+    @property
+    def received(self) -> LinkTraffic:
+        """See `Link.received`."""
+        return self._link.received
 
     def send(self, frame: Frame, *, deadline_s: float) -> None:
         """See `Link.send`."""
-        before = self._link.traffic.sent_bytes
+        before = self._link.sent.bytes
         self._link.send(frame, deadline_s=deadline_s)
-        self._there.put(self._link.traffic.sent_bytes - before)
+        self._there.put(self._link.sent.bytes - before)
 
     def receive(self, *, deadline_s: float) -> Frame:
         """See `Link.receive`; the time that the wire takes is no silence of the peer."""
@@ -85,9 +89,9 @@ class RateLimitedLink:
         self._link.close(error)
 
 
-def rate_limited_pair(left: Link, right: Link, settings: StreamSettings) -> tuple[Link, Link]:
-    """The same two joined ends with the rates of `settings`, which are those of `left`."""
-    if settings.rate_bytes_per_s is None and settings.peer_rate is None:
+def rate_limited_pair(left: Link, right: Link, link: LinkConfig) -> tuple[Link, Link]:
+    """The same two joined ends with the rates of `link`, whose upstream end is `left`."""
+    if link.forward_bit_per_s is None and link.backward_bit_per_s is None:
         return left, right
-    ahead, back = Wire(settings.rate_bytes_per_s), Wire(settings.peer_rate)
+    ahead, back = Wire(link.forward_bit_per_s), Wire(link.backward_bit_per_s)
     return RateLimitedLink(left, ahead, back), RateLimitedLink(right, back, ahead)

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator
 import grpc
 
 from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.pipeline.frame import Frame, FrameKind
-from collapipe_flwr.pipeline.link import FrameLog, Traffic
 from collapipe_flwr.pipeline.mailbox import Mailbox
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
 from collapipe_flwr.transport.rate_limit import RateLimiter, StreamSettings
@@ -37,10 +37,7 @@ class StreamLink:
         hang_up: Callable[[bool], None] = lambda _: None,
     ) -> None:
         self.peer = peer
-        self.traffic = Traffic(
-            left=FrameLog(stream_id=settings.stream_id),
-            arrived=FrameLog(stream_id=settings.stream_id),
-        )
+        self.sent, self.received = LinkTraffic(), LinkTraffic()
         self._settings = settings
         self._translate = translate
         self._hang_up = hang_up
@@ -50,14 +47,14 @@ class StreamLink:
         self._outbox: Mailbox[bytes] = Mailbox(
             settings.queue_frames, peer, most_bytes=settings.queue_bytes
         )
-        self._pacer = RateLimiter(settings.rate_bytes_per_s)
+        self._pacer = RateLimiter(settings.rate_bit_per_s)
         self._over = threading.Event()
 
     def send(self, frame: Frame, *, deadline_s: float) -> None:
         """See `Link.send`."""
         data = encode_frame(frame, self._settings.codec)
         self._outbox.put(data, deadline_s, size_bytes=len(data))
-        self.traffic.sent_bytes += len(data)
+        self.sent.bytes += len(data)
 
     def receive(self, *, deadline_s: float) -> Frame:
         """See `Link.receive`."""
@@ -91,9 +88,9 @@ class StreamLink:
             start_s = time.monotonic()
             if (delay_s := self._pacer.delay_s(len(data), start_s)) > 0:
                 self._over.wait(delay_s)
-            self.traffic.left.note(time.monotonic(), len(data))
+            self.sent.note(self._settings.stream_id, time.monotonic(), len(data))
             yield data
-            self.traffic.sending_s += time.monotonic() - start_s
+            self.sent.sending_s += time.monotonic() - start_s
 
     def feed(self, messages: Iterable[bytes]) -> None:
         """Read the stream until it ends. Errors end the link and reach whoever receives."""
@@ -108,9 +105,9 @@ class StreamLink:
             self._inbox.fail(error)
 
     def _accept(self, data: bytes) -> None:
-        self.traffic.arrived.note(time.monotonic(), len(data))
+        self.received.note(self._settings.stream_id, time.monotonic(), len(data))
         frame = decode_frame(data, self._settings.limits)
-        self.traffic.received_bytes += len(data)
+        self.received.bytes += len(data)
         if frame.kind is FrameKind.ERROR:
             self.broken(LinkError(f"{self.peer} failed: {frame.text[:_SENTENCE]}"))
         else:

@@ -18,8 +18,9 @@ from collapipe_flwr.cluster.recovery import Recovery
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.cluster.threads import ThreadFleet
 from collapipe_flwr.core.cluster_file import LinksConfig
-from collapipe_flwr.core.domain import ClusterPlan, HopPlan
-from collapipe_flwr.costs.link_rates import Note, carried_bit_per_s
+from collapipe_flwr.core.domain import ClusterPlan
+from collapipe_flwr.core.links import LinkConfig, Note
+from collapipe_flwr.costs.link_rates import carried_bit_per_s
 from collapipe_flwr.models import BatchShape, Splitter, make_spec
 from collapipe_flwr.pipeline.execution import Execution
 from collapipe_flwr.pipeline.meter import StageReport
@@ -53,7 +54,7 @@ def splitter() -> Splitter:
     return Splitter(spec)
 
 
-def _plan(names: tuple[str, str], hops: tuple[HopPlan, ...]) -> ClusterPlan:
+def _plan(names: tuple[str, str], hops: tuple[LinkConfig, ...]) -> ClusterPlan:
     plan = Cut(stops=(1, 2), micro_batches=(EXAMPLES,)).plan()
     segments = tuple(
         replace(segment, device_id=name) for segment, name in zip(plan.segments, names, strict=True)
@@ -105,7 +106,7 @@ def _session(splitter: Splitter, address: str) -> Iterator[EdgeClient]:
 
 def _round(
     splitter: Splitter,
-    hops: tuple[HopPlan, ...],
+    hops: tuple[LinkConfig, ...],
     *,
     paced: bool = False,
     remote: bool = True,
@@ -136,15 +137,15 @@ def _measured(reports: list[StageReport]) -> list[tuple[float, float]]:
     """Bits per second of every hop, forward and backward, as the senders saw it."""
     return [
         (
-            8 * here.sent_down_bytes / here.sending_down_s,
-            8 * behind.sent_up_bytes / behind.sending_up_s,
+            8 * here.sent_down.bytes / here.sent_down.sending_s,
+            8 * behind.sent_up.bytes / behind.sent_up.sending_s,
         )
         for here, behind in pairwise(reports)
     ]
 
 
-def _hops(rates: tuple[tuple[float, float], ...]) -> tuple[HopPlan, ...]:
-    return tuple(HopPlan(forward_bit_per_s=f, backward_bit_per_s=b) for f, b in rates)
+def _hops(rates: tuple[tuple[float, float], ...]) -> tuple[LinkConfig, ...]:
+    return tuple(LinkConfig(forward_bit_per_s=f, backward_bit_per_s=b) for f, b in rates)
 
 
 @pytest.mark.parametrize("remote", [True, False], ids=["daemons", "threads"])
@@ -153,7 +154,7 @@ def test_paced_senders_keep_to_the_planned_rates(splitter: Splitter, remote: boo
     for (forward, backward), (ahead, back) in zip(_measured(reports), RATES, strict=True):
         assert AT_LEAST * ahead < forward < 1.02 * ahead
         assert AT_LEAST * back < backward < 1.02 * back
-    carried_s = sum(r.sent_down_bytes * 8 / RATES[k][0] for k, r in enumerate(reports[:-1])) / 2
+    carried_s = sum(r.sent_down.bytes * 8 / RATES[k][0] for k, r in enumerate(reports[:-1])) / 2
     assert result.wall_s > carried_s / STEPS  # it is not only the meter that waits
 
 
@@ -175,26 +176,26 @@ def test_nobody_is_paced_unless_the_run_says_so(splitter: Splitter) -> None:
 @pytest.mark.parametrize("remote", [True, False], ids=["daemons", "threads"])
 def test_every_hop_has_the_codec_of_its_plan(splitter: Splitter, remote: bool) -> None:
     names = ("int8", "fp32", "bf16")
-    _, exact = _round(splitter, (HopPlan(),) * 3, remote=remote)
-    _, coded = _round(splitter, tuple(HopPlan(codec=name) for name in names), remote=remote)
+    _, exact = _round(splitter, (LinkConfig(),) * 3, remote=remote)
+    _, coded = _round(splitter, tuple(LinkConfig(codec=name) for name in names), remote=remote)
     for hop, most in enumerate((0.5, 1.0, 0.7)):
-        for sent in ("sent_down_bytes", "sent_up_bytes"):
-            stage = hop if sent == "sent_down_bytes" else hop + 1
-            share = getattr(coded[stage], sent) / getattr(exact[stage], sent)
+        for sent in ("sent_down", "sent_up"):
+            stage = hop if sent == "sent_down" else hop + 1
+            share = getattr(coded[stage], sent).bytes / getattr(exact[stage], sent).bytes
             assert share == 1.0 if most == 1.0 else share < most
 
 
 def test_threads_lose_what_daemons_lose(splitter: Splitter) -> None:
-    hops = tuple(HopPlan(codec=name) for name in ("int8", "fp32", "bf16"))
+    hops = tuple(LinkConfig(codec=name) for name in ("int8", "fp32", "bf16"))
     far, near = (_round(splitter, hops, remote=remote)[0] for remote in (True, False))
     assert far.losses == near.losses
     assert all(torch.equal(far.weights[key], near.weights[key]) for key in far.weights)
 
 
 def test_a_codec_in_the_cluster_file_stands_above_the_plan(splitter: Splitter) -> None:
-    _, bound = _round(splitter, (HopPlan(),) * 3, links=LinksConfig(codec="int8"))
-    _, exact = _round(splitter, (HopPlan(),) * 3)
-    assert bound[1].sent_down_bytes < 0.5 * exact[1].sent_down_bytes
+    _, bound = _round(splitter, (LinkConfig(),) * 3, links=LinksConfig(codec="int8"))
+    _, exact = _round(splitter, (LinkConfig(),) * 3)
+    assert bound[1].sent_down.bytes < 0.5 * exact[1].sent_down.bytes
 
 
 WIRE_BIT_PER_S = 1e8
@@ -218,11 +219,11 @@ def _over_wire(left: Notes, arrived: Notes) -> tuple[Notes, Notes]:
 def test_the_rate_of_a_wire_is_the_same_with_snapshots_and_without(
     splitter: Splitter, every: int
 ) -> None:
-    _, reports = _round(splitter, (HopPlan(),) * 3, snapshot_every=every)
+    _, reports = _round(splitter, (LinkConfig(),) * 3, snapshot_every=every)
     for here, behind in pairwise(reports):
         for left, arrived in (
-            (here.left_down, behind.arrived_up),
-            (behind.left_up, here.arrived_down),
+            (here.sent_down.notes, behind.received_up.notes),
+            (behind.sent_up.notes, here.received_down.notes),
         ):
             frames = {tuple(frame) for *frame, _, _ in arrived}
             assert len(frames) == len(arrived) > 2 * STEPS  # none looks like another
@@ -232,8 +233,8 @@ def test_the_rate_of_a_wire_is_the_same_with_snapshots_and_without(
 
 @pytest.mark.parametrize("every", [0, 1])
 def test_the_edge_reports_the_bytes_of_the_last_device(splitter: Splitter, every: int) -> None:
-    _, reports = _round(splitter, (HopPlan(),) * 3, snapshot_every=every)
+    _, reports = _round(splitter, (LinkConfig(),) * 3, snapshot_every=every)
     last, edge = reports[-2:]
     assert edge.steps == last.steps == STEPS
-    assert edge.received_up_bytes == last.sent_down_bytes > 0
-    assert edge.sent_up_bytes == last.received_down_bytes > 0
+    assert edge.received_up.bytes == last.sent_down.bytes > 0
+    assert edge.sent_up.bytes == last.received_down.bytes > 0

@@ -19,12 +19,12 @@ from collapipe_flwr.cluster.recovery import MOST_REPLAYS, RecoveringRound, Recov
 from collapipe_flwr.cluster.threads import ThreadFleet
 from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, DeviceProfile
 from collapipe_flwr.core.errors import CollaPipeError, InfeasibleError, LinkError
+from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models import BatchShape, Splitter
 from collapipe_flwr.pipeline.link import Link, memory_pair
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 from collapipe_flwr.pipeline.session import SessionRequest
-from collapipe_flwr.transport.rate_limit import StreamSettings
 from tests.closeness import assert_near, near
 from tests.cluster.faults import PHASES, Fault, PowerCut, failing
 from tests.laws.test_cluster_equals_whole import (
@@ -99,7 +99,7 @@ class Edge:
     snapshots: int = 0
 
     @contextmanager
-    def connect(self, _: StreamSettings) -> Iterator[Link]:
+    def connect(self, _: LinkConfig) -> Iterator[Link]:
         ours, theirs = memory_pair("last device", "edge")
         thread = threading.Thread(target=self._run, args=(theirs,))
         thread.start()
@@ -282,8 +282,8 @@ def test_the_edge_reports_each_step_once(splitter: Splitter, first, every, break
     assert len(course.incidents) == (breaks != "nothing")
     report, last = edge.service.report("A", TOKEN), [leg.reports[-1] for leg in course.legs]
     assert report.steps == STEPS
-    assert report.received_up_bytes == sum(device.sent_down_bytes for device in last) > 0
-    assert report.sent_up_bytes == sum(device.received_down_bytes for device in last) > 0
+    assert report.received_up.bytes == sum(device.sent_down.bytes for device in last) > 0
+    assert report.sent_up.bytes == sum(device.received_down.bytes for device in last) > 0
 
 
 def test_steps_without_labels_are_none_for_snapshots_either(splitter: Splitter, first) -> None:

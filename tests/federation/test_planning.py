@@ -12,8 +12,9 @@ from flwr.app import ArrayRecord
 from collapipe_flwr.cluster.control_unit import joined
 from collapipe_flwr.cluster.order import CONTROL_UNIT
 from collapipe_flwr.core.domain import BlockCost, ModelProfile
+from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.federation.arrays import encode_tensors
-from collapipe_flwr.federation.movement import Models, MovementMeter
+from collapipe_flwr.federation.movement import MovementMeter
 from collapipe_flwr.federation.planning import ScheduledRounds
 from collapipe_flwr.federation.rounds import ClosedRound
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
@@ -58,10 +59,10 @@ def report(name: str, small: float, big: float) -> StageReport:
         steps=2,
         small_square_norm=small,
         big_square_norm=big,
-        sent_down_bytes=100,
-        received_down_bytes=10,
-        sent_up_bytes=10,
-        received_up_bytes=100,
+        sent_down=LinkTraffic(bytes=100),
+        received_down=LinkTraffic(bytes=10),
+        sent_up=LinkTraffic(bytes=10),
+        received_up=LinkTraffic(bytes=100),
         peak_tensor_bytes=7,
     )
 
@@ -166,7 +167,7 @@ def test_link_bytes_split_at_the_last_device():
 
 
 def test_a_round_that_lost_its_last_device_splits_bytes_and_norms_as_its_legs_did():
-    wide = replace(report("d1", 2.0, 1.0), sent_down_bytes=500)
+    wide = replace(report("d1", 2.0, 1.0), sent_down=LinkTraffic(bytes=500))
     before = (report(CONTROL_UNIT, 1.0, 0.5), wide, report("d2", 3.0, 1.5))
     after = (report(CONTROL_UNIT, 1.0, 0.5), report("d1", 5.0, 2.5))  # with the blocks of d2
     round_told = ClusterTelemetry(
@@ -186,13 +187,15 @@ def test_a_round_that_lost_its_last_device_splits_bytes_and_norms_as_its_legs_di
 
 def test_movement_is_that_of_the_averaged_arrays():
     meter = MovementMeter()
-    pairs = ((weights(1.0), 10.0), (weights(5.0), 30.0))
-    first = meter.measure(Models(before=weights(0.0), after=weights(4.0), clusters=pairs))
+    models, examples = {"a": weights(1.0), "b": weights(5.0)}, {"a": 10.0, "b": 30.0}
+    ended = replace(closed(None, after=weights(4.0)), models=models, examples=examples)
+    first = meter.measure(ended)
     assert first.norm == pytest.approx(4 * 2.0)  # four entries of 4
     assert first.change_norm is None
     assert first.spread == pytest.approx(0.25 * 4 * 9 + 0.75 * 4 * 1)
-    second = meter.measure(Models(before=weights(4.0), after=weights(5.0), clusters=pairs))
+    second = meter.measure(replace(ended, before=weights(4.0), after=weights(5.0)))
     assert second.change_norm == pytest.approx(math.sqrt(4 * 9))
+    assert meter.measure(replace(ended, after=None)) is None
 
 
 @pytest.mark.parametrize("policy", ["dssda", "uniform", "static"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.pipeline.optimizer import Optimizer
@@ -16,7 +17,6 @@ from collapipe_flwr.pipeline.roles import FirstStage
 from collapipe_flwr.pipeline.session import NextHop
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.dialer import Dialer
-from collapipe_flwr.transport.rate_limit import StreamSettings
 from tests.closeness import assert_near, near
 from tests.host.certificates import Authority
 from tests.host.chain_to_edge import TOKEN, request
@@ -104,7 +104,7 @@ def test_a_chain_of_hosts_equals_one_process(secure, tmp_path):
     for part, whole in zip(parts, wholes, strict=True):
         assert_near(list(part.parameters()), list(whole.parameters()))
     assert [r.name for r in reports] == list(NAMES)
-    assert reports[0].sent_down_bytes == reports[1].received_up_bytes > 0
+    assert reports[0].sent_down.bytes == reports[1].received_up.bytes > 0
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
@@ -140,21 +140,23 @@ def test_a_next_host_that_is_not_there_is_named_at_the_control_unit():
 
 def test_a_paced_link_is_paced_both_ways():
     rate_bytes_per_s = 30_000.0
-    parts, settings_of_link = make_parts((2,)), StreamSettings(rate_bytes_per_s=rate_bytes_per_s)
+    rate = 8 * rate_bytes_per_s
+    parts = make_parts((2,))
+    config = LinkConfig(forward_bit_per_s=rate, backward_bit_per_s=rate)
     with (
         EdgeServer("127.0.0.1:0", EdgeService(build)) as server,
         EdgeClient(server.address) as client,
     ):
         client.open_session(request())
         client.push_weights("c1", TOKEN, parts[2].state_dict())
-        link = client.stream("c1", TOKEN, settings=settings_of_link)
+        link = client.stream("c1", TOKEN, config=config)
         optimizer = Optimizer(SGD, parts[0].parameters())
         order = settings("control unit", "gpipe", 2)  # all gradients come after all outputs
         first = FirstStage(parts[0], optimizer, order, downstream=link)
         start = time.monotonic()
         first.train_step(make_batch((64, 64)))
         seconds = time.monotonic() - start
-        there, back = link.traffic.sent_bytes, link.traffic.received_bytes
+        there, back = link.sent.bytes, link.received.bytes
         first.finish()
         link.close()
     assert back / rate_bytes_per_s > 1  # enough to be told from none at all

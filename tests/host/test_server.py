@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from collapipe_flwr.core.errors import ConfigError, LinkError, LinkTimeout
+from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.host.ledger import Ledger
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.pipeline.frame import Frame, FrameKind
@@ -17,7 +18,6 @@ from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
 from collapipe_flwr.transport.limits import FrameLimits
-from collapipe_flwr.transport.rate_limit import StreamSettings
 from collapipe_flwr.transport.tls import TlsFiles, client_credentials, server_credentials
 from tests.closeness import assert_near, near
 from tests.host.certificates import Authority
@@ -55,7 +55,7 @@ def one_round(client: EdgeClient, codec: str = "fp32"):
     """One step on a fresh session; returns loss, all weights by part, and the device's report."""
     parts = make_parts((2,))
     open_session(client, parts[2])
-    link = client.stream("c1", TOKEN, name="device 1", settings=StreamSettings(codec=codec))
+    link = client.stream("c1", TOKEN, name="device 1", config=LinkConfig(codec=codec))
     cluster = Cluster(parts, link)
     with cluster.running() as first:
         result = first.train_step(make_batch((3, 3, 2)))
@@ -77,8 +77,8 @@ def test_a_round_over_grpc_equals_one_process(client):
     edge = client.report("c1", TOKEN)
     assert edge.steps == 1
     # The END frame may still be on its way to be counted; nothing else may differ.
-    assert edge.received_up_bytes == device.sent_down_bytes > 0
-    assert edge.sent_up_bytes == device.received_down_bytes > 0
+    assert edge.received_up.bytes == device.sent_down.bytes > 0
+    assert edge.sent_up.bytes == device.received_down.bytes > 0
 
 
 @pytest.mark.parametrize(("codec", "tolerance"), [("fp16", 1e-3), ("bf16", 1e-2), ("int8", 2e-2)])
@@ -88,8 +88,8 @@ def test_codecs_shrink_the_stream_and_stay_close(client, codec, tolerance):
     assert loss == pytest.approx(expected, rel=tolerance)
     client.close_session("c1", TOKEN)
     _, _, exact = one_round(client)
-    assert device.sent_down_bytes < exact.sent_down_bytes
-    assert device.received_down_bytes < exact.received_down_bytes
+    assert device.sent_down.bytes < exact.sent_down.bytes
+    assert device.received_down.bytes < exact.received_down.bytes
 
 
 def test_mutual_tls(tmp_path):
@@ -114,13 +114,13 @@ def test_mutual_tls(tmp_path):
 def test_a_paced_stream_takes_as_long_as_its_link(client):
     parts = make_parts((2,))
     open_session(client, parts[2])
-    pace = StreamSettings(rate_bytes_per_s=20_000.0)
-    cluster = Cluster(parts, client.stream("c1", TOKEN, settings=pace))
+    pace = LinkConfig(forward_bit_per_s=160_000.0, backward_bit_per_s=160_000.0)
+    cluster = Cluster(parts, client.stream("c1", TOKEN, config=pace))
     with cluster.running() as first:
         start = time.monotonic()
         first.train_step(make_batch((3, 3, 2)))
         seconds = time.monotonic() - start
-    sent = cluster.device.report().sent_down_bytes
+    sent = cluster.device.report().sent_down.bytes
     assert sent / 20_000 * 0.8 < seconds
 
 
@@ -174,7 +174,7 @@ def test_refusals_are_one_sentence_with_the_address(server, client):
 
 def _bad_codec(client):
     open_session(client, Head(), "c9")
-    client.stream("c9", TOKEN, settings=StreamSettings(codec="zip"))
+    client.stream("c9", TOKEN, config=LinkConfig(codec="zip"))
 
 
 def test_names_of_any_alphabet(client):

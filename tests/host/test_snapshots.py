@@ -114,7 +114,7 @@ def counted(edge: EdgeService) -> tuple[int, int, list[tuple[int, int]]]:
     """Steps and bytes of the report, and the passes in the timeline."""
     report, spans = edge.report("c1", TOKEN), edge.timeline("c1", TOKEN).spans
     passes = [(s.step, s.micro_batch) for s in spans if s.work == "forward"]
-    return report.steps, report.received_up_bytes, passes
+    return report.steps, report.received_up.bytes, passes
 
 
 @pytest.fixture

@@ -206,8 +206,8 @@ def test_nothing_goes_back_to_a_frozen_embedding(adapted: Splitter) -> None:
         batches = _micro_batches(adapted, _steps(adapted, cut, count=1))
         result = train_round(adapted, order, batches, ThreadFleet(lambda _: nullcontext(link)))
     control_unit, lowest, *_ = result.reports
-    assert control_unit.received_down_bytes == 0
-    assert lowest.sent_up_bytes == 0
-    assert lowest.received_down_bytes > 0
+    assert control_unit.received_down.bytes == 0
+    assert lowest.sent_up.bytes == 0
+    assert lowest.received_down.bytes > 0
     lowest_b = next(key for key in adapted.segment_keys(0, 1) if "lora_B" in key)
     assert not torch.equal(result.weights[lowest_b], weights[lowest_b])

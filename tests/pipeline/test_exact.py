@@ -149,8 +149,8 @@ def test_reports_count_every_byte_once_on_each_side():
         first.train_step(make_batch((2, 2)))
     reports = [s.report() for s in chain.stages]
     for left, right in itertools.pairwise(reports):
-        assert left.sent_down_bytes == right.received_up_bytes > 0
-        assert left.received_down_bytes == right.sent_up_bytes > 0
+        assert left.sent_down.bytes == right.received_up.bytes > 0
+        assert left.received_down.bytes == right.sent_up.bytes > 0
     assert all(r.steps == 1 and r.forward_s > 0 and r.backward_s > 0 for r in reports)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collapipe_flwr.pipeline.link import NOTED_FRAMES, FrameLog
-from collapipe_flwr.pipeline.meter import MOST_NOTES, MOST_SPANS, Span, StageReport
+from collapipe_flwr.core.links import MOST_NOTES, NOTED_FRAMES, LinkTraffic
+from collapipe_flwr.pipeline.meter import MOST_SPANS, Span, StageReport
 
 
 def span(step: int) -> Span:
@@ -12,11 +12,11 @@ def span(step: int) -> Span:
 
 def of_stream(stream_id: int) -> StageReport:
     """A stream of many small frames and steps."""
-    log = FrameLog(stream_id=stream_id)
+    arrived = LinkTraffic()
     for index in range(2 * NOTED_FRAMES):
-        log.note(float(index), 10)
+        arrived.note(stream_id, float(index), 10)
     spans = tuple(span(stream_id) for _ in range(MOST_SPANS // 2 + 1))
-    return StageReport(name="edge", steps=1, arrived_up=log.notes, spans=spans)
+    return StageReport(name="edge", steps=1, received_up=arrived, spans=spans)
 
 
 def test_a_sum_keeps_the_first_spans_and_the_last_notes():
@@ -27,8 +27,8 @@ def test_a_sum_keeps_the_first_spans_and_the_last_notes():
     assert [s.step for s in total.spans] == [0] * (MOST_SPANS // 2 + 1) + [1] * (
         MOST_SPANS // 2 - 1
     )
-    assert len(total.arrived_up) == MOST_NOTES
-    assert {stream_id for stream_id, *_ in total.arrived_up} == {2, 3, 4, 5}
+    assert len(total.received_up.notes) == MOST_NOTES
+    assert {stream_id for stream_id, *_ in total.received_up.notes} == {2, 3, 4, 5}
 
 
 def test_means_are_weighted_by_steps():

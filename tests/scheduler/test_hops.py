@@ -7,14 +7,12 @@ from itertools import pairwise
 
 import pytest
 
-from collapipe_flwr.core.domain import ClusterPlan, HopPlan
+from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.core.json_codec import from_json, to_json
+from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.costs.compute import Options
-from collapipe_flwr.scheduler.plans import (
-    check_cluster_plan,
-    cluster_plan_from_json,
-    cluster_plan_to_json,
-)
+from collapipe_flwr.scheduler.plans import check_cluster_plan
 from collapipe_flwr.scheduler.protocol import SchedulerSettings
 from collapipe_flwr.scheduler.registry import make_scheduler
 from collapipe_flwr.scheduler.replan import Remains, replan
@@ -35,24 +33,24 @@ def plan() -> ClusterPlan:
     snapshot = WORLD.snapshot(1, MODEL)
     found = scheduler.step(scheduler.init(snapshot), snapshot)[0].clusters[0]
     assert len(found.segments) == 3
-    return replace(found, hops=tuple(HopPlan(codec=c, forward_bit_per_s=1e6) for c in CODECS))
+    return replace(found, hops=tuple(LinkConfig(codec=c, forward_bit_per_s=1e6) for c in CODECS))
 
 
 def test_hops_survive_json(plan: ClusterPlan) -> None:
-    assert cluster_plan_from_json(cluster_plan_to_json(plan)) == plan
+    assert from_json(ClusterPlan, to_json(plan), "plan") == plan
 
 
 @pytest.mark.parametrize(
     ("hops", "says"),
     [
-        ((HopPlan(),), "one entry per hop"),
-        ((HopPlan(codec="zip"),) * 4, "codec must be one of"),
-        ((HopPlan(forward_bit_per_s=-1.0),) * 4, "finite and >= 0"),
-        ((HopPlan(backward_bit_per_s=float("nan")),) * 4, "finite and >= 0"),
+        ((LinkConfig(),), "one entry per hop"),
+        ((LinkConfig(codec="zip"),) * 4, "codec must be one of"),
+        ((LinkConfig(forward_bit_per_s=-1.0),) * 4, "finite and > 0"),
+        ((LinkConfig(backward_bit_per_s=float("nan")),) * 4, "finite and > 0"),
     ],
 )
 def test_hops_that_make_no_sense_are_refused(
-    plan: ClusterPlan, hops: tuple[HopPlan, ...], says: str
+    plan: ClusterPlan, hops: tuple[LinkConfig, ...], says: str
 ) -> None:
     with pytest.raises(ScheduleError, match=says):
         check_cluster_plan(replace(plan, hops=hops))
@@ -70,4 +68,4 @@ def test_hops_between_old_neighbours_stay_and_new_ones_are_coarse(plan: ClusterP
     before = ["", *(segment.device_id for segment in plan.segments), ""]
     known = dict(zip(pairwise(before), plan.hops, strict=True))
     for pair, hop in zip(pairwise(names), after.hops, strict=True):
-        assert hop == known.get(pair, HopPlan(codec="int8"))  # of unknown rate: not paced
+        assert hop == known.get(pair, LinkConfig(codec="int8"))  # of unknown rate: not paced

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from collapipe_flwr.core.domain import ModelProfile, Plan, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.costs.whole import whole_bytes
 from collapipe_flwr.scheduler.model_share import packs, segment_needs
-from collapipe_flwr.scheduler.plans import plan_from_json, plan_to_json
 from collapipe_flwr.scheduler.protocol import SchedulerSettings
 from collapipe_flwr.scheduler.registry import make_scheduler
 from collapipe_flwr.simulator.models import transformer_profile
@@ -61,7 +61,7 @@ def test_a_strong_board_gets_no_more_than_its_share(schedule: str, devices: int)
         plan = planned(snapshot, replace(options, max_model_share=share))
         assert largest_share(plan, snapshot) <= share + 1e-9
         assert plan.clusters[0].model_share == share
-        assert plan_from_json(plan_to_json(plan)) == plan
+        assert from_json(Plan, to_json(plan), "plan") == plan
 
 
 def test_brute_force_keeps_the_share_and_dssda_finds_its_optimum() -> None:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from collapipe_flwr.core.domain import ClusterPlan, Segment, Snapshot
-from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.scheduler.plans import (
-    check_cluster_plan,
-    cluster_plan_from_json,
-    cluster_plan_to_json,
-    plan_from_json,
-    plan_to_dict,
-    plan_to_json,
-)
+from collapipe_flwr.core.domain import ClusterPlan, Plan, Segment, Snapshot
+from collapipe_flwr.core.errors import ProtocolError, ScheduleError
+from collapipe_flwr.core.json_codec import from_json, to_json
+from collapipe_flwr.scheduler.plans import check_cluster_plan
 from collapipe_flwr.scheduler.registry import make_scheduler
 
 PLAN = ClusterPlan(
@@ -41,15 +34,14 @@ PLAN = ClusterPlan(
 
 
 def test_round_trip() -> None:
-    assert cluster_plan_from_json(cluster_plan_to_json(PLAN)) == PLAN
+    assert from_json(ClusterPlan, to_json(PLAN), "plan") == PLAN
 
 
 def test_whole_plan_round_trip(a_snapshot: Callable[..., Snapshot]) -> None:
     snapshot = a_snapshot(0)
     scheduler = make_scheduler("throughput")
     plan, _ = scheduler.step(scheduler.init(snapshot), snapshot)
-    assert plan_from_json(plan_to_json(plan)) == plan
-    json.dumps(plan_to_dict(plan))
+    assert from_json(Plan, to_json(plan), "plan") == plan
 
 
 def segments(*bounds: tuple[str, int, int]) -> tuple[Segment, ...]:
@@ -74,7 +66,7 @@ def segments(*bounds: tuple[str, int, int]) -> tuple[Segment, ...]:
 def test_broken_plans_are_refused(change: dict[str, object], message: str) -> None:
     broken = replace(PLAN, **change)
     with pytest.raises(ScheduleError, match=message):
-        cluster_plan_from_json(cluster_plan_to_json(broken))
+        check_cluster_plan(broken)
 
 
 def test_block_count_must_match() -> None:
@@ -85,5 +77,5 @@ def test_block_count_must_match() -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"cluster_id": 1}', "not json"])
 def test_what_is_no_plan(text: str) -> None:
-    with pytest.raises(ScheduleError):
-        cluster_plan_from_json(text)
+    with pytest.raises(ProtocolError):
+        from_json(ClusterPlan, text, "plan")

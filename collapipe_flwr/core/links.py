@@ -1,0 +1,125 @@
+"""One hop of a chain: how its link behaves, and what it carried.
+
+Forward is towards the edge. Rates are bits per second, None where nothing limits them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+Note = tuple[int, int, float, int]
+"""Which stream, which frame of its direction, when (seconds by the own clock), bytes."""
+
+NOTED_FRAMES = 128  # of one stream: some steps, and a report stays small
+QUEUE_FRAMES = 64  # that each direction of a link holds before its sender waits
+MOST_NOTES = 4 * (NOTED_FRAMES + 1)  # of one direction, for the same reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkConfig:
+    """Codec of hidden states and gradients, and the rates that senders keep to.
+
+    In a plan the rates are those that the planned power and bandwidth reach, None where nobody
+    computed them.
+    """
+
+    codec: str = "fp32"
+    forward_bit_per_s: float | None = None
+    backward_bit_per_s: float | None = None
+
+    @property
+    def unpaced(self) -> LinkConfig:
+        """The same link, whose senders do not hold anything back."""
+        return LinkConfig(codec=self.codec)
+
+    def limited(self, codec: str, bit_per_s: float | None) -> LinkConfig:
+        """The same link bound to ``codec`` (empty: its own), and to the slower of two rates."""
+        return LinkConfig(
+            codec=codec or self.codec,
+            forward_bit_per_s=slower(self.forward_bit_per_s, bit_per_s),
+            backward_bit_per_s=slower(self.backward_bit_per_s, bit_per_s),
+        )
+
+
+def slower(rate: float | None, other: float | None) -> float | None:
+    """The smaller of two limits; None is no limit."""
+    return min((r for r in (rate, other) if r is not None), default=None)
+
+
+@dataclass(slots=True, kw_only=True)
+class LinkTraffic:
+    """What went over one direction of a link since it was opened.
+
+    ``sending_s`` is the time in which it kept the wire busy, as far as the sending end can tell:
+    until the transport took it, and as long as a rate held it back; 0 at the receiving end and
+    where nothing is timed. ``notes`` are of single frames on links that move bytes: when they left
+    (after a rate had let them go) or arrived at the end that noted them. ``wire_bit_per_s`` is what
+    the wire could carry as both ends saw it (``costs/link_rates.py``), None where nobody can tell:
+    in memory, or with too few frames.
+    """
+
+    bytes: int = 0
+    sending_s: float = 0.0
+    wire_bit_per_s: float | None = None
+    notes: tuple[Note, ...] = ()
+
+    def note(self, stream_id: int, at_s: float, size_bytes: int) -> None:
+        """Note a frame that passes this end.
+
+        Both ends know the stream by the same ``stream_id``, which no other stream of a round has.
+        Kept are the first frame, HELLO, which may be the only small one, and the last ones.
+        """
+        frame = self.notes[-1][1] + 1 if self.notes else 0
+        last = self.notes[1:][1 - NOTED_FRAMES :]
+        self.notes = (*self.notes[:1], *last, (stream_id, frame, round(at_s, 6), size_bytes))
+
+    @property
+    def busy_s(self) -> float:
+        """As long as the sender was held back, and no less than the wire needed."""
+        wire = self.wire_bit_per_s
+        return max(self.sending_s, 8.0 * self.bytes / wire if wire else 0.0)
+
+    @property
+    def bit_per_s(self) -> float | None:
+        """Measured; None where nothing was timed, as on in-memory links without a rate.
+
+        An upper bound where only the sender was timed: buffers take few frames at once.
+        """
+        return 8.0 * self.bytes / self.busy_s if self.busy_s > 0 else None
+
+    def __add__(self, later: LinkTraffic) -> LinkTraffic:
+        """Both together, with the last ``MOST_NOTES`` notes."""
+        return LinkTraffic(
+            bytes=self.bytes + later.bytes,
+            sending_s=self.busy_s + later.busy_s,
+            notes=(self.notes + later.notes)[-MOST_NOTES:],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkReport:
+    """One hop in one round, or in several, with the rates that its senders kept to."""
+
+    cluster_id: str
+    sender: str
+    receiver: str
+    link: LinkConfig
+    forward: LinkTraffic
+    backward: LinkTraffic
+
+
+def totals(reports: Iterable[LinkReport]) -> tuple[LinkReport, ...]:
+    """One entry per hop and codec, in order of first use; the latest rates count."""
+    found: dict[tuple[str, str, str, str], LinkReport] = {}
+    for report in reports:
+        key = (report.cluster_id, report.sender, report.receiver, report.link.codec)
+        if key in found:
+            before = found[key]
+            report = replace(
+                report,
+                forward=before.forward + report.forward,
+                backward=before.backward + report.backward,
+            )
+        found[key] = report
+    return tuple(found.values())
