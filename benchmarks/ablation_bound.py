@@ -27,7 +27,7 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from collapipe_flwr.cluster.whole import evaluate_whole
-from collapipe_flwr.core.config import AppConfig, parse
+from collapipe_flwr.config.schema import AppConfig, parse
 from collapipe_flwr.core.domain import ClusterOutcome, ClusterPlan, GradientNoise, RoundOutcome
 from collapipe_flwr.costs.price import PricedRound, price
 from collapipe_flwr.data.batches import Example, batches, round_examples

@@ -27,7 +27,7 @@ from collapipe_flwr.cluster.guessing import Tested
 from collapipe_flwr.cluster.order import RoundOrder
 from collapipe_flwr.cluster.scoring import TestPart, guessing_for, tally_of
 from collapipe_flwr.cluster.whole import evaluate_whole, train_whole
-from collapipe_flwr.core.config import AppConfig, parse
+from collapipe_flwr.config.schema import AppConfig, parse
 from collapipe_flwr.core.errors import ConfigError, ProtocolError, unexpected_as_run_error
 from collapipe_flwr.data.vocabulary import Vocabulary
 from collapipe_flwr.edge.allocator import tended_heap

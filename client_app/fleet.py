@@ -18,8 +18,8 @@ from collapipe_flwr.cluster.profile import profile_of
 from collapipe_flwr.cluster.recovery import Recovery
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.cluster.threads import ThreadFleet
-from collapipe_flwr.core.cluster_file import ClusterConfig, read_cluster
-from collapipe_flwr.core.config import AppConfig
+from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
+from collapipe_flwr.config.schema import AppConfig
 from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.federation.records import SplitTask

@@ -13,7 +13,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
 
 from client_app.data import Place
 from collapipe_flwr.cluster.round_files import RoundFiles
-from collapipe_flwr.core.config import AppConfig
+from collapipe_flwr.config.schema import AppConfig
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.federation.accepted import Progress
 

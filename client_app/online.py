@@ -19,7 +19,7 @@ from flwr.app import ConfigRecord
 
 from client_app.data import LocalData, RoundExamples
 from client_app.node_state import STATE_KEY, NodeState
-from collapipe_flwr.core.config import AppConfig
+from collapipe_flwr.config.schema import AppConfig
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.stream import Stream, StreamPlace, next_round

@@ -11,7 +11,7 @@ from flwr.app import ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Strategy
 
-from collapipe_flwr.core.config import AppConfig, EdgeConfig, count_list, parse
+from collapipe_flwr.config.schema import AppConfig, EdgeConfig, parse
 from collapipe_flwr.core.errors import CollaPipeError, RunError, unexpected_as_run_error
 from collapipe_flwr.edge.server import EdgeServer
 from collapipe_flwr.edge.service import EdgeService
@@ -36,11 +36,9 @@ from server_app.setup import (
     Learner,
     Planned,
     drawn_sentence,
-    execution_of,
     inner_strategy,
     make_learner,
     make_planner,
-    optimizer_settings,
 )
 
 log = logging.getLogger("flwr.collapipe")
@@ -84,7 +82,7 @@ def run(grid: Grid, config: AppConfig) -> None:
         ),
         every=config.evaluation.every,
         past=folder.past,
-        paced=config.links.pace == "plan",
+        paced=config.links.paced,
         lost=lambda: members.lost,
     )
     try:
@@ -155,11 +153,11 @@ def _strategy(
             model_spec_json=learner.spec.to_json(),
             vocabulary_json=learner.task.vocabulary.to_json(),
             learning=lambda server_round: LearningSettings(
-                optimizer=optimizer_settings(config, server_round),
-                schedule=config.scheduler.schedule,
+                optimizer=config.optimizer(server_round),
+                schedule=config.scheduler.settings.schedule,
                 deadline_s=config.edge.timeout_s,
                 seed=config.run.seed,
-                execution=execution_of(config),
+                execution=config.execution,
                 snapshot_every=config.train.snapshot_every,
                 heartbeat=config.edge.heartbeat,
                 run_id=run_id,
@@ -200,15 +198,16 @@ def _edge(config: EdgeConfig) -> Iterator[EdgeClient]:
 
 def _whole_task(config: AppConfig, learner: Learner, run_id: str) -> WholeTask:
     """The batches of a plan with the largest micro-batch and count, on the unsplit model."""
-    size = max(count_list(config.scheduler.micro_batch_sizes))
+    grid = config.scheduler.settings
+    size = max(grid.micro_batch_sizes)
     rounds = config.run.num_server_rounds
     return WholeTask(
         model_spec_json=learner.spec.to_json(),
         vocabulary_json=learner.task.vocabulary.to_json(),
-        batch_size=size * max(count_list(config.scheduler.micro_batches)),
+        batch_size=size * max(grid.micro_batches),
         micro_batch_size=size,
-        optimizers=tuple(optimizer_settings(config, r + 1) for r in range(rounds)),
-        execution=execution_of(config),
+        optimizers=tuple(config.optimizer(r + 1) for r in range(rounds)),
+        execution=config.execution,
         run_id=run_id,
     )
 

@@ -14,20 +14,17 @@ from typing import Any, cast
 from flwr.app import MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, Strategy
 
-from collapipe_flwr.core.config import AppConfig, LinksConfig, count_list, name_list
+from collapipe_flwr.config.schema import AppConfig
 from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile, ModelProfile
 from collapipe_flwr.core.errors import ConfigError, DataError, blaming
+from collapipe_flwr.data.config import TRAIN_TOKENIZER
 from collapipe_flwr.data.metrics import added
 from collapipe_flwr.data.registry import load_task
-from collapipe_flwr.data.settings import TRAIN_TOKENIZER, settings_of
 from collapipe_flwr.data.tasks import Task
 from collapipe_flwr.federation.planning import ScheduledRounds
 from collapipe_flwr.federation.records import read_tally
-from collapipe_flwr.models import BatchShape, LoraSettings, ModelSpec, Splitter, make_spec
+from collapipe_flwr.models import BatchShape, ModelSpec, Splitter, make_spec
 from collapipe_flwr.models.checkpoint import read_pretrained_config
-from collapipe_flwr.pipeline.execution import Execution
-from collapipe_flwr.pipeline.optimizer import OptimizerSettings
-from collapipe_flwr.scheduler.protocol import SchedulerSettings
 from collapipe_flwr.scheduler.registry import make_scheduler
 from collapipe_flwr.simulator.world import Budgets, World, make_world
 from server_app.evaluate import scores
@@ -56,7 +53,7 @@ def make_learner(config: AppConfig) -> Learner:
     """Load the task and build the model for it; raises ConfigError, DataError or ModelError."""
     _refuse_foreign_tokenizer(config)
     known_labels = _known_labels(config.model.pretrained)
-    task = load_task(settings_of(config.data, config.run.seed), known_labels=known_labels)
+    task = load_task(config.seeded_data, known_labels=known_labels)
     spec = _spec(config, task)
     splitter = Splitter(spec)
     _refuse_long_texts(config, task, splitter.most_tokens)
@@ -125,6 +122,7 @@ def _spec(config: AppConfig, task: Task) -> ModelSpec:
     labels = dict(enumerate(task.labels))
     pretrained = config.model.pretrained
     tokens = _token_settings(task, from_checkpoint=bool(pretrained))
+    _refuse_lora_from_scratch(config)
     with blaming("model.pretrained" if pretrained else "model.type, model.overrides"):
         return make_spec(
             task.model_task,
@@ -136,29 +134,18 @@ def _spec(config: AppConfig, task: Task) -> ModelSpec:
             edge_blocks=config.model.edge_blocks,
             ties=config.model.ties,
             shared=config.model.shared,
-            lora=_lora(config),
+            lora=config.lora,
             **tokens,
         )
 
 
-def _lora(config: AppConfig) -> LoraSettings | None:
-    """The adapters asked for; raises ConfigError where there is nothing to put them on."""
-    lora = config.lora
-    if lora.rank == 0:
-        return None
-    if not config.model.pretrained:
+def _refuse_lora_from_scratch(config: AppConfig) -> None:
+    """Raise ConfigError where adapters have nothing to be put on."""
+    if config.lora.rank and not config.model.pretrained:
         raise ConfigError(
-            f"lora.rank is {lora.rank}, but model.pretrained is empty: adapters need a checkpoint "
-            "below them; name one, or set lora.rank=0"
+            f"lora.rank is {config.lora.rank}, but model.pretrained is empty: adapters need a "
+            "checkpoint below them; name one, or set lora.rank=0"
         )
-    return LoraSettings(
-        rank=lora.rank,
-        alpha=lora.alpha,
-        dropout=lora.dropout,
-        target_modules=tuple(lora.target_modules.replace(",", " ").split()),
-        modules_to_save=tuple(lora.modules_to_save.replace(",", " ").split()),
-        frozen_dtype=lora.frozen_dtype,
-    )
 
 
 def _token_settings(task: Task, *, from_checkpoint: bool) -> dict[str, Any]:
@@ -210,38 +197,6 @@ def _shape(task: Task) -> BatchShape:
     return BatchShape(
         source_length=round(mean(sources)),
         target_length=round(mean(targets)),
-    )
-
-
-def allowed_codecs(links: LinksConfig) -> tuple[str, ...]:
-    """The one that the run names, or those that its plans choose from."""
-    return name_list(links.codecs) if links.codec == "auto" else (links.codec,)
-
-
-def execution_of(config: AppConfig) -> Execution:
-    """How every stage of the run computes and sends."""
-    return Execution(
-        precision=config.train.precision,
-        recompute=config.train.recompute,
-        clip_norm=config.train.clip_norm,
-        codec=config.links.codec if config.links.codec != "auto" else "fp32",
-        keep_spans=config.train.timeline,
-        paced=config.links.pace == "plan",
-    )
-
-
-def optimizer_settings(config: AppConfig, server_round: int) -> OptimizerSettings:
-    """The clusters' optimiser in one round, from 1: linear warm-up, then the chosen decay."""
-    train, rounds = config.train, config.run.num_server_rounds
-    rate = train.learning_rate
-    if server_round <= train.warmup_rounds:
-        rate *= server_round / train.warmup_rounds
-    elif train.decay == "linear":
-        rate *= (rounds - server_round + 1) / (rounds - train.warmup_rounds)
-    return OptimizerSettings(
-        name=train.optimizer,
-        learning_rate=rate,
-        weight_decay=train.weight_decay,
     )
 
 
@@ -327,17 +282,7 @@ def make_planner(
 
     Raises ConfigError for unknown names and InfeasibleError when no plan fits the devices.
     """
-    settings = SchedulerSettings(
-        penalty_weight=config.scheduler.penalty_weight,
-        micro_batch_sizes=count_list(config.scheduler.micro_batch_sizes),
-        micro_batches=count_list(config.scheduler.micro_batches),
-        schedule=config.scheduler.schedule,
-        participation_floor=config.scheduler.participation_floor,
-        learning_rate=config.train.learning_rate,
-        max_model_share=config.scheduler.max_model_share,
-        recompute=config.train.recompute,
-        codecs=allowed_codecs(config.links),
-    )
+    settings = config.scheduling
     model = learner.splitter.profile(learner.shape)
     profiles = sorted(clusters.values(), key=lambda profile: profile.cluster_id)
     world = _world(config, model, profiles)
@@ -352,7 +297,7 @@ def make_planner(
             model,
             names,
             options=settings.options,
-            paced=config.links.pace == "plan",
+            paced=config.links.paced,
         ),
         energy_budget_j={
             device.device_id: device.energy_budget_j

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from collapipe_flwr.core.config import LinksConfig, name_list
+from collapipe_flwr.config.schema import LinksConfig
 from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.scheduler.protocol import SchedulerSettings
 from collapipe_flwr.scheduler.registry import make_scheduler
@@ -31,7 +31,7 @@ def auto_codecs(model: ModelProfile, *, micro_batch: int, micro_batches: int) ->
     settings = SchedulerSettings(
         micro_batch_sizes=(micro_batch,),
         micro_batches=(micro_batches,),
-        codecs=name_list(LinksConfig().codecs),
+        codecs=LinksConfig().codecs,
     )
     scheduler, snapshot = make_scheduler("dssda", settings), world.snapshot(1, model)
     plan, _ = scheduler.step(scheduler.init(snapshot), snapshot)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import fsum
 from statistics import median
 
@@ -19,11 +19,10 @@ from torch import Tensor
 
 from collapipe_flwr.benches.auto_codecs import auto_codecs
 from collapipe_flwr.benches.job import TOKEN
-from collapipe_flwr.core.config import AppConfig
-from collapipe_flwr.core.parsing import read_assignments
+from collapipe_flwr.config.schema import AppConfig
+from collapipe_flwr.core.keys import read_assignments
 from collapipe_flwr.data.batches import batches, round_examples
 from collapipe_flwr.data.registry import load_task
-from collapipe_flwr.data.settings import settings_of
 from collapipe_flwr.data.tasks import Task
 from collapipe_flwr.edge.server import EdgeServer
 from collapipe_flwr.edge.service import EdgeService
@@ -144,7 +143,7 @@ def train_with_codecs(
 
 def _trial(case: CodecTask, seed: int) -> _Trial:
     config = AppConfig()
-    task = load_task(settings_of(config.data, seed))
+    task = load_task(replace(config.data, seed=seed))
     return _Trial(case=case, seed=seed, task=task, splitter=_splitter(config, task))
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from collapipe_flwr.core.roster import Caller
+from collapipe_flwr.config.access_control import Caller
 from collapipe_flwr.rpc import methods
 from collapipe_flwr.rpc.bounded import only_message
 from collapipe_flwr.rpc.host_status import status_here

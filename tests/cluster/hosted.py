@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from collapipe_flwr.core.cluster_file import ClusterConfig, parse_cluster
+from collapipe_flwr.config.cluster_file import ClusterConfig, parse_cluster
 from collapipe_flwr.edge.server import EdgeServer
 from collapipe_flwr.edge.service import EdgeService
 from collapipe_flwr.rpc.next_hop import Dialer

@@ -18,7 +18,7 @@ from torch import Tensor
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
 from collapipe_flwr.cluster.order import RoundOrder
 from collapipe_flwr.cluster.remote import RemoteFleet
-from collapipe_flwr.core.cluster_file import ClusterConfig, parse_cluster
+from collapipe_flwr.config.cluster_file import ClusterConfig, parse_cluster
 from collapipe_flwr.edge.ledger import Ledger
 from collapipe_flwr.edge.server import EdgeServer
 from collapipe_flwr.edge.service import EdgeService

@@ -4,7 +4,7 @@ import json
 import sys
 
 from client_app.app import app as client_app
-from collapipe_flwr.core.config import parse
+from collapipe_flwr.config.schema import parse
 from collapipe_flwr.federation.local_grid import LocalGrid
 from server_app.app import run
 

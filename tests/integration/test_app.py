@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from collapipe_flwr.core.errors import CollaPipeError, RunError
-from collapipe_flwr.core.parsing import Value
+from collapipe_flwr.core.keys import Value
 from tests.closeness import assert_near
 from tests.integration.conftest import RunApp
 

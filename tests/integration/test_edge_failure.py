@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from collapipe_flwr.core.config import EdgeConfig
+from collapipe_flwr.config.schema import EdgeConfig
 from collapipe_flwr.core.errors import CollaPipeError
 from collapipe_flwr.rpc.edge_client import EdgeClient
 from server_app.app import _edge

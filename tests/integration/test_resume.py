@@ -17,7 +17,7 @@ from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import FedAdam
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.parsing import Value
+from collapipe_flwr.core.keys import Value
 from collapipe_flwr.federation.checkpoint import Checkpoints
 from collapipe_flwr.federation.strategy import CollaPipe
 from collapipe_flwr.reporting.console import RoundPrinter
