@@ -77,10 +77,11 @@ class ImageClassification(Labelled):
         return mean, self._per_channel("image-std", self.settings.image_std)
 
     def _per_channel(self, key: str, values: Sequence[float]) -> np.ndarray[Any, Any]:
+        text = ",".join(f"{value:g}" for value in values)
         if len(values) not in (1, self.settings.image_channels):
             raise ConfigError(
                 f"data.{key} must hold one number, or one for each of "
-                f"{self.settings.image_channels} channels, got {len(values)}"
+                f'{self.settings.image_channels} channels, got "{text}"'
             )
         return np.array(values, dtype=np.float32)
 

@@ -51,17 +51,17 @@ def test_declared_tags_keep_their_order(tmp_path: Path) -> None:
 
 
 def test_plain_numbers_get_the_names_of_the_run_config(tmp_path: Path) -> None:
-    task = numbered(tmp_path, [0, 2], label_names="world, art, sport")
+    task = numbered(tmp_path, [0, 2], label_names=("world", "art", "sport"))
     assert task.labels == tuple(NAMES)
     assert set(task.train["label"]) == {"world", "sport"}
     (tmp_path / "words.jsonl").write_text("\n".join([json.dumps(WORDS)] * 20))
-    settings = {"train": str(tmp_path / "words.jsonl"), "label_names": "O B-PER B-LOC"}
+    settings = {"train": str(tmp_path / "words.jsonl"), "label_names": ("O", "B-PER", "B-LOC")}
     tags = load_task(DataConfig(task="token-classification", **settings))
     assert tags.train[0]["tags"] == ["B-PER", "O", "B-LOC"]
 
 
 def test_a_number_without_a_name_is_one_sentence(tmp_path: Path) -> None:
-    task = numbered(tmp_path, [0, 3], label_names="world art sport")
+    task = numbered(tmp_path, [0, 3], label_names=("world", "art", "sport"))
     with pytest.raises(DataError, match=r"data\.label-column.* the class 3, but only 0 to 2 have"):
         _ = task.train
 
@@ -69,7 +69,7 @@ def test_a_number_without_a_name_is_one_sentence(tmp_path: Path) -> None:
 def test_names_that_the_names_lack_are_one_sentence(tmp_path: Path) -> None:
     rows = [{"text": "x", "label": "music"}] * 20
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    settings = {"train": str(tmp_path / "rows.jsonl"), "label_names": "world art"}
+    settings = {"train": str(tmp_path / "rows.jsonl"), "label_names": ("world", "art")}
     with pytest.raises(DataError, match=r"data\.label-names has 2 names, which do not fit .*music"):
         _ = load_task(DataConfig(task="classification", **settings)).train
 

@@ -86,7 +86,7 @@ def tagging(train: str, **settings: Any) -> Task:
 def test_an_ignored_word_is_no_target_and_no_class(
     write: Write, tags: list[Any], label_names: str, labels: tuple[str, ...], tmp_path: Path
 ) -> None:
-    task = tagging(write(tmp_path, tags), label_names=label_names)
+    task = tagging(write(tmp_path, tags), label_names=tuple(label_names.split()))
     assert task.labels == labels
     examples = task.train.to_list()[:2]
     batch = task.collate(examples)

@@ -376,8 +376,8 @@ def test_a_saved_preprocessor_makes_the_same_pictures(tmp_path: Path) -> None:
         task="image-classification",
         train=pictures(tmp_path / "pictures"),
         image_size=8,
-        image_mean="0.4,0.5,0.6",
-        image_std="0.3",
+        image_mean=(0.4, 0.5, 0.6),
+        image_std=(0.3,),
     )
     task = load_task(settings)
     task.save_inputs(tmp_path)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from client_app.data import LocalData, Place
+from collapipe_flwr.cluster.local_data import LocalData, Place
 from collapipe_flwr.config.schema import parse
 from tests.integration.conftest import TINY, RunApp
 

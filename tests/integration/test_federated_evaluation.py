@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from client_app.data import LocalData, Place
+from collapipe_flwr.cluster.local_data import LocalData, Place
 from collapipe_flwr.config.schema import parse
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.core.keys import Value

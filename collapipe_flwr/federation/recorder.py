@@ -11,13 +11,13 @@ from torch import Tensor
 
 from collapipe_flwr.core.json_codec import plain
 from collapipe_flwr.federation.arrays import decode_tensors
+from collapipe_flwr.federation.hop_reports import link_reports
 from collapipe_flwr.federation.rounds import RoundRecord
 from collapipe_flwr.pipeline.timeline import write_trace
 from collapipe_flwr.reporting.console import RoundPrinter
 from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, RunStory
 from collapipe_flwr.reporting.past import Past
 from collapipe_flwr.reporting.run_directory import RunDirectory
-from server_app.links import link_reports
 
 Evaluate = Callable[[Mapping[str, Tensor]], dict[str, float]]
 

@@ -1,40 +1,21 @@
-"""From the run-config to what a run needs: task, model, inner strategy, world."""
+"""What a run learns, from its run-config: the task and the model, which have to fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import reduce
-from math import fsum
-from operator import mul
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import Any, cast
-
-from flwr.app import MetricRecord, RecordDict
-from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, Strategy
+from typing import Any
 
 from collapipe_flwr.config.schema import AppConfig
-from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile, ModelProfile
 from collapipe_flwr.core.errors import ConfigError, DataError, blaming
 from collapipe_flwr.data.config import TRAIN_TOKENIZER
-from collapipe_flwr.data.metrics import added
 from collapipe_flwr.data.registry import load_task
 from collapipe_flwr.data.tasks import Task
-from collapipe_flwr.federation.planning import ScheduledRounds
-from collapipe_flwr.federation.records import read_tally
 from collapipe_flwr.models import BatchShape, ModelSpec, Splitter, make_spec
 from collapipe_flwr.models.checkpoint import read_pretrained_config
-from collapipe_flwr.scheduler.registry import make_scheduler
-from collapipe_flwr.simulator.world import Budgets, World, make_world
-from server_app.evaluate import scores
 
-_STRATEGIES: dict[str, Callable[..., Strategy]] = {
-    "fedavg": FedAvg,
-    "fedavgm": FedAvgM,
-    "fedadam": FedAdam,
-}
-Aggregate = Callable[[list[RecordDict], str], MetricRecord]
 _MOST_SHOWN = 6  # tensors in a sentence
 _SHAPE_EXAMPLES, _SHAPE_BATCH = 256, 16
 
@@ -197,136 +178,4 @@ def _shape(task: Task) -> BatchShape:
     return BatchShape(
         source_length=round(mean(sources)),
         target_length=round(mean(targets)),
-    )
-
-
-Tell = Callable[[float], None]
-TellScores = Callable[[Mapping[str, float]], None]
-
-
-def inner_strategy(
-    config: AppConfig, task: Task, on_training: Tell, on_evaluation: TellScores
-) -> Strategy:
-    """The Flower strategy that CollaPipe wraps; it goes on with the clusters that are connected.
-
-    The run as a whole has waited for all of them before.
-
-    ``on_training`` gets the mean training loss of a round, ``on_evaluation`` loss and metrics of
-    the clusters on the test set, where the run-config asks them.
-    """
-    try:
-        strategy = _STRATEGIES[config.run.strategy]
-    except KeyError as error:
-        raise ConfigError(f"strategy must be one of {', '.join(_STRATEGIES)}") from error
-    return strategy(
-        fraction_evaluate=float(config.evaluation.federated),
-        min_train_nodes=1,
-        min_evaluate_nodes=1,
-        min_available_nodes=1,
-        train_metrics_aggr_fn=_mean_loss(on_training),
-        evaluate_metrics_aggr_fn=_joined_scores(task, on_evaluation),
-    )
-
-
-def _mean_loss(tell: Tell) -> Aggregate:
-    """Flower's average of the loss in the replies' metrics, told to ``tell``, too."""
-
-    def mean_loss(replies: list[RecordDict], weighted_by: str) -> MetricRecord:
-        loss = _weighted_loss([_metrics(reply) for reply in replies], weighted_by)
-        tell(loss)
-        return MetricRecord({"loss": loss})
-
-    return mean_loss
-
-
-def _joined_scores(task: Task, tell: TellScores) -> Aggregate:
-    """The metrics of all clusters' shares together: their counts are added, not averaged."""
-
-    def joined_scores(replies: list[RecordDict], weighted_by: str) -> MetricRecord:
-        found = [_metrics(reply) for reply in replies]
-        tally = reduce(added, map(read_tally, found))
-        joined = scores(task, _weighted_loss(found, weighted_by), tally)
-        tell(joined)
-        return MetricRecord(dict(joined))
-
-    return joined_scores
-
-
-def _metrics(reply: RecordDict) -> MetricRecord:
-    return next(iter(reply.metric_records.values()))
-
-
-def _weighted_loss(found: Sequence[MetricRecord], weighted_by: str) -> float:
-    counts = [cast(float, metrics[weighted_by]) for metrics in found]
-    losses = [cast(float, metrics["loss"]) for metrics in found]
-    return fsum(map(mul, losses, counts)) / (fsum(counts) or 1.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """The planner of a run, and the energy that each device may spend per round on average."""
-
-    rounds: ScheduledRounds
-    energy_budget_j: dict[str, float]
-
-
-def make_planner(
-    config: AppConfig,
-    learner: Learner,
-    clusters: Mapping[int, ClusterProfile],
-    names: Mapping[int, str],
-) -> Planned:
-    """DSSDA (or the chosen policy) over the simulated world of the described clusters.
-
-    ``names`` are the clusters' by node, as they are at any time.
-
-    Raises ConfigError for unknown names and InfeasibleError when no plan fits the devices.
-    """
-    settings = config.scheduling
-    model = learner.splitter.profile(learner.shape)
-    profiles = sorted(clusters.values(), key=lambda profile: profile.cluster_id)
-    world = _world(config, model, profiles)
-    with blaming("scheduler.policy"):
-        scheduler = make_scheduler(config.scheduler.policy, settings)
-    with blaming("world.devices, world.memory-share"):
-        scheduler.step(scheduler.init(snapshot := world.snapshot(1, model)), snapshot)
-    return Planned(
-        rounds=ScheduledRounds(
-            scheduler,
-            world,
-            model,
-            names,
-            options=settings.options,
-            paced=config.links.paced,
-        ),
-        energy_budget_j={
-            device.device_id: device.energy_budget_j
-            for profile in world.clusters
-            for device in (profile.control_unit, *profile.devices)
-        },
-    )
-
-
-def _world(config: AppConfig, model: ModelProfile, profiles: Sequence[ClusterProfile]) -> World:
-    """The described clusters, placed around the edge, with energy budgets to suit the model."""
-    budgets = Budgets(model=model, share=config.world.energy_share, radio_s=0.0)
-    world = make_world(
-        cluster_devices=[[m.kind for m in (p.control_unit, *p.devices)] for p in profiles],
-        examples=[profile.examples for profile in profiles],
-        cluster_ids=[profile.cluster_id for profile in profiles],
-        radio=config.world.radio,
-        channel=config.world.channel,
-        seed=config.run.seed,
-    )
-    return replace(world, clusters=tuple(_with_budgets(p, budgets) for p in profiles))
-
-
-def _with_budgets(profile: ClusterProfile, budgets: Budgets) -> ClusterProfile:
-    def budgeted(device: DeviceProfile) -> DeviceProfile:
-        return replace(device, energy_budget_j=budgets.of(device, profile.examples))
-
-    return replace(
-        profile,
-        control_unit=budgeted(profile.control_unit),
-        devices=tuple(budgeted(device) for device in profile.devices),
     )
