@@ -27,16 +27,16 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from collapipe_flwr.cluster.whole import evaluate_whole
-from collapipe_flwr.core.config import AppConfig, parse
+from collapipe_flwr.config.schema import AppConfig, parse
 from collapipe_flwr.core.domain import ClusterOutcome, ClusterPlan, GradientNoise, RoundOutcome
 from collapipe_flwr.costs.price import PricedRound, price
 from collapipe_flwr.data.batches import Example, batches, round_examples
+from collapipe_flwr.federation.learner import Learner, make_learner
 from collapipe_flwr.pipeline.meter import square_norm
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
 from collapipe_flwr.scheduler.protocol import SchedulerSettings
 from collapipe_flwr.scheduler.registry import make_scheduler
 from collapipe_flwr.simulator.world import make_world, mixed_devices
-from server_app.setup import Learner, make_learner
 
 CLUSTERS, DEVICES, EXAMPLES = 4, 4, 256
 BOARDS = ("raspberry-pi-4", "raspberry-pi-5", "jetson-nano", "phone")

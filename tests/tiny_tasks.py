@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from collapipe_flwr.core.parsing import Value
+from collapipe_flwr.core.keys import Value
 
 BERT = (
     "hidden_size=16 num_hidden_layers=5 num_attention_heads=2 intermediate_size=24 "

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.data_plane.job import TOKEN
-from collapipe_flwr.core.config import AppConfig, LinksConfig, name_list
+from collapipe_flwr.config.schema import AppConfig, LinksConfig
 from collapipe_flwr.core.domain import ModelProfile
+from collapipe_flwr.core.keys import read_assignments
 from collapipe_flwr.core.links import LinkConfig
-from collapipe_flwr.core.parsing import read_assignments
 from collapipe_flwr.data.batches import batches, round_examples
 from collapipe_flwr.data.registry import load_task
-from collapipe_flwr.data.settings import settings_of
 from collapipe_flwr.data.tasks import Task
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
@@ -57,7 +56,7 @@ def auto_codecs(model: ModelProfile, *, micro_batch: int, micro_batches: int) ->
     settings = SchedulerSettings(
         micro_batch_sizes=(micro_batch,),
         micro_batches=(micro_batches,),
-        codecs=name_list(LinksConfig().codecs),
+        codecs=LinksConfig().codecs,
     )
     scheduler, snapshot = make_scheduler("dssda", settings), world.snapshot(1, model)
     plan, _ = scheduler.step(scheduler.init(snapshot), snapshot)
@@ -169,7 +168,7 @@ def train_with_codecs(
 
 def _trial(case: CodecTask, seed: int) -> _Trial:
     config = AppConfig()
-    task = load_task(settings_of(config.data, seed))
+    task = load_task(replace(config.data, seed=seed))
     return _Trial(case=case, seed=seed, task=task, splitter=_splitter(config, task))
 
 

@@ -26,7 +26,7 @@ from collapipe_flwr.cluster.order import RoundOrder
 from collapipe_flwr.cluster.profile import profile_of
 from collapipe_flwr.cluster.recovery import Recovery
 from collapipe_flwr.cluster.remote import RemoteFleet
-from collapipe_flwr.core.cluster_file import ClusterConfig, parse_cluster
+from collapipe_flwr.config.cluster_file import ClusterConfig, parse_cluster
 from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.core.heartbeat import Heartbeat

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from benchmarks import child_environment
 from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.core.lifeline import lifeline
-from collapipe_flwr.models import LoraSettings, ModelSpec, Splitter, make_spec
+from collapipe_flwr.models import LoraConfig, ModelSpec, Splitter, make_spec
 from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.pipeline.benchmark import available_memory_bytes
 
@@ -163,7 +163,7 @@ def adapted_spec(size: ModelSize, mode: str, checkpoint: Path) -> ModelSpec:
     lora = None
     if mode != FULL:
         dtype = mode.partition("-")[2] or "float32"
-        lora = LoraSettings(rank=8, frozen_dtype=dtype)
+        lora = LoraConfig(rank=8, frozen_dtype=dtype)
     return make_spec(size.task, pretrained=str(checkpoint), lora=lora)
 
 

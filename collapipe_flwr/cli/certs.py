@@ -25,9 +25,9 @@ def certs(
     Give every member `ca.pem`, its own NAME.pem and its own NAME.key. `ca.key` stays here: whoever
     has it can join.
     """
-    from collapipe_flwr.core.cluster_file import certificate_hosts, read_cluster
+    from collapipe_flwr.config.access_control import roster_of
+    from collapipe_flwr.config.cluster_file import certificate_hosts, read_cluster
     from collapipe_flwr.core.errors import ConfigError
-    from collapipe_flwr.core.roster import roster_of
     from collapipe_flwr.transport.certificates import sign_all
 
     clusters = [read_cluster(path) for path in cluster or ()]

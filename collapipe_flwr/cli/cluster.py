@@ -33,7 +33,7 @@ def check(
     from rich.console import Console
 
     from collapipe_flwr.cluster.check import CheckSettings, check_cluster, measured_ways
-    from collapipe_flwr.core.cluster_file import read_cluster
+    from collapipe_flwr.config.cluster_file import read_cluster
     from collapipe_flwr.core.json_codec import plain
     from collapipe_flwr.pipeline.benchmark import BenchmarkRequest
     from collapipe_flwr.reporting.cluster_table import show_measurements

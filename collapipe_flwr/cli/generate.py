@@ -14,7 +14,7 @@ from collapipe_flwr.cli.hosting import Allow, Ca, Certificate, Key, tls_files
 from collapipe_flwr.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collapipe_flwr.core.roster import Roster
+    from collapipe_flwr.config.access_control import Roster
     from collapipe_flwr.core.tls_files import TlsFiles
     from collapipe_flwr.transport.generation import GenerateRequest, Write
 
@@ -98,7 +98,7 @@ def _writing(
     run: Path, edge_blocks: int, devices: int, cluster: Path | None, edge: str, slots: int
 ) -> Iterator[Write]:
     from collapipe_flwr.cluster.writer import WritingModel, writer_here, writer_on
-    from collapipe_flwr.core.cluster_file import read_cluster
+    from collapipe_flwr.config.cluster_file import read_cluster
 
     model = WritingModel.load(run, edge_blocks=edge_blocks)
     place = (
@@ -126,8 +126,8 @@ def _print(write: Write, wishes: list[GenerateRequest], stream: bool, slots: int
 
 def _roster(cluster: Path | None, allow: list[str] | None) -> Roster | None:
     """Who may ask for texts over TLS; None where nobody was named."""
-    from collapipe_flwr.core.cluster_file import read_cluster
-    from collapipe_flwr.core.roster import roster_of
+    from collapipe_flwr.config.access_control import roster_of
+    from collapipe_flwr.config.cluster_file import read_cluster
 
     roster = roster_of([] if cluster is None else [read_cluster(cluster)], allow or ())
     return roster if roster.callers else None

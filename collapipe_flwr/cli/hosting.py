@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from collapipe_flwr.core.cluster_file import ClusterConfig
+    from collapipe_flwr.config.cluster_file import ClusterConfig
     from collapipe_flwr.core.tls_files import TlsFiles
     from collapipe_flwr.host.daemon import HostSettings
 
@@ -64,7 +64,7 @@ class Hosting:
 
     def settings(self) -> HostSettings:
         """The daemon that was asked for; raises ConfigError."""
-        from collapipe_flwr.core.roster import roster_of
+        from collapipe_flwr.config.access_control import roster_of
         from collapipe_flwr.host.daemon import HostSettings
         from collapipe_flwr.pipeline.benchmark import available_memory_bytes
 
@@ -89,7 +89,7 @@ class Hosting:
 
     def _clusters(self) -> list[ClusterConfig]:
         """The files named, and of folders those that list this member."""
-        from collapipe_flwr.core.cluster_file import clusters_in, read_cluster
+        from collapipe_flwr.config.cluster_file import clusters_in, read_cluster
 
         paths = self.clusters or []
         files = [read_cluster(path) for path in paths if not path.is_dir()]

@@ -43,7 +43,7 @@ def profile(
     from rich.console import Console
 
     from collapipe_flwr.cluster.forecast import ModelWish, build_model, forecast
-    from collapipe_flwr.core.parsing import assignments, read_assignments
+    from collapipe_flwr.core.keys import assignments, read_assignments
     from collapipe_flwr.models import BatchShape
     from collapipe_flwr.reporting.json_file import prepare, write_json
     from collapipe_flwr.reporting.model_table import as_json, show_forecast
@@ -87,7 +87,7 @@ def _cluster(
 ) -> ClusterProfile | None:
     from collapipe_flwr.cluster.forecast import cluster_of_presets
     from collapipe_flwr.cluster.profile import profile_of
-    from collapipe_flwr.core.cluster_file import read_cluster
+    from collapipe_flwr.config.cluster_file import read_cluster
 
     if file is not None and devices:
         raise ConfigError("give --cluster or --devices, not both")

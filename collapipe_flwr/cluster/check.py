@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from collapipe_flwr.core.cluster_file import ClusterConfig, MemberConfig
+from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.core.errors import CollaPipeError, LinkTimeout
 from collapipe_flwr.core.measurements import Measured, MeasuredLink, Measurements
 from collapipe_flwr.pipeline.benchmark import BenchmarkRequest, run_benchmark

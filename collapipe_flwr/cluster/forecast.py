@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING
 
 from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, DeviceProfile, ModelProfile
 from collapipe_flwr.core.errors import ConfigError, InfeasibleError
-from collapipe_flwr.models import BatchShape, LoraSettings, ModelSpec, Splitter, make_spec
+from collapipe_flwr.models import BatchShape, LoraConfig, ModelSpec, Splitter, make_spec
 from collapipe_flwr.models.checkpoint import read_pretrained_config
 from collapipe_flwr.models.families import FAMILIES
 from collapipe_flwr.models.timing import TimedBlock, time_block
@@ -84,7 +84,7 @@ def build_model(wish: ModelWish) -> Splitter:
         edge_blocks=wish.edge_blocks,
         ties=wish.ties,
         **_any_tokens(known_type and task == "seq2seq"),
-        lora=LoraSettings(rank=wish.lora_rank) if wish.lora_rank else None,
+        lora=LoraConfig(rank=wish.lora_rank) if wish.lora_rank else None,
     )
     splitter = Splitter(spec)
     _check_length(splitter, wish.shape)

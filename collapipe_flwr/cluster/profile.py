@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collapipe_flwr.core.cluster_file import ClusterConfig, MemberConfig
+from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile
 from collapipe_flwr.core.errors import blaming
 from collapipe_flwr.core.measurements import Measured, Measurements, read_measurements

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from collapipe_flwr.cluster.fleet import Segments
 from collapipe_flwr.cluster.order import CONTROL_UNIT, RoundOrder
-from collapipe_flwr.core.cluster_file import ClusterConfig, MemberConfig
+from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.core.errors import ConfigError, FrozenWanted, LinkError
 from collapipe_flwr.core.heartbeat import Heartbeat
 from collapipe_flwr.core.links import LinkConfig

@@ -17,7 +17,7 @@ from collapipe_flwr.cluster.serving import (
     serving_order,
 )
 from collapipe_flwr.cluster.threads import ThreadFleet
-from collapipe_flwr.core.cluster_file import ClusterConfig
+from collapipe_flwr.config.cluster_file import ClusterConfig
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.prompter import Prompter

@@ -15,7 +15,7 @@ from collapipe_flwr.cluster.reading import Reader
 from collapipe_flwr.cluster.serving import Weights
 from collapipe_flwr.cluster.sites import DaemonSite, Served, ThreadSite
 from collapipe_flwr.cluster.standing import StandingChain
-from collapipe_flwr.core.cluster_file import ClusterConfig
+from collapipe_flwr.config.cluster_file import ClusterConfig
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models import Splitter, make_spec
 from collapipe_flwr.models.causes import first_lines

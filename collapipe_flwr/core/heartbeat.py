@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.keys import above, at_least, key
 
 LEAST_PERIOD_S = 0.2  # hosts take pings as often as this, and drop who sends more
 LEAST_MISSES = 3
@@ -15,8 +16,8 @@ LEAST_MISSES = 3
 class Heartbeat:
     """One beat every `period_s`; a peer that misses `misses` of them in a row is lost."""
 
-    period_s: float = 2.0
-    misses: int = LEAST_MISSES
+    period_s: float = key(2.0, above(LEAST_PERIOD_S), name="heartbeat-s")
+    misses: int = key(LEAST_MISSES, at_least(LEAST_MISSES), name="heartbeat-misses")
 
     def __post_init__(self) -> None:
         if not LEAST_PERIOD_S < self.period_s < math.inf or self.misses < LEAST_MISSES:

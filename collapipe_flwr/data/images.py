@@ -76,14 +76,14 @@ class ImageClassification(Labelled):
         mean = self._per_channel("image-mean", self.settings.image_mean)
         return mean, self._per_channel("image-std", self.settings.image_std)
 
-    def _per_channel(self, key: str, text: str) -> np.ndarray[Any, Any]:
-        values = np.array([float(part) for part in text.split(",")], dtype=np.float32)
+    def _per_channel(self, key: str, values: Sequence[float]) -> np.ndarray[Any, Any]:
+        text = ",".join(f"{value:g}" for value in values)
         if len(values) not in (1, self.settings.image_channels):
             raise ConfigError(
                 f"data.{key} must hold one number, or one for each of "
                 f'{self.settings.image_channels} channels, got "{text}"'
             )
-        return values
+        return np.array(values, dtype=np.float32)
 
 
 def picture_column(table: Dataset, name: str, *, key: str, of: str) -> list[Any]:

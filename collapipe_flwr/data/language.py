@@ -16,11 +16,11 @@ from torch import Tensor
 
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.data.batches import Example
+from collapipe_flwr.data.config import DataConfig
 from collapipe_flwr.data.encoding import IGNORED_LABEL, encode
 from collapipe_flwr.data.files import sparse_column, without_empty
 from collapipe_flwr.data.metrics import Measure, Tally, match_rate
 from collapipe_flwr.data.reader import Reader
-from collapipe_flwr.data.settings import DataSettings
 from collapipe_flwr.data.tasks import Batch, Task
 from collapipe_flwr.data.vocabulary import Vocabulary
 
@@ -41,7 +41,7 @@ class LanguageModel(Task):
     usual_partition: ClassVar[str] = "iid"
     group_column: ClassVar[str] = ""
 
-    def __init__(self, settings: DataSettings, vocabulary: Vocabulary | None = None) -> None:
+    def __init__(self, settings: DataConfig, vocabulary: Vocabulary | None = None) -> None:
         super().__init__(settings, vocabulary)
         self._reader = Reader(settings, {"text": "text_column"}, readers={"text": sparse_column})
 

@@ -12,11 +12,11 @@ import numpy as np
 from datasets import Dataset
 
 from collapipe_flwr.core.errors import DataError
-from collapipe_flwr.data.settings import DataSettings
+from collapipe_flwr.data.config import DataConfig
 
 
 def partition_rows(
-    examples: Dataset, count: int, *, method: str, by: str, settings: DataSettings
+    examples: Dataset, count: int, *, method: str, by: str, settings: DataConfig
 ) -> list[list[int]]:
     """Row numbers of each of ``count`` parts, cut by ``method`` along column ``by``.
 

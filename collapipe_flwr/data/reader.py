@@ -11,8 +11,8 @@ from datasets import Dataset
 
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.data.class_names import class_names, with_names
+from collapipe_flwr.data.config import DataConfig, key_of
 from collapipe_flwr.data.files import column, is_one_table, load_table
-from collapipe_flwr.data.settings import DataSettings, key_of
 
 HELD_OUT_SHARE = 0.1
 _CLASS_COLUMNS = {"label", "tags"}
@@ -31,7 +31,7 @@ class Reader:
 
     def __init__(
         self,
-        settings: DataSettings,
+        settings: DataConfig,
         fields: Mapping[str, str],
         readers: Mapping[str, ReadColumn] | None = None,
     ) -> None:
@@ -116,7 +116,7 @@ class Reader:
 
     def _named(self, table: Dataset) -> Dataset:
         """The table with the classes that ``data.label-names`` gives to its numbers."""
-        names = self._settings.label_names.replace(",", " ").split()
+        names = self._settings.label_names
         for ours in _CLASS_COLUMNS & self._fields.keys() if names else ():
             table = with_names(table, getattr(self._settings, self._fields[ours]), names)
         return table

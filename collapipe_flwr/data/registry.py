@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.data.classification import Classification
+from collapipe_flwr.data.config import DataConfig
 from collapipe_flwr.data.images import ImageClassification
 from collapipe_flwr.data.language import CausalLM, MaskedLM
 from collapipe_flwr.data.seq2seq import NumberWords, Summarisation, Translation
-from collapipe_flwr.data.settings import DataSettings
 from collapipe_flwr.data.tasks import Task
 from collapipe_flwr.data.token_classification import TokenClassification
 from collapipe_flwr.data.vocabulary import Vocabulary
@@ -25,7 +25,7 @@ TASKS: dict[str, type[Task]] = {
 
 
 def load_task(
-    settings: DataSettings,
+    settings: DataConfig,
     vocabulary: Vocabulary | None = None,
     *,
     known_labels: tuple[str, ...] = (),

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from collapipe_flwr.data import number_words
 from collapipe_flwr.data.batches import Example
+from collapipe_flwr.data.config import DataConfig
 from collapipe_flwr.data.encoding import IGNORED_LABEL, encode
 from collapipe_flwr.data.metrics import Measure, bleu, chrf, match_rate
 from collapipe_flwr.data.reader import Reader
 from collapipe_flwr.data.rouge import ROUGE
-from collapipe_flwr.data.settings import DataSettings
 from collapipe_flwr.data.tasks import Batch, Task
 from collapipe_flwr.data.vocabulary import Vocabulary
 
@@ -84,7 +84,7 @@ class Pairs(Seq2Seq):
     usual_partition: ClassVar[str] = "iid"
     group_column: ClassVar[str] = ""
 
-    def __init__(self, settings: DataSettings, vocabulary: Vocabulary | None = None) -> None:
+    def __init__(self, settings: DataConfig, vocabulary: Vocabulary | None = None) -> None:
         super().__init__(settings, vocabulary)
         self._reader = Reader(settings, _COLUMNS)
 

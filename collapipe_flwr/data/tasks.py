@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerFast
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.data.batches import Example
+from collapipe_flwr.data.config import TRAIN_TOKENIZER, DataConfig
 from collapipe_flwr.data.metrics import Measure, Tally
 from collapipe_flwr.data.partitions import partition_rows
-from collapipe_flwr.data.settings import TRAIN_TOKENIZER, DataSettings
 from collapipe_flwr.data.tokenizer import (
     load_tokenizer,
     tokenizer_from_json,
@@ -54,7 +54,7 @@ class Task(ABC):
 
     known_labels: tuple[str, ...] = ()  # those of the checkpoint, set before anything is read
 
-    def __init__(self, settings: DataSettings, vocabulary: Vocabulary | None = None) -> None:
+    def __init__(self, settings: DataConfig, vocabulary: Vocabulary | None = None) -> None:
         self.settings = settings
         self._given_vocabulary = vocabulary
 

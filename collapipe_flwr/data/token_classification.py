@@ -19,11 +19,11 @@ from torch import Tensor
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.class_names import class_names, name_of
+from collapipe_flwr.data.config import DataConfig
 from collapipe_flwr.data.encoding import IGNORED_LABEL, IGNORED_TAG, encode_words
 from collapipe_flwr.data.entities import OUTSIDE, entity_f1
 from collapipe_flwr.data.metrics import Measure, Tally, match_rate
 from collapipe_flwr.data.reader import Reader
-from collapipe_flwr.data.settings import DataSettings
 from collapipe_flwr.data.tasks import Batch, Task
 from collapipe_flwr.data.vocabulary import Vocabulary
 
@@ -52,7 +52,7 @@ class TokenClassification(Task):
     usual_partition: ClassVar[str] = "iid"
     group_column: ClassVar[str] = ""
 
-    def __init__(self, settings: DataSettings, vocabulary: Vocabulary | None = None) -> None:
+    def __init__(self, settings: DataConfig, vocabulary: Vocabulary | None = None) -> None:
         super().__init__(settings, vocabulary)
         fields = {"tokens": "tokens_column", "tags": "tags_column"}
         self._reader = Reader(settings, fields, readers=dict.fromkeys(fields, list_column))

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.core.keeper import keeping
-from collapipe_flwr.core.parsing import Value
+from collapipe_flwr.core.keys import Value
 from collapipe_flwr.core.signals import terminable
 from collapipe_flwr.federation.overrides import write_overrides
 

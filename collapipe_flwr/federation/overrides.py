@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from collapipe_flwr.core.config import known_keys, parse
+from collapipe_flwr.config.parsing import refuse_unknown
+from collapipe_flwr.config.schema import known_keys, parse
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.parsing import Value, refuse_unknown
+from collapipe_flwr.core.keys import Value
 
 
 def read_overrides(sources: Sequence[str]) -> dict[str, Value]:

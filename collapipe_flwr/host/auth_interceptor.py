@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from collapipe_flwr.core.roster import Caller
+from collapipe_flwr.config.access_control import Caller
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.authorizer import Authorizer, PeerBusy, PeerRefused
 from collapipe_flwr.transport.bounded import only_message

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from collapipe_flwr.config.access_control import Roster
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.roster import Roster
 from collapipe_flwr.core.signals import stopping
 from collapipe_flwr.core.tls_files import TlsFiles
 from collapipe_flwr.host.allocator import configure_malloc

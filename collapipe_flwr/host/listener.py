@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Self
 
 import grpc
 
+from collapipe_flwr.config.access_control import Roster
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.roster import Roster
 from collapipe_flwr.core.tls_files import TlsFiles
 from collapipe_flwr.host.auth_interceptor import AuthInterceptor
 from collapipe_flwr.transport import methods

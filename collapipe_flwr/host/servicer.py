@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 import grpc
 from torch import Tensor
 
+from collapipe_flwr.config.access_control import Caller
 from collapipe_flwr.core.errors import CheckpointMissing, CollaPipeError, LinkError
-from collapipe_flwr.core.roster import Caller
 from collapipe_flwr.host.allocator import give_back
 from collapipe_flwr.host.ledger import NoRoom
 from collapipe_flwr.host.service import EdgeService, Reserve

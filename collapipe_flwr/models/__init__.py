@@ -1,6 +1,6 @@
 """Splitting transformers models: embedding (control unit) | blocks (devices) | edge."""
 
-from collapipe_flwr.models.lora import LoraSettings
+from collapipe_flwr.models.config import LoraConfig, ModelConfig
 from collapipe_flwr.models.make_spec import make_spec
 from collapipe_flwr.models.parts import EdgePart, EmbeddingPart, SegmentPart
 from collapipe_flwr.models.saving import save_adapter, save_whole
@@ -11,7 +11,8 @@ __all__ = [
     "BatchShape",
     "EdgePart",
     "EmbeddingPart",
-    "LoraSettings",
+    "LoraConfig",
+    "ModelConfig",
     "ModelSpec",
     "SegmentPart",
     "Splitter",

@@ -10,7 +10,6 @@ import hashlib
 import math
 import re
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collapipe_flwr.core.errors import ConfigError, ModelError
+from collapipe_flwr.models.config import LoraConfig
 
-FROZEN_DTYPES = ("float32", "bfloat16", "int8")
 ALL_LINEAR = "all-linear"
 _TASK_TYPES = {
     "sequence-classification": "SEQ_CLS",
@@ -33,33 +32,6 @@ _WRAPPED = re.compile(
 )
 _ADAPTER = re.compile(r"\.lora_(embedding_)?[AB](\.|$)")
 _KEPT_ORIGINAL = ".original_module."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraSettings:
-    """Which layers get adapters and of what rank; ``scale = alpha / rank``.
-
-    ``target_modules`` are ends of module names, or the one word ``all-linear``;
-    ``modules_to_save`` train in full and travel with the adapters. Frozen matrices are kept in
-    ``frozen_dtype`` and widened for each product (``narrow.py``).
-    """
-
-    rank: int
-    alpha: int = 16
-    dropout: float = 0.0
-    target_modules: tuple[str, ...] = ()
-    modules_to_save: tuple[str, ...] = ()
-    frozen_dtype: str = "float32"
-
-    def __post_init__(self) -> None:
-        if self.rank < 1 or self.alpha < 1:
-            raise ModelError(f"lora needs rank and alpha >= 1, got {self.rank} and {self.alpha}")
-        if not 0 <= self.dropout < 1:
-            raise ModelError(f"lora dropout must be >= 0 and < 1, got {self.dropout}")
-        if self.frozen_dtype not in FROZEN_DTYPES:
-            raise ModelError(
-                f"frozen_dtype must be one of {', '.join(FROZEN_DTYPES)}, got {self.frozen_dtype!r}"
-            )
 
 
 def key_of(path: str) -> str:
@@ -78,7 +50,7 @@ def is_adapter(key: str) -> bool:
 
 
 def add_adapters(
-    model: PreTrainedModel, settings: LoraSettings, task: str, *, on_meta: bool = True
+    model: PreTrainedModel, settings: LoraConfig, task: str, *, on_meta: bool = True
 ) -> Any:
     """Wrap the targeted layers of a model in place; returns peft's own configuration.
 
@@ -142,12 +114,12 @@ def first_adapter(key: str, shape: torch.Size, seed: int) -> Tensor:
     return torch.empty(shape).uniform_(-bound, bound, generator=random)
 
 
-def _targets(settings: LoraSettings) -> list[str] | str:
+def _targets(settings: LoraConfig) -> list[str] | str:
     names = settings.target_modules
     return ALL_LINEAR if names == (ALL_LINEAR,) else list(names)
 
 
-def _refusal(model: PreTrainedModel, settings: LoraSettings) -> str:
+def _refusal(model: PreTrainedModel, settings: LoraConfig) -> str:
     linear = {name.rpartition(".")[2] for name, m in model.named_modules() if _is_linear(m)}
     return (
         f"lora.target-modules {' '.join(settings.target_modules)!r} name no layer of a "

@@ -14,9 +14,10 @@ from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.admission import LAYERDROPS, needs_token
 from collapipe_flwr.models.causes import UNFIT, first_lines
 from collapipe_flwr.models.checkpoint import checkpoint_config, read_pretrained_config
+from collapipe_flwr.models.config import LoraConfig
 from collapipe_flwr.models.discovery import ON_VALUES, VALUES_ASKED, refusal
 from collapipe_flwr.models.families import FAMILIES
-from collapipe_flwr.models.lora import LoraSettings, default_targets, head_modules
+from collapipe_flwr.models.lora import default_targets, head_modules
 from collapipe_flwr.models.skeleton import build_skeleton
 from collapipe_flwr.models.spec import BatchShape, ModelSpec
 from collapipe_flwr.models.splitter import Splitter
@@ -56,15 +57,15 @@ def make_spec(
     edge_blocks: int = 0,
     ties: str = "untie",
     shared: str = "freeze",
-    lora: LoraSettings | None = None,
+    lora: LoraConfig | None = None,
 ) -> ModelSpec:
     """Describe a model from scratch (``model_type``) or from a checkpoint (``pretrained``).
 
     ``overrides`` are configuration keys (``hidden_size``, ``encoder_layers``, ...); vocabulary
     and token ids come from the tokenizer, None leaves the configuration's own. ``lora`` without
     target modules gets peft's own choice for the architecture, without ``modules_to_save`` a
-    labelled task's head. Raises ModelError for an unknown type, task, key or value, and for a
-    model that cannot be split.
+    labelled task's head; rank 0 means no adapters. Raises ModelError for an unknown type, task,
+    key or value, and for a model that cannot be split.
     """
     labelled = find_task(task).labelled
     config = _starting_config(model_type, pretrained, dict(overrides or {}))
@@ -97,10 +98,10 @@ def make_spec(
         _rehearse(splitter)
     if pretrained is not None and splitter.decodes:
         spec = replace(spec, untied=splitter.untied_by_checkpoint())
-    return spec if lora is None else _adapted(spec, lora)
+    return _adapted(spec, lora) if lora and lora.rank else spec
 
 
-def _adapted(spec: ModelSpec, lora: LoraSettings) -> ModelSpec:
+def _adapted(spec: ModelSpec, lora: LoraConfig) -> ModelSpec:
     """``spec`` with adapters, every choice made."""
     plain = build_skeleton(spec)
     if not lora.target_modules:
@@ -127,7 +128,7 @@ def _as_published(spec: ModelSpec) -> PreTrainedModel:
     return build_skeleton(replace(spec, config_json=config.to_json_string(use_diff=False)))
 
 
-def _refuse_tied(model: PreTrainedModel, lora: LoraSettings) -> None:
+def _refuse_tied(model: PreTrainedModel, lora: LoraConfig) -> None:
     """A table used in several places cannot train in one of them alone."""
     tied = set(model.all_tied_weights_keys) | set(model.all_tied_weights_keys.values())
     for name in lora.modules_to_save:

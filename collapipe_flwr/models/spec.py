@@ -6,10 +6,7 @@ import json
 from dataclasses import asdict, dataclass, fields
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.lora import LoraSettings
-
-TIE_POLICIES = ("untie", "rows")
-SHARED_POLICIES = ("freeze", "sum")
+from collapipe_flwr.models.config import SHARED_POLICIES, TIE_POLICIES, LoraConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +43,7 @@ class ModelSpec:
     ties: str = "untie"
     shared: str = "freeze"
     untied: tuple[str, ...] = ()
-    lora: LoraSettings | None = None
+    lora: LoraConfig | None = None
     absent: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -54,6 +51,8 @@ class ModelSpec:
         _require_choice("shared", self.shared, SHARED_POLICIES)
         if self.edge_blocks < 0:
             raise ModelError(f"edge_blocks must be 0 or more, got {self.edge_blocks}")
+        if self.lora is not None and self.lora.rank < 1:
+            raise ModelError(f"the lora settings of a model need a rank >= 1, got {self.lora.rank}")
 
     @property
     def model_type(self) -> str:
@@ -79,14 +78,14 @@ class ModelSpec:
         return cls(**{**values, **lists, "lora": _lora(values.get("lora"))})
 
 
-def _lora(values: object) -> LoraSettings | None:
+def _lora(values: object) -> LoraConfig | None:
     if values is None:
         return None
-    known = {field.name for field in fields(LoraSettings)}
+    known = {field.name for field in fields(LoraConfig)}
     if not isinstance(values, dict) or not {"rank"} <= set(values) <= known:
         raise ModelError(f"the lora settings of a model need the keys {sorted(known)}")
     lists = {key: tuple(values.get(key, ())) for key in ("target_modules", "modules_to_save")}
-    return LoraSettings(**{**values, **lists})
+    return LoraConfig(**{**values, **lists})
 
 
 def _require_config(text: object) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.keys import above, at_least, key, one_of
 
 OPTIMIZERS = ("adamw", "sgd")
 
@@ -21,9 +22,9 @@ OPTIMIZERS = ("adamw", "sgd")
 class OptimizerSettings:
     """Which rule turns gradients into weights; `betas`, `eps` for adamw, `momentum` for sgd."""
 
-    name: str = "adamw"
-    learning_rate: float = 1e-3
-    weight_decay: float = 0.01
+    name: str = key("adamw", one_of(*OPTIMIZERS), name="optimizer")
+    learning_rate: float = key(1e-3, above(0))
+    weight_decay: float = key(0.01, at_least(0))
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     momentum: float = 0.0

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from collapipe_flwr.core.domain import Plan, RoundOutcome, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.core.keys import above, between, counts, key, one_of
 from collapipe_flwr.core.schedule import SCHEDULES
 from collapipe_flwr.costs.codecs import CODECS, ladder
 from collapipe_flwr.costs.compute import Options
@@ -17,11 +18,11 @@ from collapipe_flwr.scheduler.state import SchedulerState
 class SchedulerSettings:
     """What a user may choose about planning."""
 
-    penalty_weight: float = 5.0  # V: latency against energy queues, which grow to about V budgets
-    micro_batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16)
-    micro_batches: tuple[int, ...] = (1, 2, 4, 8)
-    schedule: str = "gpipe"
-    participation_floor: float = 1.0  # long-term share of rounds; 1 keeps every cluster in
+    penalty_weight: float = key(5.0, above(0))  # V: latency against queues, up to V budgets
+    micro_batch_sizes: tuple[int, ...] = key((1, 2, 4, 8, 16), counts())
+    micro_batches: tuple[int, ...] = key((1, 2, 4, 8), counts())
+    schedule: str = key("gpipe", one_of(*SCHEDULES))
+    participation_floor: float = key(1.0, between(0, 1))  # long-term share of rounds; 1: keep all
     learning_rate: float = 0.01
     bound: bool = True  # plan for rounds-to-target, not only for the latency of a round
     recompute: bool = False
@@ -30,7 +31,9 @@ class SchedulerSettings:
     best_batches: bool = False  # rules, too, choose the best of the grid, once
     codecs: tuple[str, ...] = ("fp32",)  # that links may use; of several the plan chooses
     memory_margin: float = 0.05
-    max_model_share: float = 1.0  # of the whole model's memory on any device; 1: no cap
+    max_model_share: float = key(
+        1.0, above(0)
+    )  # of the whole model's memory on any device; 1: no cap
     budget_margin: float = 0.05  # queues aim this share below every energy budget
     hysteresis: float = 0.02  # least relative gain for which devices change segments
     profile_memory: float = 0.8  # weight of the past in averages of measured speeds; 0: none
@@ -105,14 +108,16 @@ def _check(settings: SchedulerSettings) -> None:
         ("hysteresis", settings.hysteresis, settings.hysteresis >= 0, ">= 0"),
         ("schedule", settings.schedule, settings.schedule in SCHEDULES, f"one of {SCHEDULES}"),
     )
-    for key, value, good, wanted in checks:
+    for name, value, good, wanted in checks:
         if not good:
-            raise ScheduleError(f"scheduler.{key} must be {wanted}, got {value!r}")
+            raise ScheduleError(f"scheduler.{name} must be {wanted}, got {value!r}")
     if not settings.codecs or not set(settings.codecs) <= set(CODECS):
         raise ScheduleError(f"links.codecs must list some of {CODECS}, got {settings.codecs!r}")
-    for key, grid in (
+    for name, grid in (
         ("micro-batch-sizes", settings.micro_batch_sizes),
         ("micro-batches", settings.micro_batches),
     ):
         if not grid or min(grid) < 1:
-            raise ScheduleError(f"scheduler.{key} needs at least one value, all >= 1, got {grid!r}")
+            raise ScheduleError(
+                f"scheduler.{name} needs at least one value, all >= 1, got {grid!r}"
+            )

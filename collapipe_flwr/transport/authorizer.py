@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 import grpc
 
+from collapipe_flwr.config.access_control import Caller, Roster
 from collapipe_flwr.core.errors import LinkError
-from collapipe_flwr.core.roster import Caller, Roster
 
 _COMMON_NAME = "x509_common_name"
 _TRANSFERS = frozenset({"PushWeights", "FetchWeights"})

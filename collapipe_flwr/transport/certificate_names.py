@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cryptography import x509
 
-from collapipe_flwr.core.cluster_file import MEMBER_NAME
+from collapipe_flwr.config.cluster_file import MEMBER_NAME
 from collapipe_flwr.core.errors import ConfigError
 
 AUTHORITY = "ca"

@@ -10,6 +10,7 @@ from typing import Self
 
 import grpc
 
+from collapipe_flwr.config.access_control import Roster
 from collapipe_flwr.core.errors import (
     CollaPipeError,
     ConfigError,
@@ -17,7 +18,6 @@ from collapipe_flwr.core.errors import (
     LinkTimeout,
     ProtocolError,
 )
-from collapipe_flwr.core.roster import Roster
 from collapipe_flwr.core.tls_files import TlsFiles
 from collapipe_flwr.transport.authorizer import Authorizer, PeerBusy, PeerRefused
 from collapipe_flwr.transport.bounded import call_deadline, only_message

@@ -17,12 +17,12 @@ from torch import Tensor
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
 from collapipe_flwr.cluster.order import RoundOrder
 from collapipe_flwr.cluster.remote import RemoteFleet
-from collapipe_flwr.core.cluster_file import parse_cluster
+from collapipe_flwr.config.cluster_file import parse_cluster
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService, build_transformers_part
 from collapipe_flwr.host.session import HostedPart
 from collapipe_flwr.host.weight_cache import WeightCache
-from collapipe_flwr.models import LoraSettings, Splitter, make_spec, save_whole
+from collapipe_flwr.models import LoraConfig, Splitter, make_spec, save_whole
 from collapipe_flwr.pipeline.digest import digest_of
 from collapipe_flwr.pipeline.session import NextHop, SessionRequest
 from collapipe_flwr.transport.client import EdgeClient
@@ -53,7 +53,7 @@ def _elsewhere(request: SessionRequest, weights: Mapping[str, Tensor]) -> Hosted
 def splitter(tmp_path: Path) -> Splitter:
     plain = make_splitter("bert", dropout=0.0)
     save_whole(plain.spec, plain.initial_weights(seed=1), tmp_path)
-    lora = LoraSettings(rank=2)
+    lora = LoraConfig(rank=2)
     return Splitter(make_spec("sequence-classification", pretrained=str(tmp_path), lora=lora))
 
 

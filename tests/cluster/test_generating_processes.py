@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from collapipe_flwr.cluster.writer import WritingModel, writer_on
-from collapipe_flwr.core.cluster_file import read_cluster
+from collapipe_flwr.config.cluster_file import read_cluster
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.core.tls_files import TlsFiles
 from collapipe_flwr.transport.certificates import sign_all

@@ -17,7 +17,7 @@ from collapipe_flwr.cluster.order import RoundOrder
 from collapipe_flwr.cluster.recovery import Recovery
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.cluster.threads import ThreadFleet
-from collapipe_flwr.core.cluster_file import LinksConfig
+from collapipe_flwr.config.cluster_file import ClusterLinks
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.links import LinkConfig, Note
 from collapipe_flwr.costs.link_rates import carried_bit_per_s
@@ -110,12 +110,12 @@ def _round(
     *,
     paced: bool = False,
     remote: bool = True,
-    links: LinksConfig | None = None,
+    links: ClusterLinks | None = None,
     snapshot_every: int = 0,
 ) -> tuple[RoundResult, list[StageReport]]:
     """One round over two devices; the reports of all four stages."""
     with daemons(2) as (cluster, address), _session(splitter, address) as client:
-        cluster = replace(cluster, links=links or LinksConfig())
+        cluster = replace(cluster, links=links or ClusterLinks())
         names = tuple(cluster.device_id(device) for device in cluster.devices)
         order = _order(splitter, _plan((names[0], names[1]), hops), paced=paced)
         edge = NextHop(address=address, session_id="A", token=TOKEN)
@@ -159,7 +159,7 @@ def test_paced_senders_keep_to_the_planned_rates(splitter: Splitter, remote: boo
 
 
 def test_the_cluster_file_stays_the_upper_limit(splitter: Splitter) -> None:
-    limit = LinksConfig(rate_mbit_per_s=1.8)
+    limit = ClusterLinks(rate_mbit_per_s=1.8)
     _, reports = _round(splitter, _hops(RATES), paced=True, links=limit)
     for (forward, backward), (ahead, back) in zip(_measured(reports), RATES, strict=True):
         assert AT_LEAST * min(ahead, 1.8e6) < forward < 1.02 * min(ahead, 1.8e6)
@@ -193,7 +193,7 @@ def test_threads_lose_what_daemons_lose(splitter: Splitter) -> None:
 
 
 def test_a_codec_in_the_cluster_file_stands_above_the_plan(splitter: Splitter) -> None:
-    _, bound = _round(splitter, (LinkConfig(),) * 3, links=LinksConfig(codec="int8"))
+    _, bound = _round(splitter, (LinkConfig(),) * 3, links=ClusterLinks(codec="int8"))
     _, exact = _round(splitter, (LinkConfig(),) * 3)
     assert bound[1].sent_down.bytes < 0.5 * exact[1].sent_down.bytes
 

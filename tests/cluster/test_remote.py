@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from collapipe_flwr.cluster.remote import RemoteFleet
-from collapipe_flwr.core.cluster_file import parse_cluster
+from collapipe_flwr.config.cluster_file import parse_cluster
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.pipeline.session import NextHop
 from collapipe_flwr.transport.client import EdgeClient

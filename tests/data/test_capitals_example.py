@@ -6,9 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from collapipe_flwr.core.config import parse
+from collapipe_flwr.config.schema import parse
 from collapipe_flwr.data.registry import load_task
-from collapipe_flwr.data.settings import settings_of
 
 SCRIPT = Path(__file__).parents[2] / "examples/capitals.py"
 
@@ -23,7 +22,7 @@ def test_words_lose_capitals_and_commas_and_tags_keep_them(tmp_path: Path) -> No
     table.write_text("\n".join(["de", *sentences]), encoding="utf-8")
     subprocess.run([sys.executable, str(SCRIPT), str(table), "de", str(out)], check=True)
     config = parse({"data.task": "token-classification", "data.train": str(out)})
-    rows = load_task(settings_of(config.data, seed=0))._reader.every_row.to_list()
+    rows = load_task(config.data)._reader.every_row.to_list()
     assert [" ".join(row["tokens"]) for row in rows] == [
         "ich glaube dass tom mein freund brot isst",
         "wo ist das haus",

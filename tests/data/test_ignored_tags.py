@@ -12,8 +12,8 @@ import torch
 from datasets import ClassLabel, Dataset, List
 
 from collapipe_flwr.core.errors import DataError
+from collapipe_flwr.data.config import DataConfig
 from collapipe_flwr.data.registry import load_task
-from collapipe_flwr.data.settings import DataSettings
 from collapipe_flwr.data.tasks import Task
 
 WORDS = ["Anna", "Lee", "saw", "Rome"]
@@ -64,7 +64,7 @@ def conll(folder: Path, tags: list[Any]) -> str:
 
 
 def tagging(train: str, **settings: Any) -> Task:
-    return load_task(DataSettings(task="token-classification", train=train, **settings))
+    return load_task(DataConfig(task="token-classification", train=train, **settings))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def tagging(train: str, **settings: Any) -> Task:
 def test_an_ignored_word_is_no_target_and_no_class(
     write: Write, tags: list[Any], label_names: str, labels: tuple[str, ...], tmp_path: Path
 ) -> None:
-    task = tagging(write(tmp_path, tags), label_names=label_names)
+    task = tagging(write(tmp_path, tags), label_names=tuple(label_names.split()))
     assert task.labels == labels
     examples = task.train.to_list()[:2]
     batch = task.collate(examples)
@@ -120,4 +120,4 @@ def test_an_ignored_label_of_a_whole_row_is_refused(label: Any, tmp_path: Path) 
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, examples)))
     train = str(tmp_path / "rows.jsonl")
     with pytest.raises(DataError, match=r"data\.label-column .*-100.* remove"):
-        _ = load_task(DataSettings(task="classification", train=train)).labels
+        _ = load_task(DataConfig(task="classification", train=train)).labels

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from collapipe_flwr.core.errors import DataError
+from collapipe_flwr.data.config import DataConfig
 from collapipe_flwr.data.number_words import NUMBERS, generate, spell
 from collapipe_flwr.data.registry import load_task
-from collapipe_flwr.data.settings import DataSettings
 
 
 def read(words: str) -> int:
@@ -62,7 +62,7 @@ def test_examples_say_the_number_they_spell() -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 8])
 def test_no_cluster_shares_a_leading_word_with_another(count: int) -> None:
-    task = load_task(DataSettings(train_examples=2_000, test_examples=10))
+    task = load_task(DataConfig(train_examples=2_000, test_examples=10))
     leading = [set(task.partition(index, count)["group"]) for index in range(count)]
     assert len(set().union(*leading)) == sum(len(words) for words in leading)
 

@@ -6,8 +6,8 @@ import pytest
 from datasets import Dataset
 
 from collapipe_flwr.core.errors import DataError
+from collapipe_flwr.data.config import DataConfig
 from collapipe_flwr.data.partitions import partition_rows
-from collapipe_flwr.data.settings import DataSettings
 
 LABELS = ["a", "b", "c", "d", "e", "f"]
 EXAMPLES = Dataset.from_dict({"group": [LABELS[row % 6] for row in range(120)]})
@@ -17,7 +17,7 @@ METHODS = ["iid", "natural", "dirichlet"]
 def cut(
     method: str, count: int, *, examples: Dataset = EXAMPLES, by: str = "group", alpha: float = 0.5
 ) -> list[list[int]]:
-    settings = DataSettings(alpha=alpha, seed=3)
+    settings = DataConfig(alpha=alpha, seed=3)
     return partition_rows(examples, count, method=method, by=by, settings=settings)
 
 

@@ -15,9 +15,9 @@ from PIL import Image
 from transformers import AutoImageProcessor
 
 from collapipe_flwr.core.errors import DataError
-from collapipe_flwr.core.parsing import Value
+from collapipe_flwr.core.keys import Value
+from collapipe_flwr.data.config import DataConfig
 from collapipe_flwr.data.registry import TASKS, load_task
-from collapipe_flwr.data.settings import DataSettings
 from collapipe_flwr.data.tasks import Task
 from collapipe_flwr.data.vocabulary import Vocabulary
 
@@ -70,21 +70,21 @@ def speeches(path: Path, *, size: int = 30) -> str:
     return str(path)
 
 
-def settings_of(name: str, folder: Path) -> DataSettings:
+def settings_of(name: str, folder: Path) -> DataConfig:
     if name == "number-words":
-        return DataSettings(train_examples=40, test_examples=7)
+        return DataConfig(train_examples=40, test_examples=7)
     if name == "classification":
         train, test = moods(folder / "train.csv"), moods(folder / "test.csv", size=6)
-        return DataSettings(task=name, train=train, test=test, label_column="mood")
+        return DataConfig(task=name, train=train, test=test, label_column="mood")
     if name == "token-classification":
-        return DataSettings(task=name, train=tagged(folder / "tags.jsonl"))
+        return DataConfig(task=name, train=tagged(folder / "tags.jsonl"))
     if name == "image-classification":
-        return DataSettings(task=name, train=pictures(folder / "pictures"), image_size=8)
+        return DataConfig(task=name, train=pictures(folder / "pictures"), image_size=8)
     if name in ("masked-lm", "causal-lm"):
         train = speeches(folder / "speeches.jsonl")
-        return DataSettings(task=name, train=train, partition_column="who", max_source_length=9)
+        return DataConfig(task=name, train=train, partition_column="who", max_source_length=9)
     rows = [("en", "de", "who"), *((f"I am {n}", f"Ich bin {n}", f"w{n % 3}") for n in range(30))]
-    return DataSettings(
+    return DataConfig(
         task=name,
         train=write(folder / "pairs.csv", rows),
         source_column="en",
@@ -154,7 +154,7 @@ def test_clusters_share_out_the_training_set(task: Task) -> None:
 
 
 def test_long_texts_are_cut_but_end_as_they_should() -> None:
-    settings = DataSettings(train_examples=40, test_examples=1, max_source_length=3)
+    settings = DataConfig(train_examples=40, test_examples=1, max_source_length=3)
     task = load_task(settings)
     ids = task.collate(task.train.to_list())["input_ids"]
     assert ids.shape[1] == 3
@@ -171,7 +171,7 @@ def test_without_a_test_file_a_seeded_tenth_is_held_out(tmp_path: Path) -> None:
 
 def test_subsets_are_seeded_and_not_the_head_of_the_file(tmp_path: Path) -> None:
     train = moods(tmp_path / "train.csv")
-    settings = DataSettings(
+    settings = DataConfig(
         task="classification", train=train, label_column="mood", train_examples=9, test_examples=4
     )
     task = load_task(settings)
@@ -182,7 +182,7 @@ def test_subsets_are_seeded_and_not_the_head_of_the_file(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("partition", ["natural", "dirichlet"])
 def test_classification_goes_by_its_label(tmp_path: Path, partition: str) -> None:
-    settings = DataSettings(
+    settings = DataConfig(
         task="classification",
         train=moods(tmp_path / "train.csv"),
         label_column="mood",
@@ -194,7 +194,7 @@ def test_classification_goes_by_its_label(tmp_path: Path, partition: str) -> Non
 
 
 def test_labels_that_only_the_test_has(tmp_path: Path) -> None:
-    settings = DataSettings(
+    settings = DataConfig(
         task="classification",
         train=moods(tmp_path / "train.csv"),
         test=moods(tmp_path / "test.csv", labels=["bad", "awful"]),
@@ -207,48 +207,44 @@ def test_labels_that_only_the_test_has(tmp_path: Path) -> None:
 def test_one_label_is_no_classification(tmp_path: Path) -> None:
     train = moods(tmp_path / "train.csv", labels=["bad"])
     with pytest.raises(DataError, match=r'data\.label-column "mood" .*only'):
-        _ = load_task(DataSettings(task="classification", train=train, label_column="mood")).labels
+        _ = load_task(DataConfig(task="classification", train=train, label_column="mood")).labels
 
 
 def test_quantities_are_no_classes(tmp_path: Path) -> None:
     """Similarities of sentence pairs, say: each number would be a class of its own."""
     file = moods(tmp_path / "sts.csv", labels=["0.25", "3", "4.5"])
-    settings = DataSettings(task="classification", train=file, label_column="mood")
+    settings = DataConfig(task="classification", train=file, label_column="mood")
     with pytest.raises(DataError, match=r'data\.label-column "mood" holds numbers such as 0\.25'):
         _ = load_task(settings).labels
 
 
 def test_numbered_labels_keep_their_order(tmp_path: Path) -> None:
     train = moods(tmp_path / "train.csv", labels=[str(number) for number in range(12)])
-    task = load_task(DataSettings(task="classification", train=train, label_column="mood"))
+    task = load_task(DataConfig(task="classification", train=train, label_column="mood"))
     assert task.labels == tuple(str(number) for number in range(12))
 
 
 def test_no_training_file_is_named() -> None:
     with pytest.raises(DataError, match=r"data\.train is empty"):
-        _ = load_task(DataSettings(task="translation")).train
+        _ = load_task(DataConfig(task="translation")).train
 
 
 def test_testing_on_the_training_file_is_refused(tmp_path: Path) -> None:
     train = moods(tmp_path / "train.csv")
-    settings = DataSettings(task="classification", train=train, test=train, label_column="mood")
+    settings = DataConfig(task="classification", train=train, test=train, label_column="mood")
     with pytest.raises(DataError, match=r"data\.test .* is also data\.train"):
         _ = load_task(settings).test
 
 
 def test_too_few_rows_to_hold_out(tmp_path: Path) -> None:
     train = moods(tmp_path / "train.csv", size=3)
-    settings = DataSettings(
-        task="classification", train=train, label_column="mood", test_examples=3
-    )
+    settings = DataConfig(task="classification", train=train, label_column="mood", test_examples=3)
     with pytest.raises(DataError, match=r"data\.train has 3 rows, too few"):
         _ = load_task(settings).train
 
 
 def test_a_tag_stands_at_the_first_token_of_its_word(tmp_path: Path) -> None:
-    task = load_task(
-        DataSettings(task="token-classification", train=tagged(tmp_path / "tags.jsonl"))
-    )
+    task = load_task(DataConfig(task="token-classification", train=tagged(tmp_path / "tags.jsonl")))
     example = {"tokens": ["Anna", "Unheard-of-name", "\u200b", "Rome"], "tags": ["B-PER"] * 4}
     batch = task.collate([example])
     marked = (batch["labels"][0] != -100).nonzero().flatten()
@@ -257,7 +253,7 @@ def test_a_tag_stands_at_the_first_token_of_its_word(tmp_path: Path) -> None:
     assert [rest[0] for rest in rests] == ["A", "U", "\u200b", "R"]
     assert batch["input_ids"].shape[1] > 6  # words of several tokens, special tokens around
     cut = load_task(
-        DataSettings(task="token-classification", train=task.settings.train, max_source_length=4),
+        DataConfig(task="token-classification", train=task.settings.train, max_source_length=4),
         task.vocabulary,
     )
     seen = cut.decode(torch.zeros(1, 4, len(task.labels)), cut.collate([example]))
@@ -274,7 +270,7 @@ def test_conll_files_and_json_lines_mean_the_same(tmp_path: Path) -> None:
     )
     (tmp_path / "tags.conll").write_text(text)
     both = [
-        load_task(DataSettings(task="token-classification", train=str(tmp_path / name)))
+        load_task(DataConfig(task="token-classification", train=str(tmp_path / name)))
         for name in ("tags.jsonl", "tags.conll")
     ]
     assert both[0].train.to_list() == both[1].train.to_list()
@@ -283,7 +279,7 @@ def test_conll_files_and_json_lines_mean_the_same(tmp_path: Path) -> None:
 
 def masked(folder: Path, **values: Value) -> Task:
     train = speeches(folder / "speeches.jsonl")
-    return load_task(DataSettings(task="masked-lm", train=train, **values))  # type: ignore[arg-type]
+    return load_task(DataConfig(task="masked-lm", train=train, **values))  # type: ignore[arg-type]
 
 
 def test_masks_depend_on_the_example_and_the_round_but_not_on_the_batch(tmp_path: Path) -> None:
@@ -313,7 +309,7 @@ def test_a_share_of_the_tokens_is_masked_and_hidden(tmp_path: Path) -> None:
 def test_blocks_hold_every_token_once_and_mix_no_speakers(tmp_path: Path) -> None:
     train = speeches(tmp_path / "speeches.jsonl")
     test = speeches(tmp_path / "test.jsonl", size=3)
-    settings = DataSettings(
+    settings = DataConfig(
         task="causal-lm", train=train, test=test, partition_column="who", max_source_length=9
     )
     task = load_task(settings)
@@ -335,7 +331,7 @@ def by_speaker(path: str, who: str) -> list[str]:
 def test_the_lines_of_a_text_file_are_examples(tmp_path: Path) -> None:
     (tmp_path / "play.txt").write_text("To be\n\n  \nor not to be,\nthat is\nthe question\n")
     task = load_task(
-        DataSettings(task="causal-lm", train=str(tmp_path / "play.txt"), test_examples=1)
+        DataConfig(task="causal-lm", train=str(tmp_path / "play.txt"), test_examples=1)
     )
     assert sorted([*task.train["text"], *task.test["text"]]) == [
         "To be",
@@ -347,9 +343,7 @@ def test_the_lines_of_a_text_file_are_examples(tmp_path: Path) -> None:
 
 def test_empty_texts_are_nothing_to_learn_from(tmp_path: Path) -> None:
     rows = [("text", "who"), ("to be", "a"), ("", "a"), ("or not", "b"), (" ", "b"), ("x", "c")]
-    settings = DataSettings(
-        task="masked-lm", train=write(tmp_path / "t.csv", rows), test_examples=1
-    )
+    settings = DataConfig(task="masked-lm", train=write(tmp_path / "t.csv", rows), test_examples=1)
     task = load_task(settings)
     assert set(task.train["text"]) | set(task.test["text"]) <= {"to be", "or not", "x"}
     with pytest.raises(DataError, match=r"data\.text-column .* is empty in 2 of 5 rows"):
@@ -366,7 +360,7 @@ def test_folders_files_and_numbers_give_the_same_pictures(tmp_path: Path) -> Non
     numbers.write_text("\n".join(map(json.dumps, lines)))
 
     def pixels(train: str) -> torch.Tensor:
-        task = load_task(DataSettings(task="image-classification", train=train, image_size=8))
+        task = load_task(DataConfig(task="image-classification", train=train, image_size=8))
         rows = [*task.train.to_list(), *task.test.to_list()]
         return task.collate(rows)["pixel_values"].flatten(1).sort(dim=0).values
 
@@ -378,12 +372,12 @@ def test_folders_files_and_numbers_give_the_same_pictures(tmp_path: Path) -> Non
 
 
 def test_a_saved_preprocessor_makes_the_same_pictures(tmp_path: Path) -> None:
-    settings = DataSettings(
+    settings = DataConfig(
         task="image-classification",
         train=pictures(tmp_path / "pictures"),
         image_size=8,
-        image_mean="0.4,0.5,0.6",
-        image_std="0.3",
+        image_mean=(0.4, 0.5, 0.6),
+        image_std=(0.3,),
     )
     task = load_task(settings)
     task.save_inputs(tmp_path)
@@ -411,14 +405,14 @@ def test_bad_tags_are_one_sentence(
     (tmp_path / "tags.jsonl").write_text("\n".join([json.dumps(row)] * 4))
     with pytest.raises(DataError, match=sentence):
         _ = load_task(
-            DataSettings(task="token-classification", train=str(tmp_path / "tags.jsonl"))
+            DataConfig(task="token-classification", train=str(tmp_path / "tags.jsonl"))
         ).train
 
 
 def test_no_picture_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_text("no picture")
     train = write(tmp_path / "names.csv", [("image", "label"), ("a.png", "x"), ("b.png", "y")])
-    task = load_task(DataSettings(task="image-classification", train=train, test_examples=1))
+    task = load_task(DataConfig(task="image-classification", train=train, test_examples=1))
     with pytest.raises(DataError, match=r"[ab]\.png is no picture"):
         task.collate(task.train.to_list())
 
@@ -427,7 +421,7 @@ def test_no_picture_is_one_sentence(tmp_path: Path) -> None:
 def test_numbers_that_are_no_pixels_are_one_sentence(tmp_path: Path, number: float) -> None:
     rows = [{"image": [[1, 2], [3, number]], "label": row % 2} for row in range(6)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    settings = DataSettings(task="image-classification", train=str(tmp_path / "rows.jsonl"))
+    settings = DataConfig(task="image-classification", train=str(tmp_path / "rows.jsonl"))
     task = load_task(settings)
     with pytest.raises(DataError, match="must be whole ones from 0 to 255"):
         task.collate(task.train.to_list())
@@ -435,7 +429,7 @@ def test_numbers_that_are_no_pixels_are_one_sentence(tmp_path: Path, number: flo
 
 def test_universal_dependencies_are_refused(tmp_path: Path) -> None:
     (tmp_path / "ud.conll").write_text("# sent_id = 1\n1\tEU\teu\tPROPN\n\n")
-    settings = DataSettings(task="token-classification", train=str(tmp_path / "ud.conll"))
+    settings = DataConfig(task="token-classification", train=str(tmp_path / "ud.conll"))
     with pytest.raises(DataError, match="'# sent_id = 1' in line 1, as CoNLL-U files do"):
         _ = load_task(settings).train
 

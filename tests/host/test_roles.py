@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from collapipe_flwr.core.cluster_file import parse_cluster
+from collapipe_flwr.config.access_control import roster_of
+from collapipe_flwr.config.cluster_file import parse_cluster
 from collapipe_flwr.core.errors import LinkError
-from collapipe_flwr.core.roster import roster_of
 from collapipe_flwr.core.tls_files import TlsFiles
 from collapipe_flwr.host.ledger import Ledger
 from collapipe_flwr.host.listener import Listener, ListenerSettings

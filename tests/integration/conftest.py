@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from client_app.app import app as client_app
-from collapipe_flwr.core.config import parse
+from collapipe_flwr.config.schema import parse
 from collapipe_flwr.core.domain import ModelProfile
-from collapipe_flwr.core.parsing import Value
+from collapipe_flwr.core.keys import Value
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.models import BatchShape, Splitter
 from server_app.app import run

@@ -9,10 +9,10 @@ import signal
 import sys
 
 from client_app.app import app as client_app
-from collapipe_flwr.core.config import parse
+from collapipe_flwr.config.schema import parse
 from collapipe_flwr.federation.local_grid import LocalGrid
+from collapipe_flwr.federation.recorder import RunRecorder
 from server_app.app import run
-from server_app.recorder import RunRecorder
 
 
 def _die_in(last: int) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from collapipe_flwr.core.errors import CollaPipeError, RunError
-from collapipe_flwr.core.parsing import Value
+from collapipe_flwr.core.keys import Value
 from tests.closeness import assert_near
 from tests.integration.conftest import RunApp
 
@@ -149,7 +149,11 @@ def test_a_run_that_ends_by_an_unknown_error_says_what_and_where(
     def broken(*_: object, **__: object) -> None:
         raise KeyError("x")
 
-    owner = "server_app.app._save_model" if place == "server" else "client_app.app.train_round"
+    owner = (
+        "server_app.app._save_model"
+        if place == "server"
+        else "collapipe_flwr.federation.node_rounds.train_round"
+    )
     monkeypatch.setattr(owner, broken)
     told = r"unexpected KeyError \('x'\) in (server|client)_app/app\.py, line \d+"
     with pytest.raises(RunError, match=told):

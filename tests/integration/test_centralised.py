@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from client_app.data import LocalData, Place
-from collapipe_flwr.core.config import parse
+from collapipe_flwr.cluster.local_data import LocalData, Place
+from collapipe_flwr.config.schema import parse
 from tests.integration.conftest import TINY, RunApp
 
 ALONE = {"clusters": 1, "world.memory-share": 1.0, "scheduler.micro-batches": "2"}

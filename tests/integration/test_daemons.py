@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from client_app.app import app as client_app
-from collapipe_flwr.core.config import parse
+from collapipe_flwr.config.schema import parse
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.transport.certificates import sign_all
 from server_app.app import run

@@ -12,7 +12,7 @@ import pytest
 from flwr.app import ArrayRecord, Context, Message
 
 from client_app.app import app as client_app
-from collapipe_flwr.core.config import parse
+from collapipe_flwr.config.schema import parse
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.federation.checkpoint import Checkpoint, Checkpoints
 from collapipe_flwr.federation.deadline import RoundClock

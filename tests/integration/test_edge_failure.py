@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from collapipe_flwr.core.config import EdgeConfig
+from collapipe_flwr.config.schema import EdgeConfig
 from collapipe_flwr.core.errors import CollaPipeError
+from collapipe_flwr.federation.run_strategy import open_edge
 from collapipe_flwr.transport.client import EdgeClient
-from server_app.app import _edge
 from tests.cluster.daemon_processes import Daemon, running, where_torch_never_loads
 from tests.integration.conftest import RunApp
 
@@ -48,7 +48,7 @@ def _kill_when_busy(process: subprocess.Popen[str], address: str, killed_s: list
 
 def test_an_edge_that_has_not_loaded_torch_is_there(tmp_path: Path) -> None:
     daemon = Daemon("edge", first=where_torch_never_loads(tmp_path))
-    with running(daemon) as (edge,), _edge(EdgeConfig(address=edge.address)) as client:
+    with running(daemon) as (edge,), open_edge(EdgeConfig(address=edge.address)) as client:
         assert not client.status().awake
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from client_app.data import LocalData, Place
-from collapipe_flwr.core.config import parse
+from collapipe_flwr.cluster.local_data import LocalData, Place
+from collapipe_flwr.config.schema import parse
 from collapipe_flwr.core.errors import DataError
-from collapipe_flwr.core.parsing import Value
+from collapipe_flwr.core.keys import Value
 from tests.integration.conftest import RunApp
 from tests.tiny_tasks import TASKS, task_values
 

@@ -15,11 +15,10 @@ from transformers import (
     AutoTokenizer,
 )
 
-from collapipe_flwr.core.config import parse
+from collapipe_flwr.config.schema import parse
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.parsing import Value
+from collapipe_flwr.core.keys import Value
 from collapipe_flwr.data.registry import load_task
-from collapipe_flwr.data.settings import settings_of
 from tests.closeness import assert_near
 from tests.integration.conftest import RunApp
 from tests.tiny_tasks import task_values
@@ -117,7 +116,7 @@ def test_the_metrics_are_those_of_what_peft_loads(
     *_, last = map(json.loads, (run_dir / "events.jsonl").read_text().splitlines())
 
     config = parse(values)
-    task = load_task(settings_of(config.data, config.run.seed))
+    task = load_task(config.seeded_data)
     plain = AutoModelForSequenceClassification.from_pretrained(base, num_labels=2)
     adapted = PeftModel.from_pretrained(plain, str(run_dir / "adapter")).eval()
     rows = task.test.to_list()

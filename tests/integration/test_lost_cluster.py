@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 
 from client_app.app import app as client_app
-from collapipe_flwr.core.config import parse
-from collapipe_flwr.core.parsing import Value
+from collapipe_flwr.config.schema import parse
+from collapipe_flwr.core.keys import Value
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from client_app.app import app as client_app
-from collapipe_flwr.core.config import parse
+from collapipe_flwr.config.schema import parse
 from collapipe_flwr.core.errors import CollaPipeError
-from collapipe_flwr.core.parsing import Value
+from collapipe_flwr.core.keys import Value
+from collapipe_flwr.federation.evaluator import Evaluator
+from collapipe_flwr.federation.learner import make_learner
 from collapipe_flwr.federation.local_grid import LocalGrid
 from server_app.app import run
-from server_app.evaluate import Evaluator
-from server_app.setup import make_learner
 from tests.integration.conftest import TINY, RunApp
 
 TEST_EXAMPLES = 12  # TINY holds out as many

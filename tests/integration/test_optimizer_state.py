@@ -11,8 +11,8 @@ from flwr.app import Context, Message
 from safetensors.torch import load_file
 
 from client_app.app import app as client_app
-from collapipe_flwr.core.config import parse
-from collapipe_flwr.core.parsing import Value
+from collapipe_flwr.config.schema import parse
+from collapipe_flwr.core.keys import Value
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.records import ARRAYS

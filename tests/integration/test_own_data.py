@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from client_app.app import app as client_app
-from client_app.data import own_data
-from collapipe_flwr.core.config import parse
+from collapipe_flwr.cluster.local_data import own_data
+from collapipe_flwr.config.schema import parse
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.parsing import Value
+from collapipe_flwr.core.keys import Value
 from collapipe_flwr.federation.local_grid import LocalGrid
 from server_app.app import run
 from tests.integration.conftest import TINY

@@ -15,14 +15,14 @@ from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import FedAdam
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.parsing import Value
+from collapipe_flwr.core.keys import Value
 from collapipe_flwr.federation.checkpoint import Checkpoints
+from collapipe_flwr.federation.recorder import RunRecorder
 from collapipe_flwr.federation.strategy import CollaPipe
 from collapipe_flwr.reporting.console import RoundPrinter
 from collapipe_flwr.reporting.events import RoundEvent, RunStory
 from collapipe_flwr.reporting.past import read_past
 from collapipe_flwr.reporting.run_directory import RunDirectory
-from server_app.recorder import RunRecorder
 from tests.integration.conftest import TINY, RunApp, runs_in
 
 ROUNDS = 3

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from client_app.app import app as client_app
-from collapipe_flwr.core.config import parse
+from collapipe_flwr.config.schema import parse
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.scheduler.link_beliefs import link_key
 from server_app.app import run

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError
-from collapipe_flwr.core.parsing import Value
+from collapipe_flwr.core.keys import Value
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.encoding import IGNORED_LABEL
 from collapipe_flwr.data.language import CausalLM

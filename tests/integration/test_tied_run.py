@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from collapipe_flwr.core.parsing import Value
+from collapipe_flwr.core.keys import Value
 from tests.closeness import assert_near
 from tests.integration.conftest import RunApp
 

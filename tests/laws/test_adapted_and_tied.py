@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from collapipe_flwr.cluster.control_unit import RoundOrder, train_round
 from collapipe_flwr.cluster.threads import ThreadFleet
-from collapipe_flwr.models import LoraSettings, Splitter, make_spec, save_whole
+from collapipe_flwr.models import LoraConfig, Splitter, make_spec, save_whole
 from collapipe_flwr.pipeline.link import memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
 from collapipe_flwr.pipeline.roles import FirstStage, LastStage, MicroBatch, MiddleStage
@@ -177,7 +177,7 @@ def adapted(request: pytest.FixtureRequest, tmp_path: Path) -> Splitter:
     model_type, task, edge_blocks = request.param
     plain = _splitter(model_type, task, {})
     save_whole(plain.spec, plain.initial_weights(seed=1), tmp_path)
-    lora = LoraSettings(rank=2, dropout=0.2)
+    lora = LoraConfig(rank=2, dropout=0.2)
     return Splitter(make_spec(task, pretrained=str(tmp_path), edge_blocks=edge_blocks, lora=lora))
 
 

@@ -13,7 +13,7 @@ import pytest
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
 from collapipe_flwr.cluster.order import RoundOrder
 from collapipe_flwr.cluster.remote import RemoteFleet
-from collapipe_flwr.core.cluster_file import (
+from collapipe_flwr.config.cluster_file import (
     ClusterConfig,
     MemberConfig,
     parse_cluster,

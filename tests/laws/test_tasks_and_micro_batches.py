@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from client_app.data import LocalData, Place
-from collapipe_flwr.core.config import parse
-from collapipe_flwr.core.parsing import Value
-from server_app.setup import make_learner
+from collapipe_flwr.cluster.local_data import LocalData, Place
+from collapipe_flwr.config.schema import parse
+from collapipe_flwr.core.keys import Value
+from collapipe_flwr.federation.learner import make_learner
 from tests.closeness import assert_near, near
 from tests.laws.test_cluster_equals_whole import (
     SGD,

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models import LoraSettings, Splitter, make_spec, save_whole
+from collapipe_flwr.models import LoraConfig, Splitter, make_spec, save_whole
 from tests.models.conftest import OVERRIDES
 
 
@@ -86,7 +86,7 @@ def test_a_checkpoint_with_missing_tensors_below_adapters(tiny: Any, tmp_path: P
     del tensors[key]
     save_file(tensors, file, metadata={"format": "pt"})
     text = _refusal(
-        lambda: make_spec("causal-lm", pretrained=str(tmp_path), lora=LoraSettings(rank=2))
+        lambda: make_spec("causal-lm", pretrained=str(tmp_path), lora=LoraConfig(rank=2))
     )
     assert key in text and "missing" in text
 

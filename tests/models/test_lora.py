@@ -19,7 +19,7 @@ from transformers import BertForMaskedLM
 from collapipe_flwr.core.errors import ConfigError, ModelError
 from collapipe_flwr.models import (
     BatchShape,
-    LoraSettings,
+    LoraConfig,
     ModelSpec,
     Splitter,
     make_spec,
@@ -31,7 +31,7 @@ from tests.closeness import assert_near
 
 # peft asks transformers for a property under its old name
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-LORA = LoraSettings(rank=2, alpha=8)
+LORA = LoraConfig(rank=2, alpha=8)
 CASES = [
     ("bert", "sequence-classification", 0),
     ("distilbert", "sequence-classification", 0),
@@ -56,7 +56,7 @@ def checkpoint(tiny: Any, model_type: str, task: str, folder: Path) -> str:
     return str(folder / "base")
 
 
-def adapted(base: str, task: str, lora: LoraSettings = LORA, edge_blocks: int = 0) -> ModelSpec:
+def adapted(base: str, task: str, lora: LoraConfig = LORA, edge_blocks: int = 0) -> ModelSpec:
     return make_spec(task, pretrained=base, edge_blocks=edge_blocks, lora=lora)
 
 
@@ -277,7 +277,7 @@ def test_refusals_name_the_way_out(
         table = replace(LORA, modules_to_save=("word_embeddings",))
         adapted(str(tmp_path / "tied"), "masked-lm", table)
     with pytest.raises(ModelError, match="rank"):
-        LoraSettings(rank=0)
+        LoraConfig(rank=0)
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match=r"pip install .*\[lora\]"):
         adapted(base, "sequence-classification")

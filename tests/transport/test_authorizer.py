@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import pytest
 
-from collapipe_flwr.core.roster import Caller, Roster
+from collapipe_flwr.config.access_control import Caller, Roster
 from collapipe_flwr.transport.authorizer import MOST_AT_ONCE, Authorizer, PeerBusy, PeerRefused
 
 

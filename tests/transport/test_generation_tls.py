@@ -9,9 +9,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from collapipe_flwr.core.cluster_file import read_cluster
+from collapipe_flwr.config.access_control import roster_of
+from collapipe_flwr.config.cluster_file import read_cluster
 from collapipe_flwr.core.errors import ConfigError, LinkError
-from collapipe_flwr.core.roster import roster_of
 from collapipe_flwr.core.tls_files import TlsFiles
 from collapipe_flwr.transport import bounded, generation
 from collapipe_flwr.transport.certificates import Authority, sign_all

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from collapipe_flwr.core.cluster_file import certificate_hosts, parse_cluster, read_cluster
+from collapipe_flwr.config.cluster_file import certificate_hosts, parse_cluster, read_cluster
 from collapipe_flwr.core.errors import ConfigError
 
 DEVICES = [

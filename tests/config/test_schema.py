@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from collapipe_flwr.core.config import AppConfig, flatten, known_keys, parse
+from collapipe_flwr.config.schema import AppConfig, flatten, known_keys, parse
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.parsing import read_assignments
+from collapipe_flwr.core.keys import read_assignments
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
@@ -38,7 +38,7 @@ def test_flatten_then_parse_is_identity() -> None:
 
 
 def test_whole_number_serves_where_a_float_is_asked() -> None:
-    assert parse({"train.learning-rate": 1}).train.learning_rate == 1.0
+    assert parse({"train.learning-rate": 1}).train.optimizer.learning_rate == 1.0
 
 
 def test_assignments_are_json_where_they_can_be() -> None:

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from collapipe_flwr.core.config import AppConfig, flatten
+from collapipe_flwr.config.schema import AppConfig, flatten, parse
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.federation.checkpoint import Checkpoints
 from collapipe_flwr.reporting.past import Past, read_past
@@ -85,11 +85,13 @@ def _check_same_run(config: AppConfig, path: Path) -> None:
             f"{first}, over which train.decay={config.train.decay} lowers its learning rate: "
             f"resume with {_ROUNDS}={first}, or start a new run from its model"
         )
-    for key, value in flatten(config).items():
-        if key in _FREE or key.endswith(_FREE_ENDS):
+    now = flatten(config)
+    then = flatten(parse({key: saved[key] for key in now if key in saved}))  # in today's spelling
+    for key, value in now.items():
+        if key in _FREE or key.endswith(_FREE_ENDS) or key not in saved:
             continue
-        if key in saved and saved[key] != value:
+        if then[key] != value:
             raise ConfigError(
-                f"{key} is {value!r}, but the run in {path} began with {saved[key]!r}: "
+                f"{key} is {value!r}, but the run in {path} began with {then[key]!r}: "
                 "leave it as it was, or start a new run"
             )

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.data.config import DataConfig, key_of
 from collapipe_flwr.data.registry import load_task
-from collapipe_flwr.data.settings import DataSettings, key_of
 
 
 @pytest.mark.parametrize(
@@ -28,16 +28,16 @@ from collapipe_flwr.data.settings import DataSettings, key_of
 )
 def test_bad_value_names_its_key(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=key_of(field)):
-        DataSettings(**{field: value})
+        DataConfig(**{field: value})
 
 
 def test_unknown_task_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"data\.task must be one of number-words.*summing"):
-        load_task(DataSettings(task="summing"))
+        load_task(DataConfig(task="summing"))
 
 
 def test_keys_are_kebab_case() -> None:
-    assert {key_of(field.name) for field in fields(DataSettings)} >= {
+    assert {key_of(field.name) for field in fields(DataConfig)} >= {
         "data.max-source-length",
         "data.partition-column",
     }

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from collapipe_flwr.core.cluster_file import ClusterConfig
+from collapipe_flwr.config.cluster_file import ClusterConfig
 from collapipe_flwr.core.errors import ConfigError
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from collapipe_flwr.core.cluster_file import ClusterConfig, parse_cluster
+from collapipe_flwr.config.access_control import Caller, Role, Roster, roster_of
+from collapipe_flwr.config.cluster_file import ClusterConfig, parse_cluster
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.roster import Caller, Role, Roster, roster_of
 
 
 def cluster(name: str, *devices: str, **tables: dict[str, str]) -> ClusterConfig:

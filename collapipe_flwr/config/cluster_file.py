@@ -30,18 +30,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from collapipe_flwr.config.parsing import key_names, parse_section, refuse_unknown
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.parsing import (
-    above,
-    at_least,
-    key,
-    key_names,
-    matches,
-    one_of,
-    parse_section,
-    refuse_unknown,
-)
+from collapipe_flwr.core.keys import above, at_least, key, matches, one_of
 from collapipe_flwr.core.tls_files import TlsFiles
+from collapipe_flwr.costs.codecs import CODECS
 
 T = TypeVar("T")
 MEMBER_NAME = matches(
@@ -56,7 +49,7 @@ class MemberConfig:
 
     name: str = key("", MEMBER_NAME)
     address: str = key("", _ADDRESS)
-    kind: str = "raspberry-pi-4"
+    kind: str = key("raspberry-pi-4")
     speed_gflop_per_s: float = key(0.0, at_least(0))  # effective, in training
     memory_mb: float = key(0.0, at_least(0))  # that training may use
     energy_per_gflop_j: float = key(0.0, at_least(0))
@@ -64,22 +57,22 @@ class MemberConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinksConfig:
+class ClusterLinks:
     """What the planner assumes of the cluster's links."""
 
     bandwidth_mhz: float = key(20.0, above(0))  # of each hop between devices
     server_mbit_per_s: float = key(100.0, above(0))  # control unit to the Flower server
     rate_mbit_per_s: float = key(0.0, at_least(0))  # most that senders use; 0: as fast as it goes
-    codec: str = key("", one_of("", "fp32", "fp16", "bf16", "int8"))  # empty: the run's choice
+    codec: str = key("", one_of("", *CODECS))  # empty: the run's choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsConfig:
     """PEM files; ``{name}`` stands for the member that reads the file."""
 
-    ca: str = "certs/ca.pem"
-    certificate: str = "certs/{name}.pem"
-    key: str = "certs/{name}.key"
+    ca: str = key("certs/ca.pem")
+    certificate: str = key("certs/{name}.pem")
+    private_key: str = key("certs/{name}.key", name="key")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +85,7 @@ class ClusterConfig:
     devices: tuple[MemberConfig, ...]
     edge: MemberConfig
     server: MemberConfig
-    links: LinksConfig = field(default_factory=LinksConfig)
+    links: ClusterLinks = field(default_factory=ClusterLinks)
     tls: TlsConfig | None = None
     measured: Path | None = None
 
@@ -125,7 +118,7 @@ class ClusterConfig:
             return None
         ca, certificate, private = (
             self.folder / text.replace("{name}", name)
-            for text in (self.tls.ca, self.tls.certificate, self.tls.key)
+            for text in (self.tls.ca, self.tls.certificate, self.tls.private_key)
         )
         return TlsFiles(ca=ca, certificate=certificate, key=private)
 
@@ -158,7 +151,7 @@ def parse_cluster(values: Mapping[str, Any], folder: Path) -> ClusterConfig:
     """A cluster from the tables of its file; raises ConfigError."""
     tables = ("control-unit", "edge", "server", "links", "tls")
     refuse_unknown(values, {"id", "measured", "device", *tables}, "key")
-    top = _section(_Top, "", {k: values[k] for k in ("id", "measured") if k in values})
+    top = _section(_Top(), "", {k: values[k] for k in ("id", "measured") if k in values})
     devices = values.get("device", ())
     if not isinstance(devices, Sequence) or not devices or not isinstance(devices[0], Mapping):
         raise ConfigError("at least one [[device]] table with a name and an address is needed")
@@ -167,13 +160,13 @@ def parse_cluster(values: Mapping[str, Any], folder: Path) -> ClusterConfig:
         folder=folder,
         control_unit=_member(values, "control-unit"),
         devices=tuple(
-            _section(MemberConfig, f"device[{i}].", _as_table(f"device[{i}]", table))
+            _section(MemberConfig(), f"device[{i}].", _as_table(f"device[{i}]", table))
             for i, table in enumerate(devices, 1)
         ),
         edge=_member(values, "edge"),
         server=_member(values, "server"),
-        links=_section(LinksConfig, "links.", _table(values, "links")),
-        tls=_section(TlsConfig, "tls.", _table(values, "tls")) if "tls" in values else None,
+        links=_section(ClusterLinks(), "links.", _table(values, "links")),
+        tls=_section(TlsConfig(), "tls.", _table(values, "tls")) if "tls" in values else None,
         measured=folder / top.measured if top.measured else None,
     )
     _check_members(config)
@@ -183,12 +176,12 @@ def parse_cluster(values: Mapping[str, Any], folder: Path) -> ClusterConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Top:
     id: str = key("", MEMBER_NAME)
-    measured: str = ""
+    measured: str = key("")
 
 
 def _member(values: Mapping[str, Any], name: str) -> MemberConfig:
     """A member that needs no table; its name is that of its role unless the file says another."""
-    return _section(MemberConfig, f"{name}.", {"name": name, **_table(values, name)})
+    return _section(MemberConfig(), f"{name}.", {"name": name, **_table(values, name)})
 
 
 def _table(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -201,13 +194,14 @@ def _as_table(name: str, value: object) -> Mapping[str, Any]:
     return value
 
 
-def _section(kind: type[T], prefix: str, table: Mapping[str, Any]) -> T:
+def _section(default: T, prefix: str, table: Mapping[str, Any]) -> T:
     """One table as one dataclass: `parse_section` on keys with the table's name in front."""
     named = {prefix + name: value for name, value in table.items()}
-    refuse_unknown(named, set(key_names(kind, prefix)), "key")
-    if "name" in key_names(kind, "") or kind is _Top:  # their first key has no default
-        named.setdefault(prefix + ("id" if kind is _Top else "name"), "")
-    return parse_section(kind, prefix, named)
+    known = key_names(default, prefix)
+    refuse_unknown(named, known, "key")
+    for required in known & {"id", f"{prefix}name"}:
+        named.setdefault(required, "")  # which its rule refuses
+    return parse_section(default, prefix, named)
 
 
 def _check_members(config: ClusterConfig) -> None:

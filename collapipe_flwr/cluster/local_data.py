@@ -11,13 +11,12 @@ from datasets import Dataset
 from torch import Tensor
 
 from collapipe_flwr.cluster.scoring import TestPart
-from collapipe_flwr.core.config import AppConfig
+from collapipe_flwr.config.schema import AppConfig
 from collapipe_flwr.core.errors import ConfigError, DataError
-from collapipe_flwr.core.parsing import Value
+from collapipe_flwr.core.keys import Value
 from collapipe_flwr.data.batches import Example, batches, round_examples
 from collapipe_flwr.data.bucketing import Rows, bucket_by_length, equal_cut
 from collapipe_flwr.data.registry import load_task
-from collapipe_flwr.data.settings import settings_of
 from collapipe_flwr.data.stream import Stream
 from collapipe_flwr.data.vocabulary import Vocabulary
 
@@ -52,7 +51,7 @@ class LocalData:
     def __init__(self, config: AppConfig, place: Place, vocabulary: Vocabulary | None) -> None:
         self._config = config
         self._place = place
-        self.task = load_task(settings_of(config.data, config.run.seed), vocabulary)
+        self.task = load_task(config.seeded_data, vocabulary)
 
     @cached_property
     def _examples(self) -> Dataset:

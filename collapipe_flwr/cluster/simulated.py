@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from client_app.data import Place
-from collapipe_flwr.core.config import WorldConfig
+from collapipe_flwr.cluster.local_data import Place
+from collapipe_flwr.config.schema import WorldConfig
 from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile
 from collapipe_flwr.core.errors import ConfigError, blaming
 from collapipe_flwr.simulator.devices import device_preset, radio_preset
@@ -17,10 +17,9 @@ def describe_cluster(config: WorldConfig, place: Place, examples: int) -> Cluste
 
     Energy budgets depend on the model, so the server sets them.
     """
-    lists = [part for part in config.devices.split(";") if part.strip()]
-    if not lists:
+    if not config.devices:
         raise ConfigError('world.devices is empty: list presets, for example "phone,jetson-nano"')
-    kinds = [kind.strip() for kind in lists[place.index % len(lists)].split(",")]
+    kinds = config.devices[place.index % len(config.devices)]
     cluster_id = f"cluster-{place.index}"
     return ClusterProfile(
         cluster_id=cluster_id,

@@ -20,21 +20,21 @@ class Evaluator:
 
     def __init__(self, splitter: Splitter, task: Task, batch_size: int) -> None:
         self._splitter = splitter
-        self._task = task
+        self.task = task
         rows: list[Example] = task.examples(task.test).to_list()
         self._batches = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
 
     def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, float]:
         """``loss`` (mean over labels) and every metric of the task."""
-        model, wanted = self._splitter.build_whole(weights), guessing_for(self._task)
+        model, wanted = self._splitter.build_whole(weights), guessing_for(self.task)
         losses: list[tuple[float, float]] = []
         tally: Tally = {}
         for rows in self._batches:
-            part = TestPart.of(self._task, rows)
+            part = TestPart.of(self.task, rows)
             tested = evaluate_whole(model, [[part.tensors]], self._splitter.task, wanted)
             losses.append((tested.loss, tested.targets))
-            tally = added(tally, tally_of(self._task, [part], tested.guesses[0]))
-        return scores(self._task, MeanLoss.of(losses).loss, tally)
+            tally = added(tally, tally_of(self.task, [part], tested.guesses[0]))
+        return scores(self.task, MeanLoss.of(losses).loss, tally)
 
 
 def scores(task: Task, loss: float, tally: Tally) -> dict[str, float]:

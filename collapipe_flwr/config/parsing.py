@@ -1,0 +1,91 @@
+"""From flat values to dataclasses and back, by the keys that their fields declare."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import Field, fields, replace
+from typing import Any, TypeVar
+
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.keys import Rule, Text, Value, check, is_inline, is_key, name_of, rule_of
+
+T = TypeVar("T")
+_WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+
+
+def key_names(section: Any, prefix: str) -> set[str]:
+    """Every key of a section, those of the dataclasses that it is composed of included."""
+    return {name for name, _, _ in _keys(section, prefix)}
+
+
+def parse_section(default: T, prefix: str, values: Mapping[str, Value]) -> T:
+    """``default`` with the keys that start with ``prefix`` set; raises ConfigError."""
+    found: dict[str, object] = {}
+    for field_ in fields(default):  # type: ignore[arg-type]
+        name = prefix + name_of(field_) if is_key(field_) else ""
+        if is_inline(field_):
+            found[field_.name] = parse_section(getattr(default, field_.name), prefix, values)
+        elif name in values:
+            found[field_.name] = _parsed(name, values[name], field_)
+    return replace(default, **found)  # type: ignore[type-var]
+
+
+def flatten_section(section: Any, prefix: str) -> dict[str, Value]:
+    """The values that :func:`parse_section` reads as ``section``."""
+    return {
+        name: _written(getattr(owner, field_.name), rule_of(field_))
+        for name, field_, owner in _keys(section, prefix)
+    }
+
+
+def refuse_unknown(values: Iterable[str], known: set[str], what: str = "run-config key") -> None:
+    """Raise ConfigError for the first key that no section declares."""
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(sorted(known))}"
+            raise ConfigError(f"{what} {name} is unknown; {hint}")
+
+
+def _keys(section: Any, prefix: str) -> Iterator[tuple[str, Field[Any], Any]]:
+    """Name, field and owner of every key."""
+    for field_ in fields(section):
+        if is_inline(field_):
+            yield from _keys(getattr(section, field_.name), prefix)
+        elif is_key(field_):
+            yield prefix + name_of(field_), field_, section
+
+
+def _parsed(name: str, value: Value, field_: Field[Any]) -> object:
+    rule = rule_of(field_)
+    if rule is not None and rule.text is not None:
+        return _read(name, str(_typed(name, value, "str")), rule, rule.text)
+    typed = _typed(name, value, str(field_.type))
+    check(name, typed, rule)
+    return typed
+
+
+def _read(name: str, text: str, rule: Rule, form: Text) -> object:
+    try:
+        value = form.read(text)
+        good = rule.holds(value)
+    except ValueError:
+        good = False
+    if not good:
+        raise ConfigError(f"{name} {rule.says}, got {text!r}")
+    return value
+
+
+def _typed(name: str, value: Value, wanted: str) -> Value:
+    """Accept exactly the declared type; a whole number also serves where a float is asked."""
+    if wanted == "float" and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value).__name__ != wanted:
+        raise ConfigError(f"{name} must be {_WORDS.get(wanted, 'a string')}, got {value!r}")
+    return value
+
+
+def _written(value: Any, rule: Rule | None) -> Value:
+    written: Value = value if rule is None or rule.text is None else rule.text.write(value)
+    return written

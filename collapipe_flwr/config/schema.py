@@ -1,0 +1,233 @@
+"""The run-config as one frozen tree, composed of the dataclasses of those who use its parts.
+
+Flower hands an app a flat mapping such as ``{"train.learning-rate": 0.002}``; :func:`parse`
+turns it into an :class:`AppConfig`. What a key means stands beside the field that it sets. The
+defaults of :class:`AppConfig` are the demo, and ``pyproject.toml`` repeats them because Flower only
+lets users override keys that it finds there (a test keeps both equal).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from collapipe_flwr.config.parsing import (
+    flatten_section,
+    key_names,
+    parse_section,
+    refuse_unknown,
+)
+from collapipe_flwr.core.heartbeat import Heartbeat
+from collapipe_flwr.core.keys import (
+    Value,
+    above,
+    at_least,
+    between,
+    inline,
+    key,
+    name_lists,
+    off_or_at_least,
+    one_of,
+    path,
+    some_of,
+)
+from collapipe_flwr.core.tls_files import TlsFiles
+from collapipe_flwr.costs.codecs import CODECS
+from collapipe_flwr.data.config import DataConfig
+from collapipe_flwr.models.config import LoraConfig, ModelConfig
+from collapipe_flwr.pipeline.execution import Execution
+from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+from collapipe_flwr.scheduler.protocol import SchedulerSettings
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """The run as a whole (keys without a section)."""
+
+    num_server_rounds: int = key(12, at_least(1))
+    clusters: int = key(2, at_least(1))  # Flower nodes that take part: partition ids below this
+    seed: int = key(7, at_least(0))
+    output_dir: str = key("runs")
+    run_name: str = key("")  # folder inside output-dir; empty: named after the start time
+    resume: str = key("")  # folder of a run to go on with, from its newest checkpoint
+    checkpoint_every: int = key(1, at_least(0))  # rounds; 0: none, so the run cannot be resumed
+    strategy: str = key("fedavg", one_of("fedavg", "fedavgm", "fedadam"))
+    runtime: str = key("pipeline", one_of("pipeline", "whole"))  # whole: plain FedAvg, no split
+    node_timeout_s: float = key(300.0, above(0))  # wait this long for the clusters to connect
+    round_timeout_s: float = key(900.0, above(0))
+    round_slack: float = key(0.0, off_or_at_least(1))  # close at so many times the usual; 0: never
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """The local training of a cluster in one round; what stages obey is in ``execution``."""
+
+    optimizer: OptimizerSettings = inline(OptimizerSettings(learning_rate=0.002, weight_decay=0.0))
+    optimizer_state: str = key("reset", one_of("reset", "keep"))  # of a cluster, between rounds
+    state_dir: str = key("")  # for a resumed cluster; state-dir in --node-config goes first
+    warmup_rounds: int = key(0, at_least(0))  # the rate grows linearly over these rounds
+    decay: str = key("linear", one_of("none", "linear"))  # linear: towards 0 after the last round
+    examples_per_round: int = key(960, at_least(0))  # of each cluster; 0: all it has
+    execution: Execution = inline(Execution())
+    threads: int = key(1, at_least(1))  # torch threads of a cluster's process, and of the server's
+    snapshot_every: int = key(0, at_least(0))  # steps that a lost device costs at most; 0: a round
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerConfig:
+    """DSSDA or a baseline, and the grids it searches."""
+
+    policy: str = key("dssda")
+    settings: SchedulerSettings = inline(
+        SchedulerSettings(
+            penalty_weight=1.0,
+            micro_batch_sizes=(16, 32),
+            micro_batches=(2, 4),
+            max_model_share=0.5,
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorldConfig:
+    """The simulated devices and radio of a laptop run."""
+
+    devices: tuple[tuple[str, ...], ...] = key(
+        (
+            ("raspberry-pi-4", "jetson-nano", "phone"),
+            ("jetson-nano", "raspberry-pi-5", "raspberry-pi-4"),
+        ),
+        name_lists(),
+    )
+    control_unit: str = key("raspberry-pi-5")  # of every cluster
+    radio: str = key("wifi", one_of("wifi", "5g"))
+    channel: str = key("block-fading", one_of("static", "block-fading", "mobility"))
+    memory_share: float = key(0.0015, between(0, 1))  # of a preset's memory; small model: small
+    energy_share: float = key(0.5, above(0))  # budget: this share of training all blocks alone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinksConfig:
+    """What travels between the stages of a cluster; a cluster file may choose for itself."""
+
+    codec: str = key("fp32", one_of(*CODECS, AUTO))  # of hidden states and gradients
+    codecs: tuple[str, ...] = key(("fp32", "bf16", "int8"), some_of(*CODECS))  # auto: of these
+    pace: str = key("none", one_of("none", "plan"))  # plan: senders keep to the planned rates
+
+    @property
+    def allowed(self) -> tuple[str, ...]:
+        """The codec that the run names, or those that its plans choose from."""
+        return self.codecs if self.codec == AUTO else (self.codec,)
+
+    @property
+    def paced(self) -> bool:
+        """Whether senders keep to the planned rates."""
+        return self.pace == "plan"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeConfig:
+    """The edge server that holds the decoder or head."""
+
+    address: str = key("")  # HOST:PORT of a running one; empty: the ServerApp starts one here
+    certificate_name: str = key("")  # what it must prove under TLS; empty: the host in its address
+    tls_ca: Path | None = key(None, path())  # PEM files of this side; empty: plain text
+    tls_cert: Path | None = key(None, path())
+    tls_key: Path | None = key(None, path())
+    timeout_s: float = key(30.0, above(0))  # longest time for the edge or a device to answer
+    heartbeat: Heartbeat = inline(Heartbeat())
+
+    def tls(self) -> TlsFiles | None:
+        """The PEM files; None where none is named."""
+        files = TlsFiles(ca=self.tls_ca, certificate=self.tls_cert, key=self.tls_key)
+        return None if files == TlsFiles() else files
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationConfig:
+    """The check on unseen examples after a round."""
+
+    every: int = key(1, at_least(1))  # rounds
+    batch_size: int = key(64, at_least(1))
+    federated: bool = key(False)  # clusters, too, each on its share of the test
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppConfig:
+    """The whole run-config; each field but ``run`` is the section of that name."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    scheduler: PlannerConfig = field(default_factory=PlannerConfig)
+    world: WorldConfig = field(default_factory=WorldConfig)
+    links: LinksConfig = field(default_factory=LinksConfig)
+    edge: EdgeConfig = field(default_factory=EdgeConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+    @property
+    def seeded_data(self) -> DataConfig:
+        """The data section with the run's seed."""
+        return replace(self.data, seed=self.run.seed)
+
+    @property
+    def execution(self) -> Execution:
+        """How every stage of the run computes and sends; plans may choose other codecs per hop."""
+        codec = "fp32" if self.links.codec == AUTO else self.links.codec
+        return replace(self.train.execution, codec=codec, paced=self.links.paced)
+
+    def optimizer(self, server_round: int) -> OptimizerSettings:
+        """The clusters' optimiser in one round, from 1: linear warm-up, then the chosen decay."""
+        train, rounds = self.train, self.run.num_server_rounds
+        rate = train.optimizer.learning_rate
+        if server_round <= train.warmup_rounds:
+            rate *= server_round / train.warmup_rounds
+        elif train.decay == "linear":
+            rate *= (rounds - server_round + 1) / (rounds - train.warmup_rounds)
+        return replace(train.optimizer, learning_rate=rate)
+
+    @property
+    def scheduling(self) -> SchedulerSettings:
+        """What the planner may choose, with what it has to know of training and links."""
+        return replace(
+            self.scheduler.settings,
+            learning_rate=self.train.optimizer.learning_rate,
+            recompute=self.train.execution.recompute,
+            codecs=self.links.allowed,
+        )
+
+
+def known_keys() -> set[str]:
+    """Every key that a run-config may hold."""
+    return {k for prefix, section in _sections(AppConfig()) for k in key_names(section, prefix)}
+
+
+def parse(values: Mapping[str, Value]) -> AppConfig:
+    """Parse a flat run-config; raises ConfigError naming the first key that is wrong."""
+    refuse_unknown(values, known_keys())
+    sections = {
+        field_.name: parse_section(section, prefix, values)
+        for field_, (prefix, section) in zip(fields(AppConfig), _sections(AppConfig()), strict=True)
+    }
+    return AppConfig(**sections)
+
+
+def flatten(config: AppConfig) -> dict[str, Value]:
+    """The flat run-config that parses to ``config``."""
+    return {
+        k: v
+        for prefix, section in _sections(config)
+        for k, v in flatten_section(section, prefix).items()
+    }
+
+
+def _sections(config: AppConfig) -> list[tuple[str, Any]]:
+    """The sections and the beginning of their keys."""
+    names = [field_.name for field_ in fields(config)]
+    return [("" if name == "run" else f"{name}.", getattr(config, name)) for name in names]

@@ -1,0 +1,205 @@
+"""Configuration keys, declared beside the fields that they set.
+
+A key is a field with dashes for underscores. The type of the field decides what is accepted, its
+rule which values; a list, a path and the like also say how they are read from text. Values become
+fields in ``config.parsing``. Every refusal is one :class:`ConfigError` that names the key as the
+user wrote it, the value and the way out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from collapipe_flwr.core.errors import ConfigError
+
+Value = bool | int | float | str
+T = TypeVar("T")
+_RULE, _NAME, _INLINE = "rule", "name", "inline"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """How a value is written in a configuration; ``read`` raises ValueError for other text."""
+
+    read: Callable[[str], Any]
+    write: Callable[[Any], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A test of one value and the words for what it accepts."""
+
+    holds: Callable[[Any], bool]
+    says: str
+    text: Text | None = None
+
+
+def at_least(low: float) -> Rule:
+    """Accept numbers from ``low`` on."""
+    return Rule(lambda v: v >= low, f"must be at least {low:g}")
+
+
+def above(low: float) -> Rule:
+    """Accept numbers greater than ``low``."""
+    return Rule(lambda v: v > low, f"must be > {low:g}")
+
+
+def between(low: float, high: float) -> Rule:
+    """Accept numbers from ``low`` to ``high``, both included."""
+    return Rule(lambda v: low <= v <= high, f"must lie between {low:g} and {high:g}")
+
+
+def off_or_at_least(limit: float) -> Rule:
+    """Accept 0, or numbers that are not below ``limit``."""
+    return Rule(lambda v: v == 0 or v >= limit, f"must be 0 or >= {limit:g}")
+
+
+def one_of(*names: str | int) -> Rule:
+    """Accept one of a few names or numbers."""
+    return Rule(lambda v: v in names, "must be one of " + ", ".join(map(str, names)))
+
+
+def matches(pattern: str, says: str) -> Rule:
+    """Accept text that a regular expression covers from end to end."""
+    return Rule(lambda v: re.fullmatch(pattern, v) is not None, says)
+
+
+def some_of(*names: str) -> Rule:
+    """Accept a comma-separated choice of a few names, as a tuple."""
+    text = Text(read=_parts, write=",".join)
+    return Rule(lambda v: set(v) <= set(names), "must list some of " + ", ".join(names), text)
+
+
+def counts() -> Rule:
+    """Accept comma-separated whole numbers, each at least 1, as a tuple."""
+    text = Text(read=_whole_numbers, write=lambda v: ",".join(map(str, v)))
+    return Rule(
+        lambda v: all(n >= 1 for n in v), 'must list whole numbers >= 1, for example "4,8"', text
+    )
+
+
+def numbers() -> Rule:
+    """Accept comma-separated numbers, as a tuple."""
+    text = Text(
+        read=lambda t: tuple(float(part) for part in t.split(",")),
+        write=lambda v: ",".join(repr(n).removesuffix(".0") for n in v),
+    )
+    says = 'must list numbers, for example "0.5,0.5,0.5"'
+    return Rule(lambda v: all(map(math.isfinite, v)), says, text)
+
+
+def words() -> Rule:
+    """Accept words between spaces or commas, as a tuple."""
+    return _any(Text(read=lambda t: tuple(t.replace(",", " ").split()), write=" ".join))
+
+
+def name_lists() -> Rule:
+    """Accept lists of names, commas inside and semicolons between them, as tuples in a tuple."""
+    return _any(
+        Text(
+            read=lambda t: tuple(_parts(part) for part in t.split(";") if part.strip()),
+            write=lambda v: ";".join(map(",".join, v)),
+        )
+    )
+
+
+def path() -> Rule:
+    """Accept the name of a file or folder; None where it is empty."""
+    return _any(
+        Text(
+            read=lambda t: Path(t) if t else None,
+            write=lambda v: "" if v is None else str(v),
+        )
+    )
+
+
+def assignments() -> Rule:
+    """Accept what :func:`read_assignments` reads."""
+
+    def holds(text: str) -> bool:
+        return all(name and equals for name, equals, _ in _assigned(text))
+
+    return Rule(holds, 'must read like "d_model=64 dropout=0.0"')
+
+
+def read_assignments(text: str) -> dict[str, object]:
+    """``"d_model=64 act=gelu"`` as a mapping; a value is JSON where it can be, else a string."""
+    return {name: _json_or_text(value) for name, _, value in _assigned(text)}
+
+
+def key(default: T, rule: Rule | None = None, *, name: str = "") -> T:
+    """Declare one key: its default, the rule that its values obey, its name if not the field's."""
+    declared: T = field(default=default, metadata={_RULE: rule, _NAME: name})
+    return declared
+
+
+def inline(default: T) -> T:
+    """Declare a field of another dataclass, whose keys stand beside those of this one."""
+    declared: T = field(default=default, metadata={_INLINE: True})
+    return declared
+
+
+def is_inline(field_: Field[Any]) -> bool:
+    """Whether a field was declared by :func:`inline`."""
+    return _INLINE in field_.metadata
+
+
+def is_key(field_: Field[Any]) -> bool:
+    """Whether a field was declared by :func:`key`."""
+    return _RULE in field_.metadata
+
+
+def name_of(field_: Field[Any]) -> str:
+    """How users write a key."""
+    return field_.metadata[_NAME] or field_.name.replace("_", "-")
+
+
+def rule_of(field_: Field[Any]) -> Rule | None:
+    """The rule of a key, if it has one."""
+    rule: Rule | None = field_.metadata[_RULE]
+    return rule
+
+
+def check(name: str, value: object, rule: Rule | None) -> None:
+    """Raise ConfigError, naming the key, for a value against the rule."""
+    if rule is not None and not rule.holds(value):
+        raise ConfigError(f"{name} {rule.says}, got {value!r}")
+
+
+def check_keys(section: Any, prefix: str) -> None:
+    """Check the keys of an object that was built by hand; raises ConfigError."""
+    for field_ in filter(is_key, fields(section)):
+        check(prefix + name_of(field_), getattr(section, field_.name), rule_of(field_))
+
+
+def _any(text: Text) -> Rule:
+    return Rule(lambda _: True, "", text)
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(","))
+
+
+def _whole_numbers(text: str) -> tuple[int, ...]:
+    parts: Sequence[str] = _parts(text)
+    if not all(part.isdigit() for part in parts):
+        raise ValueError(text)
+    return tuple(map(int, parts))
+
+
+def _assigned(text: str) -> list[tuple[str, str, str]]:
+    return [word.partition("=") for word in text.split()]
+
+
+def _json_or_text(value: str) -> object:
+    try:
+        parsed: object = json.loads(value)
+    except json.JSONDecodeError:
+        return value
+    return parsed

@@ -1,0 +1,79 @@
+"""What a user says about the data: the run-config's ``data.*`` keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.keys import (
+    above,
+    at_least,
+    between,
+    check_keys,
+    key,
+    numbers,
+    one_of,
+    words,
+)
+
+DATA_TASKS = (
+    "number-words",
+    "classification",
+    "token-classification",
+    "image-classification",
+    "masked-lm",
+    "causal-lm",
+    "translation",
+    "summarisation",
+)
+TRAIN_TOKENIZER = "train"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """What is learnt from: the built-in task, or your own files or hub data set.
+
+    ``seed`` is the run's. Raises ConfigError, naming the key, for unusable values.
+    """
+
+    task: str = key("number-words", one_of(*DATA_TASKS))
+    train: str = key("")  # csv, json, parquet, txt or conll file (also .gz), folder or hub name
+    test: str = key("")  # the same; empty: a seeded share of the training data is held out
+    text_column: str = key("text")
+    label_column: str = key("label")
+    source_column: str = key("source")
+    target_column: str = key("target")
+    tokens_column: str = key("tokens")  # token-classification: a list of words per row
+    tags_column: str = key("tags")  # and a tag for each
+    label_names: tuple[str, ...] = key((), words())  # of numbered labels, from 0: "O B-PER I-PER"
+    image_column: str = key("image")  # pictures, file names or nested lists of 0 .. 255
+    image_size: int = key(32, at_least(1))  # pixels; pictures are resized to a square
+    image_channels: int = key(3, one_of(1, 3))  # grey or colour
+    image_mean: tuple[float, ...] = key((0.5,), numbers())  # subtracted from 0 .. 1; or per channel
+    image_std: tuple[float, ...] = key((0.5,), numbers())
+    mask_share: float = key(0.15, between(0, 1))  # masked-lm: tokens to guess
+    partition: str = key("auto", one_of("auto", "natural", "iid", "dirichlet"))
+    partition_column: str = key("")  # what natural and dirichlet go by; empty: the task's choice
+    alpha: float = key(0.5, above(0))  # dirichlet: small is more skewed
+    tokenizer: str = key(TRAIN_TOKENIZER)  # byte-level BPE learnt on the spot; else folder or name
+    vocab_size: int = key(384, at_least(260))
+    max_source_length: int = key(64, at_least(2))  # causal-lm: tokens of a block
+    max_target_length: int = key(64, at_least(2))
+    bucketing: str = key("none", one_of("none", "tokens"))  # tokens: micro-batches of like lengths
+    stream: str = key("")  # folder that grows, STREAM/<cluster number>/FILE; empty: none
+    stream_replay: float = key(0.5, between(0, 1))  # share of a round drawn from earlier examples
+    train_examples: int = key(0, at_least(0))  # 0: all
+    test_examples: int = key(0, at_least(0))  # 0: all
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_keys(self, "data.")
+        if self.seed < 0:
+            raise ConfigError(f"seed must be at least 0, got {self.seed}")
+        if not self.tokenizer:
+            raise ConfigError('data.tokenizer is empty: write "train", a name or a directory')
+
+
+def key_of(field: str) -> str:
+    """The run-config key of a field: ``text_column`` -> ``data.text-column``."""
+    return f"data.{field.replace('_', '-')}"

@@ -1,0 +1,181 @@
+"""What a run learns, from its run-config: the task and the model, which have to fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from collapipe_flwr.config.schema import AppConfig
+from collapipe_flwr.core.errors import ConfigError, DataError, blaming
+from collapipe_flwr.data.config import TRAIN_TOKENIZER
+from collapipe_flwr.data.registry import load_task
+from collapipe_flwr.data.tasks import Task
+from collapipe_flwr.models import BatchShape, ModelSpec, Splitter, make_spec
+from collapipe_flwr.models.checkpoint import read_pretrained_config
+
+_MOST_SHOWN = 6  # tensors in a sentence
+_SHAPE_EXAMPLES, _SHAPE_BATCH = 256, 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learner:
+    """What is learnt and by which model."""
+
+    task: Task
+    spec: ModelSpec
+    splitter: Splitter
+    shape: BatchShape
+
+
+def make_learner(config: AppConfig) -> Learner:
+    """Load the task and build the model for it; raises ConfigError, DataError or ModelError."""
+    _refuse_foreign_tokenizer(config)
+    known_labels = _known_labels(config.model.pretrained)
+    task = load_task(config.seeded_data, known_labels=known_labels)
+    spec = _spec(config, task)
+    splitter = Splitter(spec)
+    _refuse_long_texts(config, task, splitter.most_tokens)
+    _refuse_small_test(config, task)
+    return Learner(task=task, spec=spec, splitter=splitter, shape=_shape(task))
+
+
+def _known_labels(pretrained: str) -> tuple[str, ...]:
+    """What the head of a checkpoint calls its classes, in order; ``LABEL_0`` and so on by default.
+
+    Raises ModelError where there is no checkpoint.
+    """
+    if not pretrained:
+        return ()
+    with blaming("model.pretrained"):
+        names = read_pretrained_config(pretrained).id2label or {}
+    return tuple(name for _, name in sorted(names.items()))
+
+
+def _refuse_foreign_tokenizer(config: AppConfig) -> None:
+    """Raise ConfigError where a checkpoint would read the numbers of other tokens than its own."""
+    folder = Path(config.model.pretrained).expanduser()
+    files = ("tokenizer.json", "tokenizer_config.json")
+    brings_one = config.model.pretrained and any((folder / name).is_file() for name in files)
+    if brings_one and config.data.tokenizer == TRAIN_TOKENIZER:
+        raise ConfigError(
+            'data.tokenizer is "train", but model.pretrained has learnt from the tokens of its '
+            f"own: set data.tokenizer={folder}"
+        )
+
+
+def _refuse_long_texts(config: AppConfig, task: Task, most_tokens: int | None) -> None:
+    """Raise ConfigError where texts may grow longer than the model's positions."""
+    if not task.text_columns or most_tokens is None:
+        return
+    lengths = {"max-source-length": config.data.max_source_length}
+    if task.model_task == "seq2seq":
+        lengths["max-target-length"] = config.data.max_target_length
+    for name, length in lengths.items():
+        if length > most_tokens:
+            raise ConfigError(
+                f"data.{name} is {length}, but the model has only {most_tokens} positions: set "
+                f"data.{name}={most_tokens}, or raise max_position_embeddings in model.overrides"
+            )
+
+
+def _refuse_small_test(config: AppConfig, task: Task) -> None:
+    """Raise DataError where a cluster would have nothing to evaluate."""
+    if config.evaluation.federated and len(task.test) < config.run.clusters:
+        raise DataError(
+            f"{len(task.test)} test examples are too few for {config.run.clusters} clusters to "
+            "evaluate: raise data.test-examples or set evaluation.federated to false"
+        )
+
+
+def drawn_sentence(pretrained: str, keys: Sequence[str]) -> str:
+    """Which tensors a checkpoint lacks, and that this is as it should be."""
+    shown = ", ".join(keys[:_MOST_SHOWN]) + (", ..." if len(keys) > _MOST_SHOWN else "")
+    return (
+        f"new in this run, drawn by chance, because {pretrained} has none that fit: {len(keys)} "
+        f"tensors ({shown}); they are the head of the task and have to be trained"
+    )
+
+
+def _spec(config: AppConfig, task: Task) -> ModelSpec:
+    labels = dict(enumerate(task.labels))
+    pretrained = config.model.pretrained
+    tokens = _token_settings(task, from_checkpoint=bool(pretrained))
+    _refuse_lora_from_scratch(config)
+    with blaming("model.pretrained" if pretrained else "model.type, model.overrides"):
+        return make_spec(
+            task.model_task,
+            model_type=None if pretrained else config.model.type,
+            pretrained=pretrained or None,
+            overrides={**config.model.settings, **_image_settings(config, task)},
+            num_labels=len(labels) or None,
+            id2label=labels or None,
+            edge_blocks=config.model.edge_blocks,
+            ties=config.model.ties,
+            shared=config.model.shared,
+            lora=config.lora,
+            **tokens,
+        )
+
+
+def _refuse_lora_from_scratch(config: AppConfig) -> None:
+    """Raise ConfigError where adapters have nothing to be put on."""
+    if config.lora.rank and not config.model.pretrained:
+        raise ConfigError(
+            f"lora.rank is {config.lora.rank}, but model.pretrained is empty: adapters need a "
+            "checkpoint below them; name one, or set lora.rank=0"
+        )
+
+
+def _token_settings(task: Task, *, from_checkpoint: bool) -> dict[str, Any]:
+    """The vocabulary that the model must have; nothing where no text is read.
+
+    A checkpoint knows by which token its decoder starts: BART's is not the padding.
+    """
+    if not task.text_columns:
+        return {}
+    tokenizer = task.tokenizer
+    starts = task.model_task == "seq2seq" and not from_checkpoint
+    return {
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "decoder_start_token_id": tokenizer.pad_token_id if starts else None,
+    }
+
+
+def _image_settings(config: AppConfig, task: Task) -> dict[str, object]:
+    """The pictures that the model must take; raises ConfigError where it takes others."""
+    if task.model_task != "image-classification":
+        return {}
+    ours: dict[str, object] = {
+        "image_size": config.data.image_size,
+        "num_channels": config.data.image_channels,
+    }
+    theirs = config.model.settings
+    if config.model.pretrained:
+        theirs = {**read_pretrained_config(config.model.pretrained).to_dict(), **theirs}
+    for key, name in (("image_size", "image-size"), ("num_channels", "image-channels")):
+        if theirs.get(key, ours[key]) != ours[key]:
+            raise ConfigError(
+                f"data.{name} is {ours[key]}, but the model takes {theirs[key]}: "
+                f"set data.{name}={theirs[key]}"
+            )
+    return {} if config.model.pretrained else ours
+
+
+def _shape(task: Task) -> BatchShape:
+    """Mean padded lengths of some micro-batches: what a block has to compute on."""
+    first = task.train.select(range(min(_SHAPE_EXAMPLES, len(task.train))))
+    rows = task.examples(first).to_list()
+    starts = range(0, len(rows), _SHAPE_BATCH)
+    batches = [task.collate(rows[start : start + _SHAPE_BATCH]) for start in starts]
+    targets = [b["labels"].shape[1] if b["labels"].dim() > 1 else 1 for b in batches]
+    sources = [b["input_ids"].shape[1] if "input_ids" in b else 1 for b in batches]
+    return BatchShape(
+        source_length=round(mean(sources)),
+        target_length=round(mean(targets)),
+    )

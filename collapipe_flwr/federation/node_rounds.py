@@ -1,0 +1,222 @@
+"""One round of a node: through the planned pipeline, or on the unsplit model.
+
+Both kinds of round are made from a message (`round_of`), train on a cluster's examples and
+evaluate its share of the test set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from hashlib import sha256
+
+from flwr.app import MetricRecord, RecordDict
+from torch import Tensor
+
+from collapipe_flwr.cluster.control_unit import RoundResult, evaluate_batches, train_round
+from collapipe_flwr.cluster.guessing import Tested
+from collapipe_flwr.cluster.local_data import LocalData, RoundExamples
+from collapipe_flwr.cluster.order import RoundOrder
+from collapipe_flwr.cluster.scoring import TestPart, guessing_for, tally_of
+from collapipe_flwr.cluster.whole import evaluate_whole, train_whole
+from collapipe_flwr.core.domain import ClusterPlan
+from collapipe_flwr.core.errors import ProtocolError
+from collapipe_flwr.federation import records
+from collapipe_flwr.federation.arrays import take_record
+from collapipe_flwr.federation.node import Node
+from collapipe_flwr.federation.node_state import OptimizerMemory
+from collapipe_flwr.federation.records import SplitTask, WholeTask
+from collapipe_flwr.federation.telemetry import ClusterTelemetry
+from collapipe_flwr.models.spec import ModelSpec
+from collapipe_flwr.models.splitter import Splitter
+from collapipe_flwr.pipeline.optimizer import Optimizer
+from collapipe_flwr.pipeline.roles import MicroBatch
+from collapipe_flwr.pipeline.state import load_slots, slots_of
+
+Weights = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineRound:
+    """Devices here, the decoder at the edge."""
+
+    server_round: int
+    plan: ClusterPlan
+    task: SplitTask
+
+    @property
+    def run_id(self) -> str:
+        """The same for a run that is resumed."""
+        return self.task.learning.run_id
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Examples of a step and of a micro-batch."""
+        size = self.plan.micro_batch_size
+        return {"batch_size": size * self.plan.micro_batches, "micro_batch_size": size}
+
+    def train(
+        self, node: Node, weights: Weights, examples: RoundExamples, memory: OptimizerMemory
+    ) -> RecordDict:
+        """Trained weights, losses and telemetry."""
+        splitter = _splitter(self.task.model_spec_json)
+        steps = _micro_batches(splitter, examples.steps(**self.sizes))
+        probe = _micro_batches(splitter, examples.probe(**self.sizes))
+        with node.crew(self.task, splitter, examples.data.examples_per_round) as crew:
+            order = self._order(splitter, weights)
+            order = replace(order, slots=memory.recall(), keep_optimizer=memory.keep)
+            result = train_round(splitter, order, steps, crew.fleet, probe, recovery=crew.recovery)
+            memory.remember(result.slots)
+            content = _reply(result.weights, result.losses, examples)
+            telemetry = replace(_telemetry(result, examples), absent=crew.absent())
+        return records.write_telemetry(content, telemetry)
+
+    def evaluate(self, node: Node, weights: Weights, data: LocalData) -> MetricRecord:
+        """Loss and metric counts of the pipeline on the cluster's share of the test set."""
+        splitter = _splitter(self.task.model_spec_json)
+        steps = list(data.test_steps(**self.sizes))
+        batches = _micro_batches(splitter, ([dict(p.tensors) for p in step] for step in steps))
+        generates_blind = splitter.decodes and splitter.ties  # its embedding has borrowed rows only
+        wanted = None if generates_blind else guessing_for(data.task)
+        with node.crew(self.task, splitter, data.examples_per_round) as crew:
+            order, recovery = self._order(splitter, weights), crew.recovery
+            tested = evaluate_batches(
+                splitter, order, batches, crew.fleet, recovery=recovery, wanted=wanted
+            )
+        return _test_record(data, steps, tested)
+
+    def _order(self, splitter: Splitter, weights: Weights) -> RoundOrder:
+        learning = self.task.learning
+        return RoundOrder(
+            plan=self.plan,
+            weights=weights,
+            optimizer=learning.optimizer,
+            schedule=learning.schedule,
+            deadline_s=learning.deadline_s,
+            dropout_seed=self._dropout_seed(splitter),
+            execution=learning.execution,
+        )
+
+    def _dropout_seed(self, splitter: Splitter) -> int | None:
+        """One per run, cluster and round; None for a model that drops nothing, which is faster."""
+        if not _drops(splitter):
+            return None
+        place = f"{self.task.learning.seed}/{self.plan.cluster_id}/{self.server_round}"
+        return int.from_bytes(sha256(place.encode()).digest()[:6], "big")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeRound:
+    """The whole model in this process, for a plain strategy."""
+
+    server_round: int
+    task: WholeTask
+
+    @property
+    def run_id(self) -> str:
+        """The same for a run that is resumed."""
+        return self.task.run_id
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Examples of a step and of a micro-batch."""
+        return {"batch_size": self.task.batch_size, "micro_batch_size": self.task.micro_batch_size}
+
+    def train(
+        self, node: Node, weights: Weights, examples: RoundExamples, memory: OptimizerMemory
+    ) -> RecordDict:
+        """Trained weights and losses."""
+        del node
+        splitter = _splitter(self.task.model_spec_json)
+        model = splitter.build_whole(weights)
+        model.config.use_cache = False
+        optimizer = Optimizer(self.task.optimizers[self.server_round - 1], model.parameters())
+        load_slots(model, optimizer, memory.recall())
+        steps = examples.steps(**self.sizes)
+        losses = train_whole(model, optimizer, steps, splitter.task.targets, self.task.execution)
+        memory.remember(slots_of(model, optimizer))
+        return _reply(splitter.trained_weights(model), losses, examples)
+
+    def evaluate(self, node: Node, weights: Weights, data: LocalData) -> MetricRecord:
+        """Loss and metric counts of the model on the cluster's share of the test set."""
+        del node
+        splitter = _splitter(self.task.model_spec_json)
+        steps = list(data.test_steps(**self.sizes))
+        batches = [[part.tensors for part in step] for step in steps]
+        model, wanted = splitter.build_whole(weights), guessing_for(data.task)
+        return _test_record(data, steps, evaluate_whole(model, batches, splitter.task, wanted))
+
+
+def round_of(content: RecordDict) -> PipelineRound | WholeRound:
+    """The round that a message asks for; raises ProtocolError where it asks for none."""
+    whole = records.read_whole_task(content)
+    if whole is not None:
+        return WholeRound(server_round=records.flower_round(content), task=whole)
+    assignment = records.read_assignment(content)
+    if assignment.split is None or assignment.plan is None:
+        raise ProtocolError("the server sent neither a plan with an edge nor a whole task")
+    return PipelineRound(
+        server_round=assignment.server_round, plan=assignment.plan, task=assignment.split
+    )
+
+
+def _drops(splitter: Splitter) -> bool:
+    settings, lora = splitter.config.to_dict().items(), splitter.spec.lora
+    shares = [p for name, p in settings if "drop" in name and isinstance(p, float)]
+    return any(share > 0 for share in (*shares, lora.dropout if lora else 0.0))
+
+
+def _micro_batches(
+    splitter: Splitter, steps: Iterator[list[dict[str, Tensor]]]
+) -> Iterator[list[MicroBatch]]:
+    for step in steps:
+        yield [
+            MicroBatch(
+                inputs=tensors,
+                context=splitter.context(tensors),
+                weight=splitter.task.targets(tensors["labels"]),
+            )
+            for tensors in step
+        ]
+
+
+def _reply(
+    weights: dict[str, Tensor], losses: Sequence[float], examples: RoundExamples
+) -> RecordDict:
+    """``weights`` are handed over: the dictionary is empty afterwards."""
+    metrics = MetricRecord(
+        {"loss": sum(losses) / max(len(losses), 1), records.EXAMPLES: len(examples.chosen)}
+    )
+    return RecordDict({records.ARRAYS: take_record(weights), records.METRICS: metrics})
+
+
+def _telemetry(result: RoundResult, examples: RoundExamples) -> ClusterTelemetry:
+    replanned = any(incident.lost for incident in result.incidents)
+    return ClusterTelemetry(
+        cluster_id=result.plan.cluster_id,
+        examples=len(examples.chosen),
+        fresh_examples=len(examples.fresh),
+        prequential_loss=result.probe.loss if examples.fresh else None,
+        wall_s=result.wall_s,
+        losses=result.losses,
+        reports=result.reports,
+        moved=result.moved,
+        replanned=result.plan if replanned else None,
+        incidents=tuple(str(incident) for incident in result.incidents),
+    )
+
+
+def _test_record(
+    data: LocalData, steps: Sequence[Sequence[TestPart]], tested: Tested
+) -> MetricRecord:
+    """The mean loss and its weight, and the counts of every metric."""
+    parts = [part for step in steps for part in step] if tested.guesses else []
+    guesses = [ids for step in tested.guesses for ids in step]
+    counts = records.tally_metrics(tally_of(data.task, parts, guesses))
+    return MetricRecord({"loss": tested.loss, records.EXAMPLES: tested.targets, **counts})
+
+
+@lru_cache(maxsize=4)
+def _splitter(model_spec_json: str) -> Splitter:
+    return Splitter(ModelSpec.from_json(model_spec_json))

@@ -1,0 +1,188 @@
+"""What a cluster carries from one round to the next: in files of its own, or in Flower's state.
+
+What a round leaves is pending until a later order names that round as the last accepted one; the
+cluster continues from exactly that round, whatever it has trained since.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from flwr.app import ArrayRecord, ConfigRecord, RecordDict
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from collapipe_flwr.cluster.local_data import Place
+from collapipe_flwr.cluster.round_files import RoundFiles
+from collapipe_flwr.core.errors import ConfigError, ModelError
+from collapipe_flwr.core.json_codec import from_json, to_json
+from collapipe_flwr.data.stream import StreamPlace
+from collapipe_flwr.federation.accepted import Progress
+from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
+from collapipe_flwr.pipeline.state import PartState, Slots
+
+log = logging.getLogger("flwr.collapipe")
+STATE_KEY = "state-dir"
+_PLACE = "place"
+T = TypeVar("T")
+Record = ArrayRecord | ConfigRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept(Generic[T]):
+    """One thing that a cluster keeps: how it is written to a file, and to a record of Flower's.
+
+    ``read`` raises a CollaPipeError for another file; ``decode`` gives None for another record.
+    """
+
+    name: str
+    suffix: str
+    write: Callable[[T, Path], None]
+    read: Callable[[Path], T]
+    encode: Callable[[T], Record]
+    decode: Callable[[Record], T | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeState:
+    """The state of one cluster in one round of a run.
+
+    Files in ``state_dir`` survive a restart of the SuperNode and are used by a resumed run.
+    Flower's ``records`` are for a cluster without one, and end with the SuperNode and with the run.
+    """
+
+    records: RecordDict
+    server_round: int
+    progress: Progress
+    run_id: str
+    place: Place
+    state_dir: Path | None
+
+    def recall(self, kept: Kept[T]) -> T | None:
+        """What the last accepted round left; None where it cannot be had."""
+        if files := self._files(kept):
+            return files.recall(self.progress.last_round, kept.read)
+        record = self._record(kept.name)
+        return None if record is None else kept.decode(record)
+
+    def remember(self, kept: Kept[T], value: T) -> None:
+        """Keep what this round leaves, beside what the accepted one left."""
+        if files := self._files(kept):
+            write = partial(kept.write, value)
+            files.remember(self.server_round, self.progress.needed, write)
+        else:
+            self.records[_key(kept.name, self.server_round)] = kept.encode(value)
+
+    @property
+    def advice(self) -> str:
+        """What would have kept the state that is missing; empty where it was kept in files."""
+        return "" if self.state_dir else f"; {STATE_KEY} in --node-config would keep it"
+
+    def _files(self, kept: Kept[T]) -> RoundFiles | None:
+        if self.state_dir is None:
+            return None
+        return RoundFiles.of(self.state_dir, self.run_id, self.place.index, kept.suffix)
+
+    def _record(self, name: str) -> Record | None:
+        """The record of the last accepted round; all others are dropped."""
+        accepted = _key(name, self.progress.last_round)
+        for key in [key for key in self.records if key.startswith(name) and key != accepted]:
+            del self.records[key]
+        found = self.records.get(accepted)
+        return found if isinstance(found, ArrayRecord | ConfigRecord) else None
+
+
+def state_folder(found: object, run_id: str) -> Path | None:
+    """The folder that node-config or run-config name; raises ConfigError where it is no path."""
+    if not isinstance(found, str):
+        raise ConfigError(f"node-config {STATE_KEY} must be the path of a folder: {found!r}")
+    return Path(found).expanduser() if found and run_id else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerMemory:
+    """The slots of embedding and blocks, or of a whole model; ``keep``: the run asks for it.
+
+    The decoder's part is with the server (`RpcEdgeGateway`) and continues from the same round.
+    """
+
+    state: NodeState
+    keep: bool
+
+    def recall(self) -> Slots:
+        """What the last accepted round of this cluster left; a fresh optimizer has none."""
+        slots = self.state.recall(_OPTIMIZER) if self.keep else {}
+        if slots is None and self.state.progress.rounds:
+            log.warning(
+                "no optimiser state of an earlier round here (a new SuperNode, or a resumed "
+                "run): it starts anew%s",
+                self.state.advice,
+            )
+        return slots or {}
+
+    def remember(self, slots: Slots) -> None:
+        """Keep what this round leaves."""
+        if self.keep:
+            self.state.remember(_OPTIMIZER, slots)
+
+
+def write_slots(slots: Slots, path: Path) -> None:
+    """Write them as one safetensors file."""
+    save_file(PartState(weights={}, slots=slots).tensors(), path)
+
+
+def read_slots(path: Path) -> Slots:
+    """What `write_slots` wrote; raises ModelError for another file."""
+    try:
+        return PartState.of_tensors(load_file(path)).slots
+    except SafetensorError as error:
+        raise ModelError(str(error)) from error
+
+
+def _encode_slots(slots: Slots) -> Record:
+    return encode_tensors(PartState(weights={}, slots=slots).tensors())
+
+
+def _decode_slots(record: Record) -> Slots | None:
+    if not isinstance(record, ArrayRecord):
+        return None
+    return PartState.of_tensors(decode_tensors(record)).slots
+
+
+def _write_place(place: StreamPlace, path: Path) -> None:
+    path.write_text(to_json(place), encoding="utf-8")
+
+
+def _read_place(path: Path) -> StreamPlace:
+    return _parse_place(path.read_text(encoding="utf-8"))
+
+
+def _parse_place(text: str) -> StreamPlace:
+    return from_json(StreamPlace, text, "the place in data.stream")
+
+
+def _key(name: str, server_round: int) -> str:
+    return f"{name}.round-{server_round}"
+
+
+_OPTIMIZER: Kept[Slots] = Kept(
+    name="collapipe.optimizer",
+    suffix=".safetensors",
+    write=write_slots,
+    read=read_slots,
+    encode=_encode_slots,
+    decode=_decode_slots,
+)
+STREAM: Kept[StreamPlace] = Kept(
+    name="collapipe.stream",
+    suffix=".json",
+    write=_write_place,
+    read=_read_place,
+    encode=lambda place: ConfigRecord({_PLACE: to_json(place)}),
+    decode=lambda record: _parse_place(str(record[_PLACE])),
+)
