@@ -23,17 +23,16 @@ from collapipe_flwr.cluster.control_unit import (
     evaluate_batches,
     train_round,
 )
-from collapipe_flwr.cluster.guessing import Tested
-from collapipe_flwr.cluster.order import RoundOrder
-from collapipe_flwr.cluster.scoring import TestPart, guessing_for, tally_of
-from collapipe_flwr.cluster.whole import evaluate_whole, train_whole
+from collapipe_flwr.cluster.evaluation import EvalResult, TestPart, prediction_config, tally_of
+from collapipe_flwr.cluster.fleet import RoundOrder
+from collapipe_flwr.cluster.unsplit import evaluate_unsplit, train_unsplit
 from collapipe_flwr.core.config import AppConfig, parse
 from collapipe_flwr.core.errors import ConfigError, ProtocolError, unexpected_as_run_error
 from collapipe_flwr.data.vocabulary import Vocabulary
 from collapipe_flwr.edge.allocator import tended_heap
 from collapipe_flwr.federation import records
 from collapipe_flwr.federation.arrays import take_record, take_tensors
-from collapipe_flwr.federation.records import RoundAssignment, SplitTask, WholeTask
+from collapipe_flwr.federation.records import RoundAssignment, SplitTask, UnsplitTask
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.splitter import Splitter
@@ -65,7 +64,7 @@ def train(message: Message, context: Context) -> Message:
     torch.set_num_threads(config.train.threads)
     weights = take_tensors(message.content.array_records[records.ARRAYS])
     progress = records.read_progress(message.content)
-    whole = records.read_whole_task(message.content)
+    whole = records.read_unsplit_task(message.content)
     if whole is not None:
         data = local_data(config, place, _vocabulary(whole.vocabulary_json))
         server_round = records.flower_round(message.content)
@@ -91,7 +90,7 @@ def evaluate(message: Message, context: Context) -> Message:
     config, place = _settings(context)
     torch.set_num_threads(config.train.threads)
     weights = take_tensors(message.content.array_records[records.ARRAYS])
-    whole = records.read_whole_task(message.content)
+    whole = records.read_unsplit_task(message.content)
     if whole is not None:
         data = local_data(config, place, _vocabulary(whole.vocabulary_json))
         found = _evaluate_whole(whole, data, weights)
@@ -137,7 +136,7 @@ def _evaluate_split(
     order = _order(assignment, task, weights)
     batches = _micro_batches(splitter, ([dict(p.tensors) for p in step] for step in steps))
     generates_blind = splitter.decodes and splitter.ties  # its embedding has borrowed rows alone
-    wanted = None if generates_blind else guessing_for(data.task)
+    wanted = None if generates_blind else prediction_config(data.task)
     tested = evaluate_batches(
         splitter, order, batches, crew.fleet, recovery=crew.recovery, wanted=wanted
     )
@@ -145,23 +144,23 @@ def _evaluate_split(
 
 
 def _evaluate_whole(
-    task: WholeTask, data: LocalData, weights: Mapping[str, Tensor]
+    task: UnsplitTask, data: LocalData, weights: Mapping[str, Tensor]
 ) -> MetricRecord:
     splitter = _splitter(task.model_spec_json)
     sizes = {"batch_size": task.batch_size, "micro_batch_size": task.micro_batch_size}
     steps = list(data.test_steps(**sizes))
     batches = [[part.tensors for part in step] for step in steps]
-    model, wanted = splitter.build_whole(weights), guessing_for(data.task)
-    return _test_record(data, steps, evaluate_whole(model, batches, splitter.task, wanted))
+    model, wanted = splitter.build_whole(weights), prediction_config(data.task)
+    return _test_record(data, steps, evaluate_unsplit(model, batches, splitter.task, wanted))
 
 
 def _test_record(
-    data: LocalData, steps: Sequence[Sequence[TestPart]], tested: Tested
+    data: LocalData, steps: Sequence[Sequence[TestPart]], tested: EvalResult
 ) -> MetricRecord:
     """The mean loss and its weight, and the counts of every metric."""
-    parts = [part for step in steps for part in step] if tested.guesses else []
-    guesses = [ids for step in tested.guesses for ids in step]
-    counts = records.tally_metrics(tally_of(data.task, parts, guesses))
+    parts = [part for step in steps for part in step] if tested.predictions else []
+    predictions = [ids for step in tested.predictions for ids in step]
+    counts = records.tally_metrics(tally_of(data.task, parts, predictions))
     return MetricRecord({"loss": tested.loss, records.EXAMPLES: tested.targets, **counts})
 
 
@@ -219,7 +218,10 @@ def _dropout_seed(splitter: Splitter, assignment: RoundAssignment, seed: int) ->
 
 
 def _train_whole(
-    task: WholeTask, memory: OptimizerMemory, examples: RoundExamples, weights: Mapping[str, Tensor]
+    task: UnsplitTask,
+    memory: OptimizerMemory,
+    examples: RoundExamples,
+    weights: Mapping[str, Tensor],
 ) -> RecordDict:
     """The same round on the unsplit model."""
     splitter = _splitter(task.model_spec_json)
@@ -228,7 +230,7 @@ def _train_whole(
     steps = examples.steps(batch_size=task.batch_size, micro_batch_size=task.micro_batch_size)
     optimizer = Optimizer(task.optimizers[memory.state.server_round - 1], model.parameters())
     load_slots(model, optimizer, memory.recall())
-    losses = train_whole(model, optimizer, steps, splitter.task.targets, task.execution)
+    losses = train_unsplit(model, optimizer, steps, splitter.task.targets, task.execution)
     memory.remember(slots_of(model, optimizer))
     return _reply(splitter.trained_weights(model), losses, examples)
 

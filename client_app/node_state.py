@@ -15,7 +15,7 @@ from client_app.data import Place
 from collapipe_flwr.cluster.round_files import RoundFiles
 from collapipe_flwr.core.config import AppConfig
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.federation.accepted import Progress
+from collapipe_flwr.federation.rounds import Progress
 
 STATE_KEY = "state-dir"
 

@@ -16,10 +16,10 @@ from collapipe_flwr.core.errors import CollaPipeError, RunError, unexpected_as_r
 from collapipe_flwr.edge.server import EdgeServer
 from collapipe_flwr.edge.service import EdgeService
 from collapipe_flwr.federation.arrays import encode_tensors
-from collapipe_flwr.federation.deadline import PunctualMembers, RoundClock
+from collapipe_flwr.federation.deadline import DeadlineGrid, RoundClock
 from collapipe_flwr.federation.discovery import discover_clusters
 from collapipe_flwr.federation.members import Members
-from collapipe_flwr.federation.records import LearningSettings, WholeTask, whole_task_config
+from collapipe_flwr.federation.records import LearningSettings, UnsplitTask, unsplit_task_config
 from collapipe_flwr.federation.resuming import Checkpointed
 from collapipe_flwr.federation.rpc_gateway import RpcEdgeGateway
 from collapipe_flwr.federation.split import SplitModel
@@ -99,7 +99,7 @@ def run(grid: Grid, config: AppConfig) -> None:
 
 def _members(grid: Grid, clusters: Mapping[int, str], slack: float) -> Members:
     """The clusters of the run, waited for no longer than rounds should take, if that is asked."""
-    return PunctualMembers(grid, clusters, RoundClock(slack)) if slack else Members(grid, clusters)
+    return DeadlineGrid(grid, clusters, RoundClock(slack)) if slack else Members(grid, clusters)
 
 
 def _train(
@@ -144,7 +144,7 @@ def _strategy(
 ) -> Iterator[tuple[Strategy, ConfigRecord]]:
     """The strategy, and what it tells every client; the edge lives as long as it does."""
     if planned is None:
-        yield inner, whole_task_config(_whole_task(config, learner, run_id))
+        yield inner, unsplit_task_config(_whole_task(config, learner, run_id))
         return
     with _edge(config.edge) as client:
         split = SplitModel(
@@ -198,11 +198,11 @@ def _edge(config: EdgeConfig) -> Iterator[EdgeClient]:
         yield client
 
 
-def _whole_task(config: AppConfig, learner: Learner, run_id: str) -> WholeTask:
+def _whole_task(config: AppConfig, learner: Learner, run_id: str) -> UnsplitTask:
     """The batches of a plan with the largest micro-batch and count, on the unsplit model."""
     size = max(count_list(config.scheduler.micro_batch_sizes))
     rounds = config.run.num_server_rounds
-    return WholeTask(
+    return UnsplitTask(
         model_spec_json=learner.spec.to_json(),
         vocabulary_json=learner.task.vocabulary.to_json(),
         batch_size=size * max(count_list(config.scheduler.micro_batches)),

@@ -21,7 +21,7 @@ from collapipe_flwr.data.metrics import added
 from collapipe_flwr.data.registry import load_task
 from collapipe_flwr.data.settings import TRAIN_TOKENIZER, settings_of
 from collapipe_flwr.data.tasks import Task
-from collapipe_flwr.federation.planning import ScheduledRounds
+from collapipe_flwr.federation.planner import ScheduledRounds
 from collapipe_flwr.federation.records import read_tally
 from collapipe_flwr.models import BatchShape, LoraSettings, ModelSpec, Splitter, make_spec
 from collapipe_flwr.models.checkpoint import read_pretrained_config

@@ -46,8 +46,8 @@ def profile(
     from collapipe_flwr.core.parsing import assignments, read_assignments
     from collapipe_flwr.experiments.choices import whole_numbers
     from collapipe_flwr.models import BatchShape
-    from collapipe_flwr.reporting.json_file import prepare, write_json
     from collapipe_flwr.reporting.model_table import as_json, show_forecast
+    from collapipe_flwr.reporting.output import prepare, write_json
     from collapipe_flwr.scheduler.protocol import SchedulerSettings
 
     if not assignments().holds(overrides):

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from collapipe_flwr.cluster.profile import Measured, MeasuredLink, Measurements
 from collapipe_flwr.core.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.core.errors import CollaPipeError, LinkTimeout
-from collapipe_flwr.core.measurements import Measured, MeasuredLink, Measurements
 from collapipe_flwr.pipeline.benchmark import BenchmarkRequest, run_benchmark
 from collapipe_flwr.rpc.diagnosis import diagnosis
 from collapipe_flwr.rpc.edge_client import EdgeClient

@@ -14,8 +14,15 @@ from flwr.app import ArrayRecord, Message, RecordDict
 
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import LinkError, ProtocolError, RunError
-from collapipe_flwr.federation.accepted import AcceptedRounds
 from collapipe_flwr.federation.arrays import averaged_keys, averaging_view, restore
+from collapipe_flwr.federation.messages import (
+    LATE,
+    Sent,
+    as_failed,
+    sender_of,
+    sentence,
+    with_content,
+)
 from collapipe_flwr.federation.records import (
     RoundAssignment,
     content_bytes,
@@ -24,15 +31,7 @@ from collapipe_flwr.federation.records import (
     write_assignment,
     write_progress,
 )
-from collapipe_flwr.federation.replies import (
-    LATE,
-    Sent,
-    as_failed,
-    sender_of,
-    sentence,
-    with_content,
-)
-from collapipe_flwr.federation.rounds import ClosedRound, RoundPlan
+from collapipe_flwr.federation.rounds import AcceptedRounds, ClosedRound, RoundPlan
 from collapipe_flwr.federation.split import SplitRound
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 

@@ -18,7 +18,7 @@ from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile
 from collapipe_flwr.core.errors import ProtocolError, ScheduleError
 from collapipe_flwr.core.heartbeat import Heartbeat
 from collapipe_flwr.core.json_codec import from_json, to_json
-from collapipe_flwr.federation.accepted import Progress
+from collapipe_flwr.federation.rounds import Progress
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.pipeline.execution import Execution
@@ -77,7 +77,7 @@ class SplitTask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WholeTask:
+class UnsplitTask:
     """What a client needs to train the unsplit model: the peer of every comparison."""
 
     model_spec_json: str
@@ -170,12 +170,12 @@ def take_telemetry(content: RecordDict) -> tuple[RecordDict, ClusterTelemetry | 
     return rest, _read(content, _TELEMETRY, ClusterTelemetry)
 
 
-def whole_task_config(task: WholeTask) -> ConfigRecord:
+def unsplit_task_config(task: UnsplitTask) -> ConfigRecord:
     """The train config of a plain Flower strategy whose clients train the unsplit model."""
     return ConfigRecord({_WHOLE: to_json(task)})
 
 
-def has_whole_task(content: RecordDict) -> bool:
+def has_unsplit_task(content: RecordDict) -> bool:
     """Whether a plain strategy asks for training of the unsplit model."""
     return any(_WHOLE in config for config in content.config_records.values())
 
@@ -189,11 +189,11 @@ def flower_round(content: RecordDict) -> int:
     return server_round
 
 
-def read_whole_task(content: RecordDict) -> WholeTask | None:
+def read_unsplit_task(content: RecordDict) -> UnsplitTask | None:
     """The task in a message of a plain strategy, or None; raises ProtocolError if malformed."""
     config = next((c for c in content.config_records.values() if _WHOLE in c), None)
     text = _text(config, _WHOLE) if config is not None else None
-    return None if text is None else from_json(WholeTask, text, _WHOLE)
+    return None if text is None else from_json(UnsplitTask, text, _WHOLE)
 
 
 def write_profile(profile: ClusterProfile) -> RecordDict:

@@ -20,19 +20,19 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from collapipe_flwr.core.errors import ConfigError, ProtocolError, RunError
-from collapipe_flwr.federation.accepted import AcceptedRounds
 from collapipe_flwr.federation.arrays import averaging_view, restore
 from collapipe_flwr.federation.checkpoint import Resumable
+from collapipe_flwr.federation.default_profile import DefaultProfilePlanner
+from collapipe_flwr.federation.messages import with_content
 from collapipe_flwr.federation.open_round import (
     OpenRound,
     Received,
     readdressed,
     restored,
 )
-from collapipe_flwr.federation.priors import AssumedRounds
 from collapipe_flwr.federation.records import EXAMPLES, take_telemetry
-from collapipe_flwr.federation.replies import with_content
 from collapipe_flwr.federation.rounds import (
+    AcceptedRounds,
     ClosedRound,
     RoundPlan,
     RoundPlanner,
@@ -216,8 +216,8 @@ class CollaPipe(Strategy):
 def planner_of(scheduler: str | Scheduler | RoundPlanner) -> RoundPlanner:
     """A planner as it is, schedulers over assumed clusters; raises ConfigError for a bad name."""
     if isinstance(scheduler, str):
-        return AssumedRounds(make_scheduler(scheduler))
-    return scheduler if isinstance(scheduler, RoundPlanner) else AssumedRounds(scheduler)
+        return DefaultProfilePlanner(make_scheduler(scheduler))
+    return scheduler if isinstance(scheduler, RoundPlanner) else DefaultProfilePlanner(scheduler)
 
 
 def weight_key(strategy: Strategy) -> str:

@@ -10,7 +10,7 @@ from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.experiments.simulate import PolicyResult, Simulation
 from collapipe_flwr.experiments.tradeoff import TradeoffPoint
-from collapipe_flwr.reporting.picture import write_picture
+from collapipe_flwr.reporting.output import write_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,8 +14,7 @@ from collapipe_flwr.experiments.simulate import Simulation, simulate
 from collapipe_flwr.experiments.summary import OURS, Json, comparison, simulation_json, summaries
 from collapipe_flwr.experiments.tradeoff import FACTORS, TradeoffPoint, penalty_sweep
 from collapipe_flwr.reporting.figures import check_plot, save_figures
-from collapipe_flwr.reporting.json_file import prepare, write_json
-from collapipe_flwr.reporting.progress import progress
+from collapipe_flwr.reporting.output import prepare, progress, write_json
 from collapipe_flwr.reporting.tables import (
     bench_table,
     claims_table,

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from collapipe_flwr.cluster.serving import even_plan, serving_order
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.edge import session as sessions
 from collapipe_flwr.edge.ledger import Account, Ledger, NoRoom
@@ -15,6 +14,7 @@ from collapipe_flwr.edge.service import EdgeService
 from collapipe_flwr.edge.skin import Skin
 from collapipe_flwr.edge.store import TensorStore
 from collapipe_flwr.edge.vault import Vault
+from collapipe_flwr.generation.backends import even_plan, serving_order
 from collapipe_flwr.pipeline import benchmark
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest
 from collapipe_flwr.pipeline.digest import digests_of

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from collapipe_flwr.federation.overrides import write_overrides
+from collapipe_flwr.federation.launcher import write_overrides
 from tests.core.process_trees import ended, watched
 from tests.integration.conftest import TINY
 
