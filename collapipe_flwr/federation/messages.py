@@ -1,13 +1,16 @@
-"""Sorting the replies of a round: whose they are, which failed, and why, in one sentence."""
+"""Messages of a round: what they hold, whose replies are whose, which failed, and why."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from copy import copy
 from dataclasses import dataclass
 
-from flwr.app import Error, Message, RecordDict
+from flwr.app import ArrayRecord, Error, Message, RecordDict
+
+from collapipe_flwr.core.errors import ProtocolError
+from collapipe_flwr.federation.arrays import averaged_keys, averaging_view, restore
 
 LONGEST_SENTENCE = 400  # characters of a client's words that are shown
 BAD_REPLY = 300  # Error.code of replies that arrived but cannot be used; Flower's own are below 100
@@ -50,3 +53,40 @@ def with_content(reply: Message, content: RecordDict) -> Message:
     changed = copy(reply)
     changed.content = content
     return changed
+
+
+def only_arrays(content: RecordDict, what: str) -> tuple[str, ArrayRecord]:
+    """Name and arrays of the one ArrayRecord; raises ProtocolError if there is not just one."""
+    found = list(content.array_records.items())
+    if len(found) != 1:
+        raise ProtocolError(f"{what} must hold exactly one ArrayRecord, got {len(found)}")
+    return found[0]
+
+
+def viewed(content: RecordDict, constant: Collection[str]) -> RecordDict:
+    """A new RecordDict whose arrays are what the inner strategy may average."""
+    shown = RecordDict(dict(content))
+    for name, record in content.array_records.items():
+        shown[name] = averaging_view(record, constant)
+    return shown
+
+
+def restored(
+    content: RecordDict, template: ArrayRecord, constant: Collection[str] = ()
+) -> RecordDict:
+    """A new RecordDict with arrays of the global model in their own dtypes, all records copied."""
+    averaged = set(averaged_keys(template, constant))
+    own = RecordDict()
+    for name, record in content.items():
+        if isinstance(record, ArrayRecord) and set(record) == averaged:
+            record = restore(record, template, template)
+        own[name] = record.copy()
+    return own
+
+
+def readdressed(message: Message, content: RecordDict) -> Message:
+    """A new message to the same node with other content."""
+    meta = message.metadata
+    return Message(
+        content, meta.dst_node_id, meta.message_type, ttl=meta.ttl, group_id=meta.group_id
+    )

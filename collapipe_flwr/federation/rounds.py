@@ -16,13 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from flwr.app import ArrayRecord, MetricRecord
+from flwr.app import ArrayRecord, Message, MetricRecord
 
 from collapipe_flwr.core.domain import ClusterPlan, Plan
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.core.links import LinkReport
 from collapipe_flwr.federation.checkpoint import KEPT_CHECKPOINTS, Memory
+from collapipe_flwr.federation.messages import Sent
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.rpc.differences import Moved
 
@@ -112,17 +113,30 @@ class RoundPlan:
         return not self.binding or self.cluster_plan(node_id) is not None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ClosedRound:
-    """A round after aggregation, as a planner may learn from it; mappings are by cluster id."""
+    """A round whose replies are in, as a planner may learn from it; mappings are by cluster id.
+
+    ``replies`` stand in their order of arrival, as the inner strategy may see them: usable ones and
+    errors.
+    """
 
     plan: RoundPlan
     before: ArrayRecord
-    after: ArrayRecord | None  # None where the inner strategy dropped the round
-    models: Mapping[str, ArrayRecord]  # of the clusters that replied
-    examples: Mapping[str, float]
-    telemetry: Mapping[str, ClusterTelemetry]
-    failures: Mapping[str, str]
+    after: ArrayRecord | None = None  # None where the inner strategy dropped the round
+    sent: list[Sent] = field(default_factory=list)
+    replies: list[Message] = field(default_factory=list)
+    models: dict[str, ArrayRecord] = field(default_factory=dict)  # unsplit, of those that replied
+    examples: dict[str, float] = field(default_factory=dict)
+    telemetry: dict[str, ClusterTelemetry] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    received_bytes: int = 0
+
+    @property
+    def heaviest(self) -> ArrayRecord:
+        """The model from the most examples; among equals the first by name."""
+        names = sorted(self.models, key=lambda name: (-self.examples[name], name))
+        return self.models[names[0]] if names else ArrayRecord()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
