@@ -89,7 +89,7 @@ def bench_demo(
     from rich.console import Console
 
     from benchmarks.demo import measure_demo, readme_row
-    from collapipe_flwr.reporting.json_file import prepare, write_json
+    from collapipe_flwr.reporting.output import prepare, write_json
 
     if json_file is not None:
         prepare("--json", json_file)

@@ -26,7 +26,7 @@ import torch
 from rich.progress import Progress
 from torch import Tensor, nn
 
-from collapipe_flwr.cluster.whole import evaluate_whole
+from collapipe_flwr.cluster.unsplit import evaluate_unsplit
 from collapipe_flwr.config.schema import AppConfig, parse
 from collapipe_flwr.core.domain import ClusterOutcome, ClusterPlan, GradientNoise, RoundOutcome
 from collapipe_flwr.costs.price import PricedRound, price
@@ -99,7 +99,7 @@ class Fleet:
     def test_loss(self) -> float:
         """Mean over the test set's tokens."""
         put(self.model, self.vector)
-        return evaluate_whole(self.model, self.test, self.learner.splitter.task).loss
+        return evaluate_unsplit(self.model, self.test, self.learner.splitter.task).loss
 
     def train(self, m: int, plan: ClusterPlan, index: int, rule: OptimizerSettings) -> Locally:
         """The steps of cluster ``m`` from the common weights."""

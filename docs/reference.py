@@ -26,7 +26,7 @@ from collapipe_flwr.core.errors import ConfigError
 Value = bool | int | float | str
 
 ROOT = Path(__file__).parents[1]
-PARSERS = ("collapipe_flwr.config.schema", "collapipe_flwr.core.config")
+PARSERS = ("collapipe_flwr.config.schema", "collapipe_flwr.config.schema")
 TITLES = {
     "": "The run",
     "data": "Data",

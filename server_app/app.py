@@ -11,7 +11,7 @@ from flwr.serverapp import Grid, ServerApp
 from collapipe_flwr.config.schema import AppConfig, parse
 from collapipe_flwr.core.errors import CollaPipeError, RunError, unexpected_as_run_error
 from collapipe_flwr.federation.arrays import encode_tensors
-from collapipe_flwr.federation.deadline import PunctualMembers, RoundClock
+from collapipe_flwr.federation.deadline import DeadlineGrid, RoundClock
 from collapipe_flwr.federation.discovery import discover_clusters
 from collapipe_flwr.federation.evaluator import Evaluator
 from collapipe_flwr.federation.learner import Learner, drawn_sentence, make_learner
@@ -67,7 +67,7 @@ def _clusters(grid: Grid, config: AppConfig, learner: Learner) -> tuple[Members,
     )
     names = {node: found.cluster_id for node, found in clusters.items()}
     slack = config.run.round_slack
-    members = PunctualMembers(grid, names, RoundClock(slack)) if slack else Members(grid, names)
+    members = DeadlineGrid(grid, names, RoundClock(slack)) if slack else Members(grid, names)
     if config.run.runtime != "pipeline":
         return members, None
     model = learner.splitter.profile(learner.shape)

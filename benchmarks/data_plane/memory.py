@@ -134,12 +134,12 @@ def least_bytes(case: MemoryCase) -> tuple[int, int]:
 
 def train_whole_model(case: MemoryCase) -> None:
     """What the client of the comparison does in its process."""
-    from collapipe_flwr.cluster.whole import train_whole
+    from collapipe_flwr.cluster.unsplit import train_unsplit
 
     splitter = Splitter(case.spec())
     model = splitter.build_whole(splitter.initial_weights(0))
     optimizer = Optimizer(OPTIMIZER, model.parameters())
-    train_whole(model, optimizer, [case.batch()] * case.steps, splitter.task.targets)
+    train_unsplit(model, optimizer, [case.batch()] * case.steps, splitter.task.targets)
 
 
 def _whole(case: MemoryCase) -> tuple[int, int]:

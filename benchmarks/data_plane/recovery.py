@@ -22,7 +22,7 @@ from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
 from collapipe_flwr.cluster.edge_session import EdgeSession
-from collapipe_flwr.cluster.order import RoundOrder
+from collapipe_flwr.cluster.fleet import RoundOrder
 from collapipe_flwr.cluster.profile import profile_of
 from collapipe_flwr.cluster.recovery import Recovery
 from collapipe_flwr.cluster.remote import RemoteFleet

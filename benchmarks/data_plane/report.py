@@ -23,8 +23,7 @@ from benchmarks.data_plane.pipeline import BenchPlan, Json, bench
 from benchmarks.data_plane.recovery import measure_recovery
 from collapipe_flwr.core.json_codec import plain
 from collapipe_flwr.core.signals import terminable
-from collapipe_flwr.reporting.json_file import prepare, write_json
-from collapipe_flwr.reporting.progress import progress
+from collapipe_flwr.reporting.output import prepare, progress, write_json
 
 _MIB = 2**20
 _TITLE = "step time beside torch.distributed.pipelining, medians of turns"

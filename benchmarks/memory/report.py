@@ -11,7 +11,7 @@ from rich.table import Table
 
 from benchmarks.memory.footprint import MemoryCase, ModelSize, measure
 from collapipe_flwr.core.signals import terminable
-from collapipe_flwr.reporting.json_file import prepare, write_json
+from collapipe_flwr.reporting.output import prepare, write_json
 
 _GIB = 2**30
 

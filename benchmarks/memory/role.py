@@ -18,7 +18,7 @@ import collapipe_flwr.host.server
 import collapipe_flwr.transport.client  # noqa: F401
 from benchmarks.memory.footprint import RoleOrder
 from benchmarks.resident import AnonymousPeak, peak_bytes
-from collapipe_flwr.cluster.whole import train_whole
+from collapipe_flwr.cluster.unsplit import train_unsplit
 from collapipe_flwr.core.lifeline import end_with_parent
 from collapipe_flwr.host.allocator import configure_malloc
 from collapipe_flwr.models import ModelSpec, Splitter
@@ -57,7 +57,7 @@ class Player:
             add_adapters(model, spec.lora, spec.task, on_meta=False)
         steps = [[self._batch()]] * self._order.steps
         optimizer = Optimizer(RULE, model.parameters())
-        train_whole(model, optimizer, steps, splitter.task.targets)
+        train_unsplit(model, optimizer, steps, splitter.task.targets)
 
     def control_unit(self) -> None:
         """The embedding, with all that Flower's messages carry for the cluster, there and back."""

@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.scheduling.decisions import BenchResult, bench, bench_plan
-from collapipe_flwr.reporting.json_file import prepare, write_json
-from collapipe_flwr.reporting.progress import progress
+from collapipe_flwr.reporting.output import prepare, progress, write_json
 
 
 def run_bench(clusters: tuple[int, ...], instances: int, json_file: Path | None) -> None:

@@ -37,8 +37,7 @@ def check(
     from collapipe_flwr.core.json_codec import plain
     from collapipe_flwr.pipeline.benchmark import BenchmarkRequest
     from collapipe_flwr.reporting.cluster_table import show_measurements
-    from collapipe_flwr.reporting.json_file import prepare, write_json
-    from collapipe_flwr.reporting.progress import progress
+    from collapipe_flwr.reporting.output import prepare, progress, write_json
 
     config = read_cluster(file)
     if json_file is not None:

@@ -97,14 +97,18 @@ def generate(
 def _writing(
     run: Path, edge_blocks: int, devices: int, cluster: Path | None, edge: str, slots: int
 ) -> Iterator[Write]:
-    from collapipe_flwr.cluster.writer import WritingModel, writer_here, writer_on
     from collapipe_flwr.config.cluster_file import read_cluster
+    from collapipe_flwr.generation.text_generator import (
+        TextModel,
+        cluster_generator,
+        local_generator,
+    )
 
-    model = WritingModel.load(run, edge_blocks=edge_blocks)
+    model = TextModel.load(run, edge_blocks=edge_blocks)
     place = (
-        writer_here(model, devices=devices, slots=slots)
+        local_generator(model, devices=devices, slots=slots)
         if cluster is None
-        else writer_on(model, read_cluster(cluster), edge_address=edge, slots=slots)
+        else cluster_generator(model, read_cluster(cluster), edge_address=edge, slots=slots)
     )
     with place as writer:
         yield writer.write

@@ -45,8 +45,8 @@ def profile(
     from collapipe_flwr.cluster.forecast import ModelWish, build_model, forecast
     from collapipe_flwr.core.keys import assignments, read_assignments
     from collapipe_flwr.models import BatchShape
-    from collapipe_flwr.reporting.json_file import prepare, write_json
     from collapipe_flwr.reporting.model_table import as_json, show_forecast
+    from collapipe_flwr.reporting.output import prepare, write_json
     from collapipe_flwr.scheduler.protocol import SchedulerSettings
     from collapipe_flwr.simulation.choices import whole_numbers
 

@@ -34,8 +34,7 @@ def run(
     Unlike plain `flwr run --stream`, the exit code is 1 when the run did not complete.
     The last line printed is the path of the run directory.
     """
-    from collapipe_flwr.federation.launcher import Launch, run_app
-    from collapipe_flwr.federation.overrides import check_overrides, read_overrides
+    from collapipe_flwr.federation.launcher import Launch, check_overrides, read_overrides, run_app
     from collapipe_flwr.reporting.console import summary_table
     from collapipe_flwr.reporting.run_directory import read_summary, resumed_config
 

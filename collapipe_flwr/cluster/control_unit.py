@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from collapipe_flwr.cluster.fleet import Fleet
-from collapipe_flwr.cluster.guessing import Guessing, Tested
-from collapipe_flwr.cluster.leg import MeanLoss, run_leg, run_test
-from collapipe_flwr.cluster.order import CONTROL_UNIT, RoundOrder
+from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig
+from collapipe_flwr.cluster.fleet import CONTROL_UNIT, Fleet, RoundOrder
+from collapipe_flwr.cluster.interval import evaluate_chain, run_interval
 from collapipe_flwr.cluster.recovery import Incident, RecoveringRound, Recovery
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.links import QUEUE_FRAMES
@@ -35,13 +34,13 @@ from collapipe_flwr.transport.differences import TransferStats
 class RoundResult:
     """What came of it; ``reports`` are those of the control unit and of each device in order.
 
-    They, and ``moved``, are of the legs that count: what was void and replayed is not in them.
+    They, and ``moved``, are of the intervals that count, without what was void and replayed.
     """
 
     weights: dict[str, Tensor]
     slots: Slots = field(default_factory=dict)  # of embedding and blocks, where asked for
     losses: tuple[float, ...]  # per optimiser step; a batch without labels makes none
-    probe: MeanLoss  # before the first step
+    probe: EvalResult  # before the first step
     reports: tuple[StageReport, ...]
     wall_s: float
     moved: TransferStats = field(default_factory=TransferStats)  # weights to and from the devices
@@ -70,22 +69,22 @@ def train_round(
     check_cluster_plan(order.plan, splitter.num_blocks)
     dry_run_plan(order.plan, order.schedule, QUEUE_FRAMES)
     if recovery is None:
-        leg = run_leg(
+        interval = run_interval(
             splitter, order, batches, fleet, probe, keep_optimizer=lambda: order.keep_optimizer
         )
-        legs, plan, incidents = [leg], order.plan, []
+        intervals, plan, incidents = [interval], order.plan, []
     else:
         course = RecoveringRound(splitter, order, fleet, recovery)
         course.run(batches, probe)
-        legs, plan, incidents = course.legs, course.order.plan, course.incidents
+        intervals, plan, incidents = course.intervals, course.order.plan, course.incidents
     return RoundResult(
-        slots=legs[-1].state.slots if order.keep_optimizer else {},
-        weights={k: t for leg in legs for k, t in leg.state.weights.items()},
-        losses=tuple(loss for leg in legs for loss in leg.losses),
-        probe=legs[0].probe,
-        reports=joined(leg.reports for leg in legs),
+        slots=intervals[-1].state.slots if order.keep_optimizer else {},
+        weights={k: t for interval in intervals for k, t in interval.state.weights.items()},
+        losses=tuple(loss for interval in intervals for loss in interval.losses),
+        probe=intervals[0].probe,
+        reports=joined(interval.reports for interval in intervals),
         wall_s=time.perf_counter() - start_s,
-        moved=sum((leg.moved for leg in legs), TransferStats()),
+        moved=sum((interval.moved for interval in intervals), TransferStats()),
         plan=plan,
         incidents=tuple(incidents),
     )
@@ -98,20 +97,20 @@ def evaluate_batches(
     fleet: Fleet,
     *,
     recovery: Recovery | None = None,
-    wanted: Guessing | None = None,
-) -> Tested:
+    wanted: PredictionConfig | None = None,
+) -> EvalResult:
     """The same chain without training it; raises, and goes on, as ``train_round``."""
     check_cluster_plan(order.plan, splitter.num_blocks)
     if recovery is None:
-        return run_test(splitter, order, batches, fleet, wanted)
+        return evaluate_chain(splitter, order, batches, fleet, wanted)
     return RecoveringRound(splitter, order, fleet, recovery).test(batches, wanted)
 
 
 def joined(reports: Iterable[Sequence[StageReport]]) -> tuple[StageReport, ...]:
-    """One report per stage over all legs: those of the last leg in its order, behind the first."""
+    """One report per stage over all intervals: the control unit, then as in the last one."""
     by_name: dict[str, StageReport] = {}
-    for leg in reports:
-        for report in leg:
+    for interval in reports:
+        for report in interval:
             before = by_name.pop(report.name, None)
             by_name[report.name] = report if before is None else before + report
     control_unit = by_name.pop(CONTROL_UNIT, None)

@@ -1,22 +1,76 @@
-"""The seam between a control unit and its devices: threads here, daemons on boards there.
+"""What a cluster is asked to do in one round, and the fleet that does it.
 
-A fleet turns a planned round into a chain of stages that is joined to the edge and waits for the
-first step. Who runs the chain sees one link, and at its end the trained segments.
+A fleet, threads here or daemons on boards, turns a planned round into a chain of stages that is
+joined to the edge and waits for the first step. Who runs the chain sees one link, and at its end
+the trained segments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from collapipe_flwr.cluster.order import RoundOrder
+from torch import Tensor
+
+from collapipe_flwr.core.domain import ClusterPlan
+from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.models.splitter import Splitter
+from collapipe_flwr.pipeline.execution import Execution
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.meter import StageReport
-from collapipe_flwr.pipeline.state import PartState
+from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+from collapipe_flwr.pipeline.stage_settings import StageSettings
+from collapipe_flwr.pipeline.state import PartState, Slots
 from collapipe_flwr.transport.differences import TransferStats
+
+CONTROL_UNIT = "control-unit"
+PATIENCE_PER_STAGE = 0.5  # upstream waits longer, so that the neighbour of a silent stage speaks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundOrder:
+    """What the server asks of one cluster; ``weights`` are those of embedding and blocks."""
+
+    plan: ClusterPlan
+    weights: Mapping[str, Tensor]
+    optimizer: OptimizerSettings
+    schedule: str
+    deadline_s: float  # longest silence of a neighbour inside a step
+    idle_s: float = 600.0  # longest pause between steps
+    dropout_seed: int | None = None  # the same dropout for every cut; None where there is none
+    execution: Execution = field(default_factory=Execution)
+    slots: Slots = field(default_factory=dict)  # of the optimiser; without them it starts anew
+    keep_optimizer: bool = False  # give the slots back at the end of the round
+    first_step: int = 0  # the number of the first step; not 0 in the middle of a round
+
+    @property
+    def hops(self) -> tuple[LinkConfig, ...]:
+        """How every hop behaves: as planned, else as the run says."""
+        planned = self.plan.hops or (LinkConfig(codec=self.execution.codec),) * len(self.names)
+        return planned if self.execution.paced else tuple(hop.unpaced for hop in planned)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The stages in front of the edge: the control unit, then the planned devices."""
+        return (CONTROL_UNIT, *(segment.device_id for segment in self.plan.segments))
+
+    def settings(self, stage: int) -> StageSettings:
+        """How stage ``stage`` runs; 0 is the control unit, n + 1 the n-th planned device."""
+        stages_between_here_and_edge = len(self.names) - 1 - stage
+        return StageSettings(
+            name=self.names[stage],
+            schedule=self.schedule,
+            depth=self.plan.warmup_depth[stage],
+            deadline_s=self.deadline_s * (1 + PATIENCE_PER_STAGE * stages_between_here_and_edge),
+            idle_s=self.idle_s,
+            seed=self.dropout_seed,
+            precision=self.execution.precision,
+            recompute=self.execution.recompute and stage > 0,
+            clip_norm=self.execution.clip_norm or None,
+            keep_spans=self.execution.keep_spans,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from datasets import Dataset
 from torch import Tensor
 
-from collapipe_flwr.cluster.scoring import TestPart
+from collapipe_flwr.cluster.evaluation import TestPart
 from collapipe_flwr.config.schema import AppConfig
 from collapipe_flwr.core.errors import ConfigError, DataError
 from collapipe_flwr.core.keys import Value

@@ -1,14 +1,15 @@
-"""A round that outlives the loss of devices and a restart of the edge.
+"""A round that survives the loss of devices and a restart of the edge.
 
-The round runs in legs. Before each one the control unit holds the state of every segment, and the
-edge a snapshot of its decoder after the same step. When anything breaks, the leg is void on all
-sides at once: the edge goes back to its snapshot, the segments are placed anew by a plan for the
-devices that still answer, and the same batches are played again with the same seeds. So no step is
-applied twice or half, and the weights are those of an undisturbed run on the new plan.
+The round runs in replay intervals. Before each one the control unit holds the state of every
+segment, and the edge a snapshot of its decoder after the same step. When anything breaks, the
+interval is void on all sides at once: the edge rolls back to its snapshot, the segments are placed
+again by a plan for the devices that still answer, and the same batches are replayed with the same
+seeds. So no step is applied twice or half, and the weights are those of an undisturbed run on the
+new plan.
 
-With ``snapshot_every`` 0 the round is one leg: its first state came with the order and costs
+With ``snapshot_every`` 0 the round is one interval: its first state came with the order and costs
 nothing, and at most one round is replayed. With S > 0 a loss costs at most S steps, and every S
-steps the segments' weights and optimiser slots (for AdamW three times the weights) travel to the
+steps the segments' weights and optimizer slots (for AdamW three times the weights) travel to the
 control unit and back, while the edge copies its own.
 """
 
@@ -23,10 +24,9 @@ from functools import partial
 from itertools import count
 from typing import Protocol, TypeVar
 
-from collapipe_flwr.cluster.fleet import Fleet
-from collapipe_flwr.cluster.guessing import Guessing, Tested
-from collapipe_flwr.cluster.leg import Leg, run_leg, run_test
-from collapipe_flwr.cluster.order import RoundOrder
+from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig
+from collapipe_flwr.cluster.fleet import Fleet, RoundOrder
+from collapipe_flwr.cluster.interval import ReplayInterval, evaluate_chain, run_interval
 from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.costs.compute import Options
@@ -37,7 +37,7 @@ from collapipe_flwr.scheduler.replan import Remains, replan
 log = logging.getLogger(__name__)
 Batch = Sequence[MicroBatch]
 Result = TypeVar("Result")
-MOST_REPLAYS = 2  # of one leg without losing a device: whatever breaks it then will not mend
+MOST_REPLAYS = 2  # of one interval without losing a device: the failure is not transient then
 
 
 class Replica(Protocol):
@@ -64,17 +64,17 @@ class Recovery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incident:
-    """Something that broke a leg. Times are ``time.monotonic``.
+    """A failure that voided an interval. Times are ``time.monotonic``.
 
-    A leg that broke several times has as many incidents, which the play that went through ended
-    together.
+    An interval that failed several times has as many incidents; the replay that succeeded ended
+    them together.
     """
 
     reason: str
     lost: tuple[str, ...]  # device ids
     from_step: int  # replayed from here
     noticed_s: float
-    resumed_s: float  # when the first step of the play that went through was done
+    resumed_s: float  # when the first step of the replay that succeeded was done
 
     def __str__(self) -> str:
         lost = f"lost {', '.join(self.lost)}" if self.lost else "lost no device"
@@ -83,13 +83,13 @@ class Incident:
 
 
 class RecoveringRound:
-    """One round of one cluster, leg by leg; ``order`` is what is left to do and its plan."""
+    """One round of one cluster in intervals; ``order`` is what is left to do, with its plan."""
 
     def __init__(
         self, splitter: Splitter, order: RoundOrder, fleet: Fleet, recovery: Recovery
     ) -> None:
         self.order = order
-        self.legs: list[Leg] = []
+        self.intervals: list[ReplayInterval] = []
         self.incidents: list[Incident] = []
         self._splitter = splitter
         self._fleet = fleet
@@ -102,22 +102,22 @@ class RecoveringRound:
         """Every batch as one step, after testing ``probe``.
 
         Raises InfeasibleError when no plan fits the devices that are left, and LinkError when the
-        edge is gone for good or when a leg breaks again and again without the loss of a device.
+        edge is gone for good or an interval fails again and again without the loss of a device.
         """
-        source, self._probe = Source(batches), tuple(probe)
-        while source.more():
-            tape = Tape(source, self._recovery.snapshot_every)
-            leg = self._until_done(partial(self._once, tape), resumed_s=tape.first_done)
-            self.order = leg.order_behind(self.order)
-            self.legs.append(leg)
-            self._probe, self._done = (), self._done + len(leg.losses)
+        source, self._probe = PeekableIterator(batches), tuple(probe)
+        while source.has_next():
+            buffer = ReplayBuffer(source, self._recovery.snapshot_every)
+            interval = self._until_done(partial(self._once, buffer), resumed_s=buffer.first_done)
+            self.order = interval.remaining(self.order)
+            self.intervals.append(interval)
+            self._probe, self._done = (), self._done + len(interval.losses)
 
-    def test(self, batches: Iterable[Batch], wanted: Guessing | None = None) -> Tested:
-        """Loss and guesses of the chain without training it; raises as :meth:`run`."""
+    def test(self, batches: Iterable[Batch], wanted: PredictionConfig | None = None) -> EvalResult:
+        """Loss and predictions of the chain without training it; raises as :meth:`run`."""
         taken = tuple(batches)
 
-        def attempt() -> Tested:
-            return run_test(self._splitter, self.order, taken, self._fleet, wanted)
+        def attempt() -> EvalResult:
+            return evaluate_chain(self._splitter, self.order, taken, self._fleet, wanted)
 
         return self._until_done(attempt, resumed_s=time.monotonic)
 
@@ -140,29 +140,29 @@ class RecoveringRound:
                 self.incidents += [replace(incident, resumed_s=at_s) for incident in ended]
                 return result
 
-    def _once(self, tape: Tape) -> Leg:
-        """Play the leg and have the edge keep its end.
+    def _once(self, buffer: ReplayBuffer) -> ReplayInterval:
+        """Run the interval and have the edge take a snapshot after it.
 
-        Behind the last leg, too: else an edge that restarts just then would go on from a snapshot,
-        and give out a decoder that lacks the leg.
+        After the last interval, too: else an edge that restarts just then would continue from an
+        older snapshot and return a decoder that lacks the interval.
         """
-        more = tape.source.more
-        leg = run_leg(
+        more = buffer.source.has_next
+        interval = run_interval(
             self._splitter,
             self.order,
-            tape.play(),
+            buffer.replay(),
             self._fleet,
             self._probe,
             keep_optimizer=lambda: more() or self.order.keep_optimizer,
         )
-        self._recovery.edge.snapshot(self._done + len(leg.losses))
-        return leg
+        self._recovery.edge.snapshot(self._done + len(interval.losses))
+        return interval
 
     def _recover(self, error: LinkError) -> Incident:
-        """Void the leg everywhere, and plan for the devices that answer.
+        """Void the interval everywhere, and plan for the devices that answer.
 
-        A device that was lost stays out until the round is over: one that comes and goes would
-        have the leg replayed without end.
+        A lost device stays out until the round is over: one that comes and goes would have the
+        interval replayed without end.
         """
         noticed_s, plan = time.monotonic(), self.order.plan
         ids = [device.device_id for device in self._recovery.profile.devices]
@@ -197,46 +197,47 @@ class RecoveringRound:
         )
 
 
-class Source:
-    """Batches with a look ahead of one."""
+class PeekableIterator:
+    """Batches with a look-ahead of one."""
 
     def __init__(self, batches: Iterable[Batch]) -> None:
         self._batches = iter(batches)
         self._next: Batch | None = None
 
-    def more(self) -> bool:
+    def has_next(self) -> bool:
         """Whether there is another batch."""
         if self._next is None:
             self._next = next(self._batches, None)
         return self._next is not None
 
-    def take(self) -> Batch:
-        """The next batch, after :meth:`more`."""
-        batch, self._next = self._next, None
-        assert batch is not None
+    def __next__(self) -> Batch:
+        batch = self._next if self.has_next() else None
+        if batch is None:
+            raise StopIteration
+        self._next = None
         return batch
 
 
-class Tape:
-    """The batches of one leg: taken once from their source, played as often as needed."""
+class ReplayBuffer:
+    """The batches of one interval: taken once from ``source``, replayed as often as needed."""
 
-    def __init__(self, source: Source, limit: int) -> None:
+    def __init__(self, source: PeekableIterator, limit: int) -> None:
         self.source = source
         self._first_done_s = 0.0
         self._limit = limit or math.inf
         self._batches: list[Batch] = []
 
     def first_done(self) -> float:
-        """When the first step of the last play was over."""
+        """When the first step of the last replay was over."""
         return self._first_done_s
 
-    def play(self) -> Iterator[Batch]:
-        """From the first batch on; takes new ones when the known ones are through."""
+    def replay(self) -> Iterator[Batch]:
+        """Yield all batches from the first one on; new ones are taken after the known ones."""
         for index in count():
             if index == 1:
                 self._first_done_s = time.monotonic()
-            if index == len(self._batches) and index < self._limit and self.source.more():
-                self._batches.append(self.source.take())
+            if index == len(self._batches) and index < self._limit and self.source.has_next():
+                self._batches.append(next(self.source))
             if index == len(self._batches):
                 return
             yield self._batches[index]

@@ -13,8 +13,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from collapipe_flwr.cluster.fleet import Segments
-from collapipe_flwr.cluster.order import CONTROL_UNIT, RoundOrder
+from collapipe_flwr.cluster.fleet import CONTROL_UNIT, RoundOrder, Segments
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.core.errors import ConfigError, FrozenWanted, LinkError
 from collapipe_flwr.core.heartbeat import Heartbeat

@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import pairwise
 
-from collapipe_flwr.cluster.fleet import Segments
-from collapipe_flwr.cluster.order import RoundOrder
+from collapipe_flwr.cluster.fleet import RoundOrder, Segments
 from collapipe_flwr.core.errors import CollaPipeError, LinkError, LinkTimeout
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.models.splitter import Splitter

@@ -9,7 +9,9 @@ ones are deleted after that, so a crash or a power cut leaves this one or the on
 
 from __future__ import annotations
 
+import base64
 import json
+import random
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
+import torch
 from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 from safetensors import SafetensorError
@@ -31,7 +34,6 @@ from torch import Tensor
 from collapipe_flwr.core.durable import clean, draft, make_folder, publish, write_text
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
-from collapipe_flwr.federation.chance import read_chance
 
 VERSION = 3
 KEPT_CHECKPOINTS = 2  # so that a damaged one leaves another
@@ -105,12 +107,12 @@ class Checkpoints:
         """Whether the run is saved after this round."""
         return server_round % self.every == 0
 
-    def note_chance(self, server_round: int) -> None:
+    def note_rng_state(self, server_round: int) -> None:
         """Bring the random state of the checkpoint of this round up to date: the next one draws."""
         paths = self._paths()
         if paths and _round_of(paths[-1]) == server_round:
             with _writing(paths[-1]):
-                write_text(paths[-1] / _CHANCE, read_chance())
+                write_text(paths[-1] / _CHANCE, rng_state())
 
     def newest(self) -> Checkpoint | None:
         """The newest checkpoint, None if there is none; raises RunError if it cannot be read."""
@@ -160,7 +162,7 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
         "memories": {part: memory.text for part, memory in memories.items()},
     }
     (folder / _STATE).write_text(json.dumps(state))
-    (folder / _CHANCE).write_text(checkpoint.chance or read_chance())
+    (folder / _CHANCE).write_text(checkpoint.chance or rng_state())
 
 
 def _read(folder: Path) -> Checkpoint:
@@ -197,3 +199,27 @@ def _joined(parts: Mapping[str, Mapping[str, Found]]) -> dict[str, Found]:
 def _of(part: str, joined: Mapping[str, Found]) -> dict[str, Found]:
     prefix = f"{part}/"
     return {k.removeprefix(prefix): v for k, v in joined.items() if k.startswith(prefix)}
+
+
+def rng_state() -> str:
+    """The generators as they stand."""
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "random": random.getstate(),
+        "numpy": [str(name), np.asarray(keys).tolist(), position, has_gauss, gauss],
+        "torch": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
+    }
+    return json.dumps(state)
+
+
+def restore_rng_state(text: str) -> None:
+    """Set the generators; raises RunError where ``text`` is not what :func:`rng_state` gave."""
+    try:
+        state = json.loads(text)
+        version, internal, gauss = state["random"]
+        random.setstate((version, tuple(internal), gauss))
+        np.random.set_state(tuple(state["numpy"]))
+        raw = np.frombuffer(base64.b64decode(state["torch"]), dtype=np.uint8)
+        torch.set_rng_state(torch.from_numpy(raw.copy()))
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise RunError(f"the checkpoint's random state cannot be read: {error}") from error

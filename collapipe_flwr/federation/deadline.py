@@ -32,8 +32,8 @@ from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.federation.checkpoint import Memory, Resumable
 from collapipe_flwr.federation.members import Members
+from collapipe_flwr.federation.messages import LATE
 from collapipe_flwr.federation.records import read_assignment, take_telemetry
-from collapipe_flwr.federation.replies import LATE
 
 log = logging.getLogger("flwr.collapipe")
 REMEMBERED = 5  # rounds
@@ -102,7 +102,7 @@ class RoundClock:
         self._missed = dict(kept.missed)
 
 
-class PunctualMembers(Members):
+class DeadlineGrid(Members):
     """Members whose training rounds close at the clock's deadline, if that comes first.
 
     Replies that come later are never asked for: the next round has messages of its own.

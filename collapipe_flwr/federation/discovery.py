@@ -18,8 +18,8 @@ from flwr.serverapp import Grid
 
 from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import ProtocolError, RunError
+from collapipe_flwr.federation.messages import sentence
 from collapipe_flwr.federation.records import QUERY_DESCRIBE, read_profile
-from collapipe_flwr.federation.replies import sentence
 
 log = logging.getLogger("flwr.collapipe")
 _NODE_UNAVAILABLE = 5  # flwr's error code of a node whose heartbeats are missing

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from collapipe_flwr.cluster.leg import MeanLoss
-from collapipe_flwr.cluster.scoring import TestPart, guessing_for, tally_of
-from collapipe_flwr.cluster.whole import evaluate_whole
+from collapipe_flwr.cluster.evaluation import EvalResult, TestPart, prediction_config, tally_of
+from collapipe_flwr.cluster.unsplit import evaluate_unsplit
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.metrics import Tally, added
 from collapipe_flwr.data.tasks import Task
@@ -26,15 +25,15 @@ class Evaluator:
 
     def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, float]:
         """``loss`` (mean over labels) and every metric of the task."""
-        model, wanted = self._splitter.build_whole(weights), guessing_for(self.task)
+        model, wanted = self._splitter.build_whole(weights), prediction_config(self.task)
         losses: list[tuple[float, float]] = []
         tally: Tally = {}
         for rows in self._batches:
             part = TestPart.of(self.task, rows)
-            tested = evaluate_whole(model, [[part.tensors]], self._splitter.task, wanted)
+            tested = evaluate_unsplit(model, [[part.tensors]], self._splitter.task, wanted)
             losses.append((tested.loss, tested.targets))
-            tally = added(tally, tally_of(self.task, [part], tested.guesses[0]))
-        return scores(self.task, MeanLoss.of(losses).loss, tally)
+            tally = added(tally, tally_of(self.task, [part], tested.predictions[0]))
+        return scores(self.task, EvalResult.mean(losses).loss, tally)
 
 
 def scores(task: Task, loss: float, tally: Tally) -> dict[str, float]:

@@ -5,10 +5,15 @@ the environment and working directory of its first launcher; and with ``--stream
 even when the run failed. So :func:`run_app` starts a private SuperLink (own ports, own Flower
 home, this very Python environment), lets ``flwr run`` find that one, reads the outcome from the
 run directory, and stops what it started. What it started also ends when this process is killed.
+
+Overrides of the run-config, from files and the command line, are merged into one flat file for
+Flower: ``flwr run --run-config a.b=1 --run-config a.c=2`` keeps only ``a.c``, because each flag
+replaces the whole table ``a``.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -16,18 +21,86 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from collapipe_flwr.core.errors import RunError
+from collapipe_flwr.config.parsing import refuse_unknown
+from collapipe_flwr.config.schema import known_keys, parse
+from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.core.keeper import keeping
 from collapipe_flwr.core.keys import Value
 from collapipe_flwr.core.signals import terminable
-from collapipe_flwr.federation.overrides import write_overrides
+
+
+def read_overrides(sources: Sequence[str]) -> dict[str, Value]:
+    """Merge ``KEY=VALUE`` pairs and ``.toml`` files, later ones first in rank.
+
+    A value is TOML; what is none is taken as a string, so quotes are optional. Raises ConfigError.
+    """
+    merged: dict[str, Value] = {}
+    for source in sources:
+        merged |= _read_file(Path(source)) if source.endswith(".toml") else _read_pair(source)
+    return merged
+
+
+def check_overrides(project: Path, overrides: Mapping[str, Value]) -> None:
+    """Raise ConfigError for keys that the app does not declare; Flower would not say which.
+
+    For an app with exactly our keys, values are checked as well, before anything starts.
+    """
+    # The launcher sets these itself, to find the run again.
+    for key, option in (("output-dir", "output-dir"), ("run-name", "output-dir"), ("resume",) * 2):
+        if key in overrides:
+            raise ConfigError(f"--run-config {key} cannot be set here: use --{option}")
+    path = project / "pyproject.toml"
+    if not path.exists():
+        raise ConfigError(f"{project} is no Flower app: it has no pyproject.toml")
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    declared = _flat(table.get("tool", {}).get("flwr", {}).get("app", {}).get("config", {}))
+    refuse_unknown(overrides, set(declared))
+    if set(declared) == known_keys():
+        parse({**declared, **overrides})
+
+
+def write_overrides(overrides: Mapping[str, Value], path: Path) -> None:
+    """A flat TOML file; JSON's strings, numbers and truth values are TOML's as well."""
+    lines = [f"{json.dumps(key)} = {json.dumps(value)}\n" for key, value in overrides.items()]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def _read_file(path: Path) -> dict[str, Value]:
+    try:
+        return _flat(tomllib.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ConfigError(f"--run-config {path} cannot be read ({error.strerror})") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"--run-config {path} is not TOML: {error}") from error
+
+
+def _read_pair(source: str) -> dict[str, Value]:
+    key, equals, text = source.partition("=")
+    if not key.strip() or not equals:
+        raise ConfigError(f"--run-config {source!r} is neither KEY=VALUE nor a .toml file")
+    try:
+        value: Value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    return {key.strip(): value}
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
+    flat: dict[str, Value] = {}
+    for key, value in table.items():
+        name = prefix + key
+        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return flat
+
 
 _START_S = 60.0
 _PROBE_S = 0.25

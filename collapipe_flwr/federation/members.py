@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from collapipe_flwr.federation.accepted import AcceptedRounds
 from collapipe_flwr.federation.checkpoint import Resumable
 from collapipe_flwr.federation.discovery import Newcomers
 from collapipe_flwr.federation.records import (
     content_bytes,
     flower_round,
-    has_whole_task,
+    has_unsplit_task,
     write_progress,
 )
+from collapipe_flwr.federation.rounds import AcceptedRounds
 
 if TYPE_CHECKING:  # not part of Flower's public names
     from flwr.supercore.run import Run
@@ -146,4 +146,4 @@ def _trains(message: Message) -> bool:
 
 
 def _trains_whole(message: Message) -> bool:
-    return _trains(message) and has_whole_task(message.content)
+    return _trains(message) and has_unsplit_task(message.content)

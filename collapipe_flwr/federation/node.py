@@ -17,10 +17,10 @@ from collapipe_flwr.config.schema import AppConfig, parse
 from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.data.vocabulary import Vocabulary
-from collapipe_flwr.federation.accepted import Progress
 from collapipe_flwr.federation.node_fleet import Crew, open_crew
 from collapipe_flwr.federation.node_state import STATE_KEY, NodeState, state_folder
 from collapipe_flwr.federation.records import SplitTask
+from collapipe_flwr.federation.rounds import Progress
 from collapipe_flwr.models.splitter import Splitter
 
 CLUSTER_KEY = "cluster"

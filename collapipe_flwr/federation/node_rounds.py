@@ -15,18 +15,17 @@ from flwr.app import MetricRecord, RecordDict
 from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import RoundResult, evaluate_batches, train_round
-from collapipe_flwr.cluster.guessing import Tested
+from collapipe_flwr.cluster.evaluation import EvalResult, TestPart, prediction_config, tally_of
+from collapipe_flwr.cluster.fleet import RoundOrder
 from collapipe_flwr.cluster.local_data import LocalData, RoundExamples
-from collapipe_flwr.cluster.order import RoundOrder
-from collapipe_flwr.cluster.scoring import TestPart, guessing_for, tally_of
-from collapipe_flwr.cluster.whole import evaluate_whole, train_whole
+from collapipe_flwr.cluster.unsplit import evaluate_unsplit, train_unsplit
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.federation import records
 from collapipe_flwr.federation.arrays import take_record
 from collapipe_flwr.federation.node import Node
 from collapipe_flwr.federation.node_state import OptimizerMemory
-from collapipe_flwr.federation.records import SplitTask, WholeTask
+from collapipe_flwr.federation.records import SplitTask, UnsplitTask
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.splitter import Splitter
@@ -78,7 +77,7 @@ class PipelineRound:
         steps = list(data.test_steps(**self.sizes))
         batches = _micro_batches(splitter, ([dict(p.tensors) for p in step] for step in steps))
         generates_blind = splitter.decodes and splitter.ties  # its embedding has borrowed rows only
-        wanted = None if generates_blind else guessing_for(data.task)
+        wanted = None if generates_blind else prediction_config(data.task)
         with node.crew(self.task, splitter, data.examples_per_round) as crew:
             order, recovery = self._order(splitter, weights), crew.recovery
             tested = evaluate_batches(
@@ -111,7 +110,7 @@ class WholeRound:
     """The whole model in this process, for a plain strategy."""
 
     server_round: int
-    task: WholeTask
+    task: UnsplitTask
 
     @property
     def run_id(self) -> str:
@@ -134,7 +133,7 @@ class WholeRound:
         optimizer = Optimizer(self.task.optimizers[self.server_round - 1], model.parameters())
         load_slots(model, optimizer, memory.recall())
         steps = examples.steps(**self.sizes)
-        losses = train_whole(model, optimizer, steps, splitter.task.targets, self.task.execution)
+        losses = train_unsplit(model, optimizer, steps, splitter.task.targets, self.task.execution)
         memory.remember(slots_of(model, optimizer))
         return _reply(splitter.trained_weights(model), losses, examples)
 
@@ -144,13 +143,13 @@ class WholeRound:
         splitter = _splitter(self.task.model_spec_json)
         steps = list(data.test_steps(**self.sizes))
         batches = [[part.tensors for part in step] for step in steps]
-        model, wanted = splitter.build_whole(weights), guessing_for(data.task)
-        return _test_record(data, steps, evaluate_whole(model, batches, splitter.task, wanted))
+        model, wanted = splitter.build_whole(weights), prediction_config(data.task)
+        return _test_record(data, steps, evaluate_unsplit(model, batches, splitter.task, wanted))
 
 
 def round_of(content: RecordDict) -> PipelineRound | WholeRound:
     """The round that a message asks for; raises ProtocolError where it asks for none."""
-    whole = records.read_whole_task(content)
+    whole = records.read_unsplit_task(content)
     if whole is not None:
         return WholeRound(server_round=records.flower_round(content), task=whole)
     assignment = records.read_assignment(content)
@@ -208,12 +207,12 @@ def _telemetry(result: RoundResult, examples: RoundExamples) -> ClusterTelemetry
 
 
 def _test_record(
-    data: LocalData, steps: Sequence[Sequence[TestPart]], tested: Tested
+    data: LocalData, steps: Sequence[Sequence[TestPart]], tested: EvalResult
 ) -> MetricRecord:
     """The mean loss and its weight, and the counts of every metric."""
-    parts = [part for step in steps for part in step] if tested.guesses else []
-    guesses = [ids for step in tested.guesses for ids in step]
-    counts = records.tally_metrics(tally_of(data.task, parts, guesses))
+    parts = [part for step in steps for part in step] if tested.predictions else []
+    predictions = [ids for step in tested.predictions for ids in step]
+    counts = records.tally_metrics(tally_of(data.task, parts, predictions))
     return MetricRecord({"loss": tested.loss, records.EXAMPLES: tested.targets, **counts})
 
 

@@ -22,8 +22,8 @@ from collapipe_flwr.cluster.round_files import RoundFiles
 from collapipe_flwr.core.errors import ConfigError, ModelError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.data.stream import StreamPlace
-from collapipe_flwr.federation.accepted import Progress
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
+from collapipe_flwr.federation.rounds import Progress
 from collapipe_flwr.pipeline.state import PartState, Slots
 
 log = logging.getLogger("flwr.collapipe")

@@ -7,15 +7,25 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import replace
 
 from flwr.app import ArrayRecord, Message, RecordDict
 
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import LinkError, ProtocolError, RunError
-from collapipe_flwr.federation.accepted import AcceptedRounds
-from collapipe_flwr.federation.arrays import averaged_keys, averaging_view, restore
+from collapipe_flwr.federation.messages import (
+    LATE,
+    Sent,
+    as_failed,
+    only_arrays,
+    readdressed,
+    restored,
+    sender_of,
+    sentence,
+    viewed,
+    with_content,
+)
 from collapipe_flwr.federation.records import (
     RoundAssignment,
     content_bytes,
@@ -24,38 +34,11 @@ from collapipe_flwr.federation.records import (
     write_assignment,
     write_progress,
 )
-from collapipe_flwr.federation.replies import (
-    LATE,
-    Sent,
-    as_failed,
-    sender_of,
-    sentence,
-    with_content,
-)
-from collapipe_flwr.federation.rounds import ClosedRound, RoundPlan
+from collapipe_flwr.federation.rounds import AcceptedRounds, ClosedRound, RoundPlan
 from collapipe_flwr.federation.split import SplitRound
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 
 log = logging.getLogger("flwr.collapipe")
-
-
-@dataclass(slots=True, kw_only=True)
-class Received:
-    """The replies of a round, in their order of arrival, as the inner strategy may see them."""
-
-    sent: list[Sent]
-    replies: list[Message] = field(default_factory=list)  # usable ones and errors
-    models: dict[str, ArrayRecord] = field(default_factory=dict)  # whole, by cluster
-    examples: dict[str, float] = field(default_factory=dict)  # by cluster
-    telemetry: dict[str, ClusterTelemetry] = field(default_factory=dict)  # by cluster
-    failures: dict[str, str] = field(default_factory=dict)  # by cluster
-    content_bytes: int = 0
-
-    @property
-    def heaviest(self) -> ArrayRecord:
-        """The model from the most examples; among equals the first by name."""
-        names = sorted(self.models, key=lambda name: (-self.examples[name], name))
-        return self.models[names[0]] if names else ArrayRecord()
 
 
 class OpenRound:
@@ -85,48 +68,36 @@ class OpenRound:
                 self.sent.append(self._address(message))
         return [sent.message for sent in self.sent]
 
-    def receive(self, replies: Iterable[Message], weighted_by: str) -> Received:
+    def receive(self, replies: Iterable[Message], weighted_by: str) -> ClosedRound:
         """Sort the replies; one that cannot be used becomes an error for the inner strategy."""
-        received = Received(sent=self.sent)
+        closed = ClosedRound(plan=self.plan, before=self.template, sent=self.sent)
         for reply, sent in self._attributed(replies):
-            received.replies.append(self._receive(reply, sent, weighted_by, received))
+            closed.replies.append(self._receive(reply, sent, weighted_by, closed))
         for sent in self.sent:
-            if sent.cluster_id not in received.models and sent.cluster_id not in received.failures:
-                received.failures[sent.cluster_id] = "no reply before the round's timeout"
-        return received
+            if sent.cluster_id not in closed.models and sent.cluster_id not in closed.failures:
+                closed.failures[sent.cluster_id] = "no reply before the round's timeout"
+        return closed
 
-    def refuse_total_loss(self, received: Received) -> None:
+    def refuse_total_loss(self, closed: ClosedRound) -> None:
         """Raise RunError if clusters were asked and none gave a usable reply.
 
         One that was late by plan is no loss: the next round waits longer for it.
         """
-        late = (r for r in received.replies if r.has_error() and r.error.code == LATE)
-        if not self.sent or received.models or any(late):
+        late = (r for r in closed.replies if r.has_error() and r.error.code == LATE)
+        if not self.sent or closed.models or any(late):
             return
-        cluster_id, why = next(iter(received.failures.items()))
+        cluster_id, why = next(iter(closed.failures.items()))
         raise RunError(
             f"round {self.plan.server_round}: all {len(self.sent)} clusters failed, "
             f"first {cluster_id}: {why}"
         )
 
-    def accept(self, received: Received) -> None:
+    def accept(self, closed: ClosedRound) -> None:
         """The replies are part of the global model: their clusters continue from this round."""
-        for cluster_id in received.models:
+        for cluster_id in closed.models:
             if self._split is not None:
                 self._split.accept(cluster_id)
             self._accepted.accept(cluster_id, self.plan.server_round)
-
-    def settled(self, received: Received, after: ArrayRecord | None) -> ClosedRound:
-        """The round as its planner may learn from it."""
-        return ClosedRound(
-            plan=self.plan,
-            before=self.template,
-            after=after or None,
-            models=received.models,
-            examples=received.examples,
-            telemetry=received.telemetry,
-            failures=received.failures,
-        )
 
     def close(self) -> None:
         """End the edge sessions."""
@@ -169,13 +140,15 @@ class OpenRound:
                 pairs.append((reply, sent))
         return sorted(pairs, key=lambda pair: pair[1].cluster_id) if self._split else pairs
 
-    def _receive(self, reply: Message, sent: Sent, weighted_by: str, received: Received) -> Message:
+    def _receive(
+        self, reply: Message, sent: Sent, weighted_by: str, closed: ClosedRound
+    ) -> Message:
         name = sent.cluster_id
         if reply.has_error():
-            received.failures[name] = why = sentence(reply.error)
+            closed.failures[name] = why = sentence(reply.error)
             log.warning("cluster %s failed: %s", name, why)
             return reply
-        received.content_bytes += content_bytes(reply.content)
+        closed.received_bytes += content_bytes(reply.content)
         try:
             examples = examples_of(reply.content, weighted_by)
             if self._split is not None:
@@ -183,13 +156,13 @@ class OpenRound:
             content, telemetry = self._unpack(reply.content, name)
             shown = viewed(content, self.constant)
         except LinkError as error:
-            received.failures[name] = str(error)
+            closed.failures[name] = str(error)
             log.warning("the reply of cluster %s is unusable: %s", name, error)
             return as_failed(sent, str(error))
-        received.models[name] = next(iter(content.array_records.values()), ArrayRecord())
-        received.examples[name] = examples
+        closed.models[name] = next(iter(content.array_records.values()), ArrayRecord())
+        closed.examples[name] = examples
         if telemetry is not None:
-            received.telemetry[name] = telemetry
+            closed.telemetry[name] = telemetry
         return with_content(reply, shown)
 
     def _unpack(
@@ -218,40 +191,3 @@ def check_weight(examples: float, weighted_by: str, cluster_id: str) -> None:
 def edge_depth(plan: ClusterPlan | None) -> int:
     """Micro-batches in flight that the plan gives the edge, the last stage."""
     return plan.warmup_depth[-1] if plan is not None and plan.warmup_depth else 1
-
-
-def only_arrays(content: RecordDict, what: str) -> tuple[str, ArrayRecord]:
-    """Name and arrays of the one ArrayRecord; raises ProtocolError if there is not just one."""
-    found = list(content.array_records.items())
-    if len(found) != 1:
-        raise ProtocolError(f"{what} must hold exactly one ArrayRecord, got {len(found)}")
-    return found[0]
-
-
-def viewed(content: RecordDict, constant: Collection[str]) -> RecordDict:
-    """A new RecordDict whose arrays are what the inner strategy may average."""
-    shown = RecordDict(dict(content))
-    for name, record in content.array_records.items():
-        shown[name] = averaging_view(record, constant)
-    return shown
-
-
-def restored(
-    content: RecordDict, template: ArrayRecord, constant: Collection[str] = ()
-) -> RecordDict:
-    """A new RecordDict with arrays of the global model in their own dtypes, all records copied."""
-    averaged = set(averaged_keys(template, constant))
-    own = RecordDict()
-    for name, record in content.items():
-        if isinstance(record, ArrayRecord) and set(record) == averaged:
-            record = restore(record, template, template)
-        own[name] = record.copy()
-    return own
-
-
-def readdressed(message: Message, content: RecordDict) -> Message:
-    """A new message to the same node with other content."""
-    meta = message.metadata
-    return Message(
-        content, meta.dst_node_id, meta.message_type, ttl=meta.ttl, group_id=meta.group_id
-    )

@@ -15,8 +15,7 @@ from collapipe_flwr.federation.rounds import RoundRecord
 from collapipe_flwr.pipeline.timeline import write_trace
 from collapipe_flwr.reporting.console import RoundPrinter
 from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, RunStory
-from collapipe_flwr.reporting.past import Past
-from collapipe_flwr.reporting.run_directory import RunDirectory
+from collapipe_flwr.reporting.run_directory import Past, RunDirectory
 
 Evaluate = Callable[[Mapping[str, Tensor]], dict[str, float]]
 

@@ -18,7 +18,7 @@ from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile
 from collapipe_flwr.core.errors import ProtocolError, ScheduleError
 from collapipe_flwr.core.heartbeat import Heartbeat
 from collapipe_flwr.core.json_codec import from_json, to_json
-from collapipe_flwr.federation.accepted import Progress
+from collapipe_flwr.federation.rounds import Progress
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.pipeline.execution import Execution
@@ -37,7 +37,7 @@ _PROGRESS = "collapipe.progress"
 _PLAN = "collapipe.plan"
 _CLUSTER_ID = "collapipe.cluster-id"
 _SPLIT = "collapipe.split"
-_WHOLE = "collapipe.whole"
+_UNSPLIT = "collapipe.unsplit"
 _TELEMETRY = "collapipe.telemetry"
 _PROFILE = "collapipe.profile"
 _SPARE = "collapipe.spare"
@@ -77,7 +77,7 @@ class SplitTask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WholeTask:
+class UnsplitTask:
     """What a client needs to train the unsplit model: the peer of every comparison."""
 
     model_spec_json: str
@@ -113,7 +113,7 @@ def write_assignment(content: RecordDict, assignment: RoundAssignment) -> Record
 
 def read_assignment(content: RecordDict) -> RoundAssignment:
     """The assignment in a message; raises ProtocolError if it is missing or malformed."""
-    config = next((c for c in content.config_records.values() if _ROUND in c), None)
+    config = _holder(content, _ROUND)
     if config is None:
         raise ProtocolError(
             f"the message holds no {_ROUND}: wrap the server's strategy in CollaPipe"
@@ -137,7 +137,7 @@ def write_progress(content: RecordDict, progress: Progress) -> RecordDict:
 
 def read_progress(content: RecordDict) -> Progress:
     """The progress in an order to train; raises ProtocolError if it is missing or malformed."""
-    config = next((c for c in content.config_records.values() if _PROGRESS in c), None)
+    config = _holder(content, _PROGRESS)
     text = _text(config, _PROGRESS) if config is not None else None
     if text is None:
         raise ProtocolError(
@@ -170,30 +170,30 @@ def take_telemetry(content: RecordDict) -> tuple[RecordDict, ClusterTelemetry | 
     return rest, _read(content, _TELEMETRY, ClusterTelemetry)
 
 
-def whole_task_config(task: WholeTask) -> ConfigRecord:
+def unsplit_task_config(task: UnsplitTask) -> ConfigRecord:
     """The train config of a plain Flower strategy whose clients train the unsplit model."""
-    return ConfigRecord({_WHOLE: to_json(task)})
+    return ConfigRecord({_UNSPLIT: to_json(task)})
 
 
-def has_whole_task(content: RecordDict) -> bool:
+def has_unsplit_task(content: RecordDict) -> bool:
     """Whether a plain strategy asks for training of the unsplit model."""
-    return any(_WHOLE in config for config in content.config_records.values())
+    return _holder(content, _UNSPLIT) is not None
 
 
 def flower_round(content: RecordDict) -> int:
     """The server round in a plain strategy's message; raises ProtocolError without one."""
-    config = next((c for c in content.config_records.values() if _FLOWER_ROUND in c), None)
+    config = _holder(content, _FLOWER_ROUND)
     server_round = None if config is None else config[_FLOWER_ROUND]
     if type(server_round) is not int:
         raise ProtocolError(f"{_FLOWER_ROUND} must be a whole number, got {server_round!r}")
     return server_round
 
 
-def read_whole_task(content: RecordDict) -> WholeTask | None:
+def read_unsplit_task(content: RecordDict) -> UnsplitTask | None:
     """The task in a message of a plain strategy, or None; raises ProtocolError if malformed."""
-    config = next((c for c in content.config_records.values() if _WHOLE in c), None)
-    text = _text(config, _WHOLE) if config is not None else None
-    return None if text is None else from_json(WholeTask, text, _WHOLE)
+    config = _holder(content, _UNSPLIT)
+    text = _text(config, _UNSPLIT) if config is not None else None
+    return None if text is None else from_json(UnsplitTask, text, _UNSPLIT)
 
 
 def write_profile(profile: ClusterProfile) -> RecordDict:
@@ -267,6 +267,11 @@ def _configured(content: RecordDict, values: Mapping[str, str | int]) -> RecordD
     written = RecordDict(dict(content))
     written[name] = config
     return written
+
+
+def _holder(content: RecordDict, key: str) -> ConfigRecord | None:
+    """The first ConfigRecord that has the key."""
+    return next((c for c in content.config_records.values() if key in c), None)
 
 
 def _read(content: RecordDict, name: str, kind: type[T]) -> T | None:

@@ -22,8 +22,14 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from collapipe_flwr.core.errors import CollaPipeError, RunError
-from collapipe_flwr.federation.chance import read_chance, restore_chance
-from collapipe_flwr.federation.checkpoint import Checkpoint, Checkpoints, Memory, Resumable
+from collapipe_flwr.federation.checkpoint import (
+    Checkpoint,
+    Checkpoints,
+    Memory,
+    Resumable,
+    restore_rng_state,
+    rng_state,
+)
 from collapipe_flwr.federation.state_values import (
     Arrays,
     changed_state,
@@ -100,10 +106,10 @@ class Checkpointed(Strategy):
         """The strategy's messages of the true round."""
         self._arrays = arrays
         if self._chance:
-            restore_chance(self._chance)
+            restore_rng_state(self._chance)
             self._chance = ""
         true_round = server_round + self._done
-        self._checkpoints.note_chance(true_round - 1)
+        self._checkpoints.note_rng_state(true_round - 1)
         return self._strategy.configure_train(true_round, arrays, config, grid)
 
     def aggregate_train(
@@ -138,7 +144,7 @@ class Checkpointed(Strategy):
             arrays=self._arrays,
             strategy=type(self._inner).__name__,
             memories={_INNER: inner, **{name: p.dump() for name, p in self._parts.items()}},
-            chance=read_chance(),
+            chance=rng_state(),
         )
 
     def _resume(self, initial: ArrayRecord) -> ArrayRecord:

@@ -1,7 +1,13 @@
 """What a round is, as values: the plan that opens it and the record that closes it.
 
 :class:`RoundPlanner` is the seam between the strategy and whatever decides: DSSDA over described
-clusters, priors for clients that describe nothing, or a test.
+clusters, default profiles for clients that describe nothing, or a test.
+
+A cluster cannot know whether the server used its reply: it may come too late, be refused or get
+lost. So the server counts the replies that it aggregated (:class:`AcceptedRounds`), and every order
+to train names the last of them. The cluster continues from the state in which it ended that round,
+and with the examples that follow it; what it kept of other rounds since is void. The counts are
+part of a checkpoint, so a resumed run continues from what the checkpoint's model contains.
 """
 
 from __future__ import annotations
@@ -10,12 +16,79 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from flwr.app import ArrayRecord, MetricRecord
+from flwr.app import ArrayRecord, Message, MetricRecord
 
 from collapipe_flwr.core.domain import ClusterPlan, Plan
+from collapipe_flwr.core.errors import ProtocolError
+from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.core.links import LinkReport
+from collapipe_flwr.federation.checkpoint import KEPT_CHECKPOINTS, Memory
+from collapipe_flwr.federation.messages import Sent
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.transport.differences import TransferStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """The accepted rounds of one cluster.
+
+    ``rounds`` is their number and ``last_round`` the server round of the newest, 0 before the
+    first. ``saved`` is what ``last_round`` was in the checkpoints from which the run may resume.
+    """
+
+    rounds: int = 0
+    last_round: int = 0
+    saved: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raise ProtocolError for numbers that no count of rounds gives."""
+        if not 0 <= self.rounds <= self.last_round or (self.last_round and not self.rounds):
+            raise ProtocolError(
+                f"{self.rounds} accepted rounds cannot end with round {self.last_round}"
+            )
+
+    @property
+    def needed(self) -> tuple[int, ...]:
+        """The rounds whose end the cluster may be asked to continue from."""
+        return (self.last_round, *self.saved)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """A checkpoint's memory; ``saved`` holds the last rounds by cluster of each checkpoint."""
+
+    clusters: Mapping[str, Progress] = field(default_factory=dict)
+    saved: tuple[Mapping[str, int], ...] = ()
+
+
+class AcceptedRounds:
+    """Counts the accepted rounds of every cluster."""
+
+    def __init__(self) -> None:
+        self._clusters: dict[str, Progress] = {}
+        self._saved: tuple[Mapping[str, int], ...] = ()  # oldest first
+
+    def progress(self, cluster_id: str) -> Progress:
+        """What the cluster is told when it is asked to train."""
+        now = self._clusters.get(cluster_id, Progress())
+        saved = {rounds[cluster_id] for rounds in self._saved if cluster_id in rounds}
+        return Progress(rounds=now.rounds, last_round=now.last_round, saved=tuple(sorted(saved)))
+
+    def accept(self, cluster_id: str, server_round: int) -> None:
+        """Count a round whose reply went into the global model."""
+        rounds = self._clusters.get(cluster_id, Progress()).rounds
+        self._clusters[cluster_id] = Progress(rounds=rounds + 1, last_round=server_round)
+
+    def dump(self) -> Memory:
+        """The counts; from now on clusters are told what this checkpoint needs of them."""
+        now = {name: progress.last_round for name, progress in self._clusters.items()}
+        self._saved = (*self._saved, now)[-KEPT_CHECKPOINTS:]
+        return Memory(text=to_json(_Kept(clusters=self._clusters, saved=self._saved)))
+
+    def load(self, memory: Memory) -> None:
+        """Continue from a checkpoint; raises ProtocolError if it holds no such counts."""
+        kept = from_json(_Kept, memory.text, "the accepted rounds of the checkpoint")
+        self._clusters, self._saved = dict(kept.clusters), kept.saved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,17 +113,30 @@ class RoundPlan:
         return not self.binding or self.cluster_plan(node_id) is not None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ClosedRound:
-    """A round after aggregation, as a planner may learn from it; mappings are by cluster id."""
+    """A round whose replies are in, as a planner may learn from it; mappings are by cluster id.
+
+    ``replies`` stand in their order of arrival, as the inner strategy may see them: usable ones and
+    errors.
+    """
 
     plan: RoundPlan
     before: ArrayRecord
-    after: ArrayRecord | None  # None where the inner strategy dropped the round
-    models: Mapping[str, ArrayRecord]  # of the clusters that replied
-    examples: Mapping[str, float]
-    telemetry: Mapping[str, ClusterTelemetry]
-    failures: Mapping[str, str]
+    after: ArrayRecord | None = None  # None where the inner strategy dropped the round
+    sent: list[Sent] = field(default_factory=list)
+    replies: list[Message] = field(default_factory=list)
+    models: dict[str, ArrayRecord] = field(default_factory=dict)  # unsplit, of those that replied
+    examples: dict[str, float] = field(default_factory=dict)
+    telemetry: dict[str, ClusterTelemetry] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    received_bytes: int = 0
+
+    @property
+    def heaviest(self) -> ArrayRecord:
+        """The model from the most examples; among equals the first by name."""
+        names = sorted(self.models, key=lambda name: (-self.examples[name], name))
+        return self.models[names[0]] if names else ArrayRecord()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,7 @@ from pathlib import Path
 from collapipe_flwr.config.schema import AppConfig, flatten, parse
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.federation.checkpoint import Checkpoints
-from collapipe_flwr.reporting.past import Past, read_past
-from collapipe_flwr.reporting.run_directory import RunDirectory, read_config
+from collapipe_flwr.reporting.run_directory import Past, RunDirectory, read_config, read_past
 
 # What a resumed run may change: none of these alters a round that is done or its data.
 _ROUNDS = "num-server-rounds"  # free where the learning rate does not depend on it

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from collapipe_flwr.config.schema import AppConfig
 from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile, ModelProfile
 from collapipe_flwr.core.errors import blaming
-from collapipe_flwr.federation.planning import ScheduledRounds
+from collapipe_flwr.federation.planner import ScheduledRounds
 from collapipe_flwr.scheduler.registry import make_scheduler
 from collapipe_flwr.simulator.world import Budgets, World, make_world
 

@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import Strategy
 from collapipe_flwr.config.schema import AppConfig, EdgeConfig
 from collapipe_flwr.federation.learner import Learner
 from collapipe_flwr.federation.recorder import RunRecorder
-from collapipe_flwr.federation.records import LearningSettings, WholeTask, whole_task_config
+from collapipe_flwr.federation.records import LearningSettings, UnsplitTask, unsplit_task_config
 from collapipe_flwr.federation.rpc_gateway import RpcEdgeGateway
 from collapipe_flwr.federation.run_planner import Planned
 from collapipe_flwr.federation.split import SplitModel
@@ -35,7 +35,7 @@ def run_strategy(
 ) -> Iterator[tuple[Strategy, ConfigRecord]]:
     """The strategy, and what it tells every client; the edge lives as long as it does."""
     if planned is None:
-        yield inner, whole_task_config(_whole_task(config, learner, run_id))
+        yield inner, unsplit_task_config(_whole_task(config, learner, run_id))
         return
     with open_edge(config.edge) as client:
         split = _split_model(client, config, learner, run_id)
@@ -100,11 +100,11 @@ def _learning(config: AppConfig, server_round: int, run_id: str) -> LearningSett
     )
 
 
-def _whole_task(config: AppConfig, learner: Learner, run_id: str) -> WholeTask:
+def _whole_task(config: AppConfig, learner: Learner, run_id: str) -> UnsplitTask:
     """The batches of a plan with the largest micro-batch and count, on the unsplit model."""
     grid = config.scheduler.settings
     size, rounds = max(grid.micro_batch_sizes), config.run.num_server_rounds
-    return WholeTask(
+    return UnsplitTask(
         model_spec_json=learner.spec.to_json(),
         vocabulary_json=learner.task.vocabulary.to_json(),
         batch_size=size * max(grid.micro_batches),

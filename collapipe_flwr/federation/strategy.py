@@ -20,19 +20,14 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from collapipe_flwr.core.errors import ConfigError, ProtocolError, RunError
-from collapipe_flwr.federation.accepted import AcceptedRounds
 from collapipe_flwr.federation.arrays import averaging_view, restore
 from collapipe_flwr.federation.checkpoint import Resumable
-from collapipe_flwr.federation.open_round import (
-    OpenRound,
-    Received,
-    readdressed,
-    restored,
-)
-from collapipe_flwr.federation.priors import AssumedRounds
+from collapipe_flwr.federation.default_profile import DefaultProfilePlanner
+from collapipe_flwr.federation.messages import readdressed, restored, with_content
+from collapipe_flwr.federation.open_round import OpenRound
 from collapipe_flwr.federation.records import EXAMPLES, take_telemetry
-from collapipe_flwr.federation.replies import with_content
 from collapipe_flwr.federation.rounds import (
+    AcceptedRounds,
     ClosedRound,
     RoundPlan,
     RoundPlanner,
@@ -149,14 +144,15 @@ class CollaPipe(Strategy):
         if self._round is None:
             raise RunError(f"round {server_round}: aggregate_train needs configure_train first")
         with closing(self):
-            received = self._round.receive(replies, weight_key(self.inner_strategy))
-            self._round.refuse_total_loss(received)
-            arrays, metrics = self.inner_strategy.aggregate_train(server_round, received.replies)
+            closed = self._round.receive(replies, weight_key(self.inner_strategy))
+            self._round.refuse_total_loss(closed)
+            arrays, metrics = self.inner_strategy.aggregate_train(server_round, closed.replies)
             if arrays:
                 strict = self._split is not None
-                arrays = restore(arrays, self._round.template, received.heaviest, strict=strict)
-                self._round.accept(received)
-            self._report(self._round.settled(received, arrays), received, metrics)
+                arrays = restore(arrays, closed.before, closed.heaviest, strict=strict)
+                closed.after = arrays
+                self._round.accept(closed)
+            self._report(closed, metrics)
         return arrays, metrics
 
     def configure_evaluate(
@@ -195,19 +191,17 @@ class CollaPipe(Strategy):
             undo.pop_all()
         return addressed
 
-    def _report(
-        self, closed: ClosedRound, received: Received, metrics: MetricRecord | None
-    ) -> None:
+    def _report(self, closed: ClosedRound, metrics: MetricRecord | None) -> None:
         record = RoundRecord(
             server_round=closed.plan.server_round,
             plan=closed.plan.plan,
-            asked=tuple(sent.cluster_id for sent in received.sent),
-            failures=received.failures,
+            asked=tuple(sent.cluster_id for sent in closed.sent),
+            failures=closed.failures,
             train_metrics=metrics_as_dict(metrics),
-            telemetry=received.telemetry,
+            telemetry=closed.telemetry,
             outcome=self.planner.settle(closed),
-            flower_bytes_sent=sum(sent.content_bytes for sent in received.sent),
-            flower_bytes_received=received.content_bytes,
+            flower_bytes_sent=sum(sent.content_bytes for sent in closed.sent),
+            flower_bytes_received=closed.received_bytes,
         )
         if self._on_round is not None:
             self._on_round(record)
@@ -216,8 +210,8 @@ class CollaPipe(Strategy):
 def planner_of(scheduler: str | Scheduler | RoundPlanner) -> RoundPlanner:
     """A planner as it is, schedulers over assumed clusters; raises ConfigError for a bad name."""
     if isinstance(scheduler, str):
-        return AssumedRounds(make_scheduler(scheduler))
-    return scheduler if isinstance(scheduler, RoundPlanner) else AssumedRounds(scheduler)
+        return DefaultProfilePlanner(make_scheduler(scheduler))
+    return scheduler if isinstance(scheduler, RoundPlanner) else DefaultProfilePlanner(scheduler)
 
 
 def weight_key(strategy: Strategy) -> str:

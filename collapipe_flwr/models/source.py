@@ -30,7 +30,7 @@ from collapipe_flwr.models.checkpoint import checkpoint_config
 from collapipe_flwr.models.skeleton import build_skeleton, derive_constant
 from collapipe_flwr.models.spec import ModelSpec
 
-Piece = tuple[Path, str, str]  # file, name in it, the pattern by which a converter knows it
+Chunk = tuple[Path, str, str]  # file, name in it, the pattern by which a converter knows it
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -38,7 +38,7 @@ _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 class _Stored:
     """One tensor on disk: whole, or in pieces (experts, say) that ``joined_by`` puts together."""
 
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[Chunk] = field(default_factory=list)
     joined_by: WeightConverter | None = None
 
 

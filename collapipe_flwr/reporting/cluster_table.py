@@ -6,7 +6,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from collapipe_flwr.core.measurements import Measured, Measurements
+from collapipe_flwr.cluster.profile import Measured, Measurements
 
 _GIGA, _MEGA, _MILLI = 1e9, 1e6, 1e-3
 

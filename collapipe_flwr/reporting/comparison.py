@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.reporting.picture import write_picture
+from collapipe_flwr.reporting.output import write_picture
 from collapipe_flwr.reporting.run_directory import read_events, read_summary
 
 

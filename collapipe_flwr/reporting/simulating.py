@@ -9,8 +9,7 @@ from typing import cast
 from rich.console import Console
 
 from collapipe_flwr.reporting.figures import check_plot, save_figures
-from collapipe_flwr.reporting.json_file import prepare, write_json
-from collapipe_flwr.reporting.progress import progress
+from collapipe_flwr.reporting.output import prepare, progress, write_json
 from collapipe_flwr.reporting.tables import (
     claims_table,
     codec_lines,

@@ -18,10 +18,9 @@ from typer.testing import CliRunner
 from collapipe_flwr.cli import app
 from collapipe_flwr.cluster import check
 from collapipe_flwr.cluster.check import CheckSettings, check_cluster, measured_ways, ways
-from collapipe_flwr.cluster.profile import profile_of
+from collapipe_flwr.cluster.profile import profile_of, read_measurements
 from collapipe_flwr.config.cluster_file import read_cluster
 from collapipe_flwr.core.errors import ConfigError, LinkTimeout
-from collapipe_flwr.core.measurements import read_measurements
 from collapipe_flwr.pipeline.benchmark import (
     BenchmarkRequest,
     available_memory_bytes,

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from collapipe_flwr.cluster.control_unit import train_round
-from collapipe_flwr.cluster.order import RoundOrder
+from collapipe_flwr.cluster.fleet import RoundOrder
 from collapipe_flwr.cluster.threads import ThreadFleet
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import LinkError, ScheduleError

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.data_plane.recovery import Daemon, cluster_of, daemons, run_job, small_job
-from collapipe_flwr.cluster.order import PATIENCE_PER_STAGE
+from collapipe_flwr.cluster.fleet import PATIENCE_PER_STAGE
 from collapipe_flwr.cluster.remote import CLOSE_S, RemoteChain, RemoteFleet
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.pipeline.roles import FirstStage
@@ -71,7 +71,7 @@ def striking(phase: str, step: int, strike: Callable[[], None]) -> Iterator[list
             super()._apply(step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("collapipe_flwr.cluster.leg.FirstStage", Watched)
+        patch.setattr("collapipe_flwr.cluster.interval.FirstStage", Watched)
         if phase in around:
             patch.setattr(owner, name, hit_first)
         yield struck_s
@@ -149,7 +149,7 @@ def test_an_edge_that_restarts_goes_on_from_its_state_dir(tmp_path, phase: str, 
             with striking(phase, 2, restart) as struck_s:
                 result, weights = run_job(job, cluster)
             (incident,) = result.incidents
-            # What is collected with snapshots is the first leg, of one step.
+            # What is collected with snapshots is the first interval, of one step.
             step = 0 if phase == "collecting" else 2
             assert incident.lost == () and incident.from_step == (step if every else 0)
             if phase != "collecting":  # nobody needs it then, until it is asked to keep the end

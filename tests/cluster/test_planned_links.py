@@ -12,8 +12,7 @@ import torch
 
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
 from collapipe_flwr.cluster.edge_session import EdgeSession
-from collapipe_flwr.cluster.fleet import Fleet
-from collapipe_flwr.cluster.order import RoundOrder
+from collapipe_flwr.cluster.fleet import Fleet, RoundOrder
 from collapipe_flwr.cluster.recovery import Recovery
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.cluster.threads import ThreadFleet

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import RoundResult, evaluate_batches, train_round
-from collapipe_flwr.cluster.order import RoundOrder
+from collapipe_flwr.cluster.fleet import RoundOrder
 from collapipe_flwr.cluster.recovery import MOST_REPLAYS, RecoveringRound, Recovery
 from collapipe_flwr.cluster.threads import ThreadFleet
 from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, DeviceProfile
@@ -257,7 +257,7 @@ def test_snapshots_change_nothing(splitter: Splitter, first, undisturbed) -> Non
 
 @dataclass
 class Forgetful(Edge):
-    """Whose first call to keep the end of a leg is lost on the way."""
+    """Whose first call to keep the end of a interval is lost on the way."""
 
     lost: bool = False
 
@@ -280,7 +280,10 @@ def test_the_edge_reports_each_step_once(splitter: Splitter, first, every, break
     course = RecoveringRound(splitter, order(first), fleet, recovery(splitter, edge, every))
     course.run(batches)
     assert len(course.incidents) == (breaks != "nothing")
-    report, last = edge.service.report("A", TOKEN), [leg.reports[-1] for leg in course.legs]
+    report, last = (
+        edge.service.report("A", TOKEN),
+        [interval.reports[-1] for interval in course.intervals],
+    )
     assert report.steps == STEPS
     assert report.received_up.bytes == sum(device.sent_down.bytes for device in last) > 0
     assert report.sent_up.bytes == sum(device.received_down.bytes for device in last) > 0
@@ -431,7 +434,7 @@ def test_what_breaks_for_ever_is_given_up(splitter: Splitter, first) -> None:
 
 
 def _one_at_a_time(faults: list[Fault], die):
-    """Stages of each leg share one fault; the next leg gets the next."""
+    """Stages of each interval share one fault; the next interval gets the next."""
     makers = iter([failing(fault, die=die) for fault in faults])
     made: list = []
 
@@ -457,7 +460,9 @@ def test_a_replayed_round_tests_its_probe_again_and_counts_it_once(
         plans = recovery(splitter, edge, every=2)
         results.append(train_round(splitter, order(first), batches, fleet, probe, recovery=plans))
     calm, hit = results
-    assert hit.incidents[0].from_step == 0  # the fourth frame is the second step of the first leg
+    assert (
+        hit.incidents[0].from_step == 0
+    )  # the fourth frame is the second step of the first interval
     assert hit.probe == calm.probe and calm.probe.targets > 0
     assert hit.losses == near(calm.losses)
 

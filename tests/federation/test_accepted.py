@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from collapipe_flwr.cluster.round_files import RoundFiles
 from collapipe_flwr.core.errors import ProtocolError, RunError
 from collapipe_flwr.data.batches import round_rows
-from collapipe_flwr.federation.accepted import AcceptedRounds, Progress
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.checkpoint import Memory
 from collapipe_flwr.federation.local_grid import LocalGrid
@@ -24,13 +23,13 @@ from collapipe_flwr.federation.members import Members
 from collapipe_flwr.federation.records import (
     ARRAYS,
     METRICS,
-    WholeTask,
+    UnsplitTask,
     flower_round,
     read_progress,
-    whole_task_config,
+    unsplit_task_config,
     write_telemetry,
 )
-from collapipe_flwr.federation.rounds import Outcome, RoundPlan
+from collapipe_flwr.federation.rounds import AcceptedRounds, Outcome, Progress, RoundPlan
 from collapipe_flwr.federation.strategy import CollaPipe
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 
@@ -121,14 +120,14 @@ class Server:
         self.strategy = inner if plain else CollaPipe(inner, scheduler=Everyone())
         accepted = self.members.resumable if plain else self.strategy.resumable
         self.accepted = next(iter(accepted.values()))
-        task = WholeTask(
+        task = UnsplitTask(
             model_spec_json="",
             vocabulary_json="",
             batch_size=1,
             micro_batch_size=1,
             optimizers=(),
         )
-        self._config = whole_task_config(task) if plain else ConfigRecord()
+        self._config = unsplit_task_config(task) if plain else ConfigRecord()
 
     def play(self, server_round: int, fates: tuple[str, str]) -> None:
         """One round; raises RunError when nobody's reply can be used."""

@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
-from collapipe_flwr.federation.chance import read_chance
-from collapipe_flwr.federation.checkpoint import Checkpoint, Checkpoints, Memory
+from collapipe_flwr.federation.checkpoint import Checkpoint, Checkpoints, Memory, rng_state
 from tests.power_cuts import rebuilt, watched
 
 ROUNDS = 4
@@ -32,7 +31,7 @@ def assert_whole(found: Checkpoint) -> None:
     memory = found.memories["inner"]
     assert memory.text == str(found.server_round)
     assert (memory.arrays["m"] == marks.numpy()).all() and torch.equal(memory.tensors["t"], marks)
-    assert json.loads(found.chance).keys() == json.loads(read_chance()).keys()
+    assert json.loads(found.chance).keys() == json.loads(rng_state()).keys()
 
 
 def test_after_every_cut_the_newest_checkpoint_is_whole_and_none_is_missed(tmp_path: Path) -> None:
@@ -43,7 +42,7 @@ def test_after_every_cut_the_newest_checkpoint_is_whole_and_none_is_missed(tmp_p
         for server_round in range(1, ROUNDS + 1):
             checkpoints.save(checkpoint(server_round))
             disk.done = server_round
-            checkpoints.note_chance(server_round)
+            checkpoints.note_rng_state(server_round)
     assert len(disk.found) > 20 * ROUNDS
     for number, (done, tree) in enumerate(disk.found):
         folder = rebuilt(tree, tmp_path / str(number)) / "run" / "checkpoints"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from collapipe_flwr.cluster.serving import even_plan, serving_order
 from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.generation.backends import even_plan, serving_order
 from collapipe_flwr.host import session as sessions
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
 from collapipe_flwr.host.service import EdgeService

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from collapipe_flwr.cli import app
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.federation.overrides import write_overrides
+from collapipe_flwr.federation.launcher import write_overrides
 from tests.core.process_trees import ended, watched
 from tests.integration.conftest import TINY
 

@@ -21,8 +21,7 @@ from collapipe_flwr.federation.recorder import RunRecorder
 from collapipe_flwr.federation.strategy import CollaPipe
 from collapipe_flwr.reporting.console import RoundPrinter
 from collapipe_flwr.reporting.events import RoundEvent, RunStory
-from collapipe_flwr.reporting.past import read_past
-from collapipe_flwr.reporting.run_directory import RunDirectory
+from collapipe_flwr.reporting.run_directory import RunDirectory, read_past
 from tests.integration.conftest import TINY, RunApp, runs_in
 
 ROUNDS = 3

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import evaluate_batches, train_round
-from collapipe_flwr.cluster.guessing import Guessing
-from collapipe_flwr.cluster.order import RoundOrder
+from collapipe_flwr.cluster.evaluation import PredictionConfig
+from collapipe_flwr.cluster.fleet import RoundOrder
 from collapipe_flwr.cluster.threads import ThreadFleet
-from collapipe_flwr.cluster.whole import evaluate_whole, train_whole
+from collapipe_flwr.cluster.unsplit import evaluate_unsplit, train_unsplit
 from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models import Splitter, make_spec
@@ -220,7 +220,7 @@ def _train_unsplit(
 ) -> tuple[tuple[float, ...], dict[str, Tensor]]:
     model = splitter.build_whole(weights)
     optimizer = Optimizer(rule, model.parameters())
-    losses = train_whole(model, optimizer, steps, splitter.task.targets)
+    losses = train_unsplit(model, optimizer, steps, splitter.task.targets)
     return losses, {key: model.state_dict()[key] for key in weights}
 
 
@@ -289,7 +289,9 @@ def test_a_micro_batch_without_labels_counts_nothing(splitter: Splitter) -> None
         assert_near(split, whole)
 
 
-@pytest.mark.parametrize("guessing", [None, Guessing(most_tokens=4)], ids=["loss", "guesses"])
+@pytest.mark.parametrize(
+    "guessing", [None, PredictionConfig(most_tokens=4)], ids=["loss", "guesses"]
+)
 def test_a_test_set_without_labels_has_no_loss(splitter: Splitter, guessing) -> None:
     """And guesses all the same, which are those of the unsplit model."""
     weights, cut = splitter.initial_weights(seed=3), CUTS[2]
@@ -301,9 +303,9 @@ def test_a_test_set_without_labels_has_no_loss(splitter: Splitter, guessing) -> 
         fleet = ThreadFleet(lambda _: nullcontext(link))
         batches = _micro_batches(splitter, steps)
         found = evaluate_batches(splitter, order, batches, fleet, wanted=guessing)
-    whole = evaluate_whole(splitter.build_whole(weights), steps, splitter.task, guessing)
+    whole = evaluate_unsplit(splitter.build_whole(weights), steps, splitter.task, guessing)
     assert (found.loss, found.targets) == (whole.loss, whole.targets) == (0.0, 0.0)
-    ours, theirs = ([ids for step in of.guesses for ids in step] for of in (found, whole))
+    ours, theirs = ([ids for step in of.predictions for ids in step] for of in (found, whole))
     assert len(ours) == len(theirs) == (0 if guessing is None else 2 * len(cut.micro_batches))
     if not splitter.decodes:  # generated texts are padded in their own ways
         assert all(map(torch.equal, ours, theirs))

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import train_round
-from collapipe_flwr.cluster.order import RoundOrder
+from collapipe_flwr.cluster.fleet import RoundOrder
 from collapipe_flwr.cluster.threads import ThreadFleet
-from collapipe_flwr.cluster.whole import train_whole
+from collapipe_flwr.cluster.unsplit import train_unsplit
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models import Splitter
 from collapipe_flwr.pipeline.execution import Execution
@@ -101,7 +101,7 @@ def unsplit(
     model = splitter.build_whole(weights)
     model.config.use_cache = False
     optimizer = Optimizer(SGD, model.parameters())
-    losses = train_whole(model, optimizer, steps, splitter.task.targets, execution)
+    losses = train_unsplit(model, optimizer, steps, splitter.task.targets, execution)
     return losses, {key: model.state_dict()[key] for key in weights}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from collapipe_flwr.core.measurements import Measured, MeasuredLink, Measurements
+from collapipe_flwr.cluster.profile import Measured, MeasuredLink, Measurements
 from collapipe_flwr.reporting.cluster_table import show_measurements
 
 PI = Measured(

@@ -9,12 +9,12 @@ import pytest
 from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.reporting.console import summary_table
 from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, RunStory
-from collapipe_flwr.reporting.json_file import write_json
-from collapipe_flwr.reporting.past import read_past
+from collapipe_flwr.reporting.output import write_json
 from collapipe_flwr.reporting.run_directory import (
     RunDirectory,
     read_config,
     read_events,
+    read_past,
     read_pending,
     read_summary,
 )

@@ -13,14 +13,14 @@ from transformers import AutoModelForSpeechSeq2Seq, WhisperFeatureExtractor
 from typer.testing import CliRunner
 
 from collapipe_flwr.cli import app
-from collapipe_flwr.cluster.writer import WritingModel, writer_here, writer_on
 from collapipe_flwr.core.errors import ConfigError, ModelError
 from collapipe_flwr.data.tokenizer import train_tokenizer
+from collapipe_flwr.generation.text_generator import TextModel, cluster_generator, local_generator
 from collapipe_flwr.models import Splitter, make_spec, save_whole
 from collapipe_flwr.transport.generation import GenerateRequest
 from tests.cluster.hosted import daemons
-from tests.cluster.test_serving import SEQ2SEQ, lively
 from tests.data.test_sound import npy, wav
+from tests.generation.test_backends import SEQ2SEQ, lively
 
 RATE, BINS, FRAMES, NEW = 16000, 8, 40, 9
 SHAPES = {"num_mel_bins": BINS, "max_source_positions": FRAMES // 2, "max_target_positions": 32}
@@ -64,7 +64,7 @@ def samples(seed: int) -> np.ndarray:
 
 def unsplit(run_dir: Path, features: torch.Tensor) -> str:
     model: Any = AutoModelForSpeechSeq2Seq.from_pretrained(run_dir / "model")
-    tokenizer: Any = WritingModel.load(run_dir).reader.tokenizer
+    tokenizer: Any = TextModel.load(run_dir).reader.tokenizer
     output = model.generate(features, max_new_tokens=NEW)
     text: str = tokenizer.decode(output[0], skip_special_tokens=True)
     return text
@@ -81,8 +81,8 @@ def test_sounds_become_the_text_of_the_unsplit_model(listener: Path, tmp_path: P
     expected = [unsplit(listener, features) for features in drawn]
     assert len(set(expected)) > 1
     files = [npy(features[0].numpy()) for features in drawn]
-    model = WritingModel.load(listener)
-    with writer_here(model, devices=3, slots=2) as writer:
+    model = TextModel.load(listener)
+    with local_generator(model, devices=3, slots=2) as writer:
         assert ["".join(writer.write(sound(file))) for file in files] == expected
         heard = ear(samples(1)[:, 0], sampling_rate=RATE, return_tensors="pt")["input_features"]
         pieces = list(writer.write(sound(npy(samples(1)[:, 0]))))
@@ -91,7 +91,10 @@ def test_sounds_become_the_text_of_the_unsplit_model(listener: Path, tmp_path: P
             list(writer.write(sound(npy(np.zeros(2 * RATE)))))
         with pytest.raises(ConfigError, match="this model hears: give --audio FILE"):
             list(writer.write(GenerateRequest(text="hello")))
-    with daemons(2) as (cluster, edge), writer_on(model, cluster, edge_address=edge, slots=1) as w:
+    with (
+        daemons(2) as (cluster, edge),
+        cluster_generator(model, cluster, edge_address=edge, slots=1) as w,
+    ):
         assert "".join(w.write(sound(files[0]))) == expected[0]
     (tmp_path / "a.wav").write_bytes(wav(samples(1)))
     words = ["--run", str(listener), "--audio", str(tmp_path / "a.wav")]

@@ -1,17 +1,23 @@
-"""A chain that generates: the embedding here, blocks on a fleet, the rest at the edge."""
+"""Chains that generate, on threads of this process or on a cluster's daemons.
+
+The embedding runs here, blocks on a fleet, the rest of the model at the edge.
+"""
 
 from __future__ import annotations
 
 import logging
 import secrets
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from collapipe_flwr.cluster.fleet import Fleet
-from collapipe_flwr.cluster.order import RoundOrder
+from collapipe_flwr.cluster.fleet import Fleet, RoundOrder
+from collapipe_flwr.cluster.remote import RemoteFleet
+from collapipe_flwr.cluster.threads import ThreadFleet
+from collapipe_flwr.config.cluster_file import ClusterConfig
 from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError, LinkError
 from collapipe_flwr.host.service import EdgeService
@@ -83,7 +89,7 @@ def prompter(
 
 
 def serving_order(plan: ClusterPlan, weights: Weights, deadline_s: float) -> RoundOrder:
-    """``plan`` as an order without anything to learn."""
+    """``plan`` as an order that trains nothing."""
     return RoundOrder(
         plan=plan,
         weights=weights,
@@ -95,7 +101,7 @@ def serving_order(plan: ClusterPlan, weights: Weights, deadline_s: float) -> Rou
 
 
 @contextmanager
-def edge_here(splitter: Splitter, weights: Weights, deadline_s: float) -> Iterator[Link]:
+def edge_thread(splitter: Splitter, weights: Weights, deadline_s: float) -> Iterator[Link]:
     """The last device's link to an edge in a thread of this process."""
     service, request = EdgeService(), _request(splitter, deadline_s)
     service.open(request)
@@ -107,7 +113,7 @@ def edge_here(splitter: Splitter, weights: Weights, deadline_s: float) -> Iterat
     def serve() -> None:
         try:
             service.serve(session, theirs)
-        except CollaPipeError as error:  # both ends of the link have heard of it
+        except CollaPipeError as error:  # it has reached both ends of the link
             failures.append(error)
 
     thread = threading.Thread(target=serve, name="edge", daemon=True)
@@ -120,7 +126,7 @@ def edge_here(splitter: Splitter, weights: Weights, deadline_s: float) -> Iterat
 
 
 @contextmanager
-def edge_at(
+def edge_session(
     client: EdgeClient, splitter: Splitter, weights: Weights, deadline_s: float
 ) -> Iterator[NextHop]:
     """A session with the model's last part on the edge server that ``client`` talks to."""
@@ -151,3 +157,92 @@ def _request(splitter: Splitter, deadline_s: float) -> SessionRequest:
 
 def _edge_weights(splitter: Splitter, weights: Weights) -> dict[str, Tensor]:
     return {key: weights[key] for key in (*splitter.edge_keys(), *splitter.shared_keys)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A model, and how many texts may be generated at once."""
+
+    splitter: Splitter
+    weights: Weights
+    slots: int
+    deadline_s: float
+
+    @contextmanager
+    def over(self, fleet: Fleet, device_ids: Sequence[str]) -> Iterator[Prompter]:
+        """Run a chain over these devices."""
+        plan = even_plan(self.splitter.num_blocks, device_ids)
+        order = serving_order(plan, self.weights, self.deadline_s)
+        with prompter(self.splitter, order, fleet, slots=self.slots) as driver:
+            yield driver
+
+
+class ThreadBackend:
+    """Devices and edge as threads of this process; see `GenerationBackend`."""
+
+    def __init__(self, served: ServedModel, devices: int) -> None:
+        self.device_ids = tuple(f"device-{index}" for index in range(1, devices + 1))
+        self._served = served
+        self.fleet = ThreadFleet(
+            lambda _: edge_thread(served.splitter, served.weights, served.deadline_s)
+        )
+
+    @contextmanager
+    def chain(self, device_ids: Sequence[str]) -> Iterator[Prompter]:
+        """See `GenerationBackend.chain`."""
+        with self._served.over(self.fleet, device_ids) as driver:
+            yield driver
+
+    def missing(self, device_ids: Collection[str]) -> frozenset[str]:
+        """See `GenerationBackend.missing`."""
+        return self.fleet.missing(device_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DaemonBackend:
+    """The daemons of a cluster file and its edge, or the edge at ``edge_address``."""
+
+    served: ServedModel
+    cluster: ClusterConfig
+    edge_address: str = ""
+    device_ids: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        ids = tuple(self.cluster.device_id(device) for device in self.cluster.devices)
+        object.__setattr__(self, "device_ids", ids)
+        if not self._address:
+            raise ConfigError(
+                f"cluster {self.cluster.id} has no edge: give --edge HOST:PORT or an [edge] address"
+            )
+
+    @contextmanager
+    def chain(self, device_ids: Sequence[str]) -> Iterator[Prompter]:
+        """See `GenerationBackend.chain`; the edge gets its part first."""
+        served, name = self.served, self._certificate_name
+        with (
+            EdgeClient(
+                self._address,
+                tls=self.cluster.tls_files(self.cluster.control_unit.name),
+                certificate_name=name,
+                deadline_s=served.deadline_s,
+            ) as client,
+            edge_session(client, served.splitter, served.weights, served.deadline_s) as hop,
+            served.over(self._fleet(replace(hop, certificate_name=name)), device_ids) as driver,
+        ):
+            yield driver
+
+    def missing(self, device_ids: Collection[str]) -> frozenset[str]:
+        """See `GenerationBackend.missing`."""
+        nowhere = NextHop(address=self._address, session_id="", token="")
+        return self._fleet(nowhere).missing(device_ids)
+
+    def _fleet(self, edge: NextHop) -> RemoteFleet:
+        return RemoteFleet(cluster=self.cluster, edge=edge)
+
+    @property
+    def _address(self) -> str:
+        return self.edge_address or self.cluster.edge.address
+
+    @property
+    def _certificate_name(self) -> str:
+        return self.cluster.edge.name if self.cluster.tls else ""

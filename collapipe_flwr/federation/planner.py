@@ -9,16 +9,22 @@ carried. Snapshots hold what is believed about those links, whatever the policy.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import numpy as np
 from flwr.app import ArrayRecord
+from numpy.typing import NDArray
 
 from collapipe_flwr.core.domain import (
+    ChannelState,
     ClusterOutcome,
     ClusterPlan,
+    ClusterSnapshot,
     LinkSample,
+    LinkShares,
     ModelProfile,
     Plan,
     RoundOutcome,
@@ -28,14 +34,102 @@ from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.costs.compute import Options
 from collapipe_flwr.costs.price import PricedRound, price, with_rates
-from collapipe_flwr.federation.absence import without_absent, without_clusters
+from collapipe_flwr.federation.arrays import averaging_view
 from collapipe_flwr.federation.checkpoint import Memory
-from collapipe_flwr.federation.movement import MovementMeter
 from collapipe_flwr.federation.rounds import ClosedRound, Outcome, RoundPlan
 from collapipe_flwr.federation.telemetry import ClusterTelemetry, link_samples
 from collapipe_flwr.scheduler.link_beliefs import with_links
 from collapipe_flwr.scheduler.protocol import Scheduler
 from collapipe_flwr.scheduler.state import SchedulerState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Movement:
+    """Norms over all averaged arrays; ``change_norm`` is None in the first round."""
+
+    norm: float
+    change_norm: float | None
+    spread: float
+
+
+class MovementMeter:
+    """Measures successive rounds; ``last`` is the update of the round before."""
+
+    def __init__(self) -> None:
+        self.last: dict[str, NDArray[np.floating]] = {}
+
+    def measure(self, closed: ClosedRound) -> Movement | None:
+        """The movement of a round; None where the inner strategy dropped it."""
+        if closed.after is None:
+            return None
+        before, after = averaging_view(closed.before), averaging_view(closed.after)
+        moved = {k: after[k].numpy() - before[k].numpy() for k in before if k in after}
+        change = None
+        if self.last.keys() == moved.keys():
+            change = math.sqrt(sum(_square(x - self.last[k]) for k, x in moved.items()))
+        self.last = moved
+        return Movement(
+            norm=math.sqrt(sum(_square(x) for x in moved.values())),
+            change_norm=change,
+            spread=_spread({k: after[k].numpy() for k in moved}, closed),
+        )
+
+
+def _spread(after: Mapping[str, NDArray[np.floating]], closed: ClosedRound) -> float:
+    total = math.fsum(closed.examples[name] for name in closed.models)
+    if total <= 0:
+        return 0.0
+    spread = 0.0
+    for name, record in closed.models.items():
+        view = averaging_view(record)
+        distance = sum(_square(view[k].numpy() - mean) for k, mean in after.items() if k in view)
+        spread += closed.examples[name] / total * distance
+    return spread
+
+
+def _square(x: NDArray[np.floating]) -> float:
+    flat = x.ravel().astype(np.float64, copy=False)
+    return float(flat @ flat)
+
+
+Absent = Mapping[str, Collection[str]]  # device ids by cluster id
+
+
+def without_absent(snapshot: Snapshot, absent: Absent) -> Snapshot:
+    """The snapshot of those who are there; a cluster without any device is left out."""
+    left = [_without(c, absent.get(c.profile.cluster_id, ())) for c in snapshot.clusters]
+    return replace(snapshot, clusters=tuple(c for c in left if c.profile.devices))
+
+
+def without_clusters(snapshot: Snapshot, cluster_ids: Collection[str]) -> Snapshot:
+    """The snapshot without some clusters."""
+    left = (c for c in snapshot.clusters if c.profile.cluster_id not in cluster_ids)
+    return replace(snapshot, clusters=tuple(left))
+
+
+def _without(cluster: ClusterSnapshot, missing: Collection[str]) -> ClusterSnapshot:
+    devices, channel = cluster.profile.devices, cluster.channel
+    kept = [n for n, device in enumerate(devices) if device.device_id not in missing]
+    if len(kept) == len(devices):
+        return cluster
+    members = [0, *(n + 1 for n in kept)]  # 0 is the control unit
+    return replace(
+        cluster,
+        profile=replace(cluster.profile, devices=tuple(devices[n] for n in kept)),
+        channel=ChannelState(
+            d2d_gain=tuple(tuple(channel.d2d_gain[i][j] for j in members) for i in members),
+            edge_gain=tuple(channel.edge_gain[i] for i in members),
+        ),
+        links=None if cluster.links is None else _of_members(cluster.links, members),
+    )
+
+
+def _of_members(links: LinkShares, members: Sequence[int]) -> LinkShares:
+    return LinkShares(
+        d2d=tuple(tuple(links.d2d[i][j] for j in members) for i in members),
+        edge=tuple(links.edge[i] for i in members),
+    )
+
 
 log = logging.getLogger("flwr.collapipe")
 

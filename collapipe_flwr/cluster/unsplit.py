@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from collapipe_flwr.cluster.guessing import Guessing, Tested, guess_whole
+from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig, predict_unsplit
 from collapipe_flwr.models.tasks import Task
 from collapipe_flwr.pipeline.adding import add_in_place
 from collapipe_flwr.pipeline.execution import Execution
@@ -17,7 +17,7 @@ from collapipe_flwr.pipeline.stage import computing_in
 PLAIN = Execution()
 
 
-def train_whole(
+def train_unsplit(
     model: nn.Module,
     optimizer: Optimizer,
     batches: Iterable[Sequence[Mapping[str, Tensor]]],
@@ -53,33 +53,31 @@ def train_whole(
     return tuple(losses)
 
 
-def evaluate_whole(
+def evaluate_unsplit(
     model: nn.Module,
     batches: Iterable[Sequence[Mapping[str, Tensor]]],
     task: Task,
-    wanted: Guessing | None = None,
-) -> Tested:
-    """The mean loss over all labels, and ``wanted`` guesses."""
+    wanted: PredictionConfig | None = None,
+) -> EvalResult:
+    """The mean loss over all labels, and predictions where they are ``wanted``."""
     model.train(False)
-    pairs, guesses = [], []
+    losses, predictions = [], []
     with torch.inference_mode():
         for batch in batches:
-            found = [_judged(model, micro_batch, task, wanted) for micro_batch in batch]
-            pairs += [(loss, count) for loss, count, _ in found]
-            guesses.append(tuple(ids for _, _, ids in found if ids is not None))
-    targets = sum(count for _, count in pairs)
-    loss = sum(loss * count for loss, count in pairs) / max(targets, 1)
-    return Tested(loss=loss, targets=targets, guesses=tuple(guesses) if wanted else ())
+            found = [_evaluate(model, micro_batch, task, wanted) for micro_batch in batch]
+            losses += [(loss, count) for loss, count, _ in found]
+            predictions.append(tuple(ids for _, _, ids in found if ids is not None))
+    return EvalResult.mean(losses, tuple(predictions) if wanted else ())
 
 
-def _judged(
-    model: nn.Module, micro_batch: Mapping[str, Tensor], task: Task, wanted: Guessing | None
+def _evaluate(
+    model: nn.Module, micro_batch: Mapping[str, Tensor], task: Task, wanted: PredictionConfig | None
 ) -> tuple[float, int, Tensor | None]:
-    """Mean loss, labels and guesses; over no labels the library's mean is no number."""
+    """Mean loss, number of labels, predictions; the library's mean over no labels is NaN."""
     count = task.targets(micro_batch["labels"])
     if not count and wanted is None:
         return 0.0, 0, None
     output = model(**micro_batch)
     loss = float(output.loss) if count else 0.0
-    ids = None if wanted is None else guess_whole(model, micro_batch, output.logits, wanted)
+    ids = None if wanted is None else predict_unsplit(model, micro_batch, output.logits, wanted)
     return loss, count, ids

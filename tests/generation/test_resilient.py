@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from collapipe_flwr.cluster.sites import Served, ThreadSite
-from collapipe_flwr.cluster.standing import MOST_REPLAYS, StandingChain
 from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.generation.backends import ServedModel, ThreadBackend
+from collapipe_flwr.generation.resilient import MOST_REPLAYS, ResilientGenerator
 from collapipe_flwr.models import SegmentPart
 from collapipe_flwr.pipeline.frame import Frame, FrameKind
 from collapipe_flwr.pipeline.generation import GeneratingEdge
 from collapipe_flwr.pipeline.prompter import Prompter
-from tests.cluster.test_serving import PROMPTS, Case
+from tests.generation.test_backends import PROMPTS, Case
 from tests.threads import none_left
 
 PROMPT = torch.tensor([PROMPTS[0]])
@@ -30,12 +30,12 @@ def case() -> Case:
     return Case("llama")
 
 
-def site(case: Case, devices: int = 3, slots: int = 3) -> ThreadSite:
-    served = Served(splitter=case.splitter, weights=case.weights, slots=slots, deadline_s=20.0)
-    return ThreadSite(served, devices)
+def site(case: Case, devices: int = 3, slots: int = 3) -> ThreadBackend:
+    served = ServedModel(splitter=case.splitter, weights=case.weights, slots=slots, deadline_s=20.0)
+    return ThreadBackend(served, devices)
 
 
-def written(chain: StandingChain, prompt: list[int], settings: str) -> list[int]:
+def written(chain: ResilientGenerator, prompt: list[int], settings: str) -> list[int]:
     pieces = chain.generate(torch.tensor([prompt]), settings)
     return [token for piece in pieces for token in piece.tolist()]
 
@@ -58,24 +58,24 @@ def test_the_rest_of_the_devices_write_the_same_text(
     case: Case, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
     settings = case.settings(**changes)
-    with none_left(), StandingChain(site(case)) as chain:
+    with none_left(), ResilientGenerator(site(case)) as chain:
         undisturbed = written(chain, PROMPTS[0], settings)
     ours = site(case)
-    with none_left(), StandingChain(ours) as chain:
+    with none_left(), ResilientGenerator(ours) as chain:
         once(monkeypatch, after=14)
         assert written(chain, PROMPTS[0], settings) == undisturbed
         assert len(ours.missing(ours.device_ids)) == 1
 
 
 def test_every_text_in_the_making_goes_on(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    with StandingChain(site(case)) as chain, ThreadPoolExecutor(3) as pool:
+    with ResilientGenerator(site(case)) as chain, ThreadPoolExecutor(3) as pool:
         once(monkeypatch, after=20)
         found = list(pool.map(lambda p: written(chain, p, case.settings()), PROMPTS))
     assert found == [case.unsplit(prompt) for prompt in PROMPTS]
 
 
 def test_without_any_device_it_is_one_sentence(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    with StandingChain(site(case, devices=1)) as chain:
+    with ResilientGenerator(site(case, devices=1)) as chain:
         once(monkeypatch, after=4)
         with pytest.raises(LinkError, match=r"no device of the cluster .*on fire"):
             written(chain, PROMPTS[0], case.settings())
@@ -85,7 +85,7 @@ def test_without_any_device_it_is_one_sentence(case: Case, monkeypatch: pytest.M
 class _Flaky:
     """A site whose chains break at the n-th token, though all devices answer."""
 
-    inner: ThreadSite
+    inner: ThreadBackend
     breaks: Callable[[], bool]
     device_ids: tuple[str, ...] = ("device-1", "device-2")
     chains: list[tuple[str, ...]] = field(default_factory=list)
@@ -112,7 +112,7 @@ class _Flaky:
 def test_a_chain_that_breaks_for_no_reason_is_tried_again(case: Case) -> None:
     left = [True] * MOST_REPLAYS
     flaky = _Flaky(site(case, devices=2), breaks=lambda: bool(left) and left.pop())
-    with StandingChain(flaky) as chain:
+    with ResilientGenerator(flaky) as chain:
         assert written(chain, PROMPTS[0], case.settings()) == case.unsplit(PROMPTS[0])
     assert flaky.chains == [flaky.device_ids] * (MOST_REPLAYS + 1)
 
@@ -120,7 +120,7 @@ def test_a_chain_that_breaks_for_no_reason_is_tried_again(case: Case) -> None:
 def test_but_not_for_ever(case: Case) -> None:
     always = _Flaky(site(case, devices=2), breaks=lambda: True)
     with (
-        StandingChain(always) as chain,
+        ResilientGenerator(always) as chain,
         pytest.raises(LinkError, match="the cable is loose"),
     ):
         written(chain, PROMPTS[0], case.settings())
@@ -130,7 +130,7 @@ def test_but_not_for_ever(case: Case) -> None:
 def test_texts_that_fail_together_end_together(case: Case) -> None:
     """Whoever of them notices first: each counts what it went through itself."""
     always = _Flaky(site(case, devices=2, slots=2), breaks=lambda: True)
-    with StandingChain(always) as chain, ThreadPoolExecutor(2) as pool:
+    with ResilientGenerator(always) as chain, ThreadPoolExecutor(2) as pool:
         texts = [pool.submit(written, chain, prompt, case.settings()) for prompt in PROMPTS[:2]]
         for text in texts:
             with pytest.raises(LinkError):
@@ -149,7 +149,7 @@ def test_a_chain_whose_edge_does_not_stop_a_text_is_built_anew(
             accept(self, frame, pool)
 
     monkeypatch.setattr(GeneratingEdge, "_accept", deaf)
-    with none_left(), StandingChain(site(case, slots=2)) as chain:
+    with none_left(), ResilientGenerator(site(case, slots=2)) as chain:
         other = chain.generate(torch.tensor([PROMPTS[1]]), case.settings())
         left = chain.generate(PROMPT, case.settings())
         found = next(other).tolist()
@@ -211,7 +211,7 @@ class _Driver:
 
 def test_a_break_counts_even_if_another_text_was_the_first_to_notice() -> None:
     scripted = _Scripted(told=[0] * 60, away=[set()])
-    with StandingChain(scripted) as chain:
+    with ResilientGenerator(scripted) as chain:
 
         def notice() -> None:
             assert chain._built is not None
@@ -225,42 +225,42 @@ def test_a_break_counts_even_if_another_text_was_the_first_to_notice() -> None:
 
 def test_a_text_that_gets_on_is_not_given_up() -> None:
     scripted = _Scripted(told=[1, 2, 2, 3, 3, 4], away=[set()])
-    with StandingChain(scripted) as chain:
+    with ResilientGenerator(scripted) as chain:
         assert written(chain, PROMPTS[0], "") == list(range(9))
     assert len(scripted.chains) == 7
 
 
 def test_a_text_that_does_not_get_on_is_given_up_however_much_it_told_before() -> None:
     scripted = _Scripted(told=[4, 0, 1, 4], away=[set()])
-    with StandingChain(scripted) as chain, pytest.raises(LinkError, match="cable is loose"):
+    with ResilientGenerator(scripted) as chain, pytest.raises(LinkError, match="cable is loose"):
         written(chain, PROMPTS[0], "")
     assert len(scripted.chains) == 3
 
 
 def test_a_device_that_comes_and_goes_excuses_one_failure_only() -> None:
     scripted = _Scripted(told=[0] * 40, away=[{"a"}, set()])
-    with StandingChain(scripted) as chain, pytest.raises(LinkError, match="cable is loose"):
+    with ResilientGenerator(scripted) as chain, pytest.raises(LinkError, match="cable is loose"):
         written(chain, PROMPTS[0], "")
     assert len(scripted.chains) == 1 + MOST_REPLAYS + 1
 
 
 def test_each_device_that_is_lost_excuses_a_failure() -> None:
     scripted = _Scripted(told=[0] * 4, away=[{"a"}, {"a"}, {"a", "b"}, {"a", "b"}])
-    with StandingChain(scripted) as chain:
+    with ResilientGenerator(scripted) as chain:
         assert written(chain, PROMPTS[0], "") == list(range(9))
     assert scripted.chains[-1] == ("c",)
 
 
 def test_devices_that_take_turns_to_be_away_end_the_building() -> None:
     scripted = _Scripted(told=[-1] * 40, away=[{"a"}, {"b"}])
-    with pytest.raises(LinkError, match="refused"), StandingChain(scripted):
+    with pytest.raises(LinkError, match="refused"), ResilientGenerator(scripted):
         pass
     assert len(scripted.chains) == 3
 
 
 def test_a_chain_that_was_taken_down_is_not_built_again() -> None:
     scripted = _Scripted(told=[], away=[set()])
-    with StandingChain(scripted) as chain:
+    with ResilientGenerator(scripted) as chain:
         text = chain.generate(PROMPT, "")
         next(text)
     assert [token for piece in text for token in piece.tolist()] == list(range(1, 9))

@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 from typer.testing import CliRunner
 
 from collapipe_flwr.cli import app
-from collapipe_flwr.cluster.writer import WritingModel, writer_here, writer_on
 from collapipe_flwr.core.errors import ConfigError, LinkError, ModelError
 from collapipe_flwr.data.tokenizer import train_tokenizer
+from collapipe_flwr.generation.text_generator import TextModel, cluster_generator, local_generator
 from collapipe_flwr.models import make_spec, save_whole
 from collapipe_flwr.transport.generation import GenerateRequest, TextClient, TextServer
 from tests.cluster.hosted import daemons
-from tests.cluster.test_serving import GPT2, SEQ2SEQ, Splitter, lively
+from tests.generation.test_backends import GPT2, SEQ2SEQ, Splitter, lively
 
 TEXTS = ["the cat sat", "on a mat", "and saw a bird — ünïcödé"]
 NEW = 9
@@ -82,17 +82,17 @@ def unsplit(run_dir: Path, text: str) -> str:
 def test_threads_write_what_the_library_writes(run_dir: Path) -> None:
     expected = [unsplit(run_dir, text) for text in TEXTS]
     assert len(set(expected)) > 1
-    with writer_here(WritingModel.load(run_dir), devices=3, slots=2) as writer:
+    with local_generator(TextModel.load(run_dir), devices=3, slots=2) as writer:
         wishes = [GenerateRequest(text=text, max_new_tokens=NEW) for text in TEXTS]
         with ThreadPoolExecutor(3) as pool:
             assert list(pool.map(lambda wish: "".join(writer.write(wish)), wishes)) == expected
 
 
 def test_daemons_write_what_the_library_writes(run_dir: Path) -> None:
-    model = WritingModel.load(run_dir)
+    model = TextModel.load(run_dir)
     with (
         daemons(2) as (cluster, edge),
-        writer_on(model, cluster, edge_address=edge, slots=2) as writer,
+        cluster_generator(model, cluster, edge_address=edge, slots=2) as writer,
     ):
         found = "".join(writer.write(GenerateRequest(text=TEXTS[0], max_new_tokens=NEW)))
     assert found == unsplit(run_dir, TEXTS[0])
@@ -101,7 +101,7 @@ def test_daemons_write_what_the_library_writes(run_dir: Path) -> None:
 def test_a_server_streams_to_several_clients(storyteller: Path) -> None:
     expected = [unsplit(storyteller, text) for text in TEXTS]
     with (
-        writer_here(WritingModel.load(storyteller), devices=2, slots=2) as writer,
+        local_generator(TextModel.load(storyteller), devices=2, slots=2) as writer,
         TextServer("127.0.0.1:0", writer.write, most=2) as server,
         TextClient(server.address) as client,
         ThreadPoolExecutor(3) as pool,
@@ -134,37 +134,37 @@ def test_settings_of_speed_do_not_change_the_text(
     setting: dict[str, Any], storyteller: Path, tmp_path: Path
 ) -> None:
     expected = unsplit(storyteller, TEXTS[0])
-    with writer_here(_with(setting, storyteller, tmp_path), devices=2, slots=1) as writer:
+    with local_generator(_with(setting, storyteller, tmp_path), devices=2, slots=1) as writer:
         assert "".join(writer.write(GenerateRequest(text=TEXTS[0], max_new_tokens=NEW))) == expected
 
 
 def test_generation_that_needs_further_passes_is_refused(storyteller: Path, tmp_path: Path) -> None:
     model = _with({"guidance_scale": 1.5}, storyteller, tmp_path)
     with (
-        writer_here(model, devices=2, slots=1) as writer,
+        local_generator(model, devices=2, slots=1) as writer,
         pytest.raises(ModelError, match="guidance_scale runs the model in ways"),
     ):
         list(writer.write(GenerateRequest(text=TEXTS[0], max_new_tokens=NEW)))
 
 
-def _with(setting: dict[str, Any], run_dir: Path, folder: Path) -> WritingModel:
+def _with(setting: dict[str, Any], run_dir: Path, folder: Path) -> TextModel:
     """The same model with one more line in its generation settings."""
     shutil.copytree(run_dir, folder, dirs_exist_ok=True)
     file = folder / "model" / "generation_config.json"
     own = json.loads(file.read_text()) if file.exists() else {}
     file.write_text(json.dumps({**own, **setting}))
-    return WritingModel.load(folder)
+    return TextModel.load(folder)
 
 
 def test_a_type_that_only_trains_says_so_before_anything_starts(tmp_path: Path) -> None:
     overrides = {"hidden_size": 32, "n_layer": 2, "n_head": 2}
     with pytest.raises(ModelError, match="'bloom', which cannot generate token by token"):
-        WritingModel.load(save(tmp_path, "causal-lm", "bloom", overrides))
+        TextModel.load(save(tmp_path, "causal-lm", "bloom", overrides))
 
 
 def test_a_text_beyond_the_positions(storyteller: Path) -> None:
     with (
-        writer_here(WritingModel.load(storyteller), devices=1, slots=1) as writer,
+        local_generator(TextModel.load(storyteller), devices=1, slots=1) as writer,
         pytest.raises(ModelError, match="64 positions: shorten the text"),
     ):
         list(writer.write(GenerateRequest(text=TEXTS[0], max_new_tokens=64)))
@@ -188,7 +188,7 @@ def test_a_text_ends_behind_a_stop_string(storyteller: Path) -> None:
     expected = tokenizer.decode(output[0, prompt.shape[1] :], skip_special_tokens=True)
     assert stop in expected and expected != whole
     wish = GenerateRequest(text=TEXTS[0], max_new_tokens=NEW, stop=("nowhere", stop))
-    with writer_here(WritingModel.load(storyteller), devices=2, slots=1) as writer:
+    with local_generator(TextModel.load(storyteller), devices=2, slots=1) as writer:
         assert "".join(writer.write(wish)) == expected
         with pytest.raises(ConfigError, match="--stop needs --num-beams 1"):
             list(writer.write(replace(wish, num_beams=2)))
@@ -197,7 +197,7 @@ def test_a_text_ends_behind_a_stop_string(storyteller: Path) -> None:
 
 def test_chance_repeats_itself_with_a_seed_only(storyteller: Path) -> None:
     wish = GenerateRequest(text=TEXTS[0], max_new_tokens=NEW, temperature=3.0, seed=4)
-    with writer_here(WritingModel.load(storyteller), devices=2, slots=2) as writer:
+    with local_generator(TextModel.load(storyteller), devices=2, slots=2) as writer:
         assert "".join(writer.write(wish)) == "".join(writer.write(wish))
         texts = {"".join(writer.write(replace(wish, seed=None))) for _ in range(4)}
         assert len(texts) > 1
@@ -213,7 +213,7 @@ def test_a_wish_that_makes_no_sense(wrong: dict[str, Any]) -> None:
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="holds no model with a tokenizer"):
-        WritingModel.load(tmp_path)
+        TextModel.load(tmp_path)
 
 
 @pytest.fixture
@@ -250,7 +250,7 @@ def test_wrong_arguments_are_one_sentence(
 
 def test_a_folder_that_is_missing_or_holds_runs(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="there is no such folder"):
-        WritingModel.load(tmp_path / "rnu")
+        TextModel.load(tmp_path / "rnu")
     (tmp_path / "20260101-120000" / "model").mkdir(parents=True)
     with pytest.raises(ModelError, match=r"folder of runs: name one, such as .*20260101-120000"):
-        WritingModel.load(tmp_path)
+        TextModel.load(tmp_path)

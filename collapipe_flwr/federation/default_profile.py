@@ -17,7 +17,7 @@ from flwr.app import ArrayRecord
 from collapipe_flwr.core.domain import BlockCost, ModelProfile
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.federation.checkpoint import Memory
-from collapipe_flwr.federation.planning import ScheduledRounds
+from collapipe_flwr.federation.planner import ScheduledRounds
 from collapipe_flwr.federation.records import array_bytes
 from collapipe_flwr.federation.rounds import ClosedRound, Outcome, RoundPlan
 from collapipe_flwr.scheduler.protocol import Scheduler
@@ -31,7 +31,7 @@ _ASSUMPTION = (
 )
 
 
-class AssumedRounds:
+class DefaultProfilePlanner:
     """A :class:`RoundPlanner` that knows only how many nodes there are and how large the model."""
 
     def __init__(self, scheduler: Scheduler) -> None:

@@ -14,19 +14,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from collapipe_flwr.cluster.order import PATIENCE_PER_STAGE
+from collapipe_flwr.cluster.fleet import PATIENCE_PER_STAGE
 from collapipe_flwr.cluster.remote import RemoteFleet
-from collapipe_flwr.cluster.serving import (
+from collapipe_flwr.cluster.threads import ThreadFleet
+from collapipe_flwr.core.errors import LinkError, LinkTimeout, ModelError
+from collapipe_flwr.generation.backends import (
     IDLE_S,
-    edge_at,
-    edge_here,
+    DaemonBackend,
+    ServedModel,
+    edge_session,
+    edge_thread,
     even_plan,
     prompter,
     serving_order,
 )
-from collapipe_flwr.cluster.sites import DaemonSite, Served
-from collapipe_flwr.cluster.threads import ThreadFleet
-from collapipe_flwr.core.errors import LinkError, LinkTimeout, ModelError
 from collapipe_flwr.models import SegmentPart, Splitter, make_spec
 from collapipe_flwr.pipeline import generation
 from collapipe_flwr.pipeline import prompter as prompter_module
@@ -122,7 +123,7 @@ def local(
     plan = even_plan(case.splitter.num_blocks, [f"d{i}" for i in range(devices)])
     order = serving_order(plan, case.weights, deadline_s=deadline_s)
     with (
-        edge_here(case.splitter, case.weights, deadline_s) as link,
+        edge_thread(case.splitter, case.weights, deadline_s) as link,
         prompter(
             case.splitter, order, ThreadFleet(lambda _: nullcontext(link)), slots=slots
         ) as driver,
@@ -221,7 +222,7 @@ def test_daemons_write_the_same_text_and_keep_nothing(model_type: str) -> None:
     with daemons(2) as (cluster, edge), EdgeClient(edge) as client:
         names = [cluster.device_id(device) for device in cluster.devices]
         order = serving_order(even_plan(case.splitter.num_blocks, names), case.weights, 20.0)
-        with edge_at(client, case.splitter, case.weights, 20.0) as hop:
+        with edge_session(client, case.splitter, case.weights, 20.0) as hop:
             fleet = RemoteFleet(cluster=cluster, edge=hop)
             with prompter(case.splitter, order, fleet, slots=2) as driver:
                 found = [written(driver, prompt, case.settings()) for prompt in PROMPTS]
@@ -235,8 +236,8 @@ def test_daemons_write_the_same_text_and_keep_nothing(model_type: str) -> None:
 @contextmanager
 def on_daemons(case: Case) -> Iterator[Prompter]:
     with daemons(2) as (cluster, edge):
-        served = Served(splitter=case.splitter, weights=case.weights, slots=2, deadline_s=20.0)
-        site = DaemonSite(served=served, cluster=cluster, edge_address=edge)
+        served = ServedModel(splitter=case.splitter, weights=case.weights, slots=2, deadline_s=20.0)
+        site = DaemonBackend(served=served, cluster=cluster, edge_address=edge)
         with site.chain(site.device_ids) as driver:
             yield driver
 

@@ -10,13 +10,11 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from collapipe_flwr.cluster.phrasing import phrase
-from collapipe_flwr.cluster.reading import Reader
-from collapipe_flwr.cluster.serving import Weights
-from collapipe_flwr.cluster.sites import DaemonSite, Served, ThreadSite
-from collapipe_flwr.cluster.standing import StandingChain
 from collapipe_flwr.config.cluster_file import ClusterConfig
 from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.generation.backends import DaemonBackend, ServedModel, ThreadBackend, Weights
+from collapipe_flwr.generation.processor import Processor, generation_settings
+from collapipe_flwr.generation.resilient import ResilientGenerator
 from collapipe_flwr.models import Splitter, make_spec
 from collapipe_flwr.models.causes import first_lines
 from collapipe_flwr.transport.generation import GenerateRequest
@@ -38,15 +36,15 @@ def _source(folder: Path) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WritingModel:
-    """A trained model and what feeds it; ``settings`` are its own generation settings."""
+class TextModel:
+    """A trained model and its processor; ``settings`` is its own generation configuration."""
 
     weights: Weights
-    reader: Reader
+    processor: Processor
     settings: GenerationConfig
 
     @staticmethod
-    def load(folder: Path, *, edge_blocks: int = 0) -> WritingModel:
+    def load(folder: Path, *, edge_blocks: int = 0) -> TextModel:
         """The model of a run directory, or of any folder or hub name that transformers loads.
 
         ``edge_blocks`` upper blocks of a decoder-only model stay at the edge. Raises ModelError
@@ -67,90 +65,89 @@ class WritingModel:
                 f"--run {str(folder)!r} holds a model of type {spec.model_type!r}, which cannot "
                 "generate token by token when split: only its training is known"
             )
-        return WritingModel(
+        return TextModel(
             weights=splitter.initial_weights(seed=0),
-            reader=Reader.of(splitter, tokenizer, source),
+            processor=Processor.of(splitter, tokenizer, source),
             settings=_own_settings(source, config),
         )
 
-    def served(self, slots: int, deadline_s: float) -> Served:
-        """The model for a chain that writes ``slots`` texts at once."""
-        return Served(
-            splitter=self.reader.splitter,
+    def served(self, slots: int, deadline_s: float) -> ServedModel:
+        """The model for a chain that generates ``slots`` texts at once."""
+        return ServedModel(
+            splitter=self.processor.splitter,
             weights=self.weights,
             slots=slots,
             deadline_s=deadline_s,
         )
 
 
-class Writer:
-    """Writes over a chain; ``write`` may be called from several threads at once."""
+class TextGenerator:
+    """Generates over a chain; ``write`` may be called from several threads at once."""
 
-    def __init__(self, model: WritingModel, chain: StandingChain) -> None:
+    def __init__(self, model: TextModel, chain: ResilientGenerator) -> None:
         self._model = model
         self._chain = chain
 
     def write(self, wish: GenerateRequest) -> Iterator[str]:
-        """The text, piece by piece as it is made.
+        """Yield the text chunk by chunk as it is generated.
 
-        Raises ConfigError for an empty wish, DataError for an unreadable sound, ModelError for
+        Raises ConfigError for an empty request, DataError for an unreadable sound, ModelError for
         one that the model cannot take, LinkError when the chain breaks for good.
         """
-        prompt = self._model.reader.prompt(wish)
-        phrasing = phrase(self._model.settings, wish)
+        prompt = self._model.processor.prompt(wish)
+        settings = generation_settings(self._model.settings, wish)
         tokens: list[int] = []
         shown = 0
-        with closing(self._chain.generate(prompt, phrasing.settings_json)) as pieces:
+        with closing(self._chain.generate(prompt, settings.settings_json)) as pieces:
             for new in pieces:
                 tokens += new.tolist()
                 text = self._decode(tokens)
                 if not text.endswith(_REPLACEMENT) and len(text) > shown:
                     yield text[shown:]
                     shown = len(text)
-                if phrasing.stops and self._stands_in(tokens, phrasing.stops):
+                if settings.stops and self._contains(tokens, settings.stops):
                     break
         if len(rest := self._decode(tokens)[shown:]):
             yield rest
 
     def _decode(self, tokens: list[int]) -> str:
-        text: str = self._model.reader.tokenizer.decode(tokens, skip_special_tokens=True)
+        text: str = self._model.processor.tokenizer.decode(tokens, skip_special_tokens=True)
         return text
 
-    def _stands_in(self, tokens: list[int], stops: tuple[str, ...]) -> bool:
+    def _contains(self, tokens: list[int], stops: tuple[str, ...]) -> bool:
         """Whether one of ``stops``, which may be special tokens, has been written."""
-        text = self._model.reader.tokenizer.decode(tokens)
+        text = self._model.processor.tokenizer.decode(tokens)
         return any(stop in text for stop in stops)
 
 
 @contextmanager
-def writer_here(
-    model: WritingModel, *, devices: int, slots: int, deadline_s: float = DEADLINE_S
-) -> Iterator[Writer]:
-    """Devices and edge are threads of this process, joined as on a cluster."""
-    site = ThreadSite(model.served(slots, deadline_s), devices)
-    with StandingChain(site) as chain:
-        yield Writer(model, chain)
+def local_generator(
+    model: TextModel, *, devices: int, slots: int, deadline_s: float = DEADLINE_S
+) -> Iterator[TextGenerator]:
+    """Generate with devices and edge as threads of this process, joined as on a cluster."""
+    backend = ThreadBackend(model.served(slots, deadline_s), devices)
+    with ResilientGenerator(backend) as chain:
+        yield TextGenerator(model, chain)
 
 
 @contextmanager
-def writer_on(
-    model: WritingModel,
+def cluster_generator(
+    model: TextModel,
     cluster: ClusterConfig,
     *,
     edge_address: str = "",
     slots: int,
     deadline_s: float = DEADLINE_S,
-) -> Iterator[Writer]:
-    """Blocks on the daemons of a cluster file, the rest on its edge server.
+) -> Iterator[TextGenerator]:
+    """Generate with blocks on the daemons of a cluster file and the rest on its edge server.
 
-    Up to ``slots`` texts are in the making at once. Devices that are lost on the way are done
-    without. Raises ConfigError where no edge is named, LinkError where one cannot be reached or
-    refuses.
+    Up to ``slots`` texts are generated at once, without devices that are lost on the way. Raises
+    ConfigError where no edge is named, LinkError where one cannot be reached or refuses.
     """
     served = model.served(slots, deadline_s)
-    site = DaemonSite(served=served, cluster=cluster, edge_address=edge_address)
-    with StandingChain(site) as chain:
-        yield Writer(model, chain)
+    backend = DaemonBackend(served=served, cluster=cluster, edge_address=edge_address)
+    with ResilientGenerator(backend) as chain:
+        yield TextGenerator(model, chain)
 
 
 def _task(config: Any) -> str:

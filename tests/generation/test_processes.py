@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from collapipe_flwr.cluster.writer import WritingModel, writer_on
 from collapipe_flwr.config.cluster_file import read_cluster
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.core.tls_files import TlsFiles
+from collapipe_flwr.generation.text_generator import TextModel, cluster_generator
 from collapipe_flwr.transport.certificates import sign_all
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.generation import GenerateRequest, TextClient
 from tests.cluster.daemon_processes import ROOT, Daemon, first_line, running, tls_options
-from tests.cluster.test_serving import GPT2, SEQ2SEQ
-from tests.cluster.test_writer import NEW, TEXTS, save, unsplit
+from tests.generation.test_backends import GPT2, SEQ2SEQ
+from tests.generation.test_text_generator import NEW, TEXTS, save, unsplit
 
 DEVICES = ("d0", "d1", "d2")
 MEMBERS = (*DEVICES, "edge", "control-unit", "laptop", "stranger")
@@ -140,9 +140,9 @@ def test_a_device_killed_in_the_middle_of_a_text(
     shed: Shed, which: str, request: pytest.FixtureRequest
 ) -> None:
     run_dir: Path = request.getfixturevalue(which)
-    model = WritingModel.load(run_dir)
+    model = TextModel.load(run_dir)
     wish = GenerateRequest(text=TEXTS[0], max_new_tokens=NEW)
-    with writer_on(model, read_cluster(shed.file), slots=2, deadline_s=30.0) as writer:
+    with cluster_generator(model, read_cluster(shed.file), slots=2, deadline_s=30.0) as writer:
         text = writer.write(wish)
         pieces = [next(text)]
         shed.devices["d1"].process.kill()

@@ -1,7 +1,7 @@
-"""A chain that generates for a long time: when it breaks it is built anew from what is left.
+"""A generator that survives its chain: when that breaks, it is built again from what is left.
 
-A text whose chain broke is written again from its prompt; the tokens that were told already are
-not told twice. Greedy decoding, beams and seeded chance repeat themselves, so the text is the one
+A text whose chain broke is generated again from its prompt; tokens that were yielded before are not
+yielded twice. Greedy decoding, beams and seeded sampling repeat themselves, so the text is the one
 of an undisturbed chain.
 """
 
@@ -21,10 +21,10 @@ from collapipe_flwr.core.errors import CollaPipeError, LinkError
 from collapipe_flwr.pipeline.prompter import Prompter, TextTimeout
 
 _log = logging.getLogger(__name__)
-MOST_REPLAYS = 2  # of one text without a new token: whatever breaks it then will not mend
+MOST_REPLAYS = 2  # of one text without a new token: whatever breaks it then is not transient
 
 
-class Site(Protocol):
+class GenerationBackend(Protocol):
     """Devices and an edge on which chains can be built."""
 
     @property
@@ -43,7 +43,7 @@ class Site(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class _Built:
-    """A chain that stands, and what takes it down."""
+    """A running chain, and the stack that takes it down."""
 
     driver: Prompter
     stack: ExitStack
@@ -56,14 +56,14 @@ class _Built:
             _log.info("a broken chain: %s", again)
 
 
-class StandingChain:
-    """Generates over the devices of ``site`` that answer; use as a context manager.
+class ResilientGenerator:
+    """Generates over the devices of ``backend`` that answer; use as a context manager.
 
     ``generate`` may be called from several threads at once.
     """
 
-    def __init__(self, site: Site) -> None:
-        self._site = site
+    def __init__(self, backend: GenerationBackend) -> None:
+        self._backend = backend
         self._lock = threading.Lock()
         self._built: _Built | None = None
         self._lost: frozenset[str] = frozenset()  # at the last look
@@ -71,7 +71,7 @@ class StandingChain:
 
     def __enter__(self) -> Self:
         """Raises LinkError when no chain can be built."""
-        self._standing()
+        self._current()
         return self
 
     def __exit__(
@@ -93,7 +93,7 @@ class StandingChain:
         """
         told, replays, lost = 0, 0, frozenset[str]()
         while True:
-            built = self._standing()
+            built = self._current()
             before, skipped = told, 0
             try:
                 with closing(built.driver.generate(prompt, settings_json)) as pieces:
@@ -115,7 +115,7 @@ class StandingChain:
                 if replays > MOST_REPLAYS:
                     raise
 
-    def _standing(self) -> _Built:
+    def _current(self) -> _Built:
         """The chain, built where there is none."""
         with self._lock:
             if self._over:
@@ -128,10 +128,10 @@ class StandingChain:
         """A chain over the devices that answer; tried again when one more is found not to."""
         lost = self._lost
         while True:
-            present = [name for name in self._site.device_ids if name not in self._lost]
+            present = [name for name in self._backend.device_ids if name not in self._lost]
             stack = ExitStack()
             try:
-                driver = stack.enter_context(self._site.chain(present))
+                driver = stack.enter_context(self._backend.chain(present))
             except LinkError as error:
                 if not self._look(error) - lost:
                     raise
@@ -150,8 +150,8 @@ class StandingChain:
 
     def _look(self, error: LinkError) -> frozenset[str]:
         """The devices that do not answer now. Raises LinkError when none does."""
-        before, self._lost = self._lost, self._site.missing(self._site.device_ids)
-        if len(self._lost) == len(self._site.device_ids):
+        before, self._lost = self._lost, self._backend.missing(self._backend.device_ids)
+        if len(self._lost) == len(self._backend.device_ids):
             self._lost = frozenset()
             raise LinkError(f"no device of the cluster answers any more: {error}") from error
         if more := self._lost - before:

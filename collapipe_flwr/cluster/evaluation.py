@@ -1,0 +1,129 @@
+"""What a model predicts for a test set: its best classes, or greedily generated texts.
+
+A chain that turns texts into texts generates after it has told its losses: the encoder runs over
+the devices, the decoder at the edge, one example at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig
+
+from collapipe_flwr.data.batches import Example
+from collapipe_flwr.data.metrics import Tally, added
+from collapipe_flwr.data.tasks import Task
+from collapipe_flwr.models.parts import EmbeddingPart
+from collapipe_flwr.models.tasks import best_class
+from collapipe_flwr.pipeline.generation import ATTENTION_MASK, INPUT_IDS
+from collapipe_flwr.pipeline.link import Link
+from collapipe_flwr.pipeline.prompter import Prompter
+from collapipe_flwr.pipeline.roles import MicroBatch
+from collapipe_flwr.pipeline.stage_settings import StageSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictionConfig:
+    """How a model predicts; ``most_tokens`` counts where it generates."""
+
+    most_tokens: int
+    padding_id: int = 0
+
+    def settings(self) -> dict[str, Any]:
+        """Greedy decoding, as keywords of ``generate``."""
+        return {"max_new_tokens": self.most_tokens, "num_beams": 1, "do_sample": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalResult:
+    """The mean loss over the ``targets`` labels of a test set (0 over none), and predictions.
+
+    ``predictions`` stand by batch and micro-batch, where asked for: ids (B,) or (B, T) of the best
+    classes or of generated texts.
+    """
+
+    loss: float
+    targets: float
+    predictions: tuple[tuple[Tensor, ...], ...] = ()
+
+    @staticmethod
+    def mean(
+        parts: Iterable[tuple[float, float]], predictions: tuple[tuple[Tensor, ...], ...] = ()
+    ) -> EvalResult:
+        """Mean losses of parts, each with its number of labels, as one."""
+        pairs = list(parts)
+        targets = sum(count for _, count in pairs)
+        total = sum(loss * count for loss, count in pairs)
+        loss = total / targets if targets else 0.0
+        return EvalResult(loss=loss, targets=targets, predictions=predictions)
+
+
+def predict_unsplit(model: Any, batch: Any, scores: Tensor, wanted: PredictionConfig) -> Tensor:
+    """The predictions of the unsplit model for a batch whose ``scores`` it has computed."""
+    if not model.config.is_encoder_decoder:
+        return best_class(scores)
+    found: Tensor = model.generate(
+        batch[INPUT_IDS], attention_mask=batch[ATTENTION_MASK], **wanted.settings()
+    )
+    return found
+
+
+def generate_texts(
+    embedding: EmbeddingPart,
+    chain: Link,
+    settings: StageSettings,
+    batches: Sequence[Sequence[MicroBatch]],
+    wanted: PredictionConfig,
+) -> tuple[tuple[Tensor, ...], ...]:
+    """Generate the texts (B, T) of each micro-batch over a chain, and end the chain."""
+    prompter = Prompter(embedding, chain, settings, cached=False, slots=1)
+    own = GenerationConfig.from_model_config(embedding.model.config).to_dict()
+    text = json.dumps({**own, **wanted.settings()})
+    found = tuple(
+        tuple(_texts(prompter, micro_batch, text, wanted) for micro_batch in batch)
+        for batch in batches
+    )
+    prompter.finish()
+    return found
+
+
+def _texts(
+    prompter: Prompter, batch: MicroBatch, settings: str, wanted: PredictionConfig
+) -> Tensor:
+    rows = zip(batch.inputs[INPUT_IDS], batch.inputs[ATTENTION_MASK].bool(), strict=True)
+    texts = [torch.cat(list(prompter.generate(ids[mask][None], settings))) for ids, mask in rows]
+    return pad_sequence(texts, batch_first=True, padding_value=wanted.padding_id)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TestPart:
+    """One micro-batch of a test: its examples, and what they collate to."""
+
+    examples: Sequence[Example]
+    tensors: Mapping[str, Tensor]
+
+    @staticmethod
+    def of(task: Task, examples: Sequence[Example]) -> TestPart:
+        """The examples, collated."""
+        return TestPart(examples=examples, tensors=task.collate(examples))
+
+
+def prediction_config(task: Task) -> PredictionConfig:
+    """How a model predicts in this task."""
+    padding = task.tokenizer.pad_token_id if task.text_columns else 0
+    return PredictionConfig(most_tokens=task.settings.max_target_length, padding_id=int(padding))
+
+
+def tally_of(task: Task, parts: Iterable[TestPart], predictions: Iterable[Tensor]) -> Tally:
+    """The counts of all metrics together."""
+    tally: Tally = {}
+    for part, ids in zip(parts, predictions, strict=True):
+        references = task.references(part.examples, part.tensors)
+        tally = added(tally, task.count(task.read(ids, part.tensors), references))
+    return tally

@@ -1,0 +1,92 @@
+"""Messages of a round: what they hold, whose replies are whose, which failed, and why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from copy import copy
+from dataclasses import dataclass
+
+from flwr.app import ArrayRecord, Error, Message, RecordDict
+
+from collapipe_flwr.core.errors import ProtocolError
+from collapipe_flwr.federation.arrays import averaged_keys, averaging_view, restore
+
+LONGEST_SENTENCE = 400  # characters of a client's words that are shown
+BAD_REPLY = 300  # Error.code of replies that arrived but cannot be used; Flower's own are below 100
+LATE = 301  # Error.code of replies that were not waited for
+_FLOWER_WRAPPING = re.compile(r".*occurred\. Message: ?|^<class '[^']*'>:<'|'>\s*$", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """One training message that left."""
+
+    node_id: int
+    cluster_id: str
+    message: Message
+    content_bytes: int
+
+
+def sender_of(reply: Message, sent: Sequence[Sent]) -> Sent | None:
+    """Who was asked: by message id (a lost node answers as node 1), else by node id."""
+    asked = reply.metadata.reply_to_message_id
+    by_id = (s for s in sent if asked and s.message.metadata.message_id == asked)
+    by_node = (s for s in sent if s.node_id == reply.metadata.src_node_id)
+    return next(by_id, None) or next(by_node, None)
+
+
+def sentence(error: Error) -> str:
+    """What a client said when it failed, without Flower's wrapping, on one bounded line."""
+    words = _FLOWER_WRAPPING.sub("", error.reason or f"error {error.code} without a reason")
+    line = " ".join(words.split())
+    return line if len(line) <= LONGEST_SENTENCE else line[: LONGEST_SENTENCE - 3] + "..."
+
+
+def as_failed(sent: Sent, why: str) -> Message:
+    """An error reply that any strategy counts as a failure."""
+    return Message(Error(BAD_REPLY, why), reply_to=sent.message)
+
+
+def with_content(reply: Message, content: RecordDict) -> Message:
+    """The reply with other content; the original stays as it was."""
+    changed = copy(reply)
+    changed.content = content
+    return changed
+
+
+def only_arrays(content: RecordDict, what: str) -> tuple[str, ArrayRecord]:
+    """Name and arrays of the one ArrayRecord; raises ProtocolError if there is not just one."""
+    found = list(content.array_records.items())
+    if len(found) != 1:
+        raise ProtocolError(f"{what} must hold exactly one ArrayRecord, got {len(found)}")
+    return found[0]
+
+
+def viewed(content: RecordDict, constant: Collection[str]) -> RecordDict:
+    """A new RecordDict whose arrays are what the inner strategy may average."""
+    shown = RecordDict(dict(content))
+    for name, record in content.array_records.items():
+        shown[name] = averaging_view(record, constant)
+    return shown
+
+
+def restored(
+    content: RecordDict, template: ArrayRecord, constant: Collection[str] = ()
+) -> RecordDict:
+    """A new RecordDict with arrays of the global model in their own dtypes, all records copied."""
+    averaged = set(averaged_keys(template, constant))
+    own = RecordDict()
+    for name, record in content.items():
+        if isinstance(record, ArrayRecord) and set(record) == averaged:
+            record = restore(record, template, template)
+        own[name] = record.copy()
+    return own
+
+
+def readdressed(message: Message, content: RecordDict) -> Message:
+    """A new message to the same node with other content."""
+    meta = message.metadata
+    return Message(
+        content, meta.dst_node_id, meta.message_type, ttl=meta.ttl, group_id=meta.group_id
+    )

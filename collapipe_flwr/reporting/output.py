@@ -1,0 +1,59 @@
+"""One JSON file or picture as a result, which appears whole or not at all, and a bar meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from collapipe_flwr.core.durable import write_file, write_text
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.reporting.events import finite
+
+
+def prepare(option: str, path: Path) -> None:
+    """Make the folder of ``path``; raises ConfigError that names the option."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: its folder cannot be made ({error})") from error
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"{option} {path}: cannot be written; choose another file")
+
+
+def write_json(path: Path, values: object) -> None:
+    """Replace ``path``; numbers that JSON does not know become null. Raises ConfigError."""
+    text = json.dumps(finite(values), indent=2, allow_nan=False)
+    try:
+        write_text(path, text + "\n")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error})") from error
+
+
+if TYPE_CHECKING:  # matplotlib is an optional extra
+    from matplotlib.figure import Figure
+
+DPI = 120
+
+
+def write_picture(figure: Figure, path: Path) -> None:
+    """Replace ``path``; raises ConfigError when it cannot be written."""
+    try:
+        write_file(path, lambda written: figure.savefig(written, dpi=DPI))
+    except OSError as error:
+        raise ConfigError(f"--plot {path}: cannot be written ({error})") from error
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """Yields a function to call after every step with the name of what is being done."""
+    columns = (TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda doing: bar.update(task, advance=1, description=doing)
