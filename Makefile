@@ -36,7 +36,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[simulation,data,metrics]'
 	@touch $@
 
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
@@ -44,7 +44,7 @@ $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@ $(VENV)/.demo
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plot]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@ $(VENV)/.test $(VENV)/.demo
 
 clean:

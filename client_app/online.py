@@ -12,9 +12,9 @@ import logging
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from datasets import Dataset
 from flwr.app import ConfigRecord
 
 from client_app.data import LocalData, RoundExamples
@@ -23,6 +23,9 @@ from collapipe_flwr.core.config import AppConfig
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.stream import Stream, StreamPlace, next_round
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 _log = logging.getLogger("flwr.collapipe")
 _STATE, _PLACE, _SUFFIX = "collapipe.stream", "place", ".json"

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from collapipe_flwr.core.errors import RunError
+from collapipe_flwr.core.extras import require
 from collapipe_flwr.core.keeper import keeping
 from collapipe_flwr.core.parsing import Value
 from collapipe_flwr.core.signals import terminable
@@ -53,8 +54,10 @@ class Launch:
 def run_app(launch: Launch) -> str | None:
     """Run to the end, showing Flower's log; the first error in it, or None.
 
-    Raises RunError when the SuperLink does not start, and SystemExit on SIGTERM or SIGINT.
+    Raises RunError when the SuperLink does not start, ConfigError when Ray is not installed, and
+    SystemExit on SIGTERM or SIGINT.
     """
+    require("ray", "simulation")
     with terminable(), tempfile.TemporaryDirectory(prefix="collapipe-flwr-home-") as home:
         env = private_environment(Path(home))
         config = Path(home) / "run-config.toml"

@@ -14,6 +14,7 @@ from typing import Any
 
 from collapipe_flwr.core.config import known_keys, parse
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.extras import require
 from collapipe_flwr.core.parsing import Value, refuse_unknown
 
 
@@ -31,7 +32,8 @@ def read_overrides(sources: Sequence[str]) -> dict[str, Value]:
 def check_overrides(project: Path, overrides: Mapping[str, Value]) -> None:
     """Raise ConfigError for keys that the app does not declare; Flower would not say which.
 
-    For an app with exactly our keys, values are checked as well, before anything starts.
+    For an app with exactly our keys, its values are checked as well, and that the extra ``data``
+    is installed, before anything starts.
     """
     # The launcher sets these itself, to find the run again.
     for key, option in (("output-dir", "output-dir"), ("run-name", "output-dir"), ("resume",) * 2):
@@ -44,6 +46,7 @@ def check_overrides(project: Path, overrides: Mapping[str, Value]) -> None:
     declared = _flat(table.get("tool", {}).get("flwr", {}).get("app", {}).get("config", {}))
     refuse_unknown(overrides, set(declared))
     if set(declared) == known_keys():
+        require("datasets", "data")
         parse({**declared, **overrides})
 
 
