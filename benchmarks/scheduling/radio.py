@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from benchmarks.scheduling.optimality import queued
 from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.core.extras import extra
 from collapipe_flwr.costs.chain import Chain, chain_of, powers_for, price_rows
 from collapipe_flwr.costs.plan_rows import rows_of_plans
 from collapipe_flwr.costs.tables import tabulate
@@ -19,9 +20,11 @@ from collapipe_flwr.scheduler.allocation import Allocation, allocate
 from collapipe_flwr.scheduler.base import planner_for
 from collapipe_flwr.scheduler.market import row_prices
 from collapipe_flwr.scheduler.radio_problem import radio_problem
-from collapipe_flwr.scheduler.reference import ReferenceOptimum, solve_reference
 from collapipe_flwr.scheduler.registry import make_scheduler
 from collapipe_flwr.simulation.setting import Setting
+
+with extra("bench"):
+    from collapipe_flwr.scheduler.reference import ReferenceOptimum, solve_reference
 
 TIMED = (
     "whole calls from layouts to bandwidth and powers, stating the problem included on both sides, "

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from datasets import Dataset
 from torch import Tensor
 
 from collapipe_flwr.cluster.evaluation import TestPart
@@ -19,6 +19,9 @@ from collapipe_flwr.data.bucketing import Rows, bucket_by_length, equal_cut
 from collapipe_flwr.data.registry import load_task
 from collapipe_flwr.data.stream import Stream
 from collapipe_flwr.data.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 _ALL_ROWS: Mapping[str, Value] = {
     "data.train-examples": 0,

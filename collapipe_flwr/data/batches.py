@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from datasets import Dataset
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 Example = dict[str, Any]  # a row of the task's own table: texts, lists, pictures
 Order = NDArray[np.int64]  # row numbers of one pass

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from datasets import ClassLabel, Dataset, List, Value
-
 from collapipe_flwr.core.errors import DataError
+from collapipe_flwr.core.extras import extra
 from collapipe_flwr.data.encoding import IGNORED_TAG
+
+with extra("data"):
+    from datasets import ClassLabel, Dataset, List, Value
 
 
 def class_names(table: Dataset, name: str) -> tuple[str, ...]:

@@ -7,9 +7,11 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from datasets import Dataset
-
 from collapipe_flwr.core.errors import DataError
+from collapipe_flwr.core.extras import extra
+
+with extra("data"):
+    from datasets import Dataset
 
 SUFFIXES = (".conll", ".bio", ".iob", ".iob2")
 _DOCUMENT = "-DOCSTART-"

@@ -12,21 +12,23 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from datasets import (
-    Dataset,
-    DatasetDict,
-    Features,
-    Value,
-    disable_progress_bars,
-    load_dataset,
-    load_from_disk,
-)
-from datasets.exceptions import DatasetsError
-
 from collapipe_flwr.core.errors import DataError
+from collapipe_flwr.core.extras import extra
 from collapipe_flwr.data.class_names import class_names, name_of
 from collapipe_flwr.data.conll import SUFFIXES as CONLL_SUFFIXES
 from collapipe_flwr.data.conll import read_conll
+
+with extra("data"):
+    from datasets import (
+        Dataset,
+        DatasetDict,
+        Features,
+        Value,
+        disable_progress_bars,
+        load_dataset,
+        load_from_disk,
+    )
+    from datasets.exceptions import DatasetsError
 
 _FORMATS = {
     ".csv": "csv",

@@ -16,15 +16,18 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from datasets import Dataset, Image
-from PIL import Image as Pictures
-from PIL import UnidentifiedImageError
 from torch import Tensor
 
 from collapipe_flwr.core.errors import ConfigError, DataError
+from collapipe_flwr.core.extras import extra
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.labelled import Labelled
 from collapipe_flwr.data.reader import Reader
+
+with extra("data"):
+    from datasets import Dataset, Image
+    from PIL import Image as Pictures
+    from PIL import UnidentifiedImageError
 
 _MODES = {1: "L", 3: "RGB"}
 

@@ -6,10 +6,9 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import isfinite
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from datasets import Dataset
 from torch import Tensor
 
 from collapipe_flwr.core.errors import DataError
@@ -20,6 +19,9 @@ from collapipe_flwr.data.metrics import Measure, match_rate
 from collapipe_flwr.data.reader import Reader
 from collapipe_flwr.data.tasks import Batch, Task
 from collapipe_flwr.data.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
 class Labelled(Task):

@@ -11,10 +11,10 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from datasets import Dataset
 from torch import Tensor
 
 from collapipe_flwr.core.errors import DataError
+from collapipe_flwr.core.extras import extra
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.config import DataConfig
 from collapipe_flwr.data.encoding import IGNORED_LABEL, encode
@@ -23,6 +23,9 @@ from collapipe_flwr.data.metrics import Measure, Tally, match_rate
 from collapipe_flwr.data.reader import Reader
 from collapipe_flwr.data.tasks import Batch, Task
 from collapipe_flwr.data.vocabulary import Vocabulary
+
+with extra("data"):
+    from datasets import Dataset
 
 _CHOSEN_MASKED, _CHOSEN_RANDOM = 0.8, 0.1  # of the chosen tokens; the rest stays as it is
 _LARGEST_EXPONENT = 700.0  # beyond it a perplexity is no number

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from collapipe_flwr.core.extras import extra
+
 Texts = Sequence[str]
 Counts = list[float]
 Tally = dict[str, Counts]  # by metric
@@ -45,25 +47,29 @@ def _count_matches(predictions: Texts, references: Texts) -> Counts:
 
 
 def _count_chrf(predictions: Texts, references: Texts) -> Counts:
-    from sacrebleu.metrics.chrf import CHRF
+    with extra("metrics"):
+        from sacrebleu.metrics.chrf import CHRF
 
     return _sums(CHRF(), predictions, references)
 
 
 def _chrf_of(counts: Counts) -> float:
-    from sacrebleu.metrics.chrf import CHRF
+    with extra("metrics"):
+        from sacrebleu.metrics.chrf import CHRF
 
     return float(CHRF()._compute_score_from_stats([int(count) for count in counts]).score)
 
 
 def _count_bleu(predictions: Texts, references: Texts) -> Counts:
-    from sacrebleu.metrics.bleu import BLEU
+    with extra("metrics"):
+        from sacrebleu.metrics.bleu import BLEU
 
     return _sums(BLEU(), predictions, references)
 
 
 def _bleu_of(counts: Counts) -> float:
-    from sacrebleu.metrics.bleu import BLEU
+    with extra("metrics"):
+        from sacrebleu.metrics.bleu import BLEU
 
     return float(BLEU()._compute_score_from_stats([int(count) for count in counts]).score)
 

@@ -9,9 +9,12 @@ them alone has seen the whole task.
 from __future__ import annotations
 
 import numpy as np
-from datasets import Dataset
 
 from collapipe_flwr.core.errors import DataError
+from collapipe_flwr.core.extras import extra
+
+with extra("data"):
+    from datasets import Dataset
 
 NUMBERS = 100_000  # 0 .. 99,999
 DEFAULT_TRAIN_EXAMPLES = 6_000

@@ -7,12 +7,16 @@ and in a Flower deployment every message starts a new process. The other two are
 from __future__ import annotations
 
 import warnings
+from typing import TYPE_CHECKING
 
 import numpy as np
-from datasets import Dataset
 
 from collapipe_flwr.core.errors import DataError
+from collapipe_flwr.core.extras import extra
 from collapipe_flwr.data.config import DataConfig
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
 def partition_rows(
@@ -70,7 +74,8 @@ def dirichlet(
 
     Raises DataError if a part stays empty after ten draws.
     """
-    from flwr_datasets.partitioner import DirichletPartitioner
+    with extra("data"):
+        from flwr_datasets.partitioner import DirichletPartitioner
 
     partitioner = DirichletPartitioner(
         num_partitions=count, partition_by=by, alpha=alpha, min_partition_size=1, seed=seed

@@ -7,12 +7,15 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from datasets import Dataset
 
 from collapipe_flwr.core.errors import DataError
+from collapipe_flwr.core.extras import extra
 from collapipe_flwr.data.class_names import class_names, with_names
 from collapipe_flwr.data.config import DataConfig, key_of
 from collapipe_flwr.data.files import column, is_one_table, load_table
+
+with extra("data"):
+    from datasets import Dataset
 
 HELD_OUT_SHARE = 0.1
 _CLASS_COLUMNS = {"label", "tags"}

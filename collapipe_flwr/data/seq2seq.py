@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from datasets import Dataset
 from torch import Tensor
 
 from collapipe_flwr.data import number_words
@@ -18,6 +17,9 @@ from collapipe_flwr.data.reader import Reader
 from collapipe_flwr.data.rouge import ROUGE
 from collapipe_flwr.data.tasks import Batch, Task
 from collapipe_flwr.data.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 _COLUMNS = {"source": "source_column", "target": "target_column"}
 

@@ -16,10 +16,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from datasets import Dataset, concatenate_datasets
 
 from collapipe_flwr.core.errors import DataError
+from collapipe_flwr.core.extras import extra
 from collapipe_flwr.data.conll import SUFFIXES as CONLL_SUFFIXES
+
+with extra("data"):
+    from datasets import Dataset, concatenate_datasets
 
 _log = logging.getLogger("flwr.collapipe")
 _UNFINISHED = (".tmp", ".part")

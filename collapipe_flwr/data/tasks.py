@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -29,6 +28,9 @@ from collapipe_flwr.data.tokenizer import (
     train_tokenizer,
 )
 from collapipe_flwr.data.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 Batch = Mapping[str, Tensor]
 _MOST_TOKENIZER_TEXTS = 100_000  # more change nothing in a vocabulary of some thousand tokens

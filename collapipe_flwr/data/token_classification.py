@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import chain, zip_longest
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from datasets import Dataset
 from torch import Tensor
 
 from collapipe_flwr.core.errors import DataError
@@ -26,6 +25,9 @@ from collapipe_flwr.data.metrics import Measure, Tally, match_rate
 from collapipe_flwr.data.reader import Reader
 from collapipe_flwr.data.tasks import Batch, Task
 from collapipe_flwr.data.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 _PLAIN = (str, int, float)
 

@@ -33,6 +33,7 @@ from typing import Any
 from collapipe_flwr.config.parsing import refuse_unknown
 from collapipe_flwr.config.schema import known_keys, parse
 from collapipe_flwr.core.errors import ConfigError, RunError
+from collapipe_flwr.core.extras import require
 from collapipe_flwr.core.keeper import keeping
 from collapipe_flwr.core.keys import Value
 from collapipe_flwr.core.signals import terminable
@@ -52,7 +53,8 @@ def read_overrides(sources: Sequence[str]) -> dict[str, Value]:
 def check_overrides(project: Path, overrides: Mapping[str, Value]) -> None:
     """Raise ConfigError for keys that the app does not declare; Flower would not say which.
 
-    For an app with exactly our keys, values are checked as well, before anything starts.
+    For an app with exactly our keys, its values are checked as well, and that the extra ``data``
+    is installed, before anything starts.
     """
     # The launcher sets these itself, to find the run again.
     for key, option in (("output-dir", "output-dir"), ("run-name", "output-dir"), ("resume",) * 2):
@@ -65,6 +67,7 @@ def check_overrides(project: Path, overrides: Mapping[str, Value]) -> None:
     declared = _flat(table.get("tool", {}).get("flwr", {}).get("app", {}).get("config", {}))
     refuse_unknown(overrides, set(declared))
     if set(declared) == known_keys():
+        require("datasets", "data")
         parse({**declared, **overrides})
 
 
@@ -126,8 +129,10 @@ class Launch:
 def run_app(launch: Launch) -> str | None:
     """Run to the end, showing Flower's log; the first error in it, or None.
 
-    Raises RunError when the SuperLink does not start, and SystemExit on SIGTERM or SIGINT.
+    Raises RunError when the SuperLink does not start, ConfigError when Ray is not installed, and
+    SystemExit on SIGTERM or SIGINT.
     """
+    require("ray", "simulation")
     with terminable(), tempfile.TemporaryDirectory(prefix="collapipe-flwr-home-") as home:
         env = private_environment(Path(home))
         config = Path(home) / "run-config.toml"

@@ -9,15 +9,18 @@ server did not accept are fresh again.
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 import numpy as np
-from datasets import Dataset
 
 from collapipe_flwr.cluster.local_data import LocalData, RoundExamples
 from collapipe_flwr.config.schema import AppConfig
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.stream import Stream, StreamPlace, next_round
 from collapipe_flwr.federation.node_state import STREAM, NodeState
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 _log = logging.getLogger("flwr.collapipe")
 

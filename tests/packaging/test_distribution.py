@@ -1,0 +1,140 @@
+"""What is installed and what travels: the wheel, the FAB, the extras, and a base without extras."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flwr.cli.build import build_fab_from_disk
+from typer.testing import CliRunner
+
+import collapipe_flwr
+from collapipe_flwr.cli import app
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.extras import extra, require
+
+ROOT = Path(__file__).parents[2]
+OPTIONAL = ("datasets", "flwr_datasets", "PIL", "sacrebleu", "ray", "peft", "matplotlib", "cvxpy")
+# What a device, an edge server, a certificate authority, a control unit and a strategy import.
+BASE = (
+    "collapipe_flwr.cli",
+    "collapipe_flwr.edge.daemon",
+    "collapipe_flwr.edge.server",
+    "collapipe_flwr.rpc.authority",
+    "collapipe_flwr.cluster.check",
+    "collapipe_flwr.cluster.control_unit",
+    "collapipe_flwr.cluster.forecast",
+    "collapipe_flwr.cluster.remote",
+    "collapipe_flwr.cluster.writer",
+    "collapipe_flwr.federation.launcher",
+    "collapipe_flwr.federation.rpc_gateway",
+    "collapipe_flwr.federation.strategy",
+    "collapipe_flwr.models",
+    "collapipe_flwr.reporting.simulating",
+)
+WITHOUT_EXTRAS = f"""
+import importlib, sys
+for name in {OPTIONAL!r}:
+    sys.modules[name] = None
+for name in {BASE!r}:
+    importlib.import_module(name)
+for name in ("client_app.app", "server_app.app"):
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        print(f"{{type(error).__name__}}: {{error}}")
+"""
+
+
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {re.split(r"[\[<>=!~; ]", text, maxsplit=1)[0] for text in requirements}
+
+
+def test_the_wheel_holds_the_package_alone() -> None:
+    """Installed apps would hide modules of the same names that a user's own project has."""
+    assert project()["tool"]["hatch"]["build"]["targets"]["wheel"] == {
+        "packages": ["collapipe_flwr"]
+    }
+
+
+def test_nothing_in_the_package_needs_what_is_not_in_the_wheel() -> None:
+    absent = re.compile(r"^\s*(?:from|import) (?:benchmarks|client_app|server_app|tests)\b", re.M)
+    files = (ROOT / "collapipe_flwr").rglob("*.py")
+    assert not [file for file in files if absent.search(file.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # of Flower's
+def test_the_fab_holds_the_package_and_its_apps() -> None:
+    with zipfile.ZipFile(BytesIO(build_fab_from_disk(ROOT))) as fab:
+        found = {name.partition("/")[0] for name in fab.namelist()}
+        apps = {name for name in fab.namelist() if name.endswith("/app.py")}
+    folders = {"collapipe_flwr", "client_app", "server_app"}
+    assert found == {*folders, ".info", "LICENSE", "README.md", "pyproject.toml"}
+    assert apps == {"client_app/app.py", "server_app/app.py"}
+
+
+def test_all_is_every_extra_of_a_user_and_the_others_build_on_it() -> None:
+    table = project()["project"]
+    extras = table["optional-dependencies"]
+    users = {"simulation", "data", "metrics", "lora", "plot"}
+    assert set(extras) == users | {"all", "bench", "test", "dev"}
+    (everything,) = extras["all"]
+    assert set(everything.partition("[")[2].rstrip("]").split(",")) == users
+    chain = [("bench", "all"), ("test", "bench"), ("dev", "test")]
+    assert all(f"collapipe-flwr[{inner}]" in extras[outer] for outer, inner in chain)
+    optional = set().union(*(names(extras[name]) for name in users)) - {"flwr"}
+    assert not names(table["dependencies"]) & (optional | {"cvxpy"})
+
+
+def test_flower_installs_what_the_apps_import() -> None:
+    """`uv sync` in a FAB installs the base and the default groups, not extras."""
+    table = project()
+    assert table["tool"]["uv"]["default-groups"] == ["app"]
+    assert table["dependency-groups"]["app"] == ["collapipe-flwr[data,metrics]"]
+
+
+def test_the_base_works_without_extras_and_the_apps_name_the_one_they_need() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXTRAS], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    needed = "ConfigError: the package datasets is not installed"
+    hint = "run `pip install 'collapipe-flwr[data]'`"
+    assert done.stdout.splitlines() == [f"{needed}: {hint}"] * 2
+
+
+def test_a_missing_package_is_one_sentence_that_names_its_extra() -> None:
+    sentence = r"^the package absent is not installed: run `pip install 'collapipe-flwr\[plot\]'`$"
+    with pytest.raises(ConfigError, match=sentence), extra("plot"):
+        import absent.inner  # noqa: F401
+    with pytest.raises(ConfigError, match=sentence):
+        require("absent", "plot")
+    with extra("plot"):
+        require("json", "plot")
+
+
+def test_bench_says_where_the_benchmarks_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    installed = tmp_path / "collapipe_flwr" / "__init__.py"
+    monkeypatch.setattr(collapipe_flwr, "__file__", str(installed))
+    done = CliRunner().invoke(app, ["bench", "pipeline", "--quick"])
+    assert isinstance(done.exception, ConfigError)
+    assert "folder benchmarks/ of the project's repository" in str(done.exception)
+
+
+def test_bench_passes_its_options_on() -> None:
+    done = CliRunner().invoke(app, ["bench", "codecs", "--help"])
+    assert done.exit_code == 0
+    assert "collapipe bench codecs" in done.output
+    assert all(option in done.output for option in ("--steps", "--seeds", "--json"))
