@@ -17,6 +17,7 @@ from benchmarks.data_plane.recovery import Daemon, cluster_of, daemons, run_job,
 from collapipe_flwr.cluster.remote import PROBE_S
 from collapipe_flwr.core.heartbeat import Heartbeat
 from collapipe_flwr.transport.client import EdgeClient
+from tests.cluster.conftest import WarmDaemons
 from tests.cluster.test_killed_processes import assert_same, striking
 
 HEARTBEAT = Heartbeat(period_s=0.5, misses=8)  # a starved device is not to be taken for lost
@@ -52,23 +53,23 @@ def sessions_of(daemon: Daemon) -> int:
     ],
 )
 def test_a_device_that_hangs_is_lost_by_its_heartbeat_and_takes_part_again_when_it_is_back(
-    phase: str, victim: int
+    warm_daemons: WarmDaemons, phase: str, victim: int
 ) -> None:
-    with daemons(3) as (hosts, edge):
-        cluster, process = cluster_of(hosts, edge), hosts[victim].process
-        run_job(replace(JOB, steps=1), cluster)  # all have loaded their libraries
-        with striking(phase, 1, lambda: process.send_signal(signal.SIGSTOP)) as struck_s:
-            result, weights = run_job(JOB, cluster)
-        (incident,) = result.incidents
-        assert incident.lost == (f"recovery/d{victim}",)
-        limit_s = HEARTBEAT.lost_after_s + PROBE_S + SLACK_S
-        assert incident.noticed_s - struck_s[0] < limit_s
-        process.send_signal(signal.SIGCONT)
-        again, undisturbed = run_job(replace(JOB, plan=result.plan), cluster)
-        assert_same(weights, undisturbed)
-        again, _ = run_job(JOB, cluster)
-        assert again.plan == JOB.plan and not again.incidents
-        assert [sessions_of(host) for host in hosts] == [0, 0, 0]
+    hosts, edge = warm_daemons()
+    cluster, process = cluster_of(hosts, edge), hosts[victim].process
+    run_job(replace(JOB, steps=1), cluster)  # all have loaded their libraries
+    with striking(phase, 1, lambda: process.send_signal(signal.SIGSTOP)) as struck_s:
+        result, weights = run_job(JOB, cluster)
+    (incident,) = result.incidents
+    assert incident.lost == (f"recovery/d{victim}",)
+    limit_s = HEARTBEAT.lost_after_s + PROBE_S + SLACK_S
+    assert incident.noticed_s - struck_s[0] < limit_s
+    process.send_signal(signal.SIGCONT)
+    again, undisturbed = run_job(replace(JOB, plan=result.plan), cluster)
+    assert_same(weights, undisturbed)
+    again, _ = run_job(JOB, cluster)
+    assert again.plan == JOB.plan and not again.incidents
+    assert [sessions_of(host) for host in hosts] == [0, 0, 0]
 
 
 @SLOW

@@ -17,6 +17,7 @@ from collapipe_flwr.cluster.fleet import PATIENCE_PER_STAGE
 from collapipe_flwr.cluster.remote import CLOSE_S, RemoteChain, RemoteFleet
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.pipeline.roles import FirstStage
+from tests.cluster.conftest import WarmDaemons
 
 JOB = replace(small_job(3, steps=4), deadline_s=120.0)
 NOTICE_S = 20.0  # on a starved machine; a closed connection tells, long before any deadline
@@ -95,18 +96,18 @@ POINTS = [
 
 @pytest.mark.parametrize(("phase", "step", "victim", "every"), POINTS)
 def test_a_killed_device_is_noticed_at_once_and_the_weights_are_those_of_the_new_plan(
-    phase: str, step: int, victim: int, every: int
+    warm_daemons: WarmDaemons, phase: str, step: int, victim: int, every: int
 ) -> None:
     job = replace(JOB, snapshot_every=every)
-    with daemons(3) as (hosts, edge):
-        cluster = cluster_of(hosts, edge)
-        with striking(phase, step, hosts[victim].process.kill) as struck_s:
-            result, weights = run_job(job, cluster)
-        (incident,) = result.incidents
-        assert incident.lost == (f"recovery/d{victim}",)
-        assert incident.noticed_s - struck_s[0] < NOTICE_S
-        assert len(result.losses) == job.steps
-        _, undisturbed = run_job(replace(job, plan=result.plan), cluster)
+    hosts, edge = warm_daemons()
+    cluster = cluster_of(hosts, edge)
+    with striking(phase, step, hosts[victim].process.kill) as struck_s:
+        result, weights = run_job(job, cluster)
+    (incident,) = result.incidents
+    assert incident.lost == (f"recovery/d{victim}",)
+    assert incident.noticed_s - struck_s[0] < NOTICE_S
+    assert len(result.losses) == job.steps
+    _, undisturbed = run_job(replace(job, plan=result.plan), cluster)
     assert_same(weights, undisturbed)
 
 

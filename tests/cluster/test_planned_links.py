@@ -34,7 +34,7 @@ from tests.laws.test_cluster_equals_whole import Cut, tiny_batch
 TOKEN = "0123456789abcdef"
 SGD = OptimizerSettings(name="sgd")
 EXAMPLES, STEPS = 8, 3
-AT_LEAST = 0.5  # of a paced rate, on a machine that may be busy
+AT_LEAST = 0.3  # of a paced rate, on a machine that may be busy
 RATES = ((2e6, 3e6), (1.5e6, 4e6), (1e6, 2e6))  # bit/s per hop: forward, backward
 
 

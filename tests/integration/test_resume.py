@@ -132,7 +132,6 @@ def test_the_rounds_of_a_run_change_only_where_its_learning_rate_does_not_depend
     assert first.read_bytes() == second.read_bytes()
 
 
-@pytest.mark.slow
 def test_the_untrained_models_score_is_on_disk_before_the_first_round(tmp_path: Path) -> None:
     recorder = RunRecorder(
         directory := RunDirectory(tmp_path / "run"),

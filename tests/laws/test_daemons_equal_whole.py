@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import signal
 import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,13 +21,14 @@ from collapipe_flwr.config.cluster_file import (
     parse_cluster,
     read_cluster,
 )
-from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.core.errors import LinkError, Unreachable
 from collapipe_flwr.models import Splitter
 from collapipe_flwr.pipeline.session import NextHop, SessionRequest
 from collapipe_flwr.transport.certificates import sign_all
 from collapipe_flwr.transport.client import EdgeClient
 from tests.closeness import assert_near, near
 from tests.cluster.daemon_processes import Daemon, running
+from tests.host.chain_to_edge import request as session_request
 from tests.laws.test_cluster_equals_whole import (
     ADAMW,
     SGD,
@@ -208,3 +211,25 @@ def test_a_second_round_moves_only_what_changed_hands(cluster: Cluster) -> None:
     assert recut.moved.sent_bytes == block_bytes  # the third block goes from d1 to d0
     _, whole = _train_unsplit(splitter, trained, steps, SGD)
     assert_near({**recut.weights, **edge}, whole)
+
+
+@pytest.mark.timeout(200)
+def test_a_stop_in_the_middle_of_a_round_loses_nothing_of_it(cluster: Cluster) -> None:
+    """It ends a device in good order, so this is the last test of these daemons."""
+    splitter = make_splitter("bert", dropout=0.0)
+    cut = Cut(stops=(1, 2, 5), micro_batches=(2, 2, 1))
+    weights = splitter.initial_weights(seed=1)
+    steps = _steps(splitter, cut, count=4)
+    device = cluster.daemons[1].process
+    undisturbed, _ = cluster.train(splitter, _order(weights, cut, SGD), steps)
+    begun = itertools.count()
+
+    def stopping() -> None:
+        if next(begun) == 1:
+            device.send_signal(signal.SIGTERM)
+
+    result, _ = cluster.train(splitter, _order(weights, cut, SGD), steps, stopping)
+    assert result.losses == undisturbed.losses
+    assert device.wait(60) == 0
+    with cluster.client(cluster.config.devices[1]) as client, pytest.raises(Unreachable):
+        client.open_session(session_request())

@@ -25,9 +25,9 @@ OPTIONAL = ("datasets", "flwr_datasets", "PIL", "sacrebleu", "ray", "peft", "mat
 # What a device, an edge server, a certificate authority, a control unit and a strategy import.
 BASE = (
     "collapipe_flwr.cli",
-    "collapipe_flwr.edge.daemon",
-    "collapipe_flwr.edge.server",
-    "collapipe_flwr.rpc.authority",
+    "collapipe_flwr.host.daemon",
+    "collapipe_flwr.host.server",
+    "collapipe_flwr.transport.certificates",
     "collapipe_flwr.cluster.check",
     "collapipe_flwr.cluster.control_unit",
     "collapipe_flwr.cluster.forecast",

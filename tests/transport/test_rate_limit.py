@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +26,7 @@ def test_the_rate_is_never_exceeded(messages):
         now_s += pause_s
         left_s.append(now_s + pacer.delay_s(size, now_s))
         carried += size
-    assert left_s == sorted(left_s)
+    assert all(b >= a - 1e-9 for a, b in pairwise(left_s))  # in order, to rounding
     assert left_s[-1] >= carried / 100.0 - 1e-6
 
 
