@@ -2,12 +2,13 @@
 # make test   the tests        make test-slow   the checks that take minutes
 # make test-kernels  the tests with plain instead of vectorised CPU kernels, as on another processor
 # make test-cluster  docs/deploy.md carried out on this machine: SuperLink, SuperNodes, devices, edge, failures
+# make docs   the documentation site into site/, strictly: any warning fails
 # make check  formatting, types, import contracts and tests: what a change must pass
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-kernels test-cluster test-slow check clean
+.PHONY: demo test test-kernels test-cluster test-slow docs check clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/collapipe run . --federation-config sim.toml
@@ -23,6 +24,9 @@ test-cluster: $(VENV)/.test
 
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -47,5 +51,9 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plot]'
 	@touch $@ $(VENV)/.test $(VENV)/.demo
 
+$(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@ $(VENV)/.demo
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache
