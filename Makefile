@@ -6,6 +6,7 @@
 # make test-cluster  docs/deploy.md carried out on this machine: SuperLink, SuperNodes, devices, edge, failures
 # make test-slow     failure matrices and laws over real daemons; tens of minutes
 # make test-kernels  the tests with plain instead of vectorised CPU kernels, as on another processor
+# make docs          the documentation site into site/; a warning is an error
 PYTHON ?= python3
 VENV ?= .venv
 # Tests wait for other processes for about as long as they compute, hence two to a core.
@@ -15,7 +16,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 PYTEST := $(BIN)/python -m pytest
 FAST := $(PYTEST) --numprocesses $(WORKERS) --dist worksteal -m "not slow and not cluster"
 
-.PHONY: demo test check static test-cluster test-slow test-kernels clean
+.PHONY: demo test docs check static test-cluster test-slow test-kernels clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/collapipe run . --federation-config sim.toml
@@ -42,6 +43,9 @@ test-slow: $(VENV)/.test
 test-kernels: $(VENV)/.test
 	ATEN_CPU_CAPABILITY=default $(FAST)
 
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "CollaPipe needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
@@ -58,5 +62,9 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e '.[dev]'
 	@touch $@ $(VENV)/.test $(VENV)/.demo
 
+$(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e '.[docs]'
+	@touch $@ $(VENV)/.demo
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache

@@ -1,4 +1,4 @@
-"""What the site does beyond MkDocs: generated reference pages, and links that leave ``docs/``.
+"""What the site does beyond MkDocs: generated tables, and links to files outside ``docs/``.
 
 Pages link to other files of the repository by relative paths, which work where the repository is
 browsed. On the site, such a file is published below ``project/`` and links point there. A link to
@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = "project/"
 PAGES = ("SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
 _LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
+_ROLE = re.compile(r":(?:class|func|meth|mod|data):(?=<code>)")
 _MARK = re.compile(r"<!-- generated: ([a-z-]+) -->")
 
 
@@ -42,6 +43,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Fill in generated tables, and point links that leave ``docs/`` to where the site has them."""
     markdown = _MARK.sub(lambda match: GENERATED[match[1]](), markdown)
     return _LINK.sub(lambda match: _rewritten(match, page.file.src_uri), markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Leave out the role markers of docstrings: ``:class:`` before a name."""
+    return _ROLE.sub("", html)
 
 
 def _published(path: str, config: Any, inclusion: InclusionLevel) -> File:

@@ -15,6 +15,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ def keys() -> list[Key]:
     return [Key(k, v, allowed(k, v), said.get(k, "")) for k, v in defaults().items()]
 
 
+@cache
 def defaults() -> dict[str, Value]:
     """The run-config of ``pyproject.toml``."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -126,6 +128,7 @@ def commands() -> str:
     return "\n\n".join(_command(name, command) for name, command in command_tree().items())
 
 
+@cache
 def command_tree() -> dict[str, click.Command]:
     """The commands that do something, by their full name."""
     from collapipe_flwr.cli import app
