@@ -10,7 +10,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.models.generating import SEED
+from collapipe_flwr.models.generation import SEED
 from collapipe_flwr.rpc.texts import Wish
 
 _SEEDS = 2**31

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from collapipe_flwr.core.errors import ConfigError, DataError
 from collapipe_flwr.data.batches import Example
-from collapipe_flwr.data.labelled import Labelled
+from collapipe_flwr.data.classification import Labelled
 from collapipe_flwr.data.reader import Reader
 
 _MODES = {1: "L", 3: "RGB"}

@@ -16,13 +16,12 @@ from torch import Tensor
 
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.data.batches import Example
+from collapipe_flwr.data.columns import sparse_column, without_empty
 from collapipe_flwr.data.config import DataConfig
-from collapipe_flwr.data.encoding import IGNORED_LABEL, encode
-from collapipe_flwr.data.files import sparse_column, without_empty
 from collapipe_flwr.data.metrics import Measure, Tally, match_rate
 from collapipe_flwr.data.reader import Reader
 from collapipe_flwr.data.tasks import Batch, Task
-from collapipe_flwr.data.vocabulary import Vocabulary
+from collapipe_flwr.data.tokenizer import IGNORED_LABEL, Vocabulary, encode
 
 _CHOSEN_MASKED, _CHOSEN_RANDOM = 0.8, 0.1  # of the chosen tokens; the rest stays as it is
 _LARGEST_EXPONENT = 700.0  # beyond it a perplexity is no number

@@ -10,9 +10,9 @@ import numpy as np
 from datasets import Dataset
 
 from collapipe_flwr.core.errors import DataError
-from collapipe_flwr.data.class_names import class_names, with_names
+from collapipe_flwr.data.columns import class_names, column, with_names
 from collapipe_flwr.data.config import DataConfig, key_of
-from collapipe_flwr.data.files import column, is_one_table, load_table
+from collapipe_flwr.data.files import is_one_table, load_table
 
 HELD_OUT_SHARE = 0.1
 _CLASS_COLUMNS = {"label", "tags"}

@@ -19,7 +19,7 @@ import numpy as np
 from datasets import Dataset, concatenate_datasets
 
 from collapipe_flwr.core.errors import DataError
-from collapipe_flwr.data.conll import SUFFIXES as CONLL_SUFFIXES
+from collapipe_flwr.data.files import CONLL_SUFFIXES
 
 _log = logging.getLogger("flwr.collapipe")
 _UNFINISHED = (".tmp", ".part")

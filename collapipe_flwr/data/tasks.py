@@ -23,12 +23,12 @@ from collapipe_flwr.data.config import TRAIN_TOKENIZER, DataConfig
 from collapipe_flwr.data.metrics import Measure, Tally
 from collapipe_flwr.data.partitions import partition_rows
 from collapipe_flwr.data.tokenizer import (
+    Vocabulary,
     load_tokenizer,
     tokenizer_from_json,
     tokenizer_to_json,
     train_tokenizer,
 )
-from collapipe_flwr.data.vocabulary import Vocabulary
 
 Batch = Mapping[str, Tensor]
 _MOST_TOKENIZER_TEXTS = 100_000  # more change nothing in a vocabulary of some thousand tokens

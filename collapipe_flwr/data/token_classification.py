@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import chain, zip_longest
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from datasets import Dataset
@@ -18,16 +18,12 @@ from torch import Tensor
 
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.data.batches import Example
-from collapipe_flwr.data.class_names import class_names, name_of
+from collapipe_flwr.data.columns import list_column
 from collapipe_flwr.data.config import DataConfig
-from collapipe_flwr.data.encoding import IGNORED_LABEL, IGNORED_TAG, encode_words
-from collapipe_flwr.data.entities import OUTSIDE, entity_f1
-from collapipe_flwr.data.metrics import Measure, Tally, match_rate
+from collapipe_flwr.data.metrics import OUTSIDE, Measure, Tally, entity_f1, match_rate
 from collapipe_flwr.data.reader import Reader
 from collapipe_flwr.data.tasks import Batch, Task
-from collapipe_flwr.data.vocabulary import Vocabulary
-
-_PLAIN = (str, int, float)
+from collapipe_flwr.data.tokenizer import IGNORED_LABEL, IGNORED_TAG, Vocabulary, encode_words
 
 
 def _count_words(predictions: Sequence[str], references: Sequence[str]) -> list[float]:
@@ -132,33 +128,6 @@ class TokenClassification(Task):
 def _without_empty(table: Dataset) -> Dataset:
     rows = zip(table["tokens"], table["tags"], strict=True)
     return table.select([row for row, (words, tags) in enumerate(rows) if words or tags])
-
-
-def list_column(table: Dataset, name: str, *, key: str, of: str) -> list[list[str]]:
-    """A column of lists as texts, the names of class labels instead of their numbers.
-
-    The number -100, in whatever type, is the text "-100". A row may also be one text, which is
-    cut at its spaces. Raises DataError, naming ``key``.
-    """
-    if name not in table.column_names:
-        raise DataError(
-            f'{key} "{name}" is not a column of "{of}", which has {", ".join(table.column_names)}'
-        )
-    rows = [row.split() if isinstance(row, str) else list(row or ()) for row in table[name][:]]
-    if names := class_names(table, name):
-        what = f'{key} "{name}" of "{of}"'
-        return [[_named(value, names, what) for value in row] for row in rows]
-    odd = next((value for row in rows for value in row if not isinstance(value, _PLAIN)), 0)
-    if odd is None or odd:
-        raise DataError(
-            f'{key} "{name}" of "{of}" holds {odd!r:.40} where one word or tag should stand: give '
-            "a list of texts in every row"
-        )
-    return [[IGNORED_TAG if v == IGNORED_LABEL else str(v) for v in row] for row in rows]
-
-
-def _named(value: Any, names: Sequence[str], what: str) -> str:
-    return IGNORED_TAG if value == IGNORED_LABEL else name_of(value, names, what)
 
 
 def _as_long_as(predicted: str, reference: str) -> str:

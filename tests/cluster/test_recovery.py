@@ -19,6 +19,7 @@ from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, DeviceProfil
 from collapipe_flwr.core.errors import CollaPipeError, InfeasibleError, LinkError
 from collapipe_flwr.edge.service import EdgeService
 from collapipe_flwr.models import BatchShape, Splitter
+from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.pipeline.link import Link, memory_pair
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 from collapipe_flwr.pipeline.session import SessionRequest
@@ -142,7 +143,7 @@ def recovery(splitter: Splitter, edge: Edge, every: int = 0, **options: int) -> 
     shape = BatchShape(source_length=8, target_length=1)
     return Recovery(
         profile=profile(**options),
-        model=lambda: splitter.profile(shape),
+        model=lambda: profile_model(splitter, shape),
         edge=edge,
         snapshot_every=every,
     )
