@@ -14,14 +14,13 @@ from torch import Tensor
 
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.data.batches import Example
-from collapipe_flwr.data.config import DataConfig
 from collapipe_flwr.data.metrics import Measure, match_rate
-from collapipe_flwr.data.reader import Reader
-from collapipe_flwr.data.tasks import Batch, Task
-from collapipe_flwr.data.tokenizer import IGNORED_TAG, Vocabulary, encode
+from collapipe_flwr.data.reader import TableTask
+from collapipe_flwr.data.tasks import Batch
+from collapipe_flwr.data.tokenizer import IGNORED_TAG, encode
 
 
-class Labelled(Task):
+class Labelled(TableTask):
     """Examples with a column ``label`` of the user's data; labels may be numbers or names.
 
     Raises DataError for a label that the vocabulary does not have.
@@ -29,31 +28,11 @@ class Labelled(Task):
 
     metric_name: ClassVar[str] = "accuracy"
     measures: ClassVar[Mapping[str, Measure]] = {"accuracy": match_rate}
-    usual_partition: ClassVar[str] = "iid"
     group_column: ClassVar[str] = "label"
-
-    def __init__(self, settings: DataConfig, vocabulary: Vocabulary | None = None) -> None:
-        super().__init__(settings, vocabulary)
-        self._reader = self.make_reader()
-
-    @abstractmethod
-    def make_reader(self) -> Reader:
-        """Where the examples come from; one of its columns is ``label``."""
 
     @abstractmethod
     def inputs(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         """What the model reads of a micro-batch, without labels."""
-
-    @cached_property
-    def train(self) -> Dataset:
-        return self._with_known_labels(self._reader.train, "data.train")
-
-    @cached_property
-    def test(self) -> Dataset:
-        return self._with_known_labels(self._reader.test, "data.test")
-
-    def read_file(self, name: str) -> Dataset:
-        return self._with_known_labels(self._reader.file(name), f'data.stream "{name}"')
 
     def find_labels(self) -> tuple[str, ...]:
         declared = self._reader.class_names("label")
@@ -97,7 +76,7 @@ class Labelled(Task):
     def _id_of(self) -> Mapping[str, int]:
         return {label: index for index, label in enumerate(self.labels)}
 
-    def _with_known_labels(self, examples: Dataset, key: str) -> Dataset:
+    def checked(self, examples: Dataset, key: str) -> Dataset:
         unknown = sorted(set(examples["label"]) - set(self.labels))
         if unknown:
             raise DataError(
@@ -122,12 +101,10 @@ def _is_fraction(text: str) -> bool:
 class Classification(Labelled):
     """A text and a label column of the user's data."""
 
+    columns: ClassVar[Mapping[str, str]] = {"text": "text_column", "label": "label_column"}
     model_task: ClassVar[str] = "sequence-classification"
     text_columns: ClassVar[tuple[str, ...]] = ("text",)
     starts_with_bos: ClassVar[bool] = True
-
-    def make_reader(self) -> Reader:
-        return Reader(self.settings, {"text": "text_column", "label": "label_column"})
 
     def inputs(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         texts = [example["text"] for example in examples]

@@ -69,16 +69,21 @@ def sparse_column(table: Dataset, name: str, *, key: str, of: str) -> list[str]:
     """The same, but rows may be empty. A field in an object is named ``column.field``."""
     if "." in name and name not in table.column_names:
         table = table.flatten()
-    if name not in table.column_names:
-        raise DataError(
-            f'{key} "{name}" is not a column of "{of}", which has {", ".join(table.column_names)}'
-        )
+    require_column(table, name, key=key, of=of)
     values, what = table[name][:], f'{key} "{name}" of "{of}"'
     _refuse_nested(values, what, name)
     if names := class_names(table, name):
         unknown = (None, -1)  # as datasets marks rows whose class is held back
         values = [None if v in unknown else name_of(v, names, what) for v in values]
     return ["" if value is None else str(value) for value in values]
+
+
+def require_column(table: Dataset, name: str, *, key: str, of: str) -> None:
+    """Raise DataError, naming ``key``, where the table has no such column."""
+    if name not in table.column_names:
+        raise DataError(
+            f'{key} "{name}" is not a column of "{of}", which has {", ".join(table.column_names)}'
+        )
 
 
 def without_empty(table: Dataset) -> Dataset:
@@ -113,10 +118,7 @@ def list_column(table: Dataset, name: str, *, key: str, of: str) -> list[list[st
     The number -100, in whatever type, is the text "-100". A row may also be one text, which is
     cut at its spaces. Raises DataError, naming ``key``.
     """
-    if name not in table.column_names:
-        raise DataError(
-            f'{key} "{name}" is not a column of "{of}", which has {", ".join(table.column_names)}'
-        )
+    require_column(table, name, key=key, of=of)
     rows = [row.split() if isinstance(row, str) else list(row or ()) for row in table[name][:]]
     if names := class_names(table, name):
         what = f'{key} "{name}" of "{of}"'

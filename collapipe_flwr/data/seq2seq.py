@@ -12,11 +12,10 @@ from torch import Tensor
 
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.data.batches import Example
-from collapipe_flwr.data.config import DataConfig
 from collapipe_flwr.data.metrics import ROUGE, Measure, bleu, chrf, match_rate
-from collapipe_flwr.data.reader import Reader
-from collapipe_flwr.data.tasks import Batch, Task
-from collapipe_flwr.data.tokenizer import IGNORED_LABEL, Vocabulary, encode
+from collapipe_flwr.data.reader import TableTask
+from collapipe_flwr.data.tasks import Batch
+from collapipe_flwr.data.tokenizer import IGNORED_LABEL, encode
 
 NUMBERS = 100_000  # 0 .. 99,999
 DEFAULT_TRAIN_EXAMPLES = 6_000
@@ -75,12 +74,10 @@ def _examples(numbers: list[int]) -> Dataset:
     )
 
 
-_COLUMNS = {"source": "source_column", "target": "target_column"}
-
-
-class Seq2Seq(Task):
+class Seq2Seq(TableTask):
     """Examples with a source and a target text; labels are the target's tokens."""
 
+    columns: ClassVar[Mapping[str, str]] = {"source": "source_column", "target": "target_column"}
     model_task: ClassVar[str] = "seq2seq"
     text_columns: ClassVar[tuple[str, ...]] = ("source", "target")
     starts_with_bos: ClassVar[bool] = False
@@ -92,9 +89,6 @@ class Seq2Seq(Task):
         targets = encode(self.tokenizer, wanted, self.settings.max_target_length)
         padding = targets["attention_mask"] == 0
         return {**inputs, "labels": targets["input_ids"].masked_fill(padding, IGNORED_LABEL)}
-
-    def read_file(self, name: str) -> Dataset:
-        return Reader(self.settings, _COLUMNS).file(name)
 
     def decode(self, outputs: Tensor, batch: Batch) -> list[str]:
         return self.read(outputs, batch)
@@ -140,26 +134,7 @@ class NumberWords(Seq2Seq):
         )
 
 
-class Pairs(Seq2Seq):
-    """A source and a target column of the user's data."""
-
-    usual_partition: ClassVar[str] = "iid"
-    group_column: ClassVar[str] = ""
-
-    def __init__(self, settings: DataConfig, vocabulary: Vocabulary | None = None) -> None:
-        super().__init__(settings, vocabulary)
-        self._reader = Reader(settings, _COLUMNS)
-
-    @cached_property
-    def train(self) -> Dataset:
-        return self._reader.train
-
-    @cached_property
-    def test(self) -> Dataset:
-        return self._reader.test
-
-
-class Translation(Pairs):
+class Translation(Seq2Seq):
     """Scored by chrF and BLEU."""
 
     metric_name: ClassVar[str] = "chrf"
@@ -170,7 +145,7 @@ class Translation(Pairs):
     }
 
 
-class Summarisation(Pairs):
+class Summarisation(Seq2Seq):
     """Scored by our own ROUGE."""
 
     metric_name: ClassVar[str] = "rougeL"

@@ -19,11 +19,10 @@ from torch import Tensor
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.columns import list_column
-from collapipe_flwr.data.config import DataConfig
 from collapipe_flwr.data.metrics import OUTSIDE, Measure, Tally, entity_f1, match_rate
-from collapipe_flwr.data.reader import Reader
-from collapipe_flwr.data.tasks import Batch, Task
-from collapipe_flwr.data.tokenizer import IGNORED_LABEL, IGNORED_TAG, Vocabulary, encode_words
+from collapipe_flwr.data.reader import ReadColumn, TableTask
+from collapipe_flwr.data.tasks import Batch
+from collapipe_flwr.data.tokenizer import IGNORED_LABEL, IGNORED_TAG, encode_words
 
 
 def _count_words(predictions: Sequence[str], references: Sequence[str]) -> list[float]:
@@ -33,7 +32,7 @@ def _count_words(predictions: Sequence[str], references: Sequence[str]) -> list[
 word_accuracy = Measure(count=_count_words, value=match_rate.value)
 
 
-class TokenClassification(Task):
+class TokenClassification(TableTask):
     """A column of words and a column of tags, each a list per row, of the user's data.
 
     Rows without any word are skipped. Raises DataError where a row has not as many tags as words,
@@ -45,24 +44,8 @@ class TokenClassification(Task):
     measures: ClassVar[Mapping[str, Measure]] = {"f1": entity_f1, "accuracy": word_accuracy}
     text_columns: ClassVar[tuple[str, ...]] = ("tokens",)
     starts_with_bos: ClassVar[bool] = True
-    usual_partition: ClassVar[str] = "iid"
-    group_column: ClassVar[str] = ""
-
-    def __init__(self, settings: DataConfig, vocabulary: Vocabulary | None = None) -> None:
-        super().__init__(settings, vocabulary)
-        fields = {"tokens": "tokens_column", "tags": "tags_column"}
-        self._reader = Reader(settings, fields, readers=dict.fromkeys(fields, list_column))
-
-    @cached_property
-    def train(self) -> Dataset:
-        return self._checked(self._reader.train, "data.train")
-
-    @cached_property
-    def test(self) -> Dataset:
-        return self._checked(self._reader.test, "data.test")
-
-    def read_file(self, name: str) -> Dataset:
-        return self._checked(self._reader.file(name), f'data.stream "{name}"')
+    columns: ClassVar[Mapping[str, str]] = {"tokens": "tokens_column", "tags": "tags_column"}
+    readers: ClassVar[Mapping[str, ReadColumn]] = {"tokens": list_column, "tags": list_column}
 
     def find_labels(self) -> tuple[str, ...]:
         found = set(chain.from_iterable(self._reader.every_row["tags"])) - {IGNORED_TAG}
@@ -107,7 +90,7 @@ class TokenClassification(Task):
         ids = {label: index for index, label in enumerate(self.labels)}
         return {**ids, IGNORED_TAG: IGNORED_LABEL}
 
-    def _checked(self, examples: Dataset, key: str) -> Dataset:
+    def checked(self, examples: Dataset, key: str) -> Dataset:
         examples = _without_empty(examples)
         rows = zip(examples["tokens"], examples["tags"], strict=True)
         for number, (words, tags) in enumerate(rows, start=1):
