@@ -32,6 +32,7 @@ from collapipe_flwr.core.domain import ClusterOutcome, ClusterPlan, GradientNois
 from collapipe_flwr.costs.price import PricedRound, price
 from collapipe_flwr.data.batches import Example, batches, round_examples
 from collapipe_flwr.federation.learner import Learner, make_learner
+from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.pipeline.meter import square_norm
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
 from collapipe_flwr.scheduler.protocol import SchedulerSettings
@@ -180,7 +181,7 @@ class Run:
 
     def __init__(self, seed: int, variant: str, training: Training) -> None:
         self.fleet, self.training = Fleet(seed), training
-        self.model = self.fleet.learner.splitter.profile(self.fleet.learner.shape)
+        self.model = profile_model(self.fleet.learner.splitter, self.fleet.learner.shape)
         self.world = make_world(
             cluster_devices=mixed_devices(CLUSTERS, DEVICES, seed, BOARDS),
             examples=[EXAMPLES] * CLUSTERS,

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from collapipe_flwr.data.number_words import spell
+from collapipe_flwr.data.seq2seq import spell
 
 ROUNDS, CLUSTERS, EXAMPLES = 12, 2, 960  # examples a round of each cluster
 PHASES = ((0, 1_000), (1_000, 10_000), (10_000, 100_000))  # sizes of numbers, four rounds each

@@ -23,6 +23,7 @@ from collapipe_flwr.federation.run_planner import Planned, make_planner
 from collapipe_flwr.federation.run_strategy import run_strategy
 from collapipe_flwr.federation.strategies import inner_strategy
 from collapipe_flwr.models import save_adapter, save_whole
+from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.reporting.console import RoundPrinter
 from collapipe_flwr.reporting.events import RunStory
 from collapipe_flwr.reporting.run_directory import RunDirectory
@@ -70,7 +71,7 @@ def _clusters(grid: Grid, config: AppConfig, learner: Learner) -> tuple[Members,
     members = DeadlineGrid(grid, names, RoundClock(slack)) if slack else Members(grid, names)
     if config.run.runtime != "pipeline":
         return members, None
-    model = learner.splitter.profile(learner.shape)
+    model = profile_model(learner.splitter, learner.shape)
     return members, make_planner(config, model, clusters, members.clusters)
 
 

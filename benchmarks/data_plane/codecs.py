@@ -28,6 +28,7 @@ from collapipe_flwr.data.tasks import Task
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models import BatchShape, Splitter, make_spec
+from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.pipeline.execution import Execution
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
@@ -194,7 +195,9 @@ def _hops(case: CodecTask, codec: str, task: Task, splitter: Splitter) -> tuple[
         source_length=batch["input_ids"].shape[1], target_length=batch["labels"].shape[1]
     )
     return auto_codecs(
-        splitter.profile(shape), micro_batch=case.micro_batch, micro_batches=case.micro_batches
+        profile_model(splitter, shape),
+        micro_batch=case.micro_batch,
+        micro_batches=case.micro_batches,
     )
 
 

@@ -18,6 +18,7 @@ from benchmarks.data_plane.job import TOKEN
 from benchmarks.data_plane.network import Loopback
 from benchmarks.data_plane.ours import OPTIMIZER
 from collapipe_flwr.models import ModelSpec, Splitter, make_spec
+from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage, MicroBatch
@@ -118,7 +119,7 @@ def least_bytes(case: MemoryCase) -> tuple[int, int]:
 
     With re-computation those are the inputs of the device's blocks, and all that one block keeps.
     """
-    profile = Splitter(case.spec()).profile(BatchShape(source_length=case.tokens))
+    profile = profile_model(Splitter(case.spec()), BatchShape(source_length=case.tokens))
     each = case.blocks // case.devices
     states, floors = [], []
     for first in range(0, case.blocks, each):

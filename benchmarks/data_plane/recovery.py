@@ -31,6 +31,7 @@ from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.core.heartbeat import Heartbeat
 from collapipe_flwr.models import BatchShape, Splitter, make_spec
+from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 from collapipe_flwr.pipeline.roles import MicroBatch
 from collapipe_flwr.pipeline.session import NextHop, SessionRequest
@@ -207,7 +208,7 @@ def run_job(
             client.push_weights(_ID, _TOKEN, {key: job.weights[key] for key in keys})
             recovery = Recovery(
                 profile=profile_of(cluster, 8 * job.steps),
-                model=lambda: splitter.profile(shape),
+                model=lambda: profile_model(splitter, shape),
                 edge=EdgeSession(client=client, session_id=_ID, token=_TOKEN),
                 snapshot_every=job.snapshot_every,
             )

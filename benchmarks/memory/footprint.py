@@ -24,6 +24,7 @@ from benchmarks import child_environment
 from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.core.lifeline import lifeline
 from collapipe_flwr.models import LoraConfig, ModelSpec, Splitter, make_spec
+from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.pipeline.benchmark import available_memory_bytes
 
@@ -198,7 +199,7 @@ def _cases(
 def _orders(size: ModelSize, spec: ModelSpec) -> Iterator[tuple[RoleOrder, int]]:
     """Every role with the bytes of its state; the whole model first."""
     splitter = Splitter(spec)
-    profile = splitter.profile(BatchShape(source_length=size.tokens))
+    profile = profile_model(splitter, BatchShape(source_length=size.tokens))
     blocks = [block.state_bytes for block in profile.blocks]
     order = RoleOrder(
         spec_json=spec.to_json(),

@@ -14,12 +14,14 @@ from collapipe_flwr.cli.hosting import (
     Certificate,
     Cluster,
     Grace,
-    Hosting,
     Insecure,
     Key,
     Listen,
     MemoryMb,
     Threads,
+    membership,
+    memory_bytes,
+    tls_files,
 )
 
 
@@ -44,25 +46,22 @@ def device(
     ] = "",
 ) -> None:
     """Train the segments that a control unit places here until SIGTERM or Ctrl-C."""
-    from collapipe_flwr.host.daemon import serve
+    from collapipe_flwr.host.daemon import HostSettings, serve
 
-    settings = Hosting(
+    member = membership(name, cluster, allow, tls_files(ca, certificate, key))
+    settings = HostSettings(
+        listen=listen or member.address or "127.0.0.1:50071",
         name=name,
-        listen=listen,
-        fallback="127.0.0.1:50071",
-        clusters=cluster,
-        allow=allow,
-        ca=ca,
-        certificate=certificate,
-        key=key,
+        tls=member.tls,
         insecure=insecure,
-        grace_s=grace_s,
-        memory_mb=memory_mb,
-        threads=threads,
+        roster=member.roster,
         cache_dir=cache_dir or _cache_folder(),
-        cache_mb=cache_mb,
+        cache_bytes=int(cache_mb * 1e6),
+        memory_bytes=memory_bytes(memory_mb),
         radio_interface=radio_interface,
-    ).settings()
+        threads=threads,
+        grace_s=grace_s,
+    )
     serve(settings, passes_on=True, announce=lambda a: typer.echo(f"{name} on {a}"))
 
 

@@ -12,13 +12,15 @@ from collapipe_flwr.cli.hosting import (
     Certificate,
     Cluster,
     Grace,
-    Hosting,
     Insecure,
     Key,
     Listen,
     MemoryMb,
     StateDir,
     Threads,
+    membership,
+    memory_bytes,
+    tls_files,
 )
 
 
@@ -40,21 +42,19 @@ def edge(
 
     Point a run at it with the run-config key `edge.address`.
     """
-    from collapipe_flwr.host.daemon import serve
+    from collapipe_flwr.host.daemon import HostSettings, serve
 
-    settings = Hosting(
+    member = membership(name, cluster, allow, tls_files(ca, certificate, key))
+    settings = HostSettings(
+        listen=listen or member.address or "127.0.0.1:50061",
         name=name,
-        listen=listen,
-        fallback="127.0.0.1:50061",
-        clusters=cluster,
-        allow=allow,
-        ca=ca,
-        certificate=certificate,
-        key=key,
+        tls=member.tls,
         insecure=insecure,
-        grace_s=grace_s,
-        memory_mb=memory_mb,
-        threads=threads,
+        roster=member.roster,
         state_dir=state_dir,
-    ).settings()
+        cache_bytes=0,
+        memory_bytes=memory_bytes(memory_mb),
+        threads=threads,
+        grace_s=grace_s,
+    )
     serve(settings, passes_on=False, announce=lambda a: typer.echo(f"edge server on {a}"))

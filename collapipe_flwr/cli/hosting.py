@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from collapipe_flwr.config.access_control import Roster
     from collapipe_flwr.config.cluster_file import ClusterConfig
     from collapipe_flwr.core.tls_files import TlsFiles
-    from collapipe_flwr.host.daemon import HostSettings
 
 Listen = Annotated[
     str, typer.Option(help="HOST:PORT; port 0 takes a free one. Default: that of --cluster.")
@@ -42,61 +42,46 @@ Grace = Annotated[float, typer.Option(help="Seconds that open sessions get on a 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hosting:
-    """What the user typed; the files of `--tls-*` win over those of `--cluster`."""
+class Membership:
+    """What cluster files say of one of their members; ``roster`` None: whoever the CA signed."""
 
-    name: str
-    listen: str
-    fallback: str
-    clusters: list[Path] | None
-    allow: list[str] | None
-    ca: Path | None
-    certificate: Path | None
-    key: Path | None
-    insecure: bool
-    grace_s: float
-    memory_mb: float
-    state_dir: Path | None = None
-    cache_dir: Path | None = None
-    cache_mb: float = 0.0
-    radio_interface: str = ""
-    threads: int = 0
+    address: str
+    tls: TlsFiles | None
+    roster: Roster | None
 
-    def settings(self) -> HostSettings:
-        """The daemon that was asked for; raises ConfigError."""
-        from collapipe_flwr.config.access_control import roster_of
-        from collapipe_flwr.host.daemon import HostSettings
-        from collapipe_flwr.pipeline.benchmark import available_memory_bytes
 
-        clusters = self._clusters()
-        files = tls_files(self.ca, self.certificate, self.key)
-        tls = files or next((c.tls_files(self.name) for c in clusters), None)
-        roster = roster_of(clusters, self.allow or ())
-        return HostSettings(
-            listen=self.listen or self._address(clusters) or self.fallback,
-            name=self.name,
-            tls=tls,
-            insecure=self.insecure,
-            roster=roster if tls and roster.callers else None,
-            grace_s=self.grace_s,
-            state_dir=self.state_dir,
-            cache_dir=self.cache_dir,
-            cache_bytes=int(self.cache_mb * 1e6),
-            memory_bytes=int(self.memory_mb * 1e6) or available_memory_bytes(),
-            radio_interface=self.radio_interface,
-            threads=self.threads,
-        )
+def membership(
+    name: str, paths: list[Path] | None, allow: list[str] | None, own_tls: TlsFiles | None
+) -> Membership:
+    """The member called ``name``; the files of `--tls-*` win over those of `--cluster`.
 
-    def _clusters(self) -> list[ClusterConfig]:
-        """The files named, and of folders those that list this member."""
-        from collapipe_flwr.config.cluster_file import clusters_in, read_cluster
+    ``paths`` are cluster files, and folders whose files count where they list this member. Raises
+    ConfigError.
+    """
+    from collapipe_flwr.config.access_control import roster_of
 
-        paths = self.clusters or []
-        files = [read_cluster(path) for path in paths if not path.is_dir()]
-        return files + [c for p in paths if p.is_dir() for c in clusters_in(p, self.name)]
+    clusters = _clusters(name, paths or [])
+    tls = own_tls or next((c.tls_files(name) for c in clusters), None)
+    roster = roster_of(clusters, allow or ())
+    return Membership(
+        address=next((a for c in clusters if (a := c.member(name).address)), ""),
+        tls=tls,
+        roster=roster if tls and roster.callers else None,
+    )
 
-    def _address(self, clusters: list[ClusterConfig]) -> str:
-        return next((a for c in clusters if (a := c.member(self.name).address)), "")
+
+def memory_bytes(memory_mb: float) -> int:
+    """What models may hold in all; 0 means as much as is free now."""
+    from collapipe_flwr.pipeline.benchmark import available_memory_bytes
+
+    return int(memory_mb * 1e6) or available_memory_bytes()
+
+
+def _clusters(name: str, paths: list[Path]) -> list[ClusterConfig]:
+    from collapipe_flwr.config.cluster_file import clusters_in, read_cluster
+
+    files = [read_cluster(path) for path in paths if not path.is_dir()]
+    return files + [c for p in paths if p.is_dir() for c in clusters_in(p, name)]
 
 
 def tls_files(ca: Path | None, certificate: Path | None, key: Path | None) -> TlsFiles | None:

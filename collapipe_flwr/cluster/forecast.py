@@ -15,7 +15,7 @@ from collapipe_flwr.core.errors import ConfigError, InfeasibleError
 from collapipe_flwr.models import BatchShape, LoraConfig, ModelSpec, Splitter, make_spec
 from collapipe_flwr.models.checkpoint import read_pretrained_config
 from collapipe_flwr.models.families import FAMILIES
-from collapipe_flwr.models.timing import TimedBlock, time_block
+from collapipe_flwr.models.profile import TimedBlock, profile_model, time_block
 from collapipe_flwr.scheduler.protocol import SchedulerSettings
 from collapipe_flwr.scheduler.registry import make_scheduler
 from collapipe_flwr.simulator.devices import device_preset, radio_preset
@@ -121,7 +121,7 @@ def forecast(
 ) -> Forecast:
     """Costs, one timed block (``seconds`` of it; 0: none), and the plan for ``cluster``."""
     spec: ModelSpec = splitter.spec
-    profile = splitter.profile(shape)
+    profile = profile_model(splitter, shape)
     measured = None
     if seconds > 0:
         measured = time_block(

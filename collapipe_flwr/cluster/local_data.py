@@ -14,11 +14,17 @@ from collapipe_flwr.cluster.evaluation import TestPart
 from collapipe_flwr.config.schema import AppConfig
 from collapipe_flwr.core.errors import ConfigError, DataError
 from collapipe_flwr.core.keys import Value
-from collapipe_flwr.data.batches import Example, batches, round_examples
-from collapipe_flwr.data.bucketing import Rows, bucket_by_length, equal_cut
+from collapipe_flwr.data.batches import (
+    Example,
+    Rows,
+    batches,
+    bucket_by_length,
+    equal_cut,
+    round_examples,
+)
 from collapipe_flwr.data.registry import load_task
 from collapipe_flwr.data.stream import Stream
-from collapipe_flwr.data.vocabulary import Vocabulary
+from collapipe_flwr.data.tokenizer import Vocabulary
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -8,15 +8,15 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import re
 import warnings
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.core.extras import extra
-from collapipe_flwr.data.class_names import class_names, name_of
-from collapipe_flwr.data.conll import SUFFIXES as CONLL_SUFFIXES
-from collapipe_flwr.data.conll import read_conll
+from collapipe_flwr.data.columns import without_empty
 
 with extra("data"):
     from datasets import (
@@ -29,6 +29,52 @@ with extra("data"):
         load_from_disk,
     )
     from datasets.exceptions import DatasetsError
+
+CONLL_SUFFIXES = (".conll", ".bio", ".iob", ".iob2")
+_DOCUMENT = "-DOCSTART-"
+_UNIVERSAL = re.compile(r"# \S+ = ")
+
+
+def read_conll(path: Path, key: str) -> Dataset:
+    """A table with the columns ``tokens`` and ``tags``; raises DataError, naming ``key``."""
+    opening = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opening(path, "rt", encoding="utf-8") as file:
+            sentences = list(_sentences(file, f'{key} "{path}"'))
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise DataError(f'{key} "{path}" could not be read: {error}') from error
+    if not sentences:
+        raise DataError(f'{key} "{path}" has no sentences: give a file with a word per line')
+    return Dataset.from_dict(
+        {
+            "tokens": [[word for word, _ in sentence] for sentence in sentences],
+            "tags": [[tag for _, tag in sentence] for sentence in sentences],
+        }
+    )
+
+
+def _sentences(lines: Iterable[str], what: str) -> Iterator[list[tuple[str, str]]]:
+    sentence: list[tuple[str, str]] = []
+    for number, line in enumerate(lines, start=1):
+        if _UNIVERSAL.match(line):
+            raise DataError(
+                f"{what} has the comment {line.strip()!r} in line {number}, as CoNLL-U files do: "
+                "write a word and its tag in every line, nothing else"
+            )
+        fields = line.split()
+        if fields and fields[0] != _DOCUMENT:
+            if len(fields) < 2:
+                raise DataError(
+                    f"{what} has the word {fields[0]!r} without a tag in line {number}: write a "
+                    "word and its tag in every line, separated by a space"
+                )
+            sentence.append((fields[0], fields[-1]))
+        elif sentence:
+            yield sentence
+            sentence = []
+    if sentence:
+        yield sentence
+
 
 _FORMATS = {
     ".csv": "csv",
@@ -92,58 +138,6 @@ def _folder_and_split(name: str) -> tuple[Path, str]:
     before, _, split = name.rpartition(":")
     folder = Path(before).expanduser()
     return folder, split if before and folder.is_dir() else ""
-
-
-def column(table: Dataset, name: str, *, key: str, of: str) -> list[str]:
-    """A column as texts; the names of class labels instead of their numbers.
-
-    Raises DataError, naming ``key``, if the column is not there or a row of it is empty.
-    """
-    texts = sparse_column(table, name, key=key, of=of)
-    _refuse_empty(texts, f'{key} "{name}" of "{of}"')
-    return texts
-
-
-def sparse_column(table: Dataset, name: str, *, key: str, of: str) -> list[str]:
-    """The same, but rows may be empty. A field in an object is named ``column.field``."""
-    if "." in name and name not in table.column_names:
-        table = table.flatten()
-    if name not in table.column_names:
-        raise DataError(
-            f'{key} "{name}" is not a column of "{of}", which has {", ".join(table.column_names)}'
-        )
-    values, what = table[name][:], f'{key} "{name}" of "{of}"'
-    _refuse_nested(values, what, name)
-    if names := class_names(table, name):
-        unknown = (None, -1)  # as datasets marks rows whose class is held back
-        values = [None if v in unknown else name_of(v, names, what) for v in values]
-    return ["" if value is None else str(value) for value in values]
-
-
-def without_empty(table: Dataset) -> Dataset:
-    """The rows whose ``text`` is not empty."""
-    rows = [row for row, text in enumerate(table["text"]) if text.strip()]
-    return table.select(rows)
-
-
-def _refuse_nested(values: list[Any], what: str, name: str) -> None:
-    odd = next((value for value in values if isinstance(value, dict | list)), None)
-    if isinstance(odd, dict):
-        raise DataError(
-            f"{what} holds objects: name one of their fields, such as "
-            f'"{name}.{next(iter(odd), "field")}"'
-        )
-    if odd is not None:
-        raise DataError(f"{what} holds lists: name a column with one text or number in each row")
-
-
-def _refuse_empty(texts: list[str], what: str) -> None:
-    empty = [row for row, text in enumerate(texts, start=1) if not text.strip()]
-    if empty:
-        raise DataError(
-            f"{what} is empty in {len(empty)} of {len(texts)} rows, first in row {empty[0]}: "
-            "fill or remove these rows"
-        )
 
 
 def _suffix(path: Path) -> str:

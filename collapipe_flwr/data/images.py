@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,8 +21,9 @@ from torch import Tensor
 from collapipe_flwr.core.errors import ConfigError, DataError
 from collapipe_flwr.core.extras import extra
 from collapipe_flwr.data.batches import Example
-from collapipe_flwr.data.labelled import Labelled
-from collapipe_flwr.data.reader import Reader
+from collapipe_flwr.data.classification import Labelled
+from collapipe_flwr.data.columns import require_column
+from collapipe_flwr.data.reader import ReadColumn
 
 with extra("data"):
     from datasets import Dataset, Image
@@ -32,16 +33,26 @@ with extra("data"):
 _MODES = {1: "L", 3: "RGB"}
 
 
+def picture_column(table: Dataset, name: str, *, key: str, of: str) -> list[Any]:
+    """A column of pictures, not opened yet; raises DataError, naming ``key``."""
+    require_column(table, name, key=key, of=of)
+    if isinstance(table.features[name], Image):
+        table = table.cast_column(name, Image(decode=False))
+    values = table[name][:]
+    if isinstance(values[0], str):
+        folder = Path(of).expanduser().parent
+        return [{"bytes": None, "path": str(folder / value)} for value in values]
+    return list(values)
+
+
 class ImageClassification(Labelled):
     """A picture and a label column, or a folder with a folder of pictures per label."""
 
+    columns: ClassVar[Mapping[str, str]] = {"image": "image_column", "label": "label_column"}
+    readers: ClassVar[Mapping[str, ReadColumn]] = {"image": picture_column}
     model_task: ClassVar[str] = "image-classification"
     text_columns: ClassVar[tuple[str, ...]] = ()
     starts_with_bos: ClassVar[bool] = False
-
-    def make_reader(self) -> Reader:
-        fields = {"image": "image_column", "label": "label_column"}
-        return Reader(self.settings, fields, readers={"image": picture_column})
 
     def inputs(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         pictures = [self._pixels(example["image"]) for example in examples]
@@ -87,21 +98,6 @@ class ImageClassification(Labelled):
                 f'{self.settings.image_channels} channels, got "{text}"'
             )
         return np.array(values, dtype=np.float32)
-
-
-def picture_column(table: Dataset, name: str, *, key: str, of: str) -> list[Any]:
-    """A column of pictures, not opened yet; raises DataError, naming ``key``."""
-    if name not in table.column_names:
-        raise DataError(
-            f'{key} "{name}" is not a column of "{of}", which has {", ".join(table.column_names)}'
-        )
-    if isinstance(table.features[name], Image):
-        table = table.cast_column(name, Image(decode=False))
-    values = table[name][:]
-    if isinstance(values[0], str):
-        folder = Path(of).expanduser().parent
-        return [{"bytes": None, "path": str(folder / value)} for value in values]
-    return list(values)
 
 
 def open_picture(value: Any) -> Pictures.Image:

@@ -16,13 +16,11 @@ from torch import Tensor
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.core.extras import extra
 from collapipe_flwr.data.batches import Example
-from collapipe_flwr.data.config import DataConfig
-from collapipe_flwr.data.encoding import IGNORED_LABEL, encode
-from collapipe_flwr.data.files import sparse_column, without_empty
+from collapipe_flwr.data.columns import sparse_column, without_empty
 from collapipe_flwr.data.metrics import Measure, Tally, match_rate
-from collapipe_flwr.data.reader import Reader
-from collapipe_flwr.data.tasks import Batch, Task
-from collapipe_flwr.data.vocabulary import Vocabulary
+from collapipe_flwr.data.reader import ReadColumn, TableTask
+from collapipe_flwr.data.tasks import Batch
+from collapipe_flwr.data.tokenizer import IGNORED_LABEL, encode
 
 with extra("data"):
     from datasets import Dataset
@@ -31,7 +29,7 @@ _CHOSEN_MASKED, _CHOSEN_RANDOM = 0.8, 0.1  # of the chosen tokens; the rest stay
 _LARGEST_EXPONENT = 700.0  # beyond it a perplexity is no number
 
 
-class LanguageModel(Task):
+class LanguageModel(TableTask):
     """A text column (or the lines of a text file); perplexity, and the share of tokens guessed.
 
     Empty rows are skipped: there is nothing to learn from them.
@@ -41,23 +39,15 @@ class LanguageModel(Task):
     metric_name: ClassVar[str] = "perplexity"  # lower is better
     measures: ClassVar[Mapping[str, Measure]] = {"accuracy": match_rate}
     text_columns: ClassVar[tuple[str, ...]] = ("text",)
-    usual_partition: ClassVar[str] = "iid"
-    group_column: ClassVar[str] = ""
-
-    def __init__(self, settings: DataConfig, vocabulary: Vocabulary | None = None) -> None:
-        super().__init__(settings, vocabulary)
-        self._reader = Reader(settings, {"text": "text_column"}, readers={"text": sparse_column})
-
-    @cached_property
-    def train(self) -> Dataset:
-        return without_empty(self._reader.train)
-
-    @cached_property
-    def test(self) -> Dataset:
-        return without_empty(self._reader.test)
+    columns: ClassVar[Mapping[str, str]] = {"text": "text_column"}
+    readers: ClassVar[Mapping[str, ReadColumn]] = {"text": sparse_column}
 
     def read_file(self, name: str) -> Dataset:
-        return self._reader.file(name)
+        return self._reader.file(name)  # its rows are counted, the empty ones, too
+
+    def checked(self, examples: Dataset, key: str) -> Dataset:
+        del key
+        return without_empty(examples)
 
     def count(self, predictions: Sequence[str], references: Sequence[str]) -> Tally:
         return super().count(" ".join(predictions).split(), " ".join(references).split())

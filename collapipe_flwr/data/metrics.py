@@ -6,8 +6,11 @@ clusters that each know a share of the test find together what one machine would
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import fsum
 
 from collapipe_flwr.core.extras import extra
 
@@ -83,3 +86,118 @@ def _sums(metric: object, predictions: Texts, references: Texts) -> Counts:
 match_rate = Measure(count=_count_matches, value=ratio)  # 0 .. 1, outer spaces left out
 chrf = Measure(count=_count_chrf, value=_chrf_of)  # corpus chrF of sacrebleu, 0 .. 100
 bleu = Measure(count=_count_bleu, value=_bleu_of)  # corpus BLEU of sacrebleu (13a), 0 .. 100
+
+
+OUTSIDE = "O"
+_PREFIXES = frozenset("BIES")
+Entity = tuple[str, int, int]  # type, first word, word behind the last
+
+
+def find_entities(tags: Sequence[str]) -> set[Entity]:
+    """The entities of one sentence, as conlleval counts them.
+
+    Tags read ``B-PER``, ``I-PER``, ``O`` (also ``E-`` and ``S-``); a tag without a prefix is a type
+    of its own and continues while it repeats. An entity begins at B or S, behind O, behind E or S,
+    and where the type changes; so sequences that break the scheme still mean something.
+    """
+    found: set[Entity] = set()
+    start, before = 0, ("O", "")
+    for place, tag in enumerate((*tags, OUTSIDE)):
+        prefix, kind = _split(tag)
+        if before[0] != OUTSIDE and _ends(before, prefix, kind):
+            found.add((before[1], start, place))
+        if prefix != OUTSIDE and _begins(before, prefix, kind):
+            start = place
+        before = (prefix, kind)
+    return found
+
+
+def _count_entities(predictions: Sequence[str], references: Sequence[str]) -> list[float]:
+    """Hits, and all that were guessed or wanted; sentences are tags joined by spaces."""
+    hits = guessed = wanted = 0
+    for predicted, reference in zip(predictions, references, strict=True):
+        ours, theirs = find_entities(predicted.split()), find_entities(reference.split())
+        hits, guessed, wanted = hits + len(ours & theirs), guessed + len(ours), wanted + len(theirs)
+    return [float(hits), float(guessed + wanted)]
+
+
+def _f1_of(counts: list[float]) -> float:
+    hits, both = counts
+    return 2 * hits / both if both else 1.0
+
+
+# micro-averaged F1, 0 .. 1, of exact spans and types
+entity_f1 = Measure(count=_count_entities, value=_f1_of)
+
+
+def _split(tag: str) -> tuple[str, str]:
+    if tag == OUTSIDE:
+        return OUTSIDE, ""
+    prefix, dash, kind = tag.partition("-")
+    return (prefix, kind) if dash and prefix in _PREFIXES else ("I", tag)
+
+
+def _begins(before: tuple[str, str], prefix: str, kind: str) -> bool:
+    return prefix in "BS" or before[0] in (OUTSIDE, "E", "S") or before[1] != kind
+
+
+def _ends(before: tuple[str, str], prefix: str, kind: str) -> bool:
+    return prefix == OUTSIDE or _begins(before, prefix, kind)
+
+
+_WORD = re.compile(r"\w+")
+
+
+def rouge(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    """``rouge1``, ``rouge2`` and ``rougeL``, each in 0 .. 1.
+
+    Our own implementation, after Lin (2004): lower-cased words without stemming, one reference, F1
+    of each pair, mean over all pairs.
+    """
+    return {name: measure(predictions, references) for name, measure in ROUGE.items()}
+
+
+def _measure(score: Callable[[list[str], list[str]], float]) -> Measure:
+    """The mean of a score over pairs."""
+
+    def count(predictions: Sequence[str], references: Sequence[str]) -> list[float]:
+        pairs = zip(predictions, references, strict=True)
+        return [fsum(score(_words(p), _words(r)) for p, r in pairs), float(len(references))]
+
+    return Measure(count=count, value=ratio)
+
+
+def longest_common(left: Sequence[str], right: Sequence[str]) -> int:
+    """Length of the longest common subsequence."""
+    row = [0] * (len(right) + 1)
+    for word in left:
+        diagonal = 0
+        for place, other in enumerate(right, start=1):
+            above = row[place]
+            row[place] = diagonal + 1 if word == other else max(above, row[place - 1])
+            diagonal = above
+    return row[-1]
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.lower())
+
+
+def _overlap(left: Sequence[str], right: Sequence[str], size: int) -> float:
+    ours, theirs = _grams(left, size), _grams(right, size)
+    return _f1((ours & theirs).total(), ours.total(), theirs.total())
+
+
+def _grams(words: Sequence[str], size: int) -> Counter[tuple[str, ...]]:
+    return Counter(zip(*(words[start:] for start in range(size)), strict=False))
+
+
+def _f1(hits: int, guessed: int, wanted: int) -> float:
+    return 2 * hits / (guessed + wanted) if guessed + wanted else 0.0
+
+
+ROUGE = {
+    "rouge1": _measure(lambda p, r: _overlap(p, r, 1)),
+    "rouge2": _measure(lambda p, r: _overlap(p, r, 2)),
+    "rougeL": _measure(lambda p, r: _f1(longest_common(p, r), len(p), len(r))),
+}

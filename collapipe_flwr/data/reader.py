@@ -1,32 +1,34 @@
-"""Examples from the user's own data: chosen columns, a held-out share, seeded subsets."""
+"""Examples from the user's own data, and the tasks over them: chosen columns, a held-out share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.core.extras import extra
-from collapipe_flwr.data.class_names import class_names, with_names
+from collapipe_flwr.data.columns import class_names, column, with_names
 from collapipe_flwr.data.config import DataConfig, key_of
-from collapipe_flwr.data.files import column, is_one_table, load_table
+from collapipe_flwr.data.files import is_one_table, load_table
+from collapipe_flwr.data.tasks import Task
+from collapipe_flwr.data.tokenizer import Vocabulary
 
 with extra("data"):
     from datasets import Dataset
 
 HELD_OUT_SHARE = 0.1
 _CLASS_COLUMNS = {"label", "tags"}
-ReadColumn = Callable[..., list[Any]]  # as files.column
+ReadColumn = Callable[..., list[Any]]  # as columns.column
 
 
 class Reader:
     """Reads ``data.train`` and ``data.test`` into examples, on first use.
 
     ``fields`` maps a column of the examples to the settings field that names the user's column.
-    ``readers`` read the columns of ours that are no texts; see ``files.column``.
+    ``readers`` read the columns of ours that are no texts; see ``columns.column``.
     With a ``data.partition-column`` the training examples also get a column ``group``. Without
     ``data.test`` a seeded choice of the rows of ``data.train`` is held out for the test:
     ``data.test-examples`` of them, or a tenth. All properties raise DataError.
@@ -142,6 +144,38 @@ class Reader:
                 f'data.test "{test}" is also data.train, so the test would be on training examples:'
                 " leave data.test empty to hold out a share of the rows"
             )
+
+
+class TableTask(Task):
+    """A task over the user's own data; ``columns`` and ``readers`` are those of its Reader.
+
+    Examples are split among clusters at random unless the run-config says otherwise.
+    """
+
+    columns: ClassVar[Mapping[str, str]]
+    readers: ClassVar[Mapping[str, ReadColumn]] = {}
+    usual_partition: ClassVar[str] = "iid"
+    group_column: ClassVar[str] = ""
+
+    def __init__(self, settings: DataConfig, vocabulary: Vocabulary | None = None) -> None:
+        super().__init__(settings, vocabulary)
+        self._reader = Reader(settings, self.columns, self.readers)
+
+    @cached_property
+    def train(self) -> Dataset:
+        return self.checked(self._reader.train, "data.train")
+
+    @cached_property
+    def test(self) -> Dataset:
+        return self.checked(self._reader.test, "data.test")
+
+    def read_file(self, name: str) -> Dataset:
+        return self.checked(self._reader.file(name), f'data.stream "{name}"')
+
+    def checked(self, examples: Dataset, key: str) -> Dataset:
+        """The examples that can be learnt from; raises DataError, naming ``key``."""
+        del key
+        return examples
 
 
 def _choose(table: Dataset, rows: list[int], limit: int) -> Dataset:

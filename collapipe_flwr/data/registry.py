@@ -10,7 +10,7 @@ from collapipe_flwr.data.language import CausalLM, MaskedLM
 from collapipe_flwr.data.seq2seq import NumberWords, Summarisation, Translation
 from collapipe_flwr.data.tasks import Task
 from collapipe_flwr.data.token_classification import TokenClassification
-from collapipe_flwr.data.vocabulary import Vocabulary
+from collapipe_flwr.data.tokenizer import Vocabulary
 
 TASKS: dict[str, type[Task]] = {
     "number-words": NumberWords,

@@ -19,7 +19,7 @@ import numpy as np
 
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.core.extras import extra
-from collapipe_flwr.data.conll import SUFFIXES as CONLL_SUFFIXES
+from collapipe_flwr.data.files import CONLL_SUFFIXES
 
 with extra("data"):
     from datasets import Dataset, concatenate_datasets

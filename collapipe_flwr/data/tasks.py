@@ -22,12 +22,12 @@ from collapipe_flwr.data.config import TRAIN_TOKENIZER, DataConfig
 from collapipe_flwr.data.metrics import Measure, Tally
 from collapipe_flwr.data.partitions import partition_rows
 from collapipe_flwr.data.tokenizer import (
+    Vocabulary,
     load_tokenizer,
     tokenizer_from_json,
     tokenizer_to_json,
     train_tokenizer,
 )
-from collapipe_flwr.data.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from datasets import Dataset

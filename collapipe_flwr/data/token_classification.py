@@ -10,26 +10,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import chain, zip_longest
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.data.batches import Example
-from collapipe_flwr.data.class_names import class_names, name_of
-from collapipe_flwr.data.config import DataConfig
-from collapipe_flwr.data.encoding import IGNORED_LABEL, IGNORED_TAG, encode_words
-from collapipe_flwr.data.entities import OUTSIDE, entity_f1
-from collapipe_flwr.data.metrics import Measure, Tally, match_rate
-from collapipe_flwr.data.reader import Reader
-from collapipe_flwr.data.tasks import Batch, Task
-from collapipe_flwr.data.vocabulary import Vocabulary
+from collapipe_flwr.data.columns import list_column
+from collapipe_flwr.data.metrics import OUTSIDE, Measure, Tally, entity_f1, match_rate
+from collapipe_flwr.data.reader import ReadColumn, TableTask
+from collapipe_flwr.data.tasks import Batch
+from collapipe_flwr.data.tokenizer import IGNORED_LABEL, IGNORED_TAG, encode_words
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-_PLAIN = (str, int, float)
 
 
 def _count_words(predictions: Sequence[str], references: Sequence[str]) -> list[float]:
@@ -39,7 +34,7 @@ def _count_words(predictions: Sequence[str], references: Sequence[str]) -> list[
 word_accuracy = Measure(count=_count_words, value=match_rate.value)
 
 
-class TokenClassification(Task):
+class TokenClassification(TableTask):
     """A column of words and a column of tags, each a list per row, of the user's data.
 
     Rows without any word are skipped. Raises DataError where a row has not as many tags as words,
@@ -51,24 +46,8 @@ class TokenClassification(Task):
     measures: ClassVar[Mapping[str, Measure]] = {"f1": entity_f1, "accuracy": word_accuracy}
     text_columns: ClassVar[tuple[str, ...]] = ("tokens",)
     starts_with_bos: ClassVar[bool] = True
-    usual_partition: ClassVar[str] = "iid"
-    group_column: ClassVar[str] = ""
-
-    def __init__(self, settings: DataConfig, vocabulary: Vocabulary | None = None) -> None:
-        super().__init__(settings, vocabulary)
-        fields = {"tokens": "tokens_column", "tags": "tags_column"}
-        self._reader = Reader(settings, fields, readers=dict.fromkeys(fields, list_column))
-
-    @cached_property
-    def train(self) -> Dataset:
-        return self._checked(self._reader.train, "data.train")
-
-    @cached_property
-    def test(self) -> Dataset:
-        return self._checked(self._reader.test, "data.test")
-
-    def read_file(self, name: str) -> Dataset:
-        return self._checked(self._reader.file(name), f'data.stream "{name}"')
+    columns: ClassVar[Mapping[str, str]] = {"tokens": "tokens_column", "tags": "tags_column"}
+    readers: ClassVar[Mapping[str, ReadColumn]] = {"tokens": list_column, "tags": list_column}
 
     def find_labels(self) -> tuple[str, ...]:
         found = set(chain.from_iterable(self._reader.every_row["tags"])) - {IGNORED_TAG}
@@ -113,7 +92,7 @@ class TokenClassification(Task):
         ids = {label: index for index, label in enumerate(self.labels)}
         return {**ids, IGNORED_TAG: IGNORED_LABEL}
 
-    def _checked(self, examples: Dataset, key: str) -> Dataset:
+    def checked(self, examples: Dataset, key: str) -> Dataset:
         examples = _without_empty(examples)
         rows = zip(examples["tokens"], examples["tags"], strict=True)
         for number, (words, tags) in enumerate(rows, start=1):
@@ -134,33 +113,6 @@ class TokenClassification(Task):
 def _without_empty(table: Dataset) -> Dataset:
     rows = zip(table["tokens"], table["tags"], strict=True)
     return table.select([row for row, (words, tags) in enumerate(rows) if words or tags])
-
-
-def list_column(table: Dataset, name: str, *, key: str, of: str) -> list[list[str]]:
-    """A column of lists as texts, the names of class labels instead of their numbers.
-
-    The number -100, in whatever type, is the text "-100". A row may also be one text, which is
-    cut at its spaces. Raises DataError, naming ``key``.
-    """
-    if name not in table.column_names:
-        raise DataError(
-            f'{key} "{name}" is not a column of "{of}", which has {", ".join(table.column_names)}'
-        )
-    rows = [row.split() if isinstance(row, str) else list(row or ()) for row in table[name][:]]
-    if names := class_names(table, name):
-        what = f'{key} "{name}" of "{of}"'
-        return [[_named(value, names, what) for value in row] for row in rows]
-    odd = next((value for row in rows for value in row if not isinstance(value, _PLAIN)), 0)
-    if odd is None or odd:
-        raise DataError(
-            f'{key} "{name}" of "{of}" holds {odd!r:.40} where one word or tag should stand: give '
-            "a list of texts in every row"
-        )
-    return [[IGNORED_TAG if v == IGNORED_LABEL else str(v) for v in row] for row in rows]
-
-
-def _named(value: Any, names: Sequence[str], what: str) -> str:
-    return IGNORED_TAG if value == IGNORED_LABEL else name_of(value, names, what)
 
 
 def _as_long_as(predicted: str, reference: str) -> str:

@@ -16,7 +16,7 @@ from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
 from collapipe_flwr.config.schema import AppConfig, parse
 from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.data.vocabulary import Vocabulary
+from collapipe_flwr.data.tokenizer import Vocabulary
 from collapipe_flwr.federation.node_fleet import Crew, open_crew
 from collapipe_flwr.federation.node_state import STATE_KEY, NodeState, state_folder
 from collapipe_flwr.federation.records import SplitTask

@@ -15,6 +15,7 @@ from collapipe_flwr.config.cluster_file import ClusterConfig
 from collapipe_flwr.config.schema import EdgeConfig
 from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.federation.records import SplitTask
+from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.session import NextHop
 from collapipe_flwr.transport.client import EdgeClient
@@ -51,7 +52,7 @@ def open_crew(
         fleet: Fleet = local if cluster is None else remote_fleet(cluster, task)
         recovery = Recovery(
             profile=profile,
-            model=lambda: splitter.profile(task.shape),
+            model=lambda: profile_model(splitter, task.shape),
             edge=edge,
             snapshot_every=task.learning.snapshot_every,
         )

@@ -24,9 +24,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models import block_inputs
 from collapipe_flwr.models.causes import UNFIT, why_unfit
-from collapipe_flwr.models.examples import example_inputs
 from collapipe_flwr.models.families import Family
-from collapipe_flwr.models.shapes_only import shapes_only
+from collapipe_flwr.models.shapes_only import example_inputs, shapes_only
 from collapipe_flwr.models.skeleton import (
     build_skeleton,
     has_head,

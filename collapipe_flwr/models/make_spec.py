@@ -11,17 +11,18 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.admission import LAYERDROPS, needs_token
 from collapipe_flwr.models.causes import UNFIT, first_lines
 from collapipe_flwr.models.checkpoint import checkpoint_config, read_pretrained_config
 from collapipe_flwr.models.config import LoraConfig
 from collapipe_flwr.models.discovery import ON_VALUES, VALUES_ASKED, refusal
 from collapipe_flwr.models.families import FAMILIES
 from collapipe_flwr.models.lora import default_targets, head_modules
+from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.skeleton import build_skeleton
 from collapipe_flwr.models.spec import BatchShape, ModelSpec
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.models.tasks import find_task
+from collapipe_flwr.models.validation import LAYERDROPS, needs_token
 
 _SPECIAL_TOKENS = (
     "pad_token_id",
@@ -271,7 +272,7 @@ def _untie(config: PreTrainedConfig) -> None:
 def _rehearse(splitter: Splitter) -> None:
     """Run all parts once, on shapes only, and let them complain."""
     try:
-        splitter.profile(BatchShape(source_length=2, target_length=2))
+        profile_model(splitter, BatchShape(source_length=2, target_length=2))
     except VALUES_ASKED as cause:
         raise refusal(splitter.spec, ON_VALUES) from cause
     except (ModelError, *UNFIT) as cause:

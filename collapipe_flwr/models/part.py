@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.narrow import can_narrow, narrow, share_narrow
+from collapipe_flwr.models.quantization import can_quantize, quantize, share_quantized
 from collapipe_flwr.models.skeleton import leave_hole, place_tensor, read_tensor
 
 
@@ -118,13 +118,13 @@ class Part(nn.Module):
         """Keep a matrix that stays in the chosen dtype; False where its layer cannot."""
         dtype = self._holdings.frozen_dtype
         modules = [self.model.get_submodule(path.rpartition(".")[0]) for path in paths]
-        fits = all(path.endswith(".weight") for path in paths) and all(map(can_narrow, modules))
+        fits = all(path.endswith(".weight") for path in paths) and all(map(can_quantize, modules))
         if dtype == "float32" or value.dim() != 2 or not fits:
             return False
         first, *others = modules
-        narrow(first, value, dtype)
+        quantize(first, value, dtype)
         for module in others:
-            share_narrow(module, first)
+            share_quantized(module, first)
         return True
 
 

@@ -12,15 +12,14 @@ from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.again import Around
+from collapipe_flwr.models.activation_checkpointing import Around
 from collapipe_flwr.models.causes import first_lines
-from collapipe_flwr.models.generating import FEEDING, Ask, Emit, Prompt, generate
-from collapipe_flwr.models.kv_cache import PartCache
-from collapipe_flwr.models.misfits import misfit_of_inputs, misfit_of_labels
+from collapipe_flwr.models.generation import FEEDING, Ask, Emit, Prompt, generate
 from collapipe_flwr.models.part import Holdings, Part
-from collapipe_flwr.models.stack import Stack, accepted_arguments, without_cache
+from collapipe_flwr.models.stack import PartCache, Stack, accepted_arguments, without_cache
 from collapipe_flwr.models.tasks import Task, best_class
 from collapipe_flwr.models.ties import BorrowedTable, add_rows, tokens_of
+from collapipe_flwr.models.validation import misfit_of_inputs, misfit_of_labels
 
 Weights = Mapping[str, Tensor]
 Ties = Mapping[str, tuple[str, ...]]

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.admission import blocks_for_devices, family_for, refuse_inexact
-from collapipe_flwr.models.checkpoint import find_untied, load_checkpoint
+from collapipe_flwr.models.checkpoint import (
+    CheckpointSource,
+    Completed,
+    find_untied,
+    load_checkpoint,
+)
 from collapipe_flwr.models.layout import (
     EDGE,
     EMBEDDING,
@@ -23,16 +26,18 @@ from collapipe_flwr.models.layout import (
     stack_path,
 )
 from collapipe_flwr.models.lora import first_adapter, is_adapter, key_of
-from collapipe_flwr.models.misfits import most_positions
 from collapipe_flwr.models.part import Holdings, Part
 from collapipe_flwr.models.parts import EdgePart, EmbeddingPart, SegmentPart
-from collapipe_flwr.models.profile import profile_model
-from collapipe_flwr.models.replay import ReplayedStack
 from collapipe_flwr.models.skeleton import build_random, build_skeleton, read_tensor
-from collapipe_flwr.models.source import CheckpointSource, Completed
-from collapipe_flwr.models.spec import BatchShape, ModelSpec
-from collapipe_flwr.models.stack import Stack
+from collapipe_flwr.models.spec import ModelSpec
+from collapipe_flwr.models.stack import ReplayedStack, Stack
 from collapipe_flwr.models.tasks import find_task
+from collapipe_flwr.models.validation import (
+    blocks_for_devices,
+    family_for,
+    most_positions,
+    refuse_inexact,
+)
 
 Weights = Mapping[str, Tensor]
 TensorShape = tuple[torch.Size, torch.dtype]
@@ -203,10 +208,6 @@ class Splitter:
         """What travels of a model that ``build_whole`` built, as it is now."""
         places = self._layout.places
         return {key: read_tensor(model, places[key][0]).detach() for key in self.all_keys()}
-
-    def profile(self, shape: BatchShape) -> ModelProfile:
-        """Costs per example of embedding, every block and the edge; computes nothing."""
-        return profile_model(self, shape)
 
     # Parts
 

@@ -210,7 +210,7 @@ class GeneratingEdge:
         return _told(text, {TOKENS: tokens}, {DONE: 1.0})
 
     def _generate(self, text: _Text, frame: Frame) -> Tensor:
-        from collapipe_flwr.models.generating import Prompt  # only where texts are generated
+        from collapipe_flwr.models.generation import Prompt  # only where texts are generated
 
         deadline_s = self._settings.deadline_s
 

@@ -20,7 +20,7 @@ from collapipe_flwr.cluster.forecast import (
 )
 from collapipe_flwr.core.errors import ConfigError, ModelError
 from collapipe_flwr.models import BatchShape
-from collapipe_flwr.models.timing import time_block
+from collapipe_flwr.models.profile import profile_model, time_block
 from collapipe_flwr.scheduler.plans import check_cluster_plan
 from collapipe_flwr.scheduler.protocol import SchedulerSettings
 
@@ -79,8 +79,8 @@ def test_parameters_are_those_of_the_model() -> None:
 
 
 def test_a_tied_table_counts_as_often_as_a_run_keeps_it() -> None:
-    free = build_model(wish("gpt2")).profile(SHAPE)
-    lent = build_model(replace(wish("gpt2"), ties="rows")).profile(SHAPE)
+    free = profile_model(build_model(wish("gpt2")), SHAPE)
+    lent = profile_model(build_model(replace(wish("gpt2"), ties="rows")), SHAPE)
     assert free.embedding.parameter_bytes - lent.embedding.parameter_bytes == 4 * 60 * 32
     assert free.decoder.parameter_bytes == lent.decoder.parameter_bytes
 
@@ -98,7 +98,7 @@ def test_what_does_not_fit_says_why() -> None:
 def test_a_timed_block_gives_its_work_over_its_time() -> None:
     ticks = itertools.count()
     splitter = build_model(wish("gpt2"))
-    cost = splitter.profile(SHAPE).blocks[0]
+    cost = profile_model(splitter, SHAPE).blocks[0]
     timed = time_block(splitter, cost, examples=3, seconds=5.0, clock=lambda: 0.25 * next(ticks))
     assert (timed.forward_s, timed.backward_s) == (0.25, 0.25)
     assert timed.flop == 3 * (cost.forward_flop + cost.backward_flop)

@@ -24,6 +24,7 @@ from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.host.store import TensorStore
 from collapipe_flwr.models import Splitter, make_spec
+from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.pipeline.session import NextHop, SessionRequest
 from collapipe_flwr.pipeline.state import PartState, Slots
@@ -61,7 +62,7 @@ class Price:
 
 
 def prices(splitter: Splitter) -> dict[int, Price]:
-    blocks = splitter.profile(BatchShape(source_length=TOKENS, target_length=1)).blocks
+    blocks = profile_model(splitter, BatchShape(source_length=TOKENS, target_length=1)).blocks
     found = {}
     for stop in range(1, BLOCKS):
         state = sum(block.state_bytes for block in blocks[:stop])

@@ -21,6 +21,7 @@ from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.links import LinkConfig, Note
 from collapipe_flwr.costs.link_rates import carried_bit_per_s
 from collapipe_flwr.models import BatchShape, Splitter, make_spec
+from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.pipeline.execution import Execution
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
@@ -124,7 +125,7 @@ def _round(
             fleet = ThreadFleet(session.connect)
         recovery = Recovery(
             profile=profile(),
-            model=lambda: splitter.profile(BatchShape(source_length=8, target_length=1)),
+            model=lambda: profile_model(splitter, BatchShape(source_length=8, target_length=1)),
             edge=session,
             snapshot_every=snapshot_every,
         )

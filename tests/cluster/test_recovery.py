@@ -22,6 +22,7 @@ from collapipe_flwr.core.errors import CollaPipeError, InfeasibleError, LinkErro
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models import BatchShape, Splitter
+from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.pipeline.link import Link, memory_pair
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 from collapipe_flwr.pipeline.session import SessionRequest
@@ -144,7 +145,7 @@ def recovery(splitter: Splitter, edge: Edge, every: int = 0, **options: int) -> 
     shape = BatchShape(source_length=8, target_length=1)
     return Recovery(
         profile=profile(**options),
-        model=lambda: splitter.profile(shape),
+        model=lambda: profile_model(splitter, shape),
         edge=edge,
         snapshot_every=every,
     )

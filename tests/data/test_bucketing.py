@@ -7,7 +7,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collapipe_flwr.data.bucketing import bucket_by_length, equal_cut, padded_tokens
+from collapipe_flwr.data.batches import bucket_by_length, equal_cut, padded_tokens
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=9)
 

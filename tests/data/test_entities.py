@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from collapipe_flwr.data.entities import entity_f1, find_entities
+from collapipe_flwr.data.metrics import entity_f1, find_entities
 
 
 @pytest.mark.parametrize(

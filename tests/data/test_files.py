@@ -12,7 +12,8 @@ import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 
 from collapipe_flwr.core.errors import DataError
-from collapipe_flwr.data.files import column, load_table
+from collapipe_flwr.data.columns import column
+from collapipe_flwr.data.files import load_table
 
 ROWS = [("007", "NA"), ("say hi, you", "null"), ("ü\nline", "3")]
 

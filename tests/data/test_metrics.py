@@ -6,9 +6,7 @@ import pytest
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
-from collapipe_flwr.data.entities import entity_f1
-from collapipe_flwr.data.metrics import added, bleu, chrf, match_rate
-from collapipe_flwr.data.rouge import ROUGE
+from collapipe_flwr.data.metrics import ROUGE, added, bleu, chrf, entity_f1, match_rate
 
 TEXTS = ["the cat sat on the mat", "we all live in a yellow submarine"]
 

@@ -6,8 +6,8 @@ import pytest
 
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.data.config import DataConfig
-from collapipe_flwr.data.number_words import NUMBERS, generate, spell
 from collapipe_flwr.data.registry import load_task
+from collapipe_flwr.data.seq2seq import NUMBERS, generate_number_words, spell
 
 
 def read(words: str) -> int:
@@ -44,19 +44,21 @@ def test_spelling_can_be_read_back() -> None:
 
 
 def test_same_seed_same_examples_and_another_seed_others() -> None:
-    first, second, other = (generate(train=50, test=5, seed=seed)[0] for seed in (1, 1, 2))
+    first, second, other = (
+        generate_number_words(train=50, test=5, seed=seed)[0] for seed in (1, 1, 2)
+    )
     assert first.to_list() == second.to_list()
     assert first.to_list() != other.to_list()
 
 
 def test_no_number_comes_twice() -> None:
-    train, test = generate(train=2_000, test=500, seed=0)
+    train, test = generate_number_words(train=2_000, test=500, seed=0)
     targets = [*train["target"], *test["target"]]
     assert len(targets) == len(set(targets)) == 2_500
 
 
 def test_examples_say_the_number_they_spell() -> None:
-    train, _ = generate(train=200, test=1, seed=0)
+    train, _ = generate_number_words(train=200, test=1, seed=0)
     assert all(int(row["target"]) == read(row["source"]) for row in train.to_list())
 
 
@@ -69,4 +71,4 @@ def test_no_cluster_shares_a_leading_word_with_another(count: int) -> None:
 
 def test_more_numbers_than_there_are_is_an_error() -> None:
     with pytest.raises(DataError, match=r"data\.train-examples"):
-        generate(train=NUMBERS, test=1, seed=0)
+        generate_number_words(train=NUMBERS, test=1, seed=0)

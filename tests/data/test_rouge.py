@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from collapipe_flwr.data.rouge import longest_common, rouge
+from collapipe_flwr.data.metrics import longest_common, rouge
 
 
 def test_worked_example() -> None:

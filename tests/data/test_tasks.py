@@ -19,7 +19,7 @@ from collapipe_flwr.core.keys import Value
 from collapipe_flwr.data.config import DataConfig
 from collapipe_flwr.data.registry import TASKS, load_task
 from collapipe_flwr.data.tasks import Task
-from collapipe_flwr.data.vocabulary import Vocabulary
+from collapipe_flwr.data.tokenizer import Vocabulary
 
 MOODS = ["bad", "fine", "good"]
 

@@ -14,7 +14,7 @@ from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models import Splitter, make_spec
 from collapipe_flwr.models.discovery import discover_family
 from collapipe_flwr.models.families import FAMILIES
-from collapipe_flwr.models.replay import ReplayedStack
+from collapipe_flwr.models.stack import ReplayedStack
 
 RECORDED = [
     ("bert", "masked-lm"),

@@ -26,6 +26,7 @@ from collapipe_flwr.models import (
     save_adapter,
     save_whole,
 )
+from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.skeleton import auto_class
 from tests.closeness import assert_near
 
@@ -197,9 +198,11 @@ def test_gradients_stop_where_nothing_below_learns(tiny: Any, tmp_path: Path) ->
 
 def test_the_profile_knows_what_is_frozen(tiny: Any, tmp_path: Path) -> None:
     base = checkpoint(tiny, "llama", "causal-lm", tmp_path)
-    full = Splitter(make_spec("causal-lm", pretrained=base)).profile(BatchShape(source_length=8))
+    full = profile_model(
+        Splitter(make_spec("causal-lm", pretrained=base)), BatchShape(source_length=8)
+    )
     splitter = Splitter(adapted(base, "causal-lm"))
-    lora = splitter.profile(BatchShape(source_length=8))
+    lora = profile_model(splitter, BatchShape(source_length=8))
     weights = splitter.initial_weights(seed=1)
     sent = sum(weights[key].numel() * 4 for key in splitter.segment_keys(1, 2))
     block, before = lora.blocks[1], full.blocks[1]
@@ -291,7 +294,7 @@ def test_a_large_table_is_widened_piece_by_piece(
     weights = moved(splitter.initial_weights(seed=2))
     results = []
     for rows in (10_000, 7):
-        monkeypatch.setattr("collapipe_flwr.models.narrow._CHUNK_ROWS", rows)
+        monkeypatch.setattr("collapipe_flwr.models.quantization._CHUNK_ROWS", rows)
         parts = list(_parts(splitter, weights))
         loss = _loss(parts, batch, splitter.context(batch))
         loss.backward()

@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from collapipe_flwr.models import BatchShape, Splitter, make_spec
+from collapipe_flwr.models.profile import profile_model
 
 LENGTH = 11
 SHAPE = BatchShape(source_length=LENGTH, target_length=LENGTH)
@@ -28,7 +29,7 @@ def test_a_block_follows_the_closed_formula() -> None:
         },
         vocab_size=50,
     )
-    profile = Splitter(spec).profile(BatchShape(source_length=length))
+    profile = profile_model(Splitter(spec), BatchShape(source_length=length))
     block = profile.blocks[1]
     dense = 2 * length * (4 * width**2 + 2 * width * inner)
     assert block.forward_flop == dense + 4 * length**2 * width
@@ -58,7 +59,7 @@ def test_the_pieces_add_up_to_the_whole(model_type: str, task: str, tiny: Any) -
     """Operations as torch counts them in the whole model, bytes as the weights weigh."""
     splitter = Splitter(tiny.spec(model_type, task))
     weights = splitter.initial_weights(seed=1)
-    profile = splitter.profile(SHAPE)
+    profile = profile_model(splitter, SHAPE)
     pieces = (profile.embedding, *profile.blocks, profile.decoder)
     assert len(profile.blocks) == splitter.num_blocks
     held = sum(value.numel() * value.element_size() for value in weights.values())
@@ -94,7 +95,9 @@ def test_the_stash_is_what_autograd_keeps(tiny: Any) -> None:
     segment = splitter.build_segment(1, 2, splitter.initial_weights(seed=1))
     hidden_BTD = torch.randn(1, LENGTH, 32, requires_grad=True)
     mask = (torch.arange(LENGTH) < 6).unsqueeze(0)
-    assert splitter.profile(SHAPE).blocks[1].stash_bytes == _kept_bytes(segment, hidden_BTD, mask)
+    assert profile_model(splitter, SHAPE).blocks[1].stash_bytes == _kept_bytes(
+        segment, hidden_BTD, mask
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,7 +136,7 @@ def test_the_stash_of_a_micro_batch_is_foreseen_within_a_tenth(
     segment = splitter.build_segment(1, 2, splitter.initial_weights(seed=1)).train()
     hidden_BTD = torch.randn(8, 64, 128, requires_grad=True)
     kept = _kept_bytes(segment, hidden_BTD, torch.ones(8, 64, dtype=torch.long))
-    foreseen = 8 * splitter.profile(BatchShape(source_length=64)).blocks[1].stash_bytes
+    foreseen = 8 * profile_model(splitter, BatchShape(source_length=64)).blocks[1].stash_bytes
     assert kept <= foreseen <= 1.1 * kept
 
 
@@ -143,6 +146,6 @@ def test_a_large_model_is_profiled_without_its_weights() -> None:
         model_type="llama",
         overrides={"hidden_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 32},
     )
-    profile = Splitter(spec).profile(BatchShape(source_length=128))
+    profile = profile_model(Splitter(spec), BatchShape(source_length=128))
     assert len(profile.blocks) == 8
     assert profile.blocks[0].parameter_bytes > 500e6

@@ -14,7 +14,7 @@ from transformers import AutoModelForMaskedLM, BertModel
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models import Splitter, make_spec, save_whole
-from collapipe_flwr.models.source import CheckpointSource
+from collapipe_flwr.models.checkpoint import CheckpointSource
 
 CASES = [
     ("bert", "masked-lm"),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from collapipe_flwr.models import BatchShape, Splitter
+from collapipe_flwr.models.profile import profile_model
 
 
 def test_parts_built_and_run_in_threads_equal_those_of_one_thread(tiny: Any) -> None:
@@ -23,7 +24,9 @@ def test_parts_built_and_run_in_threads_equal_those_of_one_thread(tiny: Any) -> 
             segment = splitter.build_segment(first, first + 2, weights)
             hidden_BTD = segment(hidden_BTD, context)
         loss = splitter.build_edge(weights)(hidden_BTD, context)
-        return loss.item(), splitter.profile(BatchShape(source_length=6)).blocks[0].forward_flop
+        return loss.item(), profile_model(splitter, BatchShape(source_length=6)).blocks[
+            0
+        ].forward_flop
 
     expected = [step(number) for number in range(2)]
     with ThreadPoolExecutor(max_workers=3) as pool:

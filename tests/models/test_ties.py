@@ -10,6 +10,7 @@ from torch.optim import SGD
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models import BatchShape, EdgePart, EmbeddingPart, Splitter
+from collapipe_flwr.models.profile import profile_model
 from tests.closeness import assert_near
 
 TIED = [
@@ -119,5 +120,5 @@ def test_untied_tables_start_equal_and_part_ways(tiny: Any) -> None:
 
 def test_a_borrowed_table_costs_the_control_unit_nothing(tiny: Any) -> None:
     splitter = Splitter(tiny.spec("gemma", "causal-lm", ties="rows"))
-    profile = splitter.profile(BatchShape(source_length=8))
+    profile = profile_model(splitter, BatchShape(source_length=8))
     assert profile.embedding.parameter_bytes == 0

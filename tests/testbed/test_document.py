@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from collapipe_flwr.data.number_words import NUMBERS, spell
+from collapipe_flwr.data.seq2seq import NUMBERS, spell
 from tests.testbed.by_the_document import (
     ADDRESSES,
     DEVICES,

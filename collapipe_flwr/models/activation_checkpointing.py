@@ -1,4 +1,4 @@
-"""Computing a block a second time instead of keeping what its backward pass needs.
+"""Activation checkpointing: a block is computed again in its backward pass instead of kept.
 
 Between forward and backward only the tensors that went in stay; in the backward pass the block
 runs again, passes its gradient back, and is forgotten before the block ahead of it begins.
@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 Around = Callable[[], AbstractContextManager[object]]  # entered for every second computation
 
 
-def run_again(
+def checkpointed(
     block: nn.Module, around: Around, hidden_BTD: Tensor, arguments: Mapping[str, Any]
 ) -> Tensor:
     """What `block` makes of hidden states; gradients are those of a plain call.
@@ -39,11 +39,11 @@ def run_again(
         return run(*inputs)
     # Without an input that trains, autograd would not come back for the block's own parameters.
     anchor = torch.empty(0, requires_grad=True)
-    output: Tensor = _Again.apply(run, around, anchor, *inputs)  # type: ignore[no-untyped-call]
+    output: Tensor = _Checkpointed.apply(run, around, anchor, *inputs)  # type: ignore[no-untyped-call]
     return output
 
 
-class _Again(torch.autograd.Function):
+class _Checkpointed(torch.autograd.Function):
     """Saves the inputs of a call and repeats it for the backward pass."""
 
     @staticmethod

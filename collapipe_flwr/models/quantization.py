@@ -1,4 +1,4 @@
-"""Frozen matrices kept narrow in memory, widened for each product and thrown away again.
+"""Weight-only quantization: frozen matrices are kept narrow and widened for each product.
 
 bfloat16 halves and int8 (a scale per row) quarters what a frozen layer holds. The products
 themselves run in the precision of their inputs, so this saves memory, not time; what is lost is
@@ -50,7 +50,7 @@ def _product(inputs: Tensor, weight: Tensor, scale: Tensor | None, *, turn: bool
     return output
 
 
-class _NarrowLinear(nn.Linear):
+class _QuantizedLinear(nn.Linear):
     """A frozen linear layer; its weight is (out, in)."""
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class _NarrowLinear(nn.Linear):
         return output if self.bias is None else output + self.bias
 
 
-class _NarrowConv1D(Conv1D):
+class _QuantizedConv1D(Conv1D):
     """A frozen layer of GPT-2; its weight is (in, out)."""
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class _NarrowConv1D(Conv1D):
         return output + self.bias
 
 
-class _NarrowEmbedding(nn.Embedding):
+class _QuantizedEmbedding(nn.Embedding):
     """A frozen table, read row by row."""
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -80,41 +80,41 @@ class _NarrowEmbedding(nn.Embedding):
         return rows if scale is None else rows * functional.embedding(ids, scale)
 
 
-_NARROW: dict[type, type] = {
-    nn.Linear: _NarrowLinear,
-    Conv1D: _NarrowConv1D,
-    nn.Embedding: _NarrowEmbedding,
+_QUANTIZED: dict[type, type] = {
+    nn.Linear: _QuantizedLinear,
+    Conv1D: _QuantizedConv1D,
+    nn.Embedding: _QuantizedEmbedding,
 }
 
 
-def can_narrow(module: nn.Module) -> bool:
+def can_quantize(module: nn.Module) -> bool:
     """Whether this kind of layer can compute with a narrow weight."""
-    return type(module) in _NARROW or type(module) in _NARROW.values()
+    return type(module) in _QUANTIZED or type(module) in _QUANTIZED.values()
 
 
-def narrow(module: nn.Module, weight: Tensor, dtype: str) -> None:
+def quantize(module: nn.Module, weight: Tensor, dtype: str) -> None:
     """Give a layer its frozen weight in ``dtype`` (bfloat16 or int8)."""
     scale = None
     if dtype == "int8":
-        weight, scale = _quantised(weight, along=0 if isinstance(module, Conv1D) else 1)
+        weight, scale = _rounded(weight, along=0 if isinstance(module, Conv1D) else 1)
     else:
         weight = weight.to(torch.bfloat16, copy=True)
     _hold(module, nn.Parameter(weight, requires_grad=False), scale)
 
 
-def share_narrow(module: nn.Module, owner: nn.Module) -> None:
+def share_quantized(module: nn.Module, owner: nn.Module) -> None:
     """Let a tied layer use the narrow weight of another."""
     _hold(module, owner.weight, getattr(owner, "weight_scale", None))
 
 
 def _hold(module: nn.Module, weight: Any, scale: Tensor | None) -> None:
-    module.__class__ = _NARROW.get(type(module), type(module))
+    module.__class__ = _QUANTIZED.get(type(module), type(module))
     module._parameters["weight"] = weight
     if scale is not None:
         module.register_buffer("weight_scale", scale, persistent=False)
 
 
-def _quantised(weight: Tensor, along: int) -> tuple[Tensor, Tensor]:
+def _rounded(weight: Tensor, along: int) -> tuple[Tensor, Tensor]:
     """The matrix as int8 and its scales; tables are rounded piece by piece."""
     pieces = torch.split(weight, _CHUNK_ROWS) if along == 1 else (weight,)
     scales, narrow_pieces = [], []

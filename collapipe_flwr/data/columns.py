@@ -1,0 +1,138 @@
+"""Columns of the user's tables as texts and lists, and the names of classes in them.
+
+Classes that a column holds as numbers have names that the data set declares or the user gives.
+Their order is that of the numbers, which a sorted list of the names would not keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from collapipe_flwr.core.errors import DataError
+from collapipe_flwr.core.extras import extra
+from collapipe_flwr.data.tokenizer import IGNORED_LABEL, IGNORED_TAG
+
+with extra("data"):
+    from datasets import ClassLabel, Dataset, List, Value
+
+_PLAIN = (str, int, float)
+
+
+def class_names(table: Dataset, name: str) -> tuple[str, ...]:
+    """What the data set calls the numbers of a column (or of the lists in it); () if nothing."""
+    feature: Any = table.features.get(name)
+    feature = getattr(feature, "feature", feature)
+    return tuple(feature.names) if isinstance(feature, ClassLabel) else ()
+
+
+def with_names(table: Dataset, name: str, names: Sequence[str]) -> Dataset:
+    """The table with a column of numbers (or of lists of them) declared as these classes.
+
+    Lists of texts may also hold "-100", which becomes one more class; as a number it stays what
+    it is. Raises DataError for any other value that is neither a number nor a name of a class.
+    """
+    if name not in table.column_names:
+        return table  # whoever reads the column says so
+    feature = table.features[name]
+    try:
+        if not isinstance(feature, List):
+            return table.cast_column(name, ClassLabel(names=list(names)))
+        marks = [IGNORED_TAG] if feature.feature == Value("string") else []
+        return table.cast_column(name, List(ClassLabel(names=[*names, *marks])))
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise DataError(
+            f'data.label-names has {len(names)} names, which do not fit the column "{name}" '
+            f"({error}): give one for every number from 0 on"
+        ) from error
+
+
+def name_of(number: Any, names: Sequence[str], what: str) -> str:
+    """The name of a class; raises DataError for a number that has none."""
+    if not isinstance(number, int) or not 0 <= number < len(names):
+        raise DataError(
+            f"{what} holds the class {number}, but only 0 to {len(names) - 1} have names: correct "
+            "the row, or name all classes in data.label-names"
+        )
+    return names[number]
+
+
+def column(table: Dataset, name: str, *, key: str, of: str) -> list[str]:
+    """A column as texts; the names of class labels instead of their numbers.
+
+    Raises DataError, naming ``key``, if the column is not there or a row of it is empty.
+    """
+    texts = sparse_column(table, name, key=key, of=of)
+    _refuse_empty(texts, f'{key} "{name}" of "{of}"')
+    return texts
+
+
+def sparse_column(table: Dataset, name: str, *, key: str, of: str) -> list[str]:
+    """The same, but rows may be empty. A field in an object is named ``column.field``."""
+    if "." in name and name not in table.column_names:
+        table = table.flatten()
+    require_column(table, name, key=key, of=of)
+    values, what = table[name][:], f'{key} "{name}" of "{of}"'
+    _refuse_nested(values, what, name)
+    if names := class_names(table, name):
+        unknown = (None, -1)  # as datasets marks rows whose class is held back
+        values = [None if v in unknown else name_of(v, names, what) for v in values]
+    return ["" if value is None else str(value) for value in values]
+
+
+def require_column(table: Dataset, name: str, *, key: str, of: str) -> None:
+    """Raise DataError, naming ``key``, where the table has no such column."""
+    if name not in table.column_names:
+        raise DataError(
+            f'{key} "{name}" is not a column of "{of}", which has {", ".join(table.column_names)}'
+        )
+
+
+def without_empty(table: Dataset) -> Dataset:
+    """The rows whose ``text`` is not empty."""
+    rows = [row for row, text in enumerate(table["text"]) if text.strip()]
+    return table.select(rows)
+
+
+def _refuse_nested(values: list[Any], what: str, name: str) -> None:
+    odd = next((value for value in values if isinstance(value, dict | list)), None)
+    if isinstance(odd, dict):
+        raise DataError(
+            f"{what} holds objects: name one of their fields, such as "
+            f'"{name}.{next(iter(odd), "field")}"'
+        )
+    if odd is not None:
+        raise DataError(f"{what} holds lists: name a column with one text or number in each row")
+
+
+def _refuse_empty(texts: list[str], what: str) -> None:
+    empty = [row for row, text in enumerate(texts, start=1) if not text.strip()]
+    if empty:
+        raise DataError(
+            f"{what} is empty in {len(empty)} of {len(texts)} rows, first in row {empty[0]}: "
+            "fill or remove these rows"
+        )
+
+
+def list_column(table: Dataset, name: str, *, key: str, of: str) -> list[list[str]]:
+    """A column of lists as texts, the names of class labels instead of their numbers.
+
+    The number -100, in whatever type, is the text "-100". A row may also be one text, which is
+    cut at its spaces. Raises DataError, naming ``key``.
+    """
+    require_column(table, name, key=key, of=of)
+    rows = [row.split() if isinstance(row, str) else list(row or ()) for row in table[name][:]]
+    if names := class_names(table, name):
+        what = f'{key} "{name}" of "{of}"'
+        return [[_named(value, names, what) for value in row] for row in rows]
+    odd = next((value for row in rows for value in row if not isinstance(value, _PLAIN)), 0)
+    if odd is None or odd:
+        raise DataError(
+            f'{key} "{name}" of "{of}" holds {odd!r:.40} where one word or tag should stand: give '
+            "a list of texts in every row"
+        )
+    return [[IGNORED_TAG if v == IGNORED_LABEL else str(v) for v in row] for row in rows]
+
+
+def _named(value: Any, names: Sequence[str], what: str) -> str:
+    return IGNORED_TAG if value == IGNORED_LABEL else name_of(value, names, what)
