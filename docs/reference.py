@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import click
 import typer
@@ -152,15 +152,21 @@ def _leaves(name: str, command: click.Command) -> Iterator[tuple[str, click.Comm
 def _command(name: str, command: click.Command) -> str:
     with click.Context(command, info_name=name) as context:
         usage = " ".join([name, *command.collect_usage_pieces(context)])
-        arguments = [p for p in command.params if isinstance(p, click.Argument)]
-        rows = [
-            _row(f"`{p.make_metavar(context)}`", getattr(p, "help", None) or "") for p in arguments
-        ]
         options = [_option(p, context) for p in command.params if isinstance(p, click.Option)]
     parts = [f"## {name}", f"```text\n{usage}\n```", inspect.cleandoc(command.help or "")]
-    if any(getattr(p, "help", None) for p in arguments):
-        parts.append(_table("argument", "meaning", rows=rows))
+    if arguments := [_row(f"`{argument.upper()}`", said) for argument, said in _arguments(command)]:
+        parts.append(_table("argument", "meaning", rows=arguments))
     return "\n\n".join([*parts, _table("option", "default", "meaning", rows=options)])
+
+
+def _arguments(command: click.Command) -> Iterator[tuple[str, str]]:
+    """Names and help of arguments, as declared: click 8.5 forgets the help that typer gives it."""
+    assert command.callback is not None
+    hints = get_type_hints(inspect.unwrap(command.callback), include_extras=True)
+    for name, hint in hints.items():
+        for said in getattr(hint, "__metadata__", ()):
+            if isinstance(said, typer.models.ArgumentInfo):
+                yield name, said.help or ""
 
 
 def _option(option: click.Option, context: click.Context) -> str:

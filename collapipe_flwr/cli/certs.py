@@ -9,21 +9,22 @@ import typer
 
 
 def certs(
-    folder: Annotated[Path, typer.Argument(help="Where the PEM files go.")],
+    folder: Annotated[Path, typer.Argument(help="Folder for the PEM files.")],
     names: Annotated[
-        list[str] | None, typer.Argument(help="NAME or NAME=HOST, for members without a file.")
+        list[str] | None,
+        typer.Argument(help="NAME or NAME=HOST of members without a cluster file."),
     ] = None,
     cluster: Annotated[list[Path] | None, typer.Option(help="Cluster files (TOML).")] = None,
-    days: Annotated[int, typer.Option(help="How long they are valid.", min=1)] = 825,
+    days: Annotated[int, typer.Option(help="Validity in days.", min=1)] = 825,
     renew: Annotated[bool, typer.Option(help="Replace these members' certificates.")] = False,
     new_ca: Annotated[
-        bool, typer.Option("--new-ca", help="Replace the CA: all older certificates are worthless.")
+        bool, typer.Option("--new-ca", help="Replace the CA, which invalidates all certificates.")
     ] = False,
 ) -> None:
-    """Sign certificates that let members prove who they are; who has one keeps it.
+    """Create a CA and sign a certificate for every member that has none.
 
-    Give every member `ca.pem`, its own NAME.pem and its own NAME.key. `ca.key` stays here: whoever
-    has it can join.
+    Give every member `ca.pem`, its own NAME.pem and its own NAME.key. Keep `ca.key` here: anyone
+    who has it can sign members.
     """
     from collapipe_flwr.config.access_control import roster_of
     from collapipe_flwr.config.cluster_file import certificate_hosts, read_cluster

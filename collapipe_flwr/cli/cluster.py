@@ -7,28 +7,34 @@ from typing import Annotated
 
 import typer
 
-clusters = typer.Typer(help="Look after a cluster of real machines.", no_args_is_help=True)
+clusters = typer.Typer(help="Check a cluster of real machines.", no_args_is_help=True)
 
 
 @clusters.callback()
 def _keep_subcommands() -> None:
-    """Look after a cluster of real machines."""
+    """Check a cluster of real machines."""
 
 
 @clusters.command("check")
 def check(
     file: Annotated[Path, typer.Argument(help="The cluster file (TOML).")],
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures.")] = None,
-    width: Annotated[int, typer.Option(help="Width of the block that is timed.")] = 256,
-    seconds: Annotated[float, typer.Option(help="For how long it is timed.")] = 1.0,
-    deadline_s: Annotated[float, typer.Option(help="For a member to answer.", min=0.1)] = 10.0,
-    most_links: Annotated[int, typer.Option(help="To measure; 0: all.", min=0)] = 64,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures to this file.")
+    ] = None,
+    width: Annotated[int, typer.Option(help="Width of the timed block.")] = 256,
+    seconds: Annotated[float, typer.Option(help="Seconds to time it.")] = 1.0,
+    deadline_s: Annotated[
+        float, typer.Option(help="Seconds to wait for a member's answer.", min=0.1)
+    ] = 10.0,
+    most_links: Annotated[
+        int, typer.Option(help="Number of links to measure; 0: all.", min=0)
+    ] = 64,
 ) -> None:
     """Reach every member and measure it; run it on the control unit.
 
-    Prints speed, free memory, clock, rate and delay of the links, and what to mend; exit code 1 if
-    something is to be mended. Name the file of --json as `measured` in the cluster file, and plans
-    use it.
+    Print speed, free memory, clock, rate and delay of the links, and what to fix. Exit code 1 if
+    something needs fixing. To make plans use the figures, name the --json file as `measured` in the
+    cluster file.
     """
     from rich.console import Console
 

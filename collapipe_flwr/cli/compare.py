@@ -10,8 +10,10 @@ import typer
 
 def compare(
     runs: Annotated[list[str], typer.Argument(help="LABEL=RUN_DIRECTORY, one per run.")],
-    metrics: Annotated[str, typer.Option(help="Only these, such as loss,accuracy.")] = "",
-    plot: Annotated[Path | None, typer.Option(help="Also draw the curves into this file.")] = None,
+    metrics: Annotated[
+        str, typer.Option(help="Metrics to show, such as loss,accuracy. Default: all.")
+    ] = "",
+    plot: Annotated[Path | None, typer.Option(help="Draw the curves to this file.")] = None,
 ) -> None:
     """Print learning curves and costs of several runs side by side, as Markdown."""
     from collapipe_flwr.reporting.comparison import draw, markdown, read_curves

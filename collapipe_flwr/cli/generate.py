@@ -21,44 +21,52 @@ if TYPE_CHECKING:
 
 def generate(
     run: Annotated[
-        Path | None, typer.Option(help="Run directory, or a folder that transformers loads.")
+        Path | None, typer.Option(help="Run directory, or a folder with a transformers model.")
     ] = None,
-    text: Annotated[list[str] | None, typer.Option(help="Repeat for several texts.")] = None,
+    text: Annotated[list[str] | None, typer.Option(help="Prompt; may be repeated.")] = None,
     audio: Annotated[
-        list[Path] | None, typer.Option(help="Sounds (.wav, .npy) for a model of speech.")
+        list[Path] | None, typer.Option(help="Sound (.wav, .npy) for a speech model.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="0: as the model says.", min=0)] = 0,
-    num_beams: Annotated[int, typer.Option(help="0: as the model says.", min=0)] = 0,
+    max_new_tokens: Annotated[int, typer.Option(help="0: the model's default.", min=0)] = 0,
+    num_beams: Annotated[int, typer.Option(help="0: the model's default.", min=0)] = 0,
     sample: Annotated[
-        bool | None, typer.Option("--sample/--greedy", help="Default: as the model says.")
+        bool | None, typer.Option("--sample/--greedy", help="Default: the model's setting.")
     ] = None,
-    temperature: Annotated[float, typer.Option(help="Of sampling; 0: the model's.", min=0)] = 0,
-    top_k: Annotated[int, typer.Option(help="Sample from so many tokens.", min=0)] = 0,
-    top_p: Annotated[float, typer.Option(help="Sample from this mass.", min=0, max=1)] = 0,
-    seed: Annotated[int | None, typer.Option(help="The same again.", min=0)] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End behind this; may repeat.")] = None,
-    stream: Annotated[bool, typer.Option(help="Print pieces as they are made.")] = False,
-    devices: Annotated[int, typer.Option(help="Devices as threads here.", min=1)] = 2,
-    edge_blocks: Annotated[
-        int, typer.Option(help="Upper blocks at the edge, of decoder-only models.", min=0)
+    temperature: Annotated[
+        float, typer.Option(help="Sampling temperature; 0: the model's.", min=0)
     ] = 0,
-    cluster: Annotated[Path | None, typer.Option(help="Cluster file: use its daemons.")] = None,
-    edge: Annotated[str, typer.Option(help="HOST:PORT of the edge; default: the file's.")] = "",
-    slots: Annotated[int, typer.Option(help="Texts in the making at once.", min=1, max=64)] = 4,
-    listen: Annotated[str, typer.Option(help="HOST:PORT: serve clients until SIGTERM.")] = "",
-    at: Annotated[str, typer.Option(help="HOST:PORT of a server that was started so.")] = "",
+    top_k: Annotated[int, typer.Option(help="Sample from the K most likely tokens.", min=0)] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from this probability mass.", min=0, max=1)
+    ] = 0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling reproducible.", min=0)] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
+    stream: Annotated[bool, typer.Option(help="Print pieces as they are generated.")] = False,
+    devices: Annotated[int, typer.Option(help="Number of threads that act as devices.", min=1)] = 2,
+    edge_blocks: Annotated[
+        int, typer.Option(help="Upper blocks at the edge (decoder-only models).", min=0)
+    ] = 0,
+    cluster: Annotated[
+        Path | None, typer.Option(help="Cluster file; generate on its daemons.")
+    ] = None,
+    edge: Annotated[str, typer.Option(help="HOST:PORT of the edge. Default: --cluster's.")] = "",
+    slots: Annotated[
+        int, typer.Option(help="Texts generated at the same time.", min=1, max=64)
+    ] = 4,
+    listen: Annotated[str, typer.Option(help="HOST:PORT to serve clients on.")] = "",
+    at: Annotated[str, typer.Option(help="HOST:PORT of a server started with --listen.")] = "",
     certificate_name: Annotated[
-        str, typer.Option(help="What the server of --at proves to be called; default: its host.")
+        str, typer.Option(help="Name in the certificate of --at's server. Default: its host.")
     ] = "",
     allow: Allow = None,
     ca: Ca = None,
     certificate: Certificate = None,
     key: Key = None,
 ) -> None:
-    """Write what follows each text, or its translation or summary.
+    """Generate the continuation, translation or summary of each text.
 
-    Without --cluster everything runs in this process, cut as on a cluster. With --listen the
-    model is loaded once and serves many clients; --at asks such a server.
+    Without --cluster, everything runs in this process, cut as on a cluster. With --listen, the
+    model is loaded once and serves many clients; --at sends texts to such a server.
     """
     from collapipe_flwr.transport.generation import GenerateRequest, TextClient
 

@@ -15,28 +15,44 @@ if TYPE_CHECKING:
 
 def profile(
     model: Annotated[str, typer.Argument(help="Folder, hub name, or model type such as bert.")],
-    task: Annotated[str, typer.Option(help="What it learns; default: what it is made for.")] = "",
+    task: Annotated[
+        str, typer.Option(help="Task. Default: that of the model's architecture.")
+    ] = "",
     overrides: Annotated[
         str, typer.Option(help='As model.overrides: "n_layer=6 n_embd=128".')
     ] = "",
-    length: Annotated[int, typer.Option(help="Tokens of an example.", min=1)] = 64,
-    target_length: Annotated[int, typer.Option(help="Tokens of its target.", min=1)] = 64,
+    length: Annotated[int, typer.Option(help="Tokens per example.", min=1)] = 64,
+    target_length: Annotated[int, typer.Option(help="Tokens per target.", min=1)] = 64,
     edge_blocks: Annotated[int, typer.Option(help="Upper blocks at the edge.", min=0)] = 0,
     ties: Annotated[
-        str, typer.Option(help="As model.ties: untie keeps two tables where one was tied, or rows.")
+        str, typer.Option(help="As model.ties: untie counts a tied table twice, rows once.")
     ] = "untie",
-    lora_rank: Annotated[int, typer.Option(help="Adapters of this rank; 0: train all.", min=0)] = 0,
+    lora_rank: Annotated[
+        int, typer.Option(help="Rank of LoRA adapters; 0: train all weights.", min=0)
+    ] = 0,
     cluster: Annotated[Path | None, typer.Option(help="Cluster file (TOML).")] = None,
-    devices: Annotated[str, typer.Option(help="Or presets: raspberry-pi-4,jetson-nano,...")] = "",
-    control_unit: Annotated[str, typer.Option(help="Preset, with --devices.")] = "raspberry-pi-5",
-    examples: Annotated[int, typer.Option(help="Examples of a round.", min=1)] = 256,
-    micro_batch_sizes: Annotated[str, typer.Option(help="Sizes to choose from.")] = "1,2,4,8,16",
-    micro_batches: Annotated[str, typer.Option(help="Counts to choose from.")] = "1,2,4,8",
-    batch: Annotated[int, typer.Option(help="Examples of the timed block.", min=1)] = 8,
-    seconds: Annotated[float, typer.Option(help="To time a block here; 0: not.", min=0)] = 1.0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures.")] = None,
+    devices: Annotated[
+        str, typer.Option(help="Device presets: raspberry-pi-4,jetson-nano,...")
+    ] = "",
+    control_unit: Annotated[
+        str, typer.Option(help="Preset of the control unit, with --devices.")
+    ] = "raspberry-pi-5",
+    examples: Annotated[int, typer.Option(help="Examples per round.", min=1)] = 256,
+    micro_batch_sizes: Annotated[
+        str, typer.Option(help="Micro-batch sizes to choose from.")
+    ] = "1,2,4,8,16",
+    micro_batches: Annotated[
+        str, typer.Option(help="Numbers of micro-batches to choose from.")
+    ] = "1,2,4,8",
+    batch: Annotated[int, typer.Option(help="Examples per batch of the timed block.", min=1)] = 8,
+    seconds: Annotated[
+        float, typer.Option(help="Seconds to time a block; 0: do not.", min=0)
+    ] = 1.0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures to this file.")
+    ] = None,
 ) -> None:
-    """Costs of every block, this machine's speed, and the plan that a cluster would get.
+    """Print the costs of every block, this machine's speed, and the plan for a cluster.
 
     Exit code 1 if a cluster was named and the model does not fit it.
     """

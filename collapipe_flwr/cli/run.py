@@ -16,17 +16,16 @@ def run(
     project: Annotated[Path, typer.Argument(help="Folder of the Flower app.")] = Path("."),
     run_config: Annotated[
         list[str] | None,
-        typer.Option(
-            "--run-config", "-c", help="KEY=VALUE or a .toml file; may be given several times."
-        ),
+        typer.Option("--run-config", "-c", help="KEY=VALUE or a .toml file; may be repeated."),
     ] = None,
     federation_config: Annotated[
-        Path | None, typer.Option(help="TOML with num-supernodes, client-resources-num-cpus, ...")
+        Path | None,
+        typer.Option(help="TOML file with num-supernodes, client-resources-num-cpus, ..."),
     ] = None,
-    output_dir: Annotated[Path, typer.Option(help="Where run directories go.")] = Path("runs"),
+    output_dir: Annotated[Path, typer.Option(help="Folder for run directories.")] = Path("runs"),
     resume: Annotated[
         Path | None,
-        typer.Option(help="Run directory to go on with, from its newest checkpoint."),
+        typer.Option(help="Run directory to resume from its newest checkpoint."),
     ] = None,
 ) -> None:
     """Run the app with `flwr run . --stream` on a private SuperLink and exit by its outcome.

@@ -10,20 +10,26 @@ import typer
 
 def simulate(
     preset: Annotated[
-        str | None, typer.Option(help="paper, one-strong or cellular; other options change it.")
+        str | None, typer.Option(help="paper, one-strong or cellular; other options override it.")
     ] = None,
     clusters: Annotated[int | None, typer.Option(help="Number of clusters.")] = None,
-    devices: Annotated[int | None, typer.Option(help="Devices of each, without the CU.")] = None,
+    devices: Annotated[
+        int | None, typer.Option(help="Devices per cluster, besides the control unit.")
+    ] = None,
     blocks: Annotated[int | None, typer.Option(help="Encoder blocks of the model.")] = None,
     width: Annotated[int | None, typer.Option(help="Width of the model.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Tokens of an example.")] = None,
-    examples: Annotated[int | None, typer.Option(help="Examples of each cluster.")] = None,
-    rounds: Annotated[int | None, typer.Option(help="Rounds of each episode.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens per example.")] = None,
+    examples: Annotated[int | None, typer.Option(help="Examples per cluster.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds per episode.")] = None,
     seeds: Annotated[
-        list[str] | None, typer.Option("--seeds", "--seed", help="0,1,2 or given repeatedly.")
+        list[str] | None, typer.Option("--seeds", "--seed", help="0,1,2; may be repeated.")
     ] = None,
-    policies: Annotated[str | None, typer.Option(help="dssda,fedavg,...")] = None,
-    penalty_weight: Annotated[float | None, typer.Option(help="V of DSSDA.")] = None,
+    policies: Annotated[
+        str | None, typer.Option(help="Policies to compare: dssda,fedavg,...")
+    ] = None,
+    penalty_weight: Annotated[
+        float | None, typer.Option(help="V of DSSDA: latency against energy queues.")
+    ] = None,
     energy_budget: Annotated[
         str | None,
         typer.Option(
@@ -45,13 +51,13 @@ def simulate(
     ] = None,
     schedule: Annotated[str | None, typer.Option(help="gpipe or 1f1b.")] = None,
     memory_margin: Annotated[
-        float | None, typer.Option(help="Share of every memory that plans leave free.")
+        float | None, typer.Option(help="Share of each device's memory that plans leave free.")
     ] = None,
     max_model_share: Annotated[
-        float | None, typer.Option(help="DSSDA: most of the whole model's memory on one device.")
+        float | None, typer.Option(help="Largest share of the model's memory on one device.")
     ] = None,
     best_batches: Annotated[
-        bool, typer.Option("--best-batches", help="Fixed rules, too, choose micro-batches.")
+        bool, typer.Option("--best-batches", help="Fixed rules also choose micro-batches.")
     ] = False,
     half_duplex: Annotated[
         bool, typer.Option("--half-duplex", help="Links carry one direction at a time.")
@@ -60,18 +66,20 @@ def simulate(
         bool, typer.Option("--edge-shared", help="Clusters share the edge's computing power.")
     ] = False,
     recompute: Annotated[
-        bool, typer.Option("--recompute", help="Compute activations again instead of keeping them.")
+        bool, typer.Option("--recompute", help="Recompute activations instead of keeping them.")
     ] = False,
     profile_error: Annotated[
-        float | None, typer.Option(help="Profiles that schedulers see are off by up to this share.")
+        float | None, typer.Option(help="Largest relative error of the profiles schedulers see.")
     ] = None,
     profile_error_kind: Annotated[
-        str | None, typer.Option(help="noise: new every round; bias: fixed for each device.")
+        str | None, typer.Option(help="noise: new every round; bias: fixed per device.")
     ] = None,
     profile_delay: Annotated[
-        int | None, typer.Option(help="Snapshots that schedulers see are so many rounds old.")
+        int | None, typer.Option(help="Age in rounds of the snapshots schedulers see.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write results.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write results to this file.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Folder for plots (needs matplotlib).")] = None,
 ) -> None:
     """Let scheduling policies plan rounds in a simulated world; nothing is trained."""
