@@ -33,8 +33,8 @@ from collapipe_flwr.costs.price import PricedRound, price
 from collapipe_flwr.data.batches import Example, batches, round_examples
 from collapipe_flwr.pipeline.meter import square_norm
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
-from collapipe_flwr.scheduler.protocol import SchedulerSettings
-from collapipe_flwr.scheduler.registry import make_scheduler
+from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulator.world import make_world, mixed_devices
 from server_app.setup import Learner, make_learner
 
@@ -187,7 +187,7 @@ class Run:
             channel="block-fading",
             seed=seed,
         )
-        settings = SchedulerSettings(
+        settings = SchedulerConfig(
             micro_batch_sizes=SIZES,
             micro_batches=COUNTS,
             learning_rate=training.optimizer.learning_rate,
@@ -210,7 +210,7 @@ class Run:
     def _round(self, index: int) -> Round:
         snapshot = self.world.snapshot(index, self.model)
         plan, self.state = self.scheduler.step(self.state, snapshot)
-        priced = price(plan, snapshot, self.settings.options)
+        priced = price(plan, snapshot, self.settings)
         rule = self.training.optimizer
         told = [self.fleet.train(m, c, index, rule) for m, c in enumerate(plan.clusters)]
         outcome = self._aggregated(priced, told, index)

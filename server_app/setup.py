@@ -27,8 +27,8 @@ from collapipe_flwr.models import BatchShape, LoraSettings, ModelSpec, Splitter,
 from collapipe_flwr.models.checkpoint import read_pretrained_config
 from collapipe_flwr.pipeline.execution import Execution
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
-from collapipe_flwr.scheduler.protocol import SchedulerSettings
-from collapipe_flwr.scheduler.registry import make_scheduler
+from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulator.world import Budgets, World, make_world
 from server_app.evaluate import scores
 
@@ -327,7 +327,7 @@ def make_planner(
 
     Raises ConfigError for unknown names and InfeasibleError when no plan fits the devices.
     """
-    settings = SchedulerSettings(
+    settings = SchedulerConfig(
         penalty_weight=config.scheduler.penalty_weight,
         micro_batch_sizes=count_list(config.scheduler.micro_batch_sizes),
         micro_batches=count_list(config.scheduler.micro_batches),
@@ -351,7 +351,7 @@ def make_planner(
             world,
             model,
             names,
-            options=settings.options,
+            options=settings,
             paced=config.links.pace == "plan",
         ),
         energy_budget_j={

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from collapipe_flwr.core.config import LinksConfig, name_list
 from collapipe_flwr.core.domain import ModelProfile
-from collapipe_flwr.scheduler.protocol import SchedulerSettings
-from collapipe_flwr.scheduler.registry import make_scheduler
+from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulator.world import make_world
 
 DEVICES = ("raspberry-pi-5", "raspberry-pi-4", "raspberry-pi-4")
@@ -28,7 +28,7 @@ def auto_codecs(model: ModelProfile, *, micro_batch: int, micro_batches: int) ->
     (profile,) = world.clusters
     devices = (replace(d, memory_bytes=int(ROOM * need)) for d in profile.devices)
     world = replace(world, clusters=(replace(profile, devices=tuple(devices)),))
-    settings = SchedulerSettings(
+    settings = SchedulerConfig(
         micro_batch_sizes=(micro_batch,),
         micro_batches=(micro_batches,),
         codecs=name_list(LinksConfig().codecs),

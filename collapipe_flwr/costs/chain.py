@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from collapipe_flwr.costs.compute import Options, bulk_of, steps_of, work_of
+from collapipe_flwr.costs.compute import PricingOptions, bulk_of, steps_of, work_of
 from collapipe_flwr.costs.energy import bulk_energy_j, compute_energy_j, radio_energy_j
 from collapipe_flwr.costs.latency import PassTimes, gpipe_makespan_s, overlapped_makespan_s
 from collapipe_flwr.costs.layouts import Hops, Layouts, hops_of
@@ -26,7 +26,7 @@ class Chain:
     """Rows with all that is fixed before bandwidth and power are chosen."""
 
     rows: Layouts
-    options: Options
+    options: PricingOptions
     hops: Hops
     steps_r: Array  # local steps H
     forward_stage_s: Array  # (R, S + 2)
@@ -47,7 +47,7 @@ class RowPrices:
     energy_j: Array  # (R, S + 1): control unit, then slots
 
 
-def chain_of(tables: Tables, rows: Layouts, options: Options) -> Chain:
+def chain_of(tables: Tables, rows: Layouts, options: PricingOptions) -> Chain:
     """Gather the fixed side of every row."""
     work, bulk, hops = work_of(tables, rows, options), bulk_of(tables, rows), hops_of(tables, rows)
     size = rows.micro_batch_size_r[:, None].astype(np.float64)

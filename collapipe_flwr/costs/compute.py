@@ -19,7 +19,7 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class PricingOptions:
     """How a plan is executed, as far as prices depend on it."""
 
     recompute: bool = False  # forward again in the backward pass instead of keeping activations
@@ -39,7 +39,7 @@ class Work:
     speed: Array
 
 
-def work_of(tables: Tables, rows: Layouts, options: Options) -> Work:
+def work_of(tables: Tables, rows: Layouts, options: PricingOptions) -> Work:
     """Work and speed of every stage of every row."""
     model, blocks = tables.snapshot.model, tables.blocks
     ends = (model.embedding, model.decoder)
@@ -64,7 +64,7 @@ def work_of(tables: Tables, rows: Layouts, options: Options) -> Work:
     )
 
 
-def _speeds(tables: Tables, rows: Layouts, options: Options) -> Array:
+def _speeds(tables: Tables, rows: Layouts, options: PricingOptions) -> Array:
     member = np.maximum(rows.member_rs, 0)
     speed = tables.members.speed_mi
     edge = tables.snapshot.edge.speed_flop_per_s

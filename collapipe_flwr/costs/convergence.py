@@ -80,7 +80,7 @@ def exchanged(
         tau=total.tau + share * (h - old_h),
         variance=total.variance + share**2 * (h / b - old_h / old_b),
         wander=total.wander + share * (h * (h - 1.0) / b - old_h * (old_h - 1.0) / old_b),
-        drift=np.maximum(_others_max(steps * (steps - 1.0))[cluster_r], h * (h - 1.0)),
+        drift=np.maximum(others_max(steps * (steps - 1.0))[cluster_r], h * (h - 1.0)),
     )
 
 
@@ -92,7 +92,8 @@ class BoundRow:
     batches: Array
 
 
-def _others_max(values: Array) -> Array:
+def others_max(values: Array) -> Array:
+    """The largest of all other entries, for every entry; 0 where there is no other."""
     if values.shape[0] == 1:
         return np.zeros(1)
     order = np.argsort(values)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from collapipe_flwr.core.schedule import StepTimes, replay
 from collapipe_flwr.costs.chain import Chain, makespan_of
-from collapipe_flwr.costs.compute import Options
+from collapipe_flwr.costs.compute import PricingOptions
 from collapipe_flwr.costs.latency import PassTimes, gpipe_makespan_s
 from collapipe_flwr.costs.memory import capacity_bytes, peak_bytes
 from collapipe_flwr.costs.tables import Tables
@@ -41,7 +41,7 @@ def step_times(chain: Chain, times: Array, row: int, *, half_duplex: bool) -> St
     )
 
 
-def deepest(tables: Tables, chain: Chain, options: Options, row: int) -> list[int]:
+def deepest(tables: Tables, chain: Chain, options: PricingOptions, row: int) -> list[int]:
     """The most micro-batches in flight that memory allows on each stage, at most J.
 
     No stage may be deeper than the one before it: it would wait for forwards that the shallower
@@ -61,7 +61,9 @@ def deepest(tables: Tables, chain: Chain, options: Options, row: int) -> list[in
     return list(accumulate(own, min))
 
 
-def choose_depths(tables: Tables, chain: Chain, options: Options, times: Array, row: int) -> WarmUp:
+def choose_depths(
+    tables: Tables, chain: Chain, options: PricingOptions, times: Array, row: int
+) -> WarmUp:
     """Depths of control unit, segments and edge."""
     step = step_times(chain, times, row, half_duplex=options.half_duplex)
     count = int(chain.rows.micro_batches_r[row])
@@ -77,7 +79,7 @@ class Scheduled:
     makespan_s: Array
 
 
-def schedule_rows(tables: Tables, chain: Chain, options: Options, times: Array) -> Scheduled:
+def schedule_rows(tables: Tables, chain: Chain, options: PricingOptions, times: Array) -> Scheduled:
     """The warm-up of every row: J everywhere under GPipe, chosen by replay under 1F1B."""
     rows = chain.rows
     if options.schedule == "gpipe":

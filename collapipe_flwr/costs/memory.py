@@ -13,14 +13,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from collapipe_flwr.costs.compute import Options
+from collapipe_flwr.costs.compute import PricingOptions
 from collapipe_flwr.costs.layouts import Layouts, segment_sums
 from collapipe_flwr.costs.tables import BlockTable, Tables
 
 Array = NDArray[np.float64]
 
 
-def peak_bytes(tables: Tables, rows: Layouts, options: Options, flight_rs: Array) -> Array:
+def peak_bytes(tables: Tables, rows: Layouts, options: PricingOptions, flight_rs: Array) -> Array:
     """Peak bytes of every stage, (R, S + 2); ``flight_rs`` micro-batches are in flight there."""
     model, size = tables.snapshot.model, rows.micro_batch_size_r[:, None].astype(np.float64)
     state = segment_sums(tables.blocks.state_bytes_l, rows)
@@ -31,7 +31,7 @@ def peak_bytes(tables: Tables, rows: Layouts, options: Options, flight_rs: Array
     return np.concatenate([ends[0], state + stash, ends[1]], axis=1)
 
 
-def kept_bytes(blocks: BlockTable, options: Options) -> tuple[Array, float]:
+def kept_bytes(blocks: BlockTable, options: PricingOptions) -> tuple[Array, float]:
     """Per example: prefix sums of what a micro-batch in flight keeps, and what one more needs."""
     if not options.recompute:
         return blocks.stash_bytes_l, 0.0
@@ -39,12 +39,12 @@ def kept_bytes(blocks: BlockTable, options: Options) -> tuple[Array, float]:
     return inputs_l, float(np.diff(blocks.stash_bytes_l).max())
 
 
-def _stash(tables: Tables, rows: Layouts, options: Options, flight_rs: Array) -> Array:
+def _stash(tables: Tables, rows: Layouts, options: PricingOptions, flight_rs: Array) -> Array:
     kept_l, once = kept_bytes(tables.blocks, options)
     return np.asarray(flight_rs * segment_sums(kept_l, rows) + once * rows.used_rs)
 
 
-def capacity_bytes(tables: Tables, rows: Layouts, options: Options) -> Array:
+def capacity_bytes(tables: Tables, rows: Layouts, options: PricingOptions) -> Array:
     """Bytes that plans may use on every stage, (R, S + 2); the edge is divided by clusters."""
     keep = 1.0 - options.memory_margin
     memory = tables.members.memory_mi
@@ -60,7 +60,7 @@ def capacity_bytes(tables: Tables, rows: Layouts, options: Options) -> Array:
     )
 
 
-def fits(tables: Tables, rows: Layouts, options: Options) -> NDArray[np.bool_]:
+def fits(tables: Tables, rows: Layouts, options: PricingOptions) -> NDArray[np.bool_]:
     """Rows whose every stage keeps within its memory at the schedule's least depth, (R,)."""
     need = peak_bytes(tables, rows, options, least_in_flight(rows, options))
     room = capacity_bytes(tables, rows, options)
@@ -68,7 +68,7 @@ def fits(tables: Tables, rows: Layouts, options: Options) -> NDArray[np.bool_]:
     return np.asarray(((need <= room) | ~needed).all(1))
 
 
-def least_in_flight(rows: Layouts, options: Options) -> Array:
+def least_in_flight(rows: Layouts, options: PricingOptions) -> Array:
     """The depth that a schedule cannot do without, (R, S + 2).
 
     GPipe keeps all J micro-batches on every stage; 1F1B one per stage from here to the edge.

@@ -18,7 +18,7 @@ from collapipe_flwr.experiments.episode import run_episode
 from collapipe_flwr.experiments.model import ModelShape
 from collapipe_flwr.experiments.setting import Setting
 from collapipe_flwr.experiments.simulate import Tick, silent
-from collapipe_flwr.scheduler.registry import make_scheduler
+from collapipe_flwr.scheduler.policies import make_scheduler
 
 DEVICES = 10
 MODEL = ModelShape(blocks=24)

@@ -11,13 +11,12 @@ from collapipe_flwr.experiments.budget import EnergyBudget
 from collapipe_flwr.experiments.distortion import Distortion
 from collapipe_flwr.experiments.fleet import FleetCluster
 from collapipe_flwr.experiments.model import ModelShape
-from collapipe_flwr.scheduler.protocol import SchedulerSettings
-from collapipe_flwr.scheduler.registry import POLICIES
+from collapipe_flwr.scheduler.policies import POLICIES
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulator.devices import DevicePreset, device_preset
 from collapipe_flwr.simulator.world import Budgets, World, make_world, mixed_devices
 
 CONTROL_UNIT = "raspberry-pi-5"
-COMPARED = tuple(name for name in POLICIES if name != "brute-force")
 SEED_LIMIT = 2**63
 _STAND_IN = CONTROL_UNIT  # replaced by the fleet's own boards
 
@@ -32,13 +31,13 @@ class Setting:
     examples: int = 1000  # of every cluster, each used once per round
     rounds: int = 50
     seeds: tuple[int, ...] = (0,)
-    policies: tuple[str, ...] = COMPARED
+    policies: tuple[str, ...] = POLICIES
     model: ModelShape = field(default_factory=ModelShape)
     radio: str = "wifi"
     channel: str = "block-fading"
     budget: EnergyBudget = field(default_factory=lambda: EnergyBudget(equal_shares=1.8))
-    settings: SchedulerSettings = field(
-        default_factory=lambda: SchedulerSettings(
+    settings: SchedulerConfig = field(
+        default_factory=lambda: SchedulerConfig(
             micro_batches=(1, 2, 4, 8, 16), max_model_share=1 / 3
         )
     )

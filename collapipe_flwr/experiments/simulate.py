@@ -12,7 +12,7 @@ from collapipe_flwr.experiments.episode import EpisodeRound, run_episode
 from collapipe_flwr.experiments.score import Score, score
 from collapipe_flwr.experiments.setting import Setting
 from collapipe_flwr.experiments.target import target_in
-from collapipe_flwr.scheduler.registry import make_scheduler
+from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.simulator.world import World
 
 WHOLE = "fedavg"  # trains the whole model on one device: embedding and decoder, too
@@ -82,7 +82,7 @@ def _policy(
 def _rounds(
     setting: Setting, name: str, profile: ModelProfile, world: World, tick: Tick
 ) -> Iterator[EpisodeRound]:
-    scheduler, options = make_scheduler(name, setting.settings), setting.settings.options
+    scheduler, options = make_scheduler(name, setting.settings), setting.settings
     seen = setting.distortion.view(world, profile)
     episode = run_episode(world, scheduler, profile, setting.rounds, options=options, seen=seen)
     for done in episode:

@@ -25,7 +25,7 @@ from collapipe_flwr.core.domain import (
 )
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.core.json_codec import from_json, to_json
-from collapipe_flwr.costs.compute import Options
+from collapipe_flwr.costs.compute import PricingOptions
 from collapipe_flwr.costs.price import PricedCluster, PricedRound, price, with_rates
 from collapipe_flwr.federation.absence import without_absent, without_clusters
 from collapipe_flwr.federation.checkpoint import Memory
@@ -33,7 +33,7 @@ from collapipe_flwr.federation.link_samples import with_samples
 from collapipe_flwr.federation.movement import Models, Movement, MovementMeter
 from collapipe_flwr.federation.rounds import ClosedRound, Outcome, RoundPlan
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
-from collapipe_flwr.scheduler.link_beliefs import with_links
+from collapipe_flwr.scheduler.link_estimates import with_links
 from collapipe_flwr.scheduler.protocol import Scheduler
 from collapipe_flwr.scheduler.state import SchedulerState
 
@@ -73,7 +73,7 @@ class ScheduledRounds:
         model: ModelProfile,
         clusters: Mapping[int, str],
         *,
-        options: Options | None = None,
+        options: PricingOptions | None = None,
         paced: bool = False,
     ) -> None:
         self.state: SchedulerState | None = None

@@ -6,7 +6,7 @@ import pytest
 
 from collapipe_flwr.experiments.model import ModelShape
 from collapipe_flwr.experiments.setting import Setting
-from collapipe_flwr.scheduler.protocol import SchedulerSettings
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
 
 
 @pytest.fixture
@@ -19,5 +19,5 @@ def small() -> Setting:
         rounds=3,
         policies=("dssda", "fedavg", "uniform"),
         model=ModelShape(blocks=4, width=128, tokens=32),
-        settings=SchedulerSettings(micro_batch_sizes=(2, 4), micro_batches=(2, 4)),
+        settings=SchedulerConfig(micro_batch_sizes=(2, 4), micro_batches=(2, 4)),
     )

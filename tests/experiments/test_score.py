@@ -12,7 +12,7 @@ from collapipe_flwr.experiments.episode import EpisodeRound, run_episode
 from collapipe_flwr.experiments.score import Score, score
 from collapipe_flwr.experiments.setting import Setting
 from collapipe_flwr.experiments.target import target_in
-from collapipe_flwr.scheduler.registry import make_scheduler
+from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.simulator.world import World
 
 

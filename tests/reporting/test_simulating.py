@@ -11,7 +11,7 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.experiments.model import ModelShape
 from collapipe_flwr.experiments.setting import Setting
 from collapipe_flwr.reporting.simulating import Outputs, run_simulation
-from collapipe_flwr.scheduler.protocol import SchedulerSettings
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
 
 SMALL = Setting(
     clusters=1,
@@ -20,7 +20,7 @@ SMALL = Setting(
     rounds=2,
     policies=("uniform", "dssda"),
     model=ModelShape(blocks=3, width=64, tokens=16),
-    settings=SchedulerSettings(micro_batch_sizes=(2,), micro_batches=(2, 4)),
+    settings=SchedulerConfig(micro_batch_sizes=(2,), micro_batches=(2, 4)),
 )
 
 

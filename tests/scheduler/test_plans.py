@@ -18,7 +18,7 @@ from collapipe_flwr.scheduler.plans import (
     plan_to_dict,
     plan_to_json,
 )
-from collapipe_flwr.scheduler.registry import make_scheduler
+from collapipe_flwr.scheduler.policies import make_scheduler
 
 PLAN = ClusterPlan(
     cluster_id="a",

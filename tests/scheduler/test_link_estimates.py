@@ -19,21 +19,21 @@ from collapipe_flwr.core.domain import (
     Snapshot,
 )
 from collapipe_flwr.costs.price import price, with_rates
-from collapipe_flwr.scheduler.link_beliefs import (
+from collapipe_flwr.scheduler.link_estimates import (
     PATIENCE,
-    LinkBelief,
-    LinkBook,
+    LinkEstimate,
+    LinkEstimates,
     link_key,
     links_learned,
     with_links,
 )
-from collapipe_flwr.scheduler.protocol import SchedulerSettings
-from collapipe_flwr.scheduler.registry import make_scheduler
+from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.scheduler.state import SchedulerState
 from collapipe_flwr.simulator.world import World
 
 MakeWorld = Callable[..., tuple[World, ModelProfile]]
-SETTINGS = SchedulerSettings(
+SETTINGS = SchedulerConfig(
     micro_batch_sizes=(4,), micro_batches=(4,), codecs=("fp32", "int8"), hysteresis=0.0
 )
 Measure = Callable[[tuple[str, str], float], float]
@@ -75,7 +75,7 @@ def rounds(
         plan, state = scheduler.step(state, seen)
         plan = with_rates(plan, seen)
         plans.append(plan)
-        priced = price(plan, seen, SETTINGS.options)
+        priced = price(plan, seen, SETTINGS)
         clusters = tuple(
             ClusterOutcome(
                 cluster_id=c.cluster_id,
@@ -94,7 +94,7 @@ def decided(plan: Plan) -> list[tuple[object, ...]]:
     return [(c.segments, tuple(hop.codec for hop in c.hops)) for c in plan.clusters]
 
 
-def believing(book: LinkBook, world: World, model: ModelProfile) -> Plan:
+def believing(book: LinkEstimates, world: World, model: ModelProfile) -> Plan:
     """The plan of one who is told the shares."""
     scheduler, told = make_scheduler("dssda", SETTINGS), world.snapshot(1, model)
     seen = with_links(told, book)
@@ -110,11 +110,11 @@ def test_plans_become_those_of_one_who_knew_the_true_rates(
     told, _ = rounds(world, model, lambda _, rate: rate, count=1)
     slow = list(ends_of(told[0].clusters[0]))[hop]
     plans, _ = rounds(world, model, lambda ends, rate: rate / 5 if ends == slow else rate)
-    truth = {"cluster-0": {link_key(*slow): LinkBelief(believed=-math.log(5))}}
+    truth = {"cluster-0": {link_key(*slow): LinkEstimate(believed=-math.log(5))}}
     real = with_links(world.snapshot(1, model), truth)
     knew = believing(truth, world, model)
-    took_s = [price(plan, real, SETTINGS.options).latency_s for plan in plans]
-    best_s = price(knew, real, SETTINGS.options).latency_s
+    took_s = [price(plan, real, SETTINGS).latency_s for plan in plans]
+    best_s = price(knew, real, SETTINGS).latency_s
     assert plans[0] == told[0] and decided(plans[0]) != decided(knew)
     assert took_s[0] > max(took_s[2:]) and max(took_s[2:]) < 1.01 * best_s
     for plan, real_s in zip(plans[2:], took_s[2:], strict=True):
@@ -131,12 +131,12 @@ def test_rates_as_promised_leave_plans_bit_equal(a_world: MakeWorld) -> None:
 
 
 def test_one_bad_round_changes_nothing_and_two_are_believed() -> None:
-    belief = LinkBelief()
+    belief = LinkEstimate()
     for note in (0.0, 0.05, -2.0, 0.1, -0.1):
         belief = belief.noting(note)
         assert belief.believed == 0.0
-    assert LinkBelief().noting(-2.0).believed == 0.0
-    assert LinkBelief().noting(-2.0).noting(-1.9).believed == -1.9
+    assert LinkEstimate().noting(-2.0).believed == 0.0
+    assert LinkEstimate().noting(-2.0).noting(-1.9).believed == -1.9
 
 
 def test_a_link_is_the_same_both_ways_and_shared_books_are_kept_apart() -> None:
@@ -145,7 +145,7 @@ def test_a_link_is_the_same_both_ways_and_shared_books_are_kept_apart() -> None:
         outcome = ClusterOutcome(cluster_id=cluster, latency_s=1.0, energy_j={}, links=(sample,))
         return RoundOutcome(round_index=1, latency_s=1.0, clusters=(outcome,))
 
-    book: LinkBook = {}
+    book: LinkEstimates = {}
     for outcome in (told("x", "y"), told("y", "x"), told("x", "y", cluster="b")):
         book = links_learned(book, outcome)
     assert book["a"][link_key("x", "y")].believed == pytest.approx(-math.log(8))
@@ -161,14 +161,14 @@ def test_a_pace_says_only_that_a_link_is_as_fast_as_promised() -> None:
         return RoundOutcome(round_index=1, latency_s=1.0, clusters=(outcome,))
 
     key = link_key("x", "")
-    slow: LinkBook = {"a": {key: LinkBelief(believed=-2.0, notes=(-2.0, -2.0, -2.0))}}
+    slow: LinkEstimates = {"a": {key: LinkEstimate(believed=-2.0, notes=(-2.0, -2.0, -2.0))}}
     for _ in range(2):
         slow = links_learned(slow, told(1e6))
     assert slow["a"][key].believed == 0.0
 
 
 def test_links_that_nobody_used_are_tried_again_some_day_and_one_look_suffices() -> None:
-    belief = LinkBelief(believed=-1.6, notes=(-1.6, -1.6))
+    belief = LinkEstimate(believed=-1.6, notes=(-1.6, -1.6))
     for _ in range(PATIENCE):
         assert belief.believed == -1.6
         belief = belief.unseen()

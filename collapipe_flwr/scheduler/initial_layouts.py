@@ -1,14 +1,15 @@
-"""Plain layouts to start searches and baselines from: who works, in which order, with how much.
-
-``spread`` cuts the blocks in proportion to given weights; orders are by weight.
-"""
+"""Layouts to start from: cut in proportion to weights, filled by memory, or all that exist."""
 
 from __future__ import annotations
+
+from functools import lru_cache
+from itertools import combinations, permutations
+from math import comb, perm
 
 import numpy as np
 from numpy.typing import NDArray
 
-from collapipe_flwr.costs.compute import Options
+from collapipe_flwr.costs.compute import PricingOptions
 from collapipe_flwr.costs.layouts import UNUSED, Layouts, stack
 from collapipe_flwr.costs.memory import kept_bytes
 from collapipe_flwr.costs.tables import Tables
@@ -81,7 +82,7 @@ def starting_rows(tables: Tables, which: Ints, devices_m: Ints, batches: Ints) -
     )
 
 
-def filling_rows(tables: Tables, options: Options, which: Ints, batches_b2: Ints) -> Layouts:
+def filling_rows(tables: Tables, options: PricingOptions, which: Ints, batches_b2: Ints) -> Layouts:
     """For each of ``which`` and each batch: devices filled to the brim, the largest first.
 
     Where all blocks are equal and this fits no cluster, nothing does.
@@ -111,3 +112,35 @@ def filling_rows(tables: Tables, options: Options, which: Ints, batches_b2: Ints
             )
         )
     return stack(parts)
+
+
+def count_layouts(devices: int, blocks: int) -> int:
+    """How many ordered subsets of devices with contiguous non-empty segments exist."""
+    depth = min(devices, blocks)
+    return sum(perm(devices, k) * comb(blocks - 1, k - 1) for k in range(1, depth + 1))
+
+
+@lru_cache(maxsize=32)
+def all_layouts(devices: int, blocks: int) -> tuple[Ints, Ints]:
+    """Every layout: members (C, S) from 1, and stops (C, S)."""
+    width = min(devices, blocks)
+    members, stops = [], []
+    for depth in range(1, width + 1):
+        cuts = [(*c, blocks) for c in combinations(range(1, blocks), depth - 1)]
+        for order in permutations(range(1, devices + 1), depth):
+            for cut in cuts:
+                members.append(order + (UNUSED,) * (width - depth))
+                stops.append(cut + (blocks,) * (width - depth))
+    return np.array(members, dtype=np.int64), np.array(stops, dtype=np.int64)
+
+
+def rows_for(cluster: int, members: Ints, stops: Ints, batches: Ints) -> Layouts:
+    """The product of layouts and (size, count) pairs for one cluster."""
+    layouts, grid = len(members), len(batches)
+    return Layouts(
+        cluster_r=np.full(layouts * grid, cluster, dtype=np.int64),
+        member_rs=np.repeat(members, grid, axis=0),
+        stop_rs=np.repeat(stops, grid, axis=0),
+        micro_batch_size_r=np.tile(batches[:, 0], layouts),
+        micro_batches_r=np.tile(batches[:, 1], layouts),
+    )

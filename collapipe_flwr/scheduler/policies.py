@@ -1,22 +1,26 @@
-"""Baselines behind the same protocol as DSSDA.
+"""Baselines behind the same protocol as DSSDA, and all policies by name.
 
-Rules choose segments (``collapipe_flwr.scheduler.rules``); ``static`` is DSSDA's first plan for
-ever, ``latency-only`` DSSDA without queues.
+Rules give weights of a cluster's devices, to cut the blocks in proportion to: ``fedavg`` the
+fastest single device; ``splitfed`` the device nearest to the edge holds all blocks; ``uniform``
+equal segments on all devices; ``memory`` and ``throughput`` segments in proportion; ``random`` any
+devices in any proportion. ``static`` is DSSDA's first plan for ever, ``latency-only`` DSSDA without
+queues.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from collapipe_flwr.core.domain import Plan, RoundOutcome, Snapshot
+from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.costs.chain import chain_of
 from collapipe_flwr.costs.layouts import Layouts, stack
 from collapipe_flwr.costs.memory import fits
 from collapipe_flwr.costs.tables import Tables, tabulate
-from collapipe_flwr.scheduler.allocation import equal_shares
 from collapipe_flwr.scheduler.base import (
     budgets_in,
     infeasible,
@@ -27,15 +31,88 @@ from collapipe_flwr.scheduler.base import (
     solution_plan,
 )
 from collapipe_flwr.scheduler.dssda import Dssda, usable_plans
+from collapipe_flwr.scheduler.initial_layouts import rows_from_weights
 from collapipe_flwr.scheduler.planner import Planner, Solution
-from collapipe_flwr.scheduler.protocol import SchedulerSettings
-from collapipe_flwr.scheduler.queues import budgets_of
-from collapipe_flwr.scheduler.rules import Rule, Site
-from collapipe_flwr.scheduler.starts import rows_from_weights
-from collapipe_flwr.scheduler.state import SchedulerState
+from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerConfig
+from collapipe_flwr.scheduler.radio.allocation import equal_shares
+from collapipe_flwr.scheduler.state import SchedulerState, budgets_of
 
+Array = NDArray[np.float64]
 Pairs = Sequence[tuple[int, int]]
 """Micro-batch sizes and counts, the preferred one first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """One cluster of a snapshot."""
+
+    tables: Tables
+    cluster: int
+    round_index: int
+
+    def present(self, values: Array) -> Array:
+        """``values`` of the devices, 0 for padding."""
+        return np.where(self.tables.members.present_mi[self.cluster, 1:], values, 0.0)
+
+    @property
+    def devices(self) -> int:
+        """Width of the device axis."""
+        return int(self.tables.members.speed_mi.shape[1]) - 1
+
+
+Rule = Callable[[Site], Array]
+"""Candidate weights of the devices, (C, N); the first that fits wins."""
+
+
+def _singles(key: Array) -> Array:
+    """One device each, best key first."""
+    order = [int(n) for n in np.argsort(-key, kind="stable") if key[n] > 0]
+    return np.eye(len(key))[order]
+
+
+def fedavg_rule(site: Site) -> Array:
+    """The fastest single device that fits."""
+    return _singles(site.present(site.tables.members.speed_mi[site.cluster, 1:]))
+
+
+def splitfed_rule(site: Site) -> Array:
+    """The single device with the best link to the edge that fits."""
+    return _singles(site.present(site.tables.gain_mij[site.cluster, 1:, site.tables.edge]))
+
+
+def uniform_rule(site: Site) -> Array:
+    """All devices, as equally as blocks allow."""
+    return site.present(np.ones(site.devices))[None, :]
+
+
+def memory_rule(site: Site) -> Array:
+    """All devices in proportion to memory."""
+    return site.present(site.tables.members.memory_mi[site.cluster, 1:])[None, :]
+
+
+def throughput_rule(site: Site) -> Array:
+    """All devices in proportion to speed."""
+    return site.present(site.tables.members.speed_mi[site.cluster, 1:])[None, :]
+
+
+def random_rule(site: Site) -> Array:
+    """Random subsets with random proportions, the same for the same cluster and round."""
+    rng = np.random.default_rng([site.round_index, site.cluster])
+    devices = site.devices
+    weights = rng.uniform(0.05, 1.0, size=(64, devices)) * (rng.random((64, devices)) < 0.6)
+    weights = np.stack([site.present(row) for row in weights])
+    usable = weights[weights.sum(1) > 0]
+    return np.concatenate([usable, uniform_rule(site)])
+
+
+RULES: dict[str, Rule] = {
+    "fedavg": fedavg_rule,
+    "splitfed": splitfed_rule,
+    "uniform": uniform_rule,
+    "memory": memory_rule,
+    "throughput": throughput_rule,
+    "random": random_rule,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +123,7 @@ class RuleScheduler:
     first round tries the whole grid, and the pair with the least time to target stays.
     """
 
-    settings: SchedulerSettings
+    settings: SchedulerConfig
     name: str
     rule: Rule
 
@@ -87,7 +164,7 @@ class RuleScheduler:
             own = kept.get(cluster.profile.cluster_id)
             chosen.append(self._row(tables, m, pairs if own is None else [own, *pairs]))
         rows = stack(chosen)
-        chain = chain_of(tables, rows, self.settings.options)
+        chain = chain_of(tables, rows, self.settings)
         shares = equal_shares(chain, tables.snapshot.radio.bandwidth_hz)
         return planner.priced(chain, shares, planner.learning.rho(tables, rows))
 
@@ -102,7 +179,7 @@ class RuleScheduler:
             batches = np.tile([size, count], (len(ranked), 1))
             owner = np.full(len(ranked), m, dtype=np.int64)
             rows = rows_from_weights(owner, order + 1, ranked, tables.num_blocks, batches)
-            good = fits(tables, rows, self.settings.options)
+            good = fits(tables, rows, self.settings)
             if good.any():
                 return rows.take(np.flatnonzero(good)[:1])
         raise infeasible(tables.snapshot.clusters[m].profile.cluster_id, self.name)
@@ -160,3 +237,25 @@ class LatencyOnly:
     def observe(self, state: SchedulerState, plan: Plan, outcome: RoundOutcome) -> SchedulerState:
         """Keep the books, for reporting only."""
         return self.inner.observe(state, plan, outcome)
+
+
+POLICIES = ("dssda", *RULES, "static", "latency-only")
+
+
+def make_scheduler(name: str, settings: SchedulerConfig | None = None) -> Scheduler:
+    """The scheduler of that name; raises ConfigError with the list of known names."""
+    chosen = settings or SchedulerConfig()
+    if name == "dssda":
+        return Dssda(chosen)
+    if name == "static":
+        return Static(Dssda(chosen))
+    if name == "latency-only":
+        return LatencyOnly(Dssda(chosen))
+    if name == "brute-force":
+        raise ConfigError(
+            "brute-force is an oracle of the benchmarks, not a policy for runs: choose one of "
+            + ", ".join(POLICIES)
+        )
+    if name in RULES:
+        return RuleScheduler(chosen, name, RULES[name])
+    raise ConfigError(f"unknown scheduler {name!r}: choose one of {', '.join(POLICIES)}")

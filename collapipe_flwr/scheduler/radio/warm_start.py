@@ -1,4 +1,4 @@
-"""A good first point for the radio solver: a few rounds of bargaining over time and bandwidth.
+"""A first point for the interior point: a few rounds of price adjustment over time and bandwidth.
 
 Every cluster has a price of its own second, never above the round's; at that price and its present
 bandwidth the best time of every hop is known in closed form (docs/theory.md, "One hop alone"). A
@@ -14,12 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collapipe_flwr.costs.radio import log_exponent_near
-from collapipe_flwr.scheduler.newton import Point
-from collapipe_flwr.scheduler.radio_hops import FlatHops
-from collapipe_flwr.scheduler.radio_problem import RadioProblem
+from collapipe_flwr.scheduler.radio.newton import Point
+from collapipe_flwr.scheduler.radio.problem import FlatHops, RadioProblem
 
 Array = NDArray[np.float64]
-
 ROUNDS = 5
 ELASTICITY = 0.5  # fall of ln(time) per ln(price) while noise, not bandwidth, limits a hop
 BANDWIDTH_ELASTICITY = 1.5  # fall of ln(worth of a hertz) per ln(bandwidth)
@@ -30,7 +28,7 @@ AHEAD = 1e-3  # ln(round) starts this far above the slowest cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class Response:
     """What every cluster does at its price and bandwidth."""
 
     x: Array
@@ -42,29 +40,29 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opening:
+class WarmStart:
     """A point within all bounds, and each cluster's price of a second."""
 
     point: Point
     latency_price_r: Array
 
 
-def opening(problem: RadioProblem, hops: FlatHops) -> Opening:
+def opening(problem: RadioProblem, hops: FlatHops) -> WarmStart:
     """Bargain from equal bandwidth and the full price for everyone."""
-    bargain = _Bargain(problem, hops)
+    bargain = _PriceAdjustment(problem, hops)
     price, omega = bargain.dearest, np.full(hops.rows, bargain.log_band - np.log(hops.rows))
     offer = bargain.offer(price, omega)
     for _ in range(ROUNDS):
         price, omega = bargain.adjusted(price, omega, offer)
         offer = bargain.offer(price, omega)
     tau = float(np.log(offer.latency_s.max())) + AHEAD
-    return Opening(
+    return WarmStart(
         point=Point(x=offer.x, omega=omega, cap=offer.cap, tau=tau),
         latency_price_r=np.exp(price) / problem.weight_r,
     )
 
 
-class _Bargain:
+class _PriceAdjustment:
     """One problem's constants in logarithms."""
 
     def __init__(self, problem: RadioProblem, hops: FlatHops) -> None:
@@ -76,7 +74,7 @@ class _Bargain:
         self.log_worth = np.log(np.maximum(hops.worth_h, 1e-200))
         self.repeats = np.log1p(self.cap_weight[:, 0] / problem.weight_r)[hops.row_h]
 
-    def offer(self, price: Array, omega: Array) -> Offer:
+    def offer(self, price: Array, omega: Array) -> Response:
         """Best times at ln(price of a second of hops) and ln(bandwidth), both (R,)."""
         p, hops = self.p, self.hops
         edge = hops.edge_r2
@@ -94,7 +92,7 @@ class _Bargain:
         sums = hops.lines_by_cap(np.stack([hop, pace * (slowest > low)]))
         latency = p.fixed_s_r + hops.by_row(sums[0] + slow)
         at_edge = hops.by_row(pace[edge])
-        return Offer(
+        return Response(
             x=x,
             cap=cap,
             latency_s=latency,
@@ -103,7 +101,7 @@ class _Bargain:
             demand=price + np.log(at_edge / p.weight_r),
         )
 
-    def adjusted(self, price: Array, omega: Array, offer: Offer) -> tuple[Array, Array]:
+    def adjusted(self, price: Array, omega: Array, offer: Response) -> tuple[Array, Array]:
         """Newton-like steps towards equal latencies and equal worth of a hertz, both at once."""
         leads = price >= self.dearest - 1e-9
         if not leads.any():

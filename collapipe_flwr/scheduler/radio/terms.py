@@ -1,6 +1,9 @@
 """A radio problem's functions at a point: objective, constraints, and what their slopes need.
 
-Beside them the repair that turns an interior point's last iterate into a plan without violations.
+All constraints stand in one flat vector (`ConstraintIndex`), so that the interior point's
+arithmetic on slacks and duals is plain array arithmetic. Clusters with one micro-batch have no
+slowest resource to bound: their entries are masked out. `RadioTerms.settled` turns an interior
+point's last iterate into a plan without violations.
 """
 
 from __future__ import annotations
@@ -10,15 +13,50 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from collapipe_flwr.scheduler.newton import Point
-from collapipe_flwr.scheduler.radio_hops import flat_hops
-from collapipe_flwr.scheduler.radio_problem import EXPONENT_MAX, RadioProblem
-from collapipe_flwr.scheduler.radio_room import Rooms
+from collapipe_flwr.scheduler.radio.newton import Point
+from collapipe_flwr.scheduler.radio.problem import EXPONENT_MAX, FlatHops, RadioProblem, flat_hops
 
 Array = NDArray[np.float64]
-
 HURRIES = 6  # rounds of catching up with the round
 ON_TIME = 1e-9  # in ln(latency)
+
+
+@dataclass(slots=True)
+class Parts:
+    """Views of one flat constraint vector."""
+
+    cap: Array  # (hops,) hop within its pass's slowest resource
+    power: Array  # (hops,) hop no faster than at full power
+    stage: Array  # (R, sides) slowest compute stage within the slowest resource
+    late: Array  # (R,) cluster within the round
+    band: Array  # (1,) bandwidth sum
+
+
+class ConstraintIndex:
+    """The layout of flat constraint vectors, and which entries take part."""
+
+    def __init__(self, hops: FlatHops, problem: RadioProblem) -> None:
+        self.shape = (hops.rows, hops.sides)
+        stops = np.cumsum([len(hops.flat_h)] * 2 + [hops.rows * hops.sides, hops.rows, 1])
+        self.cap, self.power, self.stage, self.late, self.length = (int(stop) for stop in stops)
+        bound = problem.cap_weight_r2[:, : hops.sides] > 0
+        self.mask = np.ones(self.length)
+        parts = self.parts(self.mask)
+        parts.cap[...] = bound.ravel()[hops.cap_h]
+        parts.stage[...] = bound
+        self.idle = np.flatnonzero(self.mask == 0.0)
+        self.count = float(self.mask.sum())
+        self.unbound = 1.0 - bound  # keeps the pivots of unused caps regular
+
+    def parts(self, flat: Array) -> Parts:
+        """Writable views of ``flat``."""
+        return Parts(
+            flat[: self.cap],
+            flat[self.cap : self.power],
+            flat[self.power : self.stage].reshape(self.shape),
+            flat[self.stage : self.late],
+            flat[self.late :],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +80,7 @@ class RadioTerms:
     def __init__(self, problem: RadioProblem) -> None:
         self.problem = problem
         self.hops = flat_hops(problem)
-        self.rooms = Rooms(self.hops, problem)
+        self.rooms = ConstraintIndex(self.hops, problem)
         self.cap_weight = problem.cap_weight_r2[:, : self.hops.sides]
         self.log_stage = np.log(np.maximum(problem.stage_max_r2[:, : self.hops.sides], 1e-12))
         self.scale = 1.0

@@ -1,8 +1,4 @@
-"""Bandwidth and power of all clusters, jointly optimal for given layouts.
-
-``allocate`` is the default, vectorised solver; ``collapipe_flwr.scheduler.reference`` states the
-same problem in cvxpy for tests and benches.
-"""
+"""Bandwidth and power of all clusters, jointly optimal for given layouts."""
 
 from __future__ import annotations
 
@@ -13,11 +9,10 @@ from numpy.typing import NDArray
 
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.chain import Chain, full_power_times
-from collapipe_flwr.scheduler.interior_point import TOLERANCE, InteriorPoint
-from collapipe_flwr.scheduler.radio_problem import RadioProblem, radio_problem
+from collapipe_flwr.scheduler.radio.interior_point import TOLERANCE, InteriorPoint
+from collapipe_flwr.scheduler.radio.problem import RadioProblem, radio_problem
 
 Array = NDArray[np.float64]
-
 ACCEPTED_GAP = 5e-4  # relative; worse solutions are refused
 
 

@@ -9,14 +9,13 @@ from collapipe_flwr.experiments.bench_optimality import gap, instance
 from collapipe_flwr.experiments.model import ModelShape
 from collapipe_flwr.experiments.setting import Setting
 from collapipe_flwr.scheduler.base import initial_state, planner_for
-from collapipe_flwr.scheduler.planner import Planner
-from collapipe_flwr.scheduler.protocol import SchedulerSettings
-from collapipe_flwr.scheduler.together import from_scratch
+from collapipe_flwr.scheduler.planner import Planner, multistart
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
 
-GRID = SchedulerSettings(micro_batch_sizes=(1, 2, 4, 8), micro_batches=(1, 4, 16))
+GRID = SchedulerConfig(micro_batch_sizes=(1, 2, 4, 8), micro_batches=(1, 4, 16))
 
 
-def planner(settings: SchedulerSettings, clusters: int = 4) -> Planner:
+def planner(settings: SchedulerConfig, clusters: int = 4) -> Planner:
     setting = Setting(clusters=clusters, devices=4, examples=1000, model=ModelShape(blocks=8))
     profile = setting.model.profile()
     snapshot = setting.world(1, profile).snapshot(1, profile)
@@ -26,11 +25,11 @@ def planner(settings: SchedulerSettings, clusters: int = 4) -> Planner:
 def test_never_worse_than_moving_one_cluster_at_a_time() -> None:
     for clusters in (2, 4):
         case = planner(GRID, clusters)
-        assert from_scratch(case).objective <= case.solve().objective * (1 + 1e-12)
+        assert multistart(case).objective <= case.solve().objective * (1 + 1e-12)
 
 
 def test_no_common_batch_is_much_better_than_what_was_found() -> None:
-    found = from_scratch(planner(GRID)).objective
+    found = multistart(planner(GRID)).objective
     for size in GRID.micro_batch_sizes:
         for count in GRID.micro_batches:
             one = planner(GRID)
@@ -49,4 +48,4 @@ def test_clusters_that_must_slow_down_together_do() -> None:
 
 def test_one_cluster_has_nobody_to_agree_with() -> None:
     case = planner(GRID, clusters=1)
-    assert from_scratch(case).objective == case.solve().objective
+    assert multistart(case).objective == case.solve().objective

@@ -1,6 +1,6 @@
-"""From tables and market prices to one cluster's exact segmentation problem.
+"""From tables and dual prices to one cluster's exact segmentation problem.
 
-Hop times are those that the prices choose (``market.market_times`` without the bottleneck's
+Hop times are those that the prices choose (without the bottleneck's
 relief); the slope of the objective in the cluster's latency is given by the caller.
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collapipe_flwr.costs.codecs import SHARES
-from collapipe_flwr.costs.compute import Options
+from collapipe_flwr.costs.compute import PricingOptions
 from collapipe_flwr.costs.latency import OPTIMISER_FLOP_PER_BYTE, local_steps
 from collapipe_flwr.costs.radio import power_for_time_w, send_time_s, thrifty_time_s
 from collapipe_flwr.costs.tables import Tables
@@ -33,7 +33,7 @@ class Terms:
     edge_hz: float
 
 
-def segment_problem(tables: Tables, options: Options, terms: Terms) -> SegmentProblem:
+def segment_problem(tables: Tables, options: PricingOptions, terms: Terms) -> SegmentProblem:
     """The exact problem of one cluster for given micro-batches and prices."""
     return _Builder(tables, options, terms).build()
 
@@ -41,7 +41,7 @@ def segment_problem(tables: Tables, options: Options, terms: Terms) -> SegmentPr
 class _Builder:
     """Arrays over (device, first block, block behind) and (sender, receiver, cut)."""
 
-    def __init__(self, tables: Tables, options: Options, terms: Terms) -> None:
+    def __init__(self, tables: Tables, options: PricingOptions, terms: Terms) -> None:
         self.tables, self.options, self.terms = tables, options, terms
         m = terms.cluster
         self.members = int(tables.members.present_mi[m].sum())

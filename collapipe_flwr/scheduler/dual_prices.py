@@ -1,4 +1,7 @@
-"""What a bit, before it is coded, costs on every link of some clusters, at prices of the market.
+"""Dual prices: what a second, a joule, a hertz and a bit on each link cost every cluster.
+
+Given the prices of the others' decisions, every cluster may be planned alone; ``scorer`` computes
+that cluster-wise objective.
 
 The best time per bit of a transmission depends only on its two parties and on how often a second
 of it counts, not on the payload. Each link has two operating points: ``quick`` as if it were its
@@ -13,16 +16,43 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collapipe_flwr.costs.codecs import SHARES
+from collapipe_flwr.costs.layouts import Layouts
 from collapipe_flwr.costs.radio import LN2, exponent_near
 from collapipe_flwr.costs.tables import Tables
-from collapipe_flwr.scheduler.market import Market
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
-
 FORWARD, BACKWARD = 0, 1
 LEAST_SLOPE = 0.02  # of the latency price: even idle clusters do not waste time without limit
 NO_PRICE = 1e-30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DualPrices:
+    """Prices and the bandwidth split that a plan implies, one entry per cluster."""
+
+    latency_price: float  # objective per second of the round, at rho = 1
+    price_mi: Array  # objective per joule of each member
+    ceiling_m: Array  # the round's latency as far as the other clusters cause it
+    slack_price_m: Array  # objective per second that a cluster stays below the ceiling
+    edge_hz_m: Array
+
+
+def row_prices(price_mi: Array, rows: Layouts) -> Array:
+    """Prices per joule of the control unit and of every slot, (R, S + 1)."""
+    cluster = rows.cluster_r[:, None]
+    slots = np.where(rows.used_rs, price_mi[cluster, np.maximum(rows.member_rs, 0)], 0.0)
+    return np.concatenate([price_mi[rows.cluster_r, 0][:, None], slots], axis=1)
+
+
+def best_of(values: Array, owner_r: Ints, owners: int) -> Ints:
+    """Index of the least value of each owner, the first among equals; -1 for owners without."""
+    least = np.full(owners, np.inf)
+    np.minimum.at(least, owner_r, values)
+    winners = np.flatnonzero(values == least[owner_r])[::-1]
+    best = np.full(owners, -1, np.int64)
+    best[owner_r[winners]] = winners
+    return best
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,16 +71,16 @@ class LinkTable:
     calm: tuple[Point, Point]
 
 
-def link_table(tables: Tables, market: Market, clusters: Ints, counts: Ints) -> LinkTable:
+def link_table(tables: Tables, prices: DualPrices, clusters: Ints, counts: Ints) -> LinkTable:
     """Both points of every link of ``clusters`` in both directions, calm ones for every J."""
     gain = tables.gain_mij[clusters]
     width = tables.d2d_hz_mij[clusters]
-    width[:, :, -1] = market.edge_hz_m[clusters, None]
-    slope = np.maximum(market.slack_price_m[clusters], LEAST_SLOPE * market.latency_price)
+    width[:, :, -1] = prices.edge_hz_m[clusters, None]
+    slope = np.maximum(prices.slack_price_m[clusters], LEAST_SLOPE * prices.latency_price)
     noise_w = width * (tables.snapshot.radio.noise_w_per_hz / gain)
     edge_w = tables.snapshot.edge.tx_power_w
     coded = SHARES[tables.codec_mij[clusters]] / tables.share_mij[clusters]
-    ends = _Ends(tables.members.power_max_mi[clusters], market.price_mi[clusters])
+    ends = _Ends(tables.members.power_max_mi[clusters], prices.price_mi[clusters])
     points = [
         _Way(width, noise_w, coded, *ends.of(way, edge_w)).points(slope, counts)
         for way in (FORWARD, BACKWARD)

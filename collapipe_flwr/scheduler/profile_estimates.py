@@ -25,24 +25,22 @@ from collapipe_flwr.core.domain import (
 
 CHANGE = math.log(2.0)
 SHOWN_MEMORY = 0.5  # weight of the past in what devices show: a round averages over many steps
-
 Pair = tuple[float, float]
 """ln speed, ln energy per operation."""
-
 Averages = Mapping[str, Mapping[str, Pair]]
 """cluster -> device -> pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beliefs:
+class ProfileEstimates:
     """What is known about the devices besides today's profiles."""
 
     claimed: Averages = field(default_factory=dict)
     shown: Averages = field(default_factory=dict)
 
 
-def beliefs_from_dict(values: Mapping[str, Any]) -> Beliefs:
-    """Beliefs that were JSON; raises TypeError, KeyError or ValueError where they are none."""
+def profiles_from_dict(values: Mapping[str, Any]) -> ProfileEstimates:
+    """Estimates that were JSON; raises TypeError, KeyError or ValueError where they are none."""
     books = {
         book: {
             cluster: {name: (float(s), float(j)) for name, (s, j) in devices.items()}
@@ -50,25 +48,27 @@ def beliefs_from_dict(values: Mapping[str, Any]) -> Beliefs:
         }
         for book in ("claimed", "shown")
     }
-    return Beliefs(**books)
+    return ProfileEstimates(**books)
 
 
-def smoothed(snapshot: Snapshot, beliefs: Beliefs, memory: float) -> tuple[Snapshot, Beliefs]:
-    """The snapshot with believed devices, and the beliefs after it.
+def with_profiles(
+    snapshot: Snapshot, estimates: ProfileEstimates, memory: float
+) -> tuple[Snapshot, ProfileEstimates]:
+    """The snapshot with estimated devices, and the estimates after it.
 
     ``memory`` is the weight of the past in claims; 0 leaves everything as it is. Unusable numbers
     pass through, so that the planner can refuse them.
     """
     if memory <= 0.0:
-        return snapshot, Beliefs()
-    books = _Books(beliefs, memory)
+        return snapshot, ProfileEstimates()
+    books = _Averages(estimates, memory)
     clusters = tuple(books.cluster(c) for c in snapshot.clusters)
-    return replace(snapshot, clusters=clusters), books.beliefs()
+    return replace(snapshot, clusters=clusters), books.estimates()
 
 
-def learned(beliefs: Beliefs, outcome: RoundOutcome) -> Beliefs:
+def profiles_learned(estimates: ProfileEstimates, outcome: RoundOutcome) -> ProfileEstimates:
     """Fold in what devices showed in a round; whoever measured nothing changes nothing."""
-    shown = _copied(beliefs.shown)
+    shown = _copied(estimates.shown)
     for cluster in outcome.clusters:
         known = shown.setdefault(cluster.cluster_id, {})
         for device, speed in (cluster.speed_flop_per_s or {}).items():
@@ -76,21 +76,21 @@ def learned(beliefs: Beliefs, outcome: RoundOutcome) -> Beliefs:
             if _usable(speed) and _usable(joule):
                 fresh = (math.log(speed), math.log(joule))
                 known[device] = _blend(known.get(device, fresh), fresh, SHOWN_MEMORY)
-    return replace(beliefs, shown=shown)
+    return replace(estimates, shown=shown)
 
 
-class _Books:
+class _Averages:
     """Both books while a snapshot is read."""
 
-    def __init__(self, beliefs: Beliefs, memory: float) -> None:
-        self.claimed, self.shown = _copied(beliefs.claimed), _copied(beliefs.shown)
+    def __init__(self, estimates: ProfileEstimates, memory: float) -> None:
+        self.claimed, self.shown = _copied(estimates.claimed), _copied(estimates.shown)
         self.memory = memory
 
-    def beliefs(self) -> Beliefs:
-        return Beliefs(claimed=self.claimed, shown=self.shown)
+    def estimates(self) -> ProfileEstimates:
+        return ProfileEstimates(claimed=self.claimed, shown=self.shown)
 
     def cluster(self, cluster: ClusterSnapshot) -> ClusterSnapshot:
-        """The cluster with believed members; itself where nothing differs."""
+        """The cluster with estimated members; itself where nothing differs."""
         old = cluster.profile
         control = self._device(old, old.control_unit)
         devices = tuple(self._device(old, device) for device in old.devices)
@@ -109,10 +109,10 @@ class _Books:
         if before != fresh and _apart(before, fresh) > CHANGE:
             shown.pop(name, None)
         claimed[name] = fresh if before == fresh else _blend(before, fresh, self.memory)
-        return _believed(device, fresh, shown.get(name, claimed[name]))
+        return _estimated(device, fresh, shown.get(name, claimed[name]))
 
 
-def _believed(device: DeviceProfile, fresh: Pair, mean: Pair) -> DeviceProfile:
+def _estimated(device: DeviceProfile, fresh: Pair, mean: Pair) -> DeviceProfile:
     if mean == fresh or _apart(mean, fresh) < 1e-12:
         return device
     return replace(device, speed_flop_per_s=math.exp(mean[0]), energy_per_flop_j=math.exp(mean[1]))

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.scheduler.radio_hops import FlatHops
+from collapipe_flwr.scheduler.radio.problem import FlatHops
 
 Array = NDArray[np.float64]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from collapipe_flwr.core.domain import ChannelState, ClusterSnapshot, Plan, RoundOutcome, Snapshot
-from collapipe_flwr.costs.compute import Options
+from collapipe_flwr.costs.compute import PricingOptions
 from collapipe_flwr.costs.price import price
 from collapipe_flwr.costs.tables import tabulate
 
@@ -26,7 +26,7 @@ LONGEST_AVERAGE = 20  # rounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Doubt:
+class RobustGains:
     """How far forecasts erred, and average gains while they do."""
 
     error: float = 0.0
@@ -36,51 +36,53 @@ class Doubt:
     forecast_s: float | None = None  # of the round that runs now, by measured gains
 
 
-def averaged(doubt: Doubt, snapshot: Snapshot) -> Doubt:
+def with_averages(gains: RobustGains, snapshot: Snapshot) -> RobustGains:
     """Fold the round's measured gains in while forecasts are off.
 
     Raises ScheduleError for a snapshot that cannot be planned with.
     """
-    if doubt.error <= OFF:
-        return Doubt(error=doubt.error)
+    if gains.error <= OFF:
+        return RobustGains(error=gains.error)
     tabulate(snapshot)
-    rounds = min(doubt.rounds + 1, LONGEST_AVERAGE)
+    rounds = min(gains.rounds + 1, LONGEST_AVERAGE)
     average = {
-        c.profile.cluster_id: _mixed(doubt.average.get(c.profile.cluster_id), c.channel, rounds)
+        c.profile.cluster_id: _mixed(gains.average.get(c.profile.cluster_id), c.channel, rounds)
         for c in snapshot.clusters
     }
-    careful = doubt.careful or doubt.error > FAR_OFF
-    return replace(doubt, rounds=rounds, average=average, careful=careful)
+    careful = gains.careful or gains.error > FAR_OFF
+    return replace(gains, rounds=rounds, average=average, careful=careful)
 
 
-def believed(doubt: Doubt, snapshot: Snapshot) -> Snapshot:
+def robust(gains: RobustGains, snapshot: Snapshot) -> Snapshot:
     """``snapshot`` itself or, when plans are to be careful, with cautious gains on every link."""
-    if not doubt.careful:
+    if not gains.careful:
         return snapshot
 
     def cautious(cluster: ClusterSnapshot) -> ClusterSnapshot:
-        average = doubt.average[cluster.profile.cluster_id]
+        average = gains.average[cluster.profile.cluster_id]
         return replace(cluster, channel=_scaled(average, CAUTION))
 
     return replace(snapshot, clusters=tuple(cautious(c) for c in snapshot.clusters))
 
 
-def forecast(doubt: Doubt, plan: Plan, snapshot: Snapshot, options: Options) -> Doubt:
+def with_forecast(
+    gains: RobustGains, plan: Plan, snapshot: Snapshot, options: PricingOptions
+) -> RobustGains:
     """What ``plan`` will take by measured gains."""
     if plan.fallback is not None:
-        return replace(doubt, forecast_s=None)
-    if not doubt.careful:
-        return replace(doubt, forecast_s=plan.latency_s)
-    return replace(doubt, forecast_s=price(plan, snapshot, options).latency_s)
+        return replace(gains, forecast_s=None)
+    if not gains.careful:
+        return replace(gains, forecast_s=plan.latency_s)
+    return replace(gains, forecast_s=price(plan, snapshot, options).latency_s)
 
 
-def judged(doubt: Doubt, outcome: RoundOutcome) -> Doubt:
+def with_error(gains: RobustGains, outcome: RoundOutcome) -> RobustGains:
     """Compare the forecast with how long the round really took."""
-    if doubt.forecast_s is None or not outcome.latency_s > 0:
-        return replace(doubt, forecast_s=None)
-    missed = abs(math.log(outcome.latency_s / doubt.forecast_s))
-    error = MEMORY * doubt.error + (1.0 - MEMORY) * missed
-    return replace(doubt, error=error, forecast_s=None)
+    if gains.forecast_s is None or not outcome.latency_s > 0:
+        return replace(gains, forecast_s=None)
+    missed = abs(math.log(outcome.latency_s / gains.forecast_s))
+    error = MEMORY * gains.error + (1.0 - MEMORY) * missed
+    return replace(gains, error=error, forecast_s=None)
 
 
 def _mixed(old: ChannelState | None, new: ChannelState, rounds: int) -> ChannelState:
@@ -105,8 +107,8 @@ def _scaled(channel: ChannelState, factor: float) -> ChannelState:
     )
 
 
-def doubt_from_dict(values: Mapping[str, Any]) -> Doubt:
-    """Doubt that was JSON; raises TypeError or KeyError where it is none."""
+def gains_from_dict(values: Mapping[str, Any]) -> RobustGains:
+    """Robust gains that were JSON; raises TypeError or KeyError where they are none."""
     channels = {
         name: ChannelState(
             d2d_gain=tuple(tuple(row) for row in channel["d2d_gain"]),
@@ -114,4 +116,4 @@ def doubt_from_dict(values: Mapping[str, Any]) -> Doubt:
         )
         for name, channel in values["average"].items()
     }
-    return Doubt(**{**values, "average": channels})
+    return RobustGains(**{**values, "average": channels})

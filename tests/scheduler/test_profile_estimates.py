@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 
 from collapipe_flwr.core.domain import ClusterOutcome, RoundOutcome, Snapshot
-from collapipe_flwr.scheduler.smoothing import Beliefs, learned, smoothed
+from collapipe_flwr.scheduler.profile_estimates import (
+    ProfileEstimates,
+    profiles_learned,
+    with_profiles,
+)
 
 
 def with_speed(snapshot: Snapshot, factor: float) -> Snapshot:
@@ -27,20 +31,20 @@ def speed(snapshot: Snapshot) -> float:
 
 
 def test_noise_is_averaged_out(a_snapshot: Callable[..., Snapshot]) -> None:
-    truth, beliefs = a_snapshot(0), Beliefs()
+    truth, known = a_snapshot(0), ProfileEstimates()
     rng, errors = np.random.default_rng(0), []
     for _ in range(60):
         noisy = with_speed(truth, float(rng.uniform(0.7, 1.3)))
-        seen, beliefs = smoothed(noisy, beliefs, 0.8)
+        seen, known = with_profiles(noisy, known, 0.8)
         errors.append(abs(math.log(speed(seen) / speed(truth))))
     assert np.mean(errors[10:]) < 0.09  # the measurements themselves are off by 0.15
 
 
 def test_a_real_change_is_followed_at_once(a_snapshot: Callable[..., Snapshot]) -> None:
     truth = a_snapshot(0)
-    _, beliefs = smoothed(truth, Beliefs(), 0.8)
+    _, known = with_profiles(truth, ProfileEstimates(), 0.8)
     throttled = with_speed(truth, 0.3)
-    seen, _ = smoothed(throttled, beliefs, 0.8)
+    seen, _ = with_profiles(throttled, known, 0.8)
     assert speed(seen) == pytest.approx(speed(throttled))
 
 
@@ -48,16 +52,16 @@ def test_exact_profiles_and_switched_off_smoothing_change_nothing(
     a_snapshot: Callable[..., Snapshot],
 ) -> None:
     truth = a_snapshot(0)
-    _, beliefs = smoothed(truth, Beliefs(), 0.8)
-    assert smoothed(truth, beliefs, 0.8)[0] == truth
-    assert smoothed(with_speed(truth, 1.2), beliefs, 0.0)[0] == with_speed(truth, 1.2)
+    _, known = with_profiles(truth, ProfileEstimates(), 0.8)
+    assert with_profiles(truth, known, 0.8)[0] == truth
+    assert with_profiles(with_speed(truth, 1.2), known, 0.0)[0] == with_speed(truth, 1.2)
 
 
 def test_unusable_numbers_pass_through(a_snapshot: Callable[..., Snapshot]) -> None:
-    seen, beliefs = smoothed(with_speed(a_snapshot(0), math.nan), Beliefs(), 0.8)
+    seen, known = with_profiles(with_speed(a_snapshot(0), math.nan), ProfileEstimates(), 0.8)
     assert math.isnan(speed(seen))
     first = seen.clusters[0].profile.devices[0].device_id
-    assert first not in beliefs.claimed["cluster-0"]
+    assert first not in known.claimed["cluster-0"]
 
 
 def shown(snapshot: Snapshot, speed_flop_per_s: float) -> RoundOutcome:
@@ -79,9 +83,9 @@ def test_work_done_corrects_a_profile_that_is_always_wrong(
 ) -> None:
     truth = a_snapshot(0)
     wrong = with_speed(truth, 0.7)
-    _, beliefs = smoothed(wrong, Beliefs(), 0.8)
-    beliefs = learned(beliefs, shown(truth, speed(truth)))
-    seen, beliefs = smoothed(wrong, beliefs, 0.8)
+    _, known = with_profiles(wrong, ProfileEstimates(), 0.8)
+    known = profiles_learned(known, shown(truth, speed(truth)))
+    seen, known = with_profiles(wrong, known, 0.8)
     assert speed(seen) == pytest.approx(speed(truth))
     others = [c.profile.devices[1].speed_flop_per_s for c in (seen.clusters[0], wrong.clusters[0])]
     assert others[0] == pytest.approx(others[1])  # who did not work is believed as before
@@ -89,9 +93,9 @@ def test_work_done_corrects_a_profile_that_is_always_wrong(
 
 def test_a_claim_that_changes_outdates_what_was_shown(a_snapshot: Callable[..., Snapshot]) -> None:
     truth = a_snapshot(0)
-    _, beliefs = smoothed(truth, Beliefs(), 0.8)
-    beliefs = learned(beliefs, shown(truth, speed(truth)))
-    seen, _ = smoothed(with_speed(truth, 0.3), beliefs, 0.8)
+    _, known = with_profiles(truth, ProfileEstimates(), 0.8)
+    known = profiles_learned(known, shown(truth, speed(truth)))
+    seen, _ = with_profiles(with_speed(truth, 0.3), known, 0.8)
     assert speed(seen) == pytest.approx(0.3 * speed(truth))
 
 
@@ -100,7 +104,7 @@ def test_outcomes_without_measurements_or_with_unusable_ones_teach_nothing(
 ) -> None:
     truth = a_snapshot(0)
     for value in (0.0, math.nan, math.inf):
-        assert not learned(Beliefs(), shown(truth, value)).shown["cluster-0"]
+        assert not profiles_learned(ProfileEstimates(), shown(truth, value)).shown["cluster-0"]
     silent = replace(shown(truth, 1.0).clusters[0], speed_flop_per_s=None)
     outcome = RoundOutcome(round_index=1, latency_s=1.0, clusters=(silent,))
-    assert not learned(Beliefs(), outcome).shown["cluster-0"]
+    assert not profiles_learned(ProfileEstimates(), outcome).shown["cluster-0"]

@@ -1,54 +1,29 @@
-"""All layouts of small clusters, and the moves of the local search for larger ones."""
+"""Local search over layouts: moves, neighbourhoods, and the descent of many candidates at once.
+
+A candidate is one layout of one cluster. A sweep tries one kind of move on every candidate that
+still improves and takes each one's best: the kinds in turn cost as much as trying all moves at
+once and take several steps instead of one. A candidate is done when every kind in a row has failed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
-from itertools import combinations, permutations
-from math import comb, perm
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from collapipe_flwr.costs.layouts import UNUSED, Layouts, stack
+from collapipe_flwr.costs.layouts import UNUSED, Layouts, replaced, stack
+from collapipe_flwr.scheduler.dual_prices import best_of
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
-
-
-def count_layouts(devices: int, blocks: int) -> int:
-    """How many ordered subsets of devices with contiguous non-empty segments exist."""
-    depth = min(devices, blocks)
-    return sum(perm(devices, k) * comb(blocks - 1, k - 1) for k in range(1, depth + 1))
-
-
-@lru_cache(maxsize=32)
-def all_layouts(devices: int, blocks: int) -> tuple[Ints, Ints]:
-    """Every layout: members (C, S) from 1, and stops (C, S)."""
-    width = min(devices, blocks)
-    members, stops = [], []
-    for depth in range(1, width + 1):
-        cuts = [(*c, blocks) for c in combinations(range(1, blocks), depth - 1)]
-        for order in permutations(range(1, devices + 1), depth):
-            for cut in cuts:
-                members.append(order + (UNUSED,) * (width - depth))
-                stops.append(cut + (blocks,) * (width - depth))
-    return np.array(members, dtype=np.int64), np.array(stops, dtype=np.int64)
-
-
-def rows_for(cluster: int, members: Ints, stops: Ints, batches: Ints) -> Layouts:
-    """The product of layouts and (size, count) pairs for one cluster."""
-    layouts, grid = len(members), len(batches)
-    return Layouts(
-        cluster_r=np.full(layouts * grid, cluster, dtype=np.int64),
-        member_rs=np.repeat(members, grid, axis=0),
-        stop_rs=np.repeat(stops, grid, axis=0),
-        micro_batch_size_r=np.tile(batches[:, 0], layouts),
-        micro_batches_r=np.tile(batches[:, 1], layouts),
-    )
-
-
+SAME = 1e-9  # relative differences below this count as none
+FEW = 24  # so few candidates try everything at once: their sweeps cost the same, long or short
+SIZE_STEPS = np.array([-1, 1, 0, 0, -1, 1])
+COUNT_STEPS = np.array([0, 0, -1, 1, 1, -1])
 Kind = Callable[["Moves"], Layouts]
+Score = Callable[[Layouts], Array]
 
 
 class Moves:
@@ -173,3 +148,94 @@ MOVE_KINDS: tuple[Kind, ...] = (
     Moves.insertions,
     Moves.swaps,
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbourhood:
+    """The moves that are tried from a row."""
+
+    cost_mi: Array  # of working there, infinite where nothing can work
+    spares: int  # so many of the cheapest devices without a segment are tried
+    sizes: Ints  # the grid of micro-batches, ascending
+    counts: Ints
+
+    def near(self, rows: Layouts, kinds: list[int]) -> tuple[Ints, Layouts]:
+        """Neighbours by those kinds of move, and whose neighbour each is."""
+        moves = Moves(rows, self.cost_mi, self.spares)
+        parents, parts = [], []
+        for kind in kinds:
+            if kind == len(MOVE_KINDS):
+                parent, part = self._batches(rows)
+            else:
+                part = MOVE_KINDS[kind](moves)
+                parent = moves.parent_r
+            parents.append(parent)
+            parts.append(part)
+        return np.concatenate(parents), stack(parts)
+
+    def _batches(self, rows: Layouts) -> tuple[Ints, Layouts]:
+        """One step on the grid of (size, count), or one up on one axis and down on the other."""
+        size = np.searchsorted(self.sizes, rows.micro_batch_size_r)[:, None] + SIZE_STEPS
+        count = np.searchsorted(self.counts, rows.micro_batches_r)[:, None] + COUNT_STEPS
+        inside = (size >= 0) & (size < len(self.sizes)) & (count >= 0) & (count < len(self.counts))
+        parent, step = np.nonzero(inside)
+        sizes, counts = self.sizes[size[parent, step]], self.counts[count[parent, step]]
+        return parent, rows.take(parent).with_batches(sizes, counts)
+
+
+KINDS = len(MOVE_KINDS) + 1  # the last one changes micro-batches
+
+
+TURNS = [[len(MOVE_KINDS)], *([k] for k in range(len(MOVE_KINDS)))]
+
+
+AT_ONCE = [list(range(KINDS))]
+
+
+@dataclass(slots=True)
+class Candidates:
+    """Layouts that improve step by step, and what each is worth."""
+
+    rows: Layouts
+    values: Array
+    least: Array  # gains up to this are not worth a step
+
+    def step(self, moving: Ints, near: tuple[Ints, Layouts], score: Score) -> NDArray[np.bool_]:
+        """Move to better neighbours; says which of ``moving`` did."""
+        parent, rows = near
+        if not len(parent):
+            return np.zeros(len(moving), bool)
+        values = score(rows)
+        best = best_of(values, parent, len(moving))
+        here = self.values[moving]
+        known = np.isfinite(here)
+        least = np.maximum(self.least[moving], SAME * np.abs(np.where(known, here, 0.0)))
+        worth = np.where(known, here, np.inf) - least
+        better = np.where(best >= 0, values[best], np.inf) < worth
+        if better.any():
+            self.rows = replaced(self.rows, moving[better], rows.take(best[better]))
+            self.values[moving[better]] = values[best[better]]
+        return np.asarray(better)
+
+
+def descend(
+    candidates: Candidates, score: Score, neighbourhood: Neighbourhood, sweeps: int
+) -> None:
+    """Improve ``candidates`` until none gains any more, in at most ``sweeps`` sweeps."""
+    failures = np.zeros(len(candidates.rows), np.int64)
+    moving = np.arange(len(candidates.rows))
+    for sweep in range(sweeps):
+        turns = AT_ONCE if len(moving) <= FEW else TURNS
+        near = neighbourhood.near(candidates.rows.take(moving), turns[sweep % len(turns)])
+        better = candidates.step(moving, near, score)
+        failures[moving] = np.where(better, 0, failures[moving] + KINDS // len(turns))
+        moving = moving[failures[moving] < KINDS]
+        if not len(moving):
+            break
+
+
+def every_batch(rows: Layouts, batches: Ints) -> tuple[Ints, Layouts]:
+    """Every row with every (size, count) pair."""
+    parent = np.repeat(np.arange(len(rows)), len(batches))
+    grid = np.tile(batches, (len(rows), 1))
+    return parent, rows.take(parent).with_batches(grid[:, 0], grid[:, 1])

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.scheduler.radio_problem import RadioProblem
+from collapipe_flwr.scheduler.radio.problem import RadioProblem
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]

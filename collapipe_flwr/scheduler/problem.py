@@ -1,4 +1,4 @@
-"""Rounds-to-target of whole plans and of candidate rows, relative to the reference plan."""
+"""One round's problem: what stays fixed while it is planned, and rounds to the target."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.costs.compute import steps_of
 from collapipe_flwr.costs.convergence import (
     BoundRow,
@@ -17,10 +18,13 @@ from collapipe_flwr.costs.convergence import (
 from collapipe_flwr.costs.latency import local_steps
 from collapipe_flwr.costs.layouts import Layouts
 from collapipe_flwr.costs.tables import Tables
+from collapipe_flwr.scheduler.dual_prices import DualPrices
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
+from collapipe_flwr.scheduler.scorer import Scorer
 from collapipe_flwr.scheduler.state import Reference
 
 Array = NDArray[np.float64]
-
+Ints = NDArray[np.int64]
 NEVER = 1e3  # stands for "does not reach the target": finite, so that searches can cross it
 ROOM = 1.25  # the target stays this factor above the reference plan's own floor
 
@@ -74,4 +78,60 @@ def learning_for(
         constants=reachable,
         reference_rounds=float(sums.rounds(reachable)),
         reference=reference,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundProblem:
+    """What stays fixed while one round is planned; energy costs ``price_mi`` per joule."""
+
+    tables: Tables
+    settings: SchedulerConfig
+    learning: Learning
+    latency_price: float
+    price_mi: Array
+
+    def scorer(self, prices: DualPrices, clusters: Ints) -> Scorer:
+        """Fast pricing of candidate rows of ``clusters`` at ``prices``."""
+        counts = np.array(self.settings.micro_batches)
+        return Scorer(self.tables, self.settings, prices, clusters, counts)
+
+    def score(self, scorer: Scorer, rows: Layouts, now: Layouts) -> Array:
+        """The cluster-wise objective of every row, the other clusters as in ``now``."""
+        return scorer.values(rows, self.learning.rho_rows(self.tables, rows, now))
+
+    def batches(self) -> Ints:
+        """All (size, count) pairs."""
+        settings = self.settings
+        grid = [(b, j) for b in settings.micro_batch_sizes for j in settings.micro_batches]
+        return np.array(grid, dtype=np.int64)
+
+    def device_counts(self) -> Ints:
+        """Devices of every cluster, control units not counted."""
+        return np.asarray(self.tables.members.present_mi.sum(1) - 1, dtype=np.int64)
+
+    def refuse(self, m: int) -> None:
+        """Say why cluster m cannot be planned."""
+        raise InfeasibleError(refusal(self.tables, m))
+
+
+def refusal(tables: Tables, m: int) -> str:
+    """Which memory is too small for cluster m, and what to do."""
+    snapshot, mib = tables.snapshot, 2.0**20
+    profile, model = snapshot.clusters[m].profile, snapshot.model
+    share = snapshot.edge.memory_bytes / tables.num_clusters
+    blocks = tables.blocks.state_bytes_l[-1]
+    room = sum(device.memory_bytes for device in profile.devices)
+    parts = (
+        ("the control unit", model.embedding.state_bytes, profile.control_unit.memory_bytes),
+        ("the edge (its share per cluster)", model.decoder.state_bytes, share),
+        (f"the {len(profile.devices)} devices together", blocks, room),
+    )
+    needs = "; ".join(
+        f"{name} need {need / mib:.0f} MiB of state plus activations and have {have / mib:.0f} MiB"
+        for name, need, have in sorted(parts, key=lambda p: p[2] / max(p[1], 1.0))
+    )
+    return (
+        f"cluster {profile.cluster_id!r}: no plan fits its memories ({needs}): add a device, lower "
+        "micro-batch-sizes or micro-batches, or choose a smaller model"
     )

@@ -8,7 +8,11 @@ needs the power ``(N0/g) w (e^z - 1)``; both are convex in the logarithms, as ar
 
 Under 1F1B phi alone bounds both passes; that is the schedule's lower bound (costs.latency).
 
-Suffixes: ``_r`` row (one cluster each), ``_h`` hop-direction (forward hops, then backward hops).
+Suffixes in `RadioProblem`: ``_r`` row (one cluster each), ``_h`` hop-direction (forward hops, then
+backward hops). `FlatHops` holds the hops in one flat line for the vectorized solver: unused slots
+are gone; hops stand cluster by cluster, and within a cluster pass by pass, so that sums over
+clusters or passes are sums over stretches. Exactly two hops of every cluster see the shared
+bandwidth. There ``_h`` is a used hop-direction and ``_c`` a cap (row-major: phi, then beta).
 """
 
 from __future__ import annotations
@@ -23,8 +27,8 @@ from collapipe_flwr.costs.radio import LN2
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
-
 EXPONENT_MAX = 300.0
+Ints = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,3 +103,77 @@ def _slowest_stages(chain: Chain) -> Array:
         both = (forward + backward).max(1)
         return np.stack([both, both], axis=1)
     return np.stack([forward.max(1), backward.max(1)], axis=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatHops:
+    """Constants of every used hop, of its row and of the cap that bounds it.
+
+    A hop's exponent is ``z = exp(log_bits_h - x - omega)``, omega only towards the edge: elsewhere
+    the fixed bandwidth is part of ``log_bits_h``. ``low_h`` is ln(time) at full power; towards the
+    edge it depends on omega and stands in ``edge_low``.
+    """
+
+    rows: int
+    sides: int  # caps per row: phi and beta, or phi alone
+    flat_h: Ints  # position in the problem's (R, 2(S+1)) arrays
+    row_h: Ints
+    cap_h: Ints
+    starts_c: Ints  # where the stretch of each cap begins
+    edge_r2: Ints  # position of each row's two hops over the shared bandwidth
+    log_bits_h: Array
+    worth_h: Array  # objective of sending at vanishing power
+    weight_h: Array
+    low_h: Array
+    edge_snr_r2: Array  # SNR at full power, times bandwidth
+
+    def by_cap(self, values: Array) -> Array:
+        """Sums over the stretch of every cap, along the last axis."""
+        return np.add.reduceat(values, self.starts_c, axis=-1)
+
+    def by_row(self, values: Array) -> Array:
+        """Values of the row's caps, (..., R, sides), or of its two edge hops, (R, 2), added up."""
+        if values.shape[-1] == 1:
+            return np.asarray(values[..., 0])
+        return np.asarray(values[..., 0] + values[..., 1])
+
+    def lines_by_cap(self, values: Array) -> Array:
+        """Sums by cap of several lines of hops, (lines, R, sides)."""
+        return self.by_cap(values).reshape(len(values), self.rows, self.sides)
+
+    def edge_low(self, omega: Array) -> tuple[Array, Array, Array]:
+        """ln(time) at full power towards the edge, (R, 2), and two derivatives by omega."""
+        snr = self.edge_snr_r2 * np.exp(-omega)[:, None]
+        gained, rest = np.log1p(snr), 1.0 / (1.0 + snr)
+        ratio = snr * rest / gained
+        low = self.log_bits_h[self.edge_r2] - omega[:, None] - np.log(gained)
+        return low, ratio - 1.0, ratio * (ratio - rest)
+
+
+def flat_hops(problem: RadioProblem) -> FlatHops:
+    """Gather the used hops of ``problem``."""
+    p, (rows, slots) = problem, problem.used_rh.shape
+    flat = np.flatnonzero(p.used_rh)
+    row = flat // slots
+    side = p.cap_of_h[flat % slots]
+    sides = int(p.cap_of_h[-1]) + 1
+    cap = row * sides + side
+    bits, noise = p.bits_ln2_rh.ravel()[flat], p.noise_over_gain_rh.ravel()[flat]
+    edge = np.flatnonzero(p.edge_rh.ravel()[flat]).reshape(rows, 2)
+    snr, width = p.power_max_rh.ravel()[flat] / noise, p.d2d_hz_rh.ravel()[flat]
+    log_bits = np.log(bits / width)
+    log_bits[edge] = np.log(bits[edge])
+    return FlatHops(
+        rows=rows,
+        sides=sides,
+        flat_h=flat,
+        row_h=row,
+        cap_h=cap,
+        starts_c=np.searchsorted(cap, np.arange(rows * sides)),
+        edge_r2=edge,
+        log_bits_h=log_bits,
+        worth_h=p.price_rh.ravel()[flat] * noise * bits,
+        weight_h=p.weight_r[row],
+        low_h=log_bits - np.log(np.log1p(snr / width)),
+        edge_snr_r2=snr[edge],
+    )

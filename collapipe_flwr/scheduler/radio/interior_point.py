@@ -2,7 +2,7 @@
 
 Predictor and corrector steps (Mehrotra 1992; Wright, Primal-Dual Interior-Point Methods) on the
 perturbed KKT conditions with slacks (Boyd and Vandenberghe, Convex Optimization, 11.7). The work
-of a step grows linearly in clusters. The problem and its convexity are in ``radio_problem``.
+of a step grows linearly in clusters. The problem and its convexity are in ``radio.problem``.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from collapipe_flwr.scheduler.newton import Curvature, NewtonSystem, Point
-from collapipe_flwr.scheduler.radio_problem import RadioProblem
-from collapipe_flwr.scheduler.radio_start import opening
-from collapipe_flwr.scheduler.radio_terms import Evaluation, RadioTerms
+from collapipe_flwr.scheduler.radio.newton import Curvature, NewtonSystem, Point
+from collapipe_flwr.scheduler.radio.problem import RadioProblem
+from collapipe_flwr.scheduler.radio.terms import Evaluation, RadioTerms
+from collapipe_flwr.scheduler.radio.warm_start import opening
 
 Array = NDArray[np.float64]
-
 MAX_STEPS = 80
 TOLERANCE = 1e-4  # relative distance from the optimum
 REACH = 0.995  # share of the way to the boundary that a step may take

@@ -7,13 +7,12 @@ infinitely slow transmissions); the search stops when the bound passes the best,
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
 
-from collapipe_flwr.core.domain import Plan, RoundOutcome, Snapshot
+from collapipe_flwr.core.domain import Plan, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.chain import chain_of, full_power_times, makespan_of
 from collapipe_flwr.costs.energy import radio_energy_j
@@ -22,19 +21,16 @@ from collapipe_flwr.costs.memory import fits
 from collapipe_flwr.costs.radio import LN2
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import (
-    budgets_in,
     initial_state,
-    observed,
     planner_for,
     solution_plan,
 )
-from collapipe_flwr.scheduler.layout_search import all_layouts, count_layouts, rows_for
-from collapipe_flwr.scheduler.market import row_prices
+from collapipe_flwr.scheduler.dual_prices import row_prices
+from collapipe_flwr.scheduler.initial_layouts import all_layouts, count_layouts, rows_for
 from collapipe_flwr.scheduler.model_share import capped, least_shares
 from collapipe_flwr.scheduler.planner import Planner, Solution
 from collapipe_flwr.scheduler.precision import refined
-from collapipe_flwr.scheduler.protocol import SchedulerSettings
-from collapipe_flwr.scheduler.queues import budgets_of
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.scheduler.state import SchedulerState, reference_of
 
 Array = NDArray[np.float64]
@@ -69,7 +65,7 @@ def _feasible(planner: Planner, m: int) -> Layouts:
     if count_layouts(devices, blocks) * len(planner.batches()) > MOST_ROWS:
         raise ScheduleError("brute force is for tiny instances: use dssda")
     rows = rows_for(m, *all_layouts(devices, blocks), planner.batches())
-    good = rows.take(fits(planner.tables, rows, planner.settings.options))
+    good = rows.take(fits(planner.tables, rows, planner.settings))
     if not len(good):
         planner.refuse(m)
     return good
@@ -77,7 +73,7 @@ def _feasible(planner: Planner, m: int) -> Layouts:
 
 def _limits(planner: Planner, rows: Layouts) -> tuple[Array, Array]:
     """Of every row: latency at full power with all bandwidth, and energy at infinite patience."""
-    chain = chain_of(planner.tables, rows, planner.settings.options)
+    chain = chain_of(planner.tables, rows, planner.settings)
     width = np.full(len(rows), planner.tables.snapshot.radio.bandwidth_hz)
     times = full_power_times(chain, width)
     latency = chain.fixed_s + chain.steps_r * makespan_of(chain, times)
@@ -99,27 +95,13 @@ def _bounds(
         yield planner.latency_price * rho * latency + energy, choice
 
 
-@dataclass(frozen=True, slots=True)
-class BruteForce:
-    """Exhaustive search behind the scheduler protocol."""
-
-    settings: SchedulerSettings
-    name: str = "brute-force"
-
-    def init(self, snapshot: Snapshot) -> SchedulerState:
-        """Empty queues and the reference plan of ``snapshot``."""
-        return initial_state(snapshot, self.settings)
-
-    def step(self, state: SchedulerState, snapshot: Snapshot) -> tuple[Plan, SchedulerState]:
-        """The optimal plan; raises ScheduleError for instances that are too large."""
-        tables = tabulate(snapshot, self.settings.coarsest)
-        shares = least_shares(tables, reference_of(state), self.settings)
-        room = capped(tables, shares, reference_of(state), self.settings.options)
-        planner = planner_for(room, state, self.settings)
-        plan = solution_plan(planner, refined(planner, exhaustive(planner)), self.name, 1.0)
-        budgets = budgets_of(state, budgets_in(snapshot))
-        return plan, replace(state, rounds=state.rounds + 1, budget_j=budgets, last_plan=plan)
-
-    def observe(self, state: SchedulerState, plan: Plan, outcome: RoundOutcome) -> SchedulerState:
-        """Queues by realised energy, estimates by telemetry."""
-        return observed(state, plan, outcome, self.settings)
+def optimal_plan(
+    snapshot: Snapshot, settings: SchedulerConfig, state: SchedulerState | None = None
+) -> Plan:
+    """The optimal plan of one round; raises ScheduleError for instances that are too large."""
+    before = state or initial_state(snapshot, settings)
+    tables = tabulate(snapshot, settings.coarsest)
+    shares = least_shares(tables, reference_of(before), settings)
+    room = capped(tables, shares, reference_of(before), settings)
+    planner = planner_for(room, before, settings)
+    return solution_plan(planner, refined(planner, exhaustive(planner)), "brute-force", 1.0)

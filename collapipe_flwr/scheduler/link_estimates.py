@@ -34,21 +34,21 @@ PATIENCE = 20  # rounds without a look: a look costs at most one slow round in s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinkBelief:
+class LinkEstimate:
     """ln(share of the promised rate): believed, and noted in the last rounds."""
 
     believed: float = 0.0
     notes: tuple[float, ...] = ()
     rounds_unseen: int = 0
 
-    def noting(self, note: float) -> LinkBelief:
+    def noting(self, note: float) -> LinkEstimate:
         """After one more round that used the link."""
         notes = (*self.notes, note)[-NOTES:]
         middle = median((*notes, *[self.believed] * (NOTES - len(notes))))
         changed = abs(middle - self.believed) > AGREES
-        return LinkBelief(believed=middle if changed else self.believed, notes=notes)
+        return LinkEstimate(believed=middle if changed else self.believed, notes=notes)
 
-    def unseen(self) -> LinkBelief:
+    def unseen(self) -> LinkEstimate:
         """After one more round that did not."""
         rounds = self.rounds_unseen + 1
         if rounds < PATIENCE:
@@ -56,7 +56,7 @@ class LinkBelief:
         return replace(self, believed=0.0, rounds_unseen=0)
 
 
-LinkBook = Mapping[str, Mapping[str, LinkBelief]]
+LinkEstimates = Mapping[str, Mapping[str, LinkEstimate]]
 """cluster -> link -> belief."""
 
 
@@ -65,7 +65,7 @@ def link_key(one: str, other: str) -> str:
     return " - ".join(sorted((one, other)))
 
 
-def links_learned(book: LinkBook, outcome: RoundOutcome) -> LinkBook:
+def links_learned(book: LinkEstimates, outcome: RoundOutcome) -> LinkEstimates:
     """Fold a round's samples in; clusters without samples change nothing."""
     after = dict(book)
     for cluster in outcome.clusters:
@@ -74,19 +74,19 @@ def links_learned(book: LinkBook, outcome: RoundOutcome) -> LinkBook:
     return after
 
 
-def _noted(known: Mapping[str, LinkBelief], cluster: ClusterOutcome) -> dict[str, LinkBelief]:
+def _noted(known: Mapping[str, LinkEstimate], cluster: ClusterOutcome) -> dict[str, LinkEstimate]:
     after = {key: belief.unseen() for key, belief in known.items()}
     for sample in cluster.links:
         if not (0 < sample.measured_bit_per_s < math.inf and sample.planned_bit_per_s > 0):
             continue
         key = link_key(*sample.ends)
-        before = known.get(key, LinkBelief())
+        before = known.get(key, LinkEstimate())
         note = before.believed + math.log(sample.measured_bit_per_s / sample.planned_bit_per_s)
         after[key] = before.noting(min(note, 0.0) if sample.paced else note)
     return after
 
 
-def with_links(snapshot: Snapshot, book: LinkBook) -> Snapshot:
+def with_links(snapshot: Snapshot, book: LinkEstimates) -> Snapshot:
     """The snapshot with believed shares; itself where all rates are as promised."""
     clusters = tuple(_believed(c, book.get(c.profile.cluster_id, {})) for c in snapshot.clusters)
     if all(map(is_, clusters, snapshot.clusters)):
@@ -94,25 +94,25 @@ def with_links(snapshot: Snapshot, book: LinkBook) -> Snapshot:
     return replace(snapshot, clusters=clusters)
 
 
-def _believed(cluster: ClusterSnapshot, known: Mapping[str, LinkBelief]) -> ClusterSnapshot:
+def _believed(cluster: ClusterSnapshot, known: Mapping[str, LinkEstimate]) -> ClusterSnapshot:
     if not any(belief.believed for belief in known.values()):
         return cluster
     profile = cluster.profile
     names = [profile.control_unit.device_id, *(d.device_id for d in profile.devices)]
 
     def shares(name: str, others: list[str]) -> tuple[float, ...]:
-        beliefs = (known.get(link_key(name, other), LinkBelief()) for other in others)
+        beliefs = (known.get(link_key(name, other), LinkEstimate()) for other in others)
         return tuple(math.exp(belief.believed) for belief in beliefs)
 
     links = LinkShares(d2d=tuple(shares(name, names) for name in names), edge=shares("", names))
     return replace(cluster, links=links)
 
 
-def links_from_dict(values: Mapping[str, Any]) -> LinkBook:
+def links_from_dict(values: Mapping[str, Any]) -> LinkEstimates:
     """A book that was JSON; raises TypeError, KeyError or ValueError where it is none."""
     return {
         cluster: {
-            key: LinkBelief(**{**belief, "notes": tuple(belief["notes"])})
+            key: LinkEstimate(**{**belief, "notes": tuple(belief["notes"])})
             for key, belief in known.items()
         }
         for cluster, known in values.items()
