@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 from collapipe_flwr.core.domain import Plan, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.chain import chain_of, full_power_times, makespan_of
-from collapipe_flwr.costs.energy import radio_energy_j
 from collapipe_flwr.costs.layouts import Layouts, stack
-from collapipe_flwr.costs.memory import fits
 from collapipe_flwr.costs.radio import LN2
 from collapipe_flwr.costs.tables import tabulate
+from collapipe_flwr.costs.work import fits, radio_energy_j
 from collapipe_flwr.scheduler.base import (
     initial_state,
     planner_for,

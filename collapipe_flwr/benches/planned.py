@@ -26,7 +26,7 @@ from collapipe_flwr.core.domain import (
     Snapshot,
 )
 from collapipe_flwr.core.schedule import StepTimes
-from collapipe_flwr.costs.warm_up import choose_warm_up
+from collapipe_flwr.costs.makespan import choose_warm_up
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 

@@ -13,13 +13,18 @@ from numpy.typing import NDArray
 
 from collapipe_flwr.core.domain import ClusterPlan, HopPlan, Plan, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.costs.chain import Chain, chain_of, hop_bandwidth_hz, price_rows
-from collapipe_flwr.costs.compute import PricingOptions
-from collapipe_flwr.costs.depths import flight_table, planned_makespan_s
-from collapipe_flwr.costs.memory import peak_bytes
-from collapipe_flwr.costs.plan_rows import planned_codecs, restricted, rows_of_plans
+from collapipe_flwr.costs.chain import (
+    Chain,
+    chain_of,
+    flight_table,
+    hop_bandwidth_hz,
+    planned_makespan_s,
+    price_rows,
+)
+from collapipe_flwr.costs.layouts import planned_codecs, restricted, rows_of_plans
 from collapipe_flwr.costs.radio import rate_bit_per_s
 from collapipe_flwr.costs.tables import Tables, members_of, tabulate
+from collapipe_flwr.costs.work import PricingOptions, peak_bytes
 
 Array = NDArray[np.float64]
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from benchmarks.oracles.radio_reference import ReferenceOptimum, solve_reference
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.chain import Chain, chain_of, powers_for, price_rows
-from collapipe_flwr.costs.plan_rows import rows_of_plans
+from collapipe_flwr.costs.layouts import rows_of_plans
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.experiments.bench_optimality import queued
 from collapipe_flwr.experiments.setting import Setting

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from collapipe_flwr.core.domain import ClusterOutcome, ModelProfile, Plan, RoundOutcome, Snapshot
-from collapipe_flwr.costs.compute import PricingOptions
 from collapipe_flwr.costs.price import PricedCluster, PricedRound, price
 from collapipe_flwr.costs.tables import members_of
+from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.scheduler.protocol import Scheduler
 from collapipe_flwr.scheduler.state import SchedulerState
 from collapipe_flwr.simulator.world import World

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.costs.whole import whole_model
+from collapipe_flwr.costs.work import whole_model
 from collapipe_flwr.experiments.episode import EpisodeRound, run_episode
 from collapipe_flwr.experiments.score import Score, score
 from collapipe_flwr.experiments.setting import Setting

@@ -25,8 +25,8 @@ from collapipe_flwr.core.domain import (
 )
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.core.json_codec import from_json, to_json
-from collapipe_flwr.costs.compute import PricingOptions
 from collapipe_flwr.costs.price import PricedCluster, PricedRound, price, with_rates
+from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.federation.absence import without_absent, without_clusters
 from collapipe_flwr.federation.checkpoint import Memory
 from collapipe_flwr.federation.link_samples import with_samples

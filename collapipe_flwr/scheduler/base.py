@@ -9,14 +9,12 @@ from numpy.typing import NDArray
 
 from collapipe_flwr.core.domain import ClusterPlan, Plan, RoundOutcome, Snapshot
 from collapipe_flwr.core.errors import InfeasibleError
-from collapipe_flwr.costs.chain import chain_of
-from collapipe_flwr.costs.depths import Scheduled, schedule_rows
-from collapipe_flwr.costs.estimators import Prior, constants_of, update
-from collapipe_flwr.costs.layouts import Layouts, replaced
-from collapipe_flwr.costs.memory import fits, peak_bytes
-from collapipe_flwr.costs.plan_rows import hop_plans, segments_of
+from collapipe_flwr.costs.chain import Scheduled, chain_of, schedule_rows
+from collapipe_flwr.costs.convergence import Prior, constants_of, update
+from collapipe_flwr.costs.layouts import Layouts, hop_plans, replaced, segments_of
 from collapipe_flwr.costs.price import named_energy, named_memory
 from collapipe_flwr.costs.tables import Tables, members_of, tabulate
+from collapipe_flwr.costs.work import fits, peak_bytes
 from collapipe_flwr.scheduler.initial_layouts import rows_from_weights
 from collapipe_flwr.scheduler.link_estimates import links_learned
 from collapipe_flwr.scheduler.planner import Planner, Solution

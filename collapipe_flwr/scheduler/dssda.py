@@ -16,10 +16,9 @@ from collapipe_flwr.core.domain import (
     Snapshot,
 )
 from collapipe_flwr.core.errors import InfeasibleError, ScheduleError
-from collapipe_flwr.costs.layouts import Layouts
-from collapipe_flwr.costs.memory import fits
-from collapipe_flwr.costs.plan_rows import rows_of_plans
+from collapipe_flwr.costs.layouts import Layouts, rows_of_plans
 from collapipe_flwr.costs.tables import Tables, tabulate
+from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.base import (
     budgets_in,
     initial_state,

@@ -9,10 +9,9 @@ from math import comb, perm
 import numpy as np
 from numpy.typing import NDArray
 
-from collapipe_flwr.costs.compute import PricingOptions
 from collapipe_flwr.costs.layouts import UNUSED, Layouts, stack
-from collapipe_flwr.costs.memory import kept_bytes
 from collapipe_flwr.costs.tables import Tables
+from collapipe_flwr.costs.work import PricingOptions, kept_bytes
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]

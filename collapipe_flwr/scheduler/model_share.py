@@ -13,11 +13,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from collapipe_flwr.costs.compute import PricingOptions
 from collapipe_flwr.costs.layouts import Layouts
-from collapipe_flwr.costs.memory import peak_bytes
 from collapipe_flwr.costs.tables import Tables
-from collapipe_flwr.costs.whole import whole_bytes
+from collapipe_flwr.costs.work import PricingOptions, peak_bytes, whole_bytes
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.scheduler.state import Reference
 

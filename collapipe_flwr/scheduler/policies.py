@@ -19,8 +19,8 @@ from collapipe_flwr.core.domain import Plan, RoundOutcome, Snapshot
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.costs.chain import chain_of
 from collapipe_flwr.costs.layouts import Layouts, stack
-from collapipe_flwr.costs.memory import fits
 from collapipe_flwr.costs.tables import Tables, tabulate
+from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.base import (
     budgets_in,
     infeasible,

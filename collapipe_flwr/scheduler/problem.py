@@ -8,16 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collapipe_flwr.core.errors import InfeasibleError
-from collapipe_flwr.costs.compute import steps_of
 from collapipe_flwr.costs.convergence import (
     BoundRow,
     LearningConstants,
     bound_sums,
     exchanged,
 )
-from collapipe_flwr.costs.latency import local_steps
 from collapipe_flwr.costs.layouts import Layouts
+from collapipe_flwr.costs.makespan import local_steps
 from collapipe_flwr.costs.tables import Tables
+from collapipe_flwr.costs.work import steps_of
 from collapipe_flwr.scheduler.dual_prices import DualPrices
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.scheduler.scorer import Scorer

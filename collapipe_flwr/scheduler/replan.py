@@ -25,7 +25,7 @@ from collapipe_flwr.core.domain import (
 )
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.costs.codecs import CODECS
-from collapipe_flwr.costs.compute import PricingOptions
+from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.scheduler.plans import dry_run_plan
 from collapipe_flwr.scheduler.segment_dp import (
     Path,

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from collapipe_flwr.core.domain import ChannelState, ClusterSnapshot, Plan, RoundOutcome, Snapshot
-from collapipe_flwr.costs.compute import PricingOptions
 from collapipe_flwr.costs.price import price
 from collapipe_flwr.costs.tables import tabulate
+from collapipe_flwr.costs.work import PricingOptions
 
 CAUTION = 0.1  # a Rayleigh link is better than this share of its mean nine times out of ten
 OFF = 0.01  # error of forecasts, in ln(latency of the round), from which on gains are averaged

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from collapipe_flwr.costs.compute import PricingOptions, steps_of
-from collapipe_flwr.costs.latency import OPTIMISER_FLOP_PER_BYTE
 from collapipe_flwr.costs.layouts import Layouts
-from collapipe_flwr.costs.memory import kept_bytes
+from collapipe_flwr.costs.makespan import OPTIMISER_FLOP_PER_BYTE
 from collapipe_flwr.costs.radio import rate_bit_per_s
 from collapipe_flwr.costs.tables import Tables
+from collapipe_flwr.costs.work import PricingOptions, kept_bytes, steps_of
 from collapipe_flwr.scheduler.dual_prices import DualPrices, link_table
 
 Array = NDArray[np.float64]

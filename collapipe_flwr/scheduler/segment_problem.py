@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collapipe_flwr.costs.codecs import SHARES
-from collapipe_flwr.costs.compute import PricingOptions
-from collapipe_flwr.costs.latency import OPTIMISER_FLOP_PER_BYTE, local_steps
+from collapipe_flwr.costs.makespan import OPTIMISER_FLOP_PER_BYTE, local_steps
 from collapipe_flwr.costs.radio import power_for_time_w, send_time_s, thrifty_time_s
 from collapipe_flwr.costs.tables import Tables
+from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.scheduler.segment_dp import SegmentProblem
 
 Array = NDArray[np.float64]

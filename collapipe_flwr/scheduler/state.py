@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 
 from collapipe_flwr.core.domain import Plan, RoundOutcome
 from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.costs.estimators import LearningState
+from collapipe_flwr.costs.convergence import LearningState
 from collapipe_flwr.scheduler.link_estimates import LinkEstimates, links_from_dict
 from collapipe_flwr.scheduler.plans import plan_from_dict, plan_to_dict
 from collapipe_flwr.scheduler.profile_estimates import ProfileEstimates, profiles_from_dict

@@ -11,7 +11,7 @@ from benchmarks.oracles.brute_force import optimal_plan
 from collapipe_flwr.core.domain import Snapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.chain import chain_of, full_power_times
-from collapipe_flwr.costs.plan_rows import rows_of_plans
+from collapipe_flwr.costs.layouts import rows_of_plans
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.experiments.bench_radio import radio_instance
 from collapipe_flwr.experiments.fleet import FleetCluster

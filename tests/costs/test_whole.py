@@ -8,7 +8,7 @@ import pytest
 
 from collapipe_flwr.core.domain import Snapshot
 from collapipe_flwr.costs.price import price
-from collapipe_flwr.costs.whole import whole_bytes, whole_model
+from collapipe_flwr.costs.work import whole_bytes, whole_model
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulator.models import transformer_profile

@@ -12,7 +12,7 @@ import pytest
 
 from collapipe_flwr import cli
 from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.costs.whole import whole_bytes
+from collapipe_flwr.costs.work import whole_bytes
 from collapipe_flwr.experiments.budget import EnergyBudget
 from collapipe_flwr.experiments.model import ModelShape
 from collapipe_flwr.experiments.setting import Setting

@@ -9,7 +9,7 @@ import pytest
 
 from collapipe_flwr.core.domain import ClusterPlan, HopPlan
 from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.costs.compute import PricingOptions
+from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.scheduler.plans import (
     check_cluster_plan,
     cluster_plan_from_json,

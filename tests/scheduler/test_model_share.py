@@ -16,7 +16,7 @@ from benchmarks.oracles.brute_force import optimal_plan
 from collapipe_flwr.core.domain import ModelProfile, Plan, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.tables import tabulate
-from collapipe_flwr.costs.whole import whole_bytes
+from collapipe_flwr.costs.work import whole_bytes
 from collapipe_flwr.scheduler.model_share import packs, segment_needs
 from collapipe_flwr.scheduler.plans import plan_from_json, plan_to_json
 from collapipe_flwr.scheduler.policies import make_scheduler

@@ -12,9 +12,9 @@ from benchmarks.oracles.radio_reference import solve_reference
 from collapipe_flwr.core.domain import Snapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.chain import Chain, chain_of, full_power_times, powers_for, price_rows
-from collapipe_flwr.costs.compute import PricingOptions
 from collapipe_flwr.costs.layouts import Layouts
 from collapipe_flwr.costs.tables import tabulate
+from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.scheduler.radio.allocation import allocate, equal_shares
 from collapipe_flwr.scheduler.radio.interior_point import InteriorPoint
 from collapipe_flwr.scheduler.radio.newton import NewtonSystem, Point
