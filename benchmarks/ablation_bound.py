@@ -35,8 +35,8 @@ from collapipe_flwr.federation.learner import Learner, make_learner
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.pipeline.meter import square_norm
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
-from collapipe_flwr.scheduler.protocol import SchedulerSettings
-from collapipe_flwr.scheduler.registry import make_scheduler
+from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulator.world import make_world, mixed_devices
 
 CLUSTERS, DEVICES, EXAMPLES = 4, 4, 256
@@ -188,7 +188,7 @@ class Run:
             channel="block-fading",
             seed=seed,
         )
-        settings = SchedulerSettings(
+        settings = SchedulerConfig(
             micro_batch_sizes=SIZES,
             micro_batches=COUNTS,
             learning_rate=training.optimizer.learning_rate,
@@ -211,7 +211,7 @@ class Run:
     def _round(self, index: int) -> Round:
         snapshot = self.world.snapshot(index, self.model)
         plan, self.state = self.scheduler.step(self.state, snapshot)
-        priced = price(plan, snapshot, self.settings.options)
+        priced = price(plan, snapshot, self.settings)
         rule = self.training.optimizer
         told = [self.fleet.train(m, c, index, rule) for m, c in enumerate(plan.clusters)]
         outcome = self._aggregated(priced, told, index)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collapipe_flwr.core.domain import ClusterPlan, Snapshot
 from collapipe_flwr.core.schedule import Trace, replay
-from collapipe_flwr.costs.chain import chain_of
-from collapipe_flwr.costs.compute import Options
-from collapipe_flwr.costs.depths import step_times
-from collapipe_flwr.costs.plan_rows import planned_codecs, restricted, rows_of_plans
+from collapipe_flwr.costs.chain import chain_of, step_times
+from collapipe_flwr.costs.layouts import planned_codecs, restricted, rows_of_plans
 from collapipe_flwr.costs.price import achieved_times, planned_powers
 from collapipe_flwr.costs.tables import tabulate
+from collapipe_flwr.costs.work import PricingOptions
 
 
-def replay_plan(plan: ClusterPlan, snapshot: Snapshot, options: Options | None = None) -> Trace:
+def replay_plan(
+    plan: ClusterPlan, snapshot: Snapshot, options: PricingOptions | None = None
+) -> Trace:
     """One optimiser step of ``plan`` under ``snapshot``; raises ScheduleError."""
-    choice = options or Options()
+    choice = options or PricingOptions()
     tables = tabulate(restricted(snapshot, [plan.cluster_id]))
     rows = rows_of_plans(tables, [plan])
     chain = chain_of(planned_codecs(tables, rows, [plan]), rows, choice)

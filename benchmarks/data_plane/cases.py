@@ -29,9 +29,9 @@ from collapipe_flwr.core.domain import (
     Snapshot,
 )
 from collapipe_flwr.core.schedule import StepTimes
-from collapipe_flwr.costs.warm_up import choose_warm_up
-from collapipe_flwr.scheduler.protocol import SchedulerSettings
-from collapipe_flwr.scheduler.registry import make_scheduler
+from collapipe_flwr.costs.makespan import choose_warm_up
+from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.transport.quantize import WIRE_CODECS
 
 CLUSTER, CONTROL = "bench", "control unit"
@@ -151,7 +151,7 @@ def machine_flop_per_s(shape: Shape, blocks: Sequence[int] = (0, 2, 0), passes: 
 
 
 def _plan(site: Site, blocks: int, schedule: str) -> ClusterPlan:
-    settings = SchedulerSettings(
+    settings = SchedulerConfig(
         micro_batch_sizes=(site.shape.micro_batch,),
         micro_batches=(site.shape.micro_batches,),
         schedule=schedule,

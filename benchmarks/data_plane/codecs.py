@@ -35,8 +35,8 @@ from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
 from collapipe_flwr.pipeline.roles import FirstStage, MicroBatch
 from collapipe_flwr.pipeline.session import NextHop, SessionRequest
 from collapipe_flwr.pipeline.stage_settings import StageSettings
-from collapipe_flwr.scheduler.protocol import SchedulerSettings
-from collapipe_flwr.scheduler.registry import make_scheduler
+from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulator.world import make_world
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.dialer import Dialer
@@ -54,7 +54,7 @@ def auto_codecs(model: ModelProfile, *, micro_batch: int, micro_batches: int) ->
     (profile,) = world.clusters
     devices = (replace(d, memory_bytes=int(ROOM * need)) for d in profile.devices)
     world = replace(world, clusters=(replace(profile, devices=tuple(devices)),))
-    settings = SchedulerSettings(
+    settings = SchedulerConfig(
         micro_batch_sizes=(micro_batch,),
         micro_batches=(micro_batches,),
         codecs=LinksConfig().codecs,

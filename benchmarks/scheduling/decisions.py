@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.scheduling.optimality import Gaps, optimality
 from benchmarks.scheduling.radio import RadioBench, compare_radio
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.scheduler.registry import make_scheduler
+from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.simulation.episode import run_episode
 from collapipe_flwr.simulation.setting import ModelShape, Setting
 from collapipe_flwr.simulation.simulate import Tick, silent

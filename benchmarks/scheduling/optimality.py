@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.oracles.brute_force import optimal_plan
 from collapipe_flwr.core.domain import Plan, Snapshot
 from collapipe_flwr.costs.tables import members_of, tabulate
 from collapipe_flwr.scheduler.base import planner_for
-from collapipe_flwr.scheduler.protocol import SchedulerSettings
-from collapipe_flwr.scheduler.registry import make_scheduler
+from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.scheduler.state import SchedulerState
 from collapipe_flwr.simulation.budget import EnergyBudget
 from collapipe_flwr.simulation.setting import ModelShape, Setting
@@ -48,7 +49,7 @@ class Instance:
 
     snapshot: Snapshot
     state: SchedulerState
-    settings: SchedulerSettings
+    settings: SchedulerConfig
 
 
 def optimality(instances: int, tick: Tick) -> Gaps:
@@ -80,7 +81,7 @@ def instance(seed: int) -> Instance:
     """One to three clusters, small enough for brute force, with random queues and V."""
     rng = np.random.default_rng([seed, 2509])
     clusters = int(rng.integers(1, 4))
-    settings = SchedulerSettings(
+    settings = SchedulerConfig(
         penalty_weight=float(10 ** rng.uniform(-1, 2)),
         micro_batch_sizes=(2, 8) if clusters == 1 else (4,),
         micro_batches=(2, 8),
@@ -119,12 +120,9 @@ def queued(state: SchedulerState, snapshot: Snapshot, rng: np.random.Generator) 
 
 def gap(case: Instance) -> float:
     """Relative distance of DSSDA's objective from the optimum."""
-    ours, best = (_objective(case, _plan(case, name)) for name in ("dssda", "brute-force"))
-    return ours / best - 1.0
-
-
-def _plan(case: Instance, policy: str) -> Plan:
-    return make_scheduler(policy, case.settings).step(case.state, case.snapshot)[0]
+    ours, _ = make_scheduler("dssda", case.settings).step(case.state, case.snapshot)
+    best = optimal_plan(case.snapshot, case.settings, case.state)
+    return _objective(case, ours) / _objective(case, best) - 1.0
 
 
 def _objective(case: Instance, plan: Plan) -> float:

@@ -10,21 +10,18 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.oracles.radio_reference import ReferenceOptimum, solve_reference
 from benchmarks.scheduling.optimality import queued
 from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.core.extras import extra
 from collapipe_flwr.costs.chain import Chain, chain_of, powers_for, price_rows
-from collapipe_flwr.costs.plan_rows import rows_of_plans
+from collapipe_flwr.costs.layouts import rows_of_plans
 from collapipe_flwr.costs.tables import tabulate
-from collapipe_flwr.scheduler.allocation import Allocation, allocate
 from collapipe_flwr.scheduler.base import planner_for
-from collapipe_flwr.scheduler.market import row_prices
-from collapipe_flwr.scheduler.radio_problem import radio_problem
-from collapipe_flwr.scheduler.registry import make_scheduler
+from collapipe_flwr.scheduler.dual_prices import row_prices
+from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.scheduler.radio.allocation import Allocation, allocate
+from collapipe_flwr.scheduler.radio.problem import radio_problem
 from collapipe_flwr.simulation.setting import Setting
-
-with extra("bench"):
-    from collapipe_flwr.scheduler.reference import ReferenceOptimum, solve_reference
 
 TIMED = (
     "whole calls from layouts to bandwidth and powers, stating the problem included on both sides, "
@@ -124,7 +121,7 @@ def radio_instance(setting: Setting, seed: int) -> RadioInstance:
     plan, state = scheduler.step(state, snapshot)
     tables = tabulate(snapshot)
     planner = planner_for(tables, state, setting.settings)
-    chain = chain_of(tables, rows_of_plans(tables, plan.clusters), setting.settings.options)
+    chain = chain_of(tables, rows_of_plans(tables, plan.clusters), setting.settings)
     return RadioInstance(
         chain=chain,
         price_rs=row_prices(planner.price_mi, chain.rows),

@@ -63,7 +63,7 @@ def profile(
     from collapipe_flwr.models import BatchShape
     from collapipe_flwr.reporting.model_table import as_json, show_forecast
     from collapipe_flwr.reporting.output import prepare, write_json
-    from collapipe_flwr.scheduler.protocol import SchedulerSettings
+    from collapipe_flwr.scheduler.protocol import SchedulerConfig
     from collapipe_flwr.simulation.choices import whole_numbers
 
     if not assignments().holds(overrides):
@@ -79,7 +79,7 @@ def profile(
         lora_rank=lora_rank,
         ties=ties,
     )
-    settings = SchedulerSettings(
+    settings = SchedulerConfig(
         micro_batch_sizes=whole_numbers("micro-batch-sizes", micro_batch_sizes),
         micro_batches=whole_numbers("micro-batches", micro_batches),
     )

@@ -16,8 +16,8 @@ from collapipe_flwr.models import BatchShape, LoraConfig, ModelSpec, Splitter, m
 from collapipe_flwr.models.checkpoint import read_pretrained_config
 from collapipe_flwr.models.families import FAMILIES
 from collapipe_flwr.models.profile import TimedBlock, profile_model, time_block
-from collapipe_flwr.scheduler.protocol import SchedulerSettings
-from collapipe_flwr.scheduler.registry import make_scheduler
+from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulator.devices import device_preset, radio_preset
 from collapipe_flwr.simulator.world import SERVER_RATE_BIT_PER_S, make_world
 
@@ -114,7 +114,7 @@ def forecast(
     splitter: Splitter,
     shape: BatchShape,
     cluster: ClusterProfile | None,
-    settings: SchedulerSettings,
+    settings: SchedulerConfig,
     *,
     examples_at_once: int = 8,
     seconds: float = 1.0,
@@ -143,7 +143,7 @@ def forecast(
 
 
 def plan_for(
-    cluster: ClusterProfile, profile: ModelProfile, settings: SchedulerSettings
+    cluster: ClusterProfile, profile: ModelProfile, settings: SchedulerConfig
 ) -> ClusterPlan:
     """The first round's plan, with energy to spare and a steady channel; raises InfeasibleError."""
     members = (cluster.control_unit, *cluster.devices)

@@ -29,10 +29,10 @@ from collapipe_flwr.cluster.fleet import Fleet, RoundOrder
 from collapipe_flwr.cluster.interval import ReplayInterval, evaluate_chain, run_interval
 from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
 from collapipe_flwr.core.errors import LinkError
-from collapipe_flwr.costs.compute import Options
+from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.roles import MicroBatch
-from collapipe_flwr.scheduler.replan import Remains, replan
+from collapipe_flwr.scheduler.replan import ReplanInput, replan
 
 log = logging.getLogger(__name__)
 Batch = Sequence[MicroBatch]
@@ -188,12 +188,14 @@ class RecoveringRound:
             resumed_s=noticed_s,
         )
 
-    def _remains(self, present: Collection[str]) -> Remains:
-        return Remains(
+    def _remains(self, present: Collection[str]) -> ReplanInput:
+        return ReplanInput(
             profile=self._recovery.profile,
             model=self._recovery.model(),
             present=present,
-            options=Options(schedule=self.order.schedule, recompute=self.order.execution.recompute),
+            options=PricingOptions(
+                schedule=self.order.schedule, recompute=self.order.execution.recompute
+            ),
         )
 
 

@@ -39,7 +39,7 @@ from collapipe_flwr.data.config import DataConfig
 from collapipe_flwr.models.config import LoraConfig, ModelConfig
 from collapipe_flwr.pipeline.execution import Execution
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
-from collapipe_flwr.scheduler.protocol import SchedulerSettings
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
 
 AUTO = "auto"
 
@@ -82,8 +82,8 @@ class PlannerConfig:
     """DSSDA or a baseline, and the grids it searches."""
 
     policy: str = key("dssda")
-    settings: SchedulerSettings = inline(
-        SchedulerSettings(
+    settings: SchedulerConfig = inline(
+        SchedulerConfig(
             penalty_weight=1.0,
             micro_batch_sizes=(16, 32),
             micro_batches=(2, 4),
@@ -193,7 +193,7 @@ class AppConfig:
         return replace(train.optimizer, learning_rate=rate)
 
     @property
-    def scheduling(self) -> SchedulerSettings:
+    def scheduling(self) -> SchedulerConfig:
         """What the planner may choose, with what it has to know of training and links."""
         return replace(
             self.scheduler.settings,

@@ -14,13 +14,18 @@ from numpy.typing import NDArray
 from collapipe_flwr.core.domain import ClusterPlan, Plan, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.links import LinkConfig
-from collapipe_flwr.costs.chain import Chain, chain_of, hop_bandwidth_hz, price_rows
-from collapipe_flwr.costs.compute import Options
-from collapipe_flwr.costs.depths import flight_table, planned_makespan_s
-from collapipe_flwr.costs.memory import peak_bytes
-from collapipe_flwr.costs.plan_rows import planned_codecs, restricted, rows_of_plans
+from collapipe_flwr.costs.chain import (
+    Chain,
+    chain_of,
+    flight_table,
+    hop_bandwidth_hz,
+    planned_makespan_s,
+    price_rows,
+)
+from collapipe_flwr.costs.layouts import planned_codecs, restricted, rows_of_plans
 from collapipe_flwr.costs.radio import rate_bit_per_s
 from collapipe_flwr.costs.tables import Tables, members_of, tabulate
+from collapipe_flwr.costs.work import PricingOptions, peak_bytes
 
 Array = NDArray[np.float64]
 
@@ -48,11 +53,11 @@ class PricedRound:
         return {c.cluster_id: dict(c.energy_j) for c in self.clusters}
 
 
-def price(plan: Plan, snapshot: Snapshot, options: Options | None = None) -> PricedRound:
+def price(plan: Plan, snapshot: Snapshot, options: PricingOptions | None = None) -> PricedRound:
     """Price ``plan`` under ``snapshot``; raises ScheduleError if a planned party is gone."""
     if not plan.clusters:
         raise ScheduleError(f"the plan of round {plan.round_index} has no clusters to price")
-    choice = options or Options()
+    choice = options or PricingOptions()
     tables, chain = _chain(plan, snapshot, choice)
     powers = planned_powers(chain, plan.clusters)
     times = achieved_times(chain, plan.clusters, powers)
@@ -83,7 +88,7 @@ def with_rates(plan: Plan, snapshot: Snapshot) -> Plan:
     """
     if not plan.clusters:
         return plan
-    _, chain = _chain(plan, snapshot, Options())
+    _, chain = _chain(plan, snapshot, PricingOptions())
     rates = achieved_rates(chain, plan.clusters, planned_powers(chain, plan.clusters))
     rates = rates * chain.hops.share[:, :, None]
     clusters = [
@@ -100,7 +105,7 @@ def _rated(plan: ClusterPlan, rate_h2: Array) -> tuple[LinkConfig, ...]:
     )
 
 
-def _chain(plan: Plan, snapshot: Snapshot, options: Options) -> tuple[Tables, Chain]:
+def _chain(plan: Plan, snapshot: Snapshot, options: PricingOptions) -> tuple[Tables, Chain]:
     """The plan's clusters in its order, with its layouts and codecs."""
     tables = tabulate(restricted(snapshot, [c.cluster_id for c in plan.clusters]))
     rows = rows_of_plans(tables, plan.clusters)

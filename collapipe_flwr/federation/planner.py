@@ -32,13 +32,13 @@ from collapipe_flwr.core.domain import (
 )
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.core.json_codec import from_json, to_json
-from collapipe_flwr.costs.compute import Options
 from collapipe_flwr.costs.price import PricedRound, price, with_rates
+from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.federation.arrays import averaging_view
 from collapipe_flwr.federation.checkpoint import Memory
 from collapipe_flwr.federation.rounds import ClosedRound, Outcome, RoundPlan
 from collapipe_flwr.federation.telemetry import ClusterTelemetry, link_samples
-from collapipe_flwr.scheduler.link_beliefs import with_links
+from collapipe_flwr.scheduler.link_estimates import with_links
 from collapipe_flwr.scheduler.protocol import Scheduler
 from collapipe_flwr.scheduler.state import SchedulerState
 
@@ -167,7 +167,7 @@ class ScheduledRounds:
         model: ModelProfile,
         clusters: Mapping[int, str],
         *,
-        options: Options | None = None,
+        options: PricingOptions | None = None,
         paced: bool = False,
     ) -> None:
         self.state: SchedulerState | None = None

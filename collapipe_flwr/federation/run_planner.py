@@ -9,7 +9,7 @@ from collapipe_flwr.config.schema import AppConfig
 from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile, ModelProfile
 from collapipe_flwr.core.errors import blaming
 from collapipe_flwr.federation.planner import ScheduledRounds
-from collapipe_flwr.scheduler.registry import make_scheduler
+from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.simulator.world import Budgets, World, make_world
 
 
@@ -46,7 +46,7 @@ def make_planner(
             world,
             model,
             names,
-            options=settings.options,
+            options=settings,
             paced=config.links.paced,
         ),
         energy_budget_j={

@@ -35,8 +35,8 @@ from collapipe_flwr.federation.rounds import (
     metrics_as_dict,
 )
 from collapipe_flwr.federation.split import SplitModel, SplitRound
+from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import Scheduler
-from collapipe_flwr.scheduler.registry import make_scheduler
 
 log = logging.getLogger("flwr.collapipe")
 

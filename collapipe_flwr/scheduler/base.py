@@ -9,43 +9,43 @@ from numpy.typing import NDArray
 
 from collapipe_flwr.core.domain import ClusterPlan, Plan, RoundOutcome, Snapshot
 from collapipe_flwr.core.errors import InfeasibleError
-from collapipe_flwr.costs.chain import chain_of
-from collapipe_flwr.costs.depths import Scheduled, schedule_rows
-from collapipe_flwr.costs.estimators import Prior, constants_of, update
-from collapipe_flwr.costs.layouts import Layouts, replaced
-from collapipe_flwr.costs.memory import fits, peak_bytes
-from collapipe_flwr.costs.plan_rows import hop_plans, segments_of
+from collapipe_flwr.costs.chain import Scheduled, chain_of, schedule_rows
+from collapipe_flwr.costs.convergence import Prior, constants_of, update
+from collapipe_flwr.costs.layouts import Layouts, hop_plans, replaced, segments_of
 from collapipe_flwr.costs.price import named_energy, named_memory
 from collapipe_flwr.costs.tables import Tables, members_of, tabulate
-from collapipe_flwr.scheduler.allocation import equal_shares
-from collapipe_flwr.scheduler.bound import Learning, learning_for
-from collapipe_flwr.scheduler.caution import judged
-from collapipe_flwr.scheduler.link_beliefs import links_learned
+from collapipe_flwr.costs.work import fits, peak_bytes
+from collapipe_flwr.scheduler.initial_layouts import rows_from_weights
+from collapipe_flwr.scheduler.link_estimates import links_learned
 from collapipe_flwr.scheduler.planner import Planner, Solution
-from collapipe_flwr.scheduler.protocol import SchedulerSettings
-from collapipe_flwr.scheduler.queues import (
+from collapipe_flwr.scheduler.problem import Learning, learning_for
+from collapipe_flwr.scheduler.profile_estimates import profiles_learned
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
+from collapipe_flwr.scheduler.radio.allocation import equal_shares
+from collapipe_flwr.scheduler.robust_gains import with_error
+from collapipe_flwr.scheduler.state import (
+    Reference,
+    SchedulerState,
     advance_energy,
     advance_participation,
+    reference_of,
     spent_of,
     took_part,
 )
-from collapipe_flwr.scheduler.smoothing import learned
-from collapipe_flwr.scheduler.starts import rows_from_weights
-from collapipe_flwr.scheduler.state import Reference, SchedulerState, reference_of
 
 Array = NDArray[np.float64]
 
 THRIFT = 1e-3  # of the latency weight: the price of energy while all queues are empty
 
 
-def initial_state(snapshot: Snapshot, settings: SchedulerSettings) -> SchedulerState:
+def initial_state(snapshot: Snapshot, settings: SchedulerConfig) -> SchedulerState:
     """Empty queues, and a plain plan as the reference of latency and rounds."""
     tables = tabulate(snapshot, settings.coarsest)
     reference = _reference(tables, settings)
     return SchedulerState(reference=reference, budget_j=budgets_in(snapshot))
 
 
-def _reference(tables: Tables, settings: SchedulerSettings) -> Reference:
+def _reference(tables: Tables, settings: SchedulerConfig) -> Reference:
     """A plain plan at equal bandwidth: its latency and micro-batches."""
     rows = _plain_rows(tables, settings)
     planner = Planner(
@@ -57,7 +57,7 @@ def _reference(tables: Tables, settings: SchedulerSettings) -> Reference:
         latency_price=1.0,
         price_mi=np.zeros_like(tables.members.speed_mi),
     )
-    chain = chain_of(tables, rows, settings.options)
+    chain = chain_of(tables, rows, settings)
     priced = planner.priced(chain, equal_shares(chain, tables.snapshot.radio.bandwidth_hz), 1.0)
     return Reference(
         latency_s=float(priced.priced.latency_s.max()),
@@ -66,7 +66,7 @@ def _reference(tables: Tables, settings: SchedulerSettings) -> Reference:
     )
 
 
-def _plain_rows(tables: Tables, settings: SchedulerSettings) -> Layouts:
+def _plain_rows(tables: Tables, settings: SchedulerConfig) -> Layouts:
     """Blocks by speed over up to three devices; where that fits nowhere, by memory over all.
 
     The batch is the same for everyone, the middle one of those that fit. Where nothing fits, the
@@ -81,9 +81,9 @@ def _plain_rows(tables: Tables, settings: SchedulerSettings) -> Layouts:
             rows = _spread_rows(tables, weights, few, (size, count))
             for depth in depths:
                 wider = _spread_rows(tables, weights, depth, (size, count))
-                short = np.flatnonzero(~fits(tables, rows, settings.options))
+                short = np.flatnonzero(~fits(tables, rows, settings))
                 rows = replaced(rows, short, wider.take(short))
-            if fits(tables, rows, settings.options).all():
+            if fits(tables, rows, settings).all():
                 return rows
     return rows
 
@@ -97,7 +97,7 @@ def _spread_rows(tables: Tables, weight_mn: Array, depth: int, batch: tuple[int,
     return rows_from_weights(clusters, order + 1, weight, tables.num_blocks, batches)
 
 
-def middle_first(settings: SchedulerSettings) -> list[tuple[int, int]]:
+def middle_first(settings: SchedulerConfig) -> list[tuple[int, int]]:
     """The grid by distance from its middle, smaller batches first among equals."""
     sizes, counts = sorted(settings.micro_batch_sizes), sorted(settings.micro_batches)
     grid = [
@@ -116,7 +116,7 @@ def budgets_in(snapshot: Snapshot) -> dict[str, dict[str, float]]:
     }
 
 
-def learning_in(tables: Tables, state: SchedulerState, settings: SchedulerSettings) -> Learning:
+def learning_in(tables: Tables, state: SchedulerState, settings: SchedulerConfig) -> Learning:
     """The bound with today's estimates, or none where it is switched off."""
     prior = Prior(learning_rate=settings.learning_rate)
     constants = constants_of(state.learning, prior) if settings.bound else None
@@ -124,7 +124,7 @@ def learning_in(tables: Tables, state: SchedulerState, settings: SchedulerSettin
 
 
 def planner_for(
-    tables: Tables, state: SchedulerState, settings: SchedulerSettings, share: float = 1.0
+    tables: Tables, state: SchedulerState, settings: SchedulerConfig, share: float = 1.0
 ) -> Planner:
     """The round's problem: V over the reference latency, and queues over squared budgets."""
     return Planner(
@@ -136,7 +136,7 @@ def planner_for(
     )
 
 
-def energy_prices(tables: Tables, state: SchedulerState, settings: SchedulerSettings) -> Array:
+def energy_prices(tables: Tables, state: SchedulerState, settings: SchedulerConfig) -> Array:
     """Objective per joule: ``Q / budget^2``, plus a little so that nothing is wasted."""
     members, reference = tables.members, state.reference
     assert reference is not None
@@ -155,9 +155,9 @@ def energy_prices(tables: Tables, state: SchedulerState, settings: SchedulerSett
 
 
 def observed(
-    state: SchedulerState, plan: Plan, outcome: RoundOutcome, settings: SchedulerSettings
+    state: SchedulerState, plan: Plan, outcome: RoundOutcome, settings: SchedulerConfig
 ) -> SchedulerState:
-    """Queues by realised energy, beliefs and estimates by telemetry."""
+    """Queues by realised energy, estimates by telemetry."""
     steps = [c.local_steps for c in plan.clusters]
     return replace(
         state,
@@ -172,8 +172,8 @@ def observed(
             took_part(state, plan, outcome),
             floor=settings.participation_floor,
         ),
-        beliefs=learned(state.beliefs, outcome),
-        doubt=judged(state.doubt, outcome),
+        profiles=profiles_learned(state.profiles, outcome),
+        gains=with_error(state.gains, outcome),
         links=links_learned(state.links, outcome),
         learning=update(
             state.learning,
@@ -187,10 +187,8 @@ def observed(
 def solution_plan(planner: Planner, solution: Solution, policy: str, share: float) -> Plan:
     """The solution in names and units that the rest of the product speaks."""
     tables = planner.tables
-    scheduled = schedule_rows(
-        tables, solution.chain, planner.settings.options, solution.allocation.times
-    )
-    memory = peak_bytes(tables, solution.rows, planner.settings.options, scheduled.flight_rs)
+    scheduled = schedule_rows(tables, solution.chain, planner.settings, solution.allocation.times)
+    memory = peak_bytes(tables, solution.rows, planner.settings, scheduled.flight_rs)
     clusters = tuple(
         _cluster_plan(tables, solution, scheduled, m, memory[m]) for m in range(tables.num_clusters)
     )

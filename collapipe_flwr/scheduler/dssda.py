@@ -16,10 +16,9 @@ from collapipe_flwr.core.domain import (
     Snapshot,
 )
 from collapipe_flwr.core.errors import InfeasibleError, ScheduleError
-from collapipe_flwr.costs.layouts import Layouts
-from collapipe_flwr.costs.memory import fits
-from collapipe_flwr.costs.plan_rows import rows_of_plans
+from collapipe_flwr.costs.layouts import Layouts, rows_of_plans
 from collapipe_flwr.costs.tables import Tables, tabulate
+from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.base import (
     budgets_in,
     initial_state,
@@ -27,15 +26,13 @@ from collapipe_flwr.scheduler.base import (
     planner_for,
     solution_plan,
 )
-from collapipe_flwr.scheduler.caution import averaged, believed, forecast
 from collapipe_flwr.scheduler.model_share import capped, least_shares, widened
-from collapipe_flwr.scheduler.planner import Planner, Solution
+from collapipe_flwr.scheduler.planner import Planner, Solution, multistart
 from collapipe_flwr.scheduler.precision import refined
-from collapipe_flwr.scheduler.protocol import SchedulerSettings
-from collapipe_flwr.scheduler.queues import budgets_of
-from collapipe_flwr.scheduler.smoothing import smoothed
-from collapipe_flwr.scheduler.state import SchedulerState, reference_of
-from collapipe_flwr.scheduler.together import from_scratch
+from collapipe_flwr.scheduler.profile_estimates import with_profiles
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
+from collapipe_flwr.scheduler.robust_gains import robust, with_averages, with_forecast
+from collapipe_flwr.scheduler.state import SchedulerState, budgets_of, reference_of
 
 Array = NDArray[np.float64]
 
@@ -65,7 +62,7 @@ class Decision:
 class Dssda:
     """The joint scheduler; ``step`` keeps the last good plan when planning fails."""
 
-    settings: SchedulerSettings
+    settings: SchedulerConfig
     name: str = "dssda"
 
     def init(self, snapshot: Snapshot) -> SchedulerState:
@@ -74,17 +71,17 @@ class Dssda:
 
     def step(self, state: SchedulerState, snapshot: Snapshot) -> tuple[Plan, SchedulerState]:
         """Plan one round; an unusable snapshot repeats the last plan and says so in it."""
-        seen, beliefs = smoothed(snapshot, state.beliefs, self.settings.profile_memory)
-        doubt = state.doubt
+        seen, profiles = with_profiles(snapshot, state.profiles, self.settings.profile_memory)
+        gains = state.gains
         try:
-            doubt = averaged(doubt, seen)
-            plan = self._plan(state, believed(doubt, seen))
+            gains = with_averages(gains, seen)
+            plan = self._plan(state, robust(gains, seen))
         except (ScheduleError, np.linalg.LinAlgError) as error:
             plan = repeated(state, snapshot, error)
-        doubt = forecast(doubt, plan, seen, self.settings.options)
+        gains = with_forecast(gains, plan, seen, self.settings)
         budgets = budgets_of(state, budgets_in(snapshot))
         after = replace(state, rounds=state.rounds + 1, budget_j=budgets, last_plan=plan)
-        return plan, replace(after, beliefs=beliefs, doubt=doubt)
+        return plan, replace(after, profiles=profiles, gains=gains)
 
     def observe(self, state: SchedulerState, plan: Plan, outcome: RoundOutcome) -> SchedulerState:
         """Queues by realised energy, estimates by telemetry."""
@@ -112,7 +109,7 @@ class Dssda:
         self, model_share_m: Array, tables: Tables, state: SchedulerState, share: float
     ) -> Decision:
         """The same where no device of cluster m takes more than that share of the model."""
-        room = capped(tables, model_share_m, reference_of(state), self.settings.options)
+        room = capped(tables, model_share_m, reference_of(state), self.settings)
         planner = planner_for(room, state, self.settings, share)
         return Decision(
             planner=planner,
@@ -154,14 +151,14 @@ class Dssda:
         """The new optimum, unless the segments in place are nearly as good."""
         kept = kept_rows(planner.tables, state, self.settings)
         if kept is None:
-            return from_scratch(planner)
+            return multistart(planner)
         stay = planner.radio(kept)
         solution = planner.solve(stay)
         worth = stay.objective - solution.objective
         return solution if worth > self.settings.hysteresis * abs(stay.objective) else stay
 
 
-def kept_rows(tables: Tables, state: SchedulerState, settings: SchedulerSettings) -> Layouts | None:
+def kept_rows(tables: Tables, state: SchedulerState, settings: SchedulerConfig) -> Layouts | None:
     """Last round's layouts where they still fit today's clusters, else None."""
     if state.last_plan is None:
         return None
@@ -174,7 +171,7 @@ def kept_rows(tables: Tables, state: SchedulerState, settings: SchedulerSettings
         rows = rows_of_plans(tables, present)
     except ScheduleError:
         return None
-    return rows if fits(tables, rows, settings.options).all() else None
+    return rows if fits(tables, rows, settings).all() else None
 
 
 def usable_plans(last: Plan | None, snapshot: Snapshot) -> tuple[ClusterPlan, ...]:

@@ -13,12 +13,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from collapipe_flwr.costs.compute import Options
 from collapipe_flwr.costs.layouts import Layouts
-from collapipe_flwr.costs.memory import peak_bytes
 from collapipe_flwr.costs.tables import Tables
-from collapipe_flwr.costs.whole import whole_bytes
-from collapipe_flwr.scheduler.protocol import SchedulerSettings
+from collapipe_flwr.costs.work import PricingOptions, peak_bytes, whole_bytes
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.scheduler.state import Reference
 
 Array = NDArray[np.float64]
@@ -27,21 +25,21 @@ WIDENING = 1.25  # of all caps at a time when the search finds no plan within th
 NO_CAP = 1.0  # a share from which on the devices' own memories are the only limit
 
 
-def least_shares(tables: Tables, reference: Reference, settings: SchedulerSettings) -> Array:
+def least_shares(tables: Tables, reference: Reference, settings: SchedulerConfig) -> Array:
     """The setting's share for every cluster, or the least above it that a plan can keep, (M,)."""
     share = settings.max_model_share
     if share >= NO_CAP:
         return np.full(tables.num_clusters, np.inf)
     whole = _whole(tables, reference)
     needs = segment_needs(tables, settings)
-    room = _room(tables, settings.options)
+    room = _room(tables, settings)
     shares = np.full(tables.num_clusters, share)
     for m in np.flatnonzero(~_plainly_fits(needs, np.minimum(room, share * whole))):
         shares[m] = max(share, _least_cap(needs, room[m][room[m] > 0.0]) / whole)
     return shares
 
 
-def capped(tables: Tables, share_m: Array, reference: Reference, options: Options) -> Tables:
+def capped(tables: Tables, share_m: Array, reference: Reference, options: PricingOptions) -> Tables:
     """``tables`` in which no device offers more memory than its cluster's share."""
     members = tables.members
     cap_m = share_m * _whole(tables, reference) / (1.0 - options.memory_margin)
@@ -56,7 +54,7 @@ def widened(share_m: Array) -> Array:
     return np.where(wider < NO_CAP, wider, np.inf)
 
 
-def segment_needs(tables: Tables, settings: SchedulerSettings) -> Array:
+def segment_needs(tables: Tables, settings: SchedulerConfig) -> Array:
     """Bytes of a segment of blocks k..l-1 at the smallest micro-batches, (L + 1, L + 1).
 
     Infinite on and below the diagonal. For 1F1B only the one micro-batch in flight that no
@@ -76,7 +74,7 @@ def segment_needs(tables: Tables, settings: SchedulerSettings) -> Array:
     in_flight = min(settings.micro_batches) if settings.schedule == "gpipe" else 1
     flight = np.full((count, 5), float(in_flight))
     needs = np.full((blocks + 1, blocks + 1), np.inf)
-    needs[first, stop] = peak_bytes(tables, rows, settings.options, flight)[:, 2]
+    needs[first, stop] = peak_bytes(tables, rows, settings, flight)[:, 2]
     return needs
 
 
@@ -85,7 +83,7 @@ def _whole(tables: Tables, reference: Reference) -> float:
     return whole_bytes(tables.snapshot.model, batch)
 
 
-def _room(tables: Tables, options: Options) -> Array:
+def _room(tables: Tables, options: PricingOptions) -> Array:
     members = tables.members
     room = (1.0 - options.memory_margin) * members.memory_mi[:, 1:]
     return np.where(members.present_mi[:, 1:], room, 0.0)

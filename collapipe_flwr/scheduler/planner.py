@@ -1,28 +1,31 @@
-"""One round's decision: segments and batches, then radio, alternately, never getting worse."""
+"""One round's decision: segments and batches, then radio, alternately, never getting worse.
+
+``multistart`` also searches from where clusters only get together. Rounds to the target depend on
+the most local steps of any cluster, so a larger batch may pay only when every cluster takes it:
+here everybody is planned with one pair, for the few pairs that need the fewest rounds. Likewise a
+round is as slow as its slowest cluster, so one start lets nobody hurry.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.costs.chain import Chain, RowPrices, chain_of, powers_for, price_rows
+from collapipe_flwr.costs.convergence import others_max
 from collapipe_flwr.costs.layouts import Layouts, key_of, replaced, stack
-from collapipe_flwr.costs.tables import Tables
-from collapipe_flwr.scheduler.allocation import Allocation, allocate
-from collapipe_flwr.scheduler.bound import Learning
-from collapipe_flwr.scheduler.descent import every_batch
-from collapipe_flwr.scheduler.layout_search import Moves
-from collapipe_flwr.scheduler.market import Market, row_prices
-from collapipe_flwr.scheduler.protocol import SchedulerSettings
-from collapipe_flwr.scheduler.scorer import Scorer
+from collapipe_flwr.scheduler.dual_prices import DualPrices, row_prices
+from collapipe_flwr.scheduler.local_search import Moves, every_batch
+from collapipe_flwr.scheduler.problem import RoundProblem
+from collapipe_flwr.scheduler.radio.allocation import Allocation, allocate
 from collapipe_flwr.scheduler.search import Search
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
-
 FEW_CLUSTERS = 4  # up to here time allows planning from scratch and trying runners-up
 SEARCHES = 300  # searches of single clusters that alternating may cost
 OVERHEAD = 30  # what an alternation costs besides, in searches of single clusters
@@ -31,6 +34,9 @@ POLISH_SOLVES = 16  # radio solves spent on runners-up
 POLISH_RIVALS = 8  # of them at a time
 WORTH_A_TRY = 0.15  # share of the objective by which a runner-up may seem worse
 SAME = 1e-9  # relative differences below this count as none
+MOST_CLUSTERS = 20  # above, time allows no second search
+PATIENCE = 0.05  # what a second costs while nobody hurries, as a share of its price
+OPENINGS = 4  # pairs that are searched from scratch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,14 +57,8 @@ class Solution:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planner:
-    """Everything that stays fixed while one round is planned."""
-
-    tables: Tables
-    settings: SchedulerSettings
-    learning: Learning
-    latency_price: float
-    price_mi: Array
+class Planner(RoundProblem):
+    """Solves the problem of one round."""
 
     def solve(self, stay: Solution | None = None) -> Solution:
         """The best plan found, from scratch or also from ``stay``; raises InfeasibleError.
@@ -72,7 +72,7 @@ class Planner:
             return self.improve(self.switched(stay))
         starts = [] if stay is None else [stay]
         shares = (1.0, 1.0 / clusters) if 1 < clusters <= FEW_CLUSTERS and not starts else (1.0,)
-        starts += [self.radio(self.choose(self.opening_market(s), None)) for s in shares]
+        starts += [self.radio(self.choose(self.opening_prices(s), None)) for s in shares]
         best = min((self.improve(s) for s in starts), key=lambda s: s.objective)
         return self.polished(self.together(best))
 
@@ -94,7 +94,7 @@ class Planner:
     def _same_batches(self, best: Solution) -> Layouts | None:
         """The layouts of ``best`` with the most promising common micro-batches, if any is."""
         clusters = np.arange(self.tables.num_clusters)
-        scorer = self.scorer(self.market(best), clusters)
+        scorer = self.scorer(self.dual_prices(best), clusters)
         promises = []
         for size, count in self.batches():
             rows = best.rows.with_batches(
@@ -111,7 +111,7 @@ class Planner:
     def polished(self, best: Solution) -> Solution:
         """Try the runners-up of every cluster with the radio re-optimised, while time allows.
 
-        The market prices a cluster's alternatives at the bandwidth it has now; the radio solver
+        Dual prices value a cluster's alternatives at the bandwidth it has now; the radio solver
         knows what each is really worth.
         """
         tries = POLISH_SOLVES if self.tables.num_clusters <= FEW_CLUSTERS else 0
@@ -129,7 +129,7 @@ class Planner:
 
     def _rivals(self, best: Solution) -> list[Layouts]:
         """Plans that differ from ``best`` in one cluster, the most promising first."""
-        scorer = self.scorer(self.market(best), np.arange(self.tables.num_clusters))
+        scorer = self.scorer(self.dual_prices(best), np.arange(self.tables.num_clusters))
         now = best.rows
         near = stack([self.neighbours(now), every_batch(now, self.batches())[1]])
         values = self.score(scorer, near, now) - self.score(scorer, now, now)[near.cluster_r]
@@ -142,7 +142,7 @@ class Planner:
         affordable = max(SEARCHES // (self.tables.num_clusters + OVERHEAD), LEAST_ROUNDS)
         search = Search(self)
         for _ in range(min(self.settings.rounds_of_search, affordable)):
-            rows = search.choose(self.market(best), best.rows)
+            rows = search.choose(self.dual_prices(best), best.rows)
             if key_of(rows) == key_of(best.rows):
                 break
             trial = self.radio(rows)
@@ -153,7 +153,7 @@ class Planner:
 
     def radio(self, rows: Layouts) -> Solution:
         """The best bandwidth and powers for one row per cluster."""
-        chain = chain_of(self.tables, rows, self.settings.options)
+        chain = chain_of(self.tables, rows, self.settings)
         rho = self.learning.rho(self.tables, rows)
         allocation = allocate(
             chain,
@@ -177,10 +177,10 @@ class Planner:
             objective=self.latency_price * rho * float(priced.latency_s.max()) + float(energy),
         )
 
-    def opening_market(self, share: float = 1.0) -> Market:
+    def opening_prices(self, share: float = 1.0) -> DualPrices:
         """Equal bandwidth; every second of a cluster costs ``share`` of a second of the round."""
         clusters = self.tables.num_clusters
-        return Market(
+        return DualPrices(
             latency_price=self.latency_price * share,
             price_mi=self.price_mi,
             ceiling_m=np.zeros(clusters),
@@ -188,40 +188,19 @@ class Planner:
             edge_hz_m=np.full(clusters, self.tables.snapshot.radio.bandwidth_hz / clusters),
         )
 
-    def market(self, now: Solution) -> Market:
+    def dual_prices(self, now: Solution) -> DualPrices:
         """Prices that ``now`` implies."""
-        return Market(
+        return DualPrices(
             latency_price=self.latency_price,
             price_mi=self.price_mi,
-            ceiling_m=_largest_other(now.priced.latency_s),
+            ceiling_m=others_max(now.priced.latency_s),
             slack_price_m=now.allocation.latency_price_r,
             edge_hz_m=now.allocation.edge_hz_r,
         )
 
-    # -- what the search needs --------------------------------------------------------------
-
-    def choose(self, market: Market, now: Layouts | None) -> Layouts:
-        """The best row of every cluster under ``market``; raises InfeasibleError."""
-        return Search(self).choose(market, now)
-
-    def scorer(self, market: Market, clusters: Ints) -> Scorer:
-        """Fast pricing of candidate rows of ``clusters`` under ``market``."""
-        counts = np.array(self.settings.micro_batches)
-        return Scorer(self.tables, self.settings.options, market, clusters, counts)
-
-    def score(self, scorer: Scorer, rows: Layouts, now: Layouts) -> Array:
-        """The cluster-wise objective of every row, the other clusters as in ``now``."""
-        return scorer.values(rows, self.learning.rho_rows(self.tables, rows, now))
-
-    def batches(self) -> Ints:
-        """All (size, count) pairs."""
-        settings = self.settings
-        grid = [(b, j) for b in settings.micro_batch_sizes for j in settings.micro_batches]
-        return np.array(grid, dtype=np.int64)
-
-    def device_counts(self) -> Ints:
-        """Devices of every cluster, control units not counted."""
-        return np.asarray(self.tables.members.present_mi.sum(1) - 1, dtype=np.int64)
+    def choose(self, prices: DualPrices, now: Layouts | None) -> Layouts:
+        """The best row of every cluster at ``prices``; raises InfeasibleError."""
+        return Search(self).choose(prices, now)
 
     def neighbours(self, rows: Layouts) -> Layouts:
         """Every single move from every row, any device of its cluster coming in."""
@@ -229,37 +208,53 @@ class Planner:
         cost[:, 0] = np.inf
         return Moves(rows, cost, cost.shape[1]).all()
 
-    def refuse(self, m: int) -> None:
-        """Say why cluster m cannot be planned."""
-        raise InfeasibleError(refusal(self.tables, m))
+
+def multistart(planner: Planner) -> Solution:
+    """The best plan found from all openings; raises InfeasibleError."""
+    best = planner.solve()
+    if not 1 < planner.tables.num_clusters <= MOST_CLUSTERS:
+        return best
+    best = min(best, _patient(planner), key=lambda s: s.objective)
+    if planner.learning.constants is None:
+        return best
+    rival = min(_openings(planner, best), key=lambda s: s.objective, default=best)
+    return min(best, rival, planner.improve(rival), key=lambda s: s.objective)
 
 
-def _largest_other(values: Array) -> Array:
-    if len(values) == 1:
-        return np.zeros(1)
-    order = np.argsort(values)
-    result = np.full(values.shape, values[order[-1]])
-    result[order[-1]] = values[order[-2]]
-    return result
+def _patient(planner: Planner) -> Solution:
+    """From where no cluster hurries: one alone that slows down to save energy gains nothing."""
+    unhurried = planner.opening_prices(PATIENCE)
+    return planner.polished(planner.improve(planner.radio(planner.choose(unhurried, None))))
 
 
-def refusal(tables: Tables, m: int) -> str:
-    """Which memory is too small for cluster m, and what to do."""
-    snapshot, mib = tables.snapshot, 2.0**20
-    profile, model = snapshot.clusters[m].profile, snapshot.model
-    share = snapshot.edge.memory_bytes / tables.num_clusters
-    blocks = tables.blocks.state_bytes_l[-1]
-    room = sum(device.memory_bytes for device in profile.devices)
-    parts = (
-        ("the control unit", model.embedding.state_bytes, profile.control_unit.memory_bytes),
-        ("the edge (its share per cluster)", model.decoder.state_bytes, share),
-        (f"the {len(profile.devices)} devices together", blocks, room),
-    )
-    needs = "; ".join(
-        f"{name} need {need / mib:.0f} MiB of state plus activations and have {have / mib:.0f} MiB"
-        for name, need, have in sorted(parts, key=lambda p: p[2] / max(p[1], 1.0))
-    )
-    return (
-        f"cluster {profile.cluster_id!r}: no plan fits its memories ({needs}): add a device, lower "
-        "micro-batch-sizes or micro-batches, or choose a smaller model"
-    )
+def _openings(planner: Planner, best: Solution) -> Iterator[Solution]:
+    """A search for each of the pairs with the fewest rounds."""
+    pairs = _widest_pairs(planner)
+    rounds = [planner.learning.rho(planner.tables, _with(best.rows, pair)) for pair in pairs]
+    for k in np.argsort(rounds, kind="stable")[:OPENINGS]:
+        bound = _bound_to(planner, pairs[int(k)])
+        try:
+            yield bound.radio(bound.choose(bound.opening_prices(), None))
+        except InfeasibleError:  # such micro-batches fit nowhere
+            continue
+
+
+def _widest_pairs(planner: Planner) -> list[tuple[int, int]]:
+    """For every batch of the grid the pair with the most micro-batches: the least idle time."""
+    widest: dict[int, tuple[int, int]] = {}
+    for size, count in sorted(planner.batches().tolist()):
+        widest.setdefault(size * count, (size, count))
+    return list(widest.values())
+
+
+def _with(rows: Layouts, pair: tuple[int, int]) -> Layouts:
+    return rows.with_batches(np.full(len(rows), pair[0]), np.full(len(rows), pair[1]))
+
+
+def _bound_to(planner: Planner, pair: tuple[int, int]) -> Planner:
+    """The same planner with one pair in its grid."""
+    size, count = pair
+    learning = planner.learning
+    reference = replace(learning.reference, micro_batch_size=size, micro_batches=count)
+    settings = replace(planner.settings, micro_batch_sizes=(size,), micro_batches=(count,))
+    return replace(planner, settings=settings, learning=replace(learning, reference=reference))

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from collapipe_flwr.costs.chain import price_rows
 from collapipe_flwr.costs.codecs import NOISE, SHARES, ladder
-from collapipe_flwr.costs.plan_rows import with_codecs
-from collapipe_flwr.scheduler.market import row_prices
+from collapipe_flwr.costs.layouts import with_codecs
+from collapipe_flwr.scheduler.dual_prices import row_prices
 from collapipe_flwr.scheduler.planner import Planner, Solution
 
 Array = NDArray[np.float64]

@@ -7,33 +7,26 @@ from typing import Protocol
 
 from collapipe_flwr.core.domain import Plan, RoundOutcome, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.core.keys import above, between, counts, key, one_of
+from collapipe_flwr.core.keys import above, between, counts, key
 from collapipe_flwr.core.schedule import SCHEDULES
 from collapipe_flwr.costs.codecs import CODECS, ladder
-from collapipe_flwr.costs.compute import Options
+from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.scheduler.state import SchedulerState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerSettings:
-    """What a user may choose about planning."""
+class SchedulerConfig(PricingOptions):
+    """What a user may choose about planning, and how plans are executed."""
 
     penalty_weight: float = key(5.0, above(0))  # V: latency against queues, up to V budgets
     micro_batch_sizes: tuple[int, ...] = key((1, 2, 4, 8, 16), counts())
     micro_batches: tuple[int, ...] = key((1, 2, 4, 8), counts())
-    schedule: str = key("gpipe", one_of(*SCHEDULES))
     participation_floor: float = key(1.0, between(0, 1))  # long-term share of rounds; 1: keep all
     learning_rate: float = 0.01
     bound: bool = True  # plan for rounds-to-target, not only for the latency of a round
-    recompute: bool = False
-    edge_shared: bool = False
-    half_duplex: bool = False
     best_batches: bool = False  # rules, too, choose the best of the grid, once
     codecs: tuple[str, ...] = ("fp32",)  # that links may use; of several the plan chooses
-    memory_margin: float = 0.05
-    max_model_share: float = key(
-        1.0, above(0)
-    )  # of the whole model's memory on any device; 1: no cap
+    max_model_share: float = key(1.0, above(0))  # a device's share of the whole model's memory
     budget_margin: float = 0.05  # queues aim this share below every energy budget
     hysteresis: float = 0.02  # least relative gain for which devices change segments
     profile_memory: float = 0.8  # weight of the past in averages of measured speeds; 0: none
@@ -47,17 +40,6 @@ class SchedulerSettings:
     def coarsest(self) -> str:
         """The codec that leaves the least of an activation's bytes."""
         return CODECS[ladder(self.codecs)[-1]]
-
-    @property
-    def options(self) -> Options:
-        """The part that prices depend on."""
-        return Options(
-            recompute=self.recompute,
-            edge_shared=self.edge_shared,
-            memory_margin=self.memory_margin,
-            schedule=self.schedule,
-            half_duplex=self.half_duplex,
-        )
 
 
 class Scheduler(Protocol):
@@ -81,7 +63,7 @@ class Scheduler(Protocol):
         ...
 
 
-def _check(settings: SchedulerSettings) -> None:
+def _check(settings: SchedulerConfig) -> None:
     checks = (
         ("penalty-weight", settings.penalty_weight, settings.penalty_weight > 0, "> 0"),
         ("learning-rate", settings.learning_rate, settings.learning_rate > 0, "> 0"),

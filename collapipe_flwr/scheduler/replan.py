@@ -25,7 +25,7 @@ from collapipe_flwr.core.domain import (
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.costs.codecs import CODECS
-from collapipe_flwr.costs.compute import Options
+from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.scheduler.plans import dry_run_plan
 from collapipe_flwr.scheduler.segment_dp import (
     Path,
@@ -41,13 +41,13 @@ MOST_IN_ANY_ORDER = 8  # beyond, all orders take too long: fastest first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remains:
+class ReplanInput:
     """What is left of a cluster, and how its plan is executed."""
 
     profile: ClusterProfile
     model: ModelProfile
     present: Collection[str]  # device ids that answer
-    options: Options
+    options: PricingOptions
 
     @property
     def devices(self) -> tuple[DeviceProfile, ...]:
@@ -55,12 +55,12 @@ class Remains:
         return tuple(d for d in self.profile.devices if d.device_id in self.present)
 
 
-def replan(plan: ClusterPlan, remains: Remains) -> ClusterPlan:
+def replan(plan: ClusterPlan, rest: ReplanInput) -> ClusterPlan:
     """The plan with new segments; raises InfeasibleError where the rest cannot hold the model."""
-    devices = remains.devices
+    devices = rest.devices
     if not devices:
-        raise InfeasibleError(_refusal(plan, remains))
-    problem = _problem(plan, remains)
+        raise InfeasibleError(_refusal(plan, rest))
+    problem = _problem(plan, rest)
     order: Shortest = any_order
     if len(devices) > MOST_IN_ANY_ORDER:
         speeds = [-device.speed_flop_per_s for device in devices]
@@ -68,28 +68,28 @@ def replan(plan: ClusterPlan, remains: Remains) -> ClusterPlan:
     try:
         path = best_path(problem, order)
     except InfeasibleError as error:
-        raise InfeasibleError(_refusal(plan, remains)) from error
-    rest = _with_segments(plan, remains, path, path.value(problem))
-    dry_run_plan(rest, remains.options.schedule)
-    return rest
+        raise InfeasibleError(_refusal(plan, rest)) from error
+    found = _with_segments(plan, rest, path, path.value(problem))
+    dry_run_plan(found, rest.options.schedule)
+    return found
 
 
-def _problem(plan: ClusterPlan, remains: Remains) -> SegmentProblem:
+def _problem(plan: ClusterPlan, rest: ReplanInput) -> SegmentProblem:
     """Seconds of one step, per device, first block and block behind."""
-    devices, size = remains.devices, plan.micro_batch_size
+    devices, size = rest.devices, plan.micro_batch_size
     speed = np.array([d.speed_flop_per_s for d in devices])[:, None, None]
-    ahead = size * _spans(remains.model, "forward_flop") / speed
-    back = size * _spans(remains.model, "backward_flop") / speed
-    if remains.options.recompute:
+    ahead = size * _spans(rest.model, "forward_flop") / speed
+    back = size * _spans(rest.model, "backward_flop") / speed
+    if rest.options.recompute:
         back = back + ahead
     room = np.array([d.memory_bytes for d in devices])[:, None, None]
-    blocks = len(remains.model.blocks)
+    blocks = len(rest.model.blocks)
     allowed = np.triu(np.ones((blocks + 1, blocks + 1), dtype=bool), k=1)
-    need = _segment_bytes(plan, remains)
-    allowed = allowed & (need <= room * (1.0 - remains.options.memory_margin))
+    need = _segment_bytes(plan, rest)
+    allowed = allowed & (need <= room * (1.0 - rest.options.memory_margin))
     hops = np.zeros((len(devices) + 1, len(devices) + 2, blocks + 1))
-    overlaps = remains.options.schedule == "1f1b"
-    embedding, own = remains.model.embedding, remains.profile.control_unit.speed_flop_per_s
+    overlaps = rest.options.schedule == "1f1b"
+    embedding, own = rest.model.embedding, rest.profile.control_unit.speed_flop_per_s
     ends = (size * embedding.forward_flop / own, size * embedding.backward_flop / own)
     return SegmentProblem(
         stage_cost_nlk=np.where(allowed, ahead + back, np.inf),
@@ -104,17 +104,17 @@ def _problem(plan: ClusterPlan, remains: Remains) -> SegmentProblem:
     )
 
 
-def _segment_bytes(plan: ClusterPlan, remains: Remains) -> Array:
+def _segment_bytes(plan: ClusterPlan, rest: ReplanInput) -> Array:
     """Peak bytes of every span of blocks, (1, L + 1, L + 1), at the most micro-batches in flight.
 
     With re-computation each block keeps its input, and one block at a time its activations.
     """
-    model, size = remains.model, plan.micro_batch_size
+    model, size = rest.model, plan.micro_batch_size
     flight = plan.micro_batches
-    if remains.options.schedule == "1f1b":
-        flight = min(flight, plan.warmup_depth[-1] + len(remains.devices))
+    if rest.options.schedule == "1f1b":
+        flight = min(flight, plan.warmup_depth[-1] + len(rest.devices))
     state = _spans(model, "state_bytes")
-    if not remains.options.recompute:
+    if not rest.options.recompute:
         return state + size * flight * _spans(model, "stash_bytes")
     largest = size * max(block.stash_bytes for block in model.blocks)
     return state + size * flight * _spans(model, "output_bytes") + largest
@@ -127,13 +127,13 @@ def _spans(model: ModelProfile, field: str) -> Array:
     return np.asarray((prefix[None, :] - prefix[:, None])[None])
 
 
-def _with_segments(plan: ClusterPlan, remains: Remains, path: Path, step_s: float) -> ClusterPlan:
+def _with_segments(plan: ClusterPlan, rest: ReplanInput, path: Path, step_s: float) -> ClusterPlan:
     """The plan in names; predictions are those of computing alone."""
-    chosen = [remains.devices[n] for n in path.devices]
+    chosen = [rest.devices[n] for n in path.devices]
     starts = (0, *path.stops[:-1])
     spans = list(zip(starts, path.stops, strict=True))
-    need = _segment_bytes(plan, remains)[0]
-    control = remains.profile.control_unit
+    need = _segment_bytes(plan, rest)[0]
+    control = rest.profile.control_unit
     members = (control, *chosen)
     power = {m.device_id: plan.tx_power_w.get(m.device_id, m.tx_power_max_w) for m in members}
     back = {d.device_id: plan.gradient_power_w.get(d.device_id, d.tx_power_max_w) for d in chosen}
@@ -152,7 +152,7 @@ def _with_segments(plan: ClusterPlan, remains: Remains, path: Path, step_s: floa
         gradient_power_w=back,
         latency_s=plan.local_steps * step_s,
         step_s=step_s,
-        energy_j=_energy_j(plan, remains, members, ((0, 0), *spans)),
+        energy_j=_energy_j(plan, rest, members, ((0, 0), *spans)),
         memory_bytes={
             device.device_id: int(need[span]) for device, span in zip(chosen, spans, strict=True)
         },
@@ -182,25 +182,25 @@ def _depths(plan: ClusterPlan, stages: int) -> tuple[int, ...]:
 
 def _energy_j(
     plan: ClusterPlan,
-    remains: Remains,
+    rest: ReplanInput,
     members: Sequence[DeviceProfile],
     spans: Sequence[tuple[int, int]],
 ) -> dict[str, float]:
     """Joules of computing in the whole round; the control unit comes first."""
     examples = plan.local_steps * plan.micro_batches * plan.micro_batch_size
-    work = _spans(remains.model, "forward_flop")[0] + _spans(remains.model, "backward_flop")[0]
-    embedding = remains.model.embedding.forward_flop + remains.model.embedding.backward_flop
+    work = _spans(rest.model, "forward_flop")[0] + _spans(rest.model, "backward_flop")[0]
+    embedding = rest.model.embedding.forward_flop + rest.model.embedding.backward_flop
     flops = [embedding, *(float(work[span]) for span in spans[1:])]
     pairs = zip(members, flops, strict=True)
     return {m.device_id: m.energy_per_flop_j * flop * examples for m, flop in pairs}
 
 
-def _refusal(plan: ClusterPlan, remains: Remains) -> str:
-    gone = [d.device_id for d in remains.profile.devices if d.device_id not in remains.present]
-    need = float(_segment_bytes(plan, remains)[0, 0, -1]) / 2**20
-    room = sum(device.memory_bytes for device in remains.devices) / 2**20
+def _refusal(plan: ClusterPlan, rest: ReplanInput) -> str:
+    gone = [d.device_id for d in rest.profile.devices if d.device_id not in rest.present]
+    need = float(_segment_bytes(plan, rest)[0, 0, -1]) / 2**20
+    room = sum(device.memory_bytes for device in rest.devices) / 2**20
     return (
         f"cluster {plan.cluster_id!r}: without {', '.join(gone) or 'any device'} no plan fits the "
-        f"{len(remains.devices)} devices that are left (all blocks need about {need:.0f} MiB, they "
+        f"{len(rest.devices)} devices that are left (all blocks need about {need:.0f} MiB, they "
         f"have {room:.0f} MiB): bring the device back, add one, or lower the micro-batches"
     )

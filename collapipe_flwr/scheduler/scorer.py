@@ -1,6 +1,6 @@
 """The cluster-wise objective of many candidate rows, fast.
 
-Given a market, everything about links is a table (``links``) and everything about segments a sum
+Given dual prices, everything about links is a table (``links``) and everything about segments a sum
 over blocks: scoring a row is a handful of look-ups per slot. A row slows its links from quick to
 calm as far as its own bottleneck allows, energy interpolated linearly in between (convexity makes
 that an upper bound). Inside, slots come first, (S, R): sums and maxima over a leading axis are
@@ -14,36 +14,39 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from collapipe_flwr.costs.compute import Options, steps_of
-from collapipe_flwr.costs.latency import OPTIMISER_FLOP_PER_BYTE
 from collapipe_flwr.costs.layouts import Layouts
-from collapipe_flwr.costs.memory import kept_bytes
+from collapipe_flwr.costs.makespan import OPTIMISER_FLOP_PER_BYTE
 from collapipe_flwr.costs.radio import rate_bit_per_s
 from collapipe_flwr.costs.tables import Tables
-from collapipe_flwr.scheduler.links import link_table
-from collapipe_flwr.scheduler.market import Market
+from collapipe_flwr.costs.work import PricingOptions, kept_bytes, steps_of
+from collapipe_flwr.scheduler.dual_prices import DualPrices, link_table
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-TRUST = 0.1  # share of the ceiling down to which the market's prices are believed
+TRUST = 0.1  # share of the ceiling down to which the dual prices are believed
 BLOCK = 1000  # rows of similar depth scored at a time: few unused slots, and caches hold them
 
 
 class Scorer:
-    """Scores rows of ``clusters`` under one market; build once, call often."""
+    """Scores rows of ``clusters`` under given dual prices; build once, call often."""
 
     def __init__(
-        self, tables: Tables, options: Options, market: Market, clusters: Ints, counts: Ints
+        self,
+        tables: Tables,
+        options: PricingOptions,
+        prices: DualPrices,
+        clusters: Ints,
+        counts: Ints,
     ) -> None:
-        self.tables, self.options, self.market = tables, options, market
+        self.tables, self.options, self.prices = tables, options, prices
         self.counts = np.unique(counts)
-        self.links = link_table(tables, market, clusters, self.counts)
+        self.links = link_table(tables, prices, clusters, self.counts)
         self.place_m = np.zeros(tables.num_clusters, np.int64)
         self.place_m[clusters] = np.arange(len(clusters))
         self.links_per_count = len(clusters) * int(np.prod(tables.gain_mij.shape[1:]))
         self.spans = _Spans(tables, options)
-        self.members = _Members(tables, options, market, clusters)
+        self.members = _Members(tables, options, prices, clusters)
         edge = tables.snapshot.edge.speed_flop_per_s
         self.edge_speed = edge / tables.num_clusters if options.edge_shared else edge
 
@@ -65,11 +68,11 @@ class Scorer:
         return latency, np.where(self._fits(rows, batch, slots), worth, np.inf)
 
     def _values(self, rows: Layouts, rho_r: Array) -> Array:
-        market, cluster = self.market, rows.cluster_r
+        prices, cluster = self.prices, rows.cluster_r
         latency, worth = self.estimates(rows)
-        ceiling = market.ceiling_m[cluster]
-        late = market.latency_price * rho_r * np.maximum(latency, ceiling)
-        early = market.slack_price_m[cluster] * np.clip(ceiling - latency, 0.0, TRUST * ceiling)
+        ceiling = prices.ceiling_m[cluster]
+        late = prices.latency_price * rho_r * np.maximum(latency, ceiling)
+        early = prices.slack_price_m[cluster] * np.clip(ceiling - latency, 0.0, TRUST * ceiling)
         return np.asarray(late - early + worth)
 
     def _price(self, rows: Layouts, batch: _Batch, slots: _Slots) -> tuple[Array, Array]:
@@ -185,7 +188,7 @@ class _Batch:
 class _Spans:
     """Sums over blocks ``l .. k-1``, flat over (l, k)."""
 
-    def __init__(self, tables: Tables, options: Options) -> None:
+    def __init__(self, tables: Tables, options: PricingOptions) -> None:
         blocks = tables.blocks
         kept_l, self.once = kept_bytes(blocks, options)
         self.forward, self.backward = _span(blocks.forward_flop_l), _span(blocks.backward_flop_l)
@@ -210,8 +213,10 @@ class _Members:
     bulk_seconds: Array  # per byte of weights, handed out and collected
     bulk_worth: Array
 
-    def __init__(self, tables: Tables, options: Options, market: Market, clusters: Ints) -> None:
-        members, price = tables.members, market.price_mi[clusters]
+    def __init__(
+        self, tables: Tables, options: PricingOptions, prices: DualPrices, clusters: Ints
+    ) -> None:
+        members, price = tables.members, prices.price_mi[clusters]
         self.width = int(price.shape[1])
         self.slowness = 1.0 / members.speed_mi[clusters].ravel()
         self.room = (1.0 - options.memory_margin) * members.memory_mi[clusters].ravel()

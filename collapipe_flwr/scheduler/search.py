@@ -1,4 +1,4 @@
-"""The segment half of a decision: for every cluster the best layout and batch under a market.
+"""The segment half of a decision: for every cluster the best layout and batch at dual prices.
 
 Small clusters are enumerated. Larger ones descend over single moves from where they are; those
 whose latency matters also from fresh starts, and, when clusters are few, exact shortest paths at
@@ -9,23 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.costs.layouts import UNUSED, Layouts, replaced, stack
-from collapipe_flwr.scheduler.descent import Terrain, Walkers, descend, every_batch
-from collapipe_flwr.scheduler.layout_search import all_layouts, count_layouts, rows_for
-from collapipe_flwr.scheduler.links import LEAST_SLOPE
-from collapipe_flwr.scheduler.market import Market, best_of
+from collapipe_flwr.scheduler.dual_prices import LEAST_SLOPE, DualPrices, best_of
+from collapipe_flwr.scheduler.initial_layouts import (
+    all_layouts,
+    count_layouts,
+    filling_rows,
+    rows_for,
+    starting_rows,
+)
+from collapipe_flwr.scheduler.local_search import (
+    Candidates,
+    Neighbourhood,
+    descend,
+    every_batch,
+)
+from collapipe_flwr.scheduler.problem import RoundProblem
 from collapipe_flwr.scheduler.segment_dp import Path, any_order, best_path
-from collapipe_flwr.scheduler.segments import Terms, segment_problem
-from collapipe_flwr.scheduler.starts import filling_rows, starting_rows
-
-if TYPE_CHECKING:
-    from collapipe_flwr.scheduler.planner import Planner
+from collapipe_flwr.scheduler.segment_problem import Terms, segment_problem
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -52,15 +58,15 @@ class RhoTable:
     place_of_count: Ints
 
     @classmethod
-    def of(cls, planner: Planner, clusters: Ints, now: Layouts) -> RhoTable:
+    def of(cls, problem: RoundProblem, clusters: Ints, now: Layouts) -> RhoTable:
         """One entry for every pair of the grid."""
-        batches = planner.batches()
+        batches = problem.batches()
         rows = every_batch(now.take(clusters), batches)[1]
-        base = np.zeros(planner.tables.num_clusters, np.int64)
+        base = np.zeros(problem.tables.num_clusters, np.int64)
         base[clusters] = len(batches) * np.arange(len(clusters))
-        sizes, counts = planner.settings.micro_batch_sizes, planner.settings.micro_batches
+        sizes, counts = problem.settings.micro_batch_sizes, problem.settings.micro_batches
         return cls(
-            rho=planner.learning.rho_rows(planner.tables, rows, now),
+            rho=problem.learning.rho_rows(problem.tables, rows, now),
             base_m=base,
             place_of_size=_places(sizes) * len(counts),
             place_of_count=_places(counts),
@@ -80,16 +86,16 @@ def _places(values: Sequence[int]) -> Ints:
 
 
 class Search:
-    """Searches of one decision under its successive markets."""
+    """Searches of one decision under successive dual prices."""
 
-    def __init__(self, planner: Planner) -> None:
-        self.planner = planner
-        self.counts, self.batches = planner.device_counts(), planner.batches()
+    def __init__(self, problem: RoundProblem) -> None:
+        self.problem = problem
+        self.counts, self.batches = problem.device_counts(), problem.batches()
         self.small = self._enumerable()
 
-    def choose(self, market: Market, now: Layouts | None) -> Layouts:
+    def choose(self, prices: DualPrices, now: Layouts | None) -> Layouts:
         """The best row found for every cluster, never worse than ``now``'s."""
-        self.market = market
+        self.prices = prices
         start = rows = now if now is not None else self._plain()
         for m in np.flatnonzero(self.small):
             rows = replaced(rows, np.array([m]), self._enumerate(int(m), start))
@@ -112,52 +118,52 @@ class Search:
 
     def _score(self, clusters: Ints, now: Layouts) -> Score:
         """The objective of rows of ``clusters`` while other clusters stay as in ``now``."""
-        scorer = self.planner.scorer(self.market, clusters)
-        rho = RhoTable.of(self.planner, clusters, now)
+        scorer = self.problem.scorer(self.prices, clusters)
+        rho = RhoTable.of(self.problem, clusters, now)
         return lambda rows: scorer.values(rows, rho.at(rows))
 
     # -- small clusters ---------------------------------------------------------------------
 
     def _enumerable(self) -> NDArray[np.bool_]:
-        grid, blocks = len(self.batches), self.planner.tables.num_blocks
+        grid, blocks = len(self.batches), self.problem.tables.num_blocks
         most = min(ENUMERATED_ROWS, ENUMERATED_IN_ALL // len(self.counts))
         counts = {int(n): count_layouts(int(n), blocks) for n in set(self.counts.tolist())}
         return np.array([counts[int(n)] * grid <= most for n in self.counts])
 
     def _enumerate(self, m: int, now: Layouts) -> Layouts:
-        blocks = self.planner.tables.num_blocks
+        blocks = self.problem.tables.num_blocks
         rows = rows_for(m, *all_layouts(int(self.counts[m]), blocks), self.batches)
         values = self._score(np.array([m]), now)(rows)
         best = int(np.argmin(values))
         if not np.isfinite(values[best]):
-            self.planner.refuse(m)
+            self.problem.refuse(m)
         return rows.take(np.array([best]))
 
     # -- larger clusters --------------------------------------------------------------------
 
     def _plain(self) -> Layouts:
         """Everything on the first device: only a frame that better rows replace."""
-        reference = self.planner.learning.reference
+        reference = self.problem.learning.reference
         size, count = reference.micro_batch_size, reference.micro_batches
         clusters = len(self.counts)
         return Layouts(
             cluster_r=np.arange(clusters),
             member_rs=np.ones((clusters, 1), np.int64),
-            stop_rs=np.full((clusters, 1), self.planner.tables.num_blocks),
+            stop_rs=np.full((clusters, 1), self.problem.tables.num_blocks),
             micro_batch_size_r=np.full(clusters, size),
             micro_batches_r=np.full(clusters, count),
         )
 
     def _pressing(self, clusters: Ints) -> Ints:
         """Those whose latency matters most."""
-        order = np.argsort(-self.market.slack_price_m[clusters], kind="stable")
+        order = np.argsort(-self.prices.slack_price_m[clusters], kind="stable")
         return np.asarray(clusters[order[:FRESH_CLUSTERS]])
 
     def _least(self) -> Array:
         """The gain of every cluster that is worth a step; any where latency matters most."""
         clusters = len(self.counts)
-        least = np.full(clusters, ENOUGH * self.planner.settings.penalty_weight / clusters)
-        order = np.argsort(-self.market.slack_price_m, kind="stable")
+        least = np.full(clusters, ENOUGH * self.problem.settings.penalty_weight / clusters)
+        order = np.argsort(-self.prices.slack_price_m, kind="stable")
         least[order[:FRESH_CLUSTERS]] = 0.0
         return least
 
@@ -169,20 +175,20 @@ class Search:
         if len(fresh):
             starts.append(self._starts(fresh, score, 1 if only_fresh else FRESH_STARTS))
         rows = stack(starts)
-        walkers = Walkers(rows, score(rows), self._least()[rows.cluster_r])
-        descend(walkers, score, self._terrain(), SWEEPS)
-        place = np.searchsorted(clusters, walkers.rows.cluster_r)
-        return walkers.rows.take(best_of(walkers.values, place, len(clusters)))
+        candidates = Candidates(rows, score(rows), self._least()[rows.cluster_r])
+        descend(candidates, score, self._neighbourhood(), SWEEPS)
+        place = np.searchsorted(clusters, candidates.rows.cluster_r)
+        return candidates.rows.take(best_of(candidates.values, place, len(clusters)))
 
-    def _terrain(self) -> Terrain:
+    def _neighbourhood(self) -> Neighbourhood:
         """What the descent tries; the cost of a device is that of an operation on it."""
-        members, market = self.planner.tables.members, self.market
-        slope = np.maximum(market.slack_price_m, LEAST_SLOPE * market.latency_price)
-        cost = slope[:, None] / members.speed_mi + market.price_mi * members.energy_per_flop_mi
+        members, prices = self.problem.tables.members, self.prices
+        slope = np.maximum(prices.slack_price_m, LEAST_SLOPE * prices.latency_price)
+        cost = slope[:, None] / members.speed_mi + prices.price_mi * members.energy_per_flop_mi
         cost[~members.present_mi] = np.inf
         cost[:, 0] = np.inf
-        settings = self.planner.settings
-        return Terrain(
+        settings = self.problem.settings
+        return Neighbourhood(
             cost_mi=cost,
             spares=SPARES,
             sizes=np.unique(settings.micro_batch_sizes),
@@ -191,14 +197,14 @@ class Search:
 
     def _starts(self, clusters: Ints, score: Score, each: int) -> Layouts:
         """The best simple layouts of each of ``clusters``; raises InfeasibleError without any."""
-        reference = self.planner.learning.reference
+        reference = self.problem.learning.reference
         batches = np.array(
             [
                 [reference.micro_batch_size, reference.micro_batches],
                 [self.batches[:, 0].min(), self.batches[:, 1].min()],
             ]
         )
-        tables, options = self.planner.tables, self.planner.settings.options
+        tables, options = self.problem.tables, self.problem.settings
         rows = stack(
             [
                 starting_rows(tables, clusters, self.counts, batches),
@@ -209,7 +215,7 @@ class Search:
         order = np.lexsort((values, rows.cluster_r))
         first = np.searchsorted(rows.cluster_r[order], clusters)
         for m in clusters[~np.isfinite(values[order[first]])]:
-            self.planner.refuse(int(m))
+            self.problem.refuse(int(m))
         rank = np.arange(len(order)) - np.repeat(first, len(rows) // len(clusters))
         return rows.take(order[(rank < each) & np.isfinite(values[order])])
 
@@ -223,9 +229,9 @@ class Search:
 
     def _exact(self, rows: Layouts, m: int) -> Layouts:
         """The shortest path at the present batch, for both slopes of the objective."""
-        if int(self.counts[m]) > self.planner.settings.exact_devices:
+        if int(self.counts[m]) > self.problem.settings.exact_devices:
             return rows
-        slopes = {self.market.latency_price, float(self.market.slack_price_m[m])}
+        slopes = {self.prices.latency_price, float(self.prices.slack_price_m[m])}
         for slope in sorted(s for s in slopes if s > 0):
             path = self._path(rows, m, slope)
             if path is not None:
@@ -238,14 +244,12 @@ class Search:
             micro_batch_size=int(rows.micro_batch_size_r[m]),
             micro_batches=int(rows.micro_batches_r[m]),
             slope=slope,
-            price_i=self.market.price_mi[m],
-            edge_hz=float(self.market.edge_hz_m[m]),
+            price_i=self.prices.price_mi[m],
+            edge_hz=float(self.prices.edge_hz_m[m]),
         )
-        planner = self.planner
+        problem = self.problem
         try:
-            return best_path(
-                segment_problem(planner.tables, planner.settings.options, terms), any_order
-            )
+            return best_path(segment_problem(problem.tables, problem.settings, terms), any_order)
         except InfeasibleError:  # this batch fits nowhere; the descent's row stands
             return None
 

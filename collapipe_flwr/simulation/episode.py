@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from collapipe_flwr.core.domain import ClusterOutcome, ModelProfile, Plan, RoundOutcome, Snapshot
-from collapipe_flwr.costs.compute import Options
 from collapipe_flwr.costs.price import PricedCluster, PricedRound, price
 from collapipe_flwr.costs.tables import members_of
+from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.scheduler.protocol import Scheduler
 from collapipe_flwr.scheduler.state import SchedulerState
 from collapipe_flwr.simulator.world import World
@@ -52,7 +52,7 @@ def run_episode(
     model: ModelProfile,
     rounds: int,
     *,
-    options: Options | None = None,
+    options: PricingOptions | None = None,
     seen: Callable[[Snapshot], Snapshot] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[EpisodeRound]:

@@ -21,8 +21,8 @@ from collapipe_flwr.core.domain import DeviceProfile, ModelProfile, Plan
 from collapipe_flwr.costs.convergence import LearningConstants, bound_sums
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import initial_state, learning_in
-from collapipe_flwr.scheduler.bound import NEVER
-from collapipe_flwr.scheduler.protocol import SchedulerSettings
+from collapipe_flwr.scheduler.problem import NEVER
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.episode import EpisodeRound
 from collapipe_flwr.simulator.world import World
 
@@ -51,7 +51,7 @@ class Target:
         return sum(done.priced.latency_s for done in rounds) / progress if progress else inf
 
 
-def target_in(world: World, model: ModelProfile, settings: SchedulerSettings) -> Target:
+def target_in(world: World, model: ModelProfile, settings: SchedulerConfig) -> Target:
     """The yardstick of one world, the same for all policies."""
     settings = replace(settings, bound=True)
     snapshot = world.snapshot(1, model)

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field, replace
 
 from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile, ModelProfile
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.scheduler.protocol import SchedulerSettings
-from collapipe_flwr.scheduler.registry import POLICIES
+from collapipe_flwr.scheduler.policies import POLICIES
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.budget import EnergyBudget
 from collapipe_flwr.simulation.distortion import Distortion
 from collapipe_flwr.simulation.fleet_file import FleetCluster
@@ -23,7 +23,6 @@ from collapipe_flwr.simulator.models import transformer_profile
 from collapipe_flwr.simulator.world import Budgets, World, make_world, mixed_devices
 
 CONTROL_UNIT = "raspberry-pi-5"
-COMPARED = tuple(name for name in POLICIES if name != "brute-force")
 FIVE_SEEDS = (0, 1, 2, 3, 4)
 SEED_LIMIT = 2**63
 _STAND_IN = CONTROL_UNIT  # replaced by the fleet's own boards
@@ -68,13 +67,13 @@ class Setting:
     examples: int = 1000  # of every cluster, each used once per round
     rounds: int = 50
     seeds: tuple[int, ...] = (0,)
-    policies: tuple[str, ...] = COMPARED
+    policies: tuple[str, ...] = POLICIES
     model: ModelShape = field(default_factory=ModelShape)
     radio: str = "wifi"
     channel: str = "block-fading"
     budget: EnergyBudget = field(default_factory=lambda: EnergyBudget(equal_shares=1.8))
-    settings: SchedulerSettings = field(
-        default_factory=lambda: SchedulerSettings(
+    settings: SchedulerConfig = field(
+        default_factory=lambda: SchedulerConfig(
             micro_batches=(1, 2, 4, 8, 16), max_model_share=1 / 3
         )
     )

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.costs.whole import whole_model
-from collapipe_flwr.scheduler.registry import make_scheduler
+from collapipe_flwr.costs.work import whole_model
+from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.simulation.episode import EpisodeRound, run_episode
 from collapipe_flwr.simulation.score import Score, score, target_in
 from collapipe_flwr.simulation.setting import Setting
@@ -81,7 +81,7 @@ def _policy(
 def _rounds(
     setting: Setting, name: str, profile: ModelProfile, world: World, tick: Tick
 ) -> Iterator[EpisodeRound]:
-    scheduler, options = make_scheduler(name, setting.settings), setting.settings.options
+    scheduler, options = make_scheduler(name, setting.settings), setting.settings
     seen = setting.distortion.view(world, profile)
     episode = run_episode(world, scheduler, profile, setting.rounds, options=options, seen=seen)
     for done in episode:

@@ -18,12 +18,12 @@ import grpc
 
 from collapipe_flwr.core.heartbeat import LEAST_PERIOD_S, Heartbeat
 
-Options = list[tuple[str, object]]
+PricingOptions = list[tuple[str, object]]
 _RECONNECT_MS = 100
 _UNWATCHED_S = 10.0  # gRPC looks five times a second who still listens, unless it is starved of CPU
 
 
-def keepalive_options(heartbeat: Heartbeat) -> Options:
+def keepalive_options(heartbeat: Heartbeat) -> PricingOptions:
     """Of the connection that is pinged: a ping a period, which has a period to be answered."""
     period_ms = round(1000 * heartbeat.period_s)
     return [
@@ -39,7 +39,7 @@ def keepalive_options(heartbeat: Heartbeat) -> Options:
     ]
 
 
-def server_keepalive_options() -> Options:
+def server_keepalive_options() -> PricingOptions:
     """Of a server that lets itself be pinged."""
     return [
         ("grpc.keepalive_permit_without_calls", 1),

@@ -18,7 +18,7 @@ __all__ = ["TlsFiles", "bind", "client_credentials", "open_channel", "server_cre
 _ANEW = (
     "take both from one run of `collapipe certs`, or make both anew by `collapipe certs --renew`"
 )
-Options = Sequence[tuple[str, object]]
+PricingOptions = Sequence[tuple[str, object]]
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
@@ -63,7 +63,7 @@ def bind(server: grpc.Server, listen: str, tls: TlsFiles | None) -> str:
     return f"{host}:{port}"
 
 
-def open_channel(address: str, tls: TlsFiles | None, options: Options = ()) -> grpc.Channel:
+def open_channel(address: str, tls: TlsFiles | None, options: PricingOptions = ()) -> grpc.Channel:
     """A channel to ``address``, in plain text without ``tls``; nothing is sent yet."""
     if tls is None:
         return grpc.insecure_channel(address, options)

@@ -11,7 +11,7 @@ from benchmarks.scheduling.decisions import BenchPlan, bench, bench_plan
 from benchmarks.scheduling.optimality import gap, gaps_of, instance
 from benchmarks.scheduling.report import bench_table
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.scheduler.protocol import SchedulerSettings
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.setting import ModelShape, Setting
 
 
@@ -25,7 +25,7 @@ def small() -> Setting:
         rounds=3,
         policies=("dssda", "fedavg", "uniform"),
         model=ModelShape(blocks=4, width=128, tokens=32),
-        settings=SchedulerSettings(micro_batch_sizes=(2, 4), micro_batches=(2, 4)),
+        settings=SchedulerConfig(micro_batch_sizes=(2, 4), micro_batches=(2, 4)),
     )
 
 

@@ -22,7 +22,7 @@ from collapipe_flwr.core.errors import ConfigError, ModelError
 from collapipe_flwr.models import BatchShape
 from collapipe_flwr.models.profile import profile_model, time_block
 from collapipe_flwr.scheduler.plans import check_cluster_plan
-from collapipe_flwr.scheduler.protocol import SchedulerSettings
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
 
 SHAPE = BatchShape(source_length=12, target_length=7)
 TINY: dict[str, dict[str, object]] = {
@@ -44,7 +44,7 @@ TINY: dict[str, dict[str, object]] = {
         "patch_size": 8,
     },
 }
-SETTINGS = SchedulerSettings(micro_batch_sizes=(1, 2), micro_batches=(1, 2))
+SETTINGS = SchedulerConfig(micro_batch_sizes=(1, 2), micro_batches=(1, 2))
 
 
 def wish(model_type: str, task: str = "", length: int = 12) -> ModelWish:

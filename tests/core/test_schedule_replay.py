@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.schedule import StepTimes, replay
-from collapipe_flwr.costs.latency import PassTimes, gpipe_makespan_s
+from collapipe_flwr.costs.makespan import PassTimes, gpipe_makespan_s
 
 
 def random_times(seed: int, stages: int, *, half_duplex: bool = False) -> StepTimes:

@@ -6,8 +6,16 @@ import numpy as np
 import pytest
 
 from collapipe_flwr.core.domain import ClusterOutcome, GradientNoise, RoundOutcome
-from collapipe_flwr.costs.convergence import BoundRow, LearningConstants, bound_sums, exchanged
-from collapipe_flwr.costs.estimators import LearningState, Prior, constants_of, update
+from collapipe_flwr.costs.convergence import (
+    BoundRow,
+    LearningConstants,
+    LearningState,
+    Prior,
+    bound_sums,
+    constants_of,
+    exchanged,
+    update,
+)
 
 CONSTANTS = LearningConstants(
     learning_rate=0.01, smoothness=1.0, noise=4.0, drift=0.1, loss_gap=2.0, target=0.5

@@ -9,16 +9,22 @@ import pytest
 
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.schedule import replay
-from collapipe_flwr.costs.chain import Chain, chain_of, full_power_times
-from collapipe_flwr.costs.compute import Options
-from collapipe_flwr.costs.depths import choose_depths, deepest, schedule_rows, step_times
+from collapipe_flwr.costs.chain import (
+    Chain,
+    chain_of,
+    choose_depths,
+    deepest,
+    full_power_times,
+    schedule_rows,
+    step_times,
+)
 from collapipe_flwr.costs.layouts import Layouts
-from collapipe_flwr.costs.memory import capacity_bytes, peak_bytes
 from collapipe_flwr.costs.tables import Tables, tabulate
+from collapipe_flwr.costs.work import PricingOptions, capacity_bytes, peak_bytes
 from collapipe_flwr.simulator.models import transformer_profile
 from collapipe_flwr.simulator.world import make_world
 
-OPTIONS = Options(schedule="1f1b", memory_margin=0.0)
+OPTIONS = PricingOptions(schedule="1f1b", memory_margin=0.0)
 
 
 def a_chain(memory_share: tuple[float, ...], count: int = 8) -> tuple[Tables, Chain]:

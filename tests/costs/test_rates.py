@@ -9,13 +9,13 @@ import pytest
 
 from collapipe_flwr.core.domain import ClusterPlan, Plan, Snapshot
 from collapipe_flwr.costs.price import price, with_rates
-from collapipe_flwr.scheduler.protocol import SchedulerSettings
-from collapipe_flwr.scheduler.registry import make_scheduler
+from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulator.models import transformer_profile
 from collapipe_flwr.simulator.world import make_world
 from tests.planned_step import replay_plan
 
-SETTINGS = SchedulerSettings(micro_batch_sizes=(4,), micro_batches=(2,), codecs=("fp32",))
+SETTINGS = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(2,), codecs=("fp32",))
 
 
 def _planned(codec: str = "fp32") -> tuple[Plan, Snapshot]:

@@ -9,7 +9,7 @@ from statistics import fmean
 import pytest
 
 from collapipe_flwr.core.schedule import StepTimes, replay
-from collapipe_flwr.costs.warm_up import AS_GOOD, choose_warm_up
+from collapipe_flwr.costs.makespan import AS_GOOD, choose_warm_up
 
 
 def times(stage_s: tuple[float, ...], hop_s: float = 0.0) -> StepTimes:

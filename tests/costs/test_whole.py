@@ -8,9 +8,9 @@ import pytest
 
 from collapipe_flwr.core.domain import Snapshot
 from collapipe_flwr.costs.price import price
-from collapipe_flwr.costs.whole import whole_bytes, whole_model
-from collapipe_flwr.scheduler.protocol import SchedulerSettings
-from collapipe_flwr.scheduler.registry import make_scheduler
+from collapipe_flwr.costs.work import whole_bytes, whole_model
+from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulator.models import transformer_profile
 from collapipe_flwr.simulator.world import make_world
 
@@ -39,10 +39,10 @@ def test_one_block_takes_both_ends() -> None:
 
 def test_fedavg_of_the_whole_model_costs_its_device_everything() -> None:
     snapshot = a_snapshot()
-    settings = SchedulerSettings(micro_batch_sizes=(4,), micro_batches=(4,))
+    settings = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(4,))
     scheduler = make_scheduler("fedavg", settings)
     plan, _ = scheduler.step(scheduler.init(snapshot), snapshot)
-    priced = price(plan, snapshot, settings.options).clusters[0]
+    priced = price(plan, snapshot, settings).clusters[0]
     phone = snapshot.clusters[0].profile.devices[0]
     assert priced.memory_bytes[phone.device_id] == pytest.approx(whole_bytes(MODEL, 16), abs=1)
     parts = (MODEL.embedding, *MODEL.blocks, MODEL.decoder)

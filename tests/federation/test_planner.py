@@ -18,8 +18,8 @@ from collapipe_flwr.federation.planner import MovementMeter, ScheduledRounds
 from collapipe_flwr.federation.rounds import ClosedRound
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.pipeline.meter import StageReport
-from collapipe_flwr.scheduler.protocol import SchedulerSettings
-from collapipe_flwr.scheduler.registry import make_scheduler
+from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulator.world import Budgets, make_world
 
 BLOCK = BlockCost(
@@ -36,7 +36,7 @@ EMPTY = ArrayRecord()
 
 
 def rounds(policy: str = "dssda", **settings) -> ScheduledRounds:
-    chosen = SchedulerSettings(micro_batch_sizes=(4,), micro_batches=(2,), **settings)
+    chosen = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(2,), **settings)
     world = make_world(
         cluster_devices=[["raspberry-pi-5", "jetson-nano", "raspberry-pi-4"]] * 2,
         examples=[64, 32],
@@ -45,7 +45,7 @@ def rounds(policy: str = "dssda", **settings) -> ScheduledRounds:
         budgets=Budgets(fixed_j=0.5),
     )
     scheduler = make_scheduler(policy, chosen)
-    return ScheduledRounds(scheduler, world, MODEL, NODES, options=chosen.options)
+    return ScheduledRounds(scheduler, world, MODEL, NODES, options=chosen)
 
 
 def weights(value: float) -> ArrayRecord:

@@ -11,7 +11,7 @@ import pytest
 from client_app.app import app as client_app
 from collapipe_flwr.config.schema import parse
 from collapipe_flwr.federation.local_grid import LocalGrid
-from collapipe_flwr.scheduler.link_beliefs import link_key
+from collapipe_flwr.scheduler.link_estimates import link_key
 from server_app.app import run
 from tests.cluster.daemon_processes import Daemon, running
 from tests.integration.conftest import TINY, TINY_MODEL

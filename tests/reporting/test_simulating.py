@@ -9,7 +9,7 @@ import pytest
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.reporting.simulating import Outputs, run_simulation
-from collapipe_flwr.scheduler.protocol import SchedulerSettings
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.setting import ModelShape, Setting
 
 SMALL = Setting(
@@ -19,7 +19,7 @@ SMALL = Setting(
     rounds=2,
     policies=("uniform", "dssda"),
     model=ModelShape(blocks=3, width=64, tokens=16),
-    settings=SchedulerSettings(micro_batch_sizes=(2,), micro_batches=(2, 4)),
+    settings=SchedulerConfig(micro_batch_sizes=(2,), micro_batches=(2, 4)),
 )
 
 

@@ -16,20 +16,20 @@ from collapipe_flwr.core.domain import ClusterOutcome, ModelProfile, Plan, Round
 from collapipe_flwr.core.errors import ConfigError, InfeasibleError, ScheduleError
 from collapipe_flwr.costs.price import price
 from collapipe_flwr.scheduler.plans import check_cluster_plan
-from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerSettings
-from collapipe_flwr.scheduler.registry import POLICIES, make_scheduler
+from collapipe_flwr.scheduler.policies import POLICIES, make_scheduler
+from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerConfig
 from collapipe_flwr.scheduler.state import SchedulerState
 from collapipe_flwr.simulator.models import transformer_profile
 from collapipe_flwr.simulator.world import Budgets, World, make_world, mixed_devices
 
 MakeWorld = Callable[..., tuple[World, ModelProfile]]
-FAST = SchedulerSettings(micro_batch_sizes=(2, 8), micro_batches=(2, 4))
+FAST = SchedulerConfig(micro_batch_sizes=(2, 8), micro_batches=(2, 4))
 ONE = replace(FAST, micro_batch_sizes=(4,), micro_batches=(4,))
 KINDS = ("raspberry-pi-4", "raspberry-pi-5", "jetson-nano", "phone", "jetson-orin-nano")
 
 
-def outcome_of(plan: Plan, snapshot: Snapshot, settings: SchedulerSettings) -> RoundOutcome:
-    priced = price(plan, snapshot, settings.options)
+def outcome_of(plan: Plan, snapshot: Snapshot, settings: SchedulerConfig) -> RoundOutcome:
+    priced = price(plan, snapshot, settings)
     clusters = tuple(
         ClusterOutcome(cluster_id=c.cluster_id, latency_s=c.latency_s, energy_j=c.energy_j)
         for c in priced.clusters
@@ -38,7 +38,7 @@ def outcome_of(plan: Plan, snapshot: Snapshot, settings: SchedulerSettings) -> R
 
 
 def run(
-    scheduler: Scheduler, world: World, model: ModelProfile, rounds: int, options: SchedulerSettings
+    scheduler: Scheduler, world: World, model: ModelProfile, rounds: int, options: SchedulerConfig
 ) -> tuple[list[Plan], list[RoundOutcome], SchedulerState]:
     state = scheduler.init(world.snapshot(1, model))
     plans, outcomes = [], []
@@ -52,7 +52,7 @@ def run(
     return plans, outcomes, state
 
 
-def check_plan(plan: Plan, snapshot: Snapshot, options: SchedulerSettings) -> None:
+def check_plan(plan: Plan, snapshot: Snapshot, options: SchedulerConfig) -> None:
     """Every hard constraint of a round."""
     blocks = len(snapshot.model.blocks)
     by_id = {c.profile.cluster_id: c.profile for c in snapshot.clusters}
@@ -102,7 +102,7 @@ def test_no_valid_snapshot_yields_an_invalid_plan(
     assert again.to_json() == state.to_json()
 
 
-@pytest.mark.parametrize("name", [p for p in POLICIES if p != "brute-force"])
+@pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_plans_validly_and_predicts_what_it_costs(
     a_world: MakeWorld, name: str
 ) -> None:
@@ -198,7 +198,7 @@ def test_a_radio_solver_that_fails_is_a_recorded_fallback(
     scheduler = make_scheduler("dssda", FAST)
     plan, state = scheduler.step(scheduler.init(world.snapshot(1, model)), world.snapshot(1, model))
     with monkeypatch.context() as broken:
-        broken.setattr("collapipe_flwr.scheduler.interior_point.MAX_STEPS", 0)
+        broken.setattr("collapipe_flwr.scheduler.radio.interior_point.MAX_STEPS", 0)
         kept, state = scheduler.step(state, world.snapshot(2, model))
         with pytest.raises(ScheduleError, match="radio solver stopped"):
             scheduler.step(scheduler.init(world.snapshot(2, model)), world.snapshot(2, model))
@@ -285,11 +285,11 @@ def test_names_and_settings_are_checked() -> None:
     with pytest.raises(ConfigError, match=r"dssda.*uniform"):
         make_scheduler("dsda")
     with pytest.raises(ScheduleError, match=r"penalty-weight must be > 0, got -1"):
-        SchedulerSettings(penalty_weight=-1)
+        SchedulerConfig(penalty_weight=-1)
     with pytest.raises(ScheduleError, match="micro-batches needs"):
-        SchedulerSettings(micro_batches=())
+        SchedulerConfig(micro_batches=())
     with pytest.raises(ScheduleError, match="schedule must be one of"):
-        SchedulerSettings(schedule="zb")
+        SchedulerConfig(schedule="zb")
 
 
 def test_infeasible_memory_is_refused_at_once(a_world: MakeWorld) -> None:
@@ -373,3 +373,8 @@ def test_many_clusters_and_a_device_that_vanishes_still_get_valid_plans(
     plan, _ = scheduler.step(state, later)
     check_plan(plan, later, FAST)
     assert plan.fallback is None and len(plan.clusters) == clusters
+
+
+def test_an_oracle_of_the_benchmarks_is_no_policy() -> None:
+    with pytest.raises(ConfigError, match="brute-force is an oracle of the benchmarks, not a pol"):
+        make_scheduler("brute-force")

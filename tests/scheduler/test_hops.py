@@ -11,11 +11,11 @@ from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.core.links import LinkConfig
-from collapipe_flwr.costs.compute import Options
+from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.scheduler.plans import check_cluster_plan
-from collapipe_flwr.scheduler.protocol import SchedulerSettings
-from collapipe_flwr.scheduler.registry import make_scheduler
-from collapipe_flwr.scheduler.replan import Remains, replan
+from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
+from collapipe_flwr.scheduler.replan import ReplanInput, replan
 from collapipe_flwr.simulator.models import transformer_profile
 from collapipe_flwr.simulator.world import make_world
 
@@ -28,7 +28,7 @@ CODECS = ("fp32", "bf16", "int8", "fp16")
 @pytest.fixture(scope="module")
 def plan() -> ClusterPlan:
     """Over all three devices, with a codec of its own on every hop."""
-    settings = SchedulerSettings(micro_batch_sizes=(4,), micro_batches=(2,))
+    settings = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(2,))
     scheduler = make_scheduler("uniform", settings)
     snapshot = WORLD.snapshot(1, MODEL)
     found = scheduler.step(scheduler.init(snapshot), snapshot)[0].clusters[0]
@@ -61,7 +61,7 @@ def test_hops_between_old_neighbours_stay_and_new_ones_are_coarse(plan: ClusterP
     kept = [segment.device_id for segment in plan.segments if segment.device_id != lost]
     after = replan(
         plan,
-        Remains(profile=WORLD.clusters[0], model=MODEL, present=kept, options=Options()),
+        ReplanInput(profile=WORLD.clusters[0], model=MODEL, present=kept, options=PricingOptions()),
     )
     check_cluster_plan(after, len(MODEL.blocks))
     names = ["", *(segment.device_id for segment in after.segments), ""]

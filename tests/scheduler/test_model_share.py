@@ -12,18 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from benchmarks.oracles.brute_force import optimal_plan
 from collapipe_flwr.core.domain import ModelProfile, Plan, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.costs.tables import tabulate
-from collapipe_flwr.costs.whole import whole_bytes
+from collapipe_flwr.costs.work import whole_bytes
 from collapipe_flwr.scheduler.model_share import packs, segment_needs
-from collapipe_flwr.scheduler.protocol import SchedulerSettings
-from collapipe_flwr.scheduler.registry import make_scheduler
+from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulator.models import transformer_profile
 from collapipe_flwr.simulator.world import make_world
 
-FREE = SchedulerSettings(micro_batch_sizes=(2, 8), micro_batches=(2, 4), memory_margin=0.0)
+FREE = SchedulerConfig(micro_batch_sizes=(2, 8), micro_batches=(2, 4), memory_margin=0.0)
 
 
 def shape(blocks: int) -> ModelProfile:
@@ -33,7 +34,7 @@ def shape(blocks: int) -> ModelProfile:
     )
 
 
-def planned(snapshot: Snapshot, options: SchedulerSettings, policy: str = "dssda") -> Plan:
+def planned(snapshot: Snapshot, options: SchedulerConfig, policy: str = "dssda") -> Plan:
     scheduler = make_scheduler(policy, options)
     return scheduler.step(scheduler.init(snapshot), snapshot)[0]
 
@@ -67,7 +68,7 @@ def test_a_strong_board_gets_no_more_than_its_share(schedule: str, devices: int)
 def test_brute_force_keeps_the_share_and_dssda_finds_its_optimum() -> None:
     snapshot = one_strong(3, blocks=4)
     options = replace(FREE, max_model_share=0.25)
-    best, ours = (planned(snapshot, options, name) for name in ("brute-force", "dssda"))
+    best, ours = optimal_plan(snapshot, options), planned(snapshot, options)
     assert largest_share(best, snapshot) <= 0.25
     assert ours.latency_s == pytest.approx(best.latency_s, rel=0.01)
 

@@ -8,31 +8,27 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.oracles.brute_force import exhaustive
 from collapipe_flwr.core.domain import Snapshot
 from collapipe_flwr.core.errors import InfeasibleError, ScheduleError
 from collapipe_flwr.costs.chain import chain_of, powers_for, price_rows
 from collapipe_flwr.costs.layouts import stack
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import initial_state, planner_for
-from collapipe_flwr.scheduler.brute_force import exhaustive
-from collapipe_flwr.scheduler.layout_search import (
-    Moves,
-    all_layouts,
-    count_layouts,
-    rows_for,
-)
-from collapipe_flwr.scheduler.market import row_prices
+from collapipe_flwr.scheduler.dual_prices import row_prices
+from collapipe_flwr.scheduler.initial_layouts import all_layouts, count_layouts, rows_for
+from collapipe_flwr.scheduler.local_search import Moves
 from collapipe_flwr.scheduler.planner import Planner
-from collapipe_flwr.scheduler.protocol import SchedulerSettings
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.scheduler.segment_dp import any_order, best_path, describe
-from collapipe_flwr.scheduler.segments import Terms, segment_problem
+from collapipe_flwr.scheduler.segment_problem import Terms, segment_problem
 
 MakeSnapshot = Callable[..., Snapshot]
-SMALL = SchedulerSettings(micro_batch_sizes=(2, 8), micro_batches=(2, 8))
+SMALL = SchedulerConfig(micro_batch_sizes=(2, 8), micro_batches=(2, 8))
 
 
 def a_planner(
-    snapshot: Snapshot, settings: SchedulerSettings = SMALL, queue_seed: int | None = None
+    snapshot: Snapshot, settings: SchedulerConfig = SMALL, queue_seed: int | None = None
 ) -> Planner:
     state = initial_state(snapshot, settings)
     if queue_seed is not None:
@@ -59,7 +55,7 @@ def test_close_to_brute_force(a_snapshot: MakeSnapshot, seed: int) -> None:
 def test_alternation_never_gets_worse(a_snapshot: MakeSnapshot) -> None:
     for seed in range(5):
         planner = a_planner(a_snapshot(seed, clusters=3, devices=3, blocks=5), queue_seed=seed)
-        now = planner.radio(planner.choose(planner.opening_market(), None))
+        now = planner.radio(planner.choose(planner.opening_prices(), None))
         for _ in range(4):
             after = planner.improve(now)
             assert after.objective <= now.objective * (1 + 1e-12)
@@ -115,11 +111,11 @@ def test_segment_problem_prices_like_the_cost_model(
         price_i=planner.price_mi[0],
         edge_hz=width,
     )
-    problem = segment_problem(tables, settings.options, terms)
+    problem = segment_problem(tables, settings, terms)
     every = rows_for(0, *all_layouts(3, 5), np.array([[2, 8]]))
     for number in range(0, len(every), 7):
         rows = every.take(np.array([number]))
-        chain, r = chain_of(tables, rows, settings.options), 0
+        chain, r = chain_of(tables, rows, settings), 0
         depth = int(rows.depth_r[r])
         devices = [int(m) - 1 for m in rows.member_rs[r, :depth]]
         stops = rows.stop_rs[r, :depth].tolist()
@@ -138,9 +134,9 @@ def test_segment_problem_prices_like_the_cost_model(
 
 
 def _wished(
-    tables: object, terms: Terms, settings: SchedulerSettings, hop: tuple[int, int, int]
+    tables: object, terms: Terms, settings: SchedulerConfig, hop: tuple[int, int, int]
 ) -> tuple[float, float]:
-    gpipe = replace(settings.options, schedule="gpipe")
+    gpipe = replace(settings, schedule="gpipe")
     problem = segment_problem(tables, gpipe, terms)
     return float(problem.hop_forward_ijl[hop]), float(problem.hop_backward_ijl[hop])
 
@@ -158,7 +154,7 @@ def test_exact_paths_beat_or_match_the_descent(a_snapshot: MakeSnapshot) -> None
         price_i=planner.price_mi[0],
         edge_hz=float(mine.allocation.edge_hz_r[0]),
     )
-    problem = segment_problem(planner.tables, settings.options, terms)
+    problem = segment_problem(planner.tables, settings, terms)
     best = best_path(problem, any_order).value(problem)
     assert mine.objective <= best * (1 + 1e-5)
 
@@ -179,11 +175,11 @@ def test_brute_force_refuses_large_instances(a_snapshot: MakeSnapshot) -> None:
 
 
 def test_scores_rank_like_priced_rows(a_snapshot: MakeSnapshot) -> None:
-    """The fast score of the chosen rows is what the cost model says at the market's own times."""
+    """The fast score of the chosen rows is what the cost model says at the same hop times."""
     planner = a_planner(a_snapshot(3, clusters=3, devices=3, blocks=5))
     best = planner.solve()
-    market = planner.market(best)
-    scorer = planner.scorer(market, np.arange(3))
+    prices = planner.dual_prices(best)
+    scorer = planner.scorer(prices, np.arange(3))
     value = planner.score(scorer, best.rows, best.rows)
     near = stack([best.rows, planner.neighbours(best.rows)])
     others = planner.score(scorer, near, best.rows)
@@ -194,7 +190,7 @@ def test_scores_rank_like_priced_rows(a_snapshot: MakeSnapshot) -> None:
 def test_all_clusters_change_their_batches_together(a_snapshot: MakeSnapshot) -> None:
     """Where the slowest learner decides the rounds, one cluster alone gains nothing."""
     planner = a_planner(a_snapshot(5, clusters=3, devices=2, blocks=3))
-    start = planner.radio(planner.choose(planner.opening_market(), None))
+    start = planner.radio(planner.choose(planner.opening_prices(), None))
     for size, count in planner.batches():
         rows = start.rows.with_batches(np.full(3, size), np.full(3, count))
         found = planner.together(planner.radio(rows))
@@ -208,7 +204,7 @@ def test_all_clusters_change_their_batches_together(a_snapshot: MakeSnapshot) ->
 def test_alternation_never_gets_worse_with_many_clusters(a_snapshot: MakeSnapshot) -> None:
     for seed in range(2):
         planner = a_planner(a_snapshot(seed, clusters=40, devices=6, blocks=8), queue_seed=seed)
-        now = planner.radio(planner.choose(planner.opening_market(), None))
+        now = planner.radio(planner.choose(planner.opening_prices(), None))
         for _ in range(2):
             after = planner.solve(now)
             assert after.objective <= now.objective * (1 + 1e-12)

@@ -11,7 +11,7 @@ from collapipe_flwr.core.domain import ClusterPlan, Plan, Segment, Snapshot
 from collapipe_flwr.core.errors import ProtocolError, ScheduleError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.scheduler.plans import check_cluster_plan
-from collapipe_flwr.scheduler.registry import make_scheduler
+from collapipe_flwr.scheduler.policies import make_scheduler
 
 PLAN = ClusterPlan(
     cluster_id="a",

@@ -16,14 +16,14 @@ from collapipe_flwr.costs.price import price
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import planner_for
 from collapipe_flwr.scheduler.planner import Planner, Solution
+from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.precision import MARGIN, Lifting, lifted, refined
-from collapipe_flwr.scheduler.protocol import SchedulerSettings
-from collapipe_flwr.scheduler.registry import make_scheduler
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulator.models import transformer_profile
 from collapipe_flwr.simulator.world import make_world
 
 AUTO = ("fp32", "bf16", "int8")
-SETTINGS = SchedulerSettings(micro_batch_sizes=(4,), micro_batches=(4,), codecs=AUTO, bound=False)
+SETTINGS = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(4,), codecs=AUTO, bound=False)
 
 
 def _snapshot(link_factor: float, clusters: int = 1) -> Snapshot:
@@ -38,7 +38,7 @@ def _snapshot(link_factor: float, clusters: int = 1) -> Snapshot:
     return world.snapshot(1, transformer_profile(blocks=4, width=128, tokens=64, wire_bytes=4))
 
 
-def _plan(snapshot: Snapshot, settings: SchedulerSettings = SETTINGS) -> Plan:
+def _plan(snapshot: Snapshot, settings: SchedulerConfig = SETTINGS) -> Plan:
     scheduler = make_scheduler("dssda", settings)
     return scheduler.step(scheduler.init(snapshot), snapshot)[0]
 
@@ -145,4 +145,4 @@ def test_plans_with_codecs_are_priced_as_predicted() -> None:
 
 def test_a_codec_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ScheduleError, match=r"links\.codecs"):
-        SchedulerSettings(codecs=("zip",))
+        SchedulerConfig(codecs=("zip",))

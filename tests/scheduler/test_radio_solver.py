@@ -8,18 +8,18 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from benchmarks.oracles.radio_reference import solve_reference
 from collapipe_flwr.core.domain import Snapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.chain import Chain, chain_of, full_power_times, powers_for, price_rows
-from collapipe_flwr.costs.compute import Options
 from collapipe_flwr.costs.layouts import Layouts
 from collapipe_flwr.costs.tables import tabulate
-from collapipe_flwr.scheduler.allocation import allocate, equal_shares
-from collapipe_flwr.scheduler.interior_point import InteriorPoint
-from collapipe_flwr.scheduler.newton import NewtonSystem, Point
-from collapipe_flwr.scheduler.radio_problem import RadioProblem, radio_problem
-from collapipe_flwr.scheduler.radio_terms import RadioTerms
-from collapipe_flwr.scheduler.reference import solve_reference
+from collapipe_flwr.costs.work import PricingOptions
+from collapipe_flwr.scheduler.radio.allocation import allocate, equal_shares
+from collapipe_flwr.scheduler.radio.interior_point import InteriorPoint
+from collapipe_flwr.scheduler.radio.newton import NewtonSystem, Point
+from collapipe_flwr.scheduler.radio.problem import RadioProblem, radio_problem
+from collapipe_flwr.scheduler.radio.terms import RadioTerms
 
 MakeSnapshot = Callable[..., Snapshot]
 BAND = 40e6
@@ -37,7 +37,7 @@ def an_instance(
         micro_batch_size_r=rng.choice([1, 4], clusters),
         micro_batches_r=rng.choice([1, 4, 8], clusters),
     )
-    chain = chain_of(tables, rows, Options(schedule=schedule))
+    chain = chain_of(tables, rows, PricingOptions(schedule=schedule))
     plain = equal_shares(chain, BAND)
     powers = powers_for(chain, plain.edge_hz_r, plain.times)
     priced = price_rows(chain, plain.times, powers)

@@ -15,8 +15,8 @@ from scipy.optimize import linprog
 from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import energy_prices
-from collapipe_flwr.scheduler.protocol import SchedulerSettings
-from collapipe_flwr.scheduler.registry import make_scheduler
+from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.scheduler.state import reference_of
 from collapipe_flwr.simulation.episode import run_episode
 from collapipe_flwr.simulator.models import transformer_profile
@@ -24,9 +24,7 @@ from collapipe_flwr.simulator.world import Budgets, World, make_world
 
 ROUNDS = 60
 WEIGHTS = (0.1, 1.0, 3.0, 10.0)
-SETTINGS = SchedulerSettings(
-    micro_batch_sizes=(4,), micro_batches=(4,), bound=False, hysteresis=0.0
-)
+SETTINGS = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(4,), bound=False, hysteresis=0.0)
 BOARDS = ["raspberry-pi-5", "raspberry-pi-4", "raspberry-pi-5", "jetson-nano"]
 
 
@@ -72,7 +70,7 @@ def walk(world: World, model: ModelProfile, policy: str, weight: float) -> Path:
     first = scheduler.init(snapshot)
     budget = first.budget_j["cluster-0"]
     idle = energy_prices(tabulate(snapshot), first, settings)[0] / weight
-    done = list(run_episode(world, scheduler, model, ROUNDS, options=settings.options))
+    done = list(run_episode(world, scheduler, model, ROUNDS, options=settings))
     spent = np.array([[r.priced.clusters[0].energy_j.get(d, 0.0) for d in budget] for r in done])
     owed = [[r.state.energy_queue_j["cluster-0"][d] for d in budget] for r in done]
     unit = np.array(list(budget.values()))

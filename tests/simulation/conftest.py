@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from collapipe_flwr.scheduler.protocol import SchedulerSettings
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.setting import ModelShape, Setting
 
 
@@ -18,5 +18,5 @@ def small() -> Setting:
         rounds=3,
         policies=("dssda", "fedavg", "uniform"),
         model=ModelShape(blocks=4, width=128, tokens=32),
-        settings=SchedulerSettings(micro_batch_sizes=(2, 4), micro_batches=(2, 4)),
+        settings=SchedulerConfig(micro_batch_sizes=(2, 4), micro_batches=(2, 4)),
     )

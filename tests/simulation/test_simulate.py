@@ -12,9 +12,10 @@ import pytest
 
 from collapipe_flwr import cli
 from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.costs.whole import whole_bytes
+from collapipe_flwr.costs.work import whole_bytes
+from collapipe_flwr.scheduler.policies import POLICIES
 from collapipe_flwr.simulation.budget import EnergyBudget
-from collapipe_flwr.simulation.setting import COMPARED, ModelShape, Setting
+from collapipe_flwr.simulation.setting import ModelShape, Setting
 from collapipe_flwr.simulation.simulate import simulate
 from collapipe_flwr.simulation.summary import simulation_json
 from collapipe_flwr.simulation.tradeoff import FACTORS, penalty_sweep
@@ -64,13 +65,13 @@ def test_json_has_the_promised_keys(run: Callable[..., bytes]) -> None:
 
 
 def test_every_policy_runs_and_latency_only_equals_dssda_without_budgets(small: Setting) -> None:
-    free = replace(small, policies=COMPARED, budget=EnergyBudget())
+    free = replace(small, policies=POLICIES, budget=EnergyBudget())
     result = simulate(free)
     ours, blind = result.policy("dssda"), result.policy("latency-only")
     assert ours is not None and blind is not None
     assert ours.scores[0].latency_s == blind.scores[0].latency_s
     assert ours.scores[0].energy_over_budget == 0
-    assert {p.policy for p in result.policies if p.refusal is None} == set(COMPARED)
+    assert {p.policy for p in result.policies if p.refusal is None} == set(POLICIES)
 
 
 def test_a_policy_that_fits_nowhere_is_reported_not_raised(small: Setting) -> None:

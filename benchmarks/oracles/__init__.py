@@ -1,0 +1,1 @@
+"""Slow solvers that state optima independently, for tests and benchmarks."""

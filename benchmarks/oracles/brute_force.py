@@ -1,0 +1,106 @@
+"""The optimum of tiny instances: every layout and batch of every cluster, with its radio optimum.
+
+Combinations are tried in the order of a lower bound (full power with all bandwidth, energy of
+infinitely slow transmissions); the search stops when the bound passes the best, so it is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collapipe_flwr.core.domain import Plan, Snapshot
+from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.costs.chain import chain_of, full_power_times, makespan_of
+from collapipe_flwr.costs.layouts import Layouts, stack
+from collapipe_flwr.costs.radio import LN2
+from collapipe_flwr.costs.tables import tabulate
+from collapipe_flwr.costs.work import fits, radio_energy_j
+from collapipe_flwr.scheduler.base import (
+    initial_state,
+    planner_for,
+    solution_plan,
+)
+from collapipe_flwr.scheduler.dual_prices import row_prices
+from collapipe_flwr.scheduler.initial_layouts import all_layouts, count_layouts, rows_for
+from collapipe_flwr.scheduler.model_share import capped, least_shares
+from collapipe_flwr.scheduler.planner import Planner, Solution
+from collapipe_flwr.scheduler.precision import refined
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
+from collapipe_flwr.scheduler.state import SchedulerState, reference_of
+
+Array = NDArray[np.float64]
+
+MOST_ROWS = 3000
+MOST_COMBINATIONS = 200_000
+
+
+def exhaustive(planner: Planner) -> Solution:
+    """The global optimum; raises ScheduleError for instances that are too large."""
+    options = [_feasible(planner, m) for m in range(planner.tables.num_clusters)]
+    if np.prod([float(len(rows)) for rows in options]) > MOST_COMBINATIONS:
+        raise ScheduleError("brute force is for tiny instances: use dssda")
+    limits = [_limits(planner, rows) for rows in options]
+    best: Solution | None = None
+    for bound, choice in sorted(_bounds(planner, options, limits)):
+        if best is not None and bound >= best.objective:
+            break
+        solution = planner.radio(_combined(options, choice))
+        if best is None or solution.objective < best.objective:
+            best = solution
+    assert best is not None
+    return best
+
+
+def _combined(options: list[Layouts], choice: tuple[int, ...]) -> Layouts:
+    return stack([o.take(np.array([c])) for o, c in zip(options, choice, strict=True)])
+
+
+def _feasible(planner: Planner, m: int) -> Layouts:
+    devices, blocks = int(planner.device_counts()[m]), planner.tables.num_blocks
+    if count_layouts(devices, blocks) * len(planner.batches()) > MOST_ROWS:
+        raise ScheduleError("brute force is for tiny instances: use dssda")
+    rows = rows_for(m, *all_layouts(devices, blocks), planner.batches())
+    good = rows.take(fits(planner.tables, rows, planner.settings))
+    if not len(good):
+        planner.refuse(m)
+    return good
+
+
+def _limits(planner: Planner, rows: Layouts) -> tuple[Array, Array]:
+    """Of every row: latency at full power with all bandwidth, and energy at infinite patience."""
+    chain = chain_of(planner.tables, rows, planner.settings)
+    width = np.full(len(rows), planner.tables.snapshot.radio.bandwidth_hz)
+    times = full_power_times(chain, width)
+    latency = chain.fixed_s + chain.steps_r * makespan_of(chain, times)
+    patient = LN2 * chain.hops.bits * chain.noise_over_gain
+    backward = np.where(chain.hops.to_edge, 0.0, patient)
+    sends = chain.steps_r * chain.rows.micro_batches_r
+    energy = chain.fixed_j + radio_energy_j(sends, patient, backward)
+    return latency, (row_prices(planner.price_mi, rows) * energy).sum(1)
+
+
+def _bounds(
+    planner: Planner, options: list[Layouts], limits: list[tuple[Array, Array]]
+) -> Iterator[tuple[float, tuple[int, ...]]]:
+    """A lower bound of every combination, with the combination."""
+    for choice in product(*(range(len(rows)) for rows in options)):
+        rho = planner.learning.rho(planner.tables, _combined(options, choice))
+        latency = max(float(t[c]) for (t, _), c in zip(limits, choice, strict=True))
+        energy = sum(float(e[c]) for (_, e), c in zip(limits, choice, strict=True))
+        yield planner.latency_price * rho * latency + energy, choice
+
+
+def optimal_plan(
+    snapshot: Snapshot, settings: SchedulerConfig, state: SchedulerState | None = None
+) -> Plan:
+    """The optimal plan of one round; raises ScheduleError for instances that are too large."""
+    before = state or initial_state(snapshot, settings)
+    tables = tabulate(snapshot, settings.coarsest)
+    shares = least_shares(tables, reference_of(before), settings)
+    room = capped(tables, shares, reference_of(before), settings)
+    planner = planner_for(room, before, settings)
+    return solution_plan(planner, refined(planner, exhaustive(planner)), "brute-force", 1.0)

@@ -1,0 +1,143 @@
+"""How long one step takes: GPipe's closed form, 1F1B's lower bound, and warm-up depths.
+
+Links are stages of the flow shop. Arrays have the pipeline on their last axis and zeros where a
+plan has no stage, so padding changes neither sums nor maxima. Our reconstruction.
+
+Warm-up depths say how many micro-batches each stage has in flight under 1F1B; replays judge them. A
+stage that may go deeper than the textbook's hides slow links and waits less for slower stages
+behind it; one that goes too deep keeps activations for nothing, and holds gradients back for the
+stages ahead. The last stage has its gradient at once and stays at 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collapipe_flwr.core.schedule import StepTimes, replay
+
+Array = NDArray[np.float64]
+OPTIMISER_FLOP_PER_BYTE = 3.0  # AdamW: about 12 operations on each 4-byte parameter
+AS_GOOD = 1e-3  # relative makespan
+Depths = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassTimes:
+    """Seconds per micro-batch of one direction: every stage (K+2) and every hop (K+1)."""
+
+    stage_s: Array
+    hop_s: Array
+
+    def total(self) -> Array:
+        """What one micro-batch alone takes from end to end."""
+        return np.asarray(self.stage_s.sum(-1) + self.hop_s.sum(-1))
+
+    def bottleneck(self) -> Array:
+        """The slowest resource: what every further micro-batch adds."""
+        return np.asarray(np.maximum(self.stage_s.max(-1), self.hop_s.max(-1)))
+
+
+def gpipe_makespan_s(forward: PassTimes, backward: PassTimes, micro_batches: Array) -> Array:
+    """Exact makespan of one GPipe step: two permutation flow shops, one after the other."""
+    further = np.asarray(micro_batches, dtype=np.float64) - 1.0
+    ahead = forward.total() + further * forward.bottleneck()
+    return np.asarray(ahead + backward.total() + further * backward.bottleneck())
+
+
+def overlapped_makespan_s(
+    forward: PassTimes, backward: PassTimes, micro_batches: Array, *, half_duplex: bool
+) -> Array:
+    """What a step cannot undercut when passes overlap (1F1B): trip plus J - 1 busiest periods.
+
+    A lower bound of every schedule, approached when warm-up is deep; see ``costs.depths``.
+    """
+    further = np.asarray(micro_batches, dtype=np.float64) - 1.0
+    hops = np.maximum(forward.hop_s, backward.hop_s)
+    if half_duplex:
+        hops = forward.hop_s + backward.hop_s
+    period = np.maximum((forward.stage_s + backward.stage_s).max(-1), hops.max(-1))
+    return np.asarray(forward.total() + backward.total() + further * period)
+
+
+def optimiser_flop(parameter_bytes: Array) -> Array:
+    """Floating-point operations of one optimiser step over ``parameter_bytes`` of weights."""
+    return np.asarray(OPTIMISER_FLOP_PER_BYTE * parameter_bytes)
+
+
+def local_steps(examples: Array, micro_batch_size: Array, micro_batches: Array) -> Array:
+    """Steps of one pass over the cluster's examples: ``ceil(D / (b J))``, at least one."""
+    batch = np.asarray(micro_batch_size, dtype=np.float64) * micro_batches
+    return np.asarray(np.maximum(np.ceil(np.asarray(examples) / batch), 1.0))
+
+
+class WarmUp(NamedTuple):
+    """Micro-batches in flight per stage, and how long a step then takes."""
+
+    depths: Depths
+    makespan_s: float
+
+
+def choose_warm_up(step: StepTimes, limit: Sequence[int], micro_batches: int) -> WarmUp:
+    """Depths that make a step short, none deeper than needed; ``limit`` must not rise.
+
+    A few combinations are tried, which `tests/costs/test_warm_up.py` compares with all that exist.
+    """
+    search = _Search(step, micro_batches)
+    # Where memory is short for some, forwards on the stages behind cost those the gradients they
+    # wait for: the second look lets every stage have less in flight than the one ahead of it.
+    falling = list(accumulate(limit, lambda ahead, here: max(min(here, ahead - 1), 1)))
+    best = min(search.deepened(limit), search.deepened(falling), key=lambda found: found.makespan_s)
+    return search.trimmed(best)
+
+
+class _Search:
+    """Plays every combination of depths once at most."""
+
+    def __init__(self, step: StepTimes, micro_batches: int) -> None:
+        self._step, self._micro_batches = step, micro_batches
+        self._known: dict[Depths, WarmUp] = {}
+
+    def deepened(self, limit: Sequence[int]) -> WarmUp:
+        """From the textbook's depths on, one more in flight per hop as long as that pays."""
+        best = self._played(_with_slack(limit, 0))
+        for slack in range(1, self._micro_batches):
+            deeper = self._played(_with_slack(limit, slack))
+            if deeper.makespan_s >= best.makespan_s * (1.0 - AS_GOOD):
+                break
+            best = deeper
+        return best
+
+    def trimmed(self, found: WarmUp) -> WarmUp:
+        """Less on every stage, from the last one on, where a step takes no longer for it."""
+        shortest_s = found.makespan_s
+        for stage in reversed(range(self._step.stages - 1)):
+            while found.depths[stage] > found.depths[stage + 1]:
+                fewer = self._played(_one_less(found.depths, stage))
+                if fewer.makespan_s > shortest_s * (1.0 + AS_GOOD):
+                    break
+                found, shortest_s = fewer, min(shortest_s, fewer.makespan_s)
+        return found
+
+    def _played(self, depths: Depths) -> WarmUp:
+        if depths not in self._known:
+            makespan_s = replay(self._step, depths, self._micro_batches).makespan_s
+            self._known[depths] = WarmUp(depths, makespan_s)
+        return self._known[depths]
+
+
+def _with_slack(limit: Sequence[int], slack: int) -> Depths:
+    """From the end: 1, and with every stage one more and ``slack``, as far as the limits go."""
+    depths = [1]
+    for most in reversed(limit[:-1]):
+        depths.append(max(min(most, depths[-1] + 1 + slack), depths[-1]))
+    return tuple(reversed(depths))
+
+
+def _one_less(depths: Depths, stage: int) -> Depths:
+    return (*depths[:stage], depths[stage] - 1, *depths[stage + 1 :])

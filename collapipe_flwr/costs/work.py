@@ -1,0 +1,265 @@
+"""What computing costs: stage times, once-a-round transfers, energy and peak memory of layout rows.
+
+Stages are the control unit (embedding), the segment slots and the edge (decoder), (R, S + 2). The
+edge is mains-powered and the link to the Flower server is not a radio of ours: neither counts in
+energies. Our reconstruction.
+
+Memory is the hard constraint of every plan. A device holds the state of its blocks (weights,
+gradients, optimizer) and, for every micro-batch in flight, the activations between forward and
+backward. With re-computation only each block's input stays, plus one block's activations while it
+is computed again. What a device keeps of a round for the next one is less than the state of its
+blocks, and is gone or part of the new blocks before these are complete, so it is not priced again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collapipe_flwr.core.domain import BlockCost, ModelProfile
+from collapipe_flwr.core.keys import key, one_of
+from collapipe_flwr.core.schedule import SCHEDULES
+from collapipe_flwr.costs.layouts import Layouts, segment_sums
+from collapipe_flwr.costs.makespan import local_steps, optimiser_flop
+from collapipe_flwr.costs.radio import send_time_s
+from collapipe_flwr.costs.tables import BlockTable, Tables
+
+Array = NDArray[np.float64]
+NOTHING = BlockCost(
+    forward_flop=0.0,
+    backward_flop=0.0,
+    parameter_bytes=0,
+    state_bytes=0,
+    stash_bytes=0.0,
+    output_bytes=0.0,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PricingOptions:
+    """How a plan is executed, as far as prices depend on it."""
+
+    recompute: bool = False  # forward again in the backward pass instead of keeping activations
+    edge_shared: bool = False  # the edge divides its speed by the number of clusters
+    memory_margin: float = 0.05  # share of every memory that plans leave free
+    schedule: str = key("gpipe", one_of(*SCHEDULES))
+    half_duplex: bool = False  # links carry one direction at a time; irrelevant to GPipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """FLOPs per example of every stage, and of one optimiser step; speeds of the stages."""
+
+    forward_flop: Array
+    backward_flop: Array
+    optimiser_flop: Array
+    speed: Array
+
+
+def work_of(tables: Tables, rows: Layouts, options: PricingOptions) -> Work:
+    """Work and speed of every stage of every row."""
+    model, blocks = tables.snapshot.model, tables.blocks
+    ends = (model.embedding, model.decoder)
+
+    def with_ends(inner_rs: Array, values: list[float]) -> Array:
+        left, right = (np.full((len(rows), 1), value) for value in values)
+        return np.concatenate([left, inner_rs, right], axis=1)
+
+    forward = with_ends(segment_sums(blocks.forward_flop_l, rows), [e.forward_flop for e in ends])
+    backward = with_ends(
+        segment_sums(blocks.backward_flop_l, rows), [e.backward_flop for e in ends]
+    )
+    if options.recompute:
+        backward[:, 1:-1] += forward[:, 1:-1]
+    parameters = segment_sums(blocks.parameter_bytes_l, rows)
+    optimiser = with_ends(parameters, [float(e.parameter_bytes) for e in ends])
+    return Work(
+        forward_flop=forward,
+        backward_flop=backward,
+        optimiser_flop=optimiser_flop(optimiser),
+        speed=_speeds(tables, rows, options),
+    )
+
+
+def _speeds(tables: Tables, rows: Layouts, options: PricingOptions) -> Array:
+    member = np.maximum(rows.member_rs, 0)
+    speed = tables.members.speed_mi
+    edge = tables.snapshot.edge.speed_flop_per_s
+    if options.edge_shared:
+        edge = edge / tables.num_clusters
+    return np.concatenate(
+        [
+            speed[rows.cluster_r, 0][:, None],
+            speed[rows.cluster_r[:, None], member],
+            np.full((len(rows), 1), edge),
+        ],
+        axis=1,
+    )
+
+
+def steps_of(tables: Tables, rows: Layouts) -> Array:
+    """Local steps H of every row, (R,)."""
+    examples = tables.examples_m[rows.cluster_r]
+    return local_steps(
+        examples,
+        rows.micro_batch_size_r.astype(np.float64),
+        rows.micro_batches_r.astype(np.float64),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bulk:
+    """Transfers that happen once a round, at full power: weights out and back."""
+
+    server_s: Array  # (R,) download from and upload to the Flower server
+    handout_s: Array  # (R, S) control unit to each device
+    collect_s: Array  # (R, S) each device to the control unit
+
+
+def bulk_of(tables: Tables, rows: Layouts) -> Bulk:
+    """Once-a-round transfer times of every row."""
+    cluster = rows.cluster_r
+    member = np.maximum(rows.member_rs, 0)
+    share = tables.share_mij[cluster[:, None], 0, member]
+    bits = 8.0 * segment_sums(tables.blocks.parameter_bytes_l, rows) / share
+    width = tables.d2d_hz_mij[cluster[:, None], 0, member]
+    noise = tables.snapshot.radio.noise_w_per_hz
+    gain_out = tables.gain_mij[cluster[:, None], 0, member]
+    gain_back = tables.gain_mij[cluster[:, None], member, 0]
+    power = tables.members.power_max_mi
+    power_out = power[cluster, 0][:, None]
+    power_back = power[cluster[:, None], member]
+    whole = tables.snapshot.model.embedding.parameter_bytes + tables.blocks.parameter_bytes_l[-1]
+    return Bulk(
+        server_s=2.0 * 8.0 * whole / tables.server_rate_m[cluster],
+        handout_s=send_time_s(bits, width, power_out * gain_out / noise),
+        collect_s=send_time_s(bits, width, power_back * gain_back / noise),
+    )
+
+
+def compute_energy_j(tables: Tables, rows: Layouts, work: Work) -> Array:
+    """Joules of computing in a round, (R, S + 1): control unit, then slots."""
+    steps = steps_of(tables, rows)[:, None]
+    batch = (rows.micro_batch_size_r * rows.micro_batches_r)[:, None].astype(np.float64)
+    flop = batch * (work.forward_flop + work.backward_flop) + work.optimiser_flop
+    return np.asarray(steps * _energy_per_flop(tables, rows) * flop[:, :-1])
+
+
+def bulk_energy_j(tables: Tables, rows: Layouts, bulk: Bulk) -> Array:
+    """Joules of handing segments out and collecting them, (R, S + 1)."""
+    power = tables.members.power_max_mi
+    member = np.maximum(rows.member_rs, 0)
+    control = power[rows.cluster_r, 0] * bulk.handout_s.sum(1)
+    devices = power[rows.cluster_r[:, None], member] * bulk.collect_s
+    return np.concatenate([control[:, None], devices], axis=1)
+
+
+def radio_energy_j(count_r: Array, forward_hop_j: Array, backward_hop_j: Array) -> Array:
+    """Joules of the pipeline's transmissions, (R, S + 1), from energies per transmission.
+
+    Hop k is sent forward by stage k and backward by stage k + 1; the edge's share is dropped.
+    """
+    sent = forward_hop_j.copy()
+    sent[:, 1:] += backward_hop_j[:, :-1]
+    return np.asarray(count_r[:, None] * sent)
+
+
+def _energy_per_flop(tables: Tables, rows: Layouts) -> Array:
+    member = np.maximum(rows.member_rs, 0)
+    per_flop = tables.members.energy_per_flop_mi
+    control = per_flop[rows.cluster_r, 0][:, None]
+    devices = np.where(rows.used_rs, per_flop[rows.cluster_r[:, None], member], 0.0)
+    return np.concatenate([control, devices], axis=1)
+
+
+def peak_bytes(tables: Tables, rows: Layouts, options: PricingOptions, flight_rs: Array) -> Array:
+    """Peak bytes of every stage, (R, S + 2); ``flight_rs`` micro-batches are in flight there."""
+    model, size = tables.snapshot.model, rows.micro_batch_size_r[:, None].astype(np.float64)
+    state = segment_sums(tables.blocks.state_bytes_l, rows)
+    stash = size * _stash(tables, rows, options, flight_rs[:, 1:-1])
+    ends = []
+    for cost, flight in ((model.embedding, flight_rs[:, :1]), (model.decoder, flight_rs[:, -1:])):
+        ends.append(cost.state_bytes + size * flight * cost.stash_bytes)
+    return np.concatenate([ends[0], state + stash, ends[1]], axis=1)
+
+
+def kept_bytes(blocks: BlockTable, options: PricingOptions) -> tuple[Array, float]:
+    """Per example: prefix sums of what a micro-batch in flight keeps, and what one more needs."""
+    if not options.recompute:
+        return blocks.stash_bytes_l, 0.0
+    inputs_l = np.concatenate([[0.0], np.cumsum(blocks.cut_bytes_l[:-1])])
+    return inputs_l, float(np.diff(blocks.stash_bytes_l).max())
+
+
+def _stash(tables: Tables, rows: Layouts, options: PricingOptions, flight_rs: Array) -> Array:
+    kept_l, once = kept_bytes(tables.blocks, options)
+    return np.asarray(flight_rs * segment_sums(kept_l, rows) + once * rows.used_rs)
+
+
+def capacity_bytes(tables: Tables, rows: Layouts, options: PricingOptions) -> Array:
+    """Bytes that plans may use on every stage, (R, S + 2); the edge is divided by clusters."""
+    keep = 1.0 - options.memory_margin
+    memory = tables.members.memory_mi
+    edge = tables.snapshot.edge.memory_bytes / tables.num_clusters
+    member = np.maximum(rows.member_rs, 0)
+    return keep * np.concatenate(
+        [
+            memory[rows.cluster_r, 0][:, None],
+            memory[rows.cluster_r[:, None], member],
+            np.full((len(rows), 1), float(edge)),
+        ],
+        axis=1,
+    )
+
+
+def fits(tables: Tables, rows: Layouts, options: PricingOptions) -> NDArray[np.bool_]:
+    """Rows whose every stage keeps within its memory at the schedule's least depth, (R,)."""
+    need = peak_bytes(tables, rows, options, least_in_flight(rows, options))
+    room = capacity_bytes(tables, rows, options)
+    needed = np.pad(rows.used_rs, ((0, 0), (1, 1)), constant_values=True)
+    return np.asarray(((need <= room) | ~needed).all(1))
+
+
+def least_in_flight(rows: Layouts, options: PricingOptions) -> Array:
+    """The depth that a schedule cannot do without, (R, S + 2).
+
+    GPipe keeps all J micro-batches on every stage; 1F1B one per stage from here to the edge.
+    """
+    count = rows.micro_batches_r.astype(np.float64)[:, None]
+    width = rows.member_rs.shape[1] + 2
+    if options.schedule == "gpipe":
+        return np.broadcast_to(count, (len(rows), width))
+    ahead = np.maximum(rows.depth_r[:, None] + 2.0 - np.arange(width)[None, :], 1.0)
+    return np.asarray(np.minimum(ahead, count))
+
+
+def whole_bytes(model: ModelProfile, batch: int) -> float:
+    """Memory that training embedding, blocks and decoder together takes with ``batch`` examples."""
+    parts = (model.embedding, *model.blocks, model.decoder)
+    return sum(part.state_bytes + batch * part.stash_bytes for part in parts)
+
+
+def whole_model(model: ModelProfile) -> ModelProfile:
+    """``model`` with embedding and decoder moved into its first and last block.
+
+    A device that holds every block of the result trains the whole model; control unit and edge
+    have nothing to do and nothing crosses the air but weights.
+    """
+    blocks = list(model.blocks)
+    blocks[0] = _sum(model.embedding, blocks[0])
+    blocks[-1] = _sum(blocks[-1], model.decoder)
+    silent = tuple(replace(block, output_bytes=0.0) for block in blocks)
+    return ModelProfile(embedding=NOTHING, blocks=silent, decoder=NOTHING)
+
+
+def _sum(one: BlockCost, other: BlockCost) -> BlockCost:
+    return BlockCost(
+        forward_flop=one.forward_flop + other.forward_flop,
+        backward_flop=one.backward_flop + other.backward_flop,
+        parameter_bytes=one.parameter_bytes + other.parameter_bytes,
+        state_bytes=one.state_bytes + other.state_bytes,
+        stash_bytes=one.stash_bytes + other.stash_bytes,
+        output_bytes=other.output_bytes,
+    )

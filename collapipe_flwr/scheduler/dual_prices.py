@@ -1,0 +1,134 @@
+"""Dual prices: what a second, a joule, a hertz and a bit on each link cost every cluster.
+
+Given the prices of the others' decisions, every cluster may be planned alone; ``scorer`` computes
+that cluster-wise objective.
+
+The best time per bit of a transmission depends only on its two parties and on how often a second
+of it counts, not on the payload. Each link has two operating points: ``quick`` as if it were its
+pass's bottleneck (a second counts J times) and ``calm`` as if it were not (once).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collapipe_flwr.costs.codecs import SHARES
+from collapipe_flwr.costs.layouts import Layouts
+from collapipe_flwr.costs.radio import LN2, exponent_near
+from collapipe_flwr.costs.tables import Tables
+
+Array = NDArray[np.float64]
+Ints = NDArray[np.int64]
+FORWARD, BACKWARD = 0, 1
+LEAST_SLOPE = 0.02  # of the latency price: even idle clusters do not waste time without limit
+NO_PRICE = 1e-30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DualPrices:
+    """Prices and the bandwidth split that a plan implies, one entry per cluster."""
+
+    latency_price: float  # objective per second of the round, at rho = 1
+    price_mi: Array  # objective per joule of each member
+    ceiling_m: Array  # the round's latency as far as the other clusters cause it
+    slack_price_m: Array  # objective per second that a cluster stays below the ceiling
+    edge_hz_m: Array
+
+
+def row_prices(price_mi: Array, rows: Layouts) -> Array:
+    """Prices per joule of the control unit and of every slot, (R, S + 1)."""
+    cluster = rows.cluster_r[:, None]
+    slots = np.where(rows.used_rs, price_mi[cluster, np.maximum(rows.member_rs, 0)], 0.0)
+    return np.concatenate([price_mi[rows.cluster_r, 0][:, None], slots], axis=1)
+
+
+def best_of(values: Array, owner_r: Ints, owners: int) -> Ints:
+    """Index of the least value of each owner, the first among equals; -1 for owners without."""
+    least = np.full(owners, np.inf)
+    np.minimum.at(least, owner_r, values)
+    winners = np.flatnonzero(values == least[owner_r])[::-1]
+    best = np.full(owners, -1, np.int64)
+    best[owner_r[winners]] = winners
+    return best
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """Per bit, flat over (cluster, sender, receiver) and, where it depends on it, J."""
+
+    seconds: Array
+    worth: Array  # objective
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkTable:
+    """Operating points; forward and backward each."""
+
+    quick: tuple[Point, Point]
+    calm: tuple[Point, Point]
+
+
+def link_table(tables: Tables, prices: DualPrices, clusters: Ints, counts: Ints) -> LinkTable:
+    """Both points of every link of ``clusters`` in both directions, calm ones for every J."""
+    gain = tables.gain_mij[clusters]
+    width = tables.d2d_hz_mij[clusters]
+    width[:, :, -1] = prices.edge_hz_m[clusters, None]
+    slope = np.maximum(prices.slack_price_m[clusters], LEAST_SLOPE * prices.latency_price)
+    noise_w = width * (tables.snapshot.radio.noise_w_per_hz / gain)
+    edge_w = tables.snapshot.edge.tx_power_w
+    coded = SHARES[tables.codec_mij[clusters]] / tables.share_mij[clusters]
+    ends = _Ends(tables.members.power_max_mi[clusters], prices.price_mi[clusters])
+    points = [
+        _Way(width, noise_w, coded, *ends.of(way, edge_w)).points(slope, counts)
+        for way in (FORWARD, BACKWARD)
+    ]
+    return LinkTable(quick=(points[0][0], points[1][0]), calm=(points[0][1], points[1][1]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """Power limits and energy prices of members, (M, I)."""
+
+    watt_mi: Array
+    price_mi: Array
+
+    def of(self, way: int, edge_w: float) -> tuple[Array, Array]:
+        """Those of whoever sends, to broadcast over (M, I, I + 1)."""
+        if way == FORWARD:
+            return self.watt_mi[:, :, None], self.price_mi[:, :, None]
+        last = ((0, 0), (0, 1))
+        watt = np.pad(self.watt_mi, last, constant_values=edge_w)
+        return watt[:, None, :], np.pad(self.price_mi, last)[:, None, :]
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """One direction of every link."""
+
+    width: Array
+    noise_w: Array  # power that gives 0 dB
+    coded: Array  # bits sent for a bit, over the link's share
+    watt: Array
+    price: Array
+
+    def points(self, slope_m: Array, counts: Ints) -> tuple[Point, Point]:
+        """The quick and, for every J, the calm point."""
+        cost = np.maximum(self.price, NO_PRICE) * self.noise_w
+        log_ratio = np.log(slope_m[:, None, None] / cost)
+        full = np.log1p(self.watt / self.noise_w)
+        quick = self._at(log_ratio, full)
+        calm = [quick if j == 1 else self._at(log_ratio - np.log(j), full) for j in counts]
+        return quick, Point(
+            seconds=np.concatenate([p.seconds for p in calm]),
+            worth=np.concatenate([p.worth for p in calm]),
+        )
+
+    def _at(self, log_ratio: Array, full: Array) -> Point:
+        """Where a second is worth so many joules; at most at full power, and at it if free."""
+        exponent = np.minimum(exponent_near(log_ratio), full)
+        seconds = LN2 * self.coded / (self.width * exponent)
+        worth = self.price * self.noise_w * np.expm1(exponent) * seconds
+        return Point(seconds=seconds.ravel(), worth=worth.ravel())

@@ -1,0 +1,261 @@
+"""Baselines behind the same protocol as DSSDA, and all policies by name.
+
+Rules give weights of a cluster's devices, to cut the blocks in proportion to: ``fedavg`` the
+fastest single device; ``splitfed`` the device nearest to the edge holds all blocks; ``uniform``
+equal segments on all devices; ``memory`` and ``throughput`` segments in proportion; ``random`` any
+devices in any proportion. ``static`` is DSSDA's first plan for ever, ``latency-only`` DSSDA without
+queues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collapipe_flwr.core.domain import Plan, RoundOutcome, Snapshot
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.costs.chain import chain_of
+from collapipe_flwr.costs.layouts import Layouts, stack
+from collapipe_flwr.costs.tables import Tables, tabulate
+from collapipe_flwr.costs.work import fits
+from collapipe_flwr.scheduler.base import (
+    budgets_in,
+    infeasible,
+    initial_state,
+    middle_first,
+    observed,
+    planner_for,
+    solution_plan,
+)
+from collapipe_flwr.scheduler.dssda import Dssda, usable_plans
+from collapipe_flwr.scheduler.initial_layouts import rows_from_weights
+from collapipe_flwr.scheduler.planner import Planner, Solution
+from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerConfig
+from collapipe_flwr.scheduler.radio.allocation import equal_shares
+from collapipe_flwr.scheduler.state import SchedulerState, budgets_of
+
+Array = NDArray[np.float64]
+Pairs = Sequence[tuple[int, int]]
+"""Micro-batch sizes and counts, the preferred one first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """One cluster of a snapshot."""
+
+    tables: Tables
+    cluster: int
+    round_index: int
+
+    def present(self, values: Array) -> Array:
+        """``values`` of the devices, 0 for padding."""
+        return np.where(self.tables.members.present_mi[self.cluster, 1:], values, 0.0)
+
+    @property
+    def devices(self) -> int:
+        """Width of the device axis."""
+        return int(self.tables.members.speed_mi.shape[1]) - 1
+
+
+Rule = Callable[[Site], Array]
+"""Candidate weights of the devices, (C, N); the first that fits wins."""
+
+
+def _singles(key: Array) -> Array:
+    """One device each, best key first."""
+    order = [int(n) for n in np.argsort(-key, kind="stable") if key[n] > 0]
+    return np.eye(len(key))[order]
+
+
+def fedavg_rule(site: Site) -> Array:
+    """The fastest single device that fits."""
+    return _singles(site.present(site.tables.members.speed_mi[site.cluster, 1:]))
+
+
+def splitfed_rule(site: Site) -> Array:
+    """The single device with the best link to the edge that fits."""
+    return _singles(site.present(site.tables.gain_mij[site.cluster, 1:, site.tables.edge]))
+
+
+def uniform_rule(site: Site) -> Array:
+    """All devices, as equally as blocks allow."""
+    return site.present(np.ones(site.devices))[None, :]
+
+
+def memory_rule(site: Site) -> Array:
+    """All devices in proportion to memory."""
+    return site.present(site.tables.members.memory_mi[site.cluster, 1:])[None, :]
+
+
+def throughput_rule(site: Site) -> Array:
+    """All devices in proportion to speed."""
+    return site.present(site.tables.members.speed_mi[site.cluster, 1:])[None, :]
+
+
+def random_rule(site: Site) -> Array:
+    """Random subsets with random proportions, the same for the same cluster and round."""
+    rng = np.random.default_rng([site.round_index, site.cluster])
+    devices = site.devices
+    weights = rng.uniform(0.05, 1.0, size=(64, devices)) * (rng.random((64, devices)) < 0.6)
+    weights = np.stack([site.present(row) for row in weights])
+    usable = weights[weights.sum(1) > 0]
+    return np.concatenate([usable, uniform_rule(site)])
+
+
+RULES: dict[str, Rule] = {
+    "fedavg": fedavg_rule,
+    "splitfed": splitfed_rule,
+    "uniform": uniform_rule,
+    "memory": memory_rule,
+    "throughput": throughput_rule,
+    "random": random_rule,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RuleScheduler:
+    """A fixed rule for segments, equal bandwidth, full power, the coarsest codec allowed.
+
+    Micro-batches are the middle of the grid or the nearest that fit. With ``best_batches`` the
+    first round tries the whole grid, and the pair with the least time to target stays.
+    """
+
+    settings: SchedulerConfig
+    name: str
+    rule: Rule
+
+    def init(self, snapshot: Snapshot) -> SchedulerState:
+        """Empty queues and the reference plan of ``snapshot``."""
+        return initial_state(snapshot, self.settings)
+
+    def step(self, state: SchedulerState, snapshot: Snapshot) -> tuple[Plan, SchedulerState]:
+        """Apply the rule; raises InfeasibleError where nothing it names fits."""
+        planner = planner_for(tabulate(snapshot, self.settings.coarsest), state, self.settings)
+        grid = middle_first(self.settings)
+        if not self.settings.best_batches:
+            solution = self._solution(planner, {}, grid)
+        elif state.last_plan is None:
+            every = [self._solution(planner, {}, [pair, *grid]) for pair in grid]
+            solution = min(every, key=lambda s: s.objective)
+        else:
+            kept = {
+                c.cluster_id: (c.micro_batch_size, c.micro_batches)
+                for c in state.last_plan.clusters
+            }
+            solution = self._solution(planner, kept, grid)
+        plan = solution_plan(planner, solution, self.name, 1.0)
+        budgets = budgets_of(state, budgets_in(snapshot))
+        return plan, replace(state, rounds=state.rounds + 1, budget_j=budgets, last_plan=plan)
+
+    def observe(self, state: SchedulerState, plan: Plan, outcome: RoundOutcome) -> SchedulerState:
+        """Keep the same books as DSSDA, for reporting."""
+        return observed(state, plan, outcome, self.settings)
+
+    def _solution(
+        self, planner: Planner, kept: Mapping[str, tuple[int, int]], pairs: Pairs
+    ) -> Solution:
+        """The rule's rows with each cluster's ``kept`` pair or else the first of ``pairs``."""
+        tables = planner.tables
+        chosen = []
+        for m, cluster in enumerate(tables.snapshot.clusters):
+            own = kept.get(cluster.profile.cluster_id)
+            chosen.append(self._row(tables, m, pairs if own is None else [own, *pairs]))
+        rows = stack(chosen)
+        chain = chain_of(tables, rows, self.settings)
+        shares = equal_shares(chain, tables.snapshot.radio.bandwidth_hz)
+        return planner.priced(chain, shares, planner.learning.rho(tables, rows))
+
+    def _row(self, tables: Tables, m: int, pairs: Pairs) -> Layouts:
+        """The first of the rule's candidates, at the first of ``pairs``, that fits."""
+        index = tables.snapshot.round_index
+        weights = self.rule(Site(tables=tables, cluster=m, round_index=index))
+        order = np.argsort(-weights, axis=1, kind="stable")
+        order = order[:, : min(order.shape[1], tables.num_blocks)]
+        ranked = np.take_along_axis(weights, order, axis=1)
+        for size, count in pairs:
+            batches = np.tile([size, count], (len(ranked), 1))
+            owner = np.full(len(ranked), m, dtype=np.int64)
+            rows = rows_from_weights(owner, order + 1, ranked, tables.num_blocks, batches)
+            good = fits(tables, rows, self.settings)
+            if good.any():
+                return rows.take(np.flatnonzero(good)[:1])
+        raise infeasible(tables.snapshot.clusters[m].profile.cluster_id, self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Static:
+    """DSSDA's first plan, repeated while its parties are there."""
+
+    inner: Dssda
+    name: str = "static"
+
+    def init(self, snapshot: Snapshot) -> SchedulerState:
+        """As DSSDA."""
+        return self.inner.init(snapshot)
+
+    def step(self, state: SchedulerState, snapshot: Snapshot) -> tuple[Plan, SchedulerState]:
+        """Plan once, then repeat; plan again when a cluster or device came or went."""
+        usable = usable_plans(state.last_plan, snapshot)
+        if state.last_plan is None or len(usable) < len(snapshot.clusters):
+            plan, state = self.inner.step(state, snapshot)
+        else:
+            plan = replace(state.last_plan, round_index=snapshot.round_index, clusters=usable)
+        plan = replace(plan, policy=self.name)
+        return plan, replace(state, last_plan=plan)
+
+    def observe(self, state: SchedulerState, plan: Plan, outcome: RoundOutcome) -> SchedulerState:
+        """Keep the same books."""
+        return self.inner.observe(state, plan, outcome)
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyOnly:
+    """DSSDA that never looks at its queues."""
+
+    inner: Dssda
+    name: str = "latency-only"
+
+    def init(self, snapshot: Snapshot) -> SchedulerState:
+        """As DSSDA."""
+        return self.inner.init(snapshot)
+
+    def step(self, state: SchedulerState, snapshot: Snapshot) -> tuple[Plan, SchedulerState]:
+        """Plan as if every queue were empty."""
+        blind = replace(state, energy_queue_j={}, participation_queue={})
+        plan, after = self.inner.step(blind, snapshot)
+        plan = replace(plan, policy=self.name)
+        return plan, replace(
+            after,
+            last_plan=plan,
+            energy_queue_j=state.energy_queue_j,
+            participation_queue=state.participation_queue,
+        )
+
+    def observe(self, state: SchedulerState, plan: Plan, outcome: RoundOutcome) -> SchedulerState:
+        """Keep the books, for reporting only."""
+        return self.inner.observe(state, plan, outcome)
+
+
+POLICIES = ("dssda", *RULES, "static", "latency-only")
+
+
+def make_scheduler(name: str, settings: SchedulerConfig | None = None) -> Scheduler:
+    """The scheduler of that name; raises ConfigError with the list of known names."""
+    chosen = settings or SchedulerConfig()
+    if name == "dssda":
+        return Dssda(chosen)
+    if name == "static":
+        return Static(Dssda(chosen))
+    if name == "latency-only":
+        return LatencyOnly(Dssda(chosen))
+    if name == "brute-force":
+        raise ConfigError(
+            "brute-force is an oracle of the benchmarks, not a policy for runs: choose one of "
+            + ", ".join(POLICIES)
+        )
+    if name in RULES:
+        return RuleScheduler(chosen, name, RULES[name])
+    raise ConfigError(f"unknown scheduler {name!r}: choose one of {', '.join(POLICIES)}")

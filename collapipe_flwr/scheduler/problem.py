@@ -1,0 +1,137 @@
+"""One round's problem: what stays fixed while it is planned, and rounds to the target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collapipe_flwr.core.errors import InfeasibleError
+from collapipe_flwr.costs.convergence import (
+    BoundRow,
+    LearningConstants,
+    bound_sums,
+    exchanged,
+)
+from collapipe_flwr.costs.layouts import Layouts
+from collapipe_flwr.costs.makespan import local_steps
+from collapipe_flwr.costs.tables import Tables
+from collapipe_flwr.costs.work import steps_of
+from collapipe_flwr.scheduler.dual_prices import DualPrices
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
+from collapipe_flwr.scheduler.scorer import Scorer
+from collapipe_flwr.scheduler.state import Reference
+
+Array = NDArray[np.float64]
+Ints = NDArray[np.int64]
+NEVER = 1e3  # stands for "does not reach the target": finite, so that searches can cross it
+ROOM = 1.25  # the target stays this factor above the reference plan's own floor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learning:
+    """Prices batch sizes by the rounds they cost; ``constants`` None prices nothing."""
+
+    examples_m: Array
+    constants: LearningConstants | None
+    reference_rounds: float
+    reference: Reference
+
+    def rho(self, tables: Tables, now: Layouts) -> float:
+        """Rounds to the target over those of the reference plan."""
+        if self.constants is None:
+            return 1.0
+        weights = self.examples_m / self.examples_m.sum()
+        batch = (now.micro_batch_size_r * now.micro_batches_r).astype(np.float64)
+        sums = bound_sums(weights, steps_of(tables, now), batch)
+        return min(float(sums.rounds(self.constants)) / self.reference_rounds, NEVER)
+
+    def rho_rows(self, tables: Tables, rows: Layouts, now: Layouts) -> Array:
+        """The same for rows that each replace their own cluster's row of ``now``."""
+        if self.constants is None:
+            return np.ones(len(rows))
+        weights = self.examples_m / self.examples_m.sum()
+        batch_m = (now.micro_batch_size_r * now.micro_batches_r).astype(np.float64)
+        batch_r = (rows.micro_batch_size_r * rows.micro_batches_r).astype(np.float64)
+        new = BoundRow(steps=steps_of(tables, rows), batches=batch_r)
+        sums = exchanged(weights, steps_of(tables, now), batch_m, rows.cluster_r, new)
+        return np.minimum(sums.rounds(self.constants) / self.reference_rounds, NEVER)
+
+
+def learning_for(
+    tables: Tables, constants: LearningConstants | None, reference: Reference
+) -> Learning:
+    """The bound around a snapshot, its target kept reachable for the reference plan."""
+    examples = tables.examples_m
+    if constants is None:
+        return Learning(
+            examples_m=examples, constants=None, reference_rounds=1.0, reference=reference
+        )
+    size = np.full(examples.shape, float(reference.micro_batch_size))
+    count = np.full(examples.shape, float(reference.micro_batches))
+    sums = bound_sums(examples / examples.sum(), local_steps(examples, size, count), size * count)
+    target = max(constants.target, ROOM * float(sums.floor(constants)))
+    reachable = replace(constants, target=target)
+    return Learning(
+        examples_m=examples,
+        constants=reachable,
+        reference_rounds=float(sums.rounds(reachable)),
+        reference=reference,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundProblem:
+    """What stays fixed while one round is planned; energy costs ``price_mi`` per joule."""
+
+    tables: Tables
+    settings: SchedulerConfig
+    learning: Learning
+    latency_price: float
+    price_mi: Array
+
+    def scorer(self, prices: DualPrices, clusters: Ints) -> Scorer:
+        """Fast pricing of candidate rows of ``clusters`` at ``prices``."""
+        counts = np.array(self.settings.micro_batches)
+        return Scorer(self.tables, self.settings, prices, clusters, counts)
+
+    def score(self, scorer: Scorer, rows: Layouts, now: Layouts) -> Array:
+        """The cluster-wise objective of every row, the other clusters as in ``now``."""
+        return scorer.values(rows, self.learning.rho_rows(self.tables, rows, now))
+
+    def batches(self) -> Ints:
+        """All (size, count) pairs."""
+        settings = self.settings
+        grid = [(b, j) for b in settings.micro_batch_sizes for j in settings.micro_batches]
+        return np.array(grid, dtype=np.int64)
+
+    def device_counts(self) -> Ints:
+        """Devices of every cluster, control units not counted."""
+        return np.asarray(self.tables.members.present_mi.sum(1) - 1, dtype=np.int64)
+
+    def refuse(self, m: int) -> None:
+        """Say why cluster m cannot be planned."""
+        raise InfeasibleError(refusal(self.tables, m))
+
+
+def refusal(tables: Tables, m: int) -> str:
+    """Which memory is too small for cluster m, and what to do."""
+    snapshot, mib = tables.snapshot, 2.0**20
+    profile, model = snapshot.clusters[m].profile, snapshot.model
+    share = snapshot.edge.memory_bytes / tables.num_clusters
+    blocks = tables.blocks.state_bytes_l[-1]
+    room = sum(device.memory_bytes for device in profile.devices)
+    parts = (
+        ("the control unit", model.embedding.state_bytes, profile.control_unit.memory_bytes),
+        ("the edge (its share per cluster)", model.decoder.state_bytes, share),
+        (f"the {len(profile.devices)} devices together", blocks, room),
+    )
+    needs = "; ".join(
+        f"{name} need {need / mib:.0f} MiB of state plus activations and have {have / mib:.0f} MiB"
+        for name, need, have in sorted(parts, key=lambda p: p[2] / max(p[1], 1.0))
+    )
+    return (
+        f"cluster {profile.cluster_id!r}: no plan fits its memories ({needs}): add a device, lower "
+        "micro-batch-sizes or micro-batches, or choose a smaller model"
+    )

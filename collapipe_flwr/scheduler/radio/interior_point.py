@@ -1,0 +1,173 @@
+"""The vectorised radio solver: a primal-dual interior point over all clusters at once.
+
+Predictor and corrector steps (Mehrotra 1992; Wright, Primal-Dual Interior-Point Methods) on the
+perturbed KKT conditions with slacks (Boyd and Vandenberghe, Convex Optimization, 11.7). The work
+of a step grows linearly in clusters. The problem and its convexity are in ``radio.problem``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collapipe_flwr.scheduler.radio.newton import Curvature, NewtonSystem, Point
+from collapipe_flwr.scheduler.radio.problem import RadioProblem
+from collapipe_flwr.scheduler.radio.terms import Evaluation, RadioTerms
+from collapipe_flwr.scheduler.radio.warm_start import opening
+
+Array = NDArray[np.float64]
+MAX_STEPS = 80
+TOLERANCE = 1e-4  # relative distance from the optimum
+REACH = 0.995  # share of the way to the boundary that a step may take
+STRIDE = 3.0  # longest step in a logarithm
+FIRST_GAP = 0.01  # relative, of the duals that start beside the opening
+UNBOUND = 1e-100  # dual of an entry that takes no part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimum:
+    """Where the solver stopped."""
+
+    point: Point  # feasible
+    latency_price_r: Array  # objective per second of each cluster's latency
+    gap: float  # estimated distance from the optimum, relative to the objective at the start
+    steps: int
+
+
+class InteriorPoint:
+    """One problem, prepared; ``solve`` may be called once or more."""
+
+    def __init__(self, problem: RadioProblem) -> None:
+        self.terms = RadioTerms(problem)
+        self.hops, self.rooms = self.terms.hops, self.terms.rooms
+
+    def solve(self, tolerance: float = TOLERANCE) -> Optimum:
+        """Newton steps until the repaired point is good enough, or the step limit."""
+        terms, start = self.terms, opening(self.terms.problem, self.hops)
+        point = start.point
+        terms.scale = 1.0 / terms.objective(point)
+        value = terms.evaluate(point)
+        duals = self._first_duals(value, start.latency_price_r * np.exp(point.tau))
+        slack = np.maximum(value.room, FIRST_GAP / self.rooms.count / np.maximum(duals, 1e-300))
+        slack[self.rooms.idle] = 1.0
+        settled, error, steps = point, 1.0, 0
+        while steps < MAX_STEPS and not error < tolerance:
+            point, slack, duals = self._advance(point, value, slack, duals, 0.1 * tolerance)
+            value, steps = terms.evaluate(point), steps + 1
+            error = float(np.vdot(duals, slack) + np.vdot(duals, np.abs(slack - value.room)))
+            if error < tolerance or steps == MAX_STEPS:
+                settled = terms.settled(point)
+                error = self._error(point, settled, value, duals, error)
+        price = self.rooms.parts(duals).late / (terms.scale * np.exp(point.tau))
+        return Optimum(point=settled, latency_price_r=price, gap=error, steps=steps)
+
+    def _error(
+        self, point: Point, settled: Point, value: Evaluation, duals: Array, gap: float
+    ) -> float:
+        """Estimated relative distance of ``settled`` from the optimum, ``gap`` that of ``point``.
+
+        Added to it: how far the duals are from stationary, and what the repair costs.
+        """
+        stray = self._gradient(value, duals).square() ** 0.5 / 10.0
+        found, claimed = self.terms.objective(settled), self.terms.objective(point)
+        return float((gap + stray) / (self.terms.scale * found) + 1.0 - claimed / found)
+
+    def _first_duals(self, value: Evaluation, late: Array) -> Array:
+        """Multipliers that ``late``, up to a common factor, implies for all other constraints."""
+        hops, duals = self.hops, np.zeros(self.rooms.length)
+        d = self.rooms.parts(duals)
+        d.late[...] = late * (value.objective_tau / late.sum())
+        free = value.energy_1 + d.late[hops.row_h] * value.share_x
+        np.maximum(free, 0.0, out=d.power)
+        np.maximum(-free, 0.0, out=d.cap)
+        capped = hops.by_cap(d.cap).reshape(hops.rows, hops.sides)
+        np.maximum(d.late[:, None] * value.share_cap - capped, 0.0, out=d.stage)
+        edge = hops.edge_r2
+        d.band[0] = -(value.energy_1[edge] + d.power[edge] * value.slope).sum()
+        least = FIRST_GAP / self.rooms.count / np.maximum(value.room, 1e-2)
+        return np.maximum(self.rooms.mask * np.maximum(duals, least), UNBOUND)
+
+    def _gradient(self, value: Evaluation, weight: Array) -> Point:
+        """Gradient of the objective plus ``weight``-ed constraints."""
+        hops, w = self.hops, self.rooms.parts(weight)
+        edge = hops.edge_r2
+        capped = hops.by_cap(w.cap).reshape(hops.rows, hops.sides)
+        at_edge = value.energy_1[edge] + w.power[edge] * value.slope
+        return Point(
+            x=value.energy_1 + w.cap - w.power + w.late[hops.row_h] * value.share_x,
+            omega=hops.by_row(at_edge) + w.band[0] * value.width,
+            cap=w.late[:, None] * value.share_cap - capped - w.stage,
+            tau=value.objective_tau - float(w.late.sum()),
+        )
+
+    # -- one Newton step ------------------------------------------------------------------
+
+    def _advance(
+        self, point: Point, value: Evaluation, slack: Array, duals: Array, least: float
+    ) -> tuple[Point, Array, Array]:
+        """Predict towards the boundary, then correct towards the centre that this suggests.
+
+        A gap below ``least`` is not aimed at: rounding would take over.
+        """
+        mean = float(np.vdot(duals, slack)) / self.rooms.count
+        mask, curve, missed = self.rooms.mask, duals / slack, slack - value.room
+        system = NewtonSystem(self.hops, self._curvature(value, duals, curve))
+
+        def towards(aim: Array) -> tuple[Point, Array, Array]:
+            step = system.solve(self._gradient(value, aim / slack + curve * missed))
+            d_slack = self._along(value, step) - missed
+            return step, d_slack, aim / slack - duals - curve * d_slack
+
+        _, d_slack, d_duals = towards(np.zeros_like(slack))
+        reach = min(to_boundary(slack, d_slack), 1.0)
+        dual_reach = min(to_boundary(duals, d_duals), 1.0)
+        left = float(np.vdot(slack + reach * d_slack, duals + dual_reach * d_duals))
+        centre = max((left / (mean * self.rooms.count)) ** 3 * mean, least / self.rooms.count)
+        step, d_slack, d_duals = towards(mask * centre - d_slack * d_duals)
+        primal = min(REACH * to_boundary(slack, d_slack), 1.0)
+        primal = min(primal, STRIDE / max(float(np.abs(step.x).max()), STRIDE))
+        dual = min(REACH * to_boundary(duals, d_duals), 1.0)
+        return point.moved(step, primal), slack + primal * d_slack, duals + dual * d_duals
+
+    def _along(self, value: Evaluation, step: Point) -> Array:
+        """Directional derivatives of every room along ``step``, flat."""
+        hops, flat = self.hops, np.empty(self.rooms.length)
+        parts, dx = self.rooms.parts(flat), value.share_x * step.x
+        np.subtract(step.cap.ravel()[hops.cap_h], step.x, out=parts.cap)
+        parts.power[...] = step.x
+        parts.power[hops.edge_r2] -= value.slope * step.omega[:, None]
+        parts.stage[...] = step.cap
+        sent = hops.by_cap(dx).reshape(hops.rows, hops.sides) + value.share_cap * step.cap
+        np.subtract(step.tau, hops.by_row(sent), out=parts.late)
+        parts.band[0] = -np.vdot(value.width, step.omega)
+        flat[self.rooms.idle] = 0.0
+        return flat
+
+    def _curvature(self, value: Evaluation, duals: Array, curve: Array) -> Curvature:
+        y, k = self.rooms.parts(duals), self.rooms.parts(curve)
+        edge = self.hops.edge_r2
+        return Curvature(
+            bend=value.energy_2,
+            own=y.late[self.hops.row_h] * value.share_x,
+            k_power=k.power,
+            k_cap=k.cap,
+            share_x=value.share_x,
+            slope=value.slope,
+            low_bend=y.power[edge] * value.low_bend,
+            omega=y.band[0] * value.width,
+            cap=k.stage + y.late[:, None] * value.share_cap + self.rooms.unbound,
+            share_cap=value.share_cap,
+            late=y.late,
+            k_late=k.late,
+            width=value.width,
+            k_band=float(k.band[0]),
+            tau=value.objective_tau,
+        )
+
+
+def to_boundary(values: Array, step: Array) -> float:
+    """How far ``values + length * step`` stays positive, at most 1e3."""
+    fastest_fall = -float((step / values).min())
+    return 1.0 / max(fastest_fall, 1e-3)

@@ -1,0 +1,179 @@
+"""The radio block as a geometric program, evaluated for all clusters at once.
+
+Variables are logarithms: x = ln(time) of every hop and direction, omega = ln(bandwidth towards
+the edge), phi and beta = ln(slowest resource) of the forward and backward pass, tau = ln(round
+latency). With ``z = A ln2 / (t w)`` a transmission costs ``(N0/g) A ln2 (e^z - 1)/z`` joules and
+needs the power ``(N0/g) w (e^z - 1)``; both are convex in the logarithms, as are the latency
+(a sum of exponentials) and the bandwidth sum. Hence one optimum. See docs/theory.md, "Radio".
+
+Under 1F1B phi alone bounds both passes; that is the schedule's lower bound (costs.latency).
+
+Suffixes in `RadioProblem`: ``_r`` row (one cluster each), ``_h`` hop-direction (forward hops, then
+backward hops). `FlatHops` holds the hops in one flat line for the vectorized solver: unused slots
+are gone; hops stand cluster by cluster, and within a cluster pass by pass, so that sums over
+clusters or passes are sums over stretches. Exactly two hops of every cluster see the shared
+bandwidth. There ``_h`` is a used hop-direction and ``_c`` a cap (row-major: phi, then beta).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collapipe_flwr.costs.chain import Chain
+from collapipe_flwr.costs.radio import LN2
+
+Array = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+EXPONENT_MAX = 300.0
+Ints = NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RadioProblem:
+    """Minimise ``latency_price * max latency + sum price * energy`` over times and bandwidth."""
+
+    used_rh: Mask
+    edge_rh: Mask  # hops over the shared bandwidth
+    bits_ln2_rh: Array  # A ln2
+    noise_over_gain_rh: Array
+    power_max_rh: Array
+    d2d_hz_rh: Array
+    price_rh: Array  # objective per joule of this transmission, times its number in a round
+    weight_r: Array  # H: how often a hop's time counts in the round
+    cap_weight_r2: Array  # H (J - 1): how often the slowest resource counts, phi and beta
+    fixed_s_r: Array  # latency outside hops and slowest resources
+    stage_max_r2: Array  # slowest compute stage that phi and beta bound
+    cap_of_h: NDArray[np.int64]  # which of phi (0) and beta (1) bounds a hop-direction
+    latency_price: float
+    bandwidth_hz: float
+
+    @property
+    def hops(self) -> int:
+        """Number of forward hops, S + 1."""
+        return int(self.used_rh.shape[1]) // 2
+
+
+def radio_problem(
+    chain: Chain, price_rs: Array, *, latency_price: float, bandwidth_hz: float
+) -> RadioProblem:
+    """The radio block of one row per cluster; ``price_rs`` per joule of CU and slots (R, S + 1)."""
+    hops, count = chain.hops, chain.rows.micro_batches_r.astype(np.float64)
+    backward_price = np.concatenate([price_rs[:, 1:], np.zeros((len(chain.rows), 1))], axis=1)
+    backward_price = np.where(hops.to_edge, 0.0, backward_price)
+    sends = (chain.steps_r * count)[:, None]
+    compute = chain.forward_stage_s.sum(1) + chain.backward_stage_s.sum(1)
+
+    def both(values: Array) -> Array:
+        return np.concatenate([values, values], axis=1)
+
+    return RadioProblem(
+        used_rh=np.concatenate([hops.used, hops.used], axis=1),
+        edge_rh=np.concatenate([hops.to_edge, hops.to_edge], axis=1),
+        bits_ln2_rh=LN2 * both(np.where(hops.used, hops.bits, 1.0)),
+        noise_over_gain_rh=both(chain.noise_over_gain),
+        power_max_rh=np.concatenate([chain.power_max_w[:, :, 0], chain.power_max_w[:, :, 1]], 1),
+        d2d_hz_rh=both(chain.d2d_hz_rh),
+        price_rh=np.concatenate([price_rs, backward_price], axis=1) * sends,
+        weight_r=chain.steps_r,
+        cap_weight_r2=_cap_weights(chain),
+        fixed_s_r=chain.fixed_s + chain.steps_r * compute,
+        stage_max_r2=_slowest_stages(chain),
+        cap_of_h=np.repeat([0, 0 if _overlaps(chain) else 1], hops.used.shape[1]),
+        latency_price=latency_price,
+        bandwidth_hz=bandwidth_hz,
+    )
+
+
+def _overlaps(chain: Chain) -> bool:
+    """Under 1F1B one slowest resource, phi, paces both passes; under GPipe each has its own."""
+    return chain.options.schedule == "1f1b"
+
+
+def _cap_weights(chain: Chain) -> Array:
+    further = chain.steps_r * (chain.rows.micro_batches_r - 1.0)
+    return np.stack([further, further * (not _overlaps(chain))], axis=1)
+
+
+def _slowest_stages(chain: Chain) -> Array:
+    forward, backward = chain.forward_stage_s, chain.backward_stage_s
+    if _overlaps(chain):
+        both = (forward + backward).max(1)
+        return np.stack([both, both], axis=1)
+    return np.stack([forward.max(1), backward.max(1)], axis=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatHops:
+    """Constants of every used hop, of its row and of the cap that bounds it.
+
+    A hop's exponent is ``z = exp(log_bits_h - x - omega)``, omega only towards the edge: elsewhere
+    the fixed bandwidth is part of ``log_bits_h``. ``low_h`` is ln(time) at full power; towards the
+    edge it depends on omega and stands in ``edge_low``.
+    """
+
+    rows: int
+    sides: int  # caps per row: phi and beta, or phi alone
+    flat_h: Ints  # position in the problem's (R, 2(S+1)) arrays
+    row_h: Ints
+    cap_h: Ints
+    starts_c: Ints  # where the stretch of each cap begins
+    edge_r2: Ints  # position of each row's two hops over the shared bandwidth
+    log_bits_h: Array
+    worth_h: Array  # objective of sending at vanishing power
+    weight_h: Array
+    low_h: Array
+    edge_snr_r2: Array  # SNR at full power, times bandwidth
+
+    def by_cap(self, values: Array) -> Array:
+        """Sums over the stretch of every cap, along the last axis."""
+        return np.add.reduceat(values, self.starts_c, axis=-1)
+
+    def by_row(self, values: Array) -> Array:
+        """Values of the row's caps, (..., R, sides), or of its two edge hops, (R, 2), added up."""
+        if values.shape[-1] == 1:
+            return np.asarray(values[..., 0])
+        return np.asarray(values[..., 0] + values[..., 1])
+
+    def lines_by_cap(self, values: Array) -> Array:
+        """Sums by cap of several lines of hops, (lines, R, sides)."""
+        return self.by_cap(values).reshape(len(values), self.rows, self.sides)
+
+    def edge_low(self, omega: Array) -> tuple[Array, Array, Array]:
+        """ln(time) at full power towards the edge, (R, 2), and two derivatives by omega."""
+        snr = self.edge_snr_r2 * np.exp(-omega)[:, None]
+        gained, rest = np.log1p(snr), 1.0 / (1.0 + snr)
+        ratio = snr * rest / gained
+        low = self.log_bits_h[self.edge_r2] - omega[:, None] - np.log(gained)
+        return low, ratio - 1.0, ratio * (ratio - rest)
+
+
+def flat_hops(problem: RadioProblem) -> FlatHops:
+    """Gather the used hops of ``problem``."""
+    p, (rows, slots) = problem, problem.used_rh.shape
+    flat = np.flatnonzero(p.used_rh)
+    row = flat // slots
+    side = p.cap_of_h[flat % slots]
+    sides = int(p.cap_of_h[-1]) + 1
+    cap = row * sides + side
+    bits, noise = p.bits_ln2_rh.ravel()[flat], p.noise_over_gain_rh.ravel()[flat]
+    edge = np.flatnonzero(p.edge_rh.ravel()[flat]).reshape(rows, 2)
+    snr, width = p.power_max_rh.ravel()[flat] / noise, p.d2d_hz_rh.ravel()[flat]
+    log_bits = np.log(bits / width)
+    log_bits[edge] = np.log(bits[edge])
+    return FlatHops(
+        rows=rows,
+        sides=sides,
+        flat_h=flat,
+        row_h=row,
+        cap_h=cap,
+        starts_c=np.searchsorted(cap, np.arange(rows * sides)),
+        edge_r2=edge,
+        log_bits_h=log_bits,
+        worth_h=p.price_rh.ravel()[flat] * noise * bits,
+        weight_h=p.weight_r[row],
+        low_h=log_bits - np.log(np.log1p(snr / width)),
+        edge_snr_r2=snr[edge],
+    )

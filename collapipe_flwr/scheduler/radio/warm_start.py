@@ -1,0 +1,129 @@
+"""A first point for the interior point: a few rounds of price adjustment over time and bandwidth.
+
+Every cluster has a price of its own second, never above the round's; at that price and its present
+bandwidth the best time of every hop is known in closed form (docs/theory.md, "One hop alone"). A
+cluster faster than the round lowers its price, bandwidth moves to where a hertz is worth more.
+Nothing here need be exact: the interior point starts from it and proves what it reaches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collapipe_flwr.costs.radio import log_exponent_near
+from collapipe_flwr.scheduler.radio.newton import Point
+from collapipe_flwr.scheduler.radio.problem import FlatHops, RadioProblem
+
+Array = NDArray[np.float64]
+ROUNDS = 5
+ELASTICITY = 0.5  # fall of ln(time) per ln(price) while noise, not bandwidth, limits a hop
+BANDWIDTH_ELASTICITY = 1.5  # fall of ln(worth of a hertz) per ln(bandwidth)
+FIRM = 0.05  # least elasticity of a cluster's latency that a step relies on
+HASTE = 3.0  # largest change of a ln(price)
+SHRINK, GROW = -1.5, 3.0  # bounds on the change of a ln(bandwidth)
+AHEAD = 1e-3  # ln(round) starts this far above the slowest cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Response:
+    """What every cluster does at its price and bandwidth."""
+
+    x: Array
+    cap: Array
+    latency_s: Array
+    elastic: Array  # share of the latency that a higher price would shorten
+    edge: Array  # share of the latency that hops over the shared bandwidth pace
+    demand: Array  # ln(what a relative change of its bandwidth is worth)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmStart:
+    """A point within all bounds, and each cluster's price of a second."""
+
+    point: Point
+    latency_price_r: Array
+
+
+def opening(problem: RadioProblem, hops: FlatHops) -> WarmStart:
+    """Bargain from equal bandwidth and the full price for everyone."""
+    bargain = _PriceAdjustment(problem, hops)
+    price, omega = bargain.dearest, np.full(hops.rows, bargain.log_band - np.log(hops.rows))
+    offer = bargain.offer(price, omega)
+    for _ in range(ROUNDS):
+        price, omega = bargain.adjusted(price, omega, offer)
+        offer = bargain.offer(price, omega)
+    tau = float(np.log(offer.latency_s.max())) + AHEAD
+    return WarmStart(
+        point=Point(x=offer.x, omega=omega, cap=offer.cap, tau=tau),
+        latency_price_r=np.exp(price) / problem.weight_r,
+    )
+
+
+class _PriceAdjustment:
+    """One problem's constants in logarithms."""
+
+    def __init__(self, problem: RadioProblem, hops: FlatHops) -> None:
+        self.p, self.hops = problem, hops
+        self.cap_weight = problem.cap_weight_r2[:, : hops.sides]
+        self.log_stage = np.log(np.maximum(problem.stage_max_r2[:, : hops.sides], 1e-12))
+        self.dearest = np.log(problem.latency_price * problem.weight_r)
+        self.log_band = float(np.log(problem.bandwidth_hz))
+        self.log_worth = np.log(np.maximum(hops.worth_h, 1e-200))
+        self.repeats = np.log1p(self.cap_weight[:, 0] / problem.weight_r)[hops.row_h]
+
+    def offer(self, price: Array, omega: Array) -> Response:
+        """Best times at ln(price of a second of hops) and ln(bandwidth), both (R,)."""
+        p, hops = self.p, self.hops
+        edge = hops.edge_r2
+        bits, low = hops.log_bits_h.copy(), hops.low_h.copy()
+        bits[edge] -= omega[:, None]
+        low[edge] = hops.edge_low(omega)[0]
+        ratio = price[hops.row_h] + bits - self.log_worth
+        slowest = np.maximum(bits - log_exponent_near(ratio + self.repeats), low)
+        cap = np.maximum(np.maximum.reduceat(slowest, hops.starts_c), self.log_stage.ravel())
+        bound = cap[hops.cap_h]
+        x = np.minimum(np.maximum(bits - log_exponent_near(ratio), low), bound)
+        cap = cap.reshape(self.cap_weight.shape)
+        slow, hop = self.cap_weight * np.exp(cap), hops.weight_h * np.exp(x)
+        pace = hop + (slowest >= bound) * slow.ravel()[hops.cap_h]
+        sums = hops.lines_by_cap(np.stack([hop, pace * (slowest > low)]))
+        latency = p.fixed_s_r + hops.by_row(sums[0] + slow)
+        at_edge = hops.by_row(pace[edge])
+        return Response(
+            x=x,
+            cap=cap,
+            latency_s=latency,
+            elastic=hops.by_row(sums[1]) / latency,
+            edge=at_edge / latency,
+            demand=price + np.log(at_edge / p.weight_r),
+        )
+
+    def adjusted(self, price: Array, omega: Array, offer: Response) -> tuple[Array, Array]:
+        """Newton-like steps towards equal latencies and equal worth of a hertz, both at once."""
+        leads = price >= self.dearest - 1e-9
+        if not leads.any():
+            leads = price - self.dearest >= (price - self.dearest).max()
+        late = np.log(offer.latency_s / offer.latency_s[leads].max())
+        yields = ELASTICITY * offer.elastic + FIRM
+        leads &= late >= -1e-9
+        firm = BANDWIDTH_ELASTICITY + np.where(leads, 0.0, 0.5 * offer.edge / yields)
+        wish = offer.demand - omega + np.where(leads, 0.0, 0.5 * late / yields)
+        change = self._shared(omega, wish, firm)
+        step = np.clip((late - offer.edge * change) / yields, -HASTE, HASTE)
+        omega = omega + change
+        omega += self.log_band - np.log(np.exp(omega).sum())
+        return np.minimum(price + step, self.dearest), omega
+
+    def _shared(self, omega: Array, wish: Array, firm: Array) -> Array:
+        """Changes (wish - ln price of a hertz) / firm, bounded, that use up the bandwidth."""
+        price, change = float((wish + omega).max()) - self.log_band, omega
+        for _ in range(6):
+            raw = (wish - price) / firm
+            change = np.minimum(np.maximum(raw, SHRINK), GROW)
+            width = np.exp(omega + change)
+            total, moving = float(width.sum()), float((width * (raw == change) / firm).sum())
+            price += (np.log(total) - self.log_band) * total / max(moving, 1e-3 * total)
+        return change

@@ -1,0 +1,185 @@
+"""Plans come to fit links that are not as promised, and stay as they are where links are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from collapipe_flwr.core.domain import (
+    ClusterOutcome,
+    ClusterPlan,
+    LinkSample,
+    ModelProfile,
+    Plan,
+    RoundOutcome,
+    Snapshot,
+)
+from collapipe_flwr.costs.price import price, with_rates
+from collapipe_flwr.scheduler.link_estimates import (
+    PATIENCE,
+    LinkEstimate,
+    LinkEstimates,
+    link_key,
+    links_learned,
+    with_links,
+)
+from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
+from collapipe_flwr.scheduler.state import SchedulerState
+from collapipe_flwr.simulator.world import World
+
+MakeWorld = Callable[..., tuple[World, ModelProfile]]
+SETTINGS = SchedulerConfig(
+    micro_batch_sizes=(4,), micro_batches=(4,), codecs=("fp32", "int8"), hysteresis=0.0
+)
+Measure = Callable[[tuple[str, str], float], float]
+"""Link and promised rate -> rate; promised is what gains, power and bandwidth give."""
+
+
+def ends_of(plan: ClusterPlan) -> Iterator[tuple[str, str]]:
+    control = next(name for name in plan.tx_power_w if name not in plan.gradient_power_w)
+    return pairwise([control, *(s.device_id for s in plan.segments), ""])
+
+
+def samples(plan: ClusterPlan, world: Snapshot, measure: Measure) -> tuple[LinkSample, ...]:
+    """Every hop of the plan, measured."""
+    alone = Plan(round_index=1, policy="", clusters=(plan,), latency_s=1.0, rho=1.0)
+    promised = with_rates(alone, world).clusters[0].hops
+    found = []
+    for ends, planned, full in zip(ends_of(plan), plan.hops, promised, strict=True):
+        rate = 2 / (1 / full.forward_bit_per_s + 1 / full.backward_bit_per_s)
+        there, back = planned.forward_bit_per_s, planned.backward_bit_per_s
+        found.append(
+            LinkSample(
+                ends=ends,
+                planned_bit_per_s=2 / (1 / there + 1 / back),
+                measured_bit_per_s=measure(ends, rate),
+            )
+        )
+    return tuple(found)
+
+
+def rounds(
+    world: World, model: ModelProfile, measure: Measure, count: int = 6
+) -> tuple[list[Plan], SchedulerState]:
+    """Plans of successive rounds that learn from what links did."""
+    scheduler, plans = make_scheduler("dssda", SETTINGS), []
+    state = scheduler.init(world.snapshot(1, model))
+    for _ in range(count):
+        told = world.snapshot(1, model)
+        seen = with_links(told, state.links)
+        plan, state = scheduler.step(state, seen)
+        plan = with_rates(plan, seen)
+        plans.append(plan)
+        priced = price(plan, seen, SETTINGS)
+        clusters = tuple(
+            ClusterOutcome(
+                cluster_id=c.cluster_id,
+                latency_s=p.latency_s,
+                energy_j={},
+                links=samples(c, told, measure),
+            )
+            for c, p in zip(plan.clusters, priced.clusters, strict=True)
+        )
+        outcome = RoundOutcome(round_index=1, latency_s=priced.latency_s, clusters=clusters)
+        state = scheduler.observe(state, plan, outcome)
+    return plans, state
+
+
+def decided(plan: Plan) -> list[tuple[object, ...]]:
+    return [(c.segments, tuple(hop.codec for hop in c.hops)) for c in plan.clusters]
+
+
+def believing(book: LinkEstimates, world: World, model: ModelProfile) -> Plan:
+    """The plan of one who is told the shares."""
+    scheduler, told = make_scheduler("dssda", SETTINGS), world.snapshot(1, model)
+    seen = with_links(told, book)
+    return scheduler.step(scheduler.init(told), seen)[0]
+
+
+@pytest.mark.parametrize("hop", [0, -1], ids=["first", "last"])
+@pytest.mark.parametrize("seed", range(3))
+def test_plans_become_those_of_one_who_knew_the_true_rates(
+    seed: int, hop: int, a_world: MakeWorld
+) -> None:
+    world, model = a_world(seed, radio="wifi", channel="static")
+    told, _ = rounds(world, model, lambda _, rate: rate, count=1)
+    slow = list(ends_of(told[0].clusters[0]))[hop]
+    plans, _ = rounds(world, model, lambda ends, rate: rate / 5 if ends == slow else rate)
+    truth = {"cluster-0": {link_key(*slow): LinkEstimate(believed=-math.log(5))}}
+    real = with_links(world.snapshot(1, model), truth)
+    knew = believing(truth, world, model)
+    took_s = [price(plan, real, SETTINGS).latency_s for plan in plans]
+    best_s = price(knew, real, SETTINGS).latency_s
+    assert plans[0] == told[0] and decided(plans[0]) != decided(knew)
+    assert took_s[0] > max(took_s[2:]) and max(took_s[2:]) < 1.01 * best_s
+    for plan, real_s in zip(plans[2:], took_s[2:], strict=True):
+        assert plan.latency_s == pytest.approx(real_s, rel=0.01)  # and they foretell it
+
+
+def test_rates_as_promised_leave_plans_bit_equal(a_world: MakeWorld) -> None:
+    world, model = a_world(1, radio="wifi", channel="static")
+    told, _ = rounds(world, model, lambda _, __: math.nan)
+    same, state = rounds(world, model, lambda _, rate: 1.1 * rate)
+    assert same == told and state.links
+    snapshot = world.snapshot(1, model)
+    assert with_links(snapshot, state.links) is snapshot
+
+
+def test_one_bad_round_changes_nothing_and_two_are_believed() -> None:
+    belief = LinkEstimate()
+    for note in (0.0, 0.05, -2.0, 0.1, -0.1):
+        belief = belief.noting(note)
+        assert belief.believed == 0.0
+    assert LinkEstimate().noting(-2.0).believed == 0.0
+    assert LinkEstimate().noting(-2.0).noting(-1.9).believed == -1.9
+
+
+def test_a_link_is_the_same_both_ways_and_shared_books_are_kept_apart() -> None:
+    def told(*ends: str, cluster: str = "a") -> RoundOutcome:
+        sample = LinkSample(ends=(ends[0], ends[1]), planned_bit_per_s=8.0, measured_bit_per_s=1.0)
+        outcome = ClusterOutcome(cluster_id=cluster, latency_s=1.0, energy_j={}, links=(sample,))
+        return RoundOutcome(round_index=1, latency_s=1.0, clusters=(outcome,))
+
+    book: LinkEstimates = {}
+    for outcome in (told("x", "y"), told("y", "x"), told("x", "y", cluster="b")):
+        book = links_learned(book, outcome)
+    assert book["a"][link_key("x", "y")].believed == pytest.approx(-math.log(8))
+    assert book["b"][link_key("x", "y")].believed == 0.0
+
+
+def test_a_pace_says_only_that_a_link_is_as_fast_as_promised() -> None:
+    def told(planned: float) -> RoundOutcome:
+        sample = LinkSample(
+            ends=("x", ""), planned_bit_per_s=planned, measured_bit_per_s=1e9, paced=True
+        )
+        outcome = ClusterOutcome(cluster_id="a", latency_s=1.0, energy_j={}, links=(sample,))
+        return RoundOutcome(round_index=1, latency_s=1.0, clusters=(outcome,))
+
+    key = link_key("x", "")
+    slow: LinkEstimates = {"a": {key: LinkEstimate(believed=-2.0, notes=(-2.0, -2.0, -2.0))}}
+    for _ in range(2):
+        slow = links_learned(slow, told(1e6))
+    assert slow["a"][key].believed == 0.0
+
+
+def test_links_that_nobody_used_are_tried_again_some_day_and_one_look_suffices() -> None:
+    belief = LinkEstimate(believed=-1.6, notes=(-1.6, -1.6))
+    for _ in range(PATIENCE):
+        assert belief.believed == -1.6
+        belief = belief.unseen()
+    assert belief.believed == 0.0
+    assert belief.noting(-1.6).believed == -1.6
+    assert belief.noting(0.0).noting(0.0).believed == 0.0
+
+
+def test_beliefs_are_in_the_checkpoint(a_world: MakeWorld) -> None:
+    _, state = rounds(*a_world(0, channel="static"), lambda _, rate: rate / 4, count=3)
+    again = SchedulerState.from_json(state.to_json())
+    assert again.links == state.links and any(b.believed for b in again.links["cluster-0"].values())
+    before = replace(state, links={}).to_json().replace('"links": {}, ', "")
+    assert SchedulerState.from_json(before).links == {}

@@ -1,0 +1,50 @@
+"""Larger batches that pay only when all clusters take them are found from scratch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from benchmarks.scheduling.optimality import gap, instance
+from collapipe_flwr.costs.tables import tabulate
+from collapipe_flwr.scheduler.base import initial_state, planner_for
+from collapipe_flwr.scheduler.planner import Planner, multistart
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
+from collapipe_flwr.simulation.setting import ModelShape, Setting
+
+GRID = SchedulerConfig(micro_batch_sizes=(1, 2, 4, 8), micro_batches=(1, 4, 16))
+
+
+def planner(settings: SchedulerConfig, clusters: int = 4) -> Planner:
+    setting = Setting(clusters=clusters, devices=4, examples=1000, model=ModelShape(blocks=8))
+    profile = setting.model.profile()
+    snapshot = setting.world(1, profile).snapshot(1, profile)
+    return planner_for(tabulate(snapshot), initial_state(snapshot, settings), settings)
+
+
+def test_never_worse_than_moving_one_cluster_at_a_time() -> None:
+    for clusters in (2, 4):
+        case = planner(GRID, clusters)
+        assert multistart(case).objective <= case.solve().objective * (1 + 1e-12)
+
+
+def test_no_common_batch_is_much_better_than_what_was_found() -> None:
+    found = multistart(planner(GRID)).objective
+    for size in GRID.micro_batch_sizes:
+        for count in GRID.micro_batches:
+            one = planner(GRID)
+            settings = replace(GRID, micro_batch_sizes=(size,), micro_batches=(count,))
+            reference = replace(one.learning.reference, micro_batch_size=size, micro_batches=count)
+            learning = replace(one.learning, reference=reference)
+            rival = replace(one, settings=settings, learning=learning).solve()
+            assert found <= rival.objective * 1.01
+
+
+def test_clusters_that_must_slow_down_together_do() -> None:
+    """Instances in which every single cluster's move away from haste is a loss."""
+    for seed in (371, 388):
+        assert gap(instance(seed)) < 1e-4
+
+
+def test_one_cluster_has_nobody_to_agree_with() -> None:
+    case = planner(GRID, clusters=1)
+    assert multistart(case).objective == case.solve().objective

@@ -1,0 +1,101 @@
+"""Channel measurements are trusted while they forecast well, doubted when not, trusted again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from collapipe_flwr.core.domain import ClusterOutcome, ModelProfile, RoundOutcome, Snapshot
+from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.costs.price import price
+from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
+from collapipe_flwr.scheduler.robust_gains import (
+    CAUTION,
+    RobustGains,
+    robust,
+    with_averages,
+    with_error,
+)
+from collapipe_flwr.scheduler.state import SchedulerState
+from collapipe_flwr.simulator.world import World
+
+MakeWorld = Callable[..., tuple[World, ModelProfile]]
+FAST = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(4,))
+
+
+def outcome(latency_s: float) -> RoundOutcome:
+    cluster = ClusterOutcome(cluster_id="a", latency_s=latency_s, energy_j={})
+    return RoundOutcome(round_index=1, latency_s=latency_s, clusters=(cluster,))
+
+
+def after(delays: list[int], world: World, model: ModelProfile) -> SchedulerState:
+    """The state after rounds whose snapshots were so many rounds old."""
+    scheduler = make_scheduler("dssda", FAST)
+    state = scheduler.init(world.snapshot(1, model))
+    for index, delay in enumerate(delays, start=1):
+        truth = world.snapshot(index, model)
+        seen = replace(world.snapshot(max(index - delay, 1), model), round_index=index)
+        plan, state = scheduler.step(state, seen)
+        priced = price(plan, truth, FAST)
+        clusters = tuple(
+            ClusterOutcome(cluster_id=c.cluster_id, latency_s=c.latency_s, energy_j=c.energy_j)
+            for c in priced.clusters
+        )
+        done = RoundOutcome(round_index=index, latency_s=priced.latency_s, clusters=clusters)
+        state = scheduler.observe(state, plan, done)
+    return state
+
+
+def test_measurements_of_today_are_never_doubted(a_world: MakeWorld) -> None:
+    gains = after([0] * 6, *a_world(1, radio="wifi")).gains
+    assert gains.error < 1e-6 and not gains.careful and not gains.average
+
+
+def test_old_measurements_of_a_fading_channel_are_doubted_and_fresh_ones_trusted_again(
+    a_world: MakeWorld,
+) -> None:
+    world, model = a_world(1, radio="5g")
+    late = after([1] * 8, world, model)
+    assert late.gains.careful and late.gains.rounds >= 2
+    again = SchedulerState.from_json(late.to_json())
+    assert again.to_json() == late.to_json()
+    fresh = after([1] * 8 + [0] * 20, world, model)
+    assert not fresh.gains.careful and not fresh.gains.average
+
+
+def test_plans_are_careful_from_far_off_until_well_forecast(
+    a_snapshot: Callable[..., Snapshot],
+) -> None:
+    snapshot, gains, story = a_snapshot(0), RobustGains(), []
+    for took_s in (1.0, 1.02, 1.06, 1.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0):
+        gains = with_error(replace(with_averages(gains, snapshot), forecast_s=1.0), outcome(took_s))
+        story.append(with_averages(gains, snapshot).careful)
+    assert story == [False, False, False, *[True] * 5, *[False] * 3]
+    assert with_error(RobustGains(error=0.2), outcome(1.0)).error == 0.2  # nothing was forecast
+
+
+def test_cautious_gains_are_a_share_of_the_average(a_snapshot: Callable[..., Snapshot]) -> None:
+    snapshot = a_snapshot(0)
+    weak = replace(snapshot.clusters[0].channel, edge_gain=(0.0,) * 4)
+    faded = replace(
+        snapshot, clusters=(replace(snapshot.clusters[0], channel=weak), *snapshot.clusters[1:])
+    )
+    gains = with_averages(with_averages(RobustGains(error=1.0), snapshot), faded)
+    assert gains.rounds == 2
+    true, used = (s.clusters[0].channel for s in (snapshot, robust(gains, snapshot)))
+    assert used.edge_gain == pytest.approx([0.5 * CAUTION * g for g in true.edge_gain])
+    assert used.d2d_gain[0] == pytest.approx([CAUTION * g for g in true.d2d_gain[0]])
+
+
+def test_unusable_gains_are_refused_before_they_spoil_the_average(
+    a_snapshot: Callable[..., Snapshot],
+) -> None:
+    snapshot = a_snapshot(0)
+    broken = replace(snapshot.clusters[0].channel, edge_gain=(math.nan,) * 4)
+    bad = replace(snapshot, clusters=(replace(snapshot.clusters[0], channel=broken),))
+    with pytest.raises(ScheduleError, match="gains to the edge"):
+        with_averages(RobustGains(error=1.0), bad)

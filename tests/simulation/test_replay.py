@@ -1,0 +1,28 @@
+"""A planned step, replayed, takes as long as its plan says."""
+
+from __future__ import annotations
+
+import pytest
+
+from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
+from collapipe_flwr.simulator.models import transformer_profile
+from collapipe_flwr.simulator.world import make_world
+from tests.planned_step import replay_plan
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_replay_takes_the_planned_time(schedule: str) -> None:
+    model = transformer_profile(blocks=6, width=128, tokens=32)
+    kinds = ["raspberry-pi-5", "raspberry-pi-4", "phone", "raspberry-pi-5"]
+    world = make_world(cluster_devices=[kinds, kinds], examples=[100, 200])
+    settings = SchedulerConfig(
+        schedule=schedule, micro_batch_sizes=(4,), micro_batches=(4,), bound=False
+    )
+    scheduler = make_scheduler("uniform", settings)
+    snapshot = world.snapshot(1, model)
+    plan, _ = scheduler.step(scheduler.init(snapshot), snapshot)
+    for cluster in plan.clusters:
+        trace = replay_plan(cluster, snapshot, settings)
+        assert trace.makespan_s == pytest.approx(cluster.step_s, rel=1e-6)
+        assert {s.resource for s in trace.spans} >= {f"stage {k}" for k in range(5)}
