@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from torch import Tensor
 
 from collapipe_flwr.core.errors import DataError
+from collapipe_flwr.core.extras import extra
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.metrics import ROUGE, Measure, bleu, chrf, match_rate
 from collapipe_flwr.data.reader import TableTask
 from collapipe_flwr.data.tasks import Batch
 from collapipe_flwr.data.tokenizer import IGNORED_LABEL, encode
 
-if TYPE_CHECKING:
+with extra("data"):
     from datasets import Dataset
 
 NUMBERS = 100_000  # 0 .. 99,999
