@@ -1,4 +1,4 @@
-"""Is everybody there, and how good: reaches every member of a cluster and measures it."""
+"""Check a cluster: reach every member and measure it and the links between members."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def check_cluster(
     """Measure the control unit (here), every device, the edge if the file says where it is, and
     the links between them.
 
-    ``on_done`` hears the name of each member and link that is done. What fails has a ``fault``.
+    ``on_done`` is called with the name of each member and link. What fails has a ``fault``.
     """
     members = [_control_unit(config, settings)]
     on_done(config.control_unit.name)
@@ -110,9 +110,9 @@ def _client(config: ClusterConfig, member: MemberConfig, settings: CheckSettings
 def _faults(
     config: ClusterConfig, members: Sequence[MemberConfig], settings: CheckSettings
 ) -> Iterator[tuple[MemberConfig, Measured | None]]:
-    """What keeps each from answering; all are asked at once, so that their deadlines do not add up.
+    """The fault of each member that does not answer; all are asked at once to share one deadline.
 
-    Those that answer are measured one after the other: they share this machine's link.
+    Those that answer are measured one after the other, as they share this machine's link.
     """
 
     def fault(member: MemberConfig) -> Measured | None:

@@ -32,7 +32,7 @@ from collapipe_flwr.transport.differences import TransferStats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundResult:
-    """What came of it; ``reports`` are those of the control unit and of each device in order.
+    """The result of a round; ``reports`` are those of the control unit and each device in order.
 
     They, and ``moved``, are of the intervals that count, without what was void and replayed.
     """
@@ -99,7 +99,7 @@ def evaluate_batches(
     recovery: Recovery | None = None,
     wanted: PredictionConfig | None = None,
 ) -> EvalResult:
-    """The same chain without training it; raises, and goes on, as ``train_round``."""
+    """Evaluate the chain without training it; recovers and raises as ``train_round``."""
     check_cluster_plan(order.plan, splitter.num_blocks)
     if recovery is None:
         return evaluate_chain(splitter, order, batches, fleet, wanted)

@@ -1,7 +1,7 @@
 """What a model predicts for a test set: its best classes, or greedily generated texts.
 
-A chain that turns texts into texts generates after it has told its losses: the encoder runs over
-the devices, the decoder at the edge, one example at a time.
+A sequence-to-sequence chain generates after it has computed its losses: the encoder runs over the
+devices, the decoder at the edge, one example at a time.
 """
 
 from __future__ import annotations

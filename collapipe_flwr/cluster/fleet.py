@@ -1,8 +1,8 @@
-"""What a cluster is asked to do in one round, and the fleet that does it.
+"""The order of one round, and the interface of the fleet that executes it.
 
-A fleet, threads here or daemons on boards, turns a planned round into a chain of stages that is
-joined to the edge and waits for the first step. Who runs the chain sees one link, and at its end
-the trained segments.
+A fleet (threads of this process, or daemons on boards) turns a planned round into a chain of stages
+that is joined to the edge and waits for the first step. Its user sees one link, and at its end the
+trained segments.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, DeviceProfile, ModelProfile
+from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, ModelProfile
 from collapipe_flwr.core.errors import ConfigError, InfeasibleError
 from collapipe_flwr.models import BatchShape, LoraConfig, ModelSpec, Splitter, make_spec
 from collapipe_flwr.models.checkpoint import read_pretrained_config
@@ -146,13 +146,13 @@ def plan_for(
     cluster: ClusterProfile, profile: ModelProfile, settings: SchedulerConfig
 ) -> ClusterPlan:
     """The first round's plan, with energy to spare and a steady channel; raises InfeasibleError."""
-    members = (cluster.control_unit, *cluster.devices)
     world = make_world(
-        cluster_devices=[[member.kind for member in members]],
+        cluster_devices=[[member.kind for member in cluster.members]],
         examples=[cluster.examples],
         cluster_ids=[cluster.cluster_id],
     )
-    world = replace(world, clusters=(_without_budgets(cluster),))
+    cluster = cluster.with_members(lambda member: replace(member, energy_budget_j=math.inf))
+    world = replace(world, clusters=(cluster,))
     scheduler = make_scheduler("dssda", settings)
     snapshot = world.snapshot(1, profile)
     plan, _ = scheduler.step(scheduler.init(snapshot), snapshot)
@@ -173,17 +173,6 @@ def cluster_of_presets(kinds: Sequence[str], control_unit: str, examples: int) -
         ),
         d2d_bandwidth_hz=radio_preset("wifi").d2d_bandwidth_hz,
         server_rate_bit_per_s=SERVER_RATE_BIT_PER_S,
-    )
-
-
-def _without_budgets(cluster: ClusterProfile) -> ClusterProfile:
-    def free(device: DeviceProfile) -> DeviceProfile:
-        return replace(device, energy_budget_j=math.inf)
-
-    return replace(
-        cluster,
-        control_unit=free(cluster.control_unit),
-        devices=tuple(free(device) for device in cluster.devices),
     )
 
 

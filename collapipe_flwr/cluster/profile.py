@@ -73,7 +73,7 @@ class Measurements:
 
 
 def read_measurements(path: Path) -> Measurements:
-    """What an earlier check wrote; raises ConfigError with the way to write it anew."""
+    """Read what an earlier check wrote; the ConfigError says how to write it again."""
     try:
         return from_json(Measurements, path.read_text(), path.name)
     except (OSError, UnicodeDecodeError, ProtocolError) as error:

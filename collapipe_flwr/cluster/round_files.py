@@ -1,4 +1,4 @@
-"""What a cluster keeps from one round to the next, in files that outlive the process.
+"""State of a cluster between rounds, in files that survive the process.
 
 One file per round under one folder per run and cluster, made for its owner only. A file is moved to
 its place once it is on disk, and those that it replaces are deleted after that; its name ends with

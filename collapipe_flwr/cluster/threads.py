@@ -25,8 +25,8 @@ MakeStage = Callable[..., MiddleStage]
 class ThreadFleet:
     """A `Fleet` in this process; ``connect`` makes a new link as asked to the cluster's decoder.
 
-    A thread that ends by an error that is not one of ours has crashed: its device is missing from
-    then on. ``make_stage`` is the seam for tests that crash one on purpose.
+    A thread that ends by an error other than a CollaPipeError has crashed: its device is missing
+    from then on. ``make_stage`` is the seam for tests that crash one on purpose.
     """
 
     def __init__(self, connect: Connect, make_stage: MakeStage = MiddleStage) -> None:
@@ -68,17 +68,17 @@ class ThreadChain:
         self._edge = edge
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Start serving."""
         for device in self._devices:
             device.start()
 
     def wait(self) -> None:
-        """Wait for the end of every device, however it came."""
+        """Wait until every device has ended, normally or not."""
         for device in self._devices:
             device.wait(self._deadline_s)
 
     def crashed(self) -> set[str]:
-        """The devices that ended by an error of nobody's making."""
+        """Devices whose worker thread failed unexpectedly."""
         return {d.stage.settings.name for d in self._devices if d.crashed}
 
     def collect(self, *, keep_optimizer: Callable[[], bool] = lambda: False) -> Segments:
@@ -98,7 +98,7 @@ class ThreadChain:
 
 
 class DeviceThread:
-    """Runs a stage beside the control unit; its failure reaches both neighbours by their links."""
+    """A thread that runs one stage; its failure reaches both neighbours by their links."""
 
     def __init__(self, stage: MiddleStage) -> None:
         self.stage = stage
@@ -108,11 +108,11 @@ class DeviceThread:
         )
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Start serving."""
         self._thread.start()
 
     def wait(self, deadline_s: float) -> None:
-        """Wait for the end, however it came."""
+        """Wait until it has ended, normally or not."""
         self._thread.join(deadline_s)
 
     def join(self, deadline_s: float) -> None:
@@ -130,11 +130,11 @@ class DeviceThread:
 
     @property
     def crashed(self) -> bool:
-        """Whether it ended by an error that is not one of ours."""
+        """Whether it ended by an error that is no CollaPipeError."""
         return self._failure is not None and not isinstance(self._failure, CollaPipeError)
 
     def _serve(self) -> None:
-        # Whatever ends the thread must reach the one who joins it, so nothing is let through.
+        # `join` raises whatever ended the thread.
         try:
             self.stage.serve()
         except BaseException as error:

@@ -7,8 +7,8 @@ unless a name says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from collapipe_flwr.core.links import LinkConfig
 
@@ -80,6 +80,16 @@ class ClusterProfile:
     server_rate_bit_per_s: float  # control unit <-> Flower server
     link_codec: str = ""  # that its links are bound to; empty: as the run says
     real_links: bool = False  # machines: what their links carried corrects the planned rates
+
+    @property
+    def members(self) -> tuple[DeviceProfile, ...]:
+        """The control unit and then the devices: the order of every member axis."""
+        return (self.control_unit, *self.devices)
+
+    def with_members(self, change: Callable[[DeviceProfile], DeviceProfile]) -> ClusterProfile:
+        """The same cluster with every member changed."""
+        control_unit, *devices = map(change, self.members)
+        return replace(self, control_unit=control_unit, devices=tuple(devices))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +168,12 @@ class ClusterPlan:
     memory_bytes: Mapping[str, int]  # predicted peak, of each device with a segment
     model_share: float | None = None  # of the whole model's memory, kept by every device
     hops: tuple[LinkConfig, ...] = ()  # control unit to the first device, ..., the last to the edge
+
+    @property
+    def member_ids(self) -> tuple[str, ...]:
+        """The control unit, which alone sends no gradients, and the devices in pipeline order."""
+        control_unit = next(name for name in self.tx_power_w if name not in self.gradient_power_w)
+        return (control_unit, *(segment.device_id for segment in self.segments))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

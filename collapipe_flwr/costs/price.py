@@ -117,9 +117,7 @@ def planned_powers(chain: Chain, plans: Sequence[ClusterPlan]) -> Array:
     """The plans' powers on hops, (R, S + 1, 2); the edge sends at its own full power."""
     powers = np.zeros_like(chain.power_max_w)
     for m, plan in enumerate(plans):
-        control = next(k for k in plan.tx_power_w if k not in plan.gradient_power_w)
-        chain_ids = [control, *(s.device_id for s in plan.segments)]
-        powers[m, : len(chain_ids), 0] = [plan.tx_power_w[name] for name in chain_ids]
+        powers[m, : len(plan.member_ids), 0] = [plan.tx_power_w[k] for k in plan.member_ids]
         back = [plan.gradient_power_w[s.device_id] for s in plan.segments]
         powers[m, : len(back), 1] = back
         powers[m, len(back), 1] = chain.power_max_w[m, len(back), 1]

@@ -18,7 +18,6 @@ from flwr.app import Array, ArrayRecord
 from collapipe_flwr.core.errors import ProtocolError, RunError
 
 RAW_TORCH = "collapipe.torch"  # Array.stype of dtypes that numpy lacks
-NUMPY = "numpy.ndarray"
 _RAW_DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float8_e4m3fn": torch.float8_e4m3fn,

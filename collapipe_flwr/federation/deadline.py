@@ -51,7 +51,7 @@ class _Kept:
 
 
 class RoundClock:
-    """Expects how long rounds take; ``slack`` is what of that they may."""
+    """Estimates how long rounds take; they may take ``slack`` times that."""
 
     def __init__(self, slack: float) -> None:
         self._slack = slack
@@ -60,7 +60,7 @@ class RoundClock:
         self._missed: dict[str, float] = {}  # ratio to allow who was late; 0: no wait is worth it
 
     def deadline_s(self, predicted_s: Seconds) -> float | None:
-        """When a round with these predictions should close; None while nobody can tell."""
+        """Seconds after which a round with these predictions should close; None while unknown."""
         awaited_s = {name: s for name, s in predicted_s.items() if self._missed.get(name) != 0.0}
         if not self._overhead_s or not awaited_s or not awaited_s.keys() <= self._ratios.keys():
             return None
@@ -71,7 +71,7 @@ class RoundClock:
         return max(*self._ratios[name], self._missed.get(name, 0.0))
 
     def learn(self, predicted_s: Seconds, wall_s: Seconds, exchange_s: float) -> None:
-        """A round's exchange of messages; one that somebody missed says nothing about overhead."""
+        """Record a message exchange; the overhead is known only if every cluster replied."""
         for name in wall_s.keys() & predicted_s.keys():
             if predicted_s[name] > 0:
                 ratios = self._ratios.setdefault(name, deque(maxlen=REMEMBERED))
@@ -81,7 +81,7 @@ class RoundClock:
             self._overhead_s.append(max(exchange_s - max(wall_s.values()), 0.0))
 
     def miss(self, predicted_s: Seconds, planned_s: float | None) -> None:
-        """These clusters were late after ``planned_s``; None: after the run's own timeout."""
+        """Record clusters that were late after ``planned_s``, None for the run's own timeout."""
         for name, seconds in predicted_s.items():
             if planned_s is None:
                 self._missed[name] = 0.0
@@ -89,13 +89,13 @@ class RoundClock:
                 self._missed[name] = max(GROWTH / self._slack, 1.0) * planned_s / seconds
 
     def dump(self) -> Memory:
-        """The rounds that it remembers."""
+        """The recorded rounds."""
         ratios = {name: tuple(found) for name, found in self._ratios.items()}
         kept = _Kept(ratios=ratios, overhead_s=tuple(self._overhead_s), missed=self._missed)
         return Memory(text=to_json(kept))
 
     def load(self, memory: Memory) -> None:
-        """Go on from a checkpoint; raises ProtocolError if it is not a clock's."""
+        """Restore from a checkpoint; raises ProtocolError if it is not a clock's."""
         kept = from_json(_Kept, memory.text, "the clock's checkpoint") if memory.text else _Kept()
         self._ratios = {name: deque(r, maxlen=REMEMBERED) for name, r in kept.ratios.items()}
         self._overhead_s = deque(kept.overhead_s, maxlen=REMEMBERED)
@@ -103,9 +103,9 @@ class RoundClock:
 
 
 class DeadlineGrid(Members):
-    """Members whose training rounds close at the clock's deadline, if that comes first.
+    """A grid whose training rounds close at the clock's deadline, if that comes first.
 
-    Replies that come later are never asked for: the next round has messages of its own.
+    Later replies are never pulled: the next round has messages of its own.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class DeadlineGrid(Members):
 
     @property
     def resumable(self) -> dict[str, Resumable]:
-        """The clock, and what every member remembers."""
+        """The clock, and what `Members` keeps."""
         return {**super().resumable, "clock": self._clock}
 
     def send_and_receive(
@@ -147,7 +147,7 @@ class DeadlineGrid(Members):
 
 
 def _late(message: Message, planned_s: float) -> Message:
-    """An error in the place of a reply that was not there in time: it names the reason."""
+    """An error in place of a late reply, with the reason."""
     why = f"late: the round was planned to close after {planned_s:.1f} s (round-slack)"
     return Message(Error(LATE, why), reply_to=message)
 
@@ -167,7 +167,7 @@ def _predicted(messages: Sequence[Message]) -> dict[str, float]:
 
 
 def _walls(replies: Sequence[Message]) -> dict[str, float]:
-    """What the clusters that replied say that they took; the strategy judges malformed replies."""
+    """Wall seconds by cluster as the replies report them; malformed replies are left out."""
     found: dict[str, float] = {}
     for reply in replies:
         try:

@@ -1,4 +1,4 @@
-"""Plans for clients that describe nothing: an assumed machine each, and advice instead of orders.
+"""Plans for clients that describe nothing: a default profile for each, and advice, not orders.
 
 An unmodified ClientApp trains the whole model in its own process. What can honestly be planned for
 it is that: one block (the whole model) on one machine of a stated class. The plan says in
@@ -8,14 +8,13 @@ after the round, because nothing was measured.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from flwr.app import ArrayRecord
 
 from collapipe_flwr.core.domain import BlockCost, ModelProfile
-from collapipe_flwr.core.errors import RunError
+from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.federation.checkpoint import Memory
 from collapipe_flwr.federation.planner import ScheduledRounds
 from collapipe_flwr.federation.records import array_bytes
@@ -29,6 +28,14 @@ _ASSUMPTION = (
     f"the clients describe no devices: one {ASSUMED_DEVICE} with {ASSUMED_EXAMPLES} examples "
     "assumed for each"
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """A planner's memory in a checkpoint."""
+
+    nodes: tuple[int, ...]
+    state: str
 
 
 class DefaultProfilePlanner:
@@ -58,16 +65,14 @@ class DefaultProfilePlanner:
     def dump(self) -> Memory:
         """The nodes seen so far and the scheduler's state."""
         memory = self._rounds.dump() if self._rounds else self._loaded
-        return replace(memory, text=json.dumps({"nodes": self._nodes, "state": memory.text}))
+        kept = _Kept(nodes=tuple(self._nodes), state=memory.text)
+        return replace(memory, text=to_json(kept))
 
     def load(self, memory: Memory) -> None:
-        """Go on from a checkpoint; raises RunError if it is not one of this planner."""
-        try:
-            saved = json.loads(memory.text)
-            self._nodes, state = list(saved["nodes"]), str(saved["state"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise RunError(f"the checkpoint's planner state cannot be read: {error}") from error
-        self._rounds, self._loaded = None, replace(memory, text=state)
+        """Restore from a checkpoint; raises ProtocolError if it is not one of this planner."""
+        kept = from_json(_Kept, memory.text, "the planner's checkpoint")
+        self._nodes = list(kept.nodes)
+        self._rounds, self._loaded = None, replace(memory, text=kept.state)
 
     def _rounds_for(self, nodes: Sequence[int], arrays: ArrayRecord) -> ScheduledRounds:
         new = sorted(set(nodes) - set(self._nodes))

@@ -1,4 +1,4 @@
-"""Who is there: wait for the expected number of clusters and ask each node what it is.
+"""Discovery of clusters: wait for the expected number and query each node for its description.
 
 A run of N clusters is that of the nodes with partition ids below N; others are spare and say so.
 A SuperNode that was started again is another node, and Flower lists the old one until its
@@ -77,7 +77,7 @@ def _missing(expected: int, connected: int, spare: int, timeout_s: float) -> str
 
 
 def _ask(grid: Grid, nodes: Sequence[int], timeout_s: float) -> dict[int, ClusterProfile | None]:
-    """What each node says that it is, None of a spare one; those that are gone are left out."""
+    """Query nodes for their descriptions, None for spare nodes; lost nodes are left out."""
     asked = [Message(RecordDict(), node, QUERY_DESCRIBE) for node in nodes]
     replies = list(grid.send_and_receive(asked, timeout=timeout_s))
     answers = {_sender(r, asked): _profile(r) for r in replies if not _is_gone(r)}
@@ -98,10 +98,11 @@ def _is_gone(reply: Message) -> bool:
 
 
 class Newcomers:
-    """Asks nodes that connect in the middle of a run which cluster each is.
+    """Identifies nodes that connect during a run.
 
-    A node is waited for once; what it says later is taken at the next look, without a wait. Every
-    wait in vain halves the next one, so nodes that never answer cost twice ``wait_s`` in all.
+    Each node is waited for once; a later answer is read at the next call, without a wait. Every
+    wait that times out halves the next one, so nodes that never answer cost at most twice
+    ``wait_s``.
     """
 
     def __init__(self, grid: Grid, wait_s: float = 60.0) -> None:

@@ -1,4 +1,4 @@
-"""The grid as a run sees it: only the nodes that are its clusters, whoever else is connected.
+"""The grid of one run: only the nodes that are its clusters, whatever else is connected.
 
 A SuperNode that is started again is a new node to Flower. It is asked which cluster it is, and its
 cluster takes part again in the same run. Orders of a plain strategy to train a whole model get the
@@ -47,12 +47,12 @@ class Members(Grid):
 
     @property
     def lost(self) -> frozenset[str]:
-        """The clusters that were away, or did not do what they were asked, in the last training."""
+        """The clusters that were absent or failed in the last training round."""
         return self._lost
 
     @property
     def clusters(self) -> Mapping[int, str]:
-        """Cluster ids by the node that each is now; follows a cluster that comes back."""
+        """Cluster ids by current node id; updated when a cluster reconnects."""
         return MappingProxyType(self._clusters)
 
     @property
@@ -86,7 +86,7 @@ class Members(Grid):
         return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
 
     def get_node_ids(self) -> list[int]:
-        """The clusters that are connected; nodes that are new say first who they are."""
+        """The connected clusters, after new nodes have been identified."""
         nodes = list(self._grid.get_node_ids())
         late = [n for n in nodes if n not in self._clusters and n not in self._strangers]
         if late:
@@ -128,7 +128,7 @@ class Members(Grid):
         return replies
 
     def _note(self, sent: Iterable[Message], replies: Iterable[Message]) -> None:
-        """What one training cost, and whom it lost: a cluster that sits out by plan is not."""
+        """Record the bytes of a training round and the clusters it lost, not those that sat out."""
         done = [reply for reply in replies if reply.has_content()]
         self._train_bytes += sum(content_bytes(m.content) for m in (*sent, *done))
         asked = {message.metadata.dst_node_id for message in sent}

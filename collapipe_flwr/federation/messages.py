@@ -1,4 +1,4 @@
-"""Messages of a round: what they hold, whose replies are whose, which failed, and why."""
+"""Messages of a round: their content, the sender of each reply, and why replies failed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Sent:
 
 
 def sender_of(reply: Message, sent: Sequence[Sent]) -> Sent | None:
-    """Who was asked: by message id (a lost node answers as node 1), else by node id."""
+    """The message that a reply answers: by its id (a lost node answers as node 1), else by node."""
     asked = reply.metadata.reply_to_message_id
     by_id = (s for s in sent if asked and s.message.metadata.message_id == asked)
     by_node = (s for s in sent if s.node_id == reply.metadata.src_node_id)
@@ -37,7 +37,7 @@ def sender_of(reply: Message, sent: Sequence[Sent]) -> Sent | None:
 
 
 def sentence(error: Error) -> str:
-    """What a client said when it failed, without Flower's wrapping, on one bounded line."""
+    """A client's error message without Flower's wrapping, on one line of bounded length."""
     words = _FLOWER_WRAPPING.sub("", error.reason or f"error {error.code} without a reason")
     line = " ".join(words.split())
     return line if len(line) <= LONGEST_SENTENCE else line[: LONGEST_SENTENCE - 3] + "..."

@@ -1,6 +1,7 @@
-"""One round between asking and aggregating: messages out, replies in, edge sessions held.
+"""One round between configuration and aggregation: messages out, replies in, edge sessions open.
 
-This is where a message becomes a cluster's own and a reply becomes a whole model again.
+Each message gets its cluster's plan and part of the model, and each reply is joined with the edge's
+part to an unsplit model.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ log = logging.getLogger("flwr.collapipe")
 
 
 class OpenRound:
-    """A round whose messages are out; :meth:`close` ends its edge sessions.
+    """A round whose messages were sent; :meth:`close` ends its edge sessions.
 
-    Messages tell every cluster its progress by ``accepted``; :meth:`accept` adds to it.
+    Messages carry each cluster's progress from ``accepted``; :meth:`accept` updates it.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class OpenRound:
         self._accepted = accepted
 
     def address(self, messages: Iterable[Message]) -> list[Message]:
-        """A message of its own for every node that takes part; raises LinkError, RunError."""
+        """Make the message of every node that takes part; raises LinkError, RunError."""
         for message in messages:
             if self.plan.takes_part(message.metadata.dst_node_id):
                 self.sent.append(self._address(message))
@@ -93,7 +94,7 @@ class OpenRound:
         )
 
     def accept(self, closed: ClosedRound) -> None:
-        """The replies are part of the global model: their clusters continue from this round."""
+        """Count the replies as part of the global model: clusters continue from this round."""
         for cluster_id in closed.models:
             if self._split is not None:
                 self._split.accept(cluster_id)
@@ -130,7 +131,7 @@ class OpenRound:
         )
 
     def _attributed(self, replies: Iterable[Message]) -> list[tuple[Message, Sent]]:
-        """Replies with who was asked; split rounds in a fixed order, so that sums repeat."""
+        """Pair replies with their messages; split rounds in a fixed order, so that sums repeat."""
         pairs = []
         for reply in replies:
             sent = sender_of(reply, self.sent)
@@ -168,7 +169,7 @@ class OpenRound:
     def _unpack(
         self, content: RecordDict, cluster_id: str
     ) -> tuple[RecordDict, ClusterTelemetry | None]:
-        """The whole model and the whole telemetry; raises ProtocolError, LinkError."""
+        """The unsplit model and the complete telemetry; raises ProtocolError, LinkError."""
         content, telemetry = take_telemetry(content)
         if telemetry is not None and telemetry.cluster_id != cluster_id:
             raise ProtocolError(f"cluster {cluster_id} sent telemetry of {telemetry.cluster_id!r}")

@@ -1,9 +1,12 @@
-"""Planned rounds: a scheduler over a world of described clusters, between the strategy's hooks.
+"""Planned rounds: a scheduler over a world of described clusters, called by the strategy.
 
 Before a round the world gives a snapshot and the scheduler a plan. After it the plan is priced
 under the same snapshot, for the clusters that finished, and the scheduler learns from that and
 from what was measured: losses, gradient norms, how far the model moved, what links of real machines
-carried. Snapshots hold what is believed about those links, whatever the policy.
+carried. Snapshots hold the estimates of those links, whatever the policy.
+
+A control unit reports at the end of a round which of its devices do not answer. They are left out
+of snapshots until it reports them back, so a device that returns takes part one round later.
 """
 
 from __future__ import annotations
@@ -42,96 +45,9 @@ from collapipe_flwr.scheduler.link_estimates import with_links
 from collapipe_flwr.scheduler.protocol import Scheduler
 from collapipe_flwr.scheduler.state import SchedulerState
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Movement:
-    """Norms over all averaged arrays; ``change_norm`` is None in the first round."""
-
-    norm: float
-    change_norm: float | None
-    spread: float
-
-
-class MovementMeter:
-    """Measures successive rounds; ``last`` is the update of the round before."""
-
-    def __init__(self) -> None:
-        self.last: dict[str, NDArray[np.floating]] = {}
-
-    def measure(self, closed: ClosedRound) -> Movement | None:
-        """The movement of a round; None where the inner strategy dropped it."""
-        if closed.after is None:
-            return None
-        before, after = averaging_view(closed.before), averaging_view(closed.after)
-        moved = {k: after[k].numpy() - before[k].numpy() for k in before if k in after}
-        change = None
-        if self.last.keys() == moved.keys():
-            change = math.sqrt(sum(_square(x - self.last[k]) for k, x in moved.items()))
-        self.last = moved
-        return Movement(
-            norm=math.sqrt(sum(_square(x) for x in moved.values())),
-            change_norm=change,
-            spread=_spread({k: after[k].numpy() for k in moved}, closed),
-        )
-
-
-def _spread(after: Mapping[str, NDArray[np.floating]], closed: ClosedRound) -> float:
-    total = math.fsum(closed.examples[name] for name in closed.models)
-    if total <= 0:
-        return 0.0
-    spread = 0.0
-    for name, record in closed.models.items():
-        view = averaging_view(record)
-        distance = sum(_square(view[k].numpy() - mean) for k, mean in after.items() if k in view)
-        spread += closed.examples[name] / total * distance
-    return spread
-
-
-def _square(x: NDArray[np.floating]) -> float:
-    flat = x.ravel().astype(np.float64, copy=False)
-    return float(flat @ flat)
-
-
-Absent = Mapping[str, Collection[str]]  # device ids by cluster id
-
-
-def without_absent(snapshot: Snapshot, absent: Absent) -> Snapshot:
-    """The snapshot of those who are there; a cluster without any device is left out."""
-    left = [_without(c, absent.get(c.profile.cluster_id, ())) for c in snapshot.clusters]
-    return replace(snapshot, clusters=tuple(c for c in left if c.profile.devices))
-
-
-def without_clusters(snapshot: Snapshot, cluster_ids: Collection[str]) -> Snapshot:
-    """The snapshot without some clusters."""
-    left = (c for c in snapshot.clusters if c.profile.cluster_id not in cluster_ids)
-    return replace(snapshot, clusters=tuple(left))
-
-
-def _without(cluster: ClusterSnapshot, missing: Collection[str]) -> ClusterSnapshot:
-    devices, channel = cluster.profile.devices, cluster.channel
-    kept = [n for n, device in enumerate(devices) if device.device_id not in missing]
-    if len(kept) == len(devices):
-        return cluster
-    members = [0, *(n + 1 for n in kept)]  # 0 is the control unit
-    return replace(
-        cluster,
-        profile=replace(cluster.profile, devices=tuple(devices[n] for n in kept)),
-        channel=ChannelState(
-            d2d_gain=tuple(tuple(channel.d2d_gain[i][j] for j in members) for i in members),
-            edge_gain=tuple(channel.edge_gain[i] for i in members),
-        ),
-        links=None if cluster.links is None else _of_members(cluster.links, members),
-    )
-
-
-def _of_members(links: LinkShares, members: Sequence[int]) -> LinkShares:
-    return LinkShares(
-        d2d=tuple(tuple(links.d2d[i][j] for j in members) for i in members),
-        edge=tuple(links.edge[i] for i in members),
-    )
-
-
 log = logging.getLogger("flwr.collapipe")
+Absent = Mapping[str, Collection[str]]  # device ids by cluster id
+Matrix = tuple[tuple[float, ...], ...]  # of numbers by pair of members
 
 
 class World(Protocol):
@@ -211,7 +127,7 @@ class ScheduledRounds:
         return Memory(text=kept, arrays=self._meter.last)
 
     def load(self, memory: Memory) -> None:
-        """Go on from a checkpoint; raises ScheduleError, ProtocolError if it is not a planner's."""
+        """Restore from a checkpoint; raises ScheduleError or ProtocolError for another memory."""
         kept = from_json(_Kept, memory.text, "the planner's checkpoint") if memory.text else _Kept()
         self.state = SchedulerState.from_json(kept.state) if kept.state else None
         self._absent = dict(kept.absent)
@@ -293,3 +209,92 @@ def finished(plan: Plan, closed: ClosedRound) -> Plan:
     ends = {name: told[name].replanned for name in told if told[name].replanned is not None}
     done = (ends.get(c.cluster_id) or c for c in plan.clusters if c.cluster_id in closed.models)
     return replace(plan, clusters=tuple(done))
+
+
+def without_absent(snapshot: Snapshot, absent: Absent) -> Snapshot:
+    """The snapshot without absent devices; a cluster without any device is left out."""
+    left = [_without(c, absent.get(c.profile.cluster_id, ())) for c in snapshot.clusters]
+    return replace(snapshot, clusters=tuple(c for c in left if c.profile.devices))
+
+
+def without_clusters(snapshot: Snapshot, cluster_ids: Collection[str]) -> Snapshot:
+    """The snapshot without some clusters."""
+    left = (c for c in snapshot.clusters if c.profile.cluster_id not in cluster_ids)
+    return replace(snapshot, clusters=tuple(left))
+
+
+def _without(cluster: ClusterSnapshot, missing: Collection[str]) -> ClusterSnapshot:
+    devices, channel, links = cluster.profile.devices, cluster.channel, cluster.links
+    kept = [n for n, device in enumerate(devices) if device.device_id not in missing]
+    if len(kept) == len(devices):
+        return cluster
+    members = [0, *(n + 1 for n in kept)]  # 0 is the control unit
+    return replace(
+        cluster,
+        profile=replace(cluster.profile, devices=tuple(devices[n] for n in kept)),
+        channel=ChannelState(
+            d2d_gain=_between(channel.d2d_gain, members),
+            edge_gain=tuple(channel.edge_gain[i] for i in members),
+        ),
+        links=links
+        and LinkShares(
+            d2d=_between(links.d2d, members), edge=tuple(links.edge[i] for i in members)
+        ),
+    )
+
+
+def _between(matrix: Matrix, members: Sequence[int]) -> Matrix:
+    return tuple(tuple(matrix[i][j] for j in members) for i in members)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Movement:
+    """Norms over all averaged arrays; ``change_norm`` is None in the first round."""
+
+    norm: float
+    change_norm: float | None
+    spread: float
+
+
+class MovementMeter:
+    """How far the model moved in successive rounds; ``last`` is the previous update.
+
+    With x the global update and x_m that of cluster m: |x|, |x - previous x|, and the
+    example-weighted mean of |x_m - x|^2. Works key by key, so memory stays at one model.
+    """
+
+    def __init__(self) -> None:
+        self.last: dict[str, NDArray[np.floating]] = {}
+
+    def measure(self, closed: ClosedRound) -> Movement | None:
+        """The movement of a round; None where the inner strategy dropped it."""
+        if closed.after is None:
+            return None
+        before, after = averaging_view(closed.before), averaging_view(closed.after)
+        moved = {k: after[k].numpy() - before[k].numpy() for k in before if k in after}
+        change = None
+        if self.last.keys() == moved.keys():
+            change = math.sqrt(sum(_square(x - self.last[k]) for k, x in moved.items()))
+        self.last = moved
+        return Movement(
+            norm=math.sqrt(sum(_square(x) for x in moved.values())),
+            change_norm=change,
+            spread=_spread({k: after[k].numpy() for k in moved}, closed),
+        )
+
+
+def _spread(after: Mapping[str, NDArray[np.floating]], closed: ClosedRound) -> float:
+    total = math.fsum(closed.examples[name] for name in closed.models)
+    if total <= 0:
+        return 0.0
+    spread = 0.0
+    for name, record in closed.models.items():
+        view = averaging_view(record)
+        distance = sum(_square(view[k].numpy() - mean) for k, mean in after.items() if k in view)
+        spread += closed.examples[name] / total * distance
+    return spread
+
+
+def _square(x: NDArray[np.floating]) -> float:
+    flat = x.ravel().astype(np.float64, copy=False)
+    return float(flat @ flat)

@@ -1,4 +1,4 @@
-"""A run that goes on after its server died: checkpoints around a strategy, ours or a plain one.
+"""A run that continues after its server died: checkpoints around any strategy.
 
     strategy = Checkpointed(CollaPipe(FedAdam()), Checkpoints(folder=Path("run/checkpoints")))
     strategy.start(grid, arrays, num_rounds=20)              # killed in round 13 ...

@@ -1,6 +1,6 @@
 """What a round is, as values: the plan that opens it and the record that closes it.
 
-:class:`RoundPlanner` is the seam between the strategy and whatever decides: DSSDA over described
+:class:`RoundPlanner` is the interface between the strategy and its planner: DSSDA over described
 clusters, default profiles for clients that describe nothing, or a test.
 
 A cluster cannot know whether the server used its reply: it may come too late, be refused or get
@@ -69,7 +69,7 @@ class AcceptedRounds:
         self._saved: tuple[Mapping[str, int], ...] = ()  # oldest first
 
     def progress(self, cluster_id: str) -> Progress:
-        """What the cluster is told when it is asked to train."""
+        """The progress that is sent with an order to train."""
         now = self._clusters.get(cluster_id, Progress())
         saved = {rounds[cluster_id] for rounds in self._saved if cluster_id in rounds}
         return Progress(rounds=now.rounds, last_round=now.last_round, saved=tuple(sorted(saved)))
@@ -80,7 +80,7 @@ class AcceptedRounds:
         self._clusters[cluster_id] = Progress(rounds=rounds + 1, last_round=server_round)
 
     def dump(self) -> Memory:
-        """The counts; from now on clusters are told what this checkpoint needs of them."""
+        """The counts; later progress includes the rounds that this checkpoint needs."""
         now = {name: progress.last_round for name, progress in self._clusters.items()}
         self._saved = (*self._saved, now)[-KEPT_CHECKPOINTS:]
         return Memory(text=to_json(_Kept(clusters=self._clusters, saved=self._saved)))
@@ -117,8 +117,7 @@ class RoundPlan:
 class ClosedRound:
     """A round whose replies are in, as a planner may learn from it; mappings are by cluster id.
 
-    ``replies`` stand in their order of arrival, as the inner strategy may see them: usable ones and
-    errors.
+    ``replies`` are in order of arrival as the inner strategy sees them: usable ones and errors.
     """
 
     plan: RoundPlan
@@ -141,7 +140,7 @@ class ClosedRound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What the round came to: the plan priced under the world's state of that round.
+    """The result of a round: its plan priced under the world's state of that round.
 
     Energy and queues are by cluster and device; the queues are those after the round.
     """

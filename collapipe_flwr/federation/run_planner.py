@@ -52,7 +52,7 @@ def make_planner(
         energy_budget_j={
             device.device_id: device.energy_budget_j
             for profile in world.clusters
-            for device in (profile.control_unit, *profile.devices)
+            for device in profile.members
         },
     )
 
@@ -61,7 +61,7 @@ def _world(config: AppConfig, model: ModelProfile, profiles: Sequence[ClusterPro
     """The described clusters, placed around the edge, with energy budgets to suit the model."""
     budgets = Budgets(model=model, share=config.world.energy_share, radio_s=0.0)
     world = make_world(
-        cluster_devices=[[m.kind for m in (p.control_unit, *p.devices)] for p in profiles],
+        cluster_devices=[[m.kind for m in p.members] for p in profiles],
         examples=[profile.examples for profile in profiles],
         cluster_ids=[profile.cluster_id for profile in profiles],
         radio=config.world.radio,
@@ -75,8 +75,4 @@ def _with_budgets(profile: ClusterProfile, budgets: Budgets) -> ClusterProfile:
     def budgeted(device: DeviceProfile) -> DeviceProfile:
         return replace(device, energy_budget_j=budgets.of(device, profile.examples))
 
-    return replace(
-        profile,
-        control_unit=budgeted(profile.control_unit),
-        devices=tuple(budgeted(device) for device in profile.devices),
-    )
+    return profile.with_members(budgeted)

@@ -1,4 +1,4 @@
-"""What one cluster measured in one round, and what follows from it.
+"""Measurements of one cluster in one round, and what is derived from them.
 
 Wires are measured behind the rate that their senders keep to (`costs/link_rates.py`). What a sender
 was held back by counts, too: by a limit in the cluster file. A rate that is the plan's own says
@@ -109,10 +109,8 @@ def link_samples(plan: ClusterPlan, told: ClusterTelemetry, *, paced: bool) -> I
     """A sample of every hop that was measured; none of a round that lost devices."""
     if told.incidents:
         return
-    control_unit = next(name for name in plan.tx_power_w if name not in plan.gradient_power_w)
-    names = [control_unit, *(segment.device_id for segment in plan.segments), ""]
     reports = told.links(plan, paced=paced)
-    for ends, hop, seen in zip(pairwise(names), plan.hops, reports, strict=False):
+    for ends, hop, seen in zip(pairwise((*plan.member_ids, "")), plan.hops, reports, strict=False):
         ways = ((hop.forward_bit_per_s, seen.forward), (hop.backward_bit_per_s, seen.backward))
         rates = [
             (planned, reached)
@@ -129,7 +127,7 @@ def link_samples(plan: ClusterPlan, told: ClusterTelemetry, *, paced: bool) -> I
 
 
 def _seen_by_both(sent: LinkTraffic, received: LinkTraffic) -> LinkTraffic:
-    """One direction of a hop; the notes of both ends have told what they can."""
+    """One direction of a hop, with the rate that follows from the notes of both ends."""
     return LinkTraffic(
         bytes=sent.bytes,
         sending_s=sent.sending_s,
@@ -138,7 +136,7 @@ def _seen_by_both(sent: LinkTraffic, received: LinkTraffic) -> LinkTraffic:
 
 
 def _reached(traffic: LinkTraffic, planned_bit_per_s: float, *, paced: bool) -> float | None:
-    """Bits per second that the link gave; None where nobody can tell."""
+    """Bits per second that the link reached; None where it is unknown."""
     if traffic.wire_bit_per_s is None:
         return None
     sent = 8.0 * traffic.bytes / traffic.sending_s if traffic.sending_s > 0 else math.inf

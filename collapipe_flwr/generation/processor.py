@@ -1,4 +1,4 @@
-"""What a request gives a model to read or to hear, and how its text is to be generated."""
+"""From a request to model inputs (token ids or features) and generation settings."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Processor:
         return torch.tensor([ids])
 
     def _ids(self, text: str) -> list[int]:
-        """The prompt's tokens; a text that goes on bears no end token yet."""
+        """The prompt's tokens, without the end token where the model continues the text."""
         if not text.strip():
             raise ConfigError("--text is empty: give some words to start from")
         ids: list[int] = list(self.tokenizer(text)["input_ids"])

@@ -49,7 +49,7 @@ class _Built:
     stack: ExitStack
 
     def drop(self, error: LinkError) -> None:
-        """Take a broken chain down; what it says to that is not news."""
+        """Take a broken chain down; further errors are only logged."""
         try:
             self.stack.__exit__(type(error), error, error.__traceback__)
         except CollaPipeError as again:
@@ -86,7 +86,7 @@ class ResilientGenerator:
             built.stack.__exit__(kind, error, trace)
 
     def generate(self, prompt: Tensor, settings_json: str) -> Generator[Tensor]:
-        """See `Prompter.generate`; raises LinkError when the chain cannot be mended.
+        """See `Prompter.generate`; raises LinkError when the chain cannot be rebuilt.
 
         That is so when it breaks three times without a new token of this text. The first loss of
         each device is not counted.

@@ -1,4 +1,4 @@
-"""What `collapipe cluster check` shows: a row per member, and below it what to mend."""
+"""Output of `collapipe cluster check`: a row per member, and below it what to fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: each round, and a table at the end."""
+"""Console output of a run: each round, and a table at the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_ROUNDS = 8  # of one cluster that are named
 
 
 class RoundPrinter:
-    """Prints two lines per finished round, numbers and plan; knows how many rounds there are."""
+    """Prints two lines per finished round: numbers and plan."""
 
     def __init__(self, rounds: int, console: Console | None = None) -> None:
         self._rounds = rounds

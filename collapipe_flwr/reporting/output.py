@@ -1,4 +1,4 @@
-"""One JSON file or picture as a result, which appears whole or not at all, and a bar meanwhile."""
+"""Results as JSON files and pictures, replaced as a whole, and a progress bar."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from collapipe_flwr.core.durable import write_file, write_text
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.reporting.events import finite
+
+if TYPE_CHECKING:  # matplotlib is an optional extra
+    from matplotlib.figure import Figure
+
+DPI = 120
 
 
 def prepare(option: str, path: Path) -> None:
@@ -34,12 +39,6 @@ def write_json(path: Path, values: object) -> None:
         write_text(path, text + "\n")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error})") from error
-
-
-if TYPE_CHECKING:  # matplotlib is an optional extra
-    from matplotlib.figure import Figure
-
-DPI = 120
 
 
 def write_picture(figure: Figure, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The folder a run leaves behind: ``summary.json``, ``events.jsonl`` and the trained model.
+"""The folder of a run: ``summary.json``, ``events.jsonl`` and the trained model.
 
 ``run-config.json`` says how the run was started. ``events.jsonl`` gets one line per round as soon
 as the round ends. ``summary.json`` is replaced as a whole, so a reader never sees half of it, and

@@ -96,8 +96,7 @@ def with_links(snapshot: Snapshot, book: LinkEstimates) -> Snapshot:
 def _believed(cluster: ClusterSnapshot, known: Mapping[str, LinkEstimate]) -> ClusterSnapshot:
     if not any(belief.believed for belief in known.values()):
         return cluster
-    profile = cluster.profile
-    names = [profile.control_unit.device_id, *(d.device_id for d in profile.devices)]
+    names = [member.device_id for member in cluster.profile.members]
 
     def shares(name: str, others: list[str]) -> tuple[float, ...]:
         beliefs = (known.get(link_key(name, other), LinkEstimate()) for other in others)

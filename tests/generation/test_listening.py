@@ -64,7 +64,7 @@ def samples(seed: int) -> np.ndarray:
 
 def unsplit(run_dir: Path, features: torch.Tensor) -> str:
     model: Any = AutoModelForSpeechSeq2Seq.from_pretrained(run_dir / "model")
-    tokenizer: Any = TextModel.load(run_dir).reader.tokenizer
+    tokenizer: Any = TextModel.load(run_dir).processor.tokenizer
     output = model.generate(features, max_new_tokens=NEW)
     text: str = tokenizer.decode(output[0], skip_special_tokens=True)
     return text
