@@ -53,7 +53,7 @@ def open_run(config: AppConfig) -> RunFolder:
 
 def _reopen(config: AppConfig, path: Path) -> RunFolder:
     directory = RunDirectory.reopen(path)
-    _check_same_run(config, path)
+    check_same_run(config, path)
     checkpoints = _checkpoints(config, directory)
     if checkpoints is None:
         raise ConfigError("resume: only runs with checkpoints can go on: checkpoint-every is 0")
@@ -74,7 +74,7 @@ def _checkpoints(config: AppConfig, directory: RunDirectory) -> Checkpoints | No
     )
 
 
-def _check_same_run(config: AppConfig, path: Path) -> None:
+def check_same_run(config: AppConfig, path: Path) -> None:
     """Raise ConfigError for the first key that the rounds so far depend on and that differs."""
     saved = read_config(path) or {}
     first = saved.get(_ROUNDS, config.run.num_server_rounds)

@@ -1,12 +1,22 @@
-"""Splitting transformers models: embedding (control unit) | blocks (devices) | edge."""
+"""Splitting transformers models: embedding (control unit) | blocks (devices) | edge.
 
-from collapipe_flwr.models.config import LoraConfig, ModelConfig
-from collapipe_flwr.models.make_spec import make_spec
-from collapipe_flwr.models.parts import EdgePart, EmbeddingPart, SegmentPart
-from collapipe_flwr.models.profile import profile_model
-from collapipe_flwr.models.saving import save_adapter, save_whole
-from collapipe_flwr.models.spec import BatchShape, ModelSpec
-from collapipe_flwr.models.splitter import Splitter
+Names are imported on first use: a run-config is read without loading transformers, and a device
+loads what its part needs.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collapipe_flwr.models.config import LoraConfig, ModelConfig
+    from collapipe_flwr.models.describing import make_spec
+    from collapipe_flwr.models.parts import EdgePart, EmbeddingPart, SegmentPart
+    from collapipe_flwr.models.profile import profile_model
+    from collapipe_flwr.models.saving import save_adapter, save_whole
+    from collapipe_flwr.models.spec import BatchShape, ModelSpec
+    from collapipe_flwr.models.splitter import Splitter
 
 __all__ = [
     "BatchShape",
@@ -22,3 +32,19 @@ __all__ = [
     "save_adapter",
     "save_whole",
 ]
+_MODULES = {
+    "config": ("LoraConfig", "ModelConfig"),
+    "describing": ("make_spec",),
+    "parts": ("EdgePart", "EmbeddingPart", "SegmentPart"),
+    "profile": ("profile_model",),
+    "saving": ("save_adapter", "save_whole"),
+    "spec": ("BatchShape", "ModelSpec"),
+    "splitter": ("Splitter",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

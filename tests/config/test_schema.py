@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -75,3 +77,13 @@ def test_the_demos_overrides_are_not_a_checkpoints() -> None:
     assert parse({"model.pretrained": "folder"}).model.settings == {}
     own = parse({"model.pretrained": "folder", "model.overrides": "dropout=0.0"})
     assert own.model.settings == {"dropout": 0.0}
+
+
+def test_a_run_config_is_read_without_loading_the_libraries_of_models_and_data() -> None:
+    code = (
+        "import sys; from collapipe_flwr.config.schema import parse; parse({}); "
+        "print([m for m in ('transformers', 'datasets', 'flwr', 'grpc') if m in sys.modules])"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout.strip() == "[]"
