@@ -35,7 +35,7 @@ from collapipe_flwr.pipeline.meter import square_norm
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulator.world import make_world, mixed_devices
+from collapipe_flwr.simulation.world import make_world, mixed_devices
 from server_app.setup import Learner, make_learner
 
 CLUSTERS, DEVICES, EXAMPLES = 4, 4, 256

@@ -29,7 +29,7 @@ from collapipe_flwr.pipeline.execution import Execution
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulator.world import Budgets, World, make_world
+from collapipe_flwr.simulation.world import Budgets, World, make_world
 from server_app.evaluate import scores
 
 _STRATEGIES: dict[str, Callable[..., Strategy]] = {

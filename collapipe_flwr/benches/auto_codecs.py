@@ -14,7 +14,7 @@ from collapipe_flwr.core.config import LinksConfig, name_list
 from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulator.world import make_world
+from collapipe_flwr.simulation.world import make_world
 
 DEVICES = ("raspberry-pi-5", "raspberry-pi-4", "raspberry-pi-4")
 ROOM = 0.7  # of what all blocks need

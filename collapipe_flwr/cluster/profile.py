@@ -6,7 +6,7 @@ from collapipe_flwr.core.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile
 from collapipe_flwr.core.errors import blaming
 from collapipe_flwr.core.measurements import Measured, Measurements, read_measurements
-from collapipe_flwr.simulator.devices import device_preset
+from collapipe_flwr.simulation.devices import device_preset
 
 _GIGA, _MEGA = 1e9, 1e6
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.simulator.models import transformer_profile
+from collapipe_flwr.simulation.models import transformer_profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

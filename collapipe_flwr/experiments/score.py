@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from collapipe_flwr.core.domain import DeviceProfile, ModelProfile, Plan
 from collapipe_flwr.experiments.episode import EpisodeRound
 from collapipe_flwr.experiments.target import Target
-from collapipe_flwr.simulator.world import World
+from collapipe_flwr.simulation.world import World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from collapipe_flwr.experiments.score import Score, score
 from collapipe_flwr.experiments.setting import Setting
 from collapipe_flwr.experiments.target import target_in
 from collapipe_flwr.scheduler.policies import make_scheduler
-from collapipe_flwr.simulator.world import World
+from collapipe_flwr.simulation.world import World
 
 WHOLE = "fedavg"  # trains the whole model on one device: embedding and decoder, too
 

@@ -22,7 +22,6 @@ from collapipe_flwr.scheduler.plans import plan_from_dict, plan_to_dict
 from collapipe_flwr.scheduler.profile_estimates import ProfileEstimates, profiles_from_dict
 from collapipe_flwr.scheduler.robust_gains import RobustGains, gains_from_dict
 
-_JSON_KEYS = {"profiles": "beliefs", "gains": "doubt"}  # where they differ from the fields
 Nested = Mapping[str, Mapping[str, float]]
 
 
@@ -40,7 +39,8 @@ class SchedulerState:
     """Queues, estimates and the last plan.
 
     ``energy_queue_j[cluster][device]`` is the energy-deficit queue, ``participation_queue``
-    the deficit of rounds per cluster, ``budget_j`` the budgets that the queues refer to.
+    the deficit of rounds per cluster, ``budget_j`` the budgets that the queues refer to. Fields are
+    named as in checkpoints.
     """
 
     rounds: int = 0
@@ -49,14 +49,14 @@ class SchedulerState:
     participation_queue: Mapping[str, float] = field(default_factory=dict)
     budget_j: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     learning: LearningState = field(default_factory=LearningState)
-    profiles: ProfileEstimates = field(default_factory=ProfileEstimates)
-    gains: RobustGains = field(default_factory=RobustGains)
+    beliefs: ProfileEstimates = field(default_factory=ProfileEstimates)
+    doubt: RobustGains = field(default_factory=RobustGains)
     links: LinkEstimates = field(default_factory=dict)
     last_plan: Plan | None = None
 
     def to_json(self) -> str:
         """One line of JSON."""
-        values = {_JSON_KEYS.get(name, name): value for name, value in asdict(self).items()}
+        values = asdict(self)
         values["last_plan"] = None if self.last_plan is None else plan_to_dict(self.last_plan)
         return json.dumps(values, sort_keys=True)
 
@@ -66,15 +66,14 @@ class SchedulerState:
         try:
             values = json.loads(text)
             last, reference = values["last_plan"], values["reference"]
-            beliefs, doubt = values.pop("beliefs"), values.pop("doubt")
             return cls(
                 **{
                     **values,
                     "last_plan": None if last is None else plan_from_dict(last),
                     "reference": None if reference is None else Reference(**reference),
                     "learning": LearningState(**values["learning"]),
-                    "profiles": profiles_from_dict(beliefs),
-                    "gains": gains_from_dict(doubt),
+                    "beliefs": profiles_from_dict(values["beliefs"]),
+                    "doubt": gains_from_dict(values["doubt"]),
                     "links": links_from_dict(values.get("links", {})),
                 }
             )

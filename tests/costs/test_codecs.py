@@ -13,8 +13,8 @@ from collapipe_flwr.costs.codecs import CODECS, ROUNDING, WIRE_SHARE, ladder
 from collapipe_flwr.costs.layouts import Layouts, hops_of
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.rpc.quantize import WIRE_CODECS
-from collapipe_flwr.simulator.models import transformer_profile
-from collapipe_flwr.simulator.world import make_world
+from collapipe_flwr.simulation.models import transformer_profile
+from collapipe_flwr.simulation.world import make_world
 
 ELEMENTS = 128 * 1000
 

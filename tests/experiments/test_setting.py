@@ -16,7 +16,7 @@ from collapipe_flwr.experiments.fleet import read_fleet
 from collapipe_flwr.experiments.model import ModelShape
 from collapipe_flwr.experiments.presets import PRESETS, preset
 from collapipe_flwr.experiments.setting import Setting
-from collapipe_flwr.simulator.world import make_world, mixed_devices
+from collapipe_flwr.simulation.world import make_world, mixed_devices
 
 BOARD = {"speed_gflop_per_s": 20, "memory_gib": 3, "load_w": 4, "tx_power_w": 0.1}
 FLEET = {
