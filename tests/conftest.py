@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from collapipe_flwr.pipeline import adding
+from collapipe_flwr.pipeline import backward
 
 settings.register_profile("any machine", deadline=None)  # beside what the environment asks for
 settings.load_profile("any machine")
@@ -18,6 +18,6 @@ def pytest_report_header() -> str:
 
 
 @pytest.fixture
-def small_matrices_add_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_matrices_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The small models of tests take the ways of large ones."""
-    monkeypatch.setattr(adding, "WORTH", 0)
+    monkeypatch.setattr(backward, "WORTH", 0)
