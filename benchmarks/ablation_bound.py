@@ -37,7 +37,7 @@ from collapipe_flwr.pipeline.meter import square_norm
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulator.world import make_world, mixed_devices
+from collapipe_flwr.simulation.world import make_world, mixed_devices
 
 CLUSTERS, DEVICES, EXAMPLES = 4, 4, 256
 BOARDS = ("raspberry-pi-4", "raspberry-pi-5", "jetson-nano", "phone")

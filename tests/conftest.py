@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from collapipe_flwr.pipeline import adding
+from collapipe_flwr.pipeline import backward
 
 # Beside what the environment asks for; a starved machine is slow without anything being wrong.
 settings.register_profile(
@@ -27,6 +27,6 @@ def pytest_report_header() -> str:
 
 
 @pytest.fixture
-def small_matrices_add_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_matrices_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The small models of tests take the ways of large ones."""
-    monkeypatch.setattr(adding, "WORTH", 0)
+    monkeypatch.setattr(backward, "WORTH", 0)

@@ -37,7 +37,7 @@ from collapipe_flwr.pipeline.session import NextHop, SessionRequest
 from collapipe_flwr.pipeline.stage_settings import StageSettings
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulator.world import make_world
+from collapipe_flwr.simulation.world import make_world
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.dialer import Dialer
 from collapipe_flwr.transport.quantize import WIRE_CODECS

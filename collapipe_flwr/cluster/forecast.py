@@ -18,8 +18,8 @@ from collapipe_flwr.models.families import FAMILIES
 from collapipe_flwr.models.profile import TimedBlock, profile_model, time_block
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulator.devices import device_preset, radio_preset
-from collapipe_flwr.simulator.world import SERVER_RATE_BIT_PER_S, make_world
+from collapipe_flwr.simulation.devices import device_preset, radio_preset
+from collapipe_flwr.simulation.world import SERVER_RATE_BIT_PER_S, make_world
 
 _LABELS = 2  # of a head whose size nobody named
 _CLUSTER = "these-devices"
@@ -166,9 +166,9 @@ def cluster_of_presets(kinds: Sequence[str], control_unit: str, examples: int) -
     return ClusterProfile(
         cluster_id=_CLUSTER,
         examples=examples,
-        control_unit=device_preset(control_unit).device(f"{_CLUSTER}/cu", energy_budget_j=math.inf),
+        control_unit=replace(device_preset(control_unit), device_id=f"{_CLUSTER}/cu"),
         devices=tuple(
-            device_preset(kind).device(f"{_CLUSTER}/{number}-{kind}", energy_budget_j=math.inf)
+            replace(device_preset(kind), device_id=f"{_CLUSTER}/{number}-{kind}")
             for number, kind in enumerate(kinds, start=1)
         ),
         d2d_bandwidth_hz=radio_preset("wifi").d2d_bandwidth_hz,

@@ -12,7 +12,7 @@ from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile
 from collapipe_flwr.core.errors import ConfigError, ProtocolError, blaming
 from collapipe_flwr.core.json_codec import from_json
-from collapipe_flwr.simulator.devices import device_preset
+from collapipe_flwr.simulation.devices import device_preset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

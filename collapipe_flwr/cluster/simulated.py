@@ -8,8 +8,8 @@ from collapipe_flwr.cluster.local_data import Place
 from collapipe_flwr.config.schema import WorldConfig
 from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile
 from collapipe_flwr.core.errors import ConfigError, blaming
-from collapipe_flwr.simulator.devices import device_preset, radio_preset
-from collapipe_flwr.simulator.world import SERVER_RATE_BIT_PER_S
+from collapipe_flwr.simulation.devices import device_preset, radio_preset
+from collapipe_flwr.simulation.world import SERVER_RATE_BIT_PER_S
 
 
 def describe_cluster(config: WorldConfig, place: Place, examples: int) -> ClusterProfile:
@@ -36,5 +36,6 @@ def describe_cluster(config: WorldConfig, place: Place, examples: int) -> Cluste
 
 def _device(config: WorldConfig, key: str, kind: str, device_id: str) -> DeviceProfile:
     with blaming(f"world.{key}"):
-        preset = device_preset(kind).device(device_id, energy_budget_j=0.0)
-    return replace(preset, memory_bytes=int(preset.memory_bytes * config.memory_share))
+        preset = device_preset(kind)
+    memory_bytes = int(preset.memory_bytes * config.memory_share)
+    return replace(preset, device_id=device_id, energy_budget_j=0.0, memory_bytes=memory_bytes)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig, predict_unsplit
 from collapipe_flwr.models.tasks import Task
-from collapipe_flwr.pipeline.adding import add_in_place
+from collapipe_flwr.pipeline.backward import fuse_accumulation
 from collapipe_flwr.pipeline.execution import Execution
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.stage import computing_in
@@ -31,7 +31,7 @@ def train_unsplit(
     however it is cut.
     """
     model.train()
-    add_in_place(model)  # as stages do
+    fuse_accumulation(model)  # as stages do
     losses = []
     for batch in batches:
         counts = [targets(micro_batch["labels"]) for micro_batch in batch]

@@ -33,11 +33,6 @@ def from_json(kind: type[T], text: str, what: str) -> T:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"{what} is not JSON: {error}") from error
-    return from_plain(kind, data, what)
-
-
-def from_plain(kind: type[T], data: object, what: str) -> T:
-    """Rebuild a ``kind`` from what `plain` gave; raises ProtocolError that names the place."""
     return cast(T, _decode(kind, data, what))
 
 

@@ -172,6 +172,11 @@ def hops_of(tables: Tables, rows: Layouts) -> Hops:
     )
 
 
+def span_sums(prefix_l: Array) -> Array:
+    """Sums of a per-block quantity over blocks l..k-1, (L + 1, L + 1)."""
+    return np.asarray(prefix_l[None, :] - prefix_l[:, None])
+
+
 def segment_sums(prefix_l: Array, rows: Layouts) -> Array:
     """Sums of a per-block quantity over each slot's segment, (R, S); 0 on unused slots."""
     return np.asarray(prefix_l[rows.stop_rs] - prefix_l[rows.first_rs])

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from collapipe_flwr.core.schedule import StepTimes, replay
 
 Array = NDArray[np.float64]
-OPTIMISER_FLOP_PER_BYTE = 3.0  # AdamW: about 12 operations on each 4-byte parameter
 AS_GOOD = 1e-3  # relative makespan
 Depths = tuple[int, ...]
 
@@ -55,7 +54,7 @@ def overlapped_makespan_s(
 ) -> Array:
     """What a step cannot undercut when passes overlap (1F1B): trip plus J - 1 busiest periods.
 
-    A lower bound of every schedule, approached when warm-up is deep; see ``costs.depths``.
+    A lower bound of every schedule, approached when warm-up is deep; see ``choose_warm_up``.
     """
     further = np.asarray(micro_batches, dtype=np.float64) - 1.0
     hops = np.maximum(forward.hop_s, backward.hop_s)
@@ -63,17 +62,6 @@ def overlapped_makespan_s(
         hops = forward.hop_s + backward.hop_s
     period = np.maximum((forward.stage_s + backward.stage_s).max(-1), hops.max(-1))
     return np.asarray(forward.total() + backward.total() + further * period)
-
-
-def optimiser_flop(parameter_bytes: Array) -> Array:
-    """Floating-point operations of one optimiser step over ``parameter_bytes`` of weights."""
-    return np.asarray(OPTIMISER_FLOP_PER_BYTE * parameter_bytes)
-
-
-def local_steps(examples: Array, micro_batch_size: Array, micro_batches: Array) -> Array:
-    """Steps of one pass over the cluster's examples: ``ceil(D / (b J))``, at least one."""
-    batch = np.asarray(micro_batch_size, dtype=np.float64) * micro_batches
-    return np.asarray(np.maximum(np.ceil(np.asarray(examples) / batch), 1.0))
 
 
 class WarmUp(NamedTuple):

@@ -22,11 +22,11 @@ from collapipe_flwr.core.domain import BlockCost, ModelProfile
 from collapipe_flwr.core.keys import key, one_of
 from collapipe_flwr.core.schedule import SCHEDULES
 from collapipe_flwr.costs.layouts import Layouts, segment_sums
-from collapipe_flwr.costs.makespan import local_steps, optimiser_flop
 from collapipe_flwr.costs.radio import send_time_s
 from collapipe_flwr.costs.tables import BlockTable, Tables
 
 Array = NDArray[np.float64]
+OPTIMISER_FLOP_PER_BYTE = 3.0  # AdamW: about 12 operations on each 4-byte parameter
 NOTHING = BlockCost(
     forward_flop=0.0,
     backward_flop=0.0,
@@ -78,25 +78,33 @@ def work_of(tables: Tables, rows: Layouts, options: PricingOptions) -> Work:
     return Work(
         forward_flop=forward,
         backward_flop=backward,
-        optimiser_flop=optimiser_flop(optimiser),
+        optimiser_flop=OPTIMISER_FLOP_PER_BYTE * optimiser,
         speed=_speeds(tables, rows, options),
     )
 
 
+def edge_speed(tables: Tables, options: PricingOptions) -> float:
+    """Operations per second that the edge spends on one cluster."""
+    speed = tables.snapshot.edge.speed_flop_per_s
+    return speed / tables.num_clusters if options.edge_shared else speed
+
+
 def _speeds(tables: Tables, rows: Layouts, options: PricingOptions) -> Array:
-    member = np.maximum(rows.member_rs, 0)
-    speed = tables.members.speed_mi
-    edge = tables.snapshot.edge.speed_flop_per_s
-    if options.edge_shared:
-        edge = edge / tables.num_clusters
+    speed, member = tables.members.speed_mi, np.maximum(rows.member_rs, 0)
     return np.concatenate(
         [
             speed[rows.cluster_r, 0][:, None],
             speed[rows.cluster_r[:, None], member],
-            np.full((len(rows), 1), edge),
+            np.full((len(rows), 1), edge_speed(tables, options)),
         ],
         axis=1,
     )
+
+
+def local_steps(examples: Array, micro_batch_size: Array, micro_batches: Array) -> Array:
+    """Steps of one pass over the cluster's examples: ``ceil(D / (b J))``, at least one."""
+    batch = np.asarray(micro_batch_size, dtype=np.float64) * micro_batches
+    return np.asarray(np.maximum(np.ceil(np.asarray(examples) / batch), 1.0))
 
 
 def steps_of(tables: Tables, rows: Layouts) -> Array:

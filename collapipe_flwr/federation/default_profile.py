@@ -20,7 +20,7 @@ from collapipe_flwr.federation.planner import ScheduledRounds
 from collapipe_flwr.federation.records import array_bytes
 from collapipe_flwr.federation.rounds import ClosedRound, Outcome, RoundPlan
 from collapipe_flwr.scheduler.protocol import Scheduler
-from collapipe_flwr.simulator.world import World, make_world
+from collapipe_flwr.simulation.world import World, make_world
 
 ASSUMED_DEVICE = "raspberry-pi-5"
 ASSUMED_EXAMPLES = 1000

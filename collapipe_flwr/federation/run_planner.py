@@ -10,7 +10,7 @@ from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile, ModelProfi
 from collapipe_flwr.core.errors import blaming
 from collapipe_flwr.federation.planner import ScheduledRounds
 from collapipe_flwr.scheduler.policies import make_scheduler
-from collapipe_flwr.simulator.world import Budgets, World, make_world
+from collapipe_flwr.simulation.world import Budgets, World, make_world
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 Whatever a host keeps in memory for longer than one micro-batch is reserved here before it is
 there: weights that arrive, the state of a part (weights, gradients and optimiser slots: what
-`costs.memory` prices besides activations), snapshots, and what is kept for the next round.
+`costs.work` prices besides activations), snapshots, and what is kept for the next round.
 Activations, frames in a link and the libraries are not counted.
 """
 

@@ -1,29 +1,43 @@
-"""What a backward pass leaves for later: gradients of weights, which only the optimiser waits for.
+"""Backward passes that compute less and send earlier, with autograd's gradients.
 
-The stage ahead waits for the gradient of its output; so a pass may owe the products that make
-gradients of weights until that one has been sent. The same products on the same numbers: gradients
-are autograd's (`tests/pipeline/test_backward.py`). Which layers can owe: see `adding`.
+Fused gradient accumulation: autograd computes the gradient of a weight into new memory and adds it
+to what is there, two passes over memory that a product saves by adding as it goes. For the table
+of an embedding they run over every row, in a second copy of the table, for the few rows that occur.
+This concerns linear layers in single precision, those of GPT-2 that hold their matrix transposed
+among them, and embeddings; all else is autograd's.
+
+Deferred weight gradients (the W of zero-bubble schedules): the stage ahead waits for the gradient
+of its output, only the optimizer for those of weights. So a pass may leave the products of these
+layers until that one has been sent.
+
+Both compute the same products and sums of the same numbers as autograd, up to the rounding of a sum
+(`tests/pipeline/test_fused_accumulation.py`, `tests/pipeline/test_backward.py`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
+
+_CONV1D = ("transformers.pytorch_utils", "Conv1D")  # by name: a board may not have the library
+WORTH = 2**18  # numbers in a matrix from which adding saves more than a call of Python costs
 
 
-class Debt(NamedTuple):
+class WeightGradient(NamedTuple):
     """A product that is still to be added to the gradient of ``weight``."""
 
     weight: Tensor  # (a, b)
     left: Tensor  # (N, a)
     right: Tensor  # (N, b)
 
-    def pay(self) -> None:
+    def add(self) -> None:
         """Add it where the gradient lies; not while autograd records."""
         gradient = self.weight.grad
         if gradient is None:
@@ -36,59 +50,190 @@ class Debt(NamedTuple):
         return self.left.t().mm(self.right)
 
 
-class Owed:
-    """Debts of one backward pass, to be paid once."""
+class DeferredGradients:
+    """Products that one backward pass left for later, to be computed once."""
 
     def __init__(self) -> None:
-        self._debts: list[Debt] = []
+        self._gradients: list[WeightGradient] = []
 
     @property
     def tensors(self) -> list[Tensor]:
         """What is kept alive until then."""
-        return [tensor for debt in self._debts for tensor in (debt.left, debt.right)]
+        return [
+            tensor for gradient in self._gradients for tensor in (gradient.left, gradient.right)
+        ]
 
-    def note(self, debt: Debt) -> None:
+    def note(self, gradient: WeightGradient) -> None:
         """Add one."""
-        self._debts.append(debt)
+        self._gradients.append(gradient)
 
-    def pay(self) -> None:
-        """Add the products, in the order of the pass."""
+    def add(self) -> None:
+        """Compute and add the products, in the order of the pass."""
         with torch.no_grad():
-            for debt in self._debts:
-                debt.pay()
-        self._debts.clear()
+            for gradient in self._gradients:
+                gradient.add()
+        self._gradients.clear()
 
 
 class _Thread(threading.local):
-    owed: Owed | None = None  # what the pass of this thread leaves, if it may
+    deferred: DeferredGradients | None = None  # what the pass of this thread defers, if it may
 
 
 _thread = _Thread()
 
 
 @contextmanager
-def owing() -> Iterator[Owed]:
+def deferring() -> Iterator[DeferredGradients]:
     """Backward passes of this thread leave products of matrices for later."""
-    _thread.owed = owed = Owed()
+    _thread.deferred = deferred = DeferredGradients()
     try:
-        yield owed
+        yield deferred
     finally:
-        _thread.owed = None
+        _thread.deferred = None
 
 
-def settled(debt: Debt) -> Tensor | None:
-    """Owe or add a product, or give it to autograd where somebody listens or nothing is there."""
-    if is_heard(debt.weight):
-        return debt.product()
-    if _thread.owed is not None:
-        _thread.owed.note(debt)
-    elif debt.weight.grad is None:
-        return debt.product()
+def _accumulated(gradient: WeightGradient) -> Tensor | None:
+    """Defer or add a product; return it to autograd where hooks or nothing is there."""
+    if is_heard(gradient.weight):
+        return gradient.product()
+    if _thread.deferred is not None:
+        _thread.deferred.note(gradient)
+    elif gradient.weight.grad is None:
+        return gradient.product()
     else:
-        debt.pay()
+        gradient.add()
     return None
 
 
 def is_heard(weight: Tensor) -> bool:
     """Whether hooks wait for its gradient, which must then come through autograd."""
     return bool(weight._post_accumulate_grad_hooks or weight._backward_hooks)
+
+
+def fuse_accumulation(part: nn.Module) -> None:
+    """Let the layers of a part add weight gradients in place; what they compute is unchanged.
+
+    Small matrices are left alone.
+    """
+    for module in part.modules():
+        kind: Any = type(module)  # exactly: a class of somebody else's may compute otherwise
+        if kind is nn.Embedding:
+            module.__class__ = FusedEmbedding
+        elif kind is nn.Linear and _is_large(module):
+            module.__class__ = FusedLinear
+        elif (kind.__module__, kind.__name__) == _CONV1D and _is_large(module):
+            module.__class__ = _fused_conv1d(kind)
+
+
+def _is_large(module: nn.Module) -> bool:
+    """Also says no where the weight is made of others, which autograd must see."""
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.numel() >= WORTH
+
+
+class FusedLinear(nn.Linear):
+    """A linear layer whose products add to the weight's gradient."""
+
+    def forward(self, given: Tensor) -> Tensor:
+        """(..., in) to (..., out)."""
+        weight, bias = _weight_and_bias(self)
+        if _is_plain(weight) or torch.is_autocast_enabled("cpu"):
+            return super().forward(given)
+        return _product(given, weight, bias, False)
+
+
+class FusedEmbedding(nn.Embedding):
+    """A table of whose gradient only the rows that occur are touched."""
+
+    def forward(self, given: Tensor) -> Tensor:
+        """(...) row numbers to (..., width)."""
+        unusual = self.max_norm is not None or self.scale_grad_by_freq or self.sparse
+        if unusual or _is_plain(self.weight) or given.numel() > self.weight.shape[0]:
+            return super().forward(given)
+        return _lookup(given, self.weight, self.padding_idx)
+
+
+@cache
+def _fused_conv1d(kind: Any) -> Any:
+    """The same as `FusedLinear` of a layer whose weight is (in, out)."""
+
+    def forward(self: Any, given: Tensor) -> Any:
+        weight, bias = _weight_and_bias(self)
+        if _is_plain(weight) or torch.is_autocast_enabled("cpu"):
+            return kind.forward(self, given)
+        return _product(given, weight, bias, True)
+
+    return type("FusedConv1D", (kind,), {"forward": forward})
+
+
+def _weight_and_bias(layer: nn.Module) -> tuple[Any, Any]:
+    """From where they lie: as attributes, every call would look for them in other places first."""
+    parameters = layer._parameters
+    return parameters["weight"], parameters["bias"]
+
+
+def _is_plain(weight: Tensor) -> bool:
+    """Whether there is no gradient to add."""
+    return not (weight.requires_grad and torch.is_grad_enabled())
+
+
+class _Product(torch.autograd.Function):
+    """``given @ weight.T + bias``, or with a ``turned`` weight ``given @ weight + bias``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, given: Tensor, weight: Tensor, bias: Tensor | None, turned: bool
+    ) -> Tensor:
+        ctx.save_for_backward(given, weight)
+        ctx.weight, ctx.turned = weight, turned  # itself, whatever hooks make of what is saved
+        return functional.linear(given, weight.t() if turned else weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,), (given, weight) = gradients, ctx.saved_tensors
+        needs_given, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        rows, inputs = _rows(gradient), _rows(given)
+        matrix, left, right = (weight, rows, inputs)
+        if ctx.turned:
+            matrix, left, right = weight.t(), inputs, rows
+        return (
+            rows.mm(matrix).view_as(given) if needs_given else None,
+            _accumulated(WeightGradient(ctx.weight, left, right)) if needs_weight else None,
+            rows.sum(0) if needs_bias else None,
+            None,
+        )
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of a table; that of padding learns nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, weight: Tensor, padding_id: int | None) -> Tensor:
+        ctx.save_for_backward(given)
+        ctx.weight, ctx.padding_id = weight, padding_id
+        return functional.embedding(given, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (given,), weight = ctx.saved_tensors, ctx.weight
+        ids, rows = given.reshape(-1), _rows(gradients[0])
+        if ctx.padding_id is not None:
+            rows = rows * (ids != ctx.padding_id).unsqueeze(1)
+        is_first = weight.grad is None or is_heard(weight)
+        total = torch.zeros_like(weight, requires_grad=False) if is_first else weight.grad
+        total.index_add_(0, ids, rows)
+        return None, total if is_first else None, None
+
+
+def _called(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
+    """``function.apply`` without its preparations for `torch.func`, which cost every call."""
+    applied: Callable[..., Tensor] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return applied
+
+
+_product, _lookup = _called(_Product), _called(_Lookup)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """(..., d) as (N, d)."""
+    return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor.unsqueeze(0)

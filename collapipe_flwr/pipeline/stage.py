@@ -21,8 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from collapipe_flwr.core.errors import ModelError, ProtocolError
 from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.core.schedule import Action, Op, forward_actions, stage_actions
-from collapipe_flwr.pipeline.adding import add_in_place
-from collapipe_flwr.pipeline.backward import Owed, owing
+from collapipe_flwr.pipeline.backward import DeferredGradients, deferring, fuse_accumulation
 from collapipe_flwr.pipeline.frame import GRAD, HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.memory import MemoryMeter
@@ -71,7 +70,7 @@ class Stage(ABC):
         self.downstream = downstream
         self.recorder = Recorder(keep_spans=settings.keep_spans)
         self.memory = MemoryMeter()
-        add_in_place(part)
+        fuse_accumulation(part)
         self._randomness: Randomness = FreeRandomness()
         self._stash: dict[int, InFlight] = {}
         self._keeps = not settings.recompute or self._by_block()
@@ -240,12 +239,12 @@ class Stage(ABC):
         frame = self._take_gradient(step, micro_batch)
         with self.recorder.span("backward", step.index, micro_batch):
             flight = self._stash.pop(micro_batch)
-            gradient, owed = self._backpropagate(flight, frame.tensors)
+            gradient, deferred = self._backpropagate(flight, frame.tensors)
         self._sent = []
         self._emit_gradient(replace(frame, tensors=gradient))
-        if owed is not None:
+        if deferred is not None:
             with self.recorder.span(WEIGHTS, step.index, micro_batch):
-                owed.pay()
+                deferred.add()
         self.memory.release(micro_batch)
         if micro_batch == 0:
             self._note_fixed()
@@ -253,7 +252,7 @@ class Stage(ABC):
 
     def _backpropagate(
         self, flight: InFlight, incoming: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Tensor], Owed | None]:
+    ) -> tuple[dict[str, Tensor], DeferredGradients | None]:
         """The gradient for the stage ahead, and what is to be done when it is sent.
 
         With re-computation nothing is left for later: it would keep what that has freed.
@@ -263,16 +262,16 @@ class Stage(ABC):
         if not flight.keeps:
             end = _end_of(self._run_part(frame, hidden, grad=True))
         self._returning = frame
-        owed = None
+        deferred = None
         if end is not None:
             hurries = wanted and not self.settings.recompute
-            with owing() if hurries else nullcontext() as owed:
+            with deferring() if hurries else nullcontext() as deferred:
                 torch.autograd.backward(end, incoming.get(GRAD))
-        if owed is not None:
-            self.memory.note_rest(frame.micro_batch, owed.tensors)
+        if deferred is not None:
+            self.memory.note_rest(frame.micro_batch, deferred.tensors)
         if hidden is None or not wanted:
-            return {}, owed
-        return {GRAD: torch.zeros_like(hidden) if hidden.grad is None else hidden.grad}, owed
+            return {}, deferred
+        return {GRAD: torch.zeros_like(hidden) if hidden.grad is None else hidden.grad}, deferred
 
     def _apply(self, step: Step) -> None:
         if step.rows:

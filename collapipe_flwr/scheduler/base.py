@@ -172,8 +172,8 @@ def observed(
             took_part(state, plan, outcome),
             floor=settings.participation_floor,
         ),
-        profiles=profiles_learned(state.profiles, outcome),
-        gains=with_error(state.gains, outcome),
+        beliefs=profiles_learned(state.beliefs, outcome),
+        doubt=with_error(state.doubt, outcome),
         links=links_learned(state.links, outcome),
         learning=update(
             state.learning,

@@ -71,8 +71,8 @@ class Dssda:
 
     def step(self, state: SchedulerState, snapshot: Snapshot) -> tuple[Plan, SchedulerState]:
         """Plan one round; an unusable snapshot repeats the last plan and says so in it."""
-        seen, profiles = with_profiles(snapshot, state.profiles, self.settings.profile_memory)
-        gains = state.gains
+        seen, profiles = with_profiles(snapshot, state.beliefs, self.settings.profile_memory)
+        gains = state.doubt
         try:
             gains = with_averages(gains, seen)
             plan = self._plan(state, robust(gains, seen))
@@ -81,7 +81,7 @@ class Dssda:
         gains = with_forecast(gains, plan, seen, self.settings)
         budgets = budgets_of(state, budgets_in(snapshot))
         after = replace(state, rounds=state.rounds + 1, budget_j=budgets, last_plan=plan)
-        return plan, replace(after, profiles=profiles, gains=gains)
+        return plan, replace(after, beliefs=profiles, doubt=gains)
 
     def observe(self, state: SchedulerState, plan: Plan, outcome: RoundOutcome) -> SchedulerState:
         """Queues by realised energy, estimates by telemetry."""

@@ -1,7 +1,7 @@
 """No device holds most of the model: a cap on what a plan may use of any device's memory.
 
 The cap is a share of what training the whole model on one device takes with the reference
-micro-batches (``costs.whole``). A cluster in which no plan keeps it gets the least cap that allows
+micro-batches (``costs.work``). A cluster in which no plan keeps it gets the least cap that allows
 one; plans say which share they kept. Control units and the edge hold their own parts and are not
 capped.
 """

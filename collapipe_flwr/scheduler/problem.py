@@ -15,9 +15,8 @@ from collapipe_flwr.costs.convergence import (
     exchanged,
 )
 from collapipe_flwr.costs.layouts import Layouts
-from collapipe_flwr.costs.makespan import local_steps
 from collapipe_flwr.costs.tables import Tables
-from collapipe_flwr.costs.work import steps_of
+from collapipe_flwr.costs.work import local_steps, steps_of
 from collapipe_flwr.scheduler.dual_prices import DualPrices
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.scheduler.scorer import Scorer

@@ -14,11 +14,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from collapipe_flwr.costs.layouts import Layouts
-from collapipe_flwr.costs.makespan import OPTIMISER_FLOP_PER_BYTE
+from collapipe_flwr.costs.layouts import Layouts, span_sums
 from collapipe_flwr.costs.radio import rate_bit_per_s
 from collapipe_flwr.costs.tables import Tables
-from collapipe_flwr.costs.work import PricingOptions, kept_bytes, steps_of
+from collapipe_flwr.costs.work import (
+    OPTIMISER_FLOP_PER_BYTE,
+    PricingOptions,
+    edge_speed,
+    kept_bytes,
+    steps_of,
+)
 from collapipe_flwr.scheduler.dual_prices import DualPrices, link_table
 
 Array = NDArray[np.float64]
@@ -47,8 +52,7 @@ class Scorer:
         self.links_per_count = len(clusters) * int(np.prod(tables.gain_mij.shape[1:]))
         self.spans = _Spans(tables, options)
         self.members = _Members(tables, options, prices, clusters)
-        edge = tables.snapshot.edge.speed_flop_per_s
-        self.edge_speed = edge / tables.num_clusters if options.edge_shared else edge
+        self.edge_speed = edge_speed(tables, options)
 
     def values(self, rows: Layouts, rho_r: Array) -> Array:
         """The objective of every row, infinite where memory forbids it."""
@@ -157,7 +161,7 @@ class Scorer:
         return np.asarray(total + (count - 1.0) * pace)
 
     def _fits(self, rows: Layouts, batch: _Batch, slots: _Slots) -> NDArray[np.bool_]:
-        """As ``costs.memory.fits``, slots first."""
+        """As ``costs.work.fits``, slots first."""
         model, spans, depth = self.tables.snapshot.model, self.spans, slots.depth_r
         gpipe = self.options.schedule == "gpipe"
         ahead = depth + 1.0 - np.arange(len(slots.stop_sr))[:, None]
@@ -185,21 +189,21 @@ class _Batch:
         self.steps = steps_of(tables, rows)
 
 
+def _flat(prefix_l: Array) -> Array:
+    return span_sums(prefix_l).ravel()
+
+
 class _Spans:
     """Sums over blocks ``l .. k-1``, flat over (l, k)."""
 
     def __init__(self, tables: Tables, options: PricingOptions) -> None:
         blocks = tables.blocks
         kept_l, self.once = kept_bytes(blocks, options)
-        self.forward, self.backward = _span(blocks.forward_flop_l), _span(blocks.backward_flop_l)
+        self.forward, self.backward = _flat(blocks.forward_flop_l), _flat(blocks.backward_flop_l)
         if options.recompute:
             self.backward = self.backward + self.forward
-        self.weights, self.state = _span(blocks.parameter_bytes_l), _span(blocks.state_bytes_l)
-        self.kept, self.edge = _span(kept_l), tables.edge
-
-
-def _span(prefix_l: Array) -> Array:
-    return np.asarray(prefix_l[None, :] - prefix_l[:, None]).ravel()
+        self.weights, self.state = _flat(blocks.parameter_bytes_l), _flat(blocks.state_bytes_l)
+        self.kept, self.edge = _flat(kept_l), tables.edge
 
 
 @dataclass(slots=True, init=False)

@@ -12,10 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collapipe_flwr.costs.codecs import SHARES
-from collapipe_flwr.costs.makespan import OPTIMISER_FLOP_PER_BYTE, local_steps
+from collapipe_flwr.costs.layouts import span_sums
 from collapipe_flwr.costs.radio import power_for_time_w, send_time_s, thrifty_time_s
 from collapipe_flwr.costs.tables import Tables
-from collapipe_flwr.costs.work import PricingOptions
+from collapipe_flwr.costs.work import (
+    OPTIMISER_FLOP_PER_BYTE,
+    PricingOptions,
+    edge_speed,
+    kept_bytes,
+    local_steps,
+)
 from collapipe_flwr.scheduler.segment_dp import SegmentProblem
 
 Array = NDArray[np.float64]
@@ -53,8 +59,7 @@ class _Builder:
         size, count = float(terms.micro_batch_size), float(terms.micro_batches)
         self.size, self.count = size, count
         self.steps = float(local_steps(tables.examples_m[m], np.array(size), np.array(count)))
-        edge = tables.snapshot.edge.speed_flop_per_s
-        self.edge_speed = edge / tables.num_clusters if options.edge_shared else edge
+        self.edge_speed = edge_speed(tables, options)
         self.noise = tables.snapshot.radio.noise_w_per_hz
 
     def build(self) -> SegmentProblem:
@@ -80,16 +85,12 @@ class _Builder:
             fixed_cost=fixed,
         )
 
-    def _spans(self, prefix_l: Array) -> Array:
-        """Sums over blocks l..k-1, (L + 1, L + 1)."""
-        return np.asarray(prefix_l[None, :] - prefix_l[:, None])
-
     def _stages(self) -> tuple[Array, Array, Array]:
         blocks, terms = self.tables.blocks, self.terms
-        ahead, back = self._spans(blocks.forward_flop_l), self._spans(blocks.backward_flop_l)
+        ahead, back = span_sums(blocks.forward_flop_l), span_sums(blocks.backward_flop_l)
         if self.options.recompute:
             back = back + ahead
-        weights = self._spans(blocks.parameter_bytes_l)
+        weights = span_sums(blocks.parameter_bytes_l)
         speed, joule, price = (v[1:, None, None] for v in (self.speed, self.joule, self.price))
         forward, backward = self.size * ahead / speed, self.size * back / speed
         update = OPTIMISER_FLOP_PER_BYTE * weights
@@ -115,14 +116,10 @@ class _Builder:
 
     def _fits(self) -> NDArray[np.bool_]:
         blocks, options = self.tables.blocks, self.options
-        stash = self._spans(blocks.stash_bytes_l)
-        if options.recompute:
-            inputs = np.concatenate([[0.0], np.cumsum(blocks.cut_bytes_l[:-1])])
-            stash = self._spans(inputs)
+        kept_l, once = kept_bytes(blocks, options)
         flight = self.count if options.schedule == "gpipe" else 1.0
-        need = self._spans(blocks.state_bytes_l) + self.size * flight * stash
-        if options.recompute:
-            need = need + self.size * np.diff(blocks.stash_bytes_l).max()
+        need = span_sums(blocks.state_bytes_l) + self.size * flight * span_sums(kept_l)
+        need = need + self.size * once
         room = self.tables.members.memory_mi[self.terms.cluster, 1 : self.members]
         return np.asarray(need[None] <= (1.0 - options.memory_margin) * room[:, None, None])
 

@@ -9,20 +9,18 @@ cost.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from collapipe_flwr.core.domain import Plan, RoundOutcome
 from collapipe_flwr.core.errors import ProtocolError, ScheduleError
-from collapipe_flwr.core.json_codec import from_plain, plain
+from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.costs.convergence import LearningState
 from collapipe_flwr.scheduler.link_estimates import LinkEstimates
 from collapipe_flwr.scheduler.profile_estimates import ProfileEstimates
 from collapipe_flwr.scheduler.robust_gains import RobustGains
 
-_JSON_KEYS = {"profiles": "beliefs", "gains": "doubt"}  # where they differ from the fields
 Nested = Mapping[str, Mapping[str, float]]
 
 
@@ -40,7 +38,8 @@ class SchedulerState:
     """Queues, estimates and the last plan.
 
     ``energy_queue_j[cluster][device]`` is the energy-deficit queue, ``participation_queue``
-    the deficit of rounds per cluster, ``budget_j`` the budgets that the queues refer to.
+    the deficit of rounds per cluster, ``budget_j`` the budgets that the queues refer to. Fields are
+    named as in checkpoints.
     """
 
     rounds: int = 0
@@ -49,25 +48,21 @@ class SchedulerState:
     participation_queue: Mapping[str, float] = field(default_factory=dict)
     budget_j: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     learning: LearningState = field(default_factory=LearningState)
-    profiles: ProfileEstimates = field(default_factory=ProfileEstimates)
-    gains: RobustGains = field(default_factory=RobustGains)
+    beliefs: ProfileEstimates = field(default_factory=ProfileEstimates)
+    doubt: RobustGains = field(default_factory=RobustGains)
     links: LinkEstimates = field(default_factory=dict)
     last_plan: Plan | None = None
 
     def to_json(self) -> str:
         """One line of JSON."""
-        values = {_JSON_KEYS.get(name, name): value for name, value in plain(self).items()}
-        return json.dumps(values, separators=(",", ":"))
+        return to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> SchedulerState:
         """The state in ``text``; raises ScheduleError where it is none."""
         try:
-            values = json.loads(text)
-            for name, written in _JSON_KEYS.items():
-                values[name] = values.pop(written)
-            return from_plain(cls, values, "scheduler state")
-        except (ValueError, TypeError, KeyError, RecursionError, ProtocolError) as error:
+            return from_json(cls, text, "scheduler state")
+        except ProtocolError as error:
             raise ScheduleError(f"no scheduler state in {text[:40]!r}: {error}") from error
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.simulator.world import Budgets
+from collapipe_flwr.simulation.world import Budgets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ import numpy as np
 
 from collapipe_flwr.core.domain import ClusterSnapshot, DeviceProfile, ModelProfile, Snapshot
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.simulator.world import World
+from collapipe_flwr.simulation.world import World
 
 NOISE, BIAS = "noise", "bias"
 

@@ -12,7 +12,7 @@ from collapipe_flwr.costs.tables import members_of
 from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.scheduler.protocol import Scheduler
 from collapipe_flwr.scheduler.state import SchedulerState
-from collapipe_flwr.simulator.world import World
+from collapipe_flwr.simulation.world import World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,14 +12,16 @@ cluster that it takes part in.
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from collapipe_flwr.core.domain import DeviceProfile
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.simulator.devices import GIGA, PRESETS, DevicePreset, device_preset
+from collapipe_flwr.simulation.devices import GIGA, PRESETS, device_preset
 
 MEGA = 1e6
 FIELDS = ("speed_gflop_per_s", "memory_gib", "load_w", "tx_power_w")
@@ -30,7 +32,7 @@ class FleetCluster:
     """One cluster: its members' kinds, control unit first."""
 
     cluster_id: str
-    members: tuple[DevicePreset, ...]
+    members: tuple[DeviceProfile, ...]
     examples: int | None
 
 
@@ -66,7 +68,7 @@ def _is_list(value: object) -> bool:
     return isinstance(value, list) and bool(value)
 
 
-def _kind(name: str, board: Any) -> DevicePreset:
+def _kind(name: str, board: Any) -> DeviceProfile:
     numbers: list[Any] = [board.get(f) for f in FIELDS] if isinstance(board, Mapping) else [None]
     if not all(_is_number(n) and 0 < n < float("inf") for n in numbers):
         raise ConfigError(f"kind {name!r} needs numbers > 0 for {', '.join(FIELDS)}")
@@ -74,12 +76,14 @@ def _kind(name: str, board: Any) -> DevicePreset:
     narrow = board.get("d2d_mhz")
     if narrow is not None and not (_is_number(narrow) and 0 < narrow < float("inf")):
         raise ConfigError(f"kind {name!r}: d2d_mhz must be a number > 0, got {narrow!r}")
-    return DevicePreset(
+    return DeviceProfile(
+        device_id="",
         kind=name,
         speed_flop_per_s=speed * GIGA,
         memory_bytes=int(memory * 2**30),
         energy_per_flop_j=load / (speed * GIGA),
         tx_power_max_w=power,
+        energy_budget_j=math.inf,
         d2d_bandwidth_hz=None if narrow is None else narrow * MEGA,
     )
 
@@ -88,7 +92,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _cluster(m: int, entry: Any, kinds: Mapping[str, DevicePreset]) -> FleetCluster:
+def _cluster(m: int, entry: Any, kinds: Mapping[str, DeviceProfile]) -> FleetCluster:
     devices = entry.get("devices") if isinstance(entry, Mapping) else None
     if not isinstance(devices, list) or len(devices) < 2:
         raise ConfigError(f'clusters[{m}] needs "devices": a control unit and at least one more')

@@ -24,7 +24,7 @@ from collapipe_flwr.scheduler.base import initial_state, learning_in
 from collapipe_flwr.scheduler.problem import NEVER
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.episode import EpisodeRound
-from collapipe_flwr.simulator.world import World
+from collapipe_flwr.simulation.world import World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

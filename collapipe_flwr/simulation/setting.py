@@ -16,11 +16,11 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.scheduler.policies import POLICIES
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.budget import EnergyBudget
+from collapipe_flwr.simulation.devices import device_preset
 from collapipe_flwr.simulation.distortion import Distortion
 from collapipe_flwr.simulation.fleet_file import FleetCluster
-from collapipe_flwr.simulator.devices import DevicePreset, device_preset
-from collapipe_flwr.simulator.models import transformer_profile
-from collapipe_flwr.simulator.world import Budgets, World, make_world, mixed_devices
+from collapipe_flwr.simulation.models import transformer_profile
+from collapipe_flwr.simulation.world import Budgets, World, make_world, mixed_devices
 
 CONTROL_UNIT = "raspberry-pi-5"
 FIVE_SEEDS = (0, 1, 2, 3, 4)
@@ -104,7 +104,14 @@ class Setting:
 
     def as_json(self) -> dict[str, object]:
         """Plain data that states the setting."""
-        return {**asdict(self), "budget": str(self.budget)}
+        fleet = [{**asdict(row), "members": [*map(_kind_json, row.members)]} for row in self.fleet]
+        return {**asdict(self), "budget": str(self.budget), "fleet": fleet}
+
+
+def _kind_json(kind: DeviceProfile) -> dict[str, object]:
+    """A class of board, which has neither an id nor a budget."""
+    unnamed = asdict(kind)
+    return {k: v for k, v in unnamed.items() if k not in ("device_id", "energy_budget_j")}
 
 
 def _check_names(policies: Sequence[str]) -> None:
@@ -149,9 +156,9 @@ def _equipped(
 
 
 def _board(
-    place: DeviceProfile, kind: DevicePreset, budgets: Budgets, examples: int
+    place: DeviceProfile, kind: DeviceProfile, budgets: Budgets, examples: int
 ) -> DeviceProfile:
-    device = kind.device(place.device_id, energy_budget_j=1.0)
+    device = replace(kind, device_id=place.device_id)
     return replace(device, energy_budget_j=budgets.of(device, examples))
 
 

@@ -12,7 +12,7 @@ from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.simulation.episode import EpisodeRound, run_episode
 from collapipe_flwr.simulation.score import Score, score, target_in
 from collapipe_flwr.simulation.setting import Setting
-from collapipe_flwr.simulator.world import World
+from collapipe_flwr.simulation.world import World
 
 WHOLE = "fedavg"  # trains the whole model on one device: embedding and decoder, too
 

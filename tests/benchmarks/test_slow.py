@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from benchmarks.data_plane.model import Slowed
-from collapipe_flwr.pipeline.adding import add_in_place
-from collapipe_flwr.pipeline.backward import owing
+from collapipe_flwr.pipeline.backward import deferring, fuse_accumulation
 
-pytestmark = pytest.mark.usefixtures("small_matrices_add_in_place")
+pytestmark = pytest.mark.usefixtures("small_matrices_are_fused")
 
 
 class Clock:
@@ -42,11 +41,11 @@ def test_forward_and_backward_sleep_for_the_rest(monkeypatch, factor, slept):
 def test_the_weights_of_a_slow_device_are_never_left_for_later(monkeypatch):
     layer = nn.Linear(3, 3)
     clock, slowed = Clock(monkeypatch), Slowed(3.0, layer.parameters())
-    add_in_place(layer)
+    fuse_accumulation(layer)
     with slowed.timed() as slow:
         result = slow.leave(layer(slow.enter(torch.ones(2, 3, requires_grad=True))))
-    with owing() as owed:
+    with deferring() as deferred:
         result.sum().backward()
     assert clock.slept_s == [2.0, 2.0]
-    assert not owed.tensors
+    assert not deferred.tensors
     assert layer.weight.grad is not None

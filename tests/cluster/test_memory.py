@@ -1,7 +1,7 @@
 """A device holds what its plan was priced at, and no more, round after round of changing plans.
 
 Priced are weights, gradients and optimiser state of the blocks, and activations in flight
-(`costs.memory`); the ledger of a host has the same without the activations.
+(`costs.work`); the ledger of a host has the same without the activations.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.costs.codecs import CODECS, ROUNDING, WIRE_SHARE, ladder
 from collapipe_flwr.costs.layouts import Layouts, hops_of
 from collapipe_flwr.costs.tables import tabulate
-from collapipe_flwr.simulator.models import transformer_profile
-from collapipe_flwr.simulator.world import make_world
+from collapipe_flwr.simulation.models import transformer_profile
+from collapipe_flwr.simulation.world import make_world
 from collapipe_flwr.transport.quantize import WIRE_CODECS
 
 ELEMENTS = 128 * 1000

@@ -21,8 +21,8 @@ from collapipe_flwr.costs.chain import (
 from collapipe_flwr.costs.layouts import Layouts
 from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.work import PricingOptions, capacity_bytes, peak_bytes
-from collapipe_flwr.simulator.models import transformer_profile
-from collapipe_flwr.simulator.world import make_world
+from collapipe_flwr.simulation.models import transformer_profile
+from collapipe_flwr.simulation.world import make_world
 
 OPTIONS = PricingOptions(schedule="1f1b", memory_margin=0.0)
 

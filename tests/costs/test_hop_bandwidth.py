@@ -16,11 +16,11 @@ from collapipe_flwr.costs.layouts import rows_of_plans
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
+from collapipe_flwr.simulation.devices import device_preset
 from collapipe_flwr.simulation.fleet_file import FleetCluster
+from collapipe_flwr.simulation.models import transformer_profile
 from collapipe_flwr.simulation.setting import ModelShape, Setting
-from collapipe_flwr.simulator.devices import device_preset
-from collapipe_flwr.simulator.models import transformer_profile
-from collapipe_flwr.simulator.world import make_world
+from collapipe_flwr.simulation.world import make_world
 
 WIDE_HZ = 20e6  # of the preset
 ONE = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(4,), bound=False)

@@ -11,8 +11,8 @@ from collapipe_flwr.core.domain import ClusterPlan, Plan, Snapshot
 from collapipe_flwr.costs.price import price, with_rates
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulator.models import transformer_profile
-from collapipe_flwr.simulator.world import make_world
+from collapipe_flwr.simulation.models import transformer_profile
+from collapipe_flwr.simulation.world import make_world
 from tests.planned_step import replay_plan
 
 SETTINGS = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(2,), codecs=("fp32",))

@@ -11,8 +11,8 @@ from collapipe_flwr.costs.price import price
 from collapipe_flwr.costs.work import whole_bytes, whole_model
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulator.models import transformer_profile
-from collapipe_flwr.simulator.world import make_world
+from collapipe_flwr.simulation.models import transformer_profile
+from collapipe_flwr.simulation.world import make_world
 
 MODEL = transformer_profile(blocks=3, width=64, tokens=16)
 

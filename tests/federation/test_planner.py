@@ -20,7 +20,7 @@ from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulator.world import Budgets, make_world
+from collapipe_flwr.simulation.world import Budgets, make_world
 
 BLOCK = BlockCost(
     forward_flop=2e7,

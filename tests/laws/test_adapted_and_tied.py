@@ -35,7 +35,7 @@ from tests.laws.test_cluster_equals_whole import (
 )
 from tests.models.conftest import OVERRIDES, TOKENS
 
-pytestmark = pytest.mark.usefixtures("small_matrices_add_in_place")
+pytestmark = pytest.mark.usefixtures("small_matrices_are_fused")
 
 __all__ = ["_one_thread"]
 BLOCKS = 4

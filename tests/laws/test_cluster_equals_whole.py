@@ -30,7 +30,7 @@ from collapipe_flwr.pipeline.roles import MicroBatch
 from collapipe_flwr.pipeline.session import SessionRequest
 from tests.closeness import assert_near, near
 
-pytestmark = pytest.mark.usefixtures("small_matrices_add_in_place")
+pytestmark = pytest.mark.usefixtures("small_matrices_are_fused")
 
 TOKEN = "0123456789abcdef"
 BLOCKS = 5

@@ -30,7 +30,7 @@ from collapipe_flwr.transport.coded import coded
 from tests.closeness import near
 from tests.laws.test_cluster_equals_whole import SGD, TOKEN, Batch, Cut, make_splitter, tiny_batch
 
-pytestmark = pytest.mark.usefixtures("small_matrices_add_in_place")
+pytestmark = pytest.mark.usefixtures("small_matrices_are_fused")
 
 torch.set_num_threads(1)
 CUT = Cut(stops=(1, 2, 5), micro_batches=(2, 2, 1), schedule="1f1b")

@@ -27,7 +27,7 @@ from tests.laws.test_cluster_equals_whole import (
 )
 from tests.tiny_tasks import TASKS, task_values
 
-pytestmark = pytest.mark.usefixtures("small_matrices_add_in_place")
+pytestmark = pytest.mark.usefixtures("small_matrices_are_fused")
 
 __all__ = ["_one_thread"]  # its fixture holds here too
 EXAMPLES = 7

@@ -10,11 +10,10 @@ from transformers.models.bert.modeling_bert import BertLayer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from collapipe_flwr.pipeline.adding import add_in_place
-from collapipe_flwr.pipeline.backward import owing
+from collapipe_flwr.pipeline.backward import deferring, fuse_accumulation
 from collapipe_flwr.pipeline.memory import MemoryMeter
 
-pytestmark = pytest.mark.usefixtures("small_matrices_add_in_place")
+pytestmark = pytest.mark.usefixtures("small_matrices_are_fused")
 
 torch.set_num_threads(1)
 WIDTH = 8
@@ -26,26 +25,26 @@ def encoder() -> nn.Module:
 
 def test_the_input_comes_first_and_matrices_later():
     model, hidden = encoder(), torch.randn(2, 4, WIDTH, requires_grad=True)
-    add_in_place(model)
-    with owing() as owed:
+    fuse_accumulation(model)
+    with deferring() as deferred:
         model(hidden).sum().backward()
     assert hidden.grad is not None
     missing = {name for name, weight in model.named_parameters() if weight.grad is None}
     assert missing == {"linear1.weight", "linear2.weight"}
-    assert len(owed.tensors) == 2 * len(missing)
-    owed.pay()
+    assert len(deferred.tensors) == 2 * len(missing)
+    deferred.add()
     assert all(weight.grad is not None for weight in model.parameters())
-    assert not owed.tensors
+    assert not deferred.tensors
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(WIDTH, WIDTH), nn.Embedding(WIDTH, WIDTH)])
 def test_who_listens_to_a_weight_hears_its_gradient(layer):
     heard = []
-    add_in_place(layer)
+    fuse_accumulation(layer)
     layer.weight.register_hook(lambda gradient: heard.append(gradient.shape))
     given = torch.ones(2, WIDTH) if isinstance(layer, nn.Linear) else torch.tensor([1, 2])
     for _ in range(2):
-        with owing():
+        with deferring():
             layer(given).sum().backward()
     assert heard == [(WIDTH, WIDTH)] * 2
 
@@ -74,15 +73,15 @@ def llama(attention):
 @pytest.mark.parametrize("make", [bert, gpt2, llama])
 def test_what_is_owed_takes_no_more_than_what_the_forward_pass_saved(make, attention):
     (block, arguments), meter = make(attention), MemoryMeter()
-    add_in_place(block.train())
+    fuse_accumulation(block.train())
     hidden = torch.randn(2, 16, 32, requires_grad=True)
     with meter.saving("pass", block.parameters()):
         output = block(hidden * 1.0, **arguments)
     output = output[0] if isinstance(output, tuple) else output
     meter.hold(0, "pass", [])
     saved_bytes = meter.peak_bytes
-    with owing() as owed:
+    with deferring() as deferred:
         output.sum().backward()
-    assert owed.tensors
-    meter.note_rest(0, owed.tensors)
+    assert deferred.tensors
+    meter.note_rest(0, deferred.tensors)
     assert meter.peak_bytes == saved_bytes > 0

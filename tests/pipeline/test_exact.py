@@ -20,7 +20,7 @@ from tests.pipeline.chains import (
     whole_loss,
 )
 
-pytestmark = pytest.mark.usefixtures("small_matrices_add_in_place")
+pytestmark = pytest.mark.usefixtures("small_matrices_are_fused")
 
 torch.set_num_threads(1)
 

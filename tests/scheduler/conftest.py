@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from collapipe_flwr.core.domain import ModelProfile, Snapshot
-from collapipe_flwr.simulator.models import transformer_profile
-from collapipe_flwr.simulator.world import Budgets, World, make_world, mixed_devices
+from collapipe_flwr.simulation.models import transformer_profile
+from collapipe_flwr.simulation.world import Budgets, World, make_world, mixed_devices
 
 KINDS = ("raspberry-pi-4", "raspberry-pi-5", "jetson-nano", "phone", "jetson-orin-nano")
 

@@ -19,8 +19,8 @@ from collapipe_flwr.scheduler.plans import check_cluster_plan
 from collapipe_flwr.scheduler.policies import POLICIES, make_scheduler
 from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerConfig
 from collapipe_flwr.scheduler.state import SchedulerState
-from collapipe_flwr.simulator.models import transformer_profile
-from collapipe_flwr.simulator.world import Budgets, World, make_world, mixed_devices
+from collapipe_flwr.simulation.models import transformer_profile
+from collapipe_flwr.simulation.world import Budgets, World, make_world, mixed_devices
 
 MakeWorld = Callable[..., tuple[World, ModelProfile]]
 FAST = SchedulerConfig(micro_batch_sizes=(2, 8), micro_batches=(2, 4))

@@ -21,8 +21,8 @@ from collapipe_flwr.costs.work import whole_bytes
 from collapipe_flwr.scheduler.model_share import packs, segment_needs
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulator.models import transformer_profile
-from collapipe_flwr.simulator.world import make_world
+from collapipe_flwr.simulation.models import transformer_profile
+from collapipe_flwr.simulation.world import make_world
 
 FREE = SchedulerConfig(micro_batch_sizes=(2, 8), micro_batches=(2, 4), memory_margin=0.0)
 

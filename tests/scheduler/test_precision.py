@@ -19,8 +19,8 @@ from collapipe_flwr.scheduler.planner import Planner, Solution
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.precision import MARGIN, Lifting, lifted, refined
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulator.models import transformer_profile
-from collapipe_flwr.simulator.world import make_world
+from collapipe_flwr.simulation.models import transformer_profile
+from collapipe_flwr.simulation.world import make_world
 
 AUTO = ("fp32", "bf16", "int8")
 SETTINGS = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(4,), codecs=AUTO, bound=False)

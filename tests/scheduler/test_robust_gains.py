@@ -21,7 +21,7 @@ from collapipe_flwr.scheduler.robust_gains import (
     with_error,
 )
 from collapipe_flwr.scheduler.state import SchedulerState
-from collapipe_flwr.simulator.world import World
+from collapipe_flwr.simulation.world import World
 
 MakeWorld = Callable[..., tuple[World, ModelProfile]]
 FAST = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(4,))
@@ -51,7 +51,7 @@ def after(delays: list[int], world: World, model: ModelProfile) -> SchedulerStat
 
 
 def test_measurements_of_today_are_never_doubted(a_world: MakeWorld) -> None:
-    gains = after([0] * 6, *a_world(1, radio="wifi")).gains
+    gains = after([0] * 6, *a_world(1, radio="wifi")).doubt
     assert gains.error < 1e-6 and not gains.careful and not gains.average
 
 
@@ -60,11 +60,11 @@ def test_old_measurements_of_a_fading_channel_are_doubted_and_fresh_ones_trusted
 ) -> None:
     world, model = a_world(1, radio="5g")
     late = after([1] * 8, world, model)
-    assert late.gains.careful and late.gains.rounds >= 2
+    assert late.doubt.careful and late.doubt.rounds >= 2
     again = SchedulerState.from_json(late.to_json())
     assert again.to_json() == late.to_json()
     fresh = after([1] * 8 + [0] * 20, world, model)
-    assert not fresh.gains.careful and not fresh.gains.average
+    assert not fresh.doubt.careful and not fresh.doubt.average
 
 
 def test_plans_are_careful_from_far_off_until_well_forecast(

@@ -19,8 +19,8 @@ from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.scheduler.state import reference_of
 from collapipe_flwr.simulation.episode import run_episode
-from collapipe_flwr.simulator.models import transformer_profile
-from collapipe_flwr.simulator.world import Budgets, World, make_world
+from collapipe_flwr.simulation.models import transformer_profile
+from collapipe_flwr.simulation.world import Budgets, World, make_world
 
 ROUNDS = 60
 WEIGHTS = (0.1, 1.0, 3.0, 10.0)

@@ -11,10 +11,10 @@ import pytest
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.costs.tables import tabulate
-from collapipe_flwr.simulator.devices import PRESETS, RADIOS, device_preset, radio_preset
-from collapipe_flwr.simulator.models import transformer_profile
-from collapipe_flwr.simulator.radio import channel_model
-from collapipe_flwr.simulator.world import Budgets, World, make_world, mixed_devices
+from collapipe_flwr.simulation.channel import channel_model
+from collapipe_flwr.simulation.devices import PRESETS, RADIOS, device_preset, radio_preset
+from collapipe_flwr.simulation.models import transformer_profile
+from collapipe_flwr.simulation.world import Budgets, World, make_world, mixed_devices
 
 MODEL = transformer_profile(blocks=4, width=64, tokens=16)
 

@@ -8,6 +8,7 @@ system. Measure your own boards where it matters; these are for planning experim
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from collapipe_flwr.core.domain import DeviceProfile
@@ -16,40 +17,18 @@ from collapipe_flwr.core.errors import ConfigError
 GIGA = 1e9
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DevicePreset:
-    """A class of board."""
-
-    kind: str
-    speed_flop_per_s: float
-    memory_bytes: int
-    energy_per_flop_j: float
-    tx_power_max_w: float
-    d2d_bandwidth_hz: float | None = None  # where its radio is narrower than the cluster's hops
-
-    def device(self, device_id: str, *, energy_budget_j: float) -> DeviceProfile:
-        """A device of this class."""
-        return DeviceProfile(
-            device_id=device_id,
-            kind=self.kind,
-            speed_flop_per_s=self.speed_flop_per_s,
-            memory_bytes=self.memory_bytes,
-            energy_per_flop_j=self.energy_per_flop_j,
-            tx_power_max_w=self.tx_power_max_w,
-            energy_budget_j=energy_budget_j,
-            d2d_bandwidth_hz=self.d2d_bandwidth_hz,
-        )
-
-
 def _preset(
     kind: str, gflop_per_s: float, gib: float, load_w: float, tx_power_w: float
-) -> DevicePreset:
-    return DevicePreset(
+) -> DeviceProfile:
+    """A class of board: a profile without a name and without an energy budget."""
+    return DeviceProfile(
+        device_id="",
         kind=kind,
         speed_flop_per_s=gflop_per_s * GIGA,
         memory_bytes=int(gib * 2**30),
         energy_per_flop_j=load_w / (gflop_per_s * GIGA),
         tx_power_max_w=tx_power_w,
+        energy_budget_j=math.inf,
     )
 
 
@@ -69,11 +48,14 @@ _PRESETS = (
     _preset("phone", 50.0, 2.0, 3.5, 0.2),
 )
 
-PRESETS: dict[str, DevicePreset] = {preset.kind: preset for preset in _PRESETS}
+PRESETS: dict[str, DeviceProfile] = {preset.kind: preset for preset in _PRESETS}
 
 
-def device_preset(kind: str) -> DevicePreset:
-    """The preset of that name; raises ConfigError with the list of known names."""
+def device_preset(kind: str) -> DeviceProfile:
+    """The class of board of that name, without an id and without an energy budget.
+
+    Raises ConfigError with the list of known names.
+    """
     if kind not in PRESETS:
         known = ", ".join(PRESETS)
         raise ConfigError(f"unknown device kind {kind!r}: choose one of {known}")

@@ -8,11 +8,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from collapipe_flwr.pipeline.adding import AddingEmbedding, AddingLinear, add_in_place
-from collapipe_flwr.pipeline.backward import owing
+from collapipe_flwr.pipeline.backward import (
+    FusedEmbedding,
+    FusedLinear,
+    deferring,
+    fuse_accumulation,
+)
 from tests.closeness import assert_near
 
-pytestmark = pytest.mark.usefixtures("small_matrices_add_in_place")
+pytestmark = pytest.mark.usefixtures("small_matrices_are_fused")
 
 torch.set_num_threads(1)
 WIDTH, MICRO_BATCHES = 8, 3
@@ -91,18 +95,18 @@ def gradients(make, *, adding: bool, later: bool = False) -> list[Tensor | None]
     torch.manual_seed(0)
     model = make().double()
     if adding:
-        add_in_place(model)
+        fuse_accumulation(model)
     inputs = [
         torch.randn(2, 4, WIDTH, dtype=torch.float64, requires_grad=True)
         for _ in range(MICRO_BATCHES)
     ]
     for hidden in inputs:
         output = model(hidden)
-        with owing() as owed:
+        with deferring() as deferred:
             output.backward(torch.ones_like(output) / 3)
             if not later:
-                owed.pay()
-        owed.pay()
+                deferred.add()
+        deferred.add()
     return [tensor.grad for tensor in (*inputs, *model.parameters())]
 
 
@@ -119,7 +123,7 @@ def test_gradients_are_those_of_autograd(make, later):
 
 def test_a_gradient_that_is_there_is_added_to_where_it_lies():
     layer = nn.Linear(WIDTH, WIDTH)
-    add_in_place(layer)
+    fuse_accumulation(layer)
     layer(torch.ones(2, WIDTH)).sum().backward()
     first = layer.weight.grad
     layer(torch.ones(2, WIDTH)).sum().backward()
@@ -133,23 +137,23 @@ def test_layers_of_another_class_are_left_alone():
             return 2 * super().forward(given)
 
     part = nn.Sequential(nn.Linear(WIDTH, WIDTH), Scaled(WIDTH, WIDTH))
-    add_in_place(part)
-    assert [type(layer) for layer in part] == [AddingLinear, Scaled]
+    fuse_accumulation(part)
+    assert [type(layer) for layer in part] == [FusedLinear, Scaled]
     assert set(part.state_dict()) == {"0.weight", "0.bias", "1.weight", "1.bias"}
 
 
 def test_small_matrices_are_left_alone(monkeypatch):
     monkeypatch.undo()
     part = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(512, 512), Conv1D(512, 512))
-    add_in_place(part)
-    assert [type(layer) for layer in part[:2]] == [nn.Linear, AddingLinear]
+    fuse_accumulation(part)
+    assert [type(layer) for layer in part[:2]] == [nn.Linear, FusedLinear]
     assert type(part[2]) is not Conv1D
 
 
 def test_only_rows_that_occur_are_touched():
     table = nn.Embedding(10, WIDTH)
-    add_in_place(table)
-    assert type(table) is AddingEmbedding
+    fuse_accumulation(table)
+    assert type(table) is FusedEmbedding
     table(torch.tensor([1, 1])).sum().backward()
     first = table.weight.grad
     table(torch.tensor([[2], [1]])).sum().backward()
@@ -162,7 +166,7 @@ def test_outputs_are_those_of_the_plain_layers_to_the_bit(make):
     torch.manual_seed(0)
     model, given = make(), torch.randn(2, 5, WIDTH)
     plain = model(given)
-    add_in_place(model)
+    fuse_accumulation(model)
     assert torch.equal(model(given), plain)
 
 
@@ -171,5 +175,5 @@ def test_a_weight_that_is_made_of_others_stays_autograds():
     made = layer.weight.detach().clone()
     del layer.weight
     layer.weight = made
-    add_in_place(nn.Sequential(layer))
+    fuse_accumulation(nn.Sequential(layer))
     assert type(layer) is nn.Linear

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,8 +17,8 @@ from collapipe_flwr.core.domain import (
     RadioProfile,
     Snapshot,
 )
-from collapipe_flwr.simulator.devices import RadioPreset, device_preset, radio_preset
-from collapipe_flwr.simulator.radio import ChannelModel, Placement, channel_model
+from collapipe_flwr.simulation.channel import ChannelModel, Placement, channel_model
+from collapipe_flwr.simulation.devices import RadioPreset, device_preset, radio_preset
 
 EDGE_FLOP_PER_S = 5e12  # what one cluster sees of a server-class GPU in fp32
 EDGE_BYTES_PER_CLUSTER = 8 * 2**30
@@ -136,9 +136,8 @@ def _cluster(
     members = []
     for index, kind in enumerate(kinds):
         name = "cu" if index == 0 else f"d{index}"
-        device = device_preset(kind).device(f"{cluster_id}/{name}", energy_budget_j=1.0)
-        budget = budgets.of(device, examples)
-        members.append(device_preset(kind).device(device.device_id, energy_budget_j=budget))
+        device = replace(device_preset(kind), device_id=f"{cluster_id}/{name}")
+        members.append(replace(device, energy_budget_j=budgets.of(device, examples)))
     return ClusterProfile(
         cluster_id=cluster_id,
         examples=examples,
