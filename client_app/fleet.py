@@ -12,7 +12,6 @@ from flwr.app import Context
 
 from client_app.data import Place
 from client_app.description import describe_cluster
-from collapipe_flwr.cluster.edge_session import EdgeSession
 from collapipe_flwr.cluster.fleet import Fleet
 from collapipe_flwr.cluster.profile import profile_of
 from collapipe_flwr.cluster.recovery import Recovery
@@ -73,11 +72,7 @@ def open_crew(site: Site, task: SplitTask, splitter: Splitter, examples: int) ->
     ``examples`` is what a round of this cluster trains on.
     """
     with _edge_client(site, task) as client:
-        edge = EdgeSession(
-            client=client,
-            session_id=task.session_id,
-            token=task.session_token,
-        )
+        edge = client.session(task.session)
         fleet: Fleet = ThreadFleet(edge.connect)
         if site.cluster is not None:
             fleet = remote_fleet(site.cluster, task)
@@ -119,8 +114,7 @@ def remote_fleet(cluster: ClusterConfig, task: SplitTask) -> RemoteFleet:
         cluster=cluster,
         edge=NextHop(
             address=cluster.edge.address or task.edge_address,
-            session_id=task.session_id,
-            token=task.session_token,
+            key=task.session,
             certificate_name=cluster.edge.name if cluster.tls else "",
         ),
         deadline_s=task.learning.deadline_s,

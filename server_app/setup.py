@@ -25,7 +25,7 @@ from collapipe_flwr.federation.planning import ScheduledRounds
 from collapipe_flwr.federation.records import read_tally
 from collapipe_flwr.models import BatchShape, LoraSettings, ModelSpec, Splitter, make_spec
 from collapipe_flwr.models.checkpoint import read_pretrained_config
-from collapipe_flwr.pipeline.execution import Execution
+from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 from collapipe_flwr.scheduler.protocol import SchedulerSettings
 from collapipe_flwr.scheduler.registry import make_scheduler

@@ -20,6 +20,7 @@ from torch import Tensor
 from collapipe_flwr.benches.auto_codecs import auto_codecs
 from collapipe_flwr.benches.job import TOKEN
 from collapipe_flwr.core.config import AppConfig
+from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.core.parsing import read_assignments
 from collapipe_flwr.data.batches import batches, round_examples
 from collapipe_flwr.data.registry import load_task
@@ -28,19 +29,17 @@ from collapipe_flwr.data.tasks import Task
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models import BatchShape, Splitter, make_spec
-from collapipe_flwr.pipeline.execution import Execution
+from collapipe_flwr.pipeline.config import Execution, StageConfig
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
 from collapipe_flwr.pipeline.roles import FirstStage, MicroBatch
-from collapipe_flwr.pipeline.session import NextHop, SessionRequest
-from collapipe_flwr.pipeline.stage_settings import StageSettings
+from collapipe_flwr.pipeline.session import NextHop, Placement, SessionKey, SessionRequest
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.dialer import Dialer
 from collapipe_flwr.transport.quantize import WIRE_CODECS
-from collapipe_flwr.transport.rate_limit import StreamSettings
 
 AUTO = "auto"
-_SESSION = "codecs"
+_KEY = SessionKey(session_id="codecs", token=TOKEN)
 _HOPS = 3
 _LAST_SHARE = 0.1  # of the steps: their mean loss is the final one
 
@@ -230,18 +229,17 @@ class _Chain:
             self._clients = [stack.enter_context(EdgeClient(a)) for a in addresses]
             weights = self._splitter.initial_weights(self._seed)
             for index, client in enumerate(self._clients):
-                client.open_session(self._request(index, addresses))
-                client.push_weights(_SESSION, TOKEN, self._owned(weights, index))
-            link = self._clients[0].stream(
-                _SESSION, TOKEN, settings=StreamSettings(codec=self._hops[0])
-            )
+                session = client.open_session(self._request(index, addresses))
+                session.push_weights(self._owned(weights, index))
+            first = self._clients[0].session(_KEY)
+            link = first.stream(config=LinkConfig(codec=self._hops[0]))
             stack.enter_context(closing(link))
             part = self._splitter.build_embedding(weights)
             optimizer = Optimizer(self._rule, part.parameters())
             self._first = FirstStage(
                 part,
                 optimizer,
-                StageSettings(name="control unit", precision=self._precision),
+                StageConfig(name="control unit", execution=Execution(precision=self._precision)),
                 downstream=link,
             )
             self._link = link
@@ -262,8 +260,9 @@ class _Chain:
         weights = dict(self._first.part.state_dict())
         reports: list[StageReport] = [self._first.report()]
         for client in self._clients:
-            weights |= client.fetch_weights(_SESSION, TOKEN)
-            reports.append(client.report(_SESSION, TOKEN))
+            session = client.session(_KEY)
+            weights |= session.fetch_weights()
+            reports.append(session.report())
         return weights, sum(r.sent_down_bytes + r.received_down_bytes for r in reports)
 
     def _blocks(self, index: int) -> tuple[int, int] | None:
@@ -277,23 +276,18 @@ class _Chain:
         return {key: weights[key] for key in (*keys, *split.shared_keys)}
 
     def _request(self, index: int, addresses: Sequence[str]) -> SessionRequest:
-        blocks, hop = self._blocks(index), None
+        blocks, placement = self._blocks(index), None
         if blocks is not None:
-            hop = NextHop(
-                address=addresses[index + 1],
-                session_id=_SESSION,
-                token=TOKEN,
-                codec=self._hops[index + 1],
-            )
+            link = LinkConfig(codec=self._hops[index + 1])
+            hop = NextHop(address=addresses[index + 1], key=_KEY, link=link)
+            placement = Placement(blocks=blocks, next_hop=hop)
+        execution = Execution(precision=self._precision)
         return SessionRequest(
-            session_id=_SESSION,
-            token=TOKEN,
+            key=_KEY,
             spec_json=self._splitter.spec.to_json(),
-            name=f"host {index}",
-            blocks=blocks,
-            next_hop=hop,
+            stage=StageConfig(name=f"host {index}", execution=execution),
+            placement=placement,
             optimizer=self._rule,
-            precision=self._precision,
         )
 
 

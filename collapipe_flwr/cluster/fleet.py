@@ -16,7 +16,7 @@ from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.state import PartState
-from collapipe_flwr.transport.differences import TransferStats
+from collapipe_flwr.transport.weights import TransferStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

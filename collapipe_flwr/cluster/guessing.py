@@ -18,11 +18,11 @@ from transformers import GenerationConfig
 
 from collapipe_flwr.models.parts import EmbeddingPart
 from collapipe_flwr.models.tasks import best_class
+from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.generation import ATTENTION_MASK, INPUT_IDS
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.prompter import Prompter
 from collapipe_flwr.pipeline.roles import MicroBatch
-from collapipe_flwr.pipeline.stage_settings import StageSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ def guess_whole(model: Any, batch: Any, scores: Tensor, wanted: Guessing) -> Ten
 def generated(
     embedding: EmbeddingPart,
     chain: Link,
-    settings: StageSettings,
+    settings: StageConfig,
     batches: Sequence[Sequence[MicroBatch]],
     wanted: Guessing,
 ) -> tuple[tuple[Tensor, ...], ...]:

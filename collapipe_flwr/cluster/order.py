@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from collapipe_flwr.core.domain import ClusterPlan, HopPlan
-from collapipe_flwr.pipeline.execution import Execution
+from collapipe_flwr.core.links import LinkConfig
+from collapipe_flwr.pipeline.config import Execution, StageConfig
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
-from collapipe_flwr.pipeline.stage_settings import StageSettings
 from collapipe_flwr.pipeline.state import Slots
-from collapipe_flwr.transport.rate_limit import StreamSettings
 
 CONTROL_UNIT = "control-unit"
 PATIENCE_PER_STAGE = 0.5  # upstream waits longer, so that the neighbour of a silent stage speaks
@@ -35,33 +34,34 @@ class RoundOrder:
     first_step: int = 0  # the number of the first step; not 0 in the middle of a round
 
     @property
-    def hops(self) -> tuple[StreamSettings, ...]:
-        """How every hop behaves, seen from its upstream end: as planned, else as the run says."""
+    def hops(self) -> tuple[LinkConfig, ...]:
+        """How every hop behaves: as planned, else as the run says."""
         planned = self.plan.hops or (HopPlan(codec=self.execution.codec),) * len(self.names)
         return tuple(self._hop(hop) for hop in planned)
 
-    def _hop(self, hop: HopPlan) -> StreamSettings:
-        rates = (hop.forward_bit_per_s, hop.backward_bit_per_s)
-        ahead, back = (rate / 8 if self.execution.paced and rate else None for rate in rates)
-        return StreamSettings(codec=hop.codec, rate_bytes_per_s=ahead, peer_rate_bytes_per_s=back)
+    def _hop(self, hop: HopPlan) -> LinkConfig:
+        if not self.execution.paced:
+            return LinkConfig(codec=hop.codec)
+        return LinkConfig(
+            codec=hop.codec,
+            forward_bit_per_s=hop.forward_bit_per_s or None,
+            backward_bit_per_s=hop.backward_bit_per_s or None,
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
         """The stages in front of the edge: the control unit, then the planned devices."""
         return (CONTROL_UNIT, *(segment.device_id for segment in self.plan.segments))
 
-    def settings(self, stage: int) -> StageSettings:
+    def settings(self, stage: int) -> StageConfig:
         """How stage ``stage`` runs; 0 is the control unit, n + 1 the n-th planned device."""
         stages_between_here_and_edge = len(self.names) - 1 - stage
-        return StageSettings(
+        return StageConfig(
             name=self.names[stage],
             schedule=self.schedule,
             depth=self.plan.warmup_depth[stage],
             deadline_s=self.deadline_s * (1 + PATIENCE_PER_STAGE * stages_between_here_and_edge),
             idle_s=self.idle_s,
             seed=self.dropout_seed,
-            precision=self.execution.precision,
-            recompute=self.execution.recompute and stage > 0,
-            clip_norm=self.execution.clip_norm or None,
-            keep_spans=self.execution.keep_spans,
+            execution=self.execution if stage else self.execution.without_recompute,
         )

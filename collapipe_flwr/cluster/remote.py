@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,17 +17,16 @@ from collapipe_flwr.cluster.order import CONTROL_UNIT, RoundOrder
 from collapipe_flwr.core.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.core.errors import ConfigError, FrozenWanted, LinkError
 from collapipe_flwr.core.heartbeat import Heartbeat
+from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.link import Link
-from collapipe_flwr.pipeline.session import NextHop, SessionRequest
+from collapipe_flwr.pipeline.session import NextHop, Placement, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.state import PartState
-from collapipe_flwr.transport.client import EdgeClient
-from collapipe_flwr.transport.differences import TransferStats, fetch_changed, push_missing
-from collapipe_flwr.transport.rate_limit import StreamSettings, slower
+from collapipe_flwr.transport.client import EdgeClient, Session
+from collapipe_flwr.transport.weights import TransferStats
 
 _log = logging.getLogger(__name__)
-_RANDOM_BYTES = 16
-_BYTES_PER_MBIT = 125_000
+_MEGA = 1e6
 PROBE_S = 2.0  # a device that does not answer within this time is lost
 CLOSE_S = 2.0  # for a device to free a session
 Answer = TypeVar("Answer")
@@ -58,13 +56,15 @@ class RemoteFleet:
                 stack.enter_context(self._client(segment.device_id))
                 for segment in order.plan.segments
             ]
-            streams = [self._limited(settings) for settings in order.hops]
             hops = [*(self._hop(s.device_id) for s in order.plan.segments), self._edge()]
-            requests = _requests(splitter, order, list(map(_paced, hops, streams)))
+            hops = [
+                replace(hop, link=self._limited(c)) for hop, c in zip(hops, order.hops, strict=True)
+            ]
+            requests = _requests(splitter, order, hops)
             sessions = [Hosted(*pair) for pair in zip(members, requests, strict=True)]
             stack.callback(_close_all, sessions)
             _at_once(lambda hosted: hosted.open(splitter, order), sessions)
-            link = sessions[0].stream(streams[0])
+            link = sessions[0].session.stream(name=CONTROL_UNIT, config=hops[0].link)
             stack.callback(link.close)
             try:
                 yield RemoteChain(link, sessions)
@@ -107,8 +107,7 @@ class RemoteFleet:
         member = self._member(device_id)
         return NextHop(
             address=member.address,
-            session_id=f"{device_id}-{secrets.token_hex(4)}",
-            token=secrets.token_hex(_RANDOM_BYTES),
+            key=SessionKey.random(device_id),
             name=device_id,
             certificate_name=self._certificate_name(member),
             heartbeat=self.heartbeat,
@@ -117,16 +116,10 @@ class RemoteFleet:
     def _edge(self) -> NextHop:
         return replace(self.edge, heartbeat=self.heartbeat)
 
-    def _limited(self, planned: StreamSettings) -> StreamSettings:
+    def _limited(self, planned: LinkConfig) -> LinkConfig:
         """A planned link within the limits of the cluster file."""
         links = self.cluster.links
-        most = links.rate_mbit_per_s * _BYTES_PER_MBIT or None
-        return replace(
-            planned,
-            codec=links.codec or planned.codec,
-            rate_bytes_per_s=slower(planned.rate_bytes_per_s, most),
-            peer_rate_bytes_per_s=slower(planned.peer_rate, most),
-        )
+        return planned.limited(links.codec, links.rate_mbit_per_s * _MEGA or None)
 
     def _certificate_name(self, member: MemberConfig) -> str:
         return member.name if self.cluster.tls else ""
@@ -150,37 +143,32 @@ class Hosted:
     pushed: dict[str, Tensor] = field(default_factory=dict)
     moved: list[TransferStats] = field(default_factory=list)
 
+    @property
+    def session(self) -> Session:
+        """How the daemon is asked for it."""
+        return self.client.session(self.request.key)
+
     def open(self, splitter: Splitter, order: RoundOrder) -> None:
         """Make the session and give it its weights."""
-        assert self.request.blocks is not None
-        keys = (*splitter.segment_keys(*self.request.blocks), *splitter.shared_keys)
+        assert self.request.placement is not None
+        blocks = self.request.placement.blocks
+        keys = (*splitter.segment_keys(*blocks), *splitter.shared_keys)
         self.client.open_session(self.request)
         state = PartState(weights=order.weights, slots=order.slots).only(keys)
         tensors = state.tensors()
         self.pushed.update(tensors)
         try:
-            self._push(tensors)
+            self.moved.append(self.session.push_missing(tensors))
         except FrozenWanted as wanted:
             _log.info("%s; it gets its frozen weights from here", wanted)
-            frozen = splitter.resident_keys_of_segment(*self.request.blocks)
-            self._push({**tensors, **splitter.read_resident(frozen)})
-
-    def _push(self, tensors: Mapping[str, Tensor]) -> None:
-        session_id, token = self.request.session_id, self.request.token
-        self.moved.append(push_missing(self.client, session_id, token, tensors))
-
-    def stream(self, settings: StreamSettings) -> Link:
-        """The control unit's link to this session."""
-        session_id, token = self.request.session_id, self.request.token
-        return self.client.stream(session_id, token, name=CONTROL_UNIT, settings=settings)
+            frozen = splitter.resident_keys_of_segment(*blocks)
+            tensors |= splitter.read_resident(frozen)
+            self.moved.append(self.session.push_missing(tensors))
 
     def collect(self, keep_optimizer: bool) -> Segments:
         """The segment and its report."""
-        session_id, token = self.request.session_id, self.request.token
-        report = self.client.report(session_id, token)
-        tensors, moved = fetch_changed(
-            self.client, session_id, token, self.pushed, with_optimizer=keep_optimizer
-        )
+        report = self.session.report()
+        tensors, moved = self.session.fetch_changed(self.pushed, with_optimizer=keep_optimizer)
         self.moved.append(moved)
         state = PartState.of_tensors(tensors)
         return Segments(state=state, reports=(report,), moved=sum(self.moved, TransferStats()))
@@ -193,8 +181,7 @@ class Hosted:
         if self.client.silent:
             return
         try:
-            session_id, token = self.request.session_id, self.request.token
-            self.client.close_session(session_id, token, within_s=CLOSE_S)
+            self.session.close(within_s=CLOSE_S)
         except LinkError as error:
             _log.info("nothing to close: %s", error)
 
@@ -221,47 +208,27 @@ class RemoteChain:
         )
 
 
-def _paced(hop: NextHop, settings: StreamSettings) -> NextHop:
-    return replace(
-        hop,
-        codec=settings.codec,
-        rate_bytes_per_s=settings.rate_bytes_per_s or 0.0,
-        back_rate_bytes_per_s=settings.peer_rate or 0.0,
-    )
-
-
 def _requests(
     splitter: Splitter, order: RoundOrder, hops: Sequence[NextHop]
 ) -> list[SessionRequest]:
     """A session per segment; ``hops`` are those sessions and the one of the edge."""
     return [
-        _request(splitter, order, index, here, behind)
-        for index, (here, behind) in enumerate(pairwise(hops))
+        SessionRequest(
+            key=here.key,
+            spec_json=splitter.spec.to_json(),
+            stage=order.settings(index),
+            placement=Placement(
+                blocks=(segment.first_block, segment.stop_block),
+                next_hop=behind,
+                tx_power_w=order.plan.tx_power_w.get(segment.device_id),
+            ),
+            optimizer=order.optimizer,
+            keep_optimizer=order.keep_optimizer,
+        )
+        for index, (segment, (here, behind)) in enumerate(
+            zip(order.plan.segments, pairwise(hops), strict=True), start=1
+        )
     ]
-
-
-def _request(
-    splitter: Splitter, order: RoundOrder, index: int, here: NextHop, behind: NextHop
-) -> SessionRequest:
-    segment, settings = order.plan.segments[index], order.settings(index + 1)
-    return SessionRequest(
-        session_id=here.session_id,
-        token=here.token,
-        spec_json=splitter.spec.to_json(),
-        name=settings.name,
-        blocks=(segment.first_block, segment.stop_block),
-        next_hop=behind,
-        optimizer=order.optimizer,
-        schedule=settings.schedule,
-        depth=settings.depth,
-        deadline_s=settings.deadline_s,
-        idle_s=settings.idle_s,
-        recompute=settings.recompute,
-        precision=settings.precision,
-        keep_spans=settings.keep_spans,
-        keep_optimizer=order.keep_optimizer,
-        tx_power_w=order.plan.tx_power_w.get(segment.device_id),
-    )
 
 
 def _at_once(work: Callable[[Hosted], Answer], sessions: Sequence[Hosted]) -> list[Answer]:

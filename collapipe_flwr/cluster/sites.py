@@ -21,7 +21,7 @@ from collapipe_flwr.core.cluster_file import ClusterConfig
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.prompter import Prompter
-from collapipe_flwr.pipeline.session import NextHop
+from collapipe_flwr.pipeline.session import NextHop, SessionKey
 from collapipe_flwr.transport.client import EdgeClient
 
 
@@ -99,7 +99,7 @@ class DaemonSite:
 
     def missing(self, device_ids: Collection[str]) -> frozenset[str]:
         """See `Site.missing`."""
-        nowhere = NextHop(address=self._address, session_id="", token="")
+        nowhere = NextHop(address=self._address, key=SessionKey(session_id="", token=""))
         return self._fleet(nowhere).missing(device_ids)
 
     def _fleet(self, edge: NextHop) -> RemoteFleet:

@@ -10,16 +10,15 @@ from itertools import pairwise
 from collapipe_flwr.cluster.fleet import Segments
 from collapipe_flwr.cluster.order import RoundOrder
 from collapipe_flwr.core.errors import CollaPipeError, LinkError, LinkTimeout
+from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.pipeline.link import Link, memory_pair
+from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import MiddleStage
 from collapipe_flwr.pipeline.state import PartState, load_slots, slots_of
-from collapipe_flwr.transport.coded import coded
-from collapipe_flwr.transport.rate_limit import StreamSettings
-from collapipe_flwr.transport.simulated_link import rate_limited_pair
+from collapipe_flwr.transport.simulated_link import simulated_pair
 
-Connect = Callable[[StreamSettings], AbstractContextManager[Link]]
+Connect = Callable[[LinkConfig], AbstractContextManager[Link]]
 MakeStage = Callable[..., MiddleStage]
 
 
@@ -142,19 +141,13 @@ class DeviceThread:
             self._failure = error
 
 
-def _pair(left: str, right: str, settings: StreamSettings) -> tuple[Link, Link]:
-    """Two ends that lose and wait as a wire with these settings would."""
-    one, other = (coded(end, settings.codec) for end in memory_pair(left, right))
-    return rate_limited_pair(one, other, settings)
-
-
 def _join(
     splitter: Splitter, order: RoundOrder, edge: Link, make_stage: MakeStage
 ) -> tuple[Link, list[MiddleStage]]:
     """The control unit's link, and a stage per segment with its links, the last one to ``edge``."""
     pairs = [
-        _pair(left, right, settings)
-        for (left, right), settings in zip(pairwise(order.names), order.hops, strict=False)
+        simulated_pair(left, right, config)
+        for (left, right), config in zip(pairwise(order.names), order.hops, strict=False)
     ]
     downstream: list[Link] = [*(left for left, _ in pairs), edge]
     stages = []

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from collapipe_flwr.cluster.guessing import Guessing, Tested, guess_whole
 from collapipe_flwr.models.tasks import Task
 from collapipe_flwr.pipeline.adding import add_in_place
-from collapipe_flwr.pipeline.execution import Execution
+from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.stage import computing_in
 

@@ -14,6 +14,7 @@ import torch
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.federation.records import LearningSettings
 from collapipe_flwr.pipeline.meter import StageReport
+from collapipe_flwr.pipeline.session import SessionKey
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -35,8 +36,7 @@ class EdgeSession:
     """An open session: what the cluster needs to connect to its replica."""
 
     address: str
-    session_id: str
-    token: str = field(repr=False)
+    key: SessionKey
 
 
 class EdgeGateway(Protocol):
@@ -71,18 +71,16 @@ class MemoryEdge:
     def open(self, order: DecoderOrder) -> EdgeSession:
         """Copy the weights in under a new session id."""
         self._count += 1
-        session_id = f"session-{self._count}"
-        self.replicas[session_id] = {k: v.clone() for k, v in order.weights.items()}
-        self.orders[session_id] = order
-        return EdgeSession(
-            address=self.address, session_id=session_id, token=f"secret-{self._count}"
-        )
+        key = SessionKey(session_id=f"session-{self._count}", token=f"secret-{self._count}")
+        self.replicas[key.session_id] = {k: v.clone() for k, v in order.weights.items()}
+        self.orders[key.session_id] = order
+        return EdgeSession(address=self.address, key=key)
 
     def fetch(self, session: EdgeSession) -> dict[str, torch.Tensor]:
         """The replica as the test left it."""
-        if session.session_id not in self.replicas:
-            raise LinkError(f"the edge knows no session {session.session_id}")
-        return dict(self.replicas[session.session_id])
+        if session.key.session_id not in self.replicas:
+            raise LinkError(f"the edge knows no session {session.key.session_id}")
+        return dict(self.replicas[session.key.session_id])
 
     def accept(self, session: EdgeSession) -> None:
         """Nothing is kept here."""
@@ -94,4 +92,4 @@ class MemoryEdge:
 
     def close(self, session: EdgeSession) -> None:
         """Drop the replica."""
-        self.replicas.pop(session.session_id, None)
+        self.replicas.pop(session.key.session_id, None)

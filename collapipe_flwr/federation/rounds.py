@@ -14,7 +14,7 @@ from flwr.app import ArrayRecord, MetricRecord
 
 from collapipe_flwr.core.domain import ClusterPlan, Plan
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
-from collapipe_flwr.transport.differences import TransferStats
+from collapipe_flwr.transport.weights import TransferStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from itertools import pairwise
 from collapipe_flwr.core.domain import ClusterPlan, GradientNoise
 from collapipe_flwr.costs.link_rates import carried_bit_per_s
 from collapipe_flwr.pipeline.meter import Span, StageReport
-from collapipe_flwr.transport.differences import TransferStats
+from collapipe_flwr.transport.weights import TransferStats
 
 D2D, D2E = "d2d", "d2e"
 

@@ -50,14 +50,14 @@ class SnapshotStore:
             raise ConfigError(f'--state-dir "{folder}" cannot be made: {error.strerror}') from error
         self._folder = folder
 
-    def write(self, kept: StoredSnapshot) -> None:
-        """Replace what is kept of this session; raises ConfigError when it cannot be written."""
-        metadata = {"request": to_json(kept.request), "step": str(kept.step)}
-        if kept.report is not None:
-            metadata["report"] = to_json(kept.report)
-        save = partial(save_file, kept.state.tensors(), metadata=metadata)
+    def write(self, stored: StoredSnapshot) -> None:
+        """Replace what is stored of this session; raises ConfigError when it cannot be written."""
+        metadata = {"request": to_json(stored.request), "step": str(stored.step)}
+        if stored.report is not None:
+            metadata["report"] = to_json(stored.report)
+        save = partial(save_file, stored.state.tensors(), metadata=metadata)
         try:
-            write_file(self._path(kept.request.session_id), save)
+            write_file(self._path(stored.request.key.session_id), save)
         except OSError as error:
             raise ConfigError(f'--state-dir "{self._folder}" cannot be written: {error}') from error
 

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.transport.rate_limit import RateLimiter
+from collapipe_flwr.transport.stream import RateLimiter
 
 
 def test_messages_queue_up_behind_each_other():
-    pacer = RateLimiter(100.0)
+    pacer = RateLimiter(800.0)
     assert pacer.delay_s(50, now_s=10.0) == pytest.approx(0.5)
     assert pacer.delay_s(50, now_s=10.0) == pytest.approx(1.0)
     assert pacer.delay_s(50, now_s=20.0) == pytest.approx(0.5)
@@ -19,7 +19,7 @@ def test_messages_queue_up_behind_each_other():
 
 @given(st.lists(st.tuples(st.integers(0, 1000), st.floats(0, 5)), min_size=1, max_size=30))
 def test_the_rate_is_never_exceeded(messages):
-    pacer, now_s, left_s, carried = RateLimiter(100.0), 0.0, [], 0
+    pacer, now_s, left_s, carried = RateLimiter(800.0), 0.0, [], 0
     for size, pause_s in messages:
         now_s += pause_s
         left_s.append(now_s + pacer.delay_s(size, now_s))

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from collapipe_flwr.core.errors import LinkError, LinkTimeout
+from collapipe_flwr.core.links import LinkConfig, slower
 from collapipe_flwr.pipeline.frame import Frame, FrameKind
 from collapipe_flwr.pipeline.link import memory_pair
-from collapipe_flwr.transport.rate_limit import StreamSettings, slower
 from collapipe_flwr.transport.simulated_link import Wire, rate_limited_pair
 
 FRAME = Frame(kind=FrameKind.ACTIVATION, tensors={"hidden": torch.zeros(250)})  # 1000 bytes
-PACE = StreamSettings(rate_bytes_per_s=4000.0, peer_rate_bytes_per_s=2000.0)
+PACE = LinkConfig(forward_bit_per_s=32_000.0, backward_bit_per_s=16_000.0)
 
 
 def test_frames_arrive_when_the_wire_has_carried_them():
@@ -41,7 +41,7 @@ def test_a_frame_that_was_there_already_is_not_held_back():
 
 
 def test_an_error_overtakes_what_is_on_its_way():
-    slow = StreamSettings(rate_bytes_per_s=10.0)
+    slow = LinkConfig(forward_bit_per_s=80.0, backward_bit_per_s=80.0)
     left, right = rate_limited_pair(*memory_pair("left", "right"), slow)
     left.send(FRAME, deadline_s=1.0)
     threading.Timer(0.1, left.close, ("broken",)).start()
@@ -54,12 +54,12 @@ def test_an_error_overtakes_what_is_on_its_way():
 
 def test_links_without_a_rate_stay_as_they_are():
     pair = memory_pair("left", "right")
-    assert rate_limited_pair(*pair, StreamSettings()) == pair
+    assert rate_limited_pair(*pair, LinkConfig()) == pair
 
 
 def test_a_wire_that_was_promised_a_frame_does_not_wait_for_ever():
     with pytest.raises(LinkTimeout, match="left"):
-        Wire(10.0).await_frame("left", 0.01)
+        Wire(80.0).await_frame("left", 0.01)
 
 
 @pytest.mark.parametrize(("one", "other", "both"), [(None, None, None), (2, None, 2), (3, 2, 2)])
