@@ -16,7 +16,7 @@ from collapipe_flwr.pipeline.config import Execution, StageConfig
 from collapipe_flwr.pipeline.link import Link, memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage, MiddleStage
-from collapipe_flwr.pipeline.session import Placement, SessionKey, SessionRequest
+from collapipe_flwr.pipeline.session import NextHop, Placement, SessionKey, SessionRequest
 from collapipe_flwr.transport.client import EdgeClient
 from tests.pipeline.chains import DEADLINE_S, SGD, Head, settings
 
@@ -47,13 +47,16 @@ def request(session_id: str = "c1", token: str = TOKEN, **options: Any) -> Sessi
     execution = Execution(**own(Execution))
     waits = {"name": "edge", "deadline_s": DEADLINE_S, "idle_s": DEADLINE_S}
     stage = StageConfig(**{**waits, **own(StageConfig), "execution": execution})
-    placed = own(Placement)
+    nowhere = NextHop(address="", key=session_key())
+    placed = {k: v for k, v in own(Placement).items() if v is not None}
     return SessionRequest(
         **{
             "key": SessionKey(session_id=session_id, token=token),
             "spec_json": "{}",
             "stage": stage,
-            "placement": Placement(**{"blocks": (0, 1), **placed}) if placed else None,
+            "placement": Placement(**{"blocks": (0, 1), "next_hop": nowhere, **placed})
+            if placed
+            else None,
             "optimizer": SGD,
             **options,
         }

@@ -40,8 +40,8 @@ PLAIN = dict.fromkeys(("control unit", *NAMES))
 
 
 def build(asked, weights):
-    first_block, stop_block = asked.blocks or (0, 0)
-    part = Segment(make_blocks(stop_block - first_block)) if asked.blocks else Head()
+    placed = asked.placement
+    part = Segment(make_blocks(placed.blocks[1] - placed.blocks[0])) if placed else Head()
     part.load_weights(weights)
     return part
 

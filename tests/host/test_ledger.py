@@ -9,7 +9,7 @@ import torch
 
 from collapipe_flwr.cluster.serving import even_plan, serving_order
 from collapipe_flwr.core.errors import LinkError
-from collapipe_flwr.edge import session as sessions
+from collapipe_flwr.host import session as sessions
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.host.servicer import Servicer

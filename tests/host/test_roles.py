@@ -16,6 +16,7 @@ from collapipe_flwr.host.ledger import Ledger
 from collapipe_flwr.host.server import Listener, ListenerConfig
 from collapipe_flwr.host.servicer import Servicer, ServicerConfig
 from collapipe_flwr.pipeline.benchmark import BenchmarkRequest
+from collapipe_flwr.pipeline.session import SessionKey
 from collapipe_flwr.transport.certificates import Authority, sign_all
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.host_status import ProbeRequest
@@ -110,7 +111,11 @@ def test_a_neighbour_may_stream_with_the_token_only(device: Host) -> None:
     with device.seen_by("cu-g") as client:
         client.open_session(request())
         client.session(session_key()).push_weights(Head().state_dict())
-    device.refuses("g1", lambda c: c.stream("c1", "a guess of a token"), "no session c1")
+    device.refuses(
+        "g1",
+        lambda c: c.session(SessionKey(session_id="c1", token="a guess of a token")).stream(),
+        "no session c1",
+    )
     with device.seen_by("g1") as client:
         client.session(session_key()).stream().close()
 
