@@ -22,6 +22,7 @@ from collapipe_flwr.pipeline.frame import Frame, FrameKind
 from collapipe_flwr.pipeline.link import memory_pair
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 from collapipe_flwr.pipeline.state import PartState
+from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.methods import decode_message, encode_message
 from tests.host.chain_to_edge import build_head, request, service, session_key
 from tests.host.test_sessions import Authorizer, in_thread
@@ -247,10 +248,11 @@ def test_a_benchmark_tells_what_the_next_plan_may_have(
     """What is free, with what is kept of the last round, within what the host may hold."""
     free = BenchmarkAnswer(flop=1.0, seconds=1.0, memory_bytes=1000)
     monkeypatch.setattr("collapipe_flwr.host.servicer.run_benchmark", lambda _: free)
-    skin = Servicer(_device(Ledger(most_bytes)))
-    answer = skin.benchmark(encode_message(BenchmarkRequest()), FakeContext())
+    servicer = Servicer(_device(Ledger(most_bytes)))
+    asked = encode_message(BenchmarkRequest())
+    answer = servicer.answer(methods.BENCHMARK, asked, FakeContext(), None)
     assert decode_message(benchmark.BenchmarkAnswer, answer).memory_bytes == expected
-    skin.close()
+    servicer.close()
 
 
 def test_a_part_that_only_generates_reserves_no_optimiser() -> None:

@@ -70,10 +70,10 @@ def certificates(tmp_path_factory):
 def host(name: str, certificates, *, on_edge: bool) -> Iterator[Host]:
     roster = roster_of(CONFIGS if on_edge else CONFIGS[:1])
     guests = roster.control_units if on_edge else frozenset()
-    skin_settings = ServicerConfig(guests=guests, sessions_of_guest=2)
+    servicing = ServicerConfig(guests=guests, sessions_of_guest=2)
     settings = ListenerConfig(tls=certificates[name], roster=roster, on_edge=on_edge)
-    skin = Servicer(service(ledger=Ledger(12 * HEAD_BYTES)), skin_settings)
-    with Listener("127.0.0.1:0", lambda: skin, settings) as listener:
+    servicer = Servicer(service(ledger=Ledger(12 * HEAD_BYTES)), servicing)
+    with Listener("127.0.0.1:0", lambda: servicer, settings) as listener:
         yield Host(listener.address, name, certificates)
 
 

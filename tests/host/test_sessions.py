@@ -171,7 +171,7 @@ class PausedThread(threading.Thread):
             self.reached.set()
 
     def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(("edge/session.py", "edge/sessions.py")):
+        if not frame.f_code.co_filename.endswith(("host/session.py", "host/sessions.py")):
             return None
         if event == "line":
             self._lines += 1
