@@ -1,7 +1,4 @@
-"""How the strategy reaches the decoder replicas at the edge: open, fetch, accept, close.
-
-:class:`EdgeGateway` is the seam; :class:`MemoryEdge` is its fake for tests and dry runs.
-"""
+"""How the strategy reaches the decoder replicas at the edge: open, fetch, accept, close."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ from typing import Protocol
 
 import torch
 
-from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.federation.records import LearningSettings
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.session import SessionKey
@@ -56,40 +52,3 @@ class EdgeGateway(Protocol):
 
     def close(self, session: EdgeSession) -> None:
         """Forget the session (twice is fine); raises LinkError if the edge cannot be reached."""
-
-
-class MemoryEdge:
-    """An edge in this process: keeps replicas in a dict, where a test trains them by hand."""
-
-    address = "memory"
-
-    def __init__(self) -> None:
-        self.replicas: dict[str, dict[str, torch.Tensor]] = {}
-        self.orders: dict[str, DecoderOrder] = {}
-        self._count = 0
-
-    def open(self, order: DecoderOrder) -> EdgeSession:
-        """Copy the weights in under a new session id."""
-        self._count += 1
-        key = SessionKey(session_id=f"session-{self._count}", token=f"secret-{self._count}")
-        self.replicas[key.session_id] = {k: v.clone() for k, v in order.weights.items()}
-        self.orders[key.session_id] = order
-        return EdgeSession(address=self.address, key=key)
-
-    def fetch(self, session: EdgeSession) -> dict[str, torch.Tensor]:
-        """The replica as the test left it."""
-        if session.key.session_id not in self.replicas:
-            raise LinkError(f"the edge knows no session {session.key.session_id}")
-        return dict(self.replicas[session.key.session_id])
-
-    def accept(self, session: EdgeSession) -> None:
-        """Nothing is kept here."""
-
-    def report(self, session: EdgeSession) -> StageReport | None:
-        """Nothing ran here."""
-        del session
-        return None
-
-    def close(self, session: EdgeSession) -> None:
-        """Drop the replica."""
-        self.replicas.pop(session.key.session_id, None)

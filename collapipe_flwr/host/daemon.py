@@ -14,7 +14,7 @@ from collapipe_flwr.core.roster import Roster
 from collapipe_flwr.core.signals import stopping
 from collapipe_flwr.core.tls_files import TlsFiles
 from collapipe_flwr.host.allocator import configure_malloc
-from collapipe_flwr.host.power import IwPower, PowerControl, RadioAsItIs
+from collapipe_flwr.host.power import IwPower
 from collapipe_flwr.host.server import Listener, ListenerConfig
 
 if TYPE_CHECKING:
@@ -60,8 +60,12 @@ class HostSettings:
             )
         if not self.memory_bytes > 0:
             raise ConfigError(f"--memory-mb must be > 0, got {self.memory_bytes / 1e6:g}")
-        if self.radio_interface:
-            IwPower(self.radio_interface)
+        _ = self.power
+
+    @property
+    def power(self) -> IwPower | None:
+        """The power control of `radio_interface`, if one is set; raises ConfigError."""
+        return IwPower(self.radio_interface) if self.radio_interface else None
 
 
 def is_loopback(listen: str) -> bool:
@@ -124,13 +128,8 @@ def _servicer(settings: HostSettings, passes_on: bool) -> Servicer:
         snapshots=SnapshotStore(settings.state_dir) if settings.state_dir is not None else None,
         store=TensorStore(ledger) if passes_on else None,  # the edge's clusters differ
         cache=WeightCache(folder, settings.cache_bytes) if folder is not None else None,
-        power=power_of(settings),
+        power=settings.power,
         ledger=ledger,
     )
     guests = frozenset() if passes_on or settings.roster is None else settings.roster.control_units
     return Servicer(service, ServicerConfig(guests=guests, probe=dialer.probe if dialer else None))
-
-
-def power_of(settings: HostSettings) -> PowerControl:
-    """The power control of `radio_interface`, or one that does nothing if none is set."""
-    return IwPower(settings.radio_interface) if settings.radio_interface else RadioAsItIs()

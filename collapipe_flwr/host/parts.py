@@ -13,8 +13,8 @@ from typing import cast
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import CheckpointMissing
-from collapipe_flwr.host.session import HostedPart, Saved, Session, SessionRefused
-from collapipe_flwr.host.snapshot_store import SnapshotStore, StoredSnapshot
+from collapipe_flwr.host.session import HostedPart, Session, SessionRefused, Snapshot
+from collapipe_flwr.host.snapshot_store import SnapshotStore
 from collapipe_flwr.host.weight_cache import WeightCache
 from collapipe_flwr.pipeline.memory import bytes_of
 from collapipe_flwr.pipeline.meter import StageReport
@@ -121,20 +121,20 @@ class Parts:
         *,
         step: int = 0,
         report: StageReport | None = None,
-    ) -> Saved:
+    ) -> Snapshot:
         """A snapshot, on disk too if there is a store; `first` fills in what no part reports."""
         live = live_state(module_of(part), optimizer)
         whole = replace(live, weights={**first, **live.weights})
         session.account.reserve({_SAVING: whole.num_bytes})
         copy = live.copy()
         state = replace(copy, weights={**first, **copy.weights})
+        snapshot = Snapshot(request=session.request, step=step, state=state, report=report)
         if self._snapshots is not None:
-            kept = StoredSnapshot(request=session.request, step=step, state=state, report=report)
-            self._snapshots.write(kept)
-        return Saved(step=step, state=state, report=report)
+            self._snapshots.write(snapshot)
+        return snapshot
 
 
-def _adopt(session: Session, saved: Saved | None, sizes: Mapping[str, int]) -> None:
+def _adopt(session: Session, saved: Snapshot | None, sizes: Mapping[str, int]) -> None:
     """The session stands on this snapshot from now on."""
     session.saved = saved
     kept = saved.state.num_bytes if saved is not None else 0

@@ -24,8 +24,8 @@ from torch import Tensor
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
 from collapipe_flwr.host.parts import FOUND, SNAPSHOT, BuildPart, Parts, module_of, tensors_of
-from collapipe_flwr.host.power import PowerControl, RadioAsItIs
-from collapipe_flwr.host.session import HostedPart, Saved, Session, SessionRefused, Stream
+from collapipe_flwr.host.power import PowerControl
+from collapipe_flwr.host.session import HostedPart, Session, SessionRefused, Stream
 from collapipe_flwr.host.sessions import SessionTable
 from collapipe_flwr.host.snapshot_store import SnapshotStore
 from collapipe_flwr.host.weight_cache import TensorStore, WeightCache
@@ -86,7 +86,7 @@ class EdgeService:
         power: PowerControl | None = None,
         ledger: Ledger | None = None,
     ) -> None:
-        self._power = power or RadioAsItIs()
+        self._power = power
         self._store = store
         self._cache = cache
         self._parts = Parts(build_part, snapshots, cache)
@@ -99,16 +99,16 @@ class EdgeService:
 
     def _restore(self, snapshots: SnapshotStore) -> None:
         """Take up the sessions on disk that there is room for, and forget the others."""
-        for kept in snapshots.read():
-            account = Account(self._ledger, kept.request.opener)
+        for snapshot in snapshots.read():
+            account = Account(self._ledger, snapshot.request.opener)
             try:
-                account.reserve({SNAPSHOT: kept.state.num_bytes})
-                session = self._sessions.add(kept.request, account)
+                account.reserve({SNAPSHOT: snapshot.state.num_bytes})
+                session = self._sessions.add(snapshot.request, account)
             except LinkError as error:
                 account.close()
-                _log.error("session %s is lost: %s", kept.request.key.session_id, error)
+                _log.error("session %s is lost: %s", snapshot.request.key.session_id, error)
                 continue
-            session.saved = Saved(step=kept.step, state=kept.state, report=kept.report)
+            session.saved = snapshot
             session.go_back()
         snapshots.keep_only(self._sessions.ids())
 
@@ -333,7 +333,7 @@ class EdgeService:
         if placement is None:
             yield LastStage(part, optimizer, config, upstream=upstream)
             return
-        if placement.tx_power_w is not None:
+        if self._power is not None and placement.tx_power_w is not None:
             self._power.apply(placement.tx_power_w)
         with self._connect(placement.next_hop) as downstream:
             session.add_link(stream, downstream)

@@ -84,24 +84,7 @@ BENCHMARK = Method("Benchmark")
 PROBE = Method("Probe")
 ECHO = Method("Echo")
 STATUS = Method("Status")
-METHODS = (
-    OPEN_SESSION,
-    PUSH_WEIGHTS,
-    FETCH_WEIGHTS,
-    MISSING,
-    DIGESTS,
-    REPORT,
-    TIMELINE,
-    SNAPSHOT,
-    ROLLBACK,
-    CLOSE_SESSION,
-    STREAM,
-    HEALTH,
-    BENCHMARK,
-    PROBE,
-    ECHO,
-    STATUS,
-)
+METHODS = tuple(found for found in vars().copy().values() if isinstance(found, Method))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from collapipe_flwr.core.errors import LinkError
-from collapipe_flwr.federation.edge_gateway import DecoderOrder, EdgeGateway, MemoryEdge
+from collapipe_flwr.federation.edge_gateway import DecoderOrder, EdgeGateway
 from collapipe_flwr.federation.records import LearningSettings
 from collapipe_flwr.federation.rpc_gateway import RpcEdgeGateway
 from collapipe_flwr.host.server import EdgeServer
@@ -22,6 +22,7 @@ from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 from collapipe_flwr.pipeline.session import SessionKey
 from collapipe_flwr.pipeline.state import PartState
 from collapipe_flwr.transport.client import EdgeClient
+from tests.federation.memory_edge import MemoryEdge
 
 
 class Decoder(nn.Module):

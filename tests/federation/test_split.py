@@ -12,7 +12,6 @@ from flwr.serverapp.strategy import FedAvg, FedProx
 from collapipe_flwr.core.domain import ClusterPlan, Plan, Segment
 from collapipe_flwr.core.errors import ConfigError, LinkError, RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
-from collapipe_flwr.federation.edge_gateway import MemoryEdge
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.records import (
     ARRAYS,
@@ -28,6 +27,7 @@ from collapipe_flwr.federation.split import SplitModel
 from collapipe_flwr.federation.strategy import CollaPipe
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+from tests.federation.memory_edge import MemoryEdge
 
 EDGE_KEYS = frozenset({"decoder.weight", "decoder.steps"})
 CONSTANT = "embed.sinusoid"

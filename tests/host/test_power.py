@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from collapipe_flwr.core.errors import ConfigError, LinkError
-from collapipe_flwr.host.daemon import HostSettings, power_of
+from collapipe_flwr.host.daemon import HostSettings
 from collapipe_flwr.host.power import IwPower, mbm
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
@@ -64,7 +64,8 @@ def test_a_daemon_leaves_its_radio_alone_unless_an_interface_is_named(
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     settings = HostSettings(listen="127.0.0.1:0", name="d", radio_interface=interface)
-    power_of(settings).apply(0.1)
+    if settings.power is not None:
+        settings.power.apply(0.1)
     lines = heard.read_text().splitlines() if heard.exists() else []
     assert lines == ["dev wlan0 set txpower fixed 2000"] * calls
 

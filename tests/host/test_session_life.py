@@ -23,8 +23,7 @@ from torch import Tensor
 from collapipe_flwr.core.errors import CollaPipeError, LinkError
 from collapipe_flwr.host.ledger import Ledger
 from collapipe_flwr.host.service import EdgeService
-from collapipe_flwr.host.session import Stream
-from collapipe_flwr.host.snapshot_store import StoredSnapshot
+from collapipe_flwr.host.session import Snapshot, Stream
 from collapipe_flwr.host.weight_cache import TensorStore
 from collapipe_flwr.pipeline.digest import digests_of
 from collapipe_flwr.pipeline.frame import Frame
@@ -45,11 +44,11 @@ State = Mapping[str, Tensor]
 class Disk:
     """A store in memory that survives its host, and may be full."""
 
-    def __init__(self, kept: dict[str, StoredSnapshot] | None = None) -> None:
+    def __init__(self, kept: dict[str, Snapshot] | None = None) -> None:
         self.kept = dict(kept or {})
         self.full = False
 
-    def write(self, kept: StoredSnapshot) -> None:
+    def write(self, kept: Snapshot) -> None:
         if self.full:
             raise OSError("no space left")
         self.kept[kept.request.key.session_id] = kept
@@ -60,7 +59,7 @@ class Disk:
     def keep_only(self, session_ids: tuple[str, ...]) -> None:
         assert self.kept.keys() <= set(session_ids)
 
-    def read(self) -> list[StoredSnapshot]:
+    def read(self) -> list[Snapshot]:
         return list(self.kept.values())
 
 

@@ -16,7 +16,8 @@ import torch
 
 from collapipe_flwr.core.errors import LinkError, ModelError
 from collapipe_flwr.host.service import EdgeService
-from collapipe_flwr.host.snapshot_store import SnapshotStore, StoredSnapshot
+from collapipe_flwr.host.session import Snapshot
+from collapipe_flwr.host.snapshot_store import SnapshotStore
 from collapipe_flwr.pipeline.frame import Frame, FrameKind
 from collapipe_flwr.pipeline.link import MemoryLink, memory_pair
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
@@ -274,7 +275,7 @@ class FullDisk(SnapshotStore):
 
     full = False
 
-    def write(self, kept: StoredSnapshot) -> None:
+    def write(self, kept: Snapshot) -> None:
         if self.full:
             raise OSError("no space left")
         super().write(kept)

@@ -13,8 +13,8 @@ import torch
 
 from collapipe_flwr.core.errors import ConfigError, LinkError, ModelError, Unreachable
 from collapipe_flwr.host.service import EdgeService
-from collapipe_flwr.host.session import SessionRefused
-from collapipe_flwr.host.snapshot_store import SnapshotStore, StoredSnapshot
+from collapipe_flwr.host.session import SessionRefused, Snapshot
+from collapipe_flwr.host.snapshot_store import SnapshotStore
 from collapipe_flwr.pipeline.link import memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
 from collapipe_flwr.pipeline.roles import FirstStage
@@ -275,10 +275,10 @@ def test_a_killed_edge_process_is_waited_for_and_goes_on_where_it_was(tmp_path):
             each.stdout.close()
 
 
-def kept(step: int, size: int = 4) -> StoredSnapshot:
+def kept(step: int, size: int = 4) -> Snapshot:
     weights = {"weight": torch.full((size,), float(step))}
     state = PartState(weights=weights, slots={})
-    return StoredSnapshot(request=request(), step=step, state=state, report=None)
+    return Snapshot(request=request(), step=step, state=state, report=None)
 
 
 def test_after_every_cut_a_session_stands_at_its_last_snapshot_or_the_one_before(tmp_path, caplog):
@@ -298,7 +298,7 @@ def test_after_every_cut_a_session_stands_at_its_last_snapshot_or_the_one_before
     assert not caplog.records
 
 
-def test_a_vault_that_opens_removes_what_a_killed_one_was_writing(tmp_path):
+def test_a_store_that_opens_removes_what_a_killed_one_was_writing(tmp_path):
     SnapshotStore(tmp_path).write(kept(1))
     (tmp_path / "half.partial").write_bytes(b"{")
     (tmp_path / "half.safetensors.x.partial").mkdir()
