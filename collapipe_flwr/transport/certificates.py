@@ -57,7 +57,7 @@ class Authority:
     def member(self, name: str, hosts: Iterable[str] = ()) -> TlsFiles:
         """A new certificate for ``name``, valid for these host names and IP addresses too."""
         files = self.files(name)
-        assert files.certificate is not None and files.key is not None
+        certificate_path, key_path = _pair(files)
         key = ec.generate_private_key(ec.SECP256R1())
         names = [_general_name(host) for host in dict.fromkeys((name, *hosts))]
         builder = (
@@ -67,24 +67,21 @@ class Authority:
             .add_extension(x509.ExtendedKeyUsage(_USES), critical=False)
         )
         signed = builder.sign(self._key, hashes.SHA256())
-        replace_pair(files.key, _private_pem(key), files.certificate, _pem(signed))
+        replace_pair(key_path, _private_pem(key), certificate_path, _pem(signed))
         return files
 
     def check(self, name: str) -> None:
         """Raise ConfigError when a member's files are not a pair that this CA signed."""
-        files = self.files(name)
-        assert files.certificate is not None and files.key is not None
+        path, key = _pair(self.files(name))
         way_out = f"make both anew with --renew, and bring them to {name}"
-        check_pair(files.certificate, files.key, way_out)
+        check_pair(path, key, way_out)
         try:
-            certificate = x509.load_pem_x509_certificate(files.certificate.read_bytes())
+            certificate = x509.load_pem_x509_certificate(path.read_bytes())
             certificate.verify_directly_issued_by(
                 x509.load_pem_x509_certificate(self.ca.read_bytes())
             )
         except (ValueError, TypeError, InvalidSignature) as error:
-            raise ConfigError(
-                f"{files.certificate} was not signed by {self.ca}: {way_out}"
-            ) from error
+            raise ConfigError(f"{path} was not signed by {self.ca}: {way_out}") from error
 
     def files(self, name: str) -> TlsFiles:
         """Where those of a member are."""

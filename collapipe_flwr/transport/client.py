@@ -21,9 +21,9 @@ from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.session import Health, SessionKey, SessionRequest, StepMark, Timeline
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
-from collapipe_flwr.transport.connection import Connection
+from collapipe_flwr.transport.connection import Answer, Connection
 from collapipe_flwr.transport.host_status import HostStatus, ProbeAnswer, ProbeRequest
-from collapipe_flwr.transport.methods import Metadata
+from collapipe_flwr.transport.methods import Metadata, Method
 from collapipe_flwr.transport.stream import StreamConfig, StreamLink
 from collapipe_flwr.transport.weights import (
     TransferStats,
@@ -158,25 +158,19 @@ class Session:
 
     def report(self) -> StageReport:
         """What the session measured over all steps that count; see `EdgeService.report`."""
-        return self.client.call(
-            methods.REPORT, answer=StageReport, metadata=self._metadata(), patiently=True
-        )
+        return self._again(methods.REPORT, answer=StageReport)
 
     def timeline(self) -> Timeline:
         """What the session did when, by the host's clock, over all steps that count."""
-        return self.client.call(
-            methods.TIMELINE, answer=Timeline, metadata=self._metadata(), patiently=True
-        )
+        return self._again(methods.TIMELINE, answer=Timeline)
 
     def snapshot(self, step: int) -> None:
         """Let a recoverable session keep its state after `step` steps."""
-        mark, metadata = StepMark(step=step), self._metadata()
-        self.client.call(methods.SNAPSHOT, mark, metadata=metadata, patiently=True)
+        self._again(methods.SNAPSHOT, StepMark(step=step))
 
     def rollback(self, step: int) -> None:
         """Let a recoverable session go back to its snapshot after `step` steps."""
-        mark, metadata = StepMark(step=step), self._metadata()
-        self.client.call(methods.ROLLBACK, mark, metadata=metadata, patiently=True)
+        self._again(methods.ROLLBACK, StepMark(step=step))
 
     def close(self, *, within_s: float | None = None) -> None:
         """Free everything that the session holds."""
@@ -225,6 +219,12 @@ class Session:
         self._await_hello(stream)
         return stream
 
+    def _again(
+        self, method: Method, message: object = None, answer: type[Answer] | None = None
+    ) -> Answer:
+        """A call that may be made twice: it outlives a restart of the host."""
+        return self.client.call(method, message, answer, metadata=self._metadata(), patiently=True)
+
     def _await_hello(self, stream: StreamLink) -> None:
         try:
             frame = stream.receive(deadline_s=self.client.deadline_s)
@@ -237,12 +237,8 @@ class Session:
 
     def _metadata(self, with_optimizer: bool = False) -> Metadata:
         slots = ((methods.SLOTS_KEY, "1"),) if with_optimizer else ()
-        key = self.key
-        return (
-            (methods.SESSION_KEY, key.session_id),
-            (methods.TOKEN_KEY, key.token),
-            *slots,
-        )
+        session_id, token = self.key.session_id, self.key.token
+        return ((methods.SESSION_KEY, session_id), (methods.TOKEN_KEY, token), *slots)
 
 
 def _read(stream: StreamLink, call: Iterable[bytes]) -> None:
