@@ -29,12 +29,11 @@ from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models import BatchShape, Splitter, make_spec
 from collapipe_flwr.models.profile import profile_model
-from collapipe_flwr.pipeline.execution import Execution
+from collapipe_flwr.pipeline.config import Execution, StageConfig
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
 from collapipe_flwr.pipeline.roles import FirstStage, MicroBatch
-from collapipe_flwr.pipeline.session import NextHop, SessionRequest
-from collapipe_flwr.pipeline.stage_settings import StageSettings
+from collapipe_flwr.pipeline.session import NextHop, Placement, SessionKey, SessionRequest
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.world import make_world
@@ -65,7 +64,7 @@ def auto_codecs(model: ModelProfile, *, micro_batch: int, micro_batches: int) ->
 
 
 AUTO = "auto"
-_SESSION = "codecs"
+_KEY = SessionKey(session_id="codecs", token=TOKEN)
 _HOPS = 3
 _LAST_SHARE = 0.1  # of the steps: their mean loss is the final one
 
@@ -257,16 +256,17 @@ class _Chain:
             self._clients = [stack.enter_context(EdgeClient(a)) for a in addresses]
             weights = self._splitter.initial_weights(self._seed)
             for index, client in enumerate(self._clients):
-                client.open_session(self._request(index, addresses))
-                client.push_weights(_SESSION, TOKEN, self._owned(weights, index))
-            link = self._clients[0].stream(_SESSION, TOKEN, config=LinkConfig(codec=self._hops[0]))
+                session = client.open_session(self._request(index, addresses))
+                session.push_weights(self._owned(weights, index))
+            first = self._clients[0].session(_KEY)
+            link = first.stream(config=LinkConfig(codec=self._hops[0]))
             stack.enter_context(closing(link))
             part = self._splitter.build_embedding(weights)
             optimizer = Optimizer(self._rule, part.parameters())
             self._first = FirstStage(
                 part,
                 optimizer,
-                StageSettings(name="control unit", precision=self._precision),
+                StageConfig(name="control unit", execution=Execution(precision=self._precision)),
                 downstream=link,
             )
             self._link = link
@@ -287,8 +287,9 @@ class _Chain:
         weights = dict(self._first.part.state_dict())
         reports: list[StageReport] = [self._first.report()]
         for client in self._clients:
-            weights |= client.fetch_weights(_SESSION, TOKEN)
-            reports.append(client.report(_SESSION, TOKEN))
+            session = client.session(_KEY)
+            weights |= session.fetch_weights()
+            reports.append(session.report())
         return weights, sum(r.sent_down.bytes + r.received_down.bytes for r in reports)
 
     def _blocks(self, index: int) -> tuple[int, int] | None:
@@ -302,23 +303,18 @@ class _Chain:
         return {key: weights[key] for key in (*keys, *split.shared_keys)}
 
     def _request(self, index: int, addresses: Sequence[str]) -> SessionRequest:
-        blocks, hop = self._blocks(index), None
+        blocks, placement = self._blocks(index), None
         if blocks is not None:
-            hop = NextHop(
-                address=addresses[index + 1],
-                session_id=_SESSION,
-                token=TOKEN,
-                link=LinkConfig(codec=self._hops[index + 1]),
-            )
+            link = LinkConfig(codec=self._hops[index + 1])
+            hop = NextHop(address=addresses[index + 1], key=_KEY, link=link)
+            placement = Placement(blocks=blocks, next_hop=hop)
+        execution = Execution(precision=self._precision)
         return SessionRequest(
-            session_id=_SESSION,
-            token=TOKEN,
+            key=_KEY,
             spec_json=self._splitter.spec.to_json(),
-            name=f"host {index}",
-            blocks=blocks,
-            next_hop=hop,
+            stage=StageConfig(name=f"host {index}", execution=execution),
+            placement=placement,
             optimizer=self._rule,
-            precision=self._precision,
         )
 
 

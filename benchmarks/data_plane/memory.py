@@ -20,14 +20,14 @@ from benchmarks.data_plane.ours import OPTIMIZER
 from collapipe_flwr.models import ModelSpec, Splitter, make_spec
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.spec import BatchShape
+from collapipe_flwr.pipeline.config import Execution, StageConfig
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage, MicroBatch
-from collapipe_flwr.pipeline.session import NextHop, SessionRequest
-from collapipe_flwr.pipeline.stage_settings import StageSettings
+from collapipe_flwr.pipeline.session import NextHop, Placement, SessionKey, SessionRequest
 from collapipe_flwr.transport.client import EdgeClient
 
 CLASSES = 4
-_SESSION = "memory"
+_KEY = SessionKey(session_id="memory", token=TOKEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,12 +162,12 @@ def _devices(case: MemoryCase) -> tuple[list[int], list[int]]:
         idle = [crew.ask(device, "usage")["peak_bytes"] for device in hosts[:-1]]
         clients = [EdgeClient(address) for address in addresses]
         for index, client in enumerate(clients):
-            client.open_session(_request(case, splitter.spec, index, addresses))
-            client.push_weights(_SESSION, TOKEN, _owned(splitter, weights, case, index))
+            session = client.open_session(_request(case, splitter.spec, index, addresses))
+            session.push_weights(_owned(splitter, weights, case, index))
         _train(case, splitter, weights, clients[0])
         peaks = [crew.ask(device, "usage")["peak_bytes"] for device in hosts[:-1]]
         for client in clients:
-            client.close_session(_SESSION, TOKEN)
+            client.session(_KEY).close()
             client.close()
     return idle, peaks
 
@@ -176,8 +176,8 @@ def _train(
     case: MemoryCase, splitter: Splitter, weights: dict[str, Tensor], client: EdgeClient
 ) -> None:
     part = splitter.build_embedding(weights)
-    link = client.stream(_SESSION, TOKEN)
-    settings = StageSettings(name="control unit", deadline_s=300.0)
+    link = client.session(_KEY).stream()
+    settings = StageConfig(name="control unit", deadline_s=300.0)
     first = FirstStage(part, Optimizer(OPTIMIZER, part.parameters()), settings, downstream=link)
     batch = [
         MicroBatch(inputs=t, context=splitter.context(t), weight=float(case.micro_batch))
@@ -204,16 +204,15 @@ def _owned(
 
 
 def _request(case: MemoryCase, spec: ModelSpec, index: int, addresses: list[str]) -> SessionRequest:
-    last = index == case.devices
-    hop = None if last else NextHop(address=addresses[index + 1], session_id=_SESSION, token=TOKEN)
+    blocks, placement = _blocks(case, index), None
+    if blocks is not None:
+        hop = NextHop(address=addresses[index + 1], key=_KEY)
+        placement = Placement(blocks=blocks, next_hop=hop)
+    execution = Execution(recompute=case.recompute)
     return SessionRequest(
-        session_id=_SESSION,
-        token=TOKEN,
+        key=_KEY,
         spec_json=spec.to_json(),
-        name=f"host {index}",
-        blocks=_blocks(case, index),
-        next_hop=hop,
+        stage=StageConfig(name=f"host {index}", deadline_s=300.0, execution=execution),
+        placement=placement,
         optimizer=OPTIMIZER,
-        deadline_s=300.0,
-        recompute=case.recompute,
     )

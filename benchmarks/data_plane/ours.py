@@ -16,17 +16,17 @@ from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.core.tls_files import TlsFiles
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.pipeline.config import Execution, StageConfig
 from collapipe_flwr.pipeline.meter import Span
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
 from collapipe_flwr.pipeline.roles import FirstStage
-from collapipe_flwr.pipeline.session import NextHop, SessionRequest
+from collapipe_flwr.pipeline.session import NextHop, Placement, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.stage import WEIGHTS
-from collapipe_flwr.pipeline.stage_settings import StageSettings
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.dialer import Dialer
 
 OPTIMIZER = OptimizerSettings(learning_rate=1e-4)
-_SESSION = "bench"
+_KEY = SessionKey(session_id="bench", token=TOKEN)
 
 
 def build_part(request: SessionRequest, weights: Mapping[str, Tensor]) -> BenchPart:
@@ -59,11 +59,11 @@ class Driver:
         self._clients = [EdgeClient(address, tls=tls) for address in addresses]
         for stage in range(1, job.stages):
             self._open(stage, addresses)
-        self._link = self._clients[0].stream(_SESSION, TOKEN, config=LinkConfig(codec=job.codec))
+        self._link = self._clients[0].session(_KEY).stream(config=LinkConfig(codec=job.codec))
         part = job.part(0)
         self._batch = micro_batches(job.shape)
         self._first = FirstStage(
-            part, Optimizer(OPTIMIZER, part.parameters()), _settings(job), downstream=self._link
+            part, Optimizer(OPTIMIZER, part.parameters()), _config(job, 0), downstream=self._link
         )
 
     def steps(self, count: int) -> Turn:
@@ -79,46 +79,39 @@ class Driver:
         self._link.close()
         spans: list[Sequence[Span]] = [self._first.recorder.spans]
         for client in self._clients:
-            spans.append(client.timeline(_SESSION, TOKEN).spans)
-            client.close_session(_SESSION, TOKEN)
+            session = client.session(_KEY)
+            spans.append(session.timeline().spans)
+            session.close()
             client.close()
         return _by_step(spans)
 
     def _open(self, stage: int, addresses: Sequence[str]) -> None:
         job, client = self._job, self._clients[stage - 1]
-        hop = None
+        placement = None
         if stage + 1 < job.stages:
             hop = NextHop(
                 address=addresses[stage],
-                session_id=_SESSION,
-                token=TOKEN,
+                key=_KEY,
                 name=f"stage {stage + 1}",
                 link=LinkConfig(codec=job.codec),
             )
-        client.open_session(
-            SessionRequest(
-                session_id=_SESSION,
-                token=TOKEN,
-                spec_json=to_json(StageOrder(job=job, stage=stage)),
-                name=f"stage {stage}",
-                next_hop=hop,
-                optimizer=OPTIMIZER,
-                schedule=job.schedule,
-                depth=job.planned_depths[stage],
-                recompute=job.recompute,
-                keep_spans=True,
-            )
+            placement = Placement(blocks=(stage - 1, stage), next_hop=hop)
+        request = SessionRequest(
+            key=_KEY,
+            spec_json=to_json(StageOrder(job=job, stage=stage)),
+            stage=_config(job, stage),
+            placement=placement,
+            optimizer=OPTIMIZER,
         )
-        client.push_weights(_SESSION, TOKEN, job.part(stage).state_dict())
+        client.open_session(request).push_weights(job.part(stage).state_dict())
 
 
-def _settings(job: Job) -> StageSettings:
-    return StageSettings(
-        name="control unit",
+def _config(job: Job, stage: int) -> StageConfig:
+    return StageConfig(
+        name=f"stage {stage}" if stage else "control unit",
         schedule=job.schedule,
-        depth=job.planned_depths[0],
-        recompute=job.recompute,
-        keep_spans=True,
+        depth=job.planned_depths[stage],
+        execution=Execution(recompute=job.recompute, keep_spans=True),
     )
 
 

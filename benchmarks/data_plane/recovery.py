@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
-from collapipe_flwr.cluster.edge_session import EdgeSession
 from collapipe_flwr.cluster.fleet import RoundOrder
 from collapipe_flwr.cluster.profile import profile_of
 from collapipe_flwr.cluster.recovery import Recovery
@@ -32,13 +31,15 @@ from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.core.heartbeat import Heartbeat
 from collapipe_flwr.models import BatchShape, Splitter, make_spec
 from collapipe_flwr.models.profile import profile_model
+from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 from collapipe_flwr.pipeline.roles import MicroBatch
-from collapipe_flwr.pipeline.session import NextHop, SessionRequest
+from collapipe_flwr.pipeline.session import NextHop, SessionKey, SessionRequest
 from collapipe_flwr.transport.client import EdgeClient
 
 START_S, STOP_S = 120.0, 10.0
-_ID, _TOKEN = "recovery", "0123456789abcdef"
+_ID = "recovery"
+_KEY = SessionKey(session_id=_ID, token="0123456789abcdef")
 _VOCABULARY, _LENGTH, _LABELS = 50, 16, 4
 
 
@@ -194,22 +195,21 @@ def run_job(
     splitter, address = job.splitter, cluster.edge.address
     shape = BatchShape(source_length=_LENGTH, target_length=1)
     request = SessionRequest(
-        session_id=_ID,
-        token=_TOKEN,
+        key=_KEY,
         spec_json=splitter.spec.to_json(),
         optimizer=job.rule,
-        deadline_s=job.deadline_s,
+        stage=StageConfig(name="edge", deadline_s=job.deadline_s),
         recoverable=True,
     )
     with EdgeClient(address, patience_s=START_S, heartbeat=job.heartbeat) as client:
-        client.open_session(request)
+        session = client.open_session(request)
         try:
             keys = splitter.edge_keys()
-            client.push_weights(_ID, _TOKEN, {key: job.weights[key] for key in keys})
+            session.push_weights({key: job.weights[key] for key in keys})
             recovery = Recovery(
                 profile=profile_of(cluster, 8 * job.steps),
                 model=lambda: profile_model(splitter, shape),
-                edge=EdgeSession(client=client, session_id=_ID, token=_TOKEN),
+                edge=session,
                 snapshot_every=job.snapshot_every,
             )
             result = train_round(
@@ -219,15 +219,15 @@ def run_job(
                 _fleet(job, cluster),
                 recovery=recovery,
             )
-            return result, {**result.weights, **client.fetch_weights(_ID, _TOKEN)}
+            return result, {**result.weights, **session.fetch_weights()}
         finally:
-            client.close_session(_ID, _TOKEN)
+            session.close()
 
 
 def _fleet(job: Job, cluster: ClusterConfig) -> RemoteFleet:
     return RemoteFleet(
         cluster=cluster,
-        edge=NextHop(address=cluster.edge.address, session_id=_ID, token=_TOKEN),
+        edge=NextHop(address=cluster.edge.address, key=_KEY),
         deadline_s=job.deadline_s,
         heartbeat=job.heartbeat,
     )

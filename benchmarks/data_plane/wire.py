@@ -22,7 +22,7 @@ from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.host.session import Stream
 from collapipe_flwr.pipeline.frame import HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.link import Link
-from collapipe_flwr.pipeline.session import SessionRequest
+from collapipe_flwr.pipeline.session import SessionKey, SessionRequest
 from collapipe_flwr.transport.client import EdgeClient
 
 SINK = "sink"
@@ -34,9 +34,9 @@ _WARM_FRAMES = 8
 class Sink(EdgeService):
     """A host that receives, counts and answers once at the end; sessions hold no model."""
 
-    def claim(self, session_id: str, token: str) -> Stream:
+    def claim(self, key: SessionKey) -> Stream:
         """See `EdgeService.claim`."""
-        session = self.find(session_id, token)
+        session = self.find(key)
         with session.at_rest():
             return session.claim()
 
@@ -70,8 +70,9 @@ def wire_cost(crew: Crew, load: Load, tls: TlsFiles | None, codec: str = "fp32")
     address = crew.ask(0, "sink")
     hidden = torch.randn(load.frame_bytes // 4)
     with EdgeClient(address, tls=tls) as client:
-        client.open_session(SessionRequest(session_id=SINK, token=_TOKEN, spec_json="{}"))
-        link = client.stream(SINK, _TOKEN, config=LinkConfig(codec=codec))
+        key = SessionKey(session_id=SINK, token=_TOKEN)
+        session = client.open_session(SessionRequest(key=key, spec_json="{}"))
+        link = session.stream(config=LinkConfig(codec=codec))
         _move(link, hidden, _WARM_FRAMES)
         before_s, start_s = _cpu_s(crew), time.perf_counter()
         _move(link, hidden, load.frames)

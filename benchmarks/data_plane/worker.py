@@ -11,9 +11,9 @@ from benchmarks.data_plane.job import Job, Usage
 from benchmarks.data_plane.ours import Driver, member_tls, serve
 from benchmarks.resident import peak_bytes
 from collapipe_flwr.core.json_codec import from_json, plain
+from collapipe_flwr.host.daemon import hide_unused_libraries
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
-from collapipe_flwr.host.spared import spare_libraries
 from collapipe_flwr.transport.dialer import Dialer
 
 
@@ -47,7 +47,7 @@ class Worker:
     def host(self, asked: Mapping[str, str]) -> object:
         """Become a host of transformers parts, as a device is; its address."""
         del asked
-        spare_libraries()
+        hide_unused_libraries()
         service = EdgeService(connect=Dialer(name="device", tls=self._tls))
         self._server = EdgeServer(f"{self._host}:0", service, tls=self._tls).__enter__()
         return self._server.address

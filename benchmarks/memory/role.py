@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 # What a daemon or a ClientApp has loaded counts as well.
-import collapipe_flwr.host.server
+import collapipe_flwr.host.servicer
 import collapipe_flwr.transport.client  # noqa: F401
 from benchmarks.memory.footprint import RoleOrder
 from benchmarks.resident import AnonymousPeak, peak_bytes
@@ -25,17 +25,17 @@ from collapipe_flwr.models import ModelSpec, Splitter
 from collapipe_flwr.models.checkpoint import CheckpointSource
 from collapipe_flwr.models.lora import add_adapters, first_adapter, is_adapter
 from collapipe_flwr.models.skeleton import auto_class
+from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.frame import GRAD, HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.link import MemoryLink, memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
 from collapipe_flwr.pipeline.roles import FirstStage, LastStage, MicroBatch, MiddleStage
 from collapipe_flwr.pipeline.stage import LEARNS
-from collapipe_flwr.pipeline.stage_settings import StageSettings
 from collapipe_flwr.pipeline.step import Step
 
 RULE = OptimizerSettings(name="adamw", learning_rate=1e-4)
 WAIT_S = 600.0
-SETTINGS = StageSettings(name="stage", deadline_s=WAIT_S)
+SETTINGS = StageConfig(name="stage", deadline_s=WAIT_S)
 
 
 class Player:

@@ -13,8 +13,8 @@ from collapipe_flwr.core.errors import CollaPipeError, LinkTimeout
 from collapipe_flwr.pipeline.benchmark import BenchmarkRequest, run_benchmark
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.diagnosis import diagnosis
+from collapipe_flwr.transport.dialer import measure_way
 from collapipe_flwr.transport.host_status import HostStatus, ProbeRequest
-from collapipe_flwr.transport.probe import measure_way
 
 _MEGA = 1e6
 CLOCKS_DIFFER_S = 60.0

@@ -27,7 +27,7 @@ from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.roles import MicroBatch
 from collapipe_flwr.pipeline.state import Slots
 from collapipe_flwr.scheduler.plans import check_cluster_plan, dry_run_plan
-from collapipe_flwr.transport.differences import TransferStats
+from collapipe_flwr.transport.weights import TransferStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

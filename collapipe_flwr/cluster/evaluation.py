@@ -21,11 +21,11 @@ from collapipe_flwr.data.metrics import Tally, added
 from collapipe_flwr.data.tasks import Task
 from collapipe_flwr.models.parts import EmbeddingPart
 from collapipe_flwr.models.tasks import best_class
+from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.generation import ATTENTION_MASK, INPUT_IDS
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.prompter import Prompter
 from collapipe_flwr.pipeline.roles import MicroBatch
-from collapipe_flwr.pipeline.stage_settings import StageSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ def predict_unsplit(model: Any, batch: Any, scores: Tensor, wanted: PredictionCo
 def generate_texts(
     embedding: EmbeddingPart,
     chain: Link,
-    settings: StageSettings,
+    settings: StageConfig,
     batches: Sequence[Sequence[MicroBatch]],
     wanted: PredictionConfig,
 ) -> tuple[tuple[Tensor, ...], ...]:

@@ -17,13 +17,12 @@ from torch import Tensor
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.pipeline.execution import Execution
+from collapipe_flwr.pipeline.config import Execution, StageConfig
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
-from collapipe_flwr.pipeline.stage_settings import StageSettings
 from collapipe_flwr.pipeline.state import PartState, Slots
-from collapipe_flwr.transport.differences import TransferStats
+from collapipe_flwr.transport.weights import TransferStats
 
 CONTROL_UNIT = "control-unit"
 PATIENCE_PER_STAGE = 0.5  # upstream waits longer, so that the neighbour of a silent stage speaks
@@ -56,20 +55,17 @@ class RoundOrder:
         """The stages in front of the edge: the control unit, then the planned devices."""
         return (CONTROL_UNIT, *(segment.device_id for segment in self.plan.segments))
 
-    def settings(self, stage: int) -> StageSettings:
+    def settings(self, stage: int) -> StageConfig:
         """How stage ``stage`` runs; 0 is the control unit, n + 1 the n-th planned device."""
         stages_between_here_and_edge = len(self.names) - 1 - stage
-        return StageSettings(
+        return StageConfig(
             name=self.names[stage],
             schedule=self.schedule,
             depth=self.plan.warmup_depth[stage],
             deadline_s=self.deadline_s * (1 + PATIENCE_PER_STAGE * stages_between_here_and_edge),
             idle_s=self.idle_s,
             seed=self.dropout_seed,
-            precision=self.execution.precision,
-            recompute=self.execution.recompute and stage > 0,
-            clip_norm=self.execution.clip_norm or None,
-            keep_spans=self.execution.keep_spans,
+            execution=self.execution if stage else self.execution.without_recompute,
         )
 
 

@@ -16,7 +16,7 @@ from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage, MicroBatch, StepResult
 from collapipe_flwr.pipeline.state import PartState, load_slots, slots_of
-from collapipe_flwr.transport.differences import TransferStats
+from collapipe_flwr.transport.weights import TransferStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,13 +19,12 @@ from collapipe_flwr.core.heartbeat import Heartbeat
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.link import Link
-from collapipe_flwr.pipeline.session import NextHop, SessionRequest
+from collapipe_flwr.pipeline.session import NextHop, Placement, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.state import PartState
-from collapipe_flwr.transport.client import EdgeClient
-from collapipe_flwr.transport.differences import TransferStats, fetch_changed, push_missing
+from collapipe_flwr.transport.client import EdgeClient, Session
+from collapipe_flwr.transport.weights import TransferStats
 
 _log = logging.getLogger(__name__)
-_RANDOM_BYTES = 16
 _MEGA = 1e6
 PROBE_S = 2.0  # a device that does not answer within this time is lost
 CLOSE_S = 2.0  # for a device to free a session
@@ -65,7 +63,7 @@ class RemoteFleet:
             sessions = [Hosted(*pair) for pair in zip(members, requests, strict=True)]
             stack.callback(_close_all, sessions)
             _at_once(lambda hosted: hosted.open(splitter, order), sessions)
-            link = sessions[0].stream(hops[0].link)
+            link = sessions[0].session.stream(name=CONTROL_UNIT, config=hops[0].link)
             stack.callback(link.close)
             try:
                 yield RemoteChain(link, sessions)
@@ -108,8 +106,7 @@ class RemoteFleet:
         member = self._member(device_id)
         return NextHop(
             address=member.address,
-            session_id=f"{device_id}-{secrets.token_hex(4)}",
-            token=secrets.token_hex(_RANDOM_BYTES),
+            key=SessionKey.random(device_id),
             name=device_id,
             certificate_name=self._certificate_name(member),
             heartbeat=self.heartbeat,
@@ -145,37 +142,32 @@ class Hosted:
     pushed: dict[str, Tensor] = field(default_factory=dict)
     moved: list[TransferStats] = field(default_factory=list)
 
+    @property
+    def session(self) -> Session:
+        """How the daemon is asked for it."""
+        return self.client.session(self.request.key)
+
     def open(self, splitter: Splitter, order: RoundOrder) -> None:
         """Make the session and give it its weights."""
-        assert self.request.blocks is not None
-        keys = (*splitter.segment_keys(*self.request.blocks), *splitter.shared_keys)
+        assert self.request.placement is not None
+        blocks = self.request.placement.blocks
+        keys = (*splitter.segment_keys(*blocks), *splitter.shared_keys)
         self.client.open_session(self.request)
         state = PartState(weights=order.weights, slots=order.slots).only(keys)
         tensors = state.tensors()
         self.pushed.update(tensors)
         try:
-            self._push(tensors)
+            self.moved.append(self.session.push_missing(tensors))
         except FrozenWanted as wanted:
             _log.info("%s; it gets its frozen weights from here", wanted)
-            frozen = splitter.resident_keys_of_segment(*self.request.blocks)
-            self._push({**tensors, **splitter.read_resident(frozen)})
-
-    def _push(self, tensors: Mapping[str, Tensor]) -> None:
-        session_id, token = self.request.session_id, self.request.token
-        self.moved.append(push_missing(self.client, session_id, token, tensors))
-
-    def stream(self, config: LinkConfig) -> Link:
-        """The control unit's link to this session."""
-        session_id, token = self.request.session_id, self.request.token
-        return self.client.stream(session_id, token, name=CONTROL_UNIT, config=config)
+            frozen = splitter.resident_keys_of_segment(*blocks)
+            tensors |= splitter.read_resident(frozen)
+            self.moved.append(self.session.push_missing(tensors))
 
     def collect(self, keep_optimizer: bool) -> Segments:
         """The segment and its report."""
-        session_id, token = self.request.session_id, self.request.token
-        report = self.client.report(session_id, token)
-        tensors, moved = fetch_changed(
-            self.client, session_id, token, self.pushed, with_optimizer=keep_optimizer
-        )
+        report = self.session.report()
+        tensors, moved = self.session.fetch_changed(self.pushed, with_optimizer=keep_optimizer)
         self.moved.append(moved)
         state = PartState.of_tensors(tensors)
         return Segments(state=state, reports=(report,), moved=sum(self.moved, TransferStats()))
@@ -188,8 +180,7 @@ class Hosted:
         if self.client.silent:
             return
         try:
-            session_id, token = self.request.session_id, self.request.token
-            self.client.close_session(session_id, token, within_s=CLOSE_S)
+            self.session.close(within_s=CLOSE_S)
         except LinkError as error:
             _log.info("nothing to close: %s", error)
 
@@ -221,33 +212,22 @@ def _requests(
 ) -> list[SessionRequest]:
     """A session per segment; ``hops`` are those sessions and the one of the edge."""
     return [
-        _request(splitter, order, index, here, behind)
-        for index, (here, behind) in enumerate(pairwise(hops))
+        SessionRequest(
+            key=here.key,
+            spec_json=splitter.spec.to_json(),
+            stage=order.settings(index),
+            placement=Placement(
+                blocks=(segment.first_block, segment.stop_block),
+                next_hop=behind,
+                tx_power_w=order.plan.tx_power_w.get(segment.device_id),
+            ),
+            optimizer=order.optimizer,
+            keep_optimizer=order.keep_optimizer,
+        )
+        for index, (segment, (here, behind)) in enumerate(
+            zip(order.plan.segments, pairwise(hops), strict=True), start=1
+        )
     ]
-
-
-def _request(
-    splitter: Splitter, order: RoundOrder, index: int, here: NextHop, behind: NextHop
-) -> SessionRequest:
-    segment, settings = order.plan.segments[index], order.settings(index + 1)
-    return SessionRequest(
-        session_id=here.session_id,
-        token=here.token,
-        spec_json=splitter.spec.to_json(),
-        name=settings.name,
-        blocks=(segment.first_block, segment.stop_block),
-        next_hop=behind,
-        optimizer=order.optimizer,
-        schedule=settings.schedule,
-        depth=settings.depth,
-        deadline_s=settings.deadline_s,
-        idle_s=settings.idle_s,
-        recompute=settings.recompute,
-        precision=settings.precision,
-        keep_spans=settings.keep_spans,
-        keep_optimizer=order.keep_optimizer,
-        tx_power_w=order.plan.tx_power_w.get(segment.device_id),
-    )
 
 
 def _at_once(work: Callable[[Hosted], Answer], sessions: Sequence[Hosted]) -> list[Answer]:

@@ -11,12 +11,11 @@ from collapipe_flwr.cluster.fleet import RoundOrder, Segments
 from collapipe_flwr.core.errors import CollaPipeError, LinkError, LinkTimeout
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.pipeline.link import Link, memory_pair
+from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import MiddleStage
 from collapipe_flwr.pipeline.state import PartState, load_slots, slots_of
-from collapipe_flwr.transport.coded import coded
-from collapipe_flwr.transport.simulated_link import rate_limited_pair
+from collapipe_flwr.transport.simulated_link import simulated_pair
 
 Connect = Callable[[LinkConfig], AbstractContextManager[Link]]
 MakeStage = Callable[..., MiddleStage]
@@ -141,18 +140,12 @@ class DeviceThread:
             self._failure = error
 
 
-def _pair(left: str, right: str, config: LinkConfig) -> tuple[Link, Link]:
-    """Two ends that lose and wait as a wire of this configuration would."""
-    one, other = (coded(end, config.codec) for end in memory_pair(left, right))
-    return rate_limited_pair(one, other, config)
-
-
 def _join(
     splitter: Splitter, order: RoundOrder, edge: Link, make_stage: MakeStage
 ) -> tuple[Link, list[MiddleStage]]:
     """The control unit's link, and a stage per segment with its links, the last one to ``edge``."""
     pairs = [
-        _pair(left, right, config)
+        simulated_pair(left, right, config)
         for (left, right), config in zip(pairwise(order.names), order.hops, strict=False)
     ]
     downstream: list[Link] = [*(left for left, _ in pairs), edge]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig, predict_unsplit
 from collapipe_flwr.models.tasks import Task
 from collapipe_flwr.pipeline.backward import fuse_accumulation
-from collapipe_flwr.pipeline.execution import Execution
+from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.stage import computing_in
 

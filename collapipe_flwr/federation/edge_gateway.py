@@ -1,7 +1,4 @@
-"""How the strategy reaches the decoder replicas at the edge: open, fetch, accept, close.
-
-:class:`EdgeGateway` is the seam; :class:`MemoryEdge` is its fake for tests and dry runs.
-"""
+"""How the strategy reaches the decoder replicas at the edge: open, fetch, accept, close."""
 
 from __future__ import annotations
 
@@ -11,9 +8,9 @@ from typing import Protocol
 
 import torch
 
-from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.federation.records import LearningSettings
 from collapipe_flwr.pipeline.meter import StageReport
+from collapipe_flwr.pipeline.session import SessionKey
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -35,8 +32,7 @@ class EdgeSession:
     """An open session: what the cluster needs to connect to its replica."""
 
     address: str
-    session_id: str
-    token: str = field(repr=False)
+    key: SessionKey
 
 
 class EdgeGateway(Protocol):
@@ -56,42 +52,3 @@ class EdgeGateway(Protocol):
 
     def close(self, session: EdgeSession) -> None:
         """Forget the session (twice is fine); raises LinkError if the edge cannot be reached."""
-
-
-class MemoryEdge:
-    """An edge in this process: keeps replicas in a dict, where a test trains them by hand."""
-
-    address = "memory"
-
-    def __init__(self) -> None:
-        self.replicas: dict[str, dict[str, torch.Tensor]] = {}
-        self.orders: dict[str, DecoderOrder] = {}
-        self._count = 0
-
-    def open(self, order: DecoderOrder) -> EdgeSession:
-        """Copy the weights in under a new session id."""
-        self._count += 1
-        session_id = f"session-{self._count}"
-        self.replicas[session_id] = {k: v.clone() for k, v in order.weights.items()}
-        self.orders[session_id] = order
-        return EdgeSession(
-            address=self.address, session_id=session_id, token=f"secret-{self._count}"
-        )
-
-    def fetch(self, session: EdgeSession) -> dict[str, torch.Tensor]:
-        """The replica as the test left it."""
-        if session.session_id not in self.replicas:
-            raise LinkError(f"the edge knows no session {session.session_id}")
-        return dict(self.replicas[session.session_id])
-
-    def accept(self, session: EdgeSession) -> None:
-        """Nothing is kept here."""
-
-    def report(self, session: EdgeSession) -> StageReport | None:
-        """Nothing ran here."""
-        del session
-        return None
-
-    def close(self, session: EdgeSession) -> None:
-        """Drop the replica."""
-        self.replicas.pop(session.session_id, None)

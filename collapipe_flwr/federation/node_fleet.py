@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from collapipe_flwr.cluster.edge_session import EdgeSession
 from collapipe_flwr.cluster.fleet import Fleet
 from collapipe_flwr.cluster.recovery import Recovery
 from collapipe_flwr.cluster.remote import RemoteFleet
@@ -47,7 +46,7 @@ def open_crew(
     Without a ``cluster`` file the devices are threads, and ``config`` says how the edge is reached.
     """
     with _edge_client(config, cluster, task) as client:
-        edge = EdgeSession(client=client, session_id=task.session_id, token=task.session_token)
+        edge = client.session(task.session)
         local = ThreadFleet(edge.connect)
         fleet: Fleet = local if cluster is None else remote_fleet(cluster, task)
         recovery = Recovery(
@@ -82,8 +81,7 @@ def remote_fleet(cluster: ClusterConfig, task: SplitTask) -> RemoteFleet:
         cluster=cluster,
         edge=NextHop(
             address=address,
-            session_id=task.session_id,
-            token=task.session_token,
+            key=task.session,
             certificate_name=name,
         ),
         deadline_s=task.learning.deadline_s,

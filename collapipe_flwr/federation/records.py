@@ -21,8 +21,9 @@ from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.federation.rounds import Progress
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.models.spec import BatchShape
-from collapipe_flwr.pipeline.execution import Execution
+from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+from collapipe_flwr.pipeline.session import SessionKey
 from collapipe_flwr.scheduler.plans import check_cluster_plan
 
 ARRAYS = "arrays"
@@ -70,8 +71,7 @@ class SplitTask:
     model_spec_json: str
     vocabulary_json: str
     edge_address: str
-    session_id: str
-    session_token: str = field(repr=False)  # a secret: never printed
+    session: SessionKey
     learning: LearningSettings
     shape: BatchShape = SHORT  # of what is learnt from
 

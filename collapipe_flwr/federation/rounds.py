@@ -25,7 +25,7 @@ from collapipe_flwr.core.links import LinkReport
 from collapipe_flwr.federation.checkpoint import KEPT_CHECKPOINTS, Memory
 from collapipe_flwr.federation.messages import Sent
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
-from collapipe_flwr.transport.differences import TransferStats
+from collapipe_flwr.transport.weights import TransferStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

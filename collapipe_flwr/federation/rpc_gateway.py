@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from contextlib import suppress
 
 import torch
@@ -11,12 +10,11 @@ import torch
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.federation.checkpoint import Memory
 from collapipe_flwr.federation.edge_gateway import DecoderOrder, EdgeSession
+from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.meter import StageReport
-from collapipe_flwr.pipeline.session import SessionRequest
+from collapipe_flwr.pipeline.session import SessionKey, SessionRequest
 from collapipe_flwr.pipeline.state import PartState, Slots
 from collapipe_flwr.transport.client import EdgeClient
-
-_RANDOM_BYTES = 16
 
 
 class RpcEdgeGateway:
@@ -34,8 +32,8 @@ class RpcEdgeGateway:
         self._address = address or client.address
         self._keep_optimizer = keep_optimizer
         self._slots: dict[str, Slots] = {}  # by cluster, of its last accepted round
-        self._fetched: dict[str, Slots] = {}  # by session, not accepted yet
-        self._clusters: dict[str, str] = {}  # by session
+        self._fetched: dict[SessionKey, Slots] = {}  # not accepted yet
+        self._clusters: dict[SessionKey, str] = {}
 
     def open(self, order: DecoderOrder) -> EdgeSession:
         """Open a session with a fresh token and push the decoder; nothing stays open on error.
@@ -43,31 +41,30 @@ class RpcEdgeGateway:
         An edge that goes away meanwhile is waited for as long as the client has patience, and
         begins anew.
         """
-        broken: list[EdgeSession] = []
-        session = self._client.patiently(lambda: self._open(order, broken))
+        broken: list[SessionKey] = []
+        key = self._client.patiently(lambda: self._open(order, broken))
         for left in broken:  # a restarted edge may have read it back from disk
             self._let_go(left)
-        self._clusters[session.session_id] = order.cluster_id
-        return session
+        self._clusters[key] = order.cluster_id
+        return EdgeSession(address=self._address, key=key)
 
     def fetch(self, session: EdgeSession) -> dict[str, torch.Tensor]:
         """The decoder as the cluster's steps left it."""
         keep = self._keep_optimizer
-        found = self._client.fetch_weights(session.session_id, session.token, with_optimizer=keep)
+        found = self._client.session(session.key).fetch_weights(with_optimizer=keep)
         state = PartState.of_tensors(found)
         if keep:
-            self._fetched[session.session_id] = state.slots
+            self._fetched[session.key] = state.slots
         return dict(state.weights)
 
     def accept(self, session: EdgeSession) -> None:
         """Keep the optimizer that was fetched for the cluster's next session."""
         if self._keep_optimizer:
-            slots = self._fetched.pop(session.session_id)
-            self._slots[self._clusters[session.session_id]] = slots
+            self._slots[self._clusters[session.key]] = self._fetched.pop(session.key)
 
     def report(self, session: EdgeSession) -> StageReport | None:
         """What the decoder's stage measured."""
-        report = self._client.report(session.session_id, session.token)
+        report = self._client.session(session.key).report()
         return report if report.steps else None
 
     def dump(self) -> Memory:
@@ -91,44 +88,40 @@ class RpcEdgeGateway:
 
     def close(self, session: EdgeSession) -> None:
         """Free the session, and forget an optimizer that was not accepted."""
-        self._fetched.pop(session.session_id, None)
-        self._clusters.pop(session.session_id, None)
-        self._client.close_session(session.session_id, session.token)
+        self._fetched.pop(session.key, None)
+        self._clusters.pop(session.key, None)
+        self._client.session(session.key).close()
 
-    def _open(self, order: DecoderOrder, broken: list[EdgeSession]) -> EdgeSession:
-        session = EdgeSession(
-            address=self._address,
-            session_id=f"{order.cluster_id}-{order.server_round}-{secrets.token_hex(4)}",
-            token=secrets.token_hex(_RANDOM_BYTES),
-        )
+    def _open(self, order: DecoderOrder, broken: list[SessionKey]) -> SessionKey:
+        key = SessionKey.random(f"{order.cluster_id}-{order.server_round}")
         state = PartState(weights=order.weights, slots=self._slots.get(order.cluster_id, {}))
         try:
-            self._client.open_session(_request(order, session))
-            self._client.push_weights(session.session_id, session.token, state.tensors())
+            self._client.open_session(_request(order, key)).push_weights(state.tensors())
         except LinkError:
-            self._let_go(session)
-            broken.append(session)
+            self._let_go(key)
+            broken.append(key)
             raise
-        return session
+        return key
 
-    def _let_go(self, session: EdgeSession) -> None:
+    def _let_go(self, key: SessionKey) -> None:
         """Free a session that never came to be; the edge need not know it."""
         with suppress(LinkError):
-            self._client.close_session(session.session_id, session.token)
+            self._client.session(key).close()
 
 
-def _request(order: DecoderOrder, session: EdgeSession) -> SessionRequest:
+def _request(order: DecoderOrder, key: SessionKey) -> SessionRequest:
     learning = order.learning
     return SessionRequest(
-        session_id=session.session_id,
-        token=session.token,
+        key=key,
         spec_json=order.model_spec_json,
+        stage=StageConfig(
+            name="edge",
+            schedule=learning.schedule,
+            depth=order.depth,
+            deadline_s=learning.deadline_s,
+            execution=learning.execution.without_recompute,
+        ),
         optimizer=learning.optimizer,
-        schedule=learning.schedule,
-        depth=order.depth,
-        deadline_s=learning.deadline_s,
-        precision=learning.execution.precision,
-        keep_spans=learning.execution.keep_spans,
         recoverable=True,
         cluster_id=order.cluster_id,
     )

@@ -76,8 +76,7 @@ class SplitRound:
             model_spec_json=self._model.model_spec_json,
             vocabulary_json=self._model.vocabulary_json,
             edge_address=session.address,
-            session_id=session.session_id,
-            session_token=session.token,
+            session=session.key,
             learning=learning,
             shape=self._model.shape,
         )

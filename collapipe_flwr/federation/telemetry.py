@@ -16,7 +16,7 @@ from collapipe_flwr.core.domain import ClusterPlan, GradientNoise, LinkSample
 from collapipe_flwr.core.links import LinkReport, LinkTraffic
 from collapipe_flwr.costs.link_rates import carried_bit_per_s
 from collapipe_flwr.pipeline.meter import Span, StageReport
-from collapipe_flwr.transport.differences import TransferStats
+from collapipe_flwr.transport.weights import TransferStats
 
 D2D, D2E = "d2d", "d2e"
 KEPT = 0.8  # of a planned rate: who sent more slowly was held back by something else

@@ -6,7 +6,6 @@ The embedding runs here, blocks on a fleet, the rest of the model at the edge.
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,17 +21,17 @@ from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError, LinkError
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models.splitter import Splitter
+from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.link import Link, memory_pair
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 from collapipe_flwr.pipeline.prompter import Prompter
-from collapipe_flwr.pipeline.session import NextHop, SessionRequest
+from collapipe_flwr.pipeline.session import NextHop, SessionKey, SessionRequest
 from collapipe_flwr.transport.client import EdgeClient
 
 _log = logging.getLogger(__name__)
 Weights = Mapping[str, Tensor]
 IDLE_S = 24 * 3600.0  # a server may wait a day for its next text
 _CLUSTER = "generation"
-_TOKEN_BYTES = 16
 _STATELESS = OptimizerSettings(name="sgd", learning_rate=1.0)  # nothing learns
 
 
@@ -105,9 +104,9 @@ def edge_thread(splitter: Splitter, weights: Weights, deadline_s: float) -> Iter
     """The last device's link to an edge in a thread of this process."""
     service, request = EdgeService(), _request(splitter, deadline_s)
     service.open(request)
-    service.push_weights(request.session_id, request.token, _edge_weights(splitter, weights))
+    service.push_weights(request.key, _edge_weights(splitter, weights))
     ours, theirs = memory_pair("last device", "edge")
-    session = service.claim(request.session_id, request.token)
+    session = service.claim(request.key)
     failures: list[CollaPipeError] = []
 
     def serve() -> None:
@@ -130,28 +129,23 @@ def edge_session(
     client: EdgeClient, splitter: Splitter, weights: Weights, deadline_s: float
 ) -> Iterator[NextHop]:
     """A session with the model's last part on the edge server that ``client`` talks to."""
-    request = _request(splitter, deadline_s)
-    client.open_session(request)
+    session = client.open_session(_request(splitter, deadline_s))
     try:
-        client.push_weights(request.session_id, request.token, _edge_weights(splitter, weights))
-        yield NextHop(
-            address=client.address, session_id=request.session_id, token=request.token, name="edge"
-        )
+        session.push_weights(_edge_weights(splitter, weights))
+        yield NextHop(address=client.address, key=session.key)
     finally:
         try:
-            client.close_session(request.session_id, request.token)
+            session.close()
         except LinkError as error:  # it ended by itself when the chain broke
             _log.info("nothing to close: %s", error)
 
 
 def _request(splitter: Splitter, deadline_s: float) -> SessionRequest:
     return SessionRequest(
-        session_id=f"{_CLUSTER}-{secrets.token_hex(4)}",
-        token=secrets.token_hex(_TOKEN_BYTES),
+        key=SessionKey.random(_CLUSTER),
         spec_json=splitter.spec.to_json(),
+        stage=StageConfig(name="edge", deadline_s=deadline_s, idle_s=IDLE_S),
         optimizer=_STATELESS,
-        deadline_s=deadline_s,
-        idle_s=IDLE_S,
     )
 
 
@@ -233,7 +227,7 @@ class DaemonBackend:
 
     def missing(self, device_ids: Collection[str]) -> frozenset[str]:
         """See `GenerationBackend.missing`."""
-        nowhere = NextHop(address=self._address, session_id="", token="")
+        nowhere = NextHop(address=self._address, key=SessionKey(session_id="", token=""))
         return self._fleet(nowhere).missing(device_ids)
 
     def _fleet(self, edge: NextHop) -> RemoteFleet:

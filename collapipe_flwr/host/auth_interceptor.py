@@ -1,77 +1,50 @@
-"""What a host does with a call: see who it is and what it may, then let the skin answer.
+"""Authenticates the caller of an RPC, checks its role, then dispatches to the servicer.
 
-The skin, and torch with it, comes into being with the first call of a member that needs it.
+The servicer, and torch with it, is created with the first call of a member that needs it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from collapipe_flwr.config.access_control import Caller
 from collapipe_flwr.transport import methods
-from collapipe_flwr.transport.authorizer import Authorizer, PeerBusy, PeerRefused
-from collapipe_flwr.transport.bounded import only_message
+from collapipe_flwr.transport.authorizer import Authorizer
 from collapipe_flwr.transport.host_status import status_here
-from collapipe_flwr.transport.messages import encode_message
+from collapipe_flwr.transport.methods import METHODS, Method, encode_message
+from collapipe_flwr.transport.server import only_message
 
 if TYPE_CHECKING:
     from collapipe_flwr.host.servicer import Servicer
 
-_UNARY = {
-    "Report": "report",
-    "Timeline": "timeline",
-    "Snapshot": "snapshot",
-    "Rollback": "rollback",
-    "CloseSession": "close_session",
-    "Missing": "missing",
-    "Digests": "digests",
-    "Benchmark": "benchmark",
-    "Probe": "probe",
-}
 _Messages = Iterator[bytes]
+_NOT_WHILE_DRAINING = (methods.OPEN_SESSION, methods.HEALTH)
 
 
 class AuthInterceptor:
-    """All methods of a host behind its gate; `make_skin` is called once.
+    """All methods of a host behind its authorizer; `make_servicer` is called once."""
 
-    On the wire every method takes a stream, so that a stranger's message is never read; those of
-    one message take the first.
-    """
-
-    def __init__(self, make_skin: Callable[[], Servicer], gate: Authorizer) -> None:
-        self._make_skin = make_skin
-        self._gate = gate
-        self._skin: Servicer | None = None
+    def __init__(self, make_servicer: Callable[[], Servicer], authorizer: Authorizer) -> None:
+        self._make_servicer = make_servicer
+        self._authorizer = authorizer
+        self._servicer: Servicer | None = None
         self._lock = threading.Lock()
         self._draining = False
         self._answered = threading.Condition()
 
-    def grpc_handler(self) -> grpc.GenericRpcHandler:
-        """What the server calls, by method name; bytes in, bytes out."""
-        answering: dict[str, Callable[[_Messages, grpc.ServicerContext], bytes]] = {
-            **{name: self._unary(name, method) for name, method in _UNARY.items()},
-            "OpenSession": self._open_session,
-            "Health": self._health,
-            "PushWeights": self._push_weights,
-            "Echo": self._echo,
-            "Status": self._status,
-        }
-        streaming = {
-            "FetchWeights": self._fetch_weights,
-            "Stream": self._stream,
-        }
-        return grpc.method_handlers_generic_handler(
-            methods.SERVICE,
-            {
-                **{n: grpc.stream_unary_rpc_method_handler(call) for n, call in answering.items()},
-                **{n: grpc.stream_stream_rpc_method_handler(c) for n, c in streaming.items()},
-            },
-        )
+    def answers(self) -> Mapping[Method, Callable[..., Any]]:
+        """What the server calls."""
+        alone = {methods.ECHO: self._echo, methods.STATUS: self._status}
+        return {
+            method: partial(self._download if method.downloads else self._answer, method)
+            for method in METHODS
+        } | alone
 
     def drain(self, grace_s: float) -> None:
         """Open no session any more, and wait for those that there are to be closed."""
@@ -79,91 +52,64 @@ class AuthInterceptor:
         with self._answered:
             self._answered.wait_for(lambda: not self._busy(), timeout=grace_s)
 
-    def _busy(self) -> bool:
-        return self._skin is not None and self._skin.sessions() > 0
-
     def close(self) -> None:
         """Wait for the stages that run, if there ever were any."""
         with self._lock:
-            if self._skin is not None:
-                self._skin.close()
+            if self._servicer is not None:
+                self._servicer.close()
 
-    def _unary(self, name: str, method: str) -> Callable[[_Messages, grpc.ServicerContext], bytes]:
-        def answer(messages: _Messages, context: grpc.ServicerContext) -> bytes:
-            with self._entered(context, name) as skin:
-                answered: bytes = getattr(skin, method)(only_message(messages, context), context)
-                return answered
+    def _busy(self) -> bool:
+        return self._servicer is not None and self._servicer.sessions() > 0
 
-        return answer
+    def _answer(self, method: Method, messages: _Messages, context: grpc.ServicerContext) -> bytes:
+        with self._admitted(context, method) as caller:
+            servicer = self._servicer_for(caller, method, context)
+            message = messages if method.uploads else only_message(messages, context)
+            return servicer.answer(method, message, context, caller)
 
-    def _open_session(self, messages: _Messages, context: grpc.ServicerContext) -> bytes:
-        with self._admitted(context, "OpenSession") as caller:
-            self._refuse_while_draining(context)
-            return self._built().open_session(only_message(messages, context), context, caller)
-
-    def _health(self, messages: _Messages, context: grpc.ServicerContext) -> bytes:
-        with self._entered(context, "Health") as skin:
-            self._refuse_while_draining(context)
-            return skin.health(only_message(messages, context), context)
-
-    def _push_weights(self, messages: _Messages, context: grpc.ServicerContext) -> bytes:
-        with self._entered(context, "PushWeights") as skin:
-            return skin.push_weights(messages, context)
-
-    def _fetch_weights(self, messages: _Messages, context: grpc.ServicerContext) -> _Messages:
-        with self._entered(context, "FetchWeights") as skin:
-            yield from skin.fetch_weights(only_message(messages, context), context)
-
-    def _stream(self, messages: _Messages, context: grpc.ServicerContext) -> _Messages:
-        with self._entered(context, "Stream") as skin:
-            yield from skin.stream(messages, context)
+    def _download(
+        self, method: Method, messages: _Messages, context: grpc.ServicerContext
+    ) -> _Messages:
+        with self._admitted(context, method) as caller:
+            servicer = self._servicer_for(caller, method, context)
+            message = messages if method.uploads else only_message(messages, context)
+            yield from servicer.download(method, message, context, caller)
 
     def _echo(self, messages: _Messages, context: grpc.ServicerContext) -> bytes:
         """Answer a payload of any size with nothing: for the rate and delay of the way here."""
-        with self._admitted(context, "Echo"):
+        with self._admitted(context, methods.ECHO):
             only_message(messages, context)
             return b""
 
     def _status(self, messages: _Messages, context: grpc.ServicerContext) -> bytes:
         """What a check wants to know of a host that may not have loaded torch yet."""
-        with self._admitted(context, "Status"):
+        with self._admitted(context, methods.STATUS):
             only_message(messages, context)
-            awake = self._skin is not None
+            awake = self._servicer is not None
             return encode_message(status_here(awake=awake, stopping=self._draining))
 
     @contextmanager
-    def _entered(self, context: grpc.ServicerContext, name: str) -> Iterator[Servicer]:
-        """The skin, for a caller that may do this to the session that it names, if it names one."""
-        with self._admitted(context, name) as caller:
-            skin = self._built()
-            metadata = dict(context.invocation_metadata())
-            session_id = metadata.get(methods.SESSION_KEY, "")
-            if caller is not None and not skin.may_use(caller, name, session_id):
-                refusal = f"no session {session_id[:80]} with this token"  # as if there were none
-                context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
-            yield skin
-
-    @contextmanager
-    def _admitted(self, context: grpc.ServicerContext, name: str) -> Iterator[Caller | None]:
+    def _admitted(self, context: grpc.ServicerContext, method: Method) -> Iterator[Caller | None]:
         try:
-            with self._gate.entered(context, name) as caller:
+            with self._authorizer.admitted(context, method) as caller:
                 yield caller
-        except PeerRefused as error:
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
-        except PeerBusy as error:
-            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         finally:
             if self._draining:
                 with self._answered:
                     self._answered.notify_all()
 
-    def _refuse_while_draining(self, context: grpc.ServicerContext) -> None:
-        """As if nobody listened: whoever asks takes this host for lost and does without."""
-        if self._draining:
+    def _servicer_for(
+        self, caller: Caller | None, method: Method, context: grpc.ServicerContext
+    ) -> Servicer:
+        """The servicer, for a caller that may do this to the session that it names, if any."""
+        if self._draining and method in _NOT_WHILE_DRAINING:
+            # As if nobody listened: whoever asks takes this host for lost and does without.
             context.abort(grpc.StatusCode.UNAVAILABLE, "the host is stopping")
-
-    def _built(self) -> Servicer:
         with self._lock:
-            if self._skin is None:
-                self._skin = self._make_skin()
-            return self._skin
+            if self._servicer is None:
+                self._servicer = self._make_servicer()
+        session_id = dict(context.invocation_metadata()).get(methods.SESSION_KEY, "")
+        if caller is not None and not self._servicer.may_use(caller, method, session_id):
+            refusal = f"no session {session_id[:80]} with this token"  # as if there were none
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
+        return self._servicer

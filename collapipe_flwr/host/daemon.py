@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from collapipe_flwr.config.access_control import Roster
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.signals import stopping
 from collapipe_flwr.core.tls_files import TlsFiles
 from collapipe_flwr.host.allocator import configure_malloc
-from collapipe_flwr.host.listener import Listener, ListenerSettings
-from collapipe_flwr.host.power import IwPower, PowerControl, RadioAsItIs
-from collapipe_flwr.host.spared import spare_libraries
+from collapipe_flwr.host.power import IwPower
+from collapipe_flwr.host.server import Listener, ListenerConfig
 
 if TYPE_CHECKING:
     from collapipe_flwr.host.servicer import Servicer
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _BREAK_OFF_S = 1.0  # for peers to hear it
 _LOOPBACK = ("127.", "localhost", "[::1]")
+UNUSED_LIBRARIES = ("scipy", "sklearn")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +60,12 @@ class HostSettings:
             )
         if not self.memory_bytes > 0:
             raise ConfigError(f"--memory-mb must be > 0, got {self.memory_bytes / 1e6:g}")
-        if self.radio_interface:
-            IwPower(self.radio_interface)
+        _ = self.power
+
+    @property
+    def power(self) -> IwPower | None:
+        """The power control of `radio_interface`, if one is set; raises ConfigError."""
+        return IwPower(self.radio_interface) if self.radio_interface else None
 
 
 def is_loopback(listen: str) -> bool:
@@ -78,11 +82,11 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
     configure_malloc()
     if settings.tls is None:
         _log.warning("plain text: whoever reaches %s can read and change all", settings.listen)
-    kept = _skin(settings, passes_on) if settings.state_dir is not None else None
+    made = _servicer(settings, passes_on) if settings.state_dir is not None else None
     listener = Listener(
         settings.listen,
-        lambda: kept or _skin(settings, passes_on),
-        ListenerSettings(tls=settings.tls, roster=settings.roster, on_edge=not passes_on),
+        lambda: made or _servicer(settings, passes_on),
+        ListenerConfig(tls=settings.tls, roster=settings.roster, on_edge=not passes_on),
     )
     with stopping() as stop, listener:
         announce(listener.address)
@@ -91,39 +95,41 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
         listener.stop(_BREAK_OFF_S)
 
 
-def _skin(settings: HostSettings, passes_on: bool) -> Servicer:
-    spare_libraries()
+def hide_unused_libraries() -> None:
+    """Have this process do without libraries that no host has a use for, unless one is loaded.
+
+    transformers loads them wherever they are installed, to match boxes and score text; a device
+    that does so holds some 40 MB more for as long as it lives. A name without a module in
+    `sys.modules` is how Python says that there is none to import.
+    """
+    modules = cast("dict[str, object]", sys.modules)
+    for name in UNUSED_LIBRARIES:
+        modules.setdefault(name, None)
+
+
+def _servicer(settings: HostSettings, passes_on: bool) -> Servicer:
+    hide_unused_libraries()
     import torch
 
     from collapipe_flwr.host.ledger import Ledger
     from collapipe_flwr.host.service import EdgeService, refuse_next_hop
     from collapipe_flwr.host.servicer import Servicer, ServicerConfig
     from collapipe_flwr.host.snapshot_store import SnapshotStore
-    from collapipe_flwr.host.store import TensorStore
-    from collapipe_flwr.host.weight_cache import WeightCache
+    from collapipe_flwr.host.weight_cache import TensorStore, WeightCache
     from collapipe_flwr.transport.dialer import Dialer
-    from collapipe_flwr.transport.probe import probe
 
-    connect = Dialer(name=settings.name, tls=settings.tls) if passes_on else refuse_next_hop
-    vault = SnapshotStore(settings.state_dir) if settings.state_dir is not None else None
-    ledger = Ledger(settings.memory_bytes)
-    store = TensorStore(ledger) if passes_on else None  # the edge's clusters differ
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    power = power_of(settings)
+    dialer = Dialer(name=settings.name, tls=settings.tls) if passes_on else None
     folder = settings.cache_dir if settings.cache_bytes > 0 else None
-    frozen = WeightCache(folder, settings.cache_bytes) if folder is not None else None
+    ledger = Ledger(settings.memory_bytes)
     service = EdgeService(
-        connect=connect, vault=vault, store=store, frozen=frozen, power=power, ledger=ledger
+        connect=dialer or refuse_next_hop,
+        snapshots=SnapshotStore(settings.state_dir) if settings.state_dir is not None else None,
+        store=TensorStore(ledger) if passes_on else None,  # the edge's clusters differ
+        cache=WeightCache(folder, settings.cache_bytes) if folder is not None else None,
+        power=settings.power,
+        ledger=ledger,
     )
     guests = frozenset() if passes_on or settings.roster is None else settings.roster.control_units
-    skin_settings = ServicerConfig(
-        guests=guests,
-        probe=partial(probe, tls=settings.tls) if passes_on else None,
-    )
-    return Servicer(service, skin_settings)
-
-
-def power_of(settings: HostSettings) -> PowerControl:
-    """Whoever is told the planned power: the named interface, or nobody."""
-    return IwPower(settings.radio_interface) if settings.radio_interface else RadioAsItIs()
+    return Servicer(service, ServicerConfig(guests=guests, probe=dialer.probe if dialer else None))

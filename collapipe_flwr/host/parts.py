@@ -13,8 +13,8 @@ from typing import cast
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import CheckpointMissing
-from collapipe_flwr.host.session import HostedPart, Saved, Session, SessionRefused
-from collapipe_flwr.host.snapshot_store import SnapshotStore, StoredSnapshot
+from collapipe_flwr.host.session import HostedPart, Session, SessionRefused, Snapshot
+from collapipe_flwr.host.snapshot_store import SnapshotStore
 from collapipe_flwr.host.weight_cache import WeightCache
 from collapipe_flwr.pipeline.memory import bytes_of
 from collapipe_flwr.pipeline.meter import StageReport
@@ -32,17 +32,17 @@ _NEW, _SAVING = "new part", "new snapshot"
 
 
 class Parts:
-    """Builds parts by `build`; snapshots go to `vault`, and frozen weights to `frozen`."""
+    """Builds parts by `build`; snapshots go to `snapshots`, frozen weights to `cache`."""
 
     def __init__(
         self,
         build: BuildPart,
-        vault: SnapshotStore | None = None,
-        frozen: WeightCache | None = None,
+        snapshots: SnapshotStore | None = None,
+        cache: WeightCache | None = None,
     ) -> None:
         self._build = build
-        self._vault = vault
-        self._frozen = frozen
+        self._snapshots = snapshots
+        self._cache = cache
 
     def replace(self, session: Session, tensors: Mapping[str, Tensor], arrived: str) -> None:
         """Make a part of what was found here and what came, and let the session have it.
@@ -97,9 +97,9 @@ class Parts:
         except CheckpointMissing:
             session.lacks_checkpoint = True
             raise
-        if session.lacks_checkpoint and self._frozen is not None:
+        if session.lacks_checkpoint and self._cache is not None:
             told = part.state_dict()
-            self._frozen.keep({key: t for key, t in pushed.items() if key not in told})
+            self._cache.keep({key: t for key, t in pushed.items() if key not in told})
         return part
 
     def _rebuild(self, session: Session, state: PartState) -> None:
@@ -121,20 +121,20 @@ class Parts:
         *,
         step: int = 0,
         report: StageReport | None = None,
-    ) -> Saved:
-        """A snapshot, on disk where there is a vault; `first` fills in what no part reports."""
+    ) -> Snapshot:
+        """A snapshot, on disk too if there is a store; `first` fills in what no part reports."""
         live = live_state(module_of(part), optimizer)
         whole = replace(live, weights={**first, **live.weights})
         session.account.reserve({_SAVING: whole.num_bytes})
         copy = live.copy()
         state = replace(copy, weights={**first, **copy.weights})
-        if self._vault is not None:
-            kept = StoredSnapshot(request=session.request, step=step, state=state, report=report)
-            self._vault.write(kept)
-        return Saved(step=step, state=state, report=report)
+        snapshot = Snapshot(request=session.request, step=step, state=state, report=report)
+        if self._snapshots is not None:
+            self._snapshots.write(snapshot)
+        return snapshot
 
 
-def _adopt(session: Session, saved: Saved | None, sizes: Mapping[str, int]) -> None:
+def _adopt(session: Session, saved: Snapshot | None, sizes: Mapping[str, int]) -> None:
     """The session stands on this snapshot from now on."""
     session.saved = saved
     kept = saved.state.num_bytes if saved is not None else 0

@@ -23,14 +23,6 @@ class PowerControl(Protocol):
         ...
 
 
-class RadioAsItIs:
-    """Leaves the radio alone."""
-
-    def apply(self, tx_power_w: float) -> None:
-        """See `PowerControl.apply`."""
-        _ = tx_power_w
-
-
 @dataclass(frozen=True, slots=True)
 class IwPower:
     """Sets a Wi-Fi interface's power by ``iw``, which needs CAP_NET_ADMIN."""

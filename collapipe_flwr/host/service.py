@@ -1,14 +1,14 @@
 """A host of model parts: one replica per session, trained by one stream at a time.
 
 The edge server is such a host: its sessions hold the last part of the model, one per cluster. A
-device is one too: a session with a next hop holds a segment and passes activations on. Knows no
+device is one too: a session with a placement holds a segment and passes activations on. Knows no
 transport.
 
 A session is opened with a model and a token, gets weights, and then runs streams of steps of one
 cluster. When a stream fails the replica may stand in the middle of a step: a recoverable session
 goes back to its last snapshot, any other is gone; the round's first weights are still where they
-came from. With a vault, snapshots survive a restart of the host. What may happen to a session when
-is in `session`, what it may hold in `ledger`.
+came from. With a snapshot store they survive a restart of the host. What may happen to a session
+when is in `session`, what it may hold in `ledger`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,23 @@ from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.core.schedule import stage_actions
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
 from collapipe_flwr.host.parts import FOUND, SNAPSHOT, BuildPart, Parts, module_of, tensors_of
-from collapipe_flwr.host.power import PowerControl, RadioAsItIs
-from collapipe_flwr.host.session import HostedPart, Saved, Session, SessionRefused, Stream
+from collapipe_flwr.host.power import PowerControl
+from collapipe_flwr.host.session import HostedPart, Session, SessionRefused, Stream
 from collapipe_flwr.host.sessions import SessionTable
 from collapipe_flwr.host.snapshot_store import SnapshotStore
-from collapipe_flwr.host.store import TensorStore
-from collapipe_flwr.host.weight_cache import WeightCache
+from collapipe_flwr.host.weight_cache import TensorStore, WeightCache
 from collapipe_flwr.pipeline.digest import digests_of
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.memory import bytes_of
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.roles import LastStage, MiddleStage
-from collapipe_flwr.pipeline.session import Health, NextHop, SessionRequest, Timeline
-from collapipe_flwr.pipeline.stage_settings import StageSettings
+from collapipe_flwr.pipeline.session import (
+    Health,
+    NextHop,
+    SessionKey,
+    SessionRequest,
+    Timeline,
+)
 
 Connect = Callable[[NextHop], AbstractContextManager[Link]]
 Reserve = Callable[[int], None]
@@ -47,14 +51,14 @@ _log = logging.getLogger(__name__)
 
 
 def build_transformers_part(request: SessionRequest, weights: Mapping[str, Tensor]) -> HostedPart:
-    """A segment of a transformers model, or its last part where no blocks are named."""
+    """A segment of a transformers model, or its last part where no blocks are placed."""
     from collapipe_flwr.models.spec import ModelSpec  # slow imports: only when needed
     from collapipe_flwr.models.splitter import Splitter
 
     splitter = Splitter(ModelSpec.from_json(request.spec_json))
-    if request.blocks is None:
+    if request.placement is None:
         return splitter.build_edge(weights)
-    return splitter.build_segment(*request.blocks, weights)
+    return splitter.build_segment(*request.placement.blocks, weights)
 
 
 def refuse_next_hop(hop: NextHop) -> AbstractContextManager[Link]:
@@ -76,37 +80,37 @@ class EdgeService:
         most_sessions: int = 64,
         forget_after_s: float = 6 * 3600.0,
         clock: Callable[[], float] = time.monotonic,
-        vault: SnapshotStore | None = None,
+        snapshots: SnapshotStore | None = None,
         store: TensorStore | None = None,
-        frozen: WeightCache | None = None,
+        cache: WeightCache | None = None,
         power: PowerControl | None = None,
         ledger: Ledger | None = None,
     ) -> None:
-        self._power = power or RadioAsItIs()
+        self._power = power
         self._store = store
-        self._frozen = frozen
-        self._parts = Parts(build_part, vault, frozen)
+        self._cache = cache
+        self._parts = Parts(build_part, snapshots, cache)
         self._connect = connect
         self._ledger = ledger or Ledger()
         self._sessions = SessionTable(most_sessions, forget_after_s, clock, self._let_go)
-        self._vault = vault
-        if vault is not None:
-            self._restore(vault)
+        self._snapshots = snapshots
+        if snapshots is not None:
+            self._restore(snapshots)
 
-    def _restore(self, vault: SnapshotStore) -> None:
+    def _restore(self, snapshots: SnapshotStore) -> None:
         """Take up the sessions on disk that there is room for, and forget the others."""
-        for kept in vault.read():
-            account = Account(self._ledger, kept.request.opener)
+        for snapshot in snapshots.read():
+            account = Account(self._ledger, snapshot.request.opener)
             try:
-                account.reserve({SNAPSHOT: kept.state.num_bytes})
-                session = self._sessions.add(kept.request, account)
+                account.reserve({SNAPSHOT: snapshot.state.num_bytes})
+                session = self._sessions.add(snapshot.request, account)
             except LinkError as error:
                 account.close()
-                _log.error("session %s is lost: %s", kept.request.session_id, error)
+                _log.error("session %s is lost: %s", snapshot.request.key.session_id, error)
                 continue
-            session.saved = Saved(step=kept.step, state=kept.state, report=kept.report)
+            session.saved = snapshot
             session.go_back()
-        vault.keep_only(self._sessions.ids())
+        snapshots.keep_only(self._sessions.ids())
 
     def open(
         self,
@@ -120,25 +124,25 @@ class EdgeService:
         See `SessionTable.add` for `most_of_opener`. Its opener's sessions may hold
         `share_of_opener` of the memory.
         """
-        stage_actions(request.schedule, request.depth, 1)
+        stage_actions(request.stage.schedule, request.stage.depth, 1)
         most_bytes = int(self._ledger.most_bytes * share_of_opener)
         account = Account(self._ledger, request.opener, most_bytes)
         self._sessions.add(request, account, most_of_opener=most_of_opener)
 
-    def missing(self, session_id: str, token: str, digests: Mapping[str, str]) -> tuple[str, ...]:
+    def missing(self, key: SessionKey, digests: Mapping[str, str]) -> tuple[str, ...]:
         """Which of these weights the next push must bring; the others are here.
 
         The store hands over what is wanted and forgets the rest, so that nothing of an earlier
         round stays beside the part.
         """
-        session = self.find(session_id, token)
+        session = self.find(key)
         wanted = frozenset(digests.values())
         with session.at_rest():
             found = {d: tensor for d, tensor in session.found.items() if d in wanted}
             if self._store is not None:
                 found |= self._store.take(wanted)
-            if session.lacks_checkpoint and self._frozen is not None:
-                found |= self._frozen.find({d: d for d in wanted - found.keys()})
+            if session.lacks_checkpoint and self._cache is not None:
+                found |= self._cache.find({d: d for d in wanted - found.keys()})
             try:
                 session.account.reserve({FOUND: bytes_of(found.values())})
             except NoRoom:
@@ -147,16 +151,16 @@ class EdgeService:
             session.found, session.wanted = found, digests
             return tuple(key for key, digest in digests.items() if digest not in found)
 
-    def push_weights(self, session_id: str, token: str, tensors: Mapping[str, Tensor]) -> None:
+    def push_weights(self, key: SessionKey, tensors: Mapping[str, Tensor]) -> None:
         """`receive_weights` of tensors that are here; optimiser slots among them are not copied."""
 
         def receive(reserve: Reserve) -> Mapping[str, Tensor]:
             reserve(bytes_of(tensors.values()))
             return tensors
 
-        self.receive_weights(session_id, token, receive)
+        self.receive_weights(key, receive)
 
-    def receive_weights(self, session_id: str, token: str, receive: Receive) -> None:
+    def receive_weights(self, key: SessionKey, receive: Receive) -> None:
         """Set the weights of a session's part, and the optimiser's slots that are among them.
 
         `receive` brings them (`PartState.tensors`) and reserves the bytes of each before it is
@@ -166,7 +170,7 @@ class EdgeService:
         Raises ModelError when keys or shapes are not those of the part, NoRoom when the host may
         not hold so much.
         """
-        session = self.find(session_id, token)
+        session = self.find(key)
         with session.account.arriving() as arrived:
             tensors = receive(lambda size: session.account.add(arrived, size))
             with session.at_rest():
@@ -174,38 +178,34 @@ class EdgeService:
 
     @contextmanager
     def reading(
-        self, session_id: str, token: str, *, with_optimizer: bool = False
+        self, key: SessionKey, *, with_optimizer: bool = False
     ) -> Iterator[dict[str, Tensor]]:
         """The weights of a session's part, with optimiser slots where asked for.
 
         They are the part's own tensors and not copies; the part does not change meanwhile.
         """
-        session = self.find(session_id, token)
+        session = self.find(key)
         with session.at_rest():
             self._parts.part(session)
             yield tensors_of(session, with_optimizer)
 
-    def weights(
-        self, session_id: str, token: str, *, with_optimizer: bool = False
-    ) -> dict[str, Tensor]:
+    def weights(self, key: SessionKey, *, with_optimizer: bool = False) -> dict[str, Tensor]:
         """A copy of what `reading` gives."""
-        with self.reading(session_id, token, with_optimizer=with_optimizer) as tensors:
+        with self.reading(key, with_optimizer=with_optimizer) as tensors:
             return {key: tensor.detach().clone() for key, tensor in tensors.items()}
 
-    def digests(
-        self, session_id: str, token: str, *, with_optimizer: bool = False
-    ) -> dict[str, str]:
+    def digests(self, key: SessionKey, *, with_optimizer: bool = False) -> dict[str, str]:
         """The content digests of what `weights` would give."""
-        with self.reading(session_id, token, with_optimizer=with_optimizer) as tensors:
+        with self.reading(key, with_optimizer=with_optimizer) as tensors:
             return digests_of(tensors)
 
-    def snapshot(self, session_id: str, token: str, step: int) -> None:
+    def snapshot(self, key: SessionKey, step: int) -> None:
         """Keep the state after `step` steps instead of the last one; twice is allowed.
 
         Raises SessionRefused when the session does not stand there. When the snapshot cannot be
         written, the last one stays in force.
         """
-        session = self.find(session_id, token)
+        session = self.find(key)
         with session.at_rest():
             self._parts.part(session)
             if session.saved is None or session.steps != step:
@@ -213,45 +213,45 @@ class EdgeService:
             if session.saved.step != step:
                 self._parts.save(session)
 
-    def rollback(self, session_id: str, token: str, step: int) -> None:
+    def rollback(self, key: SessionKey, step: int) -> None:
         """Go back to the snapshot after `step` steps, ending a stream that still runs.
 
         Raises SessionRefused when the last snapshot is another.
         """
-        session = self.find(session_id, token)
+        session = self.find(key)
         session.break_off("rolled back to replay steps")
         with session.at_rest():
             if session.saved is None or session.saved.step != step:
                 raise SessionRefused(f"the session has no snapshot after step {step}")
             session.go_back()
 
-    def report(self, session_id: str, token: str) -> StageReport:
+    def report(self, key: SessionKey) -> StageReport:
         """What a session measured since its weights were set, over all steps that count.
 
         Streams that ended in good order add up. A step that was not kept does not count: a stream
         that failed, or one that was rolled back, is replayed, so its bytes, seconds and gradients
         would be those of the same work twice. A snapshot counts as memory.
         """
-        session = self.find(session_id, token)
+        session = self.find(key)
         report, saved = session.report, session.saved
         if report is None:
-            raise SessionRefused(f"session {session_id} has not run yet")
+            raise SessionRefused(f"session {key.session_id} has not run yet")
         kept_bytes = saved.state.num_bytes if saved is not None else 0
         return replace(report, peak_tensor_bytes=report.peak_tensor_bytes + kept_bytes)
 
-    def timeline(self, session_id: str, token: str) -> Timeline:
+    def timeline(self, key: SessionKey) -> Timeline:
         """What a session did when, over the same steps as its report."""
-        report = self.find(session_id, token).report
+        report = self.find(key).report
         return Timeline(spans=report.spans if report is not None else ())
 
-    def close(self, session_id: str, token: str) -> None:
+    def close(self, key: SessionKey) -> None:
         """Forget a session, ending a stream that still runs; returns when nothing uses its part.
 
         With a store its weights, and slots where asked for, are kept for the next session, unless
         a stream was broken off. Raises SessionRefused when a step does not end in time; then the
         session is forgotten when it does.
         """
-        session = self.find(session_id, token)
+        session = self.find(key)
         whole = session.close("the session was closed")
         if whole and self._store is not None and session.part is not None:
             self._store.keep(tensors_of(session, session.request.keep_optimizer).values())
@@ -273,17 +273,17 @@ class EdgeService:
         """What a session was opened with."""
         return self._sessions.request(session_id)
 
-    def find(self, session_id: str, token: str) -> Session:
+    def find(self, key: SessionKey) -> Session:
         """The session. Raises SessionRefused when the id or the token is wrong."""
-        return self._sessions.find(session_id, token)
+        return self._sessions.find(key)
 
-    def run(self, session_id: str, token: str, upstream: Link) -> None:
+    def run(self, key: SessionKey, upstream: Link) -> None:
         """Run a session's stage over one link until its END frame."""
-        self.serve(self.claim(session_id, token), upstream)
+        self.serve(self.claim(key), upstream)
 
-    def claim(self, session_id: str, token: str) -> Stream:
+    def claim(self, key: SessionKey) -> Stream:
         """Reserve a session for one stream, which `serve` then runs, or `release` gives up."""
-        session = self.find(session_id, token)
+        session = self.find(key)
         with session.at_rest():
             self._parts.part(session)
             return session.claim()
@@ -320,8 +320,8 @@ class EdgeService:
     def _let_go(self, session: Session) -> None:
         """A session has left the table."""
         session.account.close()
-        if self._vault is not None:
-            self._vault.forget(session.request.session_id)
+        if self._snapshots is not None:
+            self._snapshots.forget(session.request.key.session_id)
 
     @contextmanager
     def _stage(self, stream: Stream, upstream: Link) -> Iterator[LastStage | MiddleStage]:
@@ -329,26 +329,12 @@ class EdgeService:
         session = stream.session
         assert session.part is not None and session.optimizer is not None
         part, optimizer = module_of(session.part), session.optimizer
-        settings = _settings(session.request)
-        if session.request.next_hop is None:
-            yield LastStage(part, optimizer, settings, upstream=upstream)
+        config, placement = session.request.stage, session.request.placement
+        if placement is None:
+            yield LastStage(part, optimizer, config, upstream=upstream)
             return
-        if session.request.tx_power_w is not None:
-            self._power.apply(session.request.tx_power_w)
-        with self._connect(session.request.next_hop) as downstream:
+        if self._power is not None and placement.tx_power_w is not None:
+            self._power.apply(placement.tx_power_w)
+        with self._connect(placement.next_hop) as downstream:
             session.add_link(stream, downstream)
-            links = {"upstream": upstream, "downstream": downstream}
-            yield MiddleStage(part, optimizer, settings, **links)
-
-
-def _settings(request: SessionRequest) -> StageSettings:
-    return StageSettings(
-        name=request.name,
-        schedule=request.schedule,
-        depth=request.depth,
-        deadline_s=request.deadline_s,
-        idle_s=request.idle_s,
-        recompute=request.recompute,
-        precision=request.precision,
-        keep_spans=request.keep_spans,
-    )
+            yield MiddleStage(part, optimizer, config, upstream=upstream, downstream=downstream)

@@ -5,16 +5,22 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import grpc
 from torch import Tensor
 
 from collapipe_flwr.config.access_control import Caller
-from collapipe_flwr.core.errors import CheckpointMissing, CollaPipeError, LinkError
+from collapipe_flwr.core.errors import (
+    CheckpointMissing,
+    CollaPipeError,
+    LinkError,
+    ProtocolError,
+)
 from collapipe_flwr.host.allocator import give_back
 from collapipe_flwr.host.ledger import NoRoom
 from collapipe_flwr.host.service import EdgeService, Reserve
@@ -22,16 +28,15 @@ from collapipe_flwr.host.session import SessionRefused, Stream
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest, run_benchmark
 from collapipe_flwr.pipeline.digest import Digests, Keys
 from collapipe_flwr.pipeline.frame import Frame, FrameKind
-from collapipe_flwr.pipeline.session import SessionRequest, StepMark
+from collapipe_flwr.pipeline.meter import StageReport
+from collapipe_flwr.pipeline.session import Health, SessionKey, SessionRequest, StepMark, Timeline
 from collapipe_flwr.transport import methods
-from collapipe_flwr.transport.bounded import call_deadline
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
 from collapipe_flwr.transport.host_status import ProbeAnswer, ProbeRequest
-from collapipe_flwr.transport.limits import FrameLimits
-from collapipe_flwr.transport.messages import decode_message, encode_message
+from collapipe_flwr.transport.methods import FrameLimits, Method, decode_message, encode_message
 from collapipe_flwr.transport.quantize import WIRE_CODECS
-from collapipe_flwr.transport.rate_limit import StreamSettings
-from collapipe_flwr.transport.stream import StreamLink
+from collapipe_flwr.transport.server import call_deadline
+from collapipe_flwr.transport.stream import StreamConfig, StreamLink
 from collapipe_flwr.transport.weights import gather_weights, weight_frames
 
 _log = logging.getLogger(__name__)
@@ -54,19 +59,41 @@ class ServicerConfig:
     probe: Callable[[ProbeRequest], ProbeAnswer] | None = None
 
 
-class Servicer:
-    """One method per RPC."""
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An RPC that runs."""
 
-    def __init__(self, service: EdgeService, settings: ServicerConfig | None = None) -> None:
-        settings = settings or ServicerConfig()
+    context: grpc.ServicerContext
+    caller: Caller | None  # nobody in particular
+    metadata: Mapping[str, str]
+
+    @property
+    def key(self) -> SessionKey:
+        """The session that it names. Raises ProtocolError when it names none."""
+        try:
+            return SessionKey(
+                session_id=self.metadata[methods.SESSION_KEY],
+                token=self.metadata[methods.TOKEN_KEY],
+            )
+        except KeyError as error:
+            raise ProtocolError("the call names no session or no token") from error
+
+    @property
+    def with_optimizer(self) -> bool:
+        """Whether optimiser slots are asked for, besides weights."""
+        return self.metadata.get(methods.SLOTS_KEY) == "1"
+
+
+class Servicer:
+    """One method per RPC, called by the name in `transport.methods`."""
+
+    def __init__(self, service: EdgeService, config: ServicerConfig | None = None) -> None:
         self._service = service
+        self._config = config or ServicerConfig()
         self._workers = ThreadPoolExecutor(
             service.health().most_sessions, thread_name_prefix="edge-stage"
         )
         self._measuring = threading.Lock()
-        self._limits = settings.limits
-        self._transfer_s = settings.transfer_s
-        self._settings = settings
 
     def sessions(self) -> int:
         """How many are open."""
@@ -76,161 +103,139 @@ class Servicer:
         """Wait for the stages that run."""
         self._workers.shutdown(wait=True)
 
-    def may_use(self, caller: Caller, method: str, session_id: str) -> bool:
+    def may_use(self, caller: Caller, method: Method, session_id: str) -> bool:
         """Whether a caller may do this to a session; what is unknown is refused by the method."""
         request = self._service.request(session_id)
         return request is None or caller.may_use(
-            method, cluster_id=request.cluster_id, opener=request.opener
+            method.name, cluster_id=request.cluster_id, opener=request.opener
         )
 
-    def open_session(
-        self, data: bytes, context: grpc.ServicerContext, caller: Caller | None = None
+    def answer(
+        self, method: Method, message: Any, context: grpc.ServicerContext, caller: Caller | None
     ) -> bytes:
+        """Answer `message` (or the stream of an upload) with one message."""
         with _refusing(context):
-            request = decode_message(SessionRequest, data)
-            opener = caller.name if caller else ""
-            cluster_id = caller.cluster_of(request.cluster_id) if caller else request.cluster_id
-            guest = opener in self._settings.guests
-            self._service.open(
-                replace(request, cluster_id=cluster_id, opener=opener),
-                most_of_opener=self._settings.sessions_of_guest if guest else None,
-                share_of_opener=self._settings.share_of_guest if guest else 1.0,
-            )
-        return b""
+            answer = getattr(self, method.attribute)(message, _call(context, caller))
+            return b"" if answer is None else encode_message(answer)
 
-    def push_weights(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        with _refusing(context), call_deadline(context, self._transfer_s):
-            session_id, token, _metadata = _caller(context)
-            frames = (decode_frame(data, self._limits) for data in messages)
+    def download(
+        self, method: Method, message: Any, context: grpc.ServicerContext, caller: Caller | None
+    ) -> Iterator[bytes]:
+        """Answer with a stream."""
+        with _refusing(context):
+            yield from getattr(self, method.attribute)(message, _call(context, caller))
 
-            def receive(reserve: Reserve) -> dict[str, Tensor]:
-                return gather_weights(frames, self._service.health().most_bytes, reserve)
+    def open_session(self, data: bytes, call: Call) -> None:
+        request, caller, config = decode_message(SessionRequest, data), call.caller, self._config
+        opener = caller.name if caller else ""
+        cluster_id = caller.cluster_of(request.cluster_id) if caller else request.cluster_id
+        guest = opener in config.guests
+        self._service.open(
+            replace(request, cluster_id=cluster_id, opener=opener),
+            most_of_opener=config.sessions_of_guest if guest else None,
+            share_of_opener=config.share_of_guest if guest else 1.0,
+        )
 
-            self._service.receive_weights(session_id, token, receive)
+    def push_weights(self, messages: Iterator[bytes], call: Call) -> None:
+        frames = (decode_frame(data, self._config.limits) for data in messages)
+
+        def receive(reserve: Reserve) -> dict[str, Tensor]:
+            return gather_weights(frames, self._service.health().most_bytes, reserve)
+
+        with call_deadline(call.context, self._config.transfer_s):
+            self._service.receive_weights(call.key, receive)
         give_back()
-        return b""
 
-    def missing(self, data: bytes, context: grpc.ServicerContext) -> bytes:
-        with _refusing(context):
-            session_id, token, _metadata = _caller(context)
-            digests = decode_message(Digests, data).digests
-            return encode_message(Keys(keys=self._service.missing(session_id, token, digests)))
+    def missing(self, data: bytes, call: Call) -> Keys:
+        return Keys(keys=self._service.missing(call.key, decode_message(Digests, data).digests))
 
-    def digests(self, _: bytes, context: grpc.ServicerContext) -> bytes:
-        with _refusing(context):
-            session_id, token, metadata = _caller(context)
-            slots = metadata.get(methods.SLOTS_KEY) == "1"
-            found = self._service.digests(session_id, token, with_optimizer=slots)
-            return encode_message(Digests(digests=found))
+    def digests(self, _: bytes, call: Call) -> Digests:
+        found = self._service.digests(call.key, with_optimizer=call.with_optimizer)
+        return Digests(digests=found)
 
-    def fetch_weights(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        """Chunk by piece from the part itself, so that sending takes no memory for a copy."""
-        with _refusing(context), call_deadline(context, self._transfer_s):
-            session_id, token, metadata = _caller(context)
-            slots = metadata.get(methods.SLOTS_KEY) == "1"
-            keys = decode_message(Keys, data).keys if data else None
-            with self._service.reading(session_id, token, with_optimizer=slots) as weights:
-                if keys is not None:
-                    weights = {key: weights[key] for key in keys if key in weights}
-                for frame in weight_frames(weights):
-                    yield encode_frame(frame)
+    def fetch_weights(self, data: bytes, call: Call) -> Iterator[bytes]:
+        """Piece by piece from the part itself, so that sending takes no memory for a copy."""
+        keys = decode_message(Keys, data).keys if data else None
+        with (
+            call_deadline(call.context, self._config.transfer_s),
+            self._service.reading(call.key, with_optimizer=call.with_optimizer) as weights,
+        ):
+            if keys is not None:
+                weights = {key: weights[key] for key in keys if key in weights}
+            for frame in weight_frames(weights):
+                yield encode_frame(frame)
 
-    def report(self, _: bytes, context: grpc.ServicerContext) -> bytes:
-        with _refusing(context):
-            session_id, token, _metadata = _caller(context)
-            return encode_message(self._service.report(session_id, token))
+    def report(self, _: bytes, call: Call) -> StageReport:
+        return self._service.report(call.key)
 
-    def timeline(self, _: bytes, context: grpc.ServicerContext) -> bytes:
-        with _refusing(context):
-            session_id, token, _metadata = _caller(context)
-            return encode_message(self._service.timeline(session_id, token))
+    def timeline(self, _: bytes, call: Call) -> Timeline:
+        return self._service.timeline(call.key)
 
-    def snapshot(self, data: bytes, context: grpc.ServicerContext) -> bytes:
-        with _refusing(context):
-            session_id, token, _metadata = _caller(context)
-            self._service.snapshot(session_id, token, decode_message(StepMark, data).step)
-        return b""
+    def snapshot(self, data: bytes, call: Call) -> None:
+        self._service.snapshot(call.key, decode_message(StepMark, data).step)
 
-    def rollback(self, data: bytes, context: grpc.ServicerContext) -> bytes:
-        with _refusing(context):
-            session_id, token, _metadata = _caller(context)
-            self._service.rollback(session_id, token, decode_message(StepMark, data).step)
-        return b""
+    def rollback(self, data: bytes, call: Call) -> None:
+        self._service.rollback(call.key, decode_message(StepMark, data).step)
 
-    def close_session(self, _: bytes, context: grpc.ServicerContext) -> bytes:
-        with _refusing(context):
-            session_id, token, _metadata = _caller(context)
-            self._service.close(session_id, token)
+    def close_session(self, _: bytes, call: Call) -> None:
+        self._service.close(call.key)
         give_back()
-        return b""
 
-    def health(self, _: bytes, context: grpc.ServicerContext) -> bytes:
-        _ = context
-        return encode_message(self._service.health())
+    def health(self, _data: bytes, _call: Call) -> Health:
+        return self._service.health()
 
-    def benchmark(self, data: bytes, context: grpc.ServicerContext) -> bytes:
-        with _refusing(context):
-            request = decode_message(BenchmarkRequest, data)
-            if self._service.health().running or not self._measuring.acquire(blocking=False):
-                raise SessionRefused("the host is at work, so a benchmark would mislead")
-            try:
-                return encode_message(self._measured(request))
-            finally:
-                self._measuring.release()
-
-    def _measured(self, request: BenchmarkRequest) -> BenchmarkAnswer:
+    def benchmark(self, data: bytes, _: Call) -> BenchmarkAnswer:
         """With the memory that the next session may have."""
-        spare_bytes, most_bytes = self._service.spare_bytes(), self._service.health().most_bytes
-        found = run_benchmark(request)
-        return replace(found, memory_bytes=min(found.memory_bytes + spare_bytes, most_bytes))
+        request, health = decode_message(BenchmarkRequest, data), self._service.health()
+        if health.running or not self._measuring.acquire(blocking=False):
+            raise SessionRefused("the host is at work, so a benchmark would mislead")
+        try:
+            spare_bytes = self._service.spare_bytes()
+            found = run_benchmark(request)
+        finally:
+            self._measuring.release()
+        memory_bytes = min(found.memory_bytes + spare_bytes, health.most_bytes)
+        return replace(found, memory_bytes=memory_bytes)
 
-    def probe(self, data: bytes, context: grpc.ServicerContext) -> bytes:
-        with _refusing(context):
-            if self._settings.probe is None:
-                raise SessionRefused("this host dials nobody")
-            return encode_message(self._settings.probe(decode_message(ProbeRequest, data)))
+    def probe(self, data: bytes, _: Call) -> ProbeAnswer:
+        if self._config.probe is None:
+            raise SessionRefused("this host dials nobody")
+        return self._config.probe(decode_message(ProbeRequest, data))
 
-    def stream(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+    def stream(self, messages: Iterator[bytes], call: Call) -> Iterator[bytes]:
         """Three threads: this one sends, a reader receives, a worker computes."""
-        with _refusing(context):
-            session_id, token, metadata = _caller(context)
-            settings = self._stream_settings(metadata)
-            stream = self._service.claim(session_id, token)
-            try:
-                link, work = self._begun(stream, settings, metadata, context)
-            except BaseException:
-                self._service.release(stream)
-                raise
+        config = self._stream_config(call.metadata)
+        stream = self._service.claim(call.key)
+        try:
+            link, work = self._begun(stream, config, call)
+        except BaseException:
+            self._service.release(stream)
+            raise
         threading.Thread(target=link.feed, args=(messages,), daemon=True).start()
         yield from link.outgoing()
         wait([work], timeout=_SETTLE_S)  # so that the session's fate is known when the call ends
 
     def _begun(
-        self,
-        stream: Stream,
-        settings: StreamSettings,
-        metadata: dict[str, str],
-        context: grpc.ServicerContext,
+        self, stream: Stream, config: StreamConfig, call: Call
     ) -> tuple[StreamLink, Future[None]]:
-        peer = metadata.get(methods.NAME_KEY, context.peer())[:80]
-        link = StreamLink(peer, settings, lambda _: LinkError(f"{peer} broke off the stream"))
-        context.add_callback(lambda: link.broken(LinkError(f"{peer} broke off the stream")))
+        peer = call.metadata.get(methods.NAME_KEY, call.context.peer())[:80]
+        link = StreamLink(peer, config, lambda _: LinkError(f"{peer} broke off the stream"))
+        call.context.add_callback(lambda: link.broken(LinkError(f"{peer} broke off the stream")))
         link.send(Frame(kind=FrameKind.HELLO), deadline_s=1.0)
         work = self._workers.submit(self._service.serve, stream, link)
-        session_id = stream.session.request.session_id
+        session_id = stream.session.request.key.session_id
         work.add_done_callback(lambda w: _finish(w, session_id, link))
         return link, work
 
-    def _stream_settings(self, metadata: object) -> StreamSettings:
-        assert isinstance(metadata, dict)
+    def _stream_config(self, metadata: Mapping[str, str]) -> StreamConfig:
         codec = metadata.get(methods.CODEC_KEY, "fp32")
         if codec not in WIRE_CODECS:
             raise SessionRefused(f"codec must be one of {', '.join(WIRE_CODECS)}, got {codec[:20]}")
-        return StreamSettings(
+        return StreamConfig(
             codec=codec,
-            limits=self._limits,
             rate_bit_per_s=_rate(metadata.get(methods.RATE_KEY, "0")),
             stream_id=_stream_id(metadata.get(methods.STREAM_KEY, "0")),
+            limits=self._config.limits,
         )
 
 
@@ -275,7 +280,6 @@ def _refusing(context: grpc.ServicerContext) -> Iterator[None]:
         context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
 
-def _caller(context: grpc.ServicerContext) -> tuple[str, str, dict[str, str]]:
-    """Session id, token and all metadata of a call."""
-    metadata = dict(methods.metadata_of(context.invocation_metadata()))
-    return metadata[methods.SESSION_KEY], metadata[methods.TOKEN_KEY], metadata
+def _call(context: grpc.ServicerContext, caller: Caller | None) -> Call:
+    items = context.invocation_metadata()
+    return Call(context, caller, {key: text for key, text in items if isinstance(text, str)})

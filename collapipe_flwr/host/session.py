@@ -51,9 +51,10 @@ class HostedPart(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """A snapshot: the part after `step` steps, and what those measured."""
+class Snapshot:
+    """A session after `step` steps, and what those measured."""
 
+    request: SessionRequest
     step: int
     state: PartState
     report: StageReport | None
@@ -95,7 +96,7 @@ class Session:
     report: StageReport | None = None  # of all that was done since the weights were set
     steps: int = 0  # done since then
     lacks_checkpoint: bool = False  # its frozen weights come from its control unit
-    saved: Saved | None = None  # where a recoverable session goes back to
+    saved: Snapshot | None = None  # where a recoverable session goes back to
     found: dict[str, Tensor] = field(default_factory=dict)  # here, for the next push, by digest
     wanted: Mapping[str, str] = field(default_factory=dict)  # digests that `missing` was asked for
     _life: Life = Life.REST

@@ -8,7 +8,7 @@ from secrets import compare_digest
 
 from collapipe_flwr.host.ledger import Account
 from collapipe_flwr.host.session import Session, SessionRefused
-from collapipe_flwr.pipeline.session import Health, SessionRequest
+from collapipe_flwr.pipeline.session import Health, SessionKey, SessionRequest
 
 
 class SessionTable:
@@ -40,17 +40,17 @@ class SessionTable:
 
         With `most_of_opener` its opener's longest unused session goes when it has that many.
         """
-        if not request.session_id or len(request.token) < 16:
+        if not request.key.session_id or len(request.key.token) < 16:
             raise SessionRefused("a session needs an id and a token of 16 characters or more")
         with self._lock:
-            if request.session_id in self._sessions:
-                raise SessionRefused(f"session {request.session_id} is open already")
+            if request.key.session_id in self._sessions:
+                raise SessionRefused(f"session {request.key.session_id} is open already")
             self._drop_left_by(request)
             if most_of_opener is not None:
                 self._make_room_for(request.opener, most_of_opener)
             self._make_room()
             session = Session(request, account, self.drop, used_s=self._clock())
-            self._sessions[request.session_id] = session
+            self._sessions[request.key.session_id] = session
             return session
 
     def request(self, session_id: str) -> SessionRequest | None:
@@ -64,14 +64,14 @@ class SessionTable:
         with self._lock:
             return tuple(self._sessions)
 
-    def find(self, session_id: str, token: str) -> Session:
+    def find(self, key: SessionKey) -> Session:
         """The session; the same refusal whether the id or the token is wrong."""
         with self._lock:
-            session = self._sessions.get(session_id)
-        known = session.request.token if session else ""
-        same = compare_digest(known.encode(), token.encode())
+            session = self._sessions.get(key.session_id)
+        known = session.request.key.token if session else ""
+        same = compare_digest(known.encode(), key.token.encode())
         if session is None or session.closed or not same:
-            raise SessionRefused(f"no session {session_id[:80]} with this token")
+            raise SessionRefused(f"no session {key.session_id[:80]} with this token")
         session.used_s = self._clock()
         return session
 
@@ -89,7 +89,7 @@ class SessionTable:
             )
 
     def _remove(self, session: Session) -> None:
-        del self._sessions[session.request.session_id]
+        del self._sessions[session.request.key.session_id]
         self._let_go(session)
 
     def _retire(self, session: Session) -> bool:
@@ -113,8 +113,8 @@ class SessionTable:
         """
         for session in tuple(self._sessions.values()):
             before = session.request
-            same = (before.name, before.opener) == (request.name, request.opener)
-            if same and before.blocks is not None and request.blocks is not None:
+            same = (before.stage.name, before.opener) == (request.stage.name, request.opener)
+            if same and before.placement is not None and request.placement is not None:
                 self._retire(session)
 
     def _make_room(self) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -21,22 +20,13 @@ from safetensors.torch import save_file
 from collapipe_flwr.core.durable import clean, make_folder, remove, write_file
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError
 from collapipe_flwr.core.json_codec import from_json, to_json
+from collapipe_flwr.host.session import Snapshot
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.session import SessionRequest
 from collapipe_flwr.pipeline.state import PartState
 
 _log = logging.getLogger(__name__)
 _SUFFIX = ".safetensors"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredSnapshot:
-    """A session after `step` steps, and what those measured."""
-
-    request: SessionRequest
-    step: int
-    state: PartState
-    report: StageReport | None
 
 
 class SnapshotStore:
@@ -50,14 +40,14 @@ class SnapshotStore:
             raise ConfigError(f'--state-dir "{folder}" cannot be made: {error.strerror}') from error
         self._folder = folder
 
-    def write(self, kept: StoredSnapshot) -> None:
-        """Replace what is kept of this session; raises ConfigError when it cannot be written."""
-        metadata = {"request": to_json(kept.request), "step": str(kept.step)}
-        if kept.report is not None:
-            metadata["report"] = to_json(kept.report)
-        save = partial(save_file, kept.state.tensors(), metadata=metadata)
+    def write(self, snapshot: Snapshot) -> None:
+        """Replace what is stored of this session; raises ConfigError when it cannot be written."""
+        metadata = {"request": to_json(snapshot.request), "step": str(snapshot.step)}
+        if snapshot.report is not None:
+            metadata["report"] = to_json(snapshot.report)
+        save = partial(save_file, snapshot.state.tensors(), metadata=metadata)
         try:
-            write_file(self._path(kept.request.session_id), save)
+            write_file(self._path(snapshot.request.key.session_id), save)
         except OSError as error:
             raise ConfigError(f'--state-dir "{self._folder}" cannot be written: {error}') from error
 
@@ -71,7 +61,7 @@ class SnapshotStore:
         for path in set(self._folder.glob(f"*{_SUFFIX}")) - wanted:
             path.unlink(missing_ok=True)
 
-    def read(self) -> Iterator[StoredSnapshot]:
+    def read(self) -> Iterator[Snapshot]:
         """All sessions; a file that cannot be read is named in the log and left out."""
         for path in sorted(self._folder.glob(f"*{_SUFFIX}")):
             try:
@@ -84,12 +74,12 @@ class SnapshotStore:
         return self._folder / f"{sha256(session_id.encode()).hexdigest()[:32]}{_SUFFIX}"
 
 
-def _read(path: Path) -> StoredSnapshot:
+def _read(path: Path) -> Snapshot:
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 not a mapping
     report = metadata.get("report")
-    return StoredSnapshot(
+    return Snapshot(
         request=from_json(SessionRequest, metadata.get("request", ""), str(path)),
         step=int(metadata.get("step", "")),
         state=PartState.of_tensors(tensors),

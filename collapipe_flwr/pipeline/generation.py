@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.core.errors import CollaPipeError, LinkError, LinkTimeout, ProtocolError
+from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.frame import HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.mailbox import Mailbox
-from collapipe_flwr.pipeline.stage_settings import StageSettings
 
 TOKENS, INPUT_IDS, ATTENTION_MASK, ROWS = "tokens", "input_ids", "attention_mask", "rows"
 PAST, PROMPT, ASK, DONE, SLOTS = "past", "prompt", "ask", "done", "slots"
@@ -55,7 +55,7 @@ def next_frame(link: Link, pause_s: float) -> Frame:
     return frame
 
 
-def relay_generation(part: Any, up: Link, down: Link, settings: StageSettings) -> None:
+def relay_generation(part: Any, up: Link, down: Link, settings: StageConfig) -> None:
     """A device's share, until END: blocks on the way down, tokens on the way up."""
     part.train(False)
     caches: dict[int, Any] = {}
@@ -92,7 +92,7 @@ def _through(part: Any, caches: dict[int, Any], frame: Frame) -> Frame | None:
     return replace(frame, tensors={**frame.tensors, HIDDEN: output})
 
 
-def _pump(down: Link, up: Link, settings: StageSettings, caches: dict[int, Any]) -> None:
+def _pump(down: Link, up: Link, settings: StageConfig, caches: dict[int, Any]) -> None:
     """Everything that comes up from the edge; an error goes on to who waits upstream."""
     try:
         while True:
@@ -124,7 +124,7 @@ class _Text:
 class GeneratingEdge:
     """The last stage's share: one thread per text in flight, ``slots`` of them at most."""
 
-    def __init__(self, part: Any, up: Link, settings: StageSettings, order: Frame) -> None:
+    def __init__(self, part: Any, up: Link, settings: StageConfig, order: Frame) -> None:
         slots = order.scalars.get(SLOTS, 0.0)
         if slots not in range(1, MOST_SLOTS + 1):
             raise ProtocolError(f"a chain generates 1 .. {MOST_SLOTS} texts at once, not {slots:g}")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.core.errors import LinkError, LinkTimeout, ModelError, ProtocolError
+from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.frame import HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.generation import (
     ASK,
@@ -27,7 +28,6 @@ from collapipe_flwr.pipeline.generation import (
 )
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.mailbox import Mailbox
-from collapipe_flwr.pipeline.stage_settings import StageSettings
 
 _CAPACITY = 4096  # frames of one text that nobody has read yet
 
@@ -57,7 +57,7 @@ class Prompter:
         self,
         part: Any,
         down: Link,
-        settings: StageSettings,
+        settings: StageConfig,
         *,
         cached: bool,
         slots: int,

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ProtocolError, ScheduleError
 from collapipe_flwr.pipeline import ties
+from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.frame import HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.generation import GeneratingEdge, relay_generation
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.stage import LEARNS, Stage, context_of
-from collapipe_flwr.pipeline.stage_settings import StageSettings
 from collapipe_flwr.pipeline.step import Step
 
 _SQUARE_NORM, _FACTOR = "square_norm", "factor"
@@ -73,7 +73,7 @@ class FirstStage(Stage):
         self,
         part: nn.Module,
         optimizer: Optimizer,
-        settings: StageSettings,
+        settings: StageConfig,
         *,
         downstream: Link,
         shared: bool = False,
@@ -82,7 +82,7 @@ class FirstStage(Stage):
         super().__init__(part, optimizer, settings, downstream=downstream)
         self._shared = shared
         self._down = downstream
-        self._clip_norm = settings.clip_norm
+        self._clip_norm = settings.execution.clip_norm
         self._gradient_norm: float | None = None
         self._batch: Sequence[MicroBatch] = ()
         self._loss = 0.0
@@ -118,7 +118,7 @@ class FirstStage(Stage):
             micro_batches=len(batch),
             train=train,
             weight=weight,
-            settle=train and (self._shared or self._clip_norm is not None),
+            settle=train and (self._shared or self._clip_norm > 0),
             guesses=guesses,
             seed=self.settings.seed,
             rows=ties.wanted_rows(self.part, (m.inputs for m in batch)),
@@ -176,7 +176,7 @@ class FirstStage(Stage):
         of_shared = sum(float(gradient.square().sum()) for gradient in shared.values())
         norm = (square_norm + _scalar(totals, _SQUARE_NORM) + of_shared) ** 0.5
         factor = 1.0
-        if self._clip_norm is not None:
+        if self._clip_norm > 0:
             self._gradient_norm = norm
             factor = min(self._clip_norm / (norm + 1e-6), 1.0)  # NaN stays NaN in this order
         commit = Frame(
@@ -193,7 +193,7 @@ class _Follower(Stage):
         self,
         part: nn.Module,
         optimizer: Optimizer,
-        settings: StageSettings,
+        settings: StageConfig,
         *,
         upstream: Link,
         downstream: Link | None = None,
@@ -269,7 +269,7 @@ class MiddleStage(_Follower):
         self,
         part: nn.Module,
         optimizer: Optimizer,
-        settings: StageSettings,
+        settings: StageConfig,
         *,
         upstream: Link,
         downstream: Link,
@@ -315,7 +315,7 @@ class LastStage(_Follower):
         self,
         part: nn.Module,
         optimizer: Optimizer,
-        settings: StageSettings,
+        settings: StageConfig,
         *,
         upstream: Link,
     ) -> None:

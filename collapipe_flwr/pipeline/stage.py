@@ -22,13 +22,13 @@ from collapipe_flwr.core.errors import ModelError, ProtocolError
 from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.core.schedule import Action, Op, forward_actions, stage_actions
 from collapipe_flwr.pipeline.backward import DeferredGradients, deferring, fuse_accumulation
+from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.frame import GRAD, HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.memory import MemoryMeter
 from collapipe_flwr.pipeline.meter import GradientNorms, Recorder, StageReport, square_norm
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.randomness import FreeRandomness, Randomness, SeededRandomness
-from collapipe_flwr.pipeline.stage_settings import StageSettings
 from collapipe_flwr.pipeline.step import Step
 from collapipe_flwr.pipeline.ties import borrows, shared_parameters
 
@@ -58,7 +58,7 @@ class Stage(ABC):
         self,
         part: nn.Module,
         optimizer: Optimizer,
-        settings: StageSettings,
+        settings: StageConfig,
         *,
         upstream: Link | None = None,
         downstream: Link | None = None,
@@ -68,12 +68,12 @@ class Stage(ABC):
         self.settings = settings
         self.upstream = upstream
         self.downstream = downstream
-        self.recorder = Recorder(keep_spans=settings.keep_spans)
+        self.recorder = Recorder(keep_spans=settings.execution.keep_spans)
         self.memory = MemoryMeter()
         fuse_accumulation(part)
         self._randomness: Randomness = FreeRandomness()
         self._stash: dict[int, InFlight] = {}
-        self._keeps = not settings.recompute or self._by_block()
+        self._keeps = not settings.execution.recompute or self._by_block()
         self._returning = Frame(kind=FrameKind.ACTIVATION)  # whose backward pass runs
         self._sent: list[object] = []  # see `_send`
         self._norms = GradientNorms()
@@ -180,7 +180,7 @@ class Stage(ABC):
         """
         frame = self._returning
         with (
-            computing_in(self.settings.precision),
+            computing_in(self.settings.execution.precision),
             self.memory.again(self._weights),
             self._randomness.at(frame.step, frame.micro_batch),
         ):
@@ -188,7 +188,7 @@ class Stage(ABC):
 
     def _choose_randomness(self, step: Step) -> Randomness:
         """A second computation needs the masks of the first, so `recompute` implies a seed."""
-        if step.seed is None and not self.settings.recompute:
+        if step.seed is None and not self.settings.execution.recompute:
             return FreeRandomness()
         seed = secrets.randbits(48) if step.seed is None else step.seed
         whole = getattr(self.part, "model", self.part)  # transformers parts name modules there
@@ -219,7 +219,7 @@ class Stage(ABC):
         try:
             with (
                 torch.set_grad_enabled(grad),
-                computing_in(self.settings.precision),
+                computing_in(self.settings.execution.precision),
                 self.memory.saving(kind, self._weights),
                 self._randomness.at(frame.step, frame.micro_batch),
             ):
@@ -264,7 +264,7 @@ class Stage(ABC):
         self._returning = frame
         deferred = None
         if end is not None:
-            hurries = wanted and not self.settings.recompute
+            hurries = wanted and not self.settings.execution.recompute
             with deferring() if hurries else nullcontext() as deferred:
                 torch.autograd.backward(end, incoming.get(GRAD))
         if deferred is not None:

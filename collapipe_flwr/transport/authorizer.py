@@ -14,11 +14,9 @@ import grpc
 
 from collapipe_flwr.config.access_control import Caller, Roster
 from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.transport.methods import Method
 
 _COMMON_NAME = "x509_common_name"
-_TRANSFERS = frozenset({"PushWeights", "FetchWeights"})
-_STREAMS = frozenset({"Stream"})
-_TEXTS = frozenset({"Write"})
 MOST_AT_ONCE = {
     "transfers": 2,
     "streams": 16,
@@ -58,7 +56,18 @@ class Authorizer:
         self._lock = threading.Lock()
 
     @contextmanager
-    def entered(self, context: grpc.ServicerContext, method: str) -> Iterator[Caller | None]:
+    def admitted(self, context: grpc.ServicerContext, method: Method) -> Iterator[Caller | None]:
+        """`entered`, where a refusal ends the call with its gRPC status."""
+        try:
+            with self.entered(context, method) as caller:
+                yield caller
+        except PeerRefused as error:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
+        except PeerBusy as error:
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+
+    @contextmanager
+    def entered(self, context: grpc.ServicerContext, method: Method) -> Iterator[Caller | None]:
         """The caller (None: nobody in particular) while its call runs.
 
         Raises PeerRefused for a stranger or a wrong role, PeerBusy beyond what it may have at once.
@@ -67,10 +76,12 @@ class Authorizer:
         if caller is None:
             yield None
             return
-        if not caller.may_call(method, on_edge=self._on_edge):
+        if not caller.may_call(method.name, on_edge=self._on_edge):
             assert caller.role is not None
-            raise PeerRefused(f"{caller.name} is a {caller.role.value}: it may not call {method}")
-        with self._counted(caller.name, _kind(method)):
+            raise PeerRefused(
+                f"{caller.name} is a {caller.role.value}: it may not call {method.name}"
+            )
+        with self._counted(caller.name, method.counts_as):
             yield caller
 
     def _known(self, name: str | None) -> Caller | None:
@@ -95,11 +106,3 @@ class Authorizer:
         finally:
             with self._lock:
                 self._under_way[name, kind] -= 1
-
-
-def _kind(method: str) -> str:
-    if method in _STREAMS:
-        return "streams"
-    if method in _TEXTS:
-        return "texts"
-    return "transfers" if method in _TRANSFERS else "calls"

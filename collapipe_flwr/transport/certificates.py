@@ -1,12 +1,17 @@
 """A private certificate authority for one cluster: `ca.pem`, and a certificate per member.
 
-A member's certificate bears its name as common name, by which hosts know a caller, and among its
-alternative names with its hosts, where clients look. Keys are readable by their owner only.
+A member's certificate bears its name as common name, by which hosts know a caller (`authorizer`),
+and among its alternative names with its hosts, where clients look. A client cannot ask for the
+common name: it looks for the host that it wants among all names of the certificate that it is
+shown, without regard to case or a dot at the end. So no machine's host may be called like another
+member. Keys are readable by their owner only.
 """
 
 from __future__ import annotations
 
 import datetime
+import ipaddress
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -16,19 +21,18 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
+from collapipe_flwr.config.cluster_file import MEMBER_NAME
+from collapipe_flwr.core.durable import draft, publish, sync
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.tls_files import TlsFiles
-from collapipe_flwr.transport.certificate_names import (
-    AUTHORITY,
-    check_names,
-    general_name,
-    names_in,
-)
-from collapipe_flwr.transport.key_pair import check_pair, replace_pair
+from collapipe_flwr.transport.tls import check_pair
 
+AUTHORITY = "ca"
 _CA_DAYS = 3650  # members are renewed under the same CA
 _CLOCKS_DIFFER = datetime.timedelta(days=1)  # boards without a clock start in the past
 _USES = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+_HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
+Hosts = Mapping[str, Iterable[str]]
 
 
 class Authority:
@@ -53,9 +57,9 @@ class Authority:
     def member(self, name: str, hosts: Iterable[str] = ()) -> TlsFiles:
         """A new certificate for ``name``, valid for these host names and IP addresses too."""
         files = self.files(name)
-        assert files.certificate is not None and files.key is not None
+        certificate_path, key_path = _pair(files)
         key = ec.generate_private_key(ec.SECP256R1())
-        names = [general_name(host) for host in dict.fromkeys((name, *hosts))]
+        names = [_general_name(host) for host in dict.fromkeys((name, *hosts))]
         builder = (
             self._builder(_subject(name), key.public_key(), self._days)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -63,24 +67,21 @@ class Authority:
             .add_extension(x509.ExtendedKeyUsage(_USES), critical=False)
         )
         signed = builder.sign(self._key, hashes.SHA256())
-        replace_pair(files.key, _private_pem(key), files.certificate, _pem(signed))
+        replace_pair(key_path, _private_pem(key), certificate_path, _pem(signed))
         return files
 
     def check(self, name: str) -> None:
         """Raise ConfigError when a member's files are not a pair that this CA signed."""
-        files = self.files(name)
-        assert files.certificate is not None and files.key is not None
+        path, key = _pair(self.files(name))
         way_out = f"make both anew with --renew, and bring them to {name}"
-        check_pair(files.certificate, files.key, way_out)
+        check_pair(path, key, way_out)
         try:
-            certificate = x509.load_pem_x509_certificate(files.certificate.read_bytes())
+            certificate = x509.load_pem_x509_certificate(path.read_bytes())
             certificate.verify_directly_issued_by(
                 x509.load_pem_x509_certificate(self.ca.read_bytes())
             )
         except (ValueError, TypeError, InvalidSignature) as error:
-            raise ConfigError(
-                f"{files.certificate} was not signed by {self.ca}: {way_out}"
-            ) from error
+            raise ConfigError(f"{path} was not signed by {self.ca}: {way_out}") from error
 
     def files(self, name: str) -> TlsFiles:
         """Where those of a member are."""
@@ -127,7 +128,7 @@ class Authority:
 
 def sign_all(
     folder: Path,
-    members: Mapping[str, Iterable[str]],
+    members: Hosts,
     *,
     days: int = 825,
     renew: bool = False,
@@ -151,6 +152,58 @@ def sign_all(
     for name in members.keys() - wanted.keys():
         authority.check(name)
     return {name: authority.member(name, hosts) for name, hosts in wanted.items()}
+
+
+def check_names(members: Hosts, signed: Hosts) -> None:
+    """Check ``members`` (name to hosts), who are about to be signed, among those who are.
+
+    Raises ConfigError when two cannot be told apart, or when one could pass as another.
+    """
+    for name, hosts in members.items():
+        _check_name(name)
+        for host in hosts:
+            _check_host(name, host)
+    bearers = {_compared(name): name for name in signed} | {_compared(n): n for n in members}
+    for name in (*signed, *members):
+        other = bearers[_compared(name)]
+        if other != name:
+            raise ConfigError(
+                f"the names {other!r} and {name!r} cannot be told apart in certificates and on "
+                "every disk: call one of these members otherwise"
+            )
+    _check_no_host_is_a_member(members, bearers)
+    for name, hosts in signed.items():
+        for host in hosts:
+            bearer = bearers.get(_compared(host), name)
+            if bearer != name and bearer in members:
+                raise ConfigError(
+                    f"{name}.pem, which was signed here, is valid for the host {host!r}: whoever "
+                    f"has it would pass as {bearer}; call that member otherwise, or make a new CA "
+                    "with --new-ca"
+                )
+
+
+def names_in(folder: Path) -> dict[str, tuple[str, ...]]:
+    """Who has a certificate in a folder, with the hosts that it is valid for."""
+    paths = (path for path in sorted(folder.glob("*.pem")) if path.stem != AUTHORITY)
+    return {path.stem: hosts for path in paths if (hosts := _hosts_in(path)) is not None}
+
+
+def replace_pair(key: Path, key_pem: bytes, certificate: Path, certificate_pem: bytes) -> None:
+    """Put both in their places; nobody but its owner can ever read the key. Raises OSError.
+
+    Two files cannot be renamed at one moment. Both are complete on disk before the first of them
+    takes its place, so that a crash leaves the old pair, the new pair, or two halves that do not
+    fit, which `check_pair` finds.
+    """
+    with draft(key) as new_key, draft(certificate) as new_certificate:
+        new_key.touch(0o600)
+        new_key.write_bytes(key_pem)
+        new_certificate.write_bytes(certificate_pem)
+        sync(new_key)
+        sync(new_certificate)
+        publish(new_key, key)
+        publish(new_certificate, certificate)
 
 
 def _pair(files: TlsFiles) -> tuple[Path, Path]:
@@ -197,3 +250,62 @@ def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
+
+
+def _general_name(host: str) -> x509.GeneralName:
+    """An IP address or a host name, as an alternative name."""
+    address = _address(host)
+    return x509.DNSName(host) if address is None else x509.IPAddress(address)
+
+
+def _check_name(name: str) -> None:
+    if MEMBER_NAME.holds(name) and name.casefold() != AUTHORITY:
+        return
+    what = f"{MEMBER_NAME.says}, and not {AUTHORITY!r}, whose files are the CA's own"
+    raise ConfigError(f"a member cannot be called {name[:80]!r}: its name {what}")
+
+
+def _check_host(name: str, host: str) -> None:
+    if _address(host) is None and not _HOST.fullmatch(host):
+        raise ConfigError(f"{name} is reached at {host[:80]!r}: give an IP address or a host name")
+
+
+def _check_no_host_is_a_member(members: Hosts, bearers: Mapping[str, str]) -> None:
+    for name, hosts in members.items():
+        for host in hosts:
+            if bearers.get(_compared(host), name) != name:
+                raise ConfigError(
+                    f"{name} is reached at {host!r}, and another member is called so, as whom it "
+                    f"would pass: reach {name} by its IP address or another host name, or call "
+                    "that member otherwise"
+                )
+
+
+def _compared(host: str) -> str:
+    """Equal for what a client takes for the same."""
+    address = _address(host)
+    return host.casefold().rstrip(".") if address is None else str(address)
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return None
+
+
+def _hosts_in(path: Path) -> tuple[str, ...] | None:
+    """None for a file that is no certificate."""
+    try:
+        pem = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    try:
+        certificate = x509.load_pem_x509_certificate(pem)
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except ValueError:
+        return None
+    except x509.ExtensionNotFound:
+        return ()
+    addresses = names.get_values_for_type(x509.IPAddress)
+    return (*names.get_values_for_type(x509.DNSName), *map(str, addresses))

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.pipeline.frame import GRAD, HIDDEN, Frame, FrameKind
-from collapipe_flwr.transport.limits import FrameLimits
+from collapipe_flwr.transport.methods import FrameLimits
 from collapipe_flwr.transport.quantize import WIRE_CODECS, WireCodec
 
 _MAGIC = b"CPF1"

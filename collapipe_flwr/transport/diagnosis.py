@@ -15,6 +15,7 @@ from collapipe_flwr.core.tls_files import TlsFiles
 
 _CONNECT_S = 3.0
 _MEND = "`collapipe certs`"
+_SILENT = "it listens, but does not answer: see its log"
 
 
 def diagnosis(address: str, name: str, tls: TlsFiles | None) -> str:
@@ -31,20 +32,24 @@ def diagnosis(address: str, name: str, tls: TlsFiles | None) -> str:
 
 
 def _plain(peer: socket.socket) -> str:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
-        with context.wrap_socket(peer):
+        with _unverified().wrap_socket(peer):
             return "it speaks TLS and the cluster file has no [tls]: add it, or start it without"
     except OSError:
-        return "it listens, but does not answer: see its log"
+        return _SILENT
+
+
+def _unverified() -> ssl.SSLContext:
+    """Accepts whatever certificate is shown."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
 
 
 def _shaken(peer: socket.socket, name: str, tls: TlsFiles) -> str:
     """Shake hands without judging, then judge what was shown."""
     assert tls.ca is not None and tls.certificate is not None and tls.key is not None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context = _unverified()
     context.set_alpn_protocols(["h2"])
     try:
         context.load_cert_chain(tls.certificate, tls.key)
@@ -92,8 +97,8 @@ def _their_view(shaken: ssl.SSLSocket) -> str:
             "same ca.pem, and its clock (`timedatectl`)"
         )
     except OSError:
-        return "it listens, but does not answer: see its log"
-    return "it listens, but does not answer: see its log"
+        pass
+    return _SILENT
 
 
 def _names(certificate: x509.Certificate) -> tuple[str, ...]:

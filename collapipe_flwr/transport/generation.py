@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Self
 
@@ -19,15 +18,19 @@ from collapipe_flwr.core.errors import (
     ProtocolError,
 )
 from collapipe_flwr.core.tls_files import TlsFiles
-from collapipe_flwr.transport.authorizer import Authorizer, PeerBusy, PeerRefused
-from collapipe_flwr.transport.bounded import call_deadline, only_message
-from collapipe_flwr.transport.keepalive import server_keepalive_options
-from collapipe_flwr.transport.limits import FrameLimits
-from collapipe_flwr.transport.messages import decode_message, encode_message
-from collapipe_flwr.transport.methods import channel_options, name_options, server_options
-from collapipe_flwr.transport.tls import bind, open_channel
+from collapipe_flwr.transport.authorizer import Authorizer
+from collapipe_flwr.transport.methods import (
+    FrameLimits,
+    Method,
+    channel_options,
+    decode_message,
+    encode_message,
+    name_options,
+)
+from collapipe_flwr.transport.server import Server, call_deadline, only_message
+from collapipe_flwr.transport.tls import open_channel
 
-_SERVICE = "collapipe.Texts"
+WRITE = Method("Write", "texts", downloads=True, service="collapipe.Texts")
 _WAITING = 16  # calls in line for a free place; more are refused at once
 _LONGEST_S = 3600.0  # from a call to the end of its text
 
@@ -54,7 +57,7 @@ class GenerateRequest:
     def __post_init__(self) -> None:
         least = min(self.max_new_tokens, self.num_beams, self.temperature, self.top_k, self.top_p)
         if not (least >= 0 and self.top_p <= 1 and self.temperature < math.inf):
-            raise ConfigError("numbers of a wish must be >= 0 and finite, top-p at most 1")
+            raise ConfigError("numbers of a request must be >= 0 and finite, top-p at most 1")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed must be >= 0 and below 2^63, got {self.seed}")
         if not all(self.stop):
@@ -63,7 +66,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """What was written since the piece before."""
+    """What was written since the last chunk."""
 
     text: str
 
@@ -71,13 +74,11 @@ class Chunk:
 Write = Callable[[GenerateRequest], Iterator[str]]
 
 
-class TextServer:
-    """Serves ``write`` to ``most`` clients at once; use as a context manager.
+class TextServer(Server):
+    """Serves ``write`` to ``most`` clients at once; see `Server` for how it listens.
 
-    ``listen`` is HOST:PORT; port 0 takes a free one, which ``address`` then names. A client that
-    hangs up stops its text; one that falls silent, or reads nothing, is cut off. ``roster`` says
-    who may ask (None: all that the CA signed, or everybody on plain text). Raises ConfigError when
-    it cannot be bound.
+    A client that hangs up stops its text; one that falls silent, or reads nothing, is cut off.
+    ``roster`` says who may ask (None: all that the CA signed, or everybody on plain text).
     """
 
     def __init__(
@@ -90,51 +91,22 @@ class TextServer:
         roster: Roster | None = None,
     ) -> None:
         self._write = write
-        self._gate = Authorizer(roster, on_edge=False)
-        self._pool = ThreadPoolExecutor(most, thread_name_prefix="texts")
-        self._server = grpc.server(
-            self._pool,
-            options=[
-                *channel_options(FrameLimits()),
-                *server_options(most + _WAITING),
-                *server_keepalive_options(),
-            ],
-            maximum_concurrent_rpcs=most + _WAITING,
-        )
-        # A stream on the wire, so that a stranger's message is never read.
-        handlers = {"Write": grpc.stream_stream_rpc_method_handler(self._serve)}
-        generic = grpc.method_handlers_generic_handler(_SERVICE, handlers)
-        self._server.add_generic_rpc_handlers((generic,))
-        self.address = bind(self._server, listen, tls)
-
-    def __enter__(self) -> Self:
-        self._server.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self, grace_s: float = 1.0) -> None:
-        """Refuse new calls, give running ones ``grace_s``, then break them off."""
-        self._server.stop(grace_s).wait(grace_s + 5.0)
-        self._pool.shutdown(wait=True)
+        self._authorizer = Authorizer(roster, on_edge=False)
+        answers = {WRITE: self._serve}
+        super().__init__(listen, answers, threads=most, most_calls=most + _WAITING, tls=tls)
 
     def _serve(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        try:
-            with self._gate.entered(context, "Write"), call_deadline(context, _LONGEST_S):
-                wish = decode_message(GenerateRequest, only_message(messages, context))
-                for text in self._write(wish):
+        with self._authorizer.admitted(context, WRITE), call_deadline(context, _LONGEST_S):
+            try:
+                request = decode_message(GenerateRequest, only_message(messages, context))
+                for text in self._write(request):
                     yield encode_message(Chunk(text=text))
-        except PeerRefused as error:
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
-        except PeerBusy as error:
-            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-        except ProtocolError as error:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        except LinkError as error:
-            context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
-        except CollaPipeError as error:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            except ProtocolError as error:
+                context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            except LinkError as error:
+                context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+            except CollaPipeError as error:
+                context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
 
 class TextClient:
@@ -153,14 +125,13 @@ class TextClient:
         options = [*channel_options(FrameLimits()), *name_options(certificate_name)]
         self._channel = open_channel(address, tls, options)
 
-    def write(self, wish: GenerateRequest) -> Iterator[str]:
-        """The text, piece by piece; closing the iterator stops it.
+    def write(self, request: GenerateRequest) -> Iterator[str]:
+        """The text, chunk by chunk; closing the iterator stops it.
 
-        Raises ConfigError with the server's sentence for a wish that it refuses, LinkError when it
-        cannot be reached or breaks off, LinkTimeout after ``deadline_s``.
+        Raises ConfigError with the server's sentence for a request that it refuses, LinkError when
+        it cannot be reached or breaks off, LinkTimeout after ``deadline_s``.
         """
-        call = self._channel.unary_stream(f"/{_SERVICE}/Write", None, None)
-        answers = call(encode_message(wish), timeout=self._deadline_s)
+        answers = WRITE.on(self._channel)(encode_message(request), timeout=self._deadline_s)
         try:
             for data in answers:
                 yield decode_message(Chunk, data).text

@@ -68,7 +68,7 @@ class Keepalive:
         self._beats = False
         self._over = False
         self.lost = False  # now, and not back yet
-        self._thread = threading.Thread(target=self._watch, name="pulse", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="keepalive", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()

@@ -1,11 +1,21 @@
-"""Names and options that client and server share."""
+"""The RPCs of a host: one table for clients, servicer and authorizer, and what both ends agree on.
+
+Control messages are frozen dataclasses as JSON, checked field by field when they come in: they are
+small and rare, so they need no generated code. Tensors never travel in them but in frames
+(`codec`). Nothing here loads torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc
 
 from collapipe_flwr.core.errors import ProtocolError
-from collapipe_flwr.transport.limits import FrameLimits
+from collapipe_flwr.core.json_codec import from_json, to_json
 
 SERVICE = "collapipe.Edge"
 SESSION_KEY = "collapipe-session"
@@ -17,18 +27,97 @@ RATE_KEY = "collapipe-bit-per-s"
 STREAM_KEY = "collapipe-stream"
 HTTP2_FRAME_BYTES = 4 * 2**20
 MOST_CONNECTIONS = 512
+MESSAGE_BYTES = 4 * 2**20  # more than any model config needs
+
+Metadata = tuple[tuple[str, str], ...]
+Message = TypeVar("Message")
 
 
-def method(name: str) -> str:
-    """The full path of one method."""
-    return f"/{SERVICE}/{name}"
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One RPC: a message each way, or frames where it `uploads` or `downloads`.
+
+    `counts_as` is the kind of which a peer may have so many at once (`authorizer`).
+    """
+
+    name: str
+    counts_as: str = "calls"
+    uploads: bool = False
+    downloads: bool = False
+    service: str = SERVICE
+
+    @property
+    def path(self) -> str:
+        """As gRPC spells it."""
+        return f"/{self.service}/{self.name}"
+
+    @property
+    def attribute(self) -> str:
+        """The name of the servicer's method."""
+        return re.sub(r"(?<!^)(?=[A-Z])", "_", self.name).lower()
+
+    def on(self, channel: grpc.Channel) -> Any:
+        """What makes the call over a channel; bytes in, bytes out."""
+        sent, answered = ("stream" if many else "unary" for many in (self.uploads, self.downloads))
+        return getattr(channel, f"{sent}_{answered}")(self.path, None, None)
+
+    def handler(self, answer: Callable[..., Any]) -> grpc.RpcMethodHandler:
+        """What a server calls. Messages come as a stream, so that a stranger's is never read."""
+        if self.downloads:
+            return grpc.stream_stream_rpc_method_handler(answer)
+        return grpc.stream_unary_rpc_method_handler(answer)
+
+
+OPEN_SESSION = Method("OpenSession")
+PUSH_WEIGHTS = Method("PushWeights", "transfers", uploads=True)
+FETCH_WEIGHTS = Method("FetchWeights", "transfers", downloads=True)
+MISSING = Method("Missing")
+DIGESTS = Method("Digests")
+REPORT = Method("Report")
+TIMELINE = Method("Timeline")
+SNAPSHOT = Method("Snapshot")
+ROLLBACK = Method("Rollback")
+CLOSE_SESSION = Method("CloseSession")
+STREAM = Method("Stream", "streams", uploads=True, downloads=True)
+HEALTH = Method("Health")
+BENCHMARK = Method("Benchmark")
+PROBE = Method("Probe")
+ECHO = Method("Echo")
+STATUS = Method("Status")
+METHODS = tuple(found for found in vars().copy().values() if isinstance(found, Method))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameLimits:
+    """What a receiver accepts of a stranger in one frame, before anything is allocated."""
+
+    frame_bytes: int = 256 * 2**20
+    header_bytes: int = 256 * 2**10
+    tensors: int = 64
+    dimensions: int = 8
+
+
+def encode_message(message: object) -> bytes:
+    """A dataclass instance as JSON bytes."""
+    return to_json(message).encode()
+
+
+def decode_message(kind: type[Message], data: bytes) -> Message:
+    """Read a message of type `kind`. Raises ProtocolError on anything else."""
+    if len(data) > MESSAGE_BYTES:
+        raise ProtocolError(f"a {kind.__name__} of {len(data)} bytes; {MESSAGE_BYTES} are allowed")
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise ProtocolError(f"a {kind.__name__} that is not JSON: not even text") from error
+    return from_json(kind, text, kind.__name__)
 
 
 def channel_options(limits: FrameLimits) -> list[tuple[str, object]]:
     """Both sides: message limits, and pings that notice a machine that vanished.
 
-    The pings stand in line behind tensors, so they are given much time; see `pulse` for quick ones.
-    A message in frames of the usual 16 KiB costs about an eighth more CPU time.
+    The pings stand in line behind tensors, so they are given much time; see `keepalive` for quick
+    ones. A message in frames of the usual 16 KiB costs about an eighth more CPU time.
     """
     return [
         ("grpc.max_receive_message_length", limits.frame_bytes),
@@ -42,24 +131,6 @@ def channel_options(limits: FrameLimits) -> list[tuple[str, object]]:
     ]
 
 
-def server_options(most_calls: int) -> list[tuple[str, object]]:
-    """What keeps one peer, or many who never say a word, from filling a server's memory."""
-    return [
-        ("grpc.server_handshake_timeout_ms", 10_000),
-        ("grpc.max_allowed_incoming_connections", MOST_CONNECTIONS),
-        ("grpc.max_concurrent_streams", most_calls),  # of one connection
-        ("grpc.max_metadata_size", 16 * 2**10),
-    ]
-
-
 def name_options(certificate_name: str) -> list[tuple[str, object]]:
     """A client that gives ``certificate_name`` expects that name instead of the peer's address."""
     return [("grpc.ssl_target_name_override", certificate_name)] if certificate_name else []
-
-
-def metadata_of(items: Sequence[tuple[str, str | bytes]]) -> Mapping[str, str]:
-    """Call metadata as text. Raises ProtocolError when a session or token is missing."""
-    found = {key: value for key, value in items if isinstance(value, str)}
-    if SESSION_KEY not in found or TOKEN_KEY not in found:
-        raise ProtocolError("the call names no session or no token")
-    return found

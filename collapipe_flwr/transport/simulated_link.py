@@ -1,7 +1,8 @@
-"""Pace on links that move no bytes: a simulated cluster waits as long as its radio would.
+"""Links that move no bytes and behave as a wire: a simulated cluster loses and waits as a real one.
 
-The sender never waits; what it sends arrives when a wire of the planned rate would have carried
-it, and the receiver waits for that.
+A codec rounds what is sent as it would be on the wire. A rate never holds the sender up: what it
+sends arrives when a wire of the planned rate would have carried it, and the receiver waits for
+that.
 """
 
 from __future__ import annotations
@@ -12,13 +13,90 @@ from collections.abc import Callable
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 
+from torch import Tensor
+
 from collapipe_flwr.core.errors import LinkTimeout
 from collapipe_flwr.core.links import LinkConfig, LinkTraffic
-from collapipe_flwr.pipeline.frame import Frame
-from collapipe_flwr.pipeline.link import Link
-from collapipe_flwr.transport.rate_limit import RateLimiter
+from collapipe_flwr.pipeline.frame import GRAD, HIDDEN, Frame
+from collapipe_flwr.pipeline.link import Link, memory_pair
+from collapipe_flwr.transport.quantize import WIRE_CODECS
+from collapipe_flwr.transport.stream import RateLimiter
 
 Clock = Callable[[], float]
+
+
+def simulated_pair(left: str, right: str, link: LinkConfig) -> tuple[Link, Link]:
+    """Two joined ends: the first is held by ``left``, which sends forward."""
+    one, other = (simulated_codec(end, link.codec) for end in memory_pair(left, right))
+    return rate_limited_pair(one, other, link)
+
+
+def simulated_codec(link: Link, codec: str) -> Link:
+    """The link with a codec on what is sent; the link itself where the codec is exact."""
+    return link if codec == "fp32" else SimulatedCodecLink(link, codec)
+
+
+def rate_limited_pair(left: Link, right: Link, link: LinkConfig) -> tuple[Link, Link]:
+    """The same two joined ends with the rates of ``link``; ``left`` sends forward."""
+    if link.forward_bit_per_s is None and link.backward_bit_per_s is None:
+        return left, right
+    ahead, back = Wire(link.forward_bit_per_s), Wire(link.backward_bit_per_s)
+    return RateLimitedLink(left, ahead, back), RateLimitedLink(right, back, ahead)
+
+
+class _Wrapped:
+    """A link around another one, to which it leaves what it does not change."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    @property
+    def peer(self) -> str:
+        """See `Link.peer`."""
+        return self._link.peer
+
+    @property
+    def received(self) -> LinkTraffic:
+        """See `Link.received`; the other end has coded and delayed it."""
+        return self._link.received
+
+    def receive(self, *, deadline_s: float) -> Frame:
+        """See `Link.receive`."""
+        return self._link.receive(deadline_s=deadline_s)
+
+    def close(self, error: str = "") -> None:
+        """See `Link.close`."""
+        self._link.close(error)
+
+
+class SimulatedCodecLink(_Wrapped):
+    """Writes hidden states and gradients as ``codec`` would, and reads them back.
+
+    What it sent is counted as it would be on a wire, without the headers.
+    """
+
+    def __init__(self, link: Link, codec: str) -> None:
+        super().__init__(link)
+        self._codec = WIRE_CODECS[codec]
+        self._saved_bytes = 0
+
+    @property
+    def sent(self) -> LinkTraffic:
+        """See `Link.sent`."""
+        sent = self._link.sent
+        return replace(sent, bytes=sent.bytes - self._saved_bytes)
+
+    def send(self, frame: Frame, *, deadline_s: float) -> None:
+        """See `Link.send`."""
+        tensors = {name: self._written(name, t) for name, t in frame.tensors.items()}
+        self._link.send(replace(frame, tensors=tensors), deadline_s=deadline_s)
+
+    def _written(self, name: str, tensor: Tensor) -> Tensor:
+        if name not in (HIDDEN, GRAD) or not tensor.is_floating_point():
+            return tensor
+        raw = bytearray(self._codec.pack(tensor.detach()))
+        self._saved_bytes += tensor.numel() * tensor.element_size() - len(raw)
+        return self._codec.unpack(raw, tensor.dtype).reshape(tensor.shape)
 
 
 class Wire:
@@ -27,15 +105,15 @@ class Wire:
     def __init__(self, rate_bit_per_s: float | None, clock: Clock = time.monotonic) -> None:
         self.busy_s = 0.0  # of carrying
         self.cut = threading.Event()  # nothing arrives any more
-        self._pacer = RateLimiter(rate_bit_per_s)
+        self._limiter = RateLimiter(rate_bit_per_s)
         self._clock = clock
         self._arrivals: SimpleQueue[float] = SimpleQueue()
 
     def put(self, size_bytes: int) -> None:
         """A frame of that size was sent."""
         now_s = self._clock()
-        self._arrivals.put(now_s + self._pacer.delay_s(size_bytes, now_s))
-        self.busy_s += self._pacer.carrying_s(size_bytes)
+        self._arrivals.put(now_s + self._limiter.delay_s(size_bytes, now_s))
+        self.busy_s += self._limiter.carrying_s(size_bytes)
 
     def await_frame(self, peer: str, deadline_s: float) -> None:
         """Wait until the next frame is there, or the wire is cut; raises LinkTimeout."""
@@ -48,26 +126,17 @@ class Wire:
             self.cut.wait(waits_s)
 
 
-class RateLimitedLink:
+class RateLimitedLink(_Wrapped):
     """One end of `rate_limited_pair`."""
 
     def __init__(self, link: Link, there: Wire, back: Wire) -> None:
-        self._link, self._there, self._back = link, there, back
-
-    @property
-    def peer(self) -> str:
-        """See `Link.peer`."""
-        return self._link.peer
+        super().__init__(link)
+        self._there, self._back = there, back
 
     @property
     def sent(self) -> LinkTraffic:
         """See `Link.sent`."""
         return replace(self._link.sent, sending_s=self._there.busy_s)
-
-    @property
-    def received(self) -> LinkTraffic:
-        """See `Link.received`."""
-        return self._link.received
 
     def send(self, frame: Frame, *, deadline_s: float) -> None:
         """See `Link.send`."""
@@ -87,11 +156,3 @@ class RateLimitedLink:
             self._there.cut.set()
             self._back.cut.set()
         self._link.close(error)
-
-
-def rate_limited_pair(left: Link, right: Link, link: LinkConfig) -> tuple[Link, Link]:
-    """The same two joined ends with the rates of `link`, whose upstream end is `left`."""
-    if link.forward_bit_per_s is None and link.backward_bit_per_s is None:
-        return left, right
-    ahead, back = Wire(link.forward_bit_per_s), Wire(link.backward_bit_per_s)
-    return RateLimitedLink(left, ahead, back), RateLimitedLink(right, back, ahead)

@@ -13,17 +13,59 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
 import grpc
 
-from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.pipeline.frame import Frame, FrameKind
 from collapipe_flwr.pipeline.mailbox import Mailbox
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
-from collapipe_flwr.transport.rate_limit import RateLimiter, StreamSettings
+from collapipe_flwr.transport.methods import FrameLimits
 
 _SENTENCE = 1000  # characters of an error that travel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamConfig:
+    """How one end of a stream behaves.
+
+    `rate_bit_per_s` limits what this end sends (None: as fast as it goes): a frame leaves when a
+    wire of that rate would have carried it. Both ends note frames under `stream_id` (`FrameLog`).
+    """
+
+    codec: str = "fp32"
+    rate_bit_per_s: float | None = None
+    stream_id: int = 0
+    limits: FrameLimits = field(default_factory=FrameLimits)
+    queue_frames: int = 64
+    queue_bytes: int = 512 * 2**20
+
+
+class RateLimiter:
+    """Says how long to hold each message back; the clock is the caller's.
+
+    Messages leave one after the other, each taking its size over the rate, and time in which
+    nothing was sent is not saved up.
+    """
+
+    def __init__(self, rate_bit_per_s: float | None) -> None:
+        if rate_bit_per_s is not None and not rate_bit_per_s > 0:
+            raise ConfigError(f"the rate of a link must be > 0 bit/s, got {rate_bit_per_s}")
+        self._rate_bit_per_s = rate_bit_per_s
+        self._free_s = float("-inf")  # when the wire has carried all earlier messages
+
+    def carrying_s(self, size_bytes: int) -> float:
+        """Seconds for which a message of this size keeps the wire busy; 0 without a rate."""
+        return 8 * size_bytes / self._rate_bit_per_s if self._rate_bit_per_s else 0.0
+
+    def delay_s(self, size_bytes: int, now_s: float) -> float:
+        """Seconds from now until a message of this size has left."""
+        if self._rate_bit_per_s is None:
+            return 0.0
+        self._free_s = max(self._free_s, now_s) + self.carrying_s(size_bytes)
+        return self._free_s - now_s
 
 
 class StreamLink:
@@ -32,27 +74,27 @@ class StreamLink:
     def __init__(
         self,
         peer: str,
-        settings: StreamSettings,
+        config: StreamConfig,
         translate: Callable[[grpc.RpcError], LinkError],
         hang_up: Callable[[bool], None] = lambda _: None,
     ) -> None:
         self.peer = peer
         self.sent, self.received = LinkTraffic(), LinkTraffic()
-        self._settings = settings
+        self._config = config
         self._translate = translate
         self._hang_up = hang_up
         self._inbox: Mailbox[Frame] = Mailbox(
-            settings.queue_frames, peer, most_bytes=settings.queue_bytes
+            config.queue_frames, peer, most_bytes=config.queue_bytes
         )
         self._outbox: Mailbox[bytes] = Mailbox(
-            settings.queue_frames, peer, most_bytes=settings.queue_bytes
+            config.queue_frames, peer, most_bytes=config.queue_bytes
         )
-        self._pacer = RateLimiter(settings.rate_bit_per_s)
+        self._limiter = RateLimiter(config.rate_bit_per_s)
         self._over = threading.Event()
 
     def send(self, frame: Frame, *, deadline_s: float) -> None:
         """See `Link.send`."""
-        data = encode_frame(frame, self._settings.codec)
+        data = encode_frame(frame, self._config.codec)
         self._outbox.put(data, deadline_s, size_bytes=len(data))
         self.sent.bytes += len(data)
 
@@ -86,9 +128,9 @@ class StreamLink:
             except LinkError:
                 return
             start_s = time.monotonic()
-            if (delay_s := self._pacer.delay_s(len(data), start_s)) > 0:
+            if (delay_s := self._limiter.delay_s(len(data), start_s)) > 0:
                 self._over.wait(delay_s)
-            self.sent.note(self._settings.stream_id, time.monotonic(), len(data))
+            self.sent.note(self._config.stream_id, time.monotonic(), len(data))
             yield data
             self.sent.sending_s += time.monotonic() - start_s
 
@@ -105,8 +147,8 @@ class StreamLink:
             self._inbox.fail(error)
 
     def _accept(self, data: bytes) -> None:
-        self.received.note(self._settings.stream_id, time.monotonic(), len(data))
-        frame = decode_frame(data, self._settings.limits)
+        self.received.note(self._config.stream_id, time.monotonic(), len(data))
+        frame = decode_frame(data, self._config.limits)
         self.received.bytes += len(data)
         if frame.kind is FrameKind.ERROR:
             self.broken(LinkError(f"{self.peer} failed: {frame.text[:_SENTENCE]}"))

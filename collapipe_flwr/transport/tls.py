@@ -1,8 +1,19 @@
-"""gRPC credentials from PEM files: TLS, and mutual TLS where both sides show certificates."""
+"""gRPC credentials from PEM files: TLS, and mutual TLS where both sides show certificates.
+
+From when to when a certificate holds is read here without a library of cryptography: a daemon that
+waits should hold little memory, and all it asks of its own certificate are two dates. They stand in
+ASN.1 (X.690): a tag, a length, the content; the certificate's first element holds, after an
+optional version, serial number, algorithm and issuer, the two times.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+import binascii
+import re
+import ssl
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -10,14 +21,12 @@ import grpc
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.tls_files import TlsFiles
-from collapipe_flwr.transport.key_pair import check_pair
-from collapipe_flwr.transport.validity import check_validity
-
-__all__ = ["TlsFiles", "bind", "client_credentials", "open_channel", "server_credentials"]
 
 _ANEW = (
     "take both from one run of `collapipe certs`, or make both anew by `collapipe certs --renew`"
 )
+_PEM = re.compile(rb"-----BEGIN CERTIFICATE-----(.+?)-----END CERTIFICATE-----", re.DOTALL)
+_VERSION, _UTC_TIME = 0xA0, 0x17
 PricingOptions = Sequence[tuple[str, object]]
 
 
@@ -70,6 +79,60 @@ def open_channel(address: str, tls: TlsFiles | None, options: PricingOptions = (
     return grpc.secure_channel(address, client_credentials(tls), options)
 
 
+def check_pair(certificate: Path, key: Path, way_out: str) -> None:
+    """Raise ConfigError, which ends with the ``way_out``, when they do not belong together."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_ciphers("ALL:@SECLEVEL=0")  # how strong a key must be is not the question here
+    try:
+        context.load_cert_chain(certificate, key, password="")  # never ask at the terminal
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"{key} is not the key of {certificate} ({error.reason}): {way_out}"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validity:
+    """Both ends belong to it."""
+
+    begins: datetime
+    ends: datetime
+
+
+def validity_of(pem: bytes) -> Validity:
+    """Of the first certificate in a PEM file; raises ConfigError when there is none."""
+    found = _PEM.search(pem)
+    if found is None:
+        raise ConfigError("no certificate in PEM is in it")
+    try:
+        der = base64.b64decode(found[1])
+        ((_, certificate),) = _elements(der)
+        signed = next(content for _, content in _elements(certificate))
+        fields = [(tag, content) for tag, content in _elements(signed) if tag != _VERSION]
+        begins, ends = (_moment(tag, content) for tag, content in _elements(fields[3][1]))
+    except (binascii.Error, IndexError, StopIteration, ValueError) as error:
+        raise ConfigError(f"its certificate cannot be read: {error}") from error
+    return Validity(begins=begins, ends=ends)
+
+
+def check_validity(path: str, pem: bytes, now: datetime) -> None:
+    """Raise ConfigError with the way out when a certificate does not hold now."""
+    try:
+        found = validity_of(pem)
+    except ConfigError as error:
+        raise ConfigError(f"{path} is no certificate: {error}") from error
+    if now > found.ends:
+        raise ConfigError(
+            f"the certificate {path} expired on {found.ends:%Y-%m-%d}: make a new one with "
+            "`collapipe certs --renew`, or set this machine's clock if that is in the future"
+        )
+    if now < found.begins:
+        raise ConfigError(
+            f"the certificate {path} holds from {found.begins:%Y-%m-%d} on, and this machine's "
+            f"clock says {now:%Y-%m-%d}: set it (`timedatectl`)"
+        )
+
+
 def _pair(certificate: Path, key: Path) -> tuple[bytes, bytes]:
     """Key and certificate, as gRPC orders them."""
     pair = (_read(key), _certificate(certificate))
@@ -92,3 +155,25 @@ def _read(path: Path) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _elements(der: bytes) -> Iterator[tuple[int, bytes]]:
+    """Tag and content of what stands side by side."""
+    at = 0
+    while at < len(der):
+        tag, length, at = der[at], der[at + 1], at + 2
+        if length & 0x80:
+            count = length & 0x7F
+            length, at = int.from_bytes(der[at : at + count]), at + count
+        if at + length > len(der):
+            raise ValueError("it is cut short")
+        yield tag, der[at : at + length]
+        at += length
+
+
+def _moment(tag: int, text: bytes) -> datetime:
+    """UTCTime has two digits for the year, of 1950 to 2049; GeneralizedTime has four."""
+    digits = text.decode("ascii")
+    if tag == _UTC_TIME:
+        digits = ("19" if digits[0] >= "5" else "20") + digits
+    return datetime.strptime(digits, "%Y%m%d%H%M%SZ").replace(tzinfo=UTC)

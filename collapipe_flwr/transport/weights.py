@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +15,27 @@ from collapipe_flwr.pipeline.frame import Frame, FrameKind
 
 PIECE_BYTES = 4 * 2**20
 MOST_TENSORS = 65_536  # far beyond any model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferStats:
+    """Bytes of tensors that travelled, and of those that did not have to."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    spared_bytes: int = 0
+
+    def __add__(self, other: TransferStats) -> TransferStats:
+        return TransferStats(
+            sent_bytes=self.sent_bytes + other.sent_bytes,
+            received_bytes=self.received_bytes + other.received_bytes,
+            spared_bytes=self.spared_bytes + other.spared_bytes,
+        )
+
+
+def tensor_bytes(tensors: Iterable[Tensor]) -> int:
+    """As they travel: memory that two of them share counts twice."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def weight_frames(weights: Mapping[str, Tensor], piece_bytes: int = PIECE_BYTES) -> Iterator[Frame]:

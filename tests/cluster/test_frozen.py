@@ -31,11 +31,11 @@ from tests.closeness import assert_near
 from tests.full_disk import full_disk
 from tests.laws.test_cluster_equals_whole import (
     ADAMW,
-    TOKEN,
     Cut,
     _micro_batches,
     _train_split,
     make_splitter,
+    session_key,
     tiny_batch,
 )
 from tests.power_cuts import rebuilt, watched
@@ -130,10 +130,12 @@ def _head(address: str, splitter: Splitter, weights: Mapping[str, Tensor]) -> Ne
     with EdgeClient(address) as client:
         spec_json = splitter.spec.to_json()
         client.open_session(
-            SessionRequest(session_id="A", token=TOKEN, spec_json=spec_json, optimizer=ADAMW)
+            SessionRequest(key=session_key("A"), spec_json=spec_json, optimizer=ADAMW)
         )
-        client.push_weights("A", TOKEN, {key: weights[key] for key in splitter.edge_keys()})
-    return NextHop(address=address, session_id="A", token=TOKEN)
+        client.session(session_key("A")).push_weights(
+            {key: weights[key] for key in splitter.edge_keys()}
+        )
+    return NextHop(address=address, key=session_key("A"))
 
 
 def test_a_full_disk_is_a_warning_and_leaves_nothing_half_written(tmp_path: Path, caplog) -> None:

@@ -22,7 +22,7 @@ from collapipe_flwr.config.cluster_file import ClusterConfig, parse_cluster
 from collapipe_flwr.host.ledger import Ledger
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
-from collapipe_flwr.host.store import TensorStore
+from collapipe_flwr.host.weight_cache import TensorStore
 from collapipe_flwr.models import Splitter, make_spec
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.spec import BatchShape
@@ -31,7 +31,7 @@ from collapipe_flwr.pipeline.state import PartState, Slots
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.dialer import Dialer
 from tests.cluster.daemon_processes import Daemon, running
-from tests.laws.test_cluster_equals_whole import ADAMW, TOKEN, Cut, _micro_batches, tiny_batch
+from tests.laws.test_cluster_equals_whole import ADAMW, Cut, _micro_batches, session_key, tiny_batch
 
 BLOCKS, TOKENS, SIZE = 6, 8, 2
 STOPS = (2, 4, 1, 3, 5, 2, 1, 4, 3, 5)  # of the first device's blocks, round by round
@@ -113,12 +113,12 @@ def _head(address: str, splitter: Splitter, weights: Mapping[str, Tensor]) -> It
     spec_json = splitter.spec.to_json()
     with EdgeClient(address) as client:
         client.open_session(
-            SessionRequest(session_id=session_id, token=TOKEN, spec_json=spec_json, optimizer=ADAMW)
+            SessionRequest(key=session_key(session_id), spec_json=spec_json, optimizer=ADAMW)
         )
         keys = splitter.edge_keys()
-        client.push_weights(session_id, TOKEN, {key: weights[key] for key in keys})
-        yield NextHop(address=address, session_id=session_id, token=TOKEN)
-        client.close_session(session_id, TOKEN)
+        client.session(session_key(session_id)).push_weights({key: weights[key] for key in keys})
+        yield NextHop(address=address, key=session_key(session_id))
+        client.session(session_key(session_id)).close()
 
 
 @contextmanager

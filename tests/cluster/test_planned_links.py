@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
-from collapipe_flwr.cluster.edge_session import EdgeSession
 from collapipe_flwr.cluster.fleet import Fleet, RoundOrder
 from collapipe_flwr.cluster.recovery import Recovery
 from collapipe_flwr.cluster.remote import RemoteFleet
@@ -22,7 +21,7 @@ from collapipe_flwr.core.links import LinkConfig, Note
 from collapipe_flwr.costs.link_rates import carried_bit_per_s
 from collapipe_flwr.models import BatchShape, Splitter, make_spec
 from collapipe_flwr.models.profile import profile_model
-from collapipe_flwr.pipeline.execution import Execution
+from collapipe_flwr.pipeline.config import Execution, StageConfig
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 from collapipe_flwr.pipeline.roles import MicroBatch
@@ -30,9 +29,8 @@ from collapipe_flwr.pipeline.session import NextHop, SessionRequest
 from collapipe_flwr.transport.client import EdgeClient
 from tests.cluster.hosted import daemons
 from tests.cluster.test_recovery import profile
-from tests.laws.test_cluster_equals_whole import Cut, tiny_batch
+from tests.laws.test_cluster_equals_whole import Cut, session_key, tiny_batch
 
-TOKEN = "0123456789abcdef"
 SGD = OptimizerSettings(name="sgd")
 EXAMPLES, STEPS = 8, 3
 AT_LEAST = 0.3  # of a paced rate, on a machine that may be busy
@@ -90,18 +88,17 @@ def _session(splitter: Splitter, address: str) -> Iterator[EdgeClient]:
     """A decoder of its own at the edge."""
     with EdgeClient(address) as client:
         request = SessionRequest(
-            session_id="A",
-            token=TOKEN,
+            key=session_key("A"),
             spec_json=splitter.spec.to_json(),
+            stage=StageConfig(name="edge", depth=2),
             optimizer=SGD,
-            depth=2,
             recoverable=True,
         )
-        client.open_session(request)
+        session = client.open_session(request)
         weights = splitter.initial_weights(seed=0)
-        client.push_weights("A", TOKEN, {key: weights[key] for key in splitter.edge_keys()})
+        session.push_weights({key: weights[key] for key in splitter.edge_keys()})
         yield client
-        client.close_session("A", TOKEN)
+        session.close()
 
 
 def _round(
@@ -118,9 +115,9 @@ def _round(
         cluster = replace(cluster, links=links or ClusterLinks())
         names = tuple(cluster.device_id(device) for device in cluster.devices)
         order = _order(splitter, _plan((names[0], names[1]), hops), paced=paced)
-        edge = NextHop(address=address, session_id="A", token=TOKEN)
+        edge = NextHop(address=address, key=session_key("A"))
         fleet: Fleet = RemoteFleet(cluster=cluster, edge=edge)
-        session = EdgeSession(client=client, session_id="A", token=TOKEN)
+        session = client.session(session_key("A"))
         if not remote:
             fleet = ThreadFleet(session.connect)
         recovery = Recovery(
@@ -130,7 +127,7 @@ def _round(
             snapshot_every=snapshot_every,
         )
         result = _train(splitter, order, fleet, recovery)
-        return result, [*result.reports, client.report("A", TOKEN)]
+        return result, [*result.reports, session.report()]
 
 
 def _measured(reports: list[StageReport]) -> list[tuple[float, float]]:

@@ -23,17 +23,18 @@ from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models import BatchShape, Splitter
 from collapipe_flwr.models.profile import profile_model
+from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.link import Link, memory_pair
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 from collapipe_flwr.pipeline.session import SessionRequest
 from tests.closeness import assert_near, near
 from tests.cluster.faults import PHASES, Fault, PowerCut, failing
 from tests.laws.test_cluster_equals_whole import (
-    TOKEN,
     Cut,
     _micro_batches,
     _steps,
     make_splitter,
+    session_key,
     tiny_batch,
     without_labels,
 )
@@ -113,31 +114,30 @@ class Edge:
 
     def _run(self, link: Link) -> None:
         try:
-            self.service.run("A", TOKEN, link)
+            self.service.run(session_key("A"), link)
         except CollaPipeError:
             link.close("the edge heard of it")
 
     def snapshot(self, step: int) -> None:
         self.snapshots += 1
-        self.service.snapshot("A", TOKEN, step)
+        self.service.snapshot(session_key("A"), step)
 
     def rollback(self, step: int) -> None:
         self.rollbacks += 1
-        self.service.rollback("A", TOKEN, step)
+        self.service.rollback(session_key("A"), step)
 
 
 def new_edge(splitter: Splitter, first: dict[str, Tensor]) -> Edge:
     service = EdgeService()
     request = SessionRequest(
-        session_id="A",
-        token=TOKEN,
+        key=session_key("A"),
         spec_json=splitter.spec.to_json(),
+        stage=StageConfig(name="edge", schedule=CUT.schedule),
         optimizer=RULE,
-        schedule=CUT.schedule,
         recoverable=True,
     )
     service.open(request)
-    service.push_weights("A", TOKEN, {key: first[key] for key in splitter.edge_keys()})
+    service.push_weights(session_key("A"), {key: first[key] for key in splitter.edge_keys()})
     return Edge(service)
 
 
@@ -164,7 +164,7 @@ def run(
     batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
     plans = recovery(splitter, edge, every)
     result = train_round(splitter, order(first), iter(batches), fleet, recovery=plans)
-    return result, {**result.weights, **edge.service.weights("A", TOKEN)}, edge
+    return result, {**result.weights, **edge.service.weights(session_key("A"))}, edge
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ def undisturbed(splitter: Splitter, first: dict[str, Tensor]):
             batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
             fleet = ThreadFleet(edge.connect)
             result = train_round(splitter, order(first, plan), batches, fleet)
-            known[plan.segments] = {**result.weights, **edge.service.weights("A", TOKEN)}
+            known[plan.segments] = {**result.weights, **edge.service.weights(session_key("A"))}
         return known[plan.segments]
 
     return on
@@ -231,7 +231,7 @@ def test_a_loss_leaves_the_optimiser_that_an_undisturbed_round_leaves(
             batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
             asked = replace(order(weights, plan), slots=slots, keep_optimizer=True)
             fleet = ThreadFleet(edge.connect, failing(*faults))
-            edge.service.push_weights("A", TOKEN, edge.service.weights("A", TOKEN))
+            edge.service.push_weights(session_key("A"), edge.service.weights(session_key("A")))
             plans = recovery(splitter, edge)
             result = train_round(splitter, asked, batches, fleet, recovery=plans)
             weights, slots = {**weights, **result.weights}, result.slots
@@ -281,10 +281,8 @@ def test_the_edge_reports_each_step_once(splitter: Splitter, first, every, break
     course = RecoveringRound(splitter, order(first), fleet, recovery(splitter, edge, every))
     course.run(batches)
     assert len(course.incidents) == (breaks != "nothing")
-    report, last = (
-        edge.service.report("A", TOKEN),
-        [interval.reports[-1] for interval in course.intervals],
-    )
+    report = edge.service.report(session_key("A"))
+    last = [interval.reports[-1] for interval in course.intervals]
     assert report.steps == STEPS
     assert report.received_up.bytes == sum(device.sent_down.bytes for device in last) > 0
     assert report.sent_up.bytes == sum(device.received_down.bytes for device in last) > 0
@@ -301,7 +299,7 @@ def test_steps_without_labels_are_none_for_snapshots_either(splitter: Splitter, 
         fleet = ThreadFleet(edge.connect)
         result = train_round(splitter, order(first), batches, fleet, recovery=plans)
         assert len(result.losses) == 2
-        ends.append({**result.weights, **edge.service.weights("A", TOKEN)})
+        ends.append({**result.weights, **edge.service.weights(session_key("A"))})
     assert_same(*ends)
 
 
@@ -397,7 +395,7 @@ def test_a_link_that_breaks_while_all_live_is_replayed_on_the_same_plan(
     assert result.plan.segments == CUT.plan().segments
     assert result.incidents[0].lost == ()
     assert "the radio stuttered" in result.incidents[0].reason
-    weights = {**result.weights, **edge.service.weights("A", TOKEN)}
+    weights = {**result.weights, **edge.service.weights(session_key("A"))}
     assert_same(weights, undisturbed(CUT.plan()))
 
 
@@ -498,7 +496,7 @@ def test_an_evaluation_goes_on_without_a_device_that_dies(
     assert edge.rollbacks == 1
     assert hit.targets == loss.targets
     assert hit.loss == near(loss.loss)
-    weights = edge.service.weights("A", TOKEN)
+    weights = edge.service.weights(session_key("A"))
     assert all(torch.equal(weights[key], first[key]) for key in weights)
 
 

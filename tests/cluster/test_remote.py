@@ -13,7 +13,7 @@ from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.pipeline.session import NextHop
 from collapipe_flwr.transport.client import EdgeClient
 from tests.cluster.daemon_processes import Daemon, running, where_torch_never_loads
-from tests.host.chain_to_edge import TOKEN, request, service
+from tests.host.chain_to_edge import request, service, session_key
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
 def fleet(*addresses: str) -> RemoteFleet:
     """Of boards 0, 1, ..."""
     boards = [{"name": str(index), "address": there} for index, there in enumerate(addresses)]
-    nowhere = NextHop(address="", session_id="", token="")
+    nowhere = NextHop(address="", key=session_key(""))
     return RemoteFleet(
         cluster=parse_cluster({"id": "shed", "device": boards}, Path()), edge=nowhere
     )
@@ -49,5 +49,5 @@ def test_a_daemon_that_is_stopping_is_lost() -> None:
         while drain.is_alive() and not boards.missing(["shed/0"]):
             pass
         assert drain.is_alive()
-        client.close_session("c1", TOKEN)
+        client.session(session_key()).close()
         drain.join(60)

@@ -35,6 +35,7 @@ from collapipe_flwr.federation.records import (
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+from collapipe_flwr.pipeline.session import SessionKey
 
 PLAN = ClusterPlan(
     cluster_id="c1",
@@ -62,8 +63,7 @@ TASK = RoundAssignment(
         model_spec_json='{"task": "seq2seq"}',
         vocabulary_json="{}",
         edge_address="127.0.0.1:4711",
-        session_id="c1-9",
-        session_token="0123456789abcdef",
+        session=SessionKey(session_id="c1-9", token="0123456789abcdef"),
         learning=LearningSettings(optimizer=OptimizerSettings(), schedule="1f1b", seed=3),
     ),
 )
@@ -131,7 +131,7 @@ def test_a_description_survives_the_wire(wire):
 
 
 def test_secrets_are_not_printed():
-    assert TASK.split.session_token not in repr(TASK)
+    assert TASK.split.session.token not in repr(TASK)
 
 
 def test_sizes_count_strings_lists_and_empty_values():

@@ -5,21 +5,24 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
 
 from collapipe_flwr.core.errors import LinkError
-from collapipe_flwr.federation.edge_gateway import DecoderOrder, EdgeGateway, MemoryEdge
+from collapipe_flwr.federation.edge_gateway import DecoderOrder, EdgeGateway
 from collapipe_flwr.federation.records import LearningSettings
 from collapipe_flwr.federation.rpc_gateway import RpcEdgeGateway
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.host.snapshot_store import SnapshotStore
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+from collapipe_flwr.pipeline.session import SessionKey
 from collapipe_flwr.pipeline.state import PartState
 from collapipe_flwr.transport.client import EdgeClient
+from tests.federation.memory_edge import MemoryEdge
 
 
 class Decoder(nn.Module):
@@ -65,7 +68,7 @@ def order(cluster_id: str, **weights: torch.Tensor) -> DecoderOrder:
 
 def test_what_is_placed_can_be_fetched_until_it_is_closed(edge):
     first, second = edge.open(order("c1")), edge.open(order("c2"))
-    assert first.session_id != second.session_id
+    assert first.key != second.key
     fetched = edge.fetch(first)
     assert fetched["w"].tolist() == [0.0, 1.0, 2.0]
     assert fetched["bias"].dtype == torch.bfloat16
@@ -75,38 +78,47 @@ def test_what_is_placed_can_be_fetched_until_it_is_closed(edge):
     edge.close(second)
 
 
+@dataclass
+class Slot:
+    """One session of a `Shelf`."""
+
+    held: dict[SessionKey, PartState]
+    key: SessionKey
+
+    def push_weights(self, tensors) -> None:
+        self.held[self.key] = PartState.of_tensors(tensors)
+
+    def fetch_weights(self, *, with_optimizer):
+        held = self.held[self.key]
+        return held.tensors() if with_optimizer else dict(held.weights)
+
+    def close(self) -> None:
+        del self.held[self.key]
+
+
 class Shelf:
     """A client of an edge that keeps what is pushed; ``train`` is what its cluster does there."""
 
     address = "shelf"
 
     def __init__(self) -> None:
-        self.held: dict[str, PartState] = {}
+        self.held: dict[SessionKey, PartState] = {}
 
     def patiently(self, call):
         return call()
 
-    def open_session(self, request) -> None:
-        self.held[request.session_id] = PartState(weights={})
+    def open_session(self, request) -> Slot:
+        self.held[request.key] = PartState(weights={})
+        return self.session(request.key)
 
-    def push_weights(self, session_id, token, tensors) -> None:
-        del token
-        self.held[session_id] = PartState.of_tensors(tensors)
-
-    def fetch_weights(self, session_id, token, *, with_optimizer):
-        del token
-        held = self.held[session_id]
-        return held.tensors() if with_optimizer else dict(held.weights)
-
-    def close_session(self, session_id, token) -> None:
-        del token
-        del self.held[session_id]
+    def session(self, key: SessionKey) -> Slot:
+        return Slot(self.held, key)
 
     def train(self, session, momentum: float) -> list[float]:
         """Leave this momentum; returns that with which the session began."""
-        held = self.held[session.session_id]
+        held = self.held[session.key]
         slots = {"w": (torch.tensor([momentum]),)}
-        self.held[session.session_id] = PartState(weights=held.weights, slots=slots)
+        self.held[session.key] = PartState(weights=held.weights, slots=slots)
         return [float(slot) for slots in held.slots.values() for slot in slots]
 
 
@@ -139,7 +151,7 @@ def test_a_decoder_continues_from_its_clusters_last_accepted_round():
 
 def test_the_token_is_not_printed(edge):
     session = edge.open(order("c1"))
-    assert session.token not in repr(session)
+    assert session.key.token not in repr(session)
     edge.close(session)
 
 
@@ -164,8 +176,8 @@ def test_an_edge_that_is_gone_is_one_sentence_in_bounded_time():
 class DyingEdge(EdgeService):
     """Keeps the weights of its first push, and dies before it can say so."""
 
-    def __init__(self, vault: SnapshotStore) -> None:
-        super().__init__(lambda _, weights: Decoder(weights), vault=vault)
+    def __init__(self, store: SnapshotStore) -> None:
+        super().__init__(lambda _, weights: Decoder(weights), snapshots=store)
         self.kept = threading.Event()
 
     def receive_weights(self, *args, **kwargs) -> None:
@@ -182,7 +194,9 @@ def test_an_edge_that_restarts_while_a_session_is_opened_gets_it_anew(tmp_path):
     def restart() -> None:
         dying.kept.wait(200)
         first.stop(grace_s=0.0)
-        service = EdgeService(lambda _, weights: Decoder(weights), vault=SnapshotStore(tmp_path))
+        service = EdgeService(
+            lambda _, weights: Decoder(weights), snapshots=SnapshotStore(tmp_path)
+        )
         assert service.health().sessions == 1  # what nobody knows to be there
         again.append((EdgeServer(first.address, service), service))
         again[0][0].__enter__()

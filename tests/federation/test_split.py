@@ -12,7 +12,6 @@ from flwr.serverapp.strategy import FedAvg, FedProx
 from collapipe_flwr.core.domain import ClusterPlan, Plan, Segment
 from collapipe_flwr.core.errors import ConfigError, LinkError, RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
-from collapipe_flwr.federation.edge_gateway import MemoryEdge
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.records import (
     ARRAYS,
@@ -28,6 +27,7 @@ from collapipe_flwr.federation.split import SplitModel
 from collapipe_flwr.federation.strategy import CollaPipe
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+from tests.federation.memory_edge import MemoryEdge
 
 EDGE_KEYS = frozenset({"decoder.weight", "decoder.steps"})
 CONSTANT = "embed.sinusoid"
@@ -88,7 +88,7 @@ def trainer(edge: MemoryEdge, step: float, examples: int, **change):
     def train(message: Message, context) -> Message:
         del context
         task = read_assignment(message.content)
-        replica = edge.replicas[task.split.session_id]
+        replica = edge.replicas[task.split.session.session_id]
         for key, tensor in replica.items():
             replica[key] = tensor + int(step) if key.endswith("steps") else tensor + step
         half = decode_tensors(message.content[ARRAYS])
@@ -171,9 +171,9 @@ def test_a_message_holds_only_its_own_plan_its_half_and_its_session():
         assert other not in str(message.content["config"])
         assert set(message.content[ARRAYS]) == set(model()) - EDGE_KEYS
         assert len(message.content.config_records) == 1
-    assert tasks[1].split.session_token not in repr(tasks[1])
-    assert tasks[1].split.session_id != tasks[2].split.session_id
-    assert edge.orders[tasks[1].split.session_id].depth == 1
+    assert tasks[1].split.session.token not in repr(tasks[1])
+    assert tasks[1].split.session.session_id != tasks[2].split.session.session_id
+    assert edge.orders[tasks[1].split.session.session_id].depth == 1
     assert tasks[1].split.learning.optimizer.learning_rate == pytest.approx(0.3)
     assert not any(key.startswith("collapipe") for key in config)
     strategy.close()
@@ -239,8 +239,8 @@ def test_only_replies_that_were_aggregated_are_built_upon():
             self.accepted: list[tuple[str, int]] = []
 
         def accept(self, session) -> None:
-            order = self.orders[session.session_id]
-            assert session.session_id in self.replicas  # while it is open
+            order = self.orders[session.key.session_id]
+            assert session.key.session_id in self.replicas  # while it is open
             self.accepted.append((order.cluster_id, order.server_round))
 
     edge = Noting()

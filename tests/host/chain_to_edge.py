@@ -5,16 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
 
 from collapipe_flwr.core.errors import CollaPipeError
 from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.pipeline.config import Execution, StageConfig
 from collapipe_flwr.pipeline.link import Link, memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage, MiddleStage
-from collapipe_flwr.pipeline.session import SessionRequest
+from collapipe_flwr.pipeline.session import NextHop, Placement, SessionKey, SessionRequest
 from collapipe_flwr.transport.client import EdgeClient
 from tests.pipeline.chains import DEADLINE_S, SGD, Head, settings
 
@@ -32,23 +34,37 @@ def service(**options: Any) -> EdgeService:
     return EdgeService(build_head, **options)
 
 
-def request(session_id: str = "c1", **options: object) -> SessionRequest:
+def session_key(session_id: str = "c1") -> SessionKey:
+    return SessionKey(session_id=session_id, token=TOKEN)
+
+
+def request(session_id: str = "c1", token: str = TOKEN, **options: Any) -> SessionRequest:
+    """PricingOptions are fields of the request, of its stage, its execution or its placement."""
+
+    def own(kind: type) -> dict[str, Any]:
+        return {f.name: options.pop(f.name) for f in fields(kind) if f.name in options}
+
+    execution = Execution(**own(Execution))
+    waits = {"name": "edge", "deadline_s": DEADLINE_S, "idle_s": DEADLINE_S}
+    stage = StageConfig(**{**waits, **own(StageConfig), "execution": execution})
+    nowhere = NextHop(address="", key=session_key())
+    placed = {k: v for k, v in own(Placement).items() if v is not None}
     return SessionRequest(
-        **{  # type: ignore[arg-type]
-            "session_id": session_id,
-            "token": TOKEN,
+        **{
+            "key": SessionKey(session_id=session_id, token=token),
             "spec_json": "{}",
+            "stage": stage,
+            "placement": Placement(**{"blocks": (0, 1), "next_hop": nowhere, **placed})
+            if placed
+            else None,
             "optimizer": SGD,
-            "deadline_s": DEADLINE_S,
-            "idle_s": DEADLINE_S,
             **options,
         }
     )
 
 
 def open_session(client: EdgeClient, head: Head, session_id: str = "c1") -> None:
-    client.open_session(request(session_id))
-    client.push_weights(session_id, TOKEN, head.state_dict())
+    client.open_session(request(session_id)).push_weights(head.state_dict())
 
 
 class Cluster:

@@ -12,7 +12,7 @@ from tests.host.chain_to_edge import service
 if __name__ == "__main__":
     torch.set_num_threads(1)
     listen, *state_dir = sys.argv[1:] or ["127.0.0.1:0"]
-    vault = SnapshotStore(Path(state_dir[0])) if state_dir else None
-    with EdgeServer(listen, service(vault=vault)) as server:
+    store = SnapshotStore(Path(state_dir[0])) if state_dir else None
+    with EdgeServer(listen, service(snapshots=store)) as server:
         print(server.address, flush=True)
         server.wait(120)

@@ -14,7 +14,7 @@ from collapipe_flwr.host.daemon import HostSettings
 from collapipe_flwr.transport.certificates import sign_all
 from collapipe_flwr.transport.client import EdgeClient
 from tests.cluster.daemon_processes import ROOT, Daemon, running
-from tests.host.chain_to_edge import TOKEN, request
+from tests.host.chain_to_edge import request, session_key
 
 IDLE_MOST_BYTES = 64 * 2**20
 
@@ -69,7 +69,7 @@ def test_a_stop_breaks_streams_off_after_their_grace():
         daemon.process.send_signal(signal.SIGTERM)
         assert daemon.process.wait(60) == 0
         with pytest.raises(LinkError, match="cannot be reached"):
-            client.report("c1", TOKEN)
+            client.session(session_key()).report()
 
 
 def test_only_members_of_the_cluster_may_call(tmp_path: Path):

@@ -19,7 +19,7 @@ from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.dialer import Dialer
 from tests.closeness import assert_near, near
 from tests.host.certificates import Authority
-from tests.host.chain_to_edge import TOKEN, request
+from tests.host.chain_to_edge import request, session_key
 from tests.pipeline.chains import (
     DEADLINE_S,
     SGD,
@@ -40,8 +40,8 @@ PLAIN = dict.fromkeys(("control unit", *NAMES))
 
 
 def build(asked, weights):
-    first_block, stop_block = asked.blocks or (0, 0)
-    part = Segment(make_blocks(stop_block - first_block)) if asked.blocks else Head()
+    placed = asked.placement
+    part = Segment(make_blocks(placed.blocks[1] - placed.blocks[0])) if placed else Head()
     part.load_weights(weights)
     return part
 
@@ -66,9 +66,9 @@ class Hosts:
             hop = None
             if blocks is not None:
                 address = self.servers[index + 1].address
-                hop = NextHop(address=address, session_id="c1", token=TOKEN, name=NAMES[index + 1])
+                hop = NextHop(address=address, key=session_key(), name=NAMES[index + 1])
             client.open_session(request(name=NAMES[index], blocks=blocks, next_hop=hop))
-            client.push_weights("c1", TOKEN, parts[index + 1].state_dict())
+            client.session(session_key()).push_weights(parts[index + 1].state_dict())
 
 
 def first_stage(part, link) -> FirstStage:
@@ -84,14 +84,14 @@ def test_a_chain_of_hosts_equals_one_process(secure, tmp_path):
     with ExitStack() as stack:
         hosts = Hosts(stack, members) if secure else Hosts(stack)
         hosts.open(parts)
-        link = hosts.clients[0].stream("c1", TOKEN)
+        link = hosts.clients[0].session(session_key()).stream()
         first = first_stage(parts[0], link)
         losses = [first.train_step(batch).loss for _ in range(2)]
         first.finish()
         link.close()
         for part, client in zip(parts[1:], hosts.clients, strict=True):
-            part.load_weights(client.fetch_weights("c1", TOKEN))
-        reports = [client.report("c1", TOKEN) for client in hosts.clients]
+            part.load_weights(client.session(session_key()).fetch_weights())
+        reports = [client.session(session_key()).report() for client in hosts.clients]
     optimizer = Optimizer(SGD, [p for part in wholes for p in part.parameters()])
     expected = []
     for _ in range(2):
@@ -113,7 +113,7 @@ def test_a_lost_host_is_heard_at_the_control_unit(lost):
     with ExitStack() as stack:
         hosts = Hosts(stack)
         hosts.open(parts)
-        link = hosts.clients[0].stream("c1", TOKEN)
+        link = hosts.clients[0].session(session_key()).stream()
         first = first_stage(parts[0], link)
         first.train_step(make_batch((3, 2)))
         start = time.monotonic()
@@ -132,7 +132,7 @@ def test_a_next_host_that_is_not_there_is_named_at_the_control_unit():
         hosts.open(parts)
         hosts.servers[1].stop(grace_s=0.1)
         with pytest.raises(LinkError, match=f"device 2 at {hosts.servers[1].address}"):
-            link = stack.enter_context(closing(hosts.clients[0].stream("c1", TOKEN)))
+            link = stack.enter_context(closing(hosts.clients[0].session(session_key()).stream()))
             first = first_stage(parts[0], link)
             for _ in range(100):
                 first.train_step(make_batch((3, 2)))
@@ -148,8 +148,8 @@ def test_a_paced_link_is_paced_both_ways():
         EdgeClient(server.address) as client,
     ):
         client.open_session(request())
-        client.push_weights("c1", TOKEN, parts[2].state_dict())
-        link = client.stream("c1", TOKEN, config=config)
+        client.session(session_key()).push_weights(parts[2].state_dict())
+        link = client.session(session_key()).stream(config=config)
         optimizer = Optimizer(SGD, parts[0].parameters())
         order = settings("control unit", "gpipe", 2)  # all gradients come after all outputs
         first = FirstStage(parts[0], optimizer, order, downstream=link)

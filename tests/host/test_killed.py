@@ -15,7 +15,7 @@ import pytest
 from collapipe_flwr.core.errors import LinkError, LinkTimeout
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.transport.client import EdgeClient
-from tests.host.chain_to_edge import TOKEN, Cluster, open_session, service
+from tests.host.chain_to_edge import Cluster, open_session, service, session_key
 from tests.pipeline.chains import DEADLINE_S, make_batch, make_parts
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +59,7 @@ def run_until_it_breaks(address: str, action, deadline_s: float = DEADLINE_S):
     parts = make_parts((2,))
     with EdgeClient(address, deadline_s=DEADLINE_S) as client:
         open_session(client, parts[2])
-        cluster = Cluster(parts, client.stream("c1", TOKEN), deadline_s=deadline_s)
+        cluster = Cluster(parts, client.session(session_key()).stream(), deadline_s=deadline_s)
         trigger = _Trigger(parts[1], action)
         with pytest.raises(LinkError) as caught, cluster.running() as first:
             for _ in range(1000):
@@ -101,7 +101,7 @@ def test_a_client_that_vanishes_frees_its_session():
     with EdgeServer("127.0.0.1:0", service()) as server:
         client = EdgeClient(server.address)
         open_session(client, make_parts((1,))[2])
-        client.stream("c1", TOKEN)
+        client.session(session_key()).stream()
         client.close()
         with EdgeClient(server.address) as watcher:
             until = time.monotonic() + DEADLINE_S

@@ -14,7 +14,7 @@ from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.host.servicer import Servicer
 from collapipe_flwr.host.snapshot_store import SnapshotStore
-from collapipe_flwr.host.store import TensorStore
+from collapipe_flwr.host.weight_cache import TensorStore
 from collapipe_flwr.pipeline import benchmark
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest
 from collapipe_flwr.pipeline.digest import digests_of
@@ -22,8 +22,9 @@ from collapipe_flwr.pipeline.frame import Frame, FrameKind
 from collapipe_flwr.pipeline.link import memory_pair
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 from collapipe_flwr.pipeline.state import PartState
-from collapipe_flwr.transport.messages import decode_message, encode_message
-from tests.host.chain_to_edge import TOKEN, build_head, request, service
+from collapipe_flwr.transport import methods
+from collapipe_flwr.transport.methods import decode_message, encode_message
+from tests.host.chain_to_edge import build_head, request, service, session_key
 from tests.host.test_sessions import Authorizer, in_thread
 from tests.pipeline.chains import Head
 
@@ -70,24 +71,24 @@ def test_accounts_of_one_owner_share_what_it_may_hold() -> None:
 def test_a_session_reserves_its_state_and_gives_it_back() -> None:
     ledger = Ledger()
     host = opened(ledger, "a", "b")
-    host.push_weights("a", TOKEN, HEAD)
+    host.push_weights(session_key("a"), HEAD)
     assert ledger.held_bytes == ledger.peak_bytes == STATE
-    host.push_weights("b", TOKEN, HEAD)
-    host.close("a", TOKEN)
+    host.push_weights(session_key("b"), HEAD)
+    host.close(session_key("a"))
     assert ledger.held_bytes == STATE
-    host.close("b", TOKEN)
+    host.close(session_key("b"))
     assert ledger.held_bytes == 0
 
 
 def test_a_snapshot_is_reserved_and_counts_as_memory_of_its_session() -> None:
     ledger = Ledger()
     host = opened(ledger, "a", recoverable=True)
-    host.push_weights("a", TOKEN, HEAD)
+    host.push_weights(session_key("a"), HEAD)
     assert ledger.held_bytes == STATE + WEIGHTS
     ours, theirs = memory_pair("edge", "device")
     theirs.send(Frame(kind=FrameKind.END), deadline_s=1)
-    host.run("a", TOKEN, ours)
-    assert host.report("a", TOKEN).peak_tensor_bytes == 2 * WEIGHTS
+    host.run(session_key("a"), ours)
+    assert host.report(session_key("a")).peak_tensor_bytes == 2 * WEIGHTS
 
 
 @pytest.mark.parametrize("most_bytes", [WEIGHTS - 1, 2 * WEIGHTS - 1, STATE - 1])
@@ -95,10 +96,10 @@ def test_a_push_without_room_changes_nothing(most_bytes: int) -> None:
     ledger = Ledger(most_bytes)
     host = opened(ledger, "a")
     with pytest.raises(NoRoom, match="--memory-mb"):
-        host.push_weights("a", TOKEN, HEAD)
+        host.push_weights(session_key("a"), HEAD)
     assert ledger.held_bytes == 0
     with pytest.raises(LinkError, match="push them first"):
-        host.weights("a", TOKEN)
+        host.weights(session_key("a"))
 
 
 def test_pushes_side_by_side_share_the_room() -> None:
@@ -111,16 +112,16 @@ def test_pushes_side_by_side_share_the_room() -> None:
         gate.wait()
         return HEAD
 
-    with in_thread(lambda: host.receive_weights("a", TOKEN, receive)) as done:
+    with in_thread(lambda: host.receive_weights(session_key("a"), receive)) as done:
         assert gate.entered.wait(60)
         with pytest.raises(NoRoom):
-            host.push_weights("b", TOKEN, HEAD)
+            host.push_weights(session_key("b"), HEAD)
         gate.opened.set()
     assert done == [None]
     with pytest.raises(NoRoom):
-        host.push_weights("b", TOKEN, HEAD)
-    host.close("a", TOKEN)
-    host.push_weights("b", TOKEN, HEAD)
+        host.push_weights(session_key("b"), HEAD)
+    host.close(session_key("a"))
+    host.push_weights(session_key("b"), HEAD)
 
 
 def test_what_arrives_for_a_session_that_was_closed_is_not_taken() -> None:
@@ -129,12 +130,12 @@ def test_what_arrives_for_a_session_that_was_closed_is_not_taken() -> None:
 
     def receive(reserve):
         reserve(WEIGHTS)
-        host.close("a", TOKEN)
+        host.close(session_key("a"))
         reserve(WEIGHTS)
         return HEAD
 
     with pytest.raises(NoRoom, match="was closed"):
-        host.receive_weights("a", TOKEN, receive)
+        host.receive_weights(session_key("a"), receive)
     assert ledger.held_bytes == 0
 
 
@@ -143,8 +144,8 @@ def _device(ledger: Ledger) -> EdgeService:
     host = EdgeService(build_head, store=TensorStore(ledger), ledger=ledger)
     host.open(request("old", optimizer=ADAMW, keep_optimizer=True))
     slots = {key: (torch.ones(()), p, p) for key, p in HEAD.items()}
-    host.push_weights("old", TOKEN, PartState(weights=HEAD, slots=slots).copy().tensors())
-    host.close("old", TOKEN)
+    host.push_weights(session_key("old"), PartState(weights=HEAD, slots=slots).copy().tensors())
+    host.close(session_key("old"))
     assert ledger.held_bytes == host.spare_bytes() == 3 * WEIGHTS + STEPS
     return host
 
@@ -154,12 +155,12 @@ def test_what_the_next_session_asks_for_is_handed_over_and_the_rest_forgotten() 
     host = _device(ledger)
     host.open(request("new", optimizer=ADAMW))
     digests = digests_of({"out.weight": HEAD["out.weight"], "out.bias": torch.ones(5)})
-    assert host.missing("new", TOKEN, digests) == ("out.bias",)
+    assert host.missing(session_key("new"), digests) == ("out.bias",)
     assert ledger.held_bytes == HEAD["out.weight"].nbytes
-    assert host.missing("new", TOKEN, digests) == ("out.bias",)  # twice is fine
-    host.push_weights("new", TOKEN, {"out.bias": torch.ones(5)})
+    assert host.missing(session_key("new"), digests) == ("out.bias",)  # twice is fine
+    host.push_weights(session_key("new"), {"out.bias": torch.ones(5)})
     assert ledger.held_bytes == STATE
-    assert torch.equal(host.weights("new", TOKEN)["out.weight"], HEAD["out.weight"])
+    assert torch.equal(host.weights(session_key("new"))["out.weight"], HEAD["out.weight"])
 
 
 def test_slots_of_equal_content_stay_apart() -> None:
@@ -168,11 +169,11 @@ def test_slots_of_equal_content_stay_apart() -> None:
     host.open(request("new", optimizer=ADAMW))
     slots = {key: (torch.ones(()), p, p) for key, p in HEAD.items()}
     state = PartState(weights=HEAD, slots=slots).tensors()
-    assert host.missing("new", TOKEN, digests_of(state)) == ()
-    host.push_weights("new", TOKEN, {})
-    with host.reading("new", TOKEN, with_optimizer=True) as tensors:
+    assert host.missing(session_key("new"), digests_of(state)) == ()
+    host.push_weights(session_key("new"), {})
+    with host.reading(session_key("new"), with_optimizer=True) as tensors:
         assert len({t.data_ptr() for t in tensors.values()}) == len(state)
-    found = host.weights("new", TOKEN, with_optimizer=True)
+    found = host.weights(session_key("new"), with_optimizer=True)
     assert all(torch.equal(found[key], state[key]) for key in state)
 
 
@@ -184,9 +185,9 @@ def test_a_part_is_pushed_into_a_host_that_is_as_large_as_its_state() -> None:
     slots = {key: (torch.ones(()), p, p) for key, p in HEAD.items()}
     state = PartState(weights=HEAD, slots=slots).copy().tensors()
     state["out.weight"] += 1
-    wanted = host.missing("new", TOKEN, digests_of(state))
+    wanted = host.missing(session_key("new"), digests_of(state))
     assert wanted == ("out.weight",)
-    host.push_weights("new", TOKEN, {key: state[key] for key in wanted})
+    host.push_weights(session_key("new"), {key: state[key] for key in wanted})
     assert ledger.held_bytes == ledger.peak_bytes == STATE
 
 
@@ -196,18 +197,18 @@ def test_a_step_that_does_not_end_keeps_its_room_until_it_does(
     monkeypatch.setattr(sessions, "BUSY_S", 0.05)
     ledger, gate = Ledger(), Authorizer()
     host = opened(ledger, "a")
-    host.push_weights("a", TOKEN, HEAD)
+    host.push_weights(session_key("a"), HEAD)
 
     def read() -> None:
-        with host.reading("a", TOKEN):
+        with host.reading(session_key("a")):
             gate.wait()
 
     with in_thread(read):
         assert gate.entered.wait(60)
         with pytest.raises(LinkError, match="what uses it has not ended"):
-            host.close("a", TOKEN)
+            host.close(session_key("a"))
         with pytest.raises(LinkError, match="no session a"):
-            host.weights("a", TOKEN)
+            host.weights(session_key("a"))
         assert ledger.held_bytes == STATE
         gate.opened.set()
     assert (ledger.held_bytes, host.health().sessions) == (0, 0)
@@ -216,11 +217,13 @@ def test_a_step_that_does_not_end_keeps_its_room_until_it_does(
 def test_a_host_takes_up_the_snapshots_that_it_has_room_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    host = EdgeService(build_head, vault=SnapshotStore(tmp_path))
+    host = EdgeService(build_head, snapshots=SnapshotStore(tmp_path))
     for session_id in ("a", "b"):
         host.open(request(session_id, optimizer=ADAMW, recoverable=True))
-        host.push_weights(session_id, TOKEN, HEAD)
-    again = EdgeService(build_head, vault=SnapshotStore(tmp_path), ledger=Ledger(2 * WEIGHTS - 1))
+        host.push_weights(session_key(session_id), HEAD)
+    again = EdgeService(
+        build_head, snapshots=SnapshotStore(tmp_path), ledger=Ledger(2 * WEIGHTS - 1)
+    )
     assert again.health().sessions == 1
     assert "is lost: no room" in caplog.text
     assert len(list(tmp_path.iterdir())) == 1
@@ -245,10 +248,11 @@ def test_a_benchmark_tells_what_the_next_plan_may_have(
     """What is free, with what is kept of the last round, within what the host may hold."""
     free = BenchmarkAnswer(flop=1.0, seconds=1.0, memory_bytes=1000)
     monkeypatch.setattr("collapipe_flwr.host.servicer.run_benchmark", lambda _: free)
-    skin = Servicer(_device(Ledger(most_bytes)))
-    answer = skin.benchmark(encode_message(BenchmarkRequest()), FakeContext())
+    servicer = Servicer(_device(Ledger(most_bytes)))
+    asked = encode_message(BenchmarkRequest())
+    answer = servicer.answer(methods.BENCHMARK, asked, FakeContext(), None)
     assert decode_message(benchmark.BenchmarkAnswer, answer).memory_bytes == expected
-    skin.close()
+    servicer.close()
 
 
 def test_a_part_that_only_generates_reserves_no_optimiser() -> None:
@@ -256,5 +260,5 @@ def test_a_part_that_only_generates_reserves_no_optimiser() -> None:
     ledger = Ledger()
     host, order = opened(ledger), serving_order(even_plan(2, ["d"]), {}, deadline_s=1.0)
     host.open(request("a", optimizer=order.optimizer))
-    host.push_weights("a", TOKEN, HEAD)
+    host.push_weights(session_key("a"), HEAD)
     assert ledger.held_bytes == ledger.peak_bytes == 2 * WEIGHTS

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from collapipe_flwr.core.errors import ConfigError, LinkError
-from collapipe_flwr.host.daemon import HostSettings, power_of
+from collapipe_flwr.host.daemon import HostSettings
 from collapipe_flwr.host.power import IwPower, mbm
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.pipeline.session import NextHop
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.dialer import Dialer
-from tests.host.chain_to_edge import TOKEN, request
+from tests.host.chain_to_edge import request, session_key
 from tests.host.test_devices import build
 from tests.pipeline.chains import make_parts
 
@@ -64,7 +64,8 @@ def test_a_daemon_leaves_its_radio_alone_unless_an_interface_is_named(
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     settings = HostSettings(listen="127.0.0.1:0", name="d", radio_interface=interface)
-    power_of(settings).apply(0.1)
+    if settings.power is not None:
+        settings.power.apply(0.1)
     lines = heard.read_text().splitlines() if heard.exists() else []
     assert lines == ["dev wlan0 set txpower fixed 2000"] * calls
 
@@ -77,11 +78,11 @@ def test_a_strange_interface_is_refused() -> None:
 def test_a_device_applies_the_power_of_its_session_when_its_stream_begins() -> None:
     told, parts = Told(), make_parts((2,))
     service = EdgeService(build, connect=Dialer(name="device 1"), power=told)
-    hop = NextHop(address="127.0.0.1:1", session_id="c1", token=TOKEN)
+    hop = NextHop(address="127.0.0.1:1", key=session_key())
     with EdgeServer("127.0.0.1:0", service) as server, EdgeClient(server.address) as client:
         client.open_session(request(blocks=(0, 2), next_hop=hop, tx_power_w=0.05))
-        client.push_weights("c1", TOKEN, parts[1].state_dict())
+        client.session(session_key()).push_weights(parts[1].state_dict())
         assert told.powers_w == []
         with suppress(LinkError):  # the next hop is not there, which may be heard at once
-            client.stream("c1", TOKEN).close()
+            client.session(session_key()).stream().close()
     assert told.powers_w == [0.05]

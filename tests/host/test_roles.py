@@ -13,13 +13,14 @@ from collapipe_flwr.config.cluster_file import parse_cluster
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.core.tls_files import TlsFiles
 from collapipe_flwr.host.ledger import Ledger
-from collapipe_flwr.host.listener import Listener, ListenerSettings
+from collapipe_flwr.host.server import Listener, ListenerConfig
 from collapipe_flwr.host.servicer import Servicer, ServicerConfig
 from collapipe_flwr.pipeline.benchmark import BenchmarkRequest
+from collapipe_flwr.pipeline.session import SessionKey
 from collapipe_flwr.transport.certificates import Authority, sign_all
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.host_status import ProbeRequest
-from tests.host.chain_to_edge import TOKEN, request, service
+from tests.host.chain_to_edge import request, service, session_key
 from tests.pipeline.chains import Head
 
 CLUSTERS = {"g": ("g1", "g2"), "w": ("w1",)}
@@ -69,10 +70,10 @@ def certificates(tmp_path_factory):
 def host(name: str, certificates, *, on_edge: bool) -> Iterator[Host]:
     roster = roster_of(CONFIGS if on_edge else CONFIGS[:1])
     guests = roster.control_units if on_edge else frozenset()
-    skin_settings = ServicerConfig(guests=guests, sessions_of_guest=2)
-    settings = ListenerSettings(tls=certificates[name], roster=roster, on_edge=on_edge)
-    skin = Servicer(service(ledger=Ledger(12 * HEAD_BYTES)), skin_settings)
-    with Listener("127.0.0.1:0", lambda: skin, settings) as listener:
+    servicing = ServicerConfig(guests=guests, sessions_of_guest=2)
+    settings = ListenerConfig(tls=certificates[name], roster=roster, on_edge=on_edge)
+    servicer = Servicer(service(ledger=Ledger(12 * HEAD_BYTES)), servicing)
+    with Listener("127.0.0.1:0", lambda: servicer, settings) as listener:
         yield Host(listener.address, name, certificates)
 
 
@@ -90,9 +91,9 @@ def edge(certificates) -> Iterator[Host]:
     "call",
     [
         lambda c: c.open_session(request()),
-        lambda c: c.push_weights("c1", TOKEN, {}),
-        lambda c: c.fetch_weights("c1", TOKEN),
-        lambda c: c.close_session("c1", TOKEN),
+        lambda c: c.session(session_key()).push_weights({}),
+        lambda c: c.session(session_key()).fetch_weights(),
+        lambda c: c.session(session_key()).close(),
         lambda c: c.benchmark(BenchmarkRequest(width=32, seconds=0.1)),
         lambda c: c.probe(ProbeRequest(name="x", address="127.0.0.1:1")),
     ],
@@ -109,10 +110,14 @@ def test_only_its_control_unit_gives_a_device_orders(device: Host, call) -> None
 def test_a_neighbour_may_stream_with_the_token_only(device: Host) -> None:
     with device.seen_by("cu-g") as client:
         client.open_session(request())
-        client.push_weights("c1", TOKEN, Head().state_dict())
-    device.refuses("g1", lambda c: c.stream("c1", "a guess of a token"), "no session c1")
+        client.session(session_key()).push_weights(Head().state_dict())
+    device.refuses(
+        "g1",
+        lambda c: c.session(SessionKey(session_id="c1", token="a guess of a token")).stream(),
+        "no session c1",
+    )
     with device.seen_by("g1") as client:
-        client.stream("c1", TOKEN).close()
+        client.session(session_key()).stream().close()
 
 
 @pytest.fixture
@@ -120,38 +125,38 @@ def shared(edge: Host) -> Host:
     """The edge, where the server opened a session for cluster g."""
     with edge.seen_by("server") as server:
         server.open_session(request("s-g", cluster_id="g", recoverable=True))
-        server.push_weights("s-g", TOKEN, Head().state_dict())
+        server.session(session_key("s-g")).push_weights(Head().state_dict())
     return edge
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda c: c.stream("s-g", TOKEN),
-        lambda c: c.rollback("s-g", TOKEN, 0),
-        lambda c: c.snapshot("s-g", TOKEN, 0),
-        lambda c: c.report("s-g", TOKEN),
-        lambda c: c.fetch_weights("s-g", TOKEN),
-        lambda c: c.push_weights("s-g", TOKEN, {}),
-        lambda c: c.close_session("s-g", TOKEN),
+        lambda c: c.session(session_key("s-g")).stream(),
+        lambda c: c.session(session_key("s-g")).rollback(0),
+        lambda c: c.session(session_key("s-g")).snapshot(0),
+        lambda c: c.session(session_key("s-g")).report(),
+        lambda c: c.session(session_key("s-g")).fetch_weights(),
+        lambda c: c.session(session_key("s-g")).push_weights({}),
+        lambda c: c.session(session_key("s-g")).close(),
     ],
 )
 def test_another_cluster_cannot_touch_a_session_even_with_its_token(shared: Host, call) -> None:
     shared.refuses("cu-w", call, "no session s-g with this token")
     shared.refuses("w1", call, "no session s-g with this token|it may not call")
     with shared.seen_by("server") as server:
-        assert set(server.fetch_weights("s-g", TOKEN)) == set(Head().state_dict())
+        assert set(server.session(session_key("s-g")).fetch_weights()) == set(Head().state_dict())
 
 
 def test_a_cluster_uses_its_session_but_its_weights_are_the_servers(shared: Host) -> None:
     with shared.seen_by("cu-g") as unit:
-        unit.rollback("s-g", TOKEN, 0)
+        unit.session(session_key("s-g")).rollback(0)
     with shared.seen_by("g2") as last:
-        last.stream("s-g", TOKEN).close()
+        last.session(session_key("s-g")).stream().close()
     for call in (
-        lambda c: c.fetch_weights("s-g", TOKEN),
-        lambda c: c.push_weights("s-g", TOKEN, {}),
-        lambda c: c.close_session("s-g", TOKEN),
+        lambda c: c.session(session_key("s-g")).fetch_weights(),
+        lambda c: c.session(session_key("s-g")).push_weights({}),
+        lambda c: c.session(session_key("s-g")).close(),
     ):
         shared.refuses("cu-g", call, "no session s-g with this token")
 
@@ -161,9 +166,9 @@ def test_nobody_but_the_server_opens_a_session_for_another_cluster(edge: Host) -
     edge.refuses("g1", lambda c: c.open_session(request()), "device: it may not call OpenSession")
     with edge.seen_by("cu-w") as unit:
         unit.open_session(request("mine", opener="server"))  # who opened it is not taken on trust
-        unit.push_weights("mine", TOKEN, Head().state_dict())
-        assert unit.fetch_weights("mine", TOKEN)
-    edge.refuses("cu-g", lambda c: c.stream("mine", TOKEN), "no session mine")
+        unit.session(session_key("mine")).push_weights(Head().state_dict())
+        assert unit.session(session_key("mine")).fetch_weights()
+    edge.refuses("cu-g", lambda c: c.session(session_key("mine")).stream(), "no session mine")
 
 
 def test_a_guest_displaces_only_itself(shared: Host) -> None:
@@ -172,19 +177,19 @@ def test_a_guest_displaces_only_itself(shared: Host) -> None:
             unit.open_session(request(f"w-{number}"))
     with shared.seen_by("server") as server:
         assert server.health().sessions == 3
-        assert server.fetch_weights("s-g", TOKEN)
+        assert server.session(session_key("s-g")).fetch_weights()
 
 
 def test_a_guest_has_a_share_of_the_memory(edge: Host) -> None:
     with edge.seen_by("cu-w") as unit:
         unit.open_session(request("w-1"))
-        unit.push_weights("w-1", TOKEN, Head().state_dict())
+        unit.session(session_key("w-1")).push_weights(Head().state_dict())
         unit.open_session(request("w-2"))
         with pytest.raises(LinkError, match="no room"):
-            unit.push_weights("w-2", TOKEN, Head().state_dict())
+            unit.session(session_key("w-2")).push_weights(Head().state_dict())
     with edge.seen_by("server") as server:
         server.open_session(request("s-g", cluster_id="g"))
-        server.push_weights("s-g", TOKEN, Head().state_dict())
+        server.session(session_key("s-g")).push_weights(Head().state_dict())
 
 
 def test_the_host_in_a_certificate_is_not_who_its_bearer_is(device, edge, certificates) -> None:

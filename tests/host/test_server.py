@@ -17,11 +17,11 @@ from collapipe_flwr.pipeline.frame import Frame, FrameKind
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
-from collapipe_flwr.transport.limits import FrameLimits
+from collapipe_flwr.transport.methods import FrameLimits
 from collapipe_flwr.transport.tls import TlsFiles, client_credentials, server_credentials
 from tests.closeness import assert_near, near
 from tests.host.certificates import Authority
-from tests.host.chain_to_edge import TOKEN, Cluster, open_session, request, service
+from tests.host.chain_to_edge import TOKEN, Cluster, open_session, request, service, session_key
 from tests.pipeline.chains import DEADLINE_S, Head, make_batch, make_parts, whole_loss
 from tests.threads import none_left
 
@@ -55,12 +55,12 @@ def one_round(client: EdgeClient, codec: str = "fp32"):
     """One step on a fresh session; returns loss, all weights by part, and the device's report."""
     parts = make_parts((2,))
     open_session(client, parts[2])
-    link = client.stream("c1", TOKEN, name="device 1", config=LinkConfig(codec=codec))
+    link = client.session(session_key()).stream(name="device 1", config=LinkConfig(codec=codec))
     cluster = Cluster(parts, link)
     with cluster.running() as first:
         result = first.train_step(make_batch((3, 3, 2)))
     assert cluster.failure is None
-    parts[2].load_weights(client.fetch_weights("c1", TOKEN))
+    parts[2].load_weights(client.session(session_key()).fetch_weights())
     return result.loss, parts, cluster.device.report()
 
 
@@ -74,7 +74,7 @@ def assert_equals_reference(loss, parts):
 def test_a_round_over_grpc_equals_one_process(client):
     loss, parts, device = one_round(client)
     assert_equals_reference(loss, parts)
-    edge = client.report("c1", TOKEN)
+    edge = client.session(session_key()).report()
     assert edge.steps == 1
     # The END frame may still be on its way to be counted; nothing else may differ.
     assert edge.received_up.bytes == device.sent_down.bytes > 0
@@ -86,7 +86,7 @@ def test_codecs_shrink_the_stream_and_stay_close(client, codec, tolerance):
     loss, _, device = one_round(client, codec)
     _, _, expected = reference_step()
     assert loss == pytest.approx(expected, rel=tolerance)
-    client.close_session("c1", TOKEN)
+    client.session(session_key()).close()
     _, _, exact = one_round(client)
     assert device.sent_down.bytes < exact.sent_down.bytes
     assert device.received_down.bytes < exact.received_down.bytes
@@ -115,7 +115,7 @@ def test_a_paced_stream_takes_as_long_as_its_link(client):
     parts = make_parts((2,))
     open_session(client, parts[2])
     pace = LinkConfig(forward_bit_per_s=160_000.0, backward_bit_per_s=160_000.0)
-    cluster = Cluster(parts, client.stream("c1", TOKEN, config=pace))
+    cluster = Cluster(parts, client.session(session_key()).stream(config=pace))
     with cluster.running() as first:
         start = time.monotonic()
         first.train_step(make_batch((3, 3, 2)))
@@ -127,10 +127,10 @@ def test_a_paced_stream_takes_as_long_as_its_link(client):
 def test_the_timeline_of_the_edge_reaches_the_client(client):
     parts = make_parts((2,))
     client.open_session(request(keep_spans=True))
-    client.push_weights("c1", TOKEN, parts[2].state_dict())
-    with Cluster(parts, client.stream("c1", TOKEN)).running() as first:
+    client.session(session_key()).push_weights(parts[2].state_dict())
+    with Cluster(parts, client.session(session_key()).stream()).running() as first:
         first.train_step(make_batch((3, 3, 2)))
-    works = [span.work for span in client.timeline("c1", TOKEN).spans]
+    works = [span.work for span in client.session(session_key()).timeline().spans]
     assert works.count("forward") == works.count("backward") == 3
 
 
@@ -149,20 +149,24 @@ def test_several_rounds_and_sessions_on_one_server(client):
         open_session(client, head, f"c{index}")
     for _ in range(2):
         for index in range(2):
-            link = client.stream(f"c{index}", TOKEN)
+            link = client.session(session_key(f"c{index}")).stream()
             with Cluster(make_parts((1,)), link).running() as first:
                 first.train_step(make_batch((2, 2)))
-        client.push_weights("c0", TOKEN, heads[0].state_dict())
+        client.session(session_key("c0")).push_weights(heads[0].state_dict())
     assert client.health().sessions == 2
-    assert torch.equal(client.fetch_weights("c0", TOKEN)["out.bias"], heads[0].out.bias)
-    assert not torch.equal(client.fetch_weights("c1", TOKEN)["out.bias"], heads[1].out.bias)
+    assert torch.equal(
+        client.session(session_key("c0")).fetch_weights()["out.bias"], heads[0].out.bias
+    )
+    assert not torch.equal(
+        client.session(session_key()).fetch_weights()["out.bias"], heads[1].out.bias
+    )
 
 
 def test_refusals_are_one_sentence_with_the_address(server, client):
     for call, said in (
-        (lambda: client.stream("c1", TOKEN), "no session c1"),
-        (lambda: client.fetch_weights("c1", TOKEN), "no session c1"),
-        (lambda: client.push_weights("c1", TOKEN, {}), "no session c1"),
+        (lambda: client.session(session_key()).stream(), "no session c1"),
+        (lambda: client.session(session_key()).fetch_weights(), "no session c1"),
+        (lambda: client.session(session_key()).push_weights({}), "no session c1"),
         (lambda: client.open_session(request(token="short")), "16 characters"),
         (lambda: _bad_codec(client), "codec must be one of"),
         (lambda: client.open_session(request(schedule="1f1b", depth=0)), "depth must be >= 1"),
@@ -174,12 +178,12 @@ def test_refusals_are_one_sentence_with_the_address(server, client):
 
 def _bad_codec(client):
     open_session(client, Head(), "c9")
-    client.stream("c9", TOKEN, config=LinkConfig(codec="zip"))
+    client.session(session_key("c9")).stream(config=LinkConfig(codec="zip"))
 
 
 def test_names_of_any_alphabet(client):
     open_session(client, Head())
-    link = client.stream("c1", TOKEN, name="café 1")
+    link = client.session(session_key()).stream(name="café 1")
     link.close()
     with pytest.raises(ConfigError, match="ASCII"):
         request("é")
@@ -187,9 +191,9 @@ def test_names_of_any_alphabet(client):
 
 def test_a_second_stream_is_refused_while_one_runs(client):
     open_session(client, Head())
-    link = client.stream("c1", TOKEN)
+    link = client.session(session_key()).stream()
     with pytest.raises(LinkError, match="middle of a stream"):
-        client.stream("c1", TOKEN)
+        client.session(session_key()).stream()
     link.close()
 
 
@@ -202,7 +206,7 @@ def test_nobody_there():
         with pytest.raises(LinkError, match=f"edge at {address} cannot be reached"):
             client.health()
         with pytest.raises(LinkError, match=f"edge at {address} cannot be reached"):
-            client.stream("c1", TOKEN)
+            client.session(session_key()).stream()
     assert time.monotonic() - start < DEADLINE_S / 2
 
 
@@ -216,7 +220,7 @@ def test_somebody_there_who_never_answers():
             with pytest.raises(LinkTimeout, match=f"edge at {address}"):
                 client.health()
             with pytest.raises(LinkTimeout, match=f"edge at {address}"):
-                client.stream("c1", TOKEN)
+                client.session(session_key()).stream()
         assert time.monotonic() - start < DEADLINE_S / 2
 
 
@@ -246,7 +250,7 @@ GARBAGE = [
 
 def raw_call(address: str, name: str, messages: list[bytes], metadata=KEY) -> list[bytes]:
     with grpc.insecure_channel(address) as channel:
-        call = channel.stream_stream(methods.method(name), None, None)
+        call = channel.stream_stream(f"/{methods.SERVICE}/{name}", None, None)
         return list(call(iter(messages), timeout=10, metadata=metadata))
 
 
@@ -257,7 +261,7 @@ def test_garbage_in_a_call_is_an_error_for_that_peer_only(server, client, name, 
     with pytest.raises(grpc.RpcError) as caught:
         raw_call(server.address, name, [data])
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    client.fetch_weights("c1", TOKEN)
+    client.session(session_key()).fetch_weights()
 
 
 @pytest.mark.parametrize("stream_id", ["-1", "1.5", "one", "1" * 30])
@@ -265,7 +269,7 @@ def test_a_stream_with_no_number_is_refused(server, client, stream_id):
     open_session(client, Head())
     with pytest.raises(grpc.RpcError, match="must be a whole number"):
         raw_call(server.address, "Stream", [], (*KEY, (methods.STREAM_KEY, stream_id)))
-    client.fetch_weights("c1", TOKEN)
+    client.session(session_key()).fetch_weights()
 
 
 @pytest.mark.parametrize("data", GARBAGE)
@@ -275,7 +279,7 @@ def test_garbage_in_a_stream_ends_it_with_an_error_frame(server, client, data):
     *_, last = raw_call(server.address, "Stream", [data])
     assert decode_frame(last).kind is FrameKind.ERROR
     assert client.health().sessions == 1
-    client.fetch_weights("other", TOKEN)
+    client.session(session_key("other")).fetch_weights()
 
 
 @pytest.mark.parametrize(
@@ -317,5 +321,5 @@ def test_a_stream_whose_peer_leaves_before_it_begins_gives_its_session_back(clie
     with monkeypatch.context() as patched:
         patched.setattr("collapipe_flwr.host.servicer.StreamLink.send", gone)
         with pytest.raises(LinkError, match="broke off the stream"):
-            client.stream("c1", TOKEN)
-    client.stream("c1", TOKEN).close()
+            client.session(session_key()).stream()
+    client.session(session_key()).stream().close()

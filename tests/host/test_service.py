@@ -12,27 +12,28 @@ from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.host.session import SessionRefused
 from collapipe_flwr.pipeline.frame import Frame, FrameKind
 from collapipe_flwr.pipeline.link import memory_pair
-from tests.host.chain_to_edge import TOKEN, build_head, request, service
+from collapipe_flwr.pipeline.session import SessionKey
+from tests.host.chain_to_edge import TOKEN, build_head, request, service, session_key
 from tests.pipeline.chains import Head
 
 
 def test_a_session_lives_from_open_to_close():
     edge, head = service(), Head()
     edge.open(request())
-    edge.push_weights("c1", TOKEN, head.state_dict())
+    edge.push_weights(session_key(), head.state_dict())
     assert edge.health().sessions == 1
-    back = edge.weights("c1", TOKEN)
+    back = edge.weights(session_key())
     assert all(torch.equal(back[k], t) for k, t in head.state_dict().items())
-    edge.close("c1", TOKEN)
+    edge.close(session_key())
     assert edge.health().sessions == 0
 
 
 def test_weights_are_copies():
     edge, head = service(), Head()
     edge.open(request())
-    edge.push_weights("c1", TOKEN, head.state_dict())
-    edge.weights("c1", TOKEN)["out.weight"].zero_()
-    assert edge.weights("c1", TOKEN)["out.weight"].abs().sum() > 0
+    edge.push_weights(session_key(), head.state_dict())
+    edge.weights(session_key())["out.weight"].zero_()
+    assert edge.weights(session_key())["out.weight"].abs().sum() > 0
 
 
 @pytest.mark.parametrize(
@@ -42,12 +43,13 @@ def test_a_stranger_is_refused_everywhere(session_id, token):
     edge = service()
     edge.open(request())
     _, link = memory_pair("a", "b")
+    key = SessionKey(session_id=session_id, token=token)
     for call in (
-        lambda: edge.push_weights(session_id, token, {}),
-        lambda: edge.weights(session_id, token),
-        lambda: edge.report(session_id, token),
-        lambda: edge.close(session_id, token),
-        lambda: edge.run(session_id, token, link),
+        lambda: edge.push_weights(key, {}),
+        lambda: edge.weights(key),
+        lambda: edge.report(key),
+        lambda: edge.close(key),
+        lambda: edge.run(key, link),
     ):
         with pytest.raises(SessionRefused, match="no session"):
             call()
@@ -73,50 +75,50 @@ def test_a_full_edge_drops_sessions_that_nobody_uses_any_more():
     edge.open(request("old"))
     edge.open(request("used"))
     now_s = 90.0
-    edge.push_weights("used", TOKEN, Head().state_dict())
+    edge.push_weights(session_key("used"), Head().state_dict())
     now_s = 99.0
     with pytest.raises(SessionRefused, match="its limit"):
         edge.open(request("new"))
     now_s = 101.0
     edge.open(request("new"))
-    edge.weights("used", TOKEN)
+    edge.weights(session_key("used"))
     with pytest.raises(SessionRefused, match="no session old"):
-        edge.weights("old", TOKEN)
+        edge.weights(session_key("old"))
 
 
 def test_running_needs_weights_and_reporting_needs_a_run():
     edge = service()
     edge.open(request())
     with pytest.raises(SessionRefused, match="push them first"):
-        edge.run("c1", TOKEN, memory_pair("a", "b")[0])
+        edge.run(session_key(), memory_pair("a", "b")[0])
     with pytest.raises(SessionRefused, match="not run yet"):
-        edge.report("c1", TOKEN)
+        edge.report(session_key())
 
 
 def test_one_stream_at_a_time_and_an_orderly_end_keeps_the_session():
     edge = service()
     edge.open(request())
-    edge.push_weights("c1", TOKEN, Head().state_dict())
-    session = edge.claim("c1", TOKEN)
+    edge.push_weights(session_key(), Head().state_dict())
+    session = edge.claim(session_key())
     with pytest.raises(SessionRefused, match="middle of a stream"):
-        edge.claim("c1", TOKEN)
+        edge.claim(session_key())
     with pytest.raises(SessionRefused, match="middle of a stream"):
-        edge.weights("c1", TOKEN)
+        edge.weights(session_key())
     ours, theirs = memory_pair("edge", "device")
     worker = threading.Thread(target=edge.serve, args=(session, ours))
     worker.start()
     theirs.send(Frame(kind=FrameKind.END), deadline_s=1)
     worker.join(10)
-    assert edge.report("c1", TOKEN).steps == 0
+    assert edge.report(session_key()).steps == 0
     assert edge.health().running == 0
 
 
 def test_a_failed_stream_takes_its_session_with_it():
     edge = service()
     edge.open(request())
-    edge.push_weights("c1", TOKEN, Head().state_dict())
+    edge.push_weights(session_key(), Head().state_dict())
     ours, theirs = memory_pair("edge", "device")
     theirs.close("lost power")
     with pytest.raises(LinkError, match="device failed: lost power"):
-        edge.run("c1", TOKEN, ours)
+        edge.run(session_key(), ours)
     assert edge.health().sessions == 0

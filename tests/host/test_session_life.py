@@ -23,16 +23,15 @@ from torch import Tensor
 from collapipe_flwr.core.errors import CollaPipeError, LinkError
 from collapipe_flwr.host.ledger import Ledger
 from collapipe_flwr.host.service import EdgeService
-from collapipe_flwr.host.session import Stream
-from collapipe_flwr.host.snapshot_store import StoredSnapshot
-from collapipe_flwr.host.store import TensorStore
+from collapipe_flwr.host.session import Snapshot, Stream
+from collapipe_flwr.host.weight_cache import TensorStore
 from collapipe_flwr.pipeline.digest import digests_of
 from collapipe_flwr.pipeline.frame import Frame
 from collapipe_flwr.pipeline.link import MemoryLink, memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
 from collapipe_flwr.pipeline.roles import FirstStage
 from collapipe_flwr.pipeline.session import SessionRequest
-from tests.host.chain_to_edge import TOKEN, request
+from tests.host.chain_to_edge import request, session_key
 from tests.pipeline.chains import Embedding, Head, make_batch, make_parts, settings
 
 ADAMW = OptimizerSettings(name="adamw", learning_rate=0.05)
@@ -43,16 +42,16 @@ State = Mapping[str, Tensor]
 
 
 class Disk:
-    """A vault in memory that survives its host, and may be full."""
+    """A store in memory that survives its host, and may be full."""
 
-    def __init__(self, kept: dict[str, StoredSnapshot] | None = None) -> None:
+    def __init__(self, kept: dict[str, Snapshot] | None = None) -> None:
         self.kept = dict(kept or {})
         self.full = False
 
-    def write(self, kept: StoredSnapshot) -> None:
+    def write(self, kept: Snapshot) -> None:
         if self.full:
             raise OSError("no space left")
-        self.kept[kept.request.session_id] = kept
+        self.kept[kept.request.key.session_id] = kept
 
     def forget(self, session_id: str) -> None:
         self.kept.pop(session_id, None)
@@ -60,7 +59,7 @@ class Disk:
     def keep_only(self, session_ids: tuple[str, ...]) -> None:
         assert self.kept.keys() <= set(session_ids)
 
-    def read(self) -> list[StoredSnapshot]:
+    def read(self) -> list[Snapshot]:
         return list(self.kept.values())
 
 
@@ -110,13 +109,13 @@ def state_after(version: int, steps: int) -> State:
         return weights_of(version)
     host = EdgeService(build)
     host.open(request(optimizer=ADAMW))
-    host.push_weights("c1", TOKEN, weights_of(version))
-    stream = Driver(host, "c1", host.claim("c1", TOKEN))
+    host.push_weights(session_key(), weights_of(version))
+    stream = Driver(host, "c1", host.claim(session_key()))
     stream.begin()
     for step in range(steps):
         stream.step(step)
     stream.finish()
-    return host.weights("c1", TOKEN, with_optimizer=True)
+    return host.weights(session_key(), with_optimizer=True)
 
 
 class NoticedLink:
@@ -142,7 +141,7 @@ class Driver:
     """The control unit at the other end of one claimed stream."""
 
     def __init__(self, host: EdgeService, session_id: str, stream: Stream) -> None:
-        self.part = host.find(session_id, TOKEN).part
+        self.part = host.find(session_key(session_id)).part
         self.stream = stream
         self._host = host
         self.link, theirs = memory_pair("control unit", "edge")
@@ -260,7 +259,7 @@ class Host(RuleBasedStateMachine):
             most_sessions=MOST_SESSIONS,
             forget_after_s=FORGET_AFTER_S,
             clock=lambda: self.now_s,
-            vault=self.disk,  # type: ignore[arg-type]
+            snapshots=self.disk,  # type: ignore[arg-type]
             store=TensorStore(self.ledger),
             ledger=self.ledger,
         )
@@ -300,7 +299,7 @@ class Host(RuleBasedStateMachine):
         self.host.open(request(key, optimizer=ADAMW, recoverable=recoverable))
         self.models[key] = model = Model(recoverable, self.now_s)
         if version is not None:
-            self.host.push_weights(key, TOKEN, weights_of(version))
+            self.host.push_weights(session_key(key), weights_of(version))
             model.filled(version)
 
     @precondition(lambda self: len(self.models) == MOST_SESSIONS)
@@ -328,9 +327,9 @@ class Host(RuleBasedStateMachine):
         self.disk.full = fault == "disk"
         if fault == "slot" or (fault and model.recoverable):
             with pytest.raises((CollaPipeError, OSError)):
-                self.host.push_weights(key, TOKEN, tensors)
+                self.host.push_weights(session_key(key), tensors)
         else:
-            self.host.push_weights(key, TOKEN, tensors)
+            self.host.push_weights(session_key(key), tensors)
             model.filled(version)
         self.disk.full = False
 
@@ -342,26 +341,26 @@ class Host(RuleBasedStateMachine):
         """Weights and slots of some step, of which the host may have kept some."""
         key, model = self._pick(data, "empty", "rest")
         state = state_after(version, steps)
-        wanted = self.host.missing(key, TOKEN, digests_of(state))
+        wanted = self.host.missing(session_key(key), digests_of(state))
         if pushes:
-            self.host.push_weights(key, TOKEN, {name: state[name].clone() for name in wanted})
-            assert_same(self.host.weights(key, TOKEN, with_optimizer=True), state)
-            self.host.push_weights(key, TOKEN, weights_of(version))
+            self.host.push_weights(session_key(key), {name: state[name].clone() for name in wanted})
+            assert_same(self.host.weights(session_key(key), with_optimizer=True), state)
+            self.host.push_weights(session_key(key), weights_of(version))
             model.filled(version)
 
     @precondition(some("rest"))
     @rule(data=st.data(), full=st.booleans())
     def snapshot(self, data: st.DataObject, full: bool) -> None:
         key, model = self._pick(data, "rest")
-        self._refused(lambda: self.host.snapshot(key, TOKEN, model.steps + 1), "stands after")
+        self._refused(lambda: self.host.snapshot(session_key(key), model.steps + 1), "stands after")
         self.disk.full = full
         if not model.recoverable:
-            self._refused(lambda: self.host.snapshot(key, TOKEN, model.steps), "stands after")
+            self._refused(lambda: self.host.snapshot(session_key(key), model.steps), "stands after")
         elif full and model.saved != model.steps:
             with pytest.raises(OSError, match="no space"):
-                self.host.snapshot(key, TOKEN, model.steps)
+                self.host.snapshot(session_key(key), model.steps)
         else:
-            self.host.snapshot(key, TOKEN, model.steps)
+            self.host.snapshot(session_key(key), model.steps)
             model.saved = model.steps
         self.disk.full = False
 
@@ -371,7 +370,7 @@ class Host(RuleBasedStateMachine):
         self._rollback(*self._pick(data, "empty", "rest"), wrong=not right)
 
     def _rollback(self, key: str, model: Model, *, wrong: bool) -> None:
-        error = self._ended(key, lambda: self.host.rollback(key, TOKEN, model.saved + wrong))
+        error = self._ended(key, lambda: self.host.rollback(session_key(key), model.saved + wrong))
         if model.recoverable and model.phase == "rest" and not wrong:
             assert error is None
             model.goes_back()
@@ -384,7 +383,7 @@ class Host(RuleBasedStateMachine):
         self._close(self._pick(data, "empty", "rest")[0])
 
     def _close(self, key: str) -> None:
-        assert self._ended(key, lambda: self.host.close(key, TOKEN)) is None
+        assert self._ended(key, lambda: self.host.close(session_key(key))) is None
         self.models.pop(key, None)
 
     def _ended(self, key: str, call: Callable[[], None]) -> CollaPipeError | None:
@@ -429,14 +428,14 @@ class Host(RuleBasedStateMachine):
         key, model = self._pick(data, "empty", "claimed", "running", "stepping")
         said = "push them first" if model.phase == "empty" else "in the middle of a stream"
         for call in (
-            lambda: self.host.claim(key, TOKEN),
-            lambda: self.host.weights(key, TOKEN),
-            lambda: self.host.snapshot(key, TOKEN, model.steps),
+            lambda: self.host.claim(session_key(key)),
+            lambda: self.host.weights(session_key(key)),
+            lambda: self.host.snapshot(session_key(key), model.steps),
         ):
             self._refused(call, said)
         if model.phase != "empty":
-            self._refused(lambda: self.host.push_weights(key, TOKEN, weights_of(0)), said)
-            self._refused(lambda: self.host.missing(key, TOKEN, {}), said)
+            self._refused(lambda: self.host.push_weights(session_key(key), weights_of(0)), said)
+            self._refused(lambda: self.host.missing(session_key(key), {}), said)
         self._refused(lambda: self.host.open(request(key)), "open already")
         self._refused(lambda: self.host.close(key, "another token of length"), "no session")
 
@@ -446,7 +445,10 @@ class Host(RuleBasedStateMachine):
     @rule(data=st.data(), to=st.sampled_from(("claimed", "running", "stepping", "stepping")))
     def claim(self, data: st.DataObject, to: str) -> None:
         key, model = self._pick(data, "rest")
-        model.driver, model.phase = Driver(self.host, key, self.host.claim(key, TOKEN)), "claimed"
+        model.driver, model.phase = (
+            Driver(self.host, key, self.host.claim(session_key(key))),
+            "claimed",
+        )
         if to != "claimed":
             model.begins()
             model.steps_on(stops=False)
@@ -457,7 +459,7 @@ class Host(RuleBasedStateMachine):
     @rule(data=st.data(), given_up=st.sampled_from((False, False, True)))
     def begin(self, data: st.DataObject, given_up: bool) -> None:
         key, model = self._pick(data, "claimed")
-        self.host.find(key, TOKEN)  # as `_pick` says
+        self.host.find(session_key(key))  # as `_pick` says
         if given_up:
             assert model.driver is not None
             self.host.release(model.driver.stream)
@@ -482,14 +484,14 @@ class Host(RuleBasedStateMachine):
     @rule(data=st.data(), stops=st.booleans())
     def step(self, data: st.DataObject, stops: bool) -> None:
         key, model = self._pick(data, "running")
-        self.host.find(key, TOKEN)
+        self.host.find(session_key(key))
         model.steps_on(stops=stops)
 
     @precondition(some("stepping"))
     @rule(data=st.data())
     def finish_step(self, data: st.DataObject) -> None:
         key, model = self._pick(data, "stepping")
-        self.host.find(key, TOKEN)
+        self.host.find(session_key(key))
         assert model.driver is not None
         model.driver.finish_step()
         model.steps, model.phase = model.steps + 1, "running"
@@ -498,7 +500,7 @@ class Host(RuleBasedStateMachine):
     @rule(data=st.data(), in_order=st.booleans())
     def finish(self, data: st.DataObject, in_order: bool) -> None:
         key, model = self._pick(data, "running")
-        self.host.find(key, TOKEN)
+        self.host.find(session_key(key))
         assert model.driver is not None
         if in_order:
             model.driver.finish()
@@ -547,14 +549,14 @@ class Host(RuleBasedStateMachine):
         for key, model in self.models.items():
             if model.phase == "rest":
                 assert model.version is not None
-                found = self.host.weights(key, TOKEN, with_optimizer=True)
+                found = self.host.weights(session_key(key), with_optimizer=True)
                 assert_same(found, state_after(model.version, model.steps))
         self._all_is_reserved()
 
     def _all_is_reserved(self) -> None:
         held = 0
         for key, model in self.models.items():
-            session = self.host.find(key, TOKEN)
+            session = self.host.find(session_key(key))
             session.used_s = model.used_s
             names = {"part"} if model.version is not None else set()
             names |= {"snapshot"} if names and model.recoverable else set()

@@ -16,12 +16,13 @@ import torch
 
 from collapipe_flwr.core.errors import LinkError, ModelError
 from collapipe_flwr.host.service import EdgeService
-from collapipe_flwr.host.snapshot_store import SnapshotStore, StoredSnapshot
+from collapipe_flwr.host.session import Snapshot
+from collapipe_flwr.host.snapshot_store import SnapshotStore
 from collapipe_flwr.pipeline.frame import Frame, FrameKind
 from collapipe_flwr.pipeline.link import MemoryLink, memory_pair
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 from collapipe_flwr.pipeline.state import PartState
-from tests.host.chain_to_edge import TOKEN, build_head, request, service
+from tests.host.chain_to_edge import build_head, request, service, session_key
 from tests.pipeline.chains import Head
 
 ADAMW = OptimizerSettings(name="adamw")
@@ -30,7 +31,7 @@ SLOTS = {key: (torch.ones(()), p, p) for key, p in Head().state_dict().items()}
 
 def opened(edge: EdgeService, session_id: str = "c1", **options: object) -> EdgeService:
     edge.open(request(session_id, optimizer=ADAMW, **options))
-    edge.push_weights(session_id, TOKEN, Head().state_dict())
+    edge.push_weights(session_key(session_id), Head().state_dict())
     return edge
 
 
@@ -44,8 +45,8 @@ def told_to_end() -> MemoryLink:
 @pytest.mark.parametrize("recoverable", [True, False])
 def test_a_claimed_stream_does_not_run_once_its_session_was_closed(recoverable):
     edge = opened(service(), recoverable=recoverable)
-    stream = edge.claim("c1", TOKEN)
-    edge.close("c1", TOKEN)
+    stream = edge.claim(session_key())
+    edge.close(session_key())
     ours, theirs = memory_pair("edge", "device")
     theirs.send(Frame(kind=FrameKind.END), deadline_s=1)
     with pytest.raises(LinkError, match="the session was closed"):
@@ -57,10 +58,10 @@ def test_a_claimed_stream_does_not_run_once_its_session_was_closed(recoverable):
 
 def test_a_claimed_stream_does_not_run_once_its_session_was_rolled_back():
     edge = opened(service(), recoverable=True)
-    late = edge.claim("c1", TOKEN)
-    edge.rollback("c1", TOKEN, 0)
-    edge.serve(edge.claim("c1", TOKEN), told_to_end())
-    claimed = edge.claim("c1", TOKEN)
+    late = edge.claim(session_key())
+    edge.rollback(session_key(), 0)
+    edge.serve(edge.claim(session_key()), told_to_end())
+    claimed = edge.claim(session_key())
     with pytest.raises(LinkError, match="rolled back"):
         edge.serve(late, told_to_end())
     edge.serve(claimed, told_to_end())
@@ -69,9 +70,9 @@ def test_a_claimed_stream_does_not_run_once_its_session_was_rolled_back():
 
 def test_a_claim_that_is_given_up_leaves_the_session_at_rest():
     edge = opened(service())
-    stream = edge.claim("c1", TOKEN)
+    stream = edge.claim(session_key())
     edge.release(stream)
-    edge.serve(edge.claim("c1", TOKEN), told_to_end())
+    edge.serve(edge.claim(session_key()), told_to_end())
     edge.release(stream)
     assert edge.health().running == 0
 
@@ -111,20 +112,20 @@ def test_a_session_whose_push_is_under_way_is_not_displaced():
     gate = Authorizer()
 
     def build(asked, weights):
-        if asked.session_id == "old":
+        if asked.key.session_id == "old":
             gate.wait()
         return build_head(asked, weights)
 
     edge = EdgeService(build)
     edge.open(request("old", blocks=(0, 1)))
-    push = lambda: edge.push_weights("old", TOKEN, Head().state_dict())  # noqa: E731
+    push = lambda: edge.push_weights(session_key("old"), Head().state_dict())  # noqa: E731
     with in_thread(push) as pushed:
         gate.entered.wait(60)
         edge.open(request("new", blocks=(1, 2)))
         assert edge.health().sessions == 2
         gate.opened.set()
     assert pushed == [None]
-    assert edge.weights("old", TOKEN)
+    assert edge.weights(session_key("old"))
 
 
 def test_an_id_is_free_again_only_when_its_last_session_has_ended(tmp_path: Path):
@@ -135,11 +136,14 @@ def test_an_id_is_free_again_only_when_its_last_session_has_ended(tmp_path: Path
             gate.wait()  # the stage asks for them when it begins
             return super().parameters(recurse)
 
-    edge = opened(EdgeService(build_head, vault=SnapshotStore(tmp_path)))
-    edge.find("c1", TOKEN).part = Slow()
-    stream = edge.claim("c1", TOKEN)
+    edge = opened(EdgeService(build_head, snapshots=SnapshotStore(tmp_path)))
+    edge.find(session_key()).part = Slow()
+    stream = edge.claim(session_key())
     ours, theirs = memory_pair("edge", "device")
-    with in_thread(lambda: edge.serve(stream, ours)), in_thread(lambda: edge.close("c1", TOKEN)):
+    with (
+        in_thread(lambda: edge.serve(stream, ours)),
+        in_thread(lambda: edge.close(session_key())),
+    ):
         gate.entered.wait(60)
         with pytest.raises(LinkError):
             theirs.receive(deadline_s=60)  # closed, but its stage has not noticed
@@ -168,7 +172,7 @@ class PausedThread(threading.Thread):
             self.reached.set()
 
     def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(("edge/session.py", "edge/sessions.py")):
+        if not frame.f_code.co_filename.endswith(("host/session.py", "host/sessions.py")):
             return None
         if event == "line":
             self._lines += 1
@@ -200,7 +204,7 @@ def test_the_end_of_a_stream_leaves_the_next_one_its_links():
     first = PausedThread(lambda: None, 0)
     while first.paused or not at:
         at += 1
-        stream = edge.claim("c1", TOKEN)
+        stream = edge.claim(session_key())
         first = PausedThread(partial(edge.serve, stream, told_to_end()), at)
         _break_off_the_second(edge, first)
     assert at > 10
@@ -212,11 +216,11 @@ def _break_off_the_second(edge: EdgeService, first: PausedThread) -> None:
 
     def second() -> None:
         try:
-            stream = edge.claim("c1", TOKEN)
+            stream = edge.claim(session_key())
         except LinkError:  # the first one has it
             settled.set()
             first.join(60)
-            stream = edge.claim("c1", TOKEN)
+            stream = edge.claim(session_key())
         edge.serve(stream, NoticedLink(link, settled, runs))
 
     first.start()
@@ -226,7 +230,7 @@ def _break_off_the_second(edge: EdgeService, first: PausedThread) -> None:
         first.go_on.set()
         first.join(60)
         assert runs.wait(60)
-        edge.rollback("c1", TOKEN, 0)
+        edge.rollback(session_key(), 0)
         with pytest.raises(LinkError, match="rolled back"):
             peer.receive(deadline_s=60)
     assert "rolled back" in str(served[0])
@@ -254,14 +258,14 @@ def test_a_push_with_one_bad_tensor_changes_nothing(slot, recoverable):
     edge.open(request(optimizer=ADAMW, recoverable=recoverable))
     bad = {**_whole(), **slot}
     with pytest.raises((ModelError, RuntimeError)):
-        edge.push_weights("c1", TOKEN, bad)
+        edge.push_weights(session_key(), bad)
     with pytest.raises(LinkError, match="push them first"):
-        edge.weights("c1", TOKEN)
+        edge.weights(session_key())
     good = _whole()
-    edge.push_weights("c1", TOKEN, good)
+    edge.push_weights(session_key(), good)
     with pytest.raises((ModelError, RuntimeError)):
-        edge.push_weights("c1", TOKEN, bad)
-    found = edge.weights("c1", TOKEN, with_optimizer=True)
+        edge.push_weights(session_key(), bad)
+    found = edge.weights(session_key(), with_optimizer=True)
     assert found.keys() == good.keys()
     assert all(torch.equal(found[key], good[key]) for key in good)
 
@@ -271,43 +275,43 @@ class FullDisk(SnapshotStore):
 
     full = False
 
-    def write(self, kept: StoredSnapshot) -> None:
+    def write(self, kept: Snapshot) -> None:
         if self.full:
             raise OSError("no space left")
         super().write(kept)
 
 
 def test_a_push_that_cannot_be_kept_on_disk_changes_nothing(tmp_path: Path):
-    vault = FullDisk(tmp_path)
-    edge = EdgeService(build_head, vault=vault)
+    store = FullDisk(tmp_path)
+    edge = EdgeService(build_head, snapshots=store)
     edge.open(request(optimizer=ADAMW, recoverable=True))
-    vault.full = True
+    store.full = True
     with pytest.raises(OSError, match="no space"):
-        edge.push_weights("c1", TOKEN, Head().state_dict())
+        edge.push_weights(session_key(), Head().state_dict())
     with pytest.raises(LinkError, match="push them first"):
-        edge.weights("c1", TOKEN)
-    vault.full = False
+        edge.weights(session_key())
+    store.full = False
     first = _whole()
-    edge.push_weights("c1", TOKEN, first)
-    vault.full = True
+    edge.push_weights(session_key(), first)
+    store.full = True
     with pytest.raises(OSError, match="no space"):
-        edge.push_weights("c1", TOKEN, Head().state_dict())
-    for host in (edge, EdgeService(build_head, vault=SnapshotStore(tmp_path))):
-        host.rollback("c1", TOKEN, 0)
-        found = host.weights("c1", TOKEN, with_optimizer=True)
+        edge.push_weights(session_key(), Head().state_dict())
+    for host in (edge, EdgeService(build_head, snapshots=SnapshotStore(tmp_path))):
+        host.rollback(session_key(), 0)
+        found = host.weights(session_key(), with_optimizer=True)
         assert all(torch.equal(found[key], first[key]) for key in first)
 
 
 def test_a_snapshot_that_cannot_be_kept_on_disk_leaves_the_last_one_in_force(tmp_path: Path):
-    vault = FullDisk(tmp_path)
-    edge = opened(EdgeService(build_head, vault=vault), recoverable=True)
-    before = edge.weights("c1", TOKEN)
-    session = edge.find("c1", TOKEN)
+    store = FullDisk(tmp_path)
+    edge = opened(EdgeService(build_head, snapshots=store), recoverable=True)
+    before = edge.weights(session_key())
+    session = edge.find(session_key())
     session.steps = 2  # as if a stream had done them
     session.part.out.bias.data.add_(1)
-    vault.full = True
+    store.full = True
     with pytest.raises(OSError, match="no space"):
-        edge.snapshot("c1", TOKEN, 2)
-    edge.rollback("c1", TOKEN, 0)
-    after = edge.weights("c1", TOKEN)
+        edge.snapshot(session_key(), 2)
+    edge.rollback(session_key(), 0)
+    after = edge.weights(session_key())
     assert all(torch.equal(after[key], before[key]) for key in before)

@@ -13,15 +13,15 @@ import torch
 
 from collapipe_flwr.core.errors import ConfigError, LinkError, ModelError, Unreachable
 from collapipe_flwr.host.service import EdgeService
-from collapipe_flwr.host.session import SessionRefused
-from collapipe_flwr.host.snapshot_store import SnapshotStore, StoredSnapshot
+from collapipe_flwr.host.session import SessionRefused, Snapshot
+from collapipe_flwr.host.snapshot_store import SnapshotStore
 from collapipe_flwr.pipeline.link import memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
 from collapipe_flwr.pipeline.roles import FirstStage
 from collapipe_flwr.pipeline.state import PartState, load_slots, state_of
 from collapipe_flwr.transport.client import EdgeClient
 from tests.full_disk import full_disk
-from tests.host.chain_to_edge import TOKEN, build_head, request, service
+from tests.host.chain_to_edge import build_head, request, service, session_key
 from tests.pipeline.chains import WIDTH, Head, make_batch, make_parts, settings
 from tests.power_cuts import rebuilt, watched
 
@@ -32,7 +32,7 @@ BATCHES = [make_batch((2, 2), seed=n) for n in range(4)]
 def opened(edge: EdgeService, **options: object) -> EdgeService:
     edge.open(request(optimizer=ADAMW, recoverable=True, **options))
     torch.manual_seed(4)
-    edge.push_weights("c1", TOKEN, make_parts((1,))[-1].state_dict())
+    edge.push_weights(session_key(), make_parts((1,))[-1].state_dict())
     return edge
 
 
@@ -60,13 +60,13 @@ def train(
 
 def run_quietly(edge: EdgeService, link) -> None:
     try:
-        edge.run("c1", TOKEN, link)
+        edge.run(session_key(), link)
     except LinkError as error:
         assert "lost power" in str(error) or "rolled back" in str(error)
 
 
 def everything(edge: EdgeService) -> dict[str, torch.Tensor]:
-    return edge.weights("c1", TOKEN, with_optimizer=True)
+    return edge.weights(session_key(), with_optimizer=True)
 
 
 def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
@@ -92,7 +92,7 @@ def test_streams_one_after_the_other_are_one_stream(undisturbed):
 def test_a_broken_stream_goes_back_to_the_snapshot_and_replays_to_the_same_bits(undisturbed):
     edge = opened(service())
     train(edge, BATCHES[:2])
-    edge.snapshot("c1", TOKEN, 2)
+    edge.snapshot(session_key(), 2)
     snapshot = everything(edge)
     train(edge, BATCHES[2:], break_before_step=1)
     assert_same(everything(edge), snapshot)
@@ -104,15 +104,15 @@ def test_a_broken_stream_goes_back_to_the_snapshot_and_replays_to_the_same_bits(
 def test_a_rollback_undoes_steps_that_went_well_here(undisturbed):
     edge = opened(service())
     train(edge, [*BATCHES[2:], *BATCHES])  # of a chain in which somebody else was lost
-    edge.rollback("c1", TOKEN, 0)
-    edge.rollback("c1", TOKEN, 0)
+    edge.rollback(session_key(), 0)
+    edge.rollback(session_key(), 0)
     train(edge, BATCHES)
     assert_same(everything(edge), undisturbed)
 
 
 def counted(edge: EdgeService) -> tuple[int, int, list[tuple[int, int]]]:
     """Steps and bytes of the report, and the passes in the timeline."""
-    report, spans = edge.report("c1", TOKEN), edge.timeline("c1", TOKEN).spans
+    report, spans = edge.report(session_key()), edge.timeline(session_key()).spans
     passes = [(s.step, s.micro_batch) for s in spans if s.work == "forward"]
     return report.steps, report.received_up.bytes, passes
 
@@ -135,20 +135,20 @@ def test_a_report_adds_up_the_streams_of_a_session(all_counted):
 def test_steps_that_are_replayed_count_once(all_counted):
     edge = opened(service(), keep_spans=True)
     train(edge, BATCHES[:2])
-    edge.snapshot("c1", TOKEN, 2)
+    edge.snapshot(session_key(), 2)
     train(edge, BATCHES[2:], first_step=2, break_before_step=1)
     train(edge, BATCHES[2:], first_step=2)  # of a chain in which somebody else was lost
-    edge.rollback("c1", TOKEN, 2)
-    assert edge.report("c1", TOKEN).steps == 2
+    edge.rollback(session_key(), 2)
+    assert edge.report(session_key()).steps == 2
     train(edge, BATCHES[2:], first_step=2)
     assert counted(edge) == all_counted
 
 
 def test_the_report_of_the_steps_before_outlives_a_restart(tmp_path, all_counted):
-    edge = opened(EdgeService(build_head, vault=SnapshotStore(tmp_path)), keep_spans=True)
+    edge = opened(EdgeService(build_head, snapshots=SnapshotStore(tmp_path)), keep_spans=True)
     train(edge, BATCHES[:2])
-    edge.snapshot("c1", TOKEN, 2)
-    again = EdgeService(build_head, vault=SnapshotStore(tmp_path))
+    edge.snapshot(session_key(), 2)
+    again = EdgeService(build_head, snapshots=SnapshotStore(tmp_path))
     train(again, BATCHES[2:], first_step=2)
     assert counted(again) == all_counted
 
@@ -156,20 +156,20 @@ def test_the_report_of_the_steps_before_outlives_a_restart(tmp_path, all_counted
 def test_new_weights_begin_a_new_report():
     edge = opened(service())
     train(edge, BATCHES[:1])
-    edge.push_weights("c1", TOKEN, edge.weights("c1", TOKEN))
+    edge.push_weights(session_key(), edge.weights(session_key()))
     train(edge, BATCHES[1:])
-    assert edge.report("c1", TOKEN).steps == 3
+    assert edge.report(session_key()).steps == 3
 
 
 def test_a_rollback_ends_a_stream_whose_device_hangs(undisturbed):
     edge = opened(service())
     ours, theirs = memory_pair("device", "edge")
     thread = threading.Thread(target=run_quietly, args=(edge, theirs))
-    session = edge.find("c1", TOKEN)
+    session = edge.find(session_key())
     thread.start()
     while not session.running:
         thread.join(0.01)
-    edge.rollback("c1", TOKEN, 0)
+    edge.rollback(session_key(), 0)
     thread.join(10)
     assert not thread.is_alive()
     with pytest.raises(LinkError, match="rolled back"):
@@ -182,47 +182,47 @@ def test_only_the_step_at_which_it_stands_can_be_kept_or_restored():
     edge = opened(service())
     train(edge, BATCHES[:2])
     with pytest.raises(SessionRefused, match="stands after step 2, not 3"):
-        edge.snapshot("c1", TOKEN, 3)
+        edge.snapshot(session_key(), 3)
     with pytest.raises(SessionRefused, match="no snapshot after step 1"):
-        edge.rollback("c1", TOKEN, 1)
-    edge.snapshot("c1", TOKEN, 2)
-    edge.snapshot("c1", TOKEN, 2)
+        edge.rollback(session_key(), 1)
+    edge.snapshot(session_key(), 2)
+    edge.snapshot(session_key(), 2)
     with pytest.raises(SessionRefused, match="no snapshot after step 0"):
-        edge.rollback("c1", TOKEN, 0)
+        edge.rollback(session_key(), 0)
 
 
 def test_sessions_that_are_not_recoverable_keep_nothing():
     edge = service()
     edge.open(request())
-    edge.push_weights("c1", TOKEN, Head().state_dict())
+    edge.push_weights(session_key(), Head().state_dict())
     for call in (edge.snapshot, edge.rollback):
         with pytest.raises(SessionRefused):
-            call("c1", TOKEN, 0)
+            call(session_key(), 0)
 
 
-def test_a_vault_gives_the_next_process_the_last_snapshot(tmp_path, undisturbed):
-    edge = opened(EdgeService(build_head, vault=SnapshotStore(tmp_path)))
+def test_a_snapshot_store_gives_the_next_process_the_last_snapshot(tmp_path, undisturbed):
+    edge = opened(EdgeService(build_head, snapshots=SnapshotStore(tmp_path)))
     train(edge, BATCHES[:2])
-    edge.snapshot("c1", TOKEN, 2)
+    edge.snapshot(session_key(), 2)
     train(edge, BATCHES[2:], break_before_step=1)
-    again = EdgeService(build_head, vault=SnapshotStore(tmp_path))
+    again = EdgeService(build_head, snapshots=SnapshotStore(tmp_path))
     with pytest.raises(SessionRefused, match="no session"):
         again.weights("c1", "another token of length")
-    again.rollback("c1", TOKEN, 2)
+    again.rollback(session_key(), 2)
     train(again, BATCHES[2:])
     assert_same(everything(again), undisturbed)
-    again.close("c1", TOKEN)
+    again.close(session_key())
     assert not list(tmp_path.iterdir())
-    assert EdgeService(build_head, vault=SnapshotStore(tmp_path)).health().sessions == 0
+    assert EdgeService(build_head, snapshots=SnapshotStore(tmp_path)).health().sessions == 0
 
 
 def test_a_vault_is_private_and_survives_rubbish(tmp_path, caplog):
     folder = tmp_path / "state"
-    opened(EdgeService(build_head, vault=SnapshotStore(folder)))
+    opened(EdgeService(build_head, snapshots=SnapshotStore(folder)))
     assert folder.stat().st_mode & 0o077 == 0
     (folder / "half.partial").write_bytes(b"{")
     (folder / "rubbish.safetensors").write_bytes(b"{")
-    again = EdgeService(build_head, vault=SnapshotStore(folder))
+    again = EdgeService(build_head, snapshots=SnapshotStore(folder))
     assert again.health().sessions == 1
     assert "rubbish.safetensors cannot be read" in caplog.text
 
@@ -258,16 +258,16 @@ def test_a_killed_edge_process_is_waited_for_and_goes_on_where_it_was(tmp_path):
     try:
         with EdgeClient(address, deadline_s=10, patience_s=60) as client:
             client.open_session(request(recoverable=True))
-            client.push_weights("c1", TOKEN, Head().state_dict())
-            before = client.fetch_weights("c1", TOKEN)
+            client.session(session_key()).push_weights(Head().state_dict())
+            before = client.session(session_key()).fetch_weights()
             process.send_signal(signal.SIGKILL)
             process.wait(10)
             with EdgeClient(address) as hasty, pytest.raises(Unreachable):
-                hasty.rollback("c1", TOKEN, 0)
+                hasty.session(session_key()).rollback(0)
             again, _ = edge_process(tmp_path, address)
-            client.rollback("c1", TOKEN, 0)
-            assert_same(client.fetch_weights("c1", TOKEN), before)
-            client.close_session("c1", TOKEN)
+            client.session(session_key()).rollback(0)
+            assert_same(client.session(session_key()).fetch_weights(), before)
+            client.session(session_key()).close()
     finally:
         for each in filter(None, (process, again)):
             each.kill()
@@ -275,10 +275,10 @@ def test_a_killed_edge_process_is_waited_for_and_goes_on_where_it_was(tmp_path):
             each.stdout.close()
 
 
-def kept(step: int, size: int = 4) -> StoredSnapshot:
+def kept(step: int, size: int = 4) -> Snapshot:
     weights = {"weight": torch.full((size,), float(step))}
     state = PartState(weights=weights, slots={})
-    return StoredSnapshot(request=request(), step=step, state=state, report=None)
+    return Snapshot(request=request(), step=step, state=state, report=None)
 
 
 def test_after_every_cut_a_session_stands_at_its_last_snapshot_or_the_one_before(tmp_path, caplog):
@@ -298,7 +298,7 @@ def test_after_every_cut_a_session_stands_at_its_last_snapshot_or_the_one_before
     assert not caplog.records
 
 
-def test_a_vault_that_opens_removes_what_a_killed_one_was_writing(tmp_path):
+def test_a_store_that_opens_removes_what_a_killed_one_was_writing(tmp_path):
     SnapshotStore(tmp_path).write(kept(1))
     (tmp_path / "half.partial").write_bytes(b"{")
     (tmp_path / "half.safetensors.x.partial").mkdir()
@@ -307,10 +307,10 @@ def test_a_vault_that_opens_removes_what_a_killed_one_was_writing(tmp_path):
 
 
 def test_a_snapshot_that_finds_the_disk_full_is_one_sentence_and_the_last_one_stays(tmp_path):
-    vault = SnapshotStore(tmp_path)
-    vault.write(kept(1))
+    store = SnapshotStore(tmp_path)
+    store.write(kept(1))
     words = f'--state-dir "{tmp_path}" cannot be written: .*File too large'
     with full_disk(), pytest.raises(ConfigError, match=words):
-        vault.write(kept(2, size=10_000))
-    assert [session.step for session in vault.read()] == [1]
+        store.write(kept(2, size=10_000))
+    assert [session.step for session in store.read()] == [1]
     assert len(list(tmp_path.iterdir())) == 1

@@ -13,7 +13,7 @@ from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.transport.client import EdgeClient
 from tests.closeness import assert_near, near
-from tests.host.chain_to_edge import TOKEN, Cluster, request
+from tests.host.chain_to_edge import Cluster, request, session_key
 from tests.pipeline.chains import SGD, MicroBatch, Optimizer
 
 
@@ -39,10 +39,10 @@ def test_a_round_of_bert_equals_the_whole_model():
     parts = [splitter.build_embedding(weights), splitter.build_segment(0, 2, weights)]
     with EdgeServer("127.0.0.1:0", EdgeService()) as server, EdgeClient(server.address) as client:
         client.open_session(request(spec_json=splitter.spec.to_json()))
-        client.push_weights("c1", TOKEN, {k: weights[k] for k in splitter.edge_keys()})
-        with Cluster(parts, client.stream("c1", TOKEN)).running() as first:
+        client.session(session_key()).push_weights({k: weights[k] for k in splitter.edge_keys()})
+        with Cluster(parts, client.session(session_key()).stream()).running() as first:
             loss = first.train_step(batch).loss
-        trained = client.fetch_weights("c1", TOKEN)
+        trained = client.session(session_key()).fetch_weights()
     for part in parts:
         trained.update(part.state_dict())
     expected_loss, expected = one_process(splitter, weights, batch)
@@ -74,10 +74,10 @@ def test_a_description_that_is_none_is_refused_with_its_reason():
     service = EdgeService()
     service.open(request(spec_json="nonsense"))
     with pytest.raises(ModelError, match="not JSON"):
-        service.push_weights("c1", TOKEN, {})
+        service.push_weights(session_key(), {})
     with (
         EdgeServer("127.0.0.1:0", service) as server,
         EdgeClient(server.address) as client,
         pytest.raises(LinkError, match=r"edge at .* refused: .*not JSON"),
     ):
-        client.push_weights("c1", TOKEN, {})
+        client.session(session_key()).push_weights({})

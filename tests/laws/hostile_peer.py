@@ -27,11 +27,10 @@ import torch
 
 from collapipe_flwr.core.tls_files import TlsFiles
 from collapipe_flwr.pipeline.frame import Frame, FrameKind
-from collapipe_flwr.pipeline.session import SessionRequest
+from collapipe_flwr.pipeline.session import SessionKey, SessionRequest
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.codec import encode_frame
-from collapipe_flwr.transport.limits import FrameLimits
-from collapipe_flwr.transport.messages import encode_message
+from collapipe_flwr.transport.methods import FrameLimits, encode_message
 from collapipe_flwr.transport.tls import open_channel
 from collapipe_flwr.transport.weights import weight_frames
 
@@ -128,7 +127,8 @@ def _opened(channel: grpc.Channel, *, endless: bool = False) -> str:
     session_id = f"w-{next(_NUMBERS)}-{secrets.token_hex(4)}"
     config = {"model_type": "bert", "num_hidden_layers": 10**9 if endless else 2}
     spec = {"task": "masked-lm", "config_json": json.dumps(config)}
-    request = SessionRequest(session_id=session_id, token=TOKEN, spec_json=json.dumps(spec))
+    key = SessionKey(session_id=session_id, token=TOKEN)
+    request = SessionRequest(key=key, spec_json=json.dumps(spec))
     if not _answers(channel, "OpenSession", [encode_message(request)]):
         return ""
     _OPENED["given"] += 1
@@ -142,7 +142,7 @@ def _pushed(channel: grpc.Channel, frames: list[bytes], *, endless: bool = False
 def _answers(channel: grpc.Channel, name: str, messages: list[bytes], session_id: str = "") -> bool:
     """Whether the host does what it is asked."""
     metadata = ((methods.SESSION_KEY, session_id), (methods.TOKEN_KEY, TOKEN))
-    call = channel.stream_stream(methods.method(name), None, None)
+    call = channel.stream_stream(f"/{methods.SERVICE}/{name}", None, None)
     try:
         list(call(iter(messages), timeout=CALL_S, metadata=metadata))
     except grpc.RpcError:
@@ -153,7 +153,7 @@ def _answers(channel: grpc.Channel, name: str, messages: list[bytes], session_id
 def _half_open(channel: grpc.Channel, name: str, session_id: str = "") -> bool:
     """Calls that say nothing, more than the host lets one peer have."""
     metadata = ((methods.SESSION_KEY, session_id), (methods.TOKEN_KEY, TOKEN))
-    call = channel.stream_stream(methods.method(name), None, None)
+    call = channel.stream_stream(f"/{methods.SERVICE}/{name}", None, None)
     calls = [call(_silence(), timeout=1.0, metadata=metadata) for _ in range(20)]
     refused = sum(_refused(each) for each in calls)
     return refused == 0

@@ -16,10 +16,10 @@ from torch.nn.utils import clip_grad_norm_
 from collapipe_flwr.cluster.control_unit import RoundOrder, train_round
 from collapipe_flwr.cluster.threads import ThreadFleet
 from collapipe_flwr.models import LoraConfig, Splitter, make_spec, save_whole
+from collapipe_flwr.pipeline.config import Execution, StageConfig
 from collapipe_flwr.pipeline.link import memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
 from collapipe_flwr.pipeline.roles import FirstStage, LastStage, MicroBatch, MiddleStage
-from collapipe_flwr.pipeline.stage_settings import StageSettings
 from tests.closeness import assert_near, near
 from tests.laws.test_cluster_equals_whole import (
     ADAMW,
@@ -149,7 +149,7 @@ def _one_clipped_step(
         (
             part,
             Optimizer(SGD, part.parameters()),
-            StageSettings(name=name, deadline_s=20.0, clip_norm=clip_norm),
+            StageConfig(name=name, deadline_s=20.0, execution=Execution(clip_norm=clip_norm)),
         )
         for part, name in zip(parts, names, strict=True)
     ]

@@ -24,10 +24,11 @@ from collapipe_flwr.cluster.unsplit import evaluate_unsplit, train_unsplit
 from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models import Splitter, make_spec
+from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.link import Link, memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
 from collapipe_flwr.pipeline.roles import MicroBatch
-from collapipe_flwr.pipeline.session import SessionRequest
+from collapipe_flwr.pipeline.session import SessionKey, SessionRequest
 from tests.closeness import assert_near, near
 
 pytestmark = pytest.mark.usefixtures("small_matrices_are_fused")
@@ -142,6 +143,10 @@ def tiny_batch(splitter: Splitter, size: int, seed: int) -> Batch:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
+def session_key(session_id: str) -> SessionKey:
+    return SessionKey(session_id=session_id, token=TOKEN)
+
+
 def without_labels(batch: Batch) -> Batch:
     return {**batch, "labels": torch.full_like(batch["labels"], -100)}
 
@@ -164,18 +169,16 @@ def _edge(
     service = EdgeService()
     service.open(
         SessionRequest(
-            session_id="A",
-            token=TOKEN,
+            key=session_key("A"),
             spec_json=splitter.spec.to_json(),
+            stage=StageConfig(name="edge", schedule=cut.schedule),
             optimizer=rule,
-            schedule=cut.schedule,
-            depth=1,
         )
     )
     keys = (*splitter.edge_keys(), *splitter.shared_keys)
-    service.push_weights("A", TOKEN, {key: weights[key] for key in keys})
+    service.push_weights(session_key("A"), {key: weights[key] for key in keys})
     ours, theirs = memory_pair("last device", "edge")
-    thread = threading.Thread(target=service.run, args=("A", TOKEN, theirs), daemon=True)
+    thread = threading.Thread(target=service.run, args=(session_key("A"), theirs), daemon=True)
     thread.start()
     yield ours, service
     thread.join(10.0)
@@ -209,7 +212,7 @@ def _train_split(
     with _edge(splitter, weights, cut, rule) as (link, service):
         fleet = ThreadFleet(lambda _: nullcontext(link))
         result = train_round(splitter, order, _micro_batches(splitter, steps), fleet)
-    return result.losses, {**result.weights, **service.weights("A", TOKEN)}
+    return result.losses, {**result.weights, **service.weights(session_key("A"))}
 
 
 def _train_unsplit(

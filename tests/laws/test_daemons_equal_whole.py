@@ -23,6 +23,7 @@ from collapipe_flwr.config.cluster_file import (
 )
 from collapipe_flwr.core.errors import LinkError, Unreachable
 from collapipe_flwr.models import Splitter
+from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.session import NextHop, SessionRequest
 from collapipe_flwr.transport.certificates import sign_all
 from collapipe_flwr.transport.client import EdgeClient
@@ -32,7 +33,6 @@ from tests.host.chain_to_edge import request as session_request
 from tests.laws.test_cluster_equals_whole import (
     ADAMW,
     SGD,
-    TOKEN,
     Cut,
     _largest_difference,
     _micro_batches,
@@ -40,6 +40,7 @@ from tests.laws.test_cluster_equals_whole import (
     _train_split,
     _train_unsplit,
     make_splitter,
+    session_key,
     without_labels,
 )
 
@@ -68,27 +69,25 @@ class Cluster:
         """One round; the result and the weights of the edge. ``between`` runs before every step."""
         fleet = RemoteFleet(cluster=self.config, edge=self.hop("A"))
         with self.client(self.config.edge) as edge:
-            edge.open_session(
+            session = edge.open_session(
                 SessionRequest(
-                    session_id="A",
-                    token=TOKEN,
+                    key=session_key("A"),
                     spec_json=splitter.spec.to_json(),
+                    stage=StageConfig(name="edge", schedule=order.schedule),
                     optimizer=order.optimizer,
-                    schedule=order.schedule,
-                    depth=1,
                 )
             )
             try:
-                edge.push_weights("A", TOKEN, {k: order.weights[k] for k in splitter.edge_keys()})
+                session.push_weights({k: order.weights[k] for k in splitter.edge_keys()})
                 batches = (b for b in _micro_batches(splitter, steps) if between() is None)
                 result = train_round(splitter, order, batches, fleet)
-                return result, edge.fetch_weights("A", TOKEN)
+                return result, session.fetch_weights()
             finally:
-                edge.close_session("A", TOKEN)
+                session.close()
 
     def hop(self, session_id: str) -> NextHop:
         name = "edge" if self.config.tls else ""
-        return NextHop(address=self.edge, session_id=session_id, token=TOKEN, certificate_name=name)
+        return NextHop(address=self.edge, key=session_key(session_id), certificate_name=name)
 
     def sessions(self) -> int:
         """How many are open on all hosts."""

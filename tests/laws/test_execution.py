@@ -21,14 +21,21 @@ from collapipe_flwr.cluster.threads import ThreadFleet
 from collapipe_flwr.cluster.unsplit import train_unsplit
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models import Splitter
-from collapipe_flwr.pipeline.execution import Execution
+from collapipe_flwr.pipeline.config import Execution, StageConfig
 from collapipe_flwr.pipeline.link import memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import MicroBatch
 from collapipe_flwr.pipeline.session import SessionRequest
-from collapipe_flwr.transport.coded import coded
+from collapipe_flwr.transport.simulated_link import simulated_codec
 from tests.closeness import near
-from tests.laws.test_cluster_equals_whole import SGD, TOKEN, Batch, Cut, make_splitter, tiny_batch
+from tests.laws.test_cluster_equals_whole import (
+    SGD,
+    Batch,
+    Cut,
+    make_splitter,
+    session_key,
+    tiny_batch,
+)
 
 pytestmark = pytest.mark.usefixtures("small_matrices_are_fused")
 
@@ -61,18 +68,20 @@ def split(
     service = EdgeService()
     service.open(
         SessionRequest(
-            session_id="A",
-            token=TOKEN,
+            key=session_key("A"),
             spec_json=splitter.spec.to_json(),
+            stage=StageConfig(
+                name="edge", schedule=CUT.schedule, execution=execution.without_recompute
+            ),
             optimizer=SGD,
-            schedule=CUT.schedule,
-            precision=execution.precision,
         )
     )
     keys = (*splitter.edge_keys(), *splitter.shared_keys)
-    service.push_weights("A", TOKEN, {key: weights[key] for key in keys})
-    ours, theirs = (coded(end, execution.codec) for end in memory_pair("last device", "edge"))
-    thread = threading.Thread(target=service.run, args=("A", TOKEN, theirs), daemon=True)
+    service.push_weights(session_key("A"), {key: weights[key] for key in keys})
+    ours, theirs = (
+        simulated_codec(end, execution.codec) for end in memory_pair("last device", "edge")
+    )
+    thread = threading.Thread(target=service.run, args=(session_key("A"), theirs), daemon=True)
     thread.start()
     order = RoundOrder(
         plan=CUT.plan(),
@@ -89,7 +98,7 @@ def split(
     ]
     result = train_round(splitter, order, batches, ThreadFleet(lambda _: nullcontext(ours)))
     thread.join(20.0)
-    return result.losses, {**result.weights, **service.weights("A", TOKEN)}
+    return result.losses, {**result.weights, **service.weights(session_key("A"))}
 
 
 def unsplit(

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import CollaPipeError
+from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.link import Link, memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
 from collapipe_flwr.pipeline.roles import FirstStage, LastStage, MicroBatch, MiddleStage
 from collapipe_flwr.pipeline.stage import Stage
-from collapipe_flwr.pipeline.stage_settings import StageSettings
 
 WIDTH, CLASSES, VOCABULARY = 16, 5, 23
 DEADLINE_S = 120.0  # long: whatever ends within half of it was not ended by it
@@ -118,8 +118,8 @@ def whole_loss(parts: Sequence[nn.Module], batch: Sequence[MicroBatch]) -> Tenso
     return hidden
 
 
-def settings(name: str, schedule: str = "gpipe", depth: int = 1, **more: float) -> StageSettings:
-    return StageSettings(
+def settings(name: str, schedule: str = "gpipe", depth: int = 1, **more: float) -> StageConfig:
+    return StageConfig(
         name=name,
         schedule=schedule,
         depth=depth,

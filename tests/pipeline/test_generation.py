@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.core.errors import LinkError, LinkTimeout, ProtocolError
+from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.frame import HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.generation import (
     ASK,
@@ -28,10 +29,9 @@ from collapipe_flwr.pipeline.generation import (
     relay_generation,
 )
 from collapipe_flwr.pipeline.link import MemoryLink, memory_pair
-from collapipe_flwr.pipeline.stage_settings import StageSettings
 from tests.pipeline.chains import DEADLINE_S
 
-SETTINGS = StageSettings(name="edge", deadline_s=DEADLINE_S, idle_s=2 * DEADLINE_S)
+SETTINGS = StageConfig(name="edge", deadline_s=DEADLINE_S, idle_s=2 * DEADLINE_S)
 END = Frame(kind=FrameKind.END)
 
 

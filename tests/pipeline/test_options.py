@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.pipeline.config import Execution, StageConfig
 from collapipe_flwr.pipeline.frame import GRAD, HIDDEN
 from collapipe_flwr.pipeline.link import memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage
-from collapipe_flwr.pipeline.stage_settings import StageSettings
 from tests.closeness import assert_near, near
 from tests.pipeline.chains import SGD, Chain, classic, make_batch, make_parts, settings, whole_loss
 
@@ -25,7 +25,8 @@ torch.set_num_threads(1)
 BATCH = (3, 3, 2)
 
 
-def options(schedule: str = "1f1b", **more):
+def options(schedule: str = "1f1b", seed: int | None = None, **execution):
+    more = {"seed": seed, "execution": Execution(**execution)}
     return lambda name, index, stages: replace(settings(name, schedule, stages - index), **more)
 
 
@@ -168,8 +169,9 @@ def test_no_compiler_is_imported():
     """Importing torch._dynamo costs a small board 70 MB and seconds."""
     code = (
         "import sys; from dataclasses import replace; from tests.pipeline.chains import *;"
+        "from collapipe_flwr.pipeline.config import Execution;"
         "chain = Chain(make_parts((1,)), lambda *place:"
-        " replace(classic('1f1b')(*place), recompute=True, seed=1));"
+        " replace(classic('1f1b')(*place), seed=1, execution=Execution(recompute=True)));"
         "exec('with chain.running() as first: first.train_step(make_batch((2, 2)))');"
         "print('torch._dynamo' in sys.modules)"
     )
@@ -229,7 +231,7 @@ class _Blocks(nn.Module):
 def test_a_part_that_computes_its_blocks_again_goes_with_its_stage():
     part = _Blocks()
     link, _ = memory_pair("stage", "behind")
-    chosen = StageSettings(name="stage", recompute=True, seed=1)
+    chosen = StageConfig(name="stage", seed=1, execution=Execution(recompute=True))
     stage = FirstStage(part, Optimizer(SGD, part.parameters()), chosen, downstream=link)
     with part.around():  # while the stage lives
         gone = weakref.ref(part)

@@ -18,15 +18,15 @@ from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import LinkError, LinkTimeout, ModelError
 from collapipe_flwr.pipeline import prompter as driver_module
+from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.frame import Frame, FrameKind
 from collapipe_flwr.pipeline.generation import ASK, DONE, PROMPT, TOKENS
 from collapipe_flwr.pipeline.link import MemoryLink, memory_pair
 from collapipe_flwr.pipeline.prompter import Prompter, TextTimeout
-from collapipe_flwr.pipeline.stage_settings import StageSettings
 from tests.pipeline.chains import DEADLINE_S
 from tests.threads import none_left
 
-SETTINGS = StageSettings(name="control unit", deadline_s=DEADLINE_S, idle_s=2 * DEADLINE_S)
+SETTINGS = StageConfig(name="control unit", deadline_s=DEADLINE_S, idle_s=2 * DEADLINE_S)
 IDS = torch.tensor([[3, 4]])
 Answer = Callable[[Frame], Iterable[Frame]]
 

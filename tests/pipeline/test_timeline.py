@@ -6,12 +6,15 @@ import json
 from collections import Counter
 from dataclasses import replace
 
+from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.timeline import write_trace
 from tests.pipeline.chains import Chain, classic, make_batch, make_parts
 
+SPANS = Execution(keep_spans=True)
+
 
 def test_a_trace_of_two_steps(tmp_path):
-    keep = lambda *place: replace(classic("1f1b")(*place), keep_spans=True)  # noqa: E731
+    keep = lambda *place: replace(classic("1f1b")(*place), execution=SPANS)  # noqa: E731
     chain = Chain(make_parts((1, 1)), keep)
     with chain.running() as first:
         for seed in range(2):
@@ -38,7 +41,7 @@ def test_a_trace_of_two_steps(tmp_path):
 
 
 def test_gradients_are_sent_before_those_of_weights_are_computed():
-    keep = lambda *place: replace(classic("1f1b")(*place), keep_spans=True)  # noqa: E731
+    keep = lambda *place: replace(classic("1f1b")(*place), execution=SPANS)  # noqa: E731
     chain = Chain(make_parts((1, 1)), keep)
     with chain.running() as first:
         first.train_step(make_batch((2, 2, 2), 0))

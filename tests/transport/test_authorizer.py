@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 import pytest
 
 from collapipe_flwr.config.access_control import Caller, Roster
+from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.authorizer import MOST_AT_ONCE, Authorizer, PeerBusy, PeerRefused
 
 
@@ -26,25 +27,25 @@ class Context:
 def test_a_member_is_known_by_its_common_name_only() -> None:
     roster = Roster({"pi-1": Caller(name="pi-1")})
     gate = Authorizer(roster, on_edge=False)
-    with gate.entered(Context("pi-1", ["10.0.0.1", "pi-2"]), "Echo") as caller:
+    with gate.entered(Context("pi-1", ["10.0.0.1", "pi-2"]), methods.ECHO) as caller:
         assert caller == Caller(name="pi-1")
     for name in ("pi-2", "PI-1", "pi-1.", "pi-1\0", "", None):
         with (
             pytest.raises(PeerRefused, match=r"is no member here|has no common name"),
-            gate.entered(Context(name, ["pi-1"]), "Echo"),
+            gate.entered(Context(name, ["pi-1"]), methods.ECHO),
         ):
             pass
 
 
 def test_without_a_roster_a_nameless_certificate_is_refused_and_plain_text_is_nobody() -> None:
     gate = Authorizer(None, on_edge=True)
-    with gate.entered(Context(), "Echo") as caller:
+    with gate.entered(Context(), methods.ECHO) as caller:
         assert caller is None
-    with gate.entered(Context("laptop"), "Echo") as caller:
+    with gate.entered(Context("laptop"), methods.ECHO) as caller:
         assert caller == Caller(name="laptop")
     with (
         pytest.raises(PeerRefused, match="has no common name"),
-        gate.entered(Context("", ["laptop"]), "Echo"),
+        gate.entered(Context("", ["laptop"]), methods.ECHO),
     ):
         pass
 
@@ -52,7 +53,7 @@ def test_without_a_roster_a_nameless_certificate_is_refused_and_plain_text_is_no
 def test_calls_are_counted_by_name_whatever_hosts_are_listed() -> None:
     gate = Authorizer(None, on_edge=True)
     entered = [
-        gate.entered(Context("pi-1", [f"host-{n}"]), "PushWeights")
+        gate.entered(Context("pi-1", [f"host-{n}"]), methods.PUSH_WEIGHTS)
         for n in range(MOST_AT_ONCE["transfers"] + 1)
     ]
     for call in entered[:-1]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.pipeline.frame import Frame, FrameKind
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
-from collapipe_flwr.transport.limits import FrameLimits
+from collapipe_flwr.transport.methods import FrameLimits
 from collapipe_flwr.transport.quantize import WIRE_CODECS
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32]

@@ -13,11 +13,11 @@ from collapipe_flwr.config.access_control import roster_of
 from collapipe_flwr.config.cluster_file import read_cluster
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.core.tls_files import TlsFiles
-from collapipe_flwr.transport import bounded, generation
+from collapipe_flwr.transport import generation
+from collapipe_flwr.transport import server as servers
 from collapipe_flwr.transport.certificates import Authority, sign_all
 from collapipe_flwr.transport.generation import GenerateRequest, TextClient, TextServer
-from collapipe_flwr.transport.limits import FrameLimits
-from collapipe_flwr.transport.methods import channel_options
+from collapipe_flwr.transport.methods import FrameLimits, channel_options
 
 
 def echo(wish: GenerateRequest) -> Iterator[str]:
@@ -80,7 +80,7 @@ def test_a_client_is_as_patient_as_a_server() -> None:
 def test_a_caller_that_never_says_what_it_wants_frees_its_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bounded, "_MESSAGE_S", 0.5)
+    monkeypatch.setattr(servers, "_MESSAGE_S", 0.5)
     silence = threading.Event()
 
     def nothing() -> Iterator[bytes]:

@@ -9,17 +9,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collapipe_flwr.core.errors import ProtocolError
+from collapipe_flwr.core.links import LinkConfig
+from collapipe_flwr.pipeline.config import Execution, StageConfig
 from collapipe_flwr.pipeline.meter import Span, StageReport
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
-from collapipe_flwr.pipeline.session import SessionRequest, Timeline
-from collapipe_flwr.transport.messages import MESSAGE_BYTES, decode_message, encode_message
+from collapipe_flwr.pipeline.session import (
+    NextHop,
+    Placement,
+    SessionKey,
+    SessionRequest,
+    Timeline,
+)
+from collapipe_flwr.transport.methods import MESSAGE_BYTES, decode_message, encode_message
 
 REQUEST = SessionRequest(
-    session_id="c1",
-    token="t" * 32,
+    key=SessionKey(session_id="c1", token="t" * 32),
     spec_json='{"task": "seq2seq"}',
+    stage=StageConfig(name="edge", depth=3, execution=Execution(clip_norm=0.5)),
+    placement=Placement(
+        blocks=(0, 2),
+        next_hop=NextHop(
+            address="pi-2:1",
+            key=SessionKey(session_id="c2", token="u" * 32),
+            link=LinkConfig(codec="int8", forward_bit_per_s=1e6),
+        ),
+    ),
     optimizer=OptimizerSettings(name="sgd", momentum=0.9, betas=(0.1, 0.2)),
-    depth=3,
 )
 
 SPAN = Span(work="forward", step=1, micro_batch=2, start_s=0.5, stop_s=0.75)
@@ -47,12 +62,16 @@ def changed(**fields: object) -> bytes:
         b"{}",
         b"[" * 200_000,
         b" " * (MESSAGE_BYTES + 1),
-        changed(depth="3"),
-        changed(depth=True),
-        changed(depth=2.5),
-        changed(deadline_s=float("nan")),
-        changed(deadline_s=10**400),
-        changed(token=None),
+        changed(stage={"name": "edge", "depth": "3"}),
+        changed(stage={"name": "edge", "depth": True}),
+        changed(stage={"name": "edge", "depth": 2.5}),
+        changed(stage={"name": "edge", "deadline_s": float("nan")}),
+        changed(stage={"name": "edge", "deadline_s": 10**400}),
+        changed(stage={"name": "edge", "execution": {"precision": "fp8"}}),
+        changed(stage={"depth": 3}),
+        changed(key={"session_id": "c1", "token": None}),
+        changed(key={"session_id": "c1", "token": "schlüssel" * 4}),
+        changed(placement={"blocks": [0, 2]}),
         changed(extra=1),
         changed(optimizer={"name": "lion"}),
         changed(optimizer=[1, 2]),

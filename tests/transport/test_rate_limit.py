@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.transport.rate_limit import RateLimiter
+from collapipe_flwr.transport.stream import RateLimiter
 
 
 def test_messages_queue_up_behind_each_other():

@@ -8,8 +8,8 @@ import torch
 from collapipe_flwr.pipeline.frame import GRAD, HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.link import memory_pair
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
-from collapipe_flwr.transport.coded import coded
 from collapipe_flwr.transport.quantize import WIRE_CODECS
+from collapipe_flwr.transport.simulated_link import simulated_codec
 
 
 @pytest.mark.parametrize("codec", WIRE_CODECS)
@@ -17,7 +17,7 @@ from collapipe_flwr.transport.quantize import WIRE_CODECS
 def test_it_loses_what_the_wire_loses(codec, name):
     tensors = {name: torch.randn(3, 5, 256), "labels": torch.arange(7), "scale": torch.randn(9)}
     frame = Frame(kind=FrameKind.ACTIVATION, tensors=tensors, scalars={"weight": 3.0})
-    left, right = (coded(end, codec) for end in memory_pair("left", "right"))
+    left, right = (simulated_codec(end, codec) for end in memory_pair("left", "right"))
     left.send(frame, deadline_s=1.0)
     here, there = right.receive(deadline_s=1.0), decode_frame(encode_frame(frame, codec))
     assert here.scalars == there.scalars

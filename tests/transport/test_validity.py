@@ -11,7 +11,7 @@ from cryptography import x509
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.transport import tls
 from collapipe_flwr.transport.certificates import sign_all
-from collapipe_flwr.transport.validity import check_validity, validity_of
+from collapipe_flwr.transport.tls import check_validity, validity_of
 
 
 @pytest.mark.parametrize("days", [1, 825, 36_500])  # the last ends after 2049, written otherwise

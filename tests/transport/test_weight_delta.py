@@ -10,13 +10,13 @@ from torch import Tensor
 
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
-from collapipe_flwr.host.store import TensorStore
+from collapipe_flwr.host.weight_cache import TensorStore
 from collapipe_flwr.pipeline.digest import digest_of
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 from collapipe_flwr.pipeline.state import PartState
 from collapipe_flwr.transport.client import EdgeClient
-from collapipe_flwr.transport.differences import TransferStats, fetch_changed, push_missing
-from tests.host.chain_to_edge import TOKEN, build_head, request
+from collapipe_flwr.transport.weights import TransferStats
+from tests.host.chain_to_edge import build_head, request, session_key
 from tests.pipeline.chains import Head
 
 ADAMW = OptimizerSettings(name="adamw")
@@ -38,16 +38,15 @@ def _bytes(weights: dict[str, Tensor]) -> int:
 
 
 def _push(client: EdgeClient, session_id: str, weights: dict[str, Tensor]) -> TransferStats:
-    client.open_session(request(session_id))
-    return push_missing(client, session_id, TOKEN, weights)
+    return client.open_session(request(session_id)).push_missing(weights)
 
 
 def test_the_first_push_moves_everything_and_the_same_again_nothing(client: EdgeClient) -> None:
     weights = _weights()
     assert _push(client, "a", weights) == TransferStats(sent_bytes=_bytes(weights))
-    client.close_session("a", TOKEN)
+    client.session(session_key("a")).close()
     assert _push(client, "b", weights) == TransferStats(spared_bytes=_bytes(weights))
-    found = client.fetch_weights("b", TOKEN)
+    found = client.session(session_key("b")).fetch_weights()
     assert all(torch.equal(found[key], weights[key]) for key in weights)
 
 
@@ -57,11 +56,11 @@ def test_slots_that_were_kept_stay_where_they_are(client: EdgeClient, kept: bool
     slots = {key: (torch.ones(()), p, p) for key, p in head.state_dict().items()}
     state = PartState(weights=_weights(), slots=slots).tensors()
     for session_id in ("a", "b"):
-        client.open_session(request(session_id, optimizer=ADAMW, keep_optimizer=kept))
-        moved = push_missing(client, session_id, TOKEN, state)
-        found = client.fetch_weights(session_id, TOKEN, with_optimizer=True)
+        session = client.open_session(request(session_id, optimizer=ADAMW, keep_optimizer=kept))
+        moved = session.push_missing(state)
+        found = session.fetch_weights(with_optimizer=True)
         assert all(torch.equal(found[key], state[key]) for key in state)
-        client.close_session(session_id, TOKEN)
+        session.close()
     of_slots = _bytes(state) - _bytes(_weights())
     assert moved.sent_bytes == (0 if kept else of_slots)
 
@@ -69,25 +68,25 @@ def test_slots_that_were_kept_stay_where_they_are(client: EdgeClient, kept: bool
 def test_only_what_changed_moves(client: EdgeClient) -> None:
     weights = _weights()
     _push(client, "a", weights)
-    client.close_session("a", TOKEN)
+    client.session(session_key("a")).close()
     key = next(iter(weights))
     weights[key] = weights[key] + 1
     moved = _push(client, "b", weights)
     assert moved.sent_bytes == weights[key].numel() * weights[key].element_size()
     assert moved.spared_bytes == _bytes(weights) - moved.sent_bytes > 0
-    found = client.fetch_weights("b", TOKEN)
+    found = client.session(session_key("b")).fetch_weights()
     assert all(torch.equal(found[key], weights[key]) for key in weights)
 
 
 def test_a_fetch_brings_only_what_training_changed(client: EdgeClient) -> None:
     weights = _weights()
     _push(client, "a", weights)
-    fetched, moved = fetch_changed(client, "a", TOKEN, weights)
+    fetched, moved = client.session(session_key("a")).fetch_changed(weights)
     assert moved == TransferStats(spared_bytes=_bytes(weights))
     assert all(torch.equal(fetched[key], weights[key]) for key in weights)
     key = next(iter(weights))
     known = {**weights, key: weights[key] + 1}
-    fetched, moved = fetch_changed(client, "a", TOKEN, known)
+    fetched, moved = client.session(session_key("a")).fetch_changed(known)
     assert torch.equal(fetched[key], weights[key])
     assert moved.received_bytes == weights[key].numel() * weights[key].element_size()
 
@@ -96,7 +95,7 @@ def test_a_host_forgets_what_the_session_before_the_last_held(client: EdgeClient
     old, new = _weights(), {key: tensor + 1 for key, tensor in _weights().items()}
     for session_id, weights in (("a", old), ("b", new)):
         _push(client, session_id, weights)
-        client.close_session(session_id, TOKEN)
+        client.session(session_key(session_id)).close()
     assert _push(client, "c", old).sent_bytes == _bytes(old)
 
 
@@ -108,7 +107,7 @@ def test_a_host_without_a_store_asks_for_everything() -> None:
     ):
         for session_id in ("a", "b"):
             assert _push(client, session_id, weights).sent_bytes == _bytes(weights)
-            client.close_session(session_id, TOKEN)
+            client.session(session_key(session_id)).close()
 
 
 def test_a_digest_tells_values_dtypes_and_shapes_apart() -> None:

@@ -1,0 +1,207 @@
+"""A client's connection to one host: calls that end in time, repeated while the host is away."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Self, TypeVar
+
+import grpc
+
+from collapipe_flwr.core.errors import (
+    FrozenWanted,
+    LinkError,
+    LinkTimeout,
+    ProtocolError,
+    Unreachable,
+)
+from collapipe_flwr.core.heartbeat import Heartbeat
+from collapipe_flwr.core.tls_files import TlsFiles
+from collapipe_flwr.transport import methods
+from collapipe_flwr.transport.keepalive import Keepalive, keepalive_options
+from collapipe_flwr.transport.methods import FrameLimits, Metadata, Method
+from collapipe_flwr.transport.tls import open_channel
+
+Answer = TypeVar("Answer")
+_LOOK_S = 0.5
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # between calls that are broken off
+_AWAY = frozenset(
+    {
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.CANCELLED,
+    }
+)
+_CLOSED = "Channel closed!"  # what gRPC says of calls on a channel that this side closed
+
+
+class Connection:
+    """Calls to one edge server, or device (`what`); use as a context manager.
+
+    With TLS the peer must prove the host in `address`, or `certificate_name` where it is given.
+
+    Control calls end within `deadline_s`, transfers of weights within `transfer_s`; those that may
+    be made twice are repeated for `patience_s` while the host is away, as when it restarts. Every
+    call raises LinkError with one sentence "edge at ADDRESS ..." when the host cannot be reached,
+    refuses or breaks off, and LinkTimeout when it does not answer in time. With a `heartbeat` calls
+    and streams also break when the host has shown no life for so long, however long it may take to
+    answer.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        what: str = "edge",
+        tls: TlsFiles | None = None,
+        certificate_name: str = "",
+        deadline_s: float = 20.0,
+        transfer_s: float = 600.0,
+        patience_s: float = 0.0,
+        limits: FrameLimits | None = None,
+        heartbeat: Heartbeat | None = None,
+    ) -> None:
+        self.address = address
+        self.peer = f"{what} at {address}"
+        self.deadline_s = deadline_s
+        self.transfer_s = transfer_s
+        self.limits = limits or FrameLimits()
+        self._patience_s = patience_s
+        named = methods.name_options(certificate_name)
+        options = [*methods.channel_options(self.limits), *named]
+        self._connect = partial(open_channel, address, tls, options)
+        self.channel = self._connect()
+        self._heartbeat = heartbeat
+        self._was_silent = False
+        self._missed_since_s: float | None = None  # when a patient call first found the host away
+        self._closed = threading.Event()
+        self._keepalive: Keepalive | None = None
+        self._life = ExitStack()
+        if heartbeat is not None:
+            pinged = partial(open_channel, address, tls, [*keepalive_options(heartbeat), *named])
+            self._keepalive = self._life.enter_context(Keepalive(pinged, heartbeat, self._break))
+
+    def call(
+        self,
+        method: Method,
+        message: object = None,
+        answer: type[Answer] | None = None,
+        *,
+        metadata: Metadata = (),
+        within_s: float | None = None,
+        patiently: bool = False,
+    ) -> Answer:
+        """Send one message (None: an empty one) and return the `answer` to it.
+
+        Made again while the host is away, if `patiently`.
+        """
+        data = b"" if message is None else methods.encode_message(message)
+
+        def once() -> Answer:
+            timeout_s = within_s or self.deadline_s
+            answered = method.on(self.channel)(data, timeout=timeout_s, metadata=metadata)
+            return methods.decode_message(answer, answered) if answer else answered
+
+        return self.patiently(once) if patiently else self.translated(once)
+
+    def patiently(self, call: Callable[[], Answer]) -> Answer:
+        """Repeat what may be done twice while the host is away.
+
+        All calls together wait for `patience_s` from the first one that missed the host: those of
+        many sessions, one after the other, do not add up. One that a host breaks off although it
+        answers is made again at once, then ever more rarely.
+        """
+        start_s, pause_s = time.monotonic(), 0.0
+        while True:
+            try:
+                answer = self.translated(call)
+            except (Unreachable, LinkTimeout):
+                if self._missed_since_s is None:
+                    self._missed_since_s = start_s
+                until_s = max(self._missed_since_s + self._patience_s, start_s + _LOOK_S)
+                if not self._connected_before(until_s) or self._closed.wait(pause_s):
+                    raise
+            except LinkError:  # a refusal is an answer
+                self._missed_since_s = None
+                raise
+            else:
+                self._missed_since_s = None
+                return answer
+            pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+
+    def translated(self, call: Callable[[], Answer]) -> Answer:
+        """The call's answer; what gRPC raises becomes a LinkError."""
+        if self.silent and not self._patience_s:
+            raise self._lifeless()
+        try:
+            return call()
+        except grpc.RpcError as error:
+            raise self.translate(error) from error
+        except ProtocolError as error:
+            raise ProtocolError(f"{self.peer} answered nonsense: {error}") from error
+        except ValueError as error:  # the channel was closed just before the call began
+            raise Unreachable(f"{self.peer} broke off: {error}") from error
+
+    def translate(self, error: grpc.RpcError) -> LinkError:
+        """What a failed call means, as one sentence."""
+        code, details = error.code(), error.details()
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return LinkTimeout(f"{self.peer} did not answer in time")
+        if self._was_silent and details == _CLOSED:
+            return self._lifeless()
+        if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+            return Unreachable(f"{self.peer} cannot be reached or broke off: {details}")
+        if code is grpc.StatusCode.NOT_FOUND:
+            return FrozenWanted(f"{self.peer} refused: {details}")
+        return LinkError(f"{self.peer} refused: {details}")
+
+    def close(self) -> None:
+        """Close the channel; its streams break."""
+        self._closed.set()
+        self._life.close()
+        self.channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def silent(self) -> bool:
+        """Whether the peer has missed its heartbeat and is not back yet."""
+        return self._keepalive is not None and self._keepalive.lost
+
+    def _break(self) -> None:
+        """Break all that waits for a peer that fell silent."""
+        silent, self._was_silent = self.channel, True
+        self.channel = self._connect()
+        silent.close()
+
+    def _connected_before(self, until_s: float) -> bool:
+        """Wait for the host to listen again; whether it did in time.
+
+        A missed heartbeat replaces the channel meanwhile, so none is waited for to the end.
+        """
+        while (now_s := time.monotonic()) < until_s and not self._closed.is_set():
+            look_s = min(until_s - now_s, _LOOK_S)
+            status = methods.STATUS.on(self.channel)
+            try:
+                status(b"", timeout=look_s, wait_for_ready=True)
+            except grpc.RpcError as error:
+                if error.code() not in _AWAY:
+                    return True  # a refusal is an answer
+            except ValueError:  # closed by a missed heartbeat; the next look takes the new channel
+                pass
+            else:
+                return True
+            self._closed.wait(max(now_s + look_s - time.monotonic(), 0.0))  # some fail at once
+        return False
+
+    def _lifeless(self) -> Unreachable:
+        assert self._heartbeat is not None
+        silence_s = self._heartbeat.lost_after_s
+        return Unreachable(f"{self.peer} has shown no life for {silence_s:g} s")

@@ -1,0 +1,107 @@
+"""What all gRPC servers share: how they listen and stop, and calls that end in time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, Self
+
+import grpc
+
+from collapipe_flwr.core.tls_files import TlsFiles
+from collapipe_flwr.transport.keepalive import server_keepalive_options
+from collapipe_flwr.transport.methods import (
+    MOST_CONNECTIONS,
+    FrameLimits,
+    Method,
+    channel_options,
+)
+from collapipe_flwr.transport.tls import bind
+
+_MESSAGE_S = 60.0
+
+
+class Server:
+    """Listens on HOST:PORT; port 0 takes a free one, which `address` then names.
+
+    Use as a context manager. `answers`, by the methods of one service, are called with the stream
+    of a call's messages and its context, in one of `threads`; calls beyond `most_calls` are refused
+    at once. Raises ConfigError when it cannot be bound.
+    """
+
+    def __init__(
+        self,
+        listen: str,
+        answers: Mapping[Method, Callable[..., Any]],
+        *,
+        threads: int,
+        most_calls: int,
+        tls: TlsFiles | None = None,
+        limits: FrameLimits | None = None,
+    ) -> None:
+        self._callers = ThreadPoolExecutor(threads, thread_name_prefix="rpc")
+        self._server = grpc.server(
+            self._callers,
+            options=[
+                *channel_options(limits or FrameLimits()),
+                *_peer_options(most_calls),
+                *server_keepalive_options(),
+                ("grpc.so_reuseport", 0),
+            ],
+            maximum_concurrent_rpcs=most_calls,
+        )
+        (service,) = {method.service for method in answers}
+        handlers = {method.name: method.handler(answer) for method, answer in answers.items()}
+        generic = grpc.method_handlers_generic_handler(service, handlers)
+        self._server.add_generic_rpc_handlers((generic,))
+        self.address = bind(self._server, listen, tls)
+
+    def __enter__(self) -> Self:
+        self._server.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self, grace_s: float = 1.0) -> None:
+        """Refuse new calls, give running ones `grace_s`, then break them off."""
+        self._server.stop(grace_s).wait(grace_s + 5.0)
+        self._callers.shutdown(wait=True)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until the server is stopped; whether it was."""
+        return not self._server.wait_for_termination(timeout_s)
+
+
+@contextmanager
+def call_deadline(context: grpc.ServicerContext, seconds: float) -> Iterator[None]:
+    """Cancel the call if the block has not ended in time."""
+    timer = threading.Timer(seconds, context.cancel)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def only_message(messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+    """The message of a call that takes one; a peer that does not send it is cut off."""
+    with call_deadline(context, _MESSAGE_S):
+        message = next(messages, None)
+    if message is None:
+        context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a call without its message")
+    assert message is not None
+    return message
+
+
+def _peer_options(most_calls: int) -> list[tuple[str, object]]:
+    """What keeps one peer, or many who never say a word, from filling a server's memory."""
+    return [
+        ("grpc.server_handshake_timeout_ms", 10_000),
+        ("grpc.max_allowed_incoming_connections", MOST_CONNECTIONS),
+        ("grpc.max_concurrent_streams", most_calls),  # of one connection
+        ("grpc.max_metadata_size", 16 * 2**10),
+    ]
