@@ -96,8 +96,8 @@ def _train(splitter: Splitter, weights: Mapping[str, Tensor], steps, cache: Path
     order = RoundOrder(
         plan=CUT.plan(), weights=weights, optimizer=ADAMW, schedule="gpipe", deadline_s=20.0
     )
-    frozen = WeightCache(cache, most_bytes=10**9)
-    without = EdgeService(_elsewhere, connect=Dialer(name="d1"), frozen=frozen)
+    kept = WeightCache(cache, most_bytes=10**9)
+    without = EdgeService(_elsewhere, connect=Dialer(name="d1"), cache=kept)
     with (
         EdgeServer("127.0.0.1:0", EdgeService()) as edge,
         EdgeServer("127.0.0.1:0", EdgeService(connect=Dialer(name="d0"))) as rich,

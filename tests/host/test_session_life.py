@@ -30,7 +30,7 @@ from collapipe_flwr.pipeline.frame import Frame
 from collapipe_flwr.pipeline.link import MemoryLink, memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
 from collapipe_flwr.pipeline.roles import FirstStage
-from collapipe_flwr.pipeline.session import SessionRequest
+from collapipe_flwr.pipeline.session import SessionKey, SessionRequest
 from tests.host.chain_to_edge import request, session_key
 from tests.pipeline.chains import Embedding, Head, make_batch, make_parts, settings
 
@@ -437,7 +437,8 @@ class Host(RuleBasedStateMachine):
             self._refused(lambda: self.host.push_weights(session_key(key), weights_of(0)), said)
             self._refused(lambda: self.host.missing(session_key(key), {}), said)
         self._refused(lambda: self.host.open(request(key)), "open already")
-        self._refused(lambda: self.host.close(key, "another token of length"), "no session")
+        wrong = SessionKey(session_id=key, token="another token of length")
+        self._refused(lambda: self.host.close(wrong), "no session")
 
     # -- streams --------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from collapipe_flwr.host.snapshot_store import SnapshotStore
 from collapipe_flwr.pipeline.link import memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
 from collapipe_flwr.pipeline.roles import FirstStage
+from collapipe_flwr.pipeline.session import SessionKey
 from collapipe_flwr.pipeline.state import PartState, load_slots, state_of
 from collapipe_flwr.transport.client import EdgeClient
 from tests.full_disk import full_disk
@@ -207,7 +208,7 @@ def test_a_snapshot_store_gives_the_next_process_the_last_snapshot(tmp_path, und
     train(edge, BATCHES[2:], break_before_step=1)
     again = EdgeService(build_head, snapshots=SnapshotStore(tmp_path))
     with pytest.raises(SessionRefused, match="no session"):
-        again.weights("c1", "another token of length")
+        again.weights(SessionKey(session_id="c1", token="another token of length"))
     again.rollback(session_key(), 2)
     train(again, BATCHES[2:])
     assert_same(everything(again), undisturbed)
