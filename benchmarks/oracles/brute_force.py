@@ -71,15 +71,15 @@ def _feasible(planner: Planner, m: int) -> Layouts:
 
 
 def _limits(planner: Planner, rows: Layouts) -> tuple[Array, Array]:
-    """Of every row: latency at full power with all bandwidth, and energy at infinite patience."""
+    """Of every row: latency at full power with all bandwidth, energy of endless sends."""
     chain = chain_of(planner.tables, rows, planner.settings)
     width = np.full(len(rows), planner.tables.snapshot.radio.bandwidth_hz)
     times = full_power_times(chain, width)
     latency = chain.fixed_s + chain.steps_r * makespan_of(chain, times)
-    patient = LN2 * chain.hops.bits * chain.noise_over_gain
-    backward = np.where(chain.hops.to_edge, 0.0, patient)
+    slowest = LN2 * chain.hops.bits * chain.noise_over_gain
+    backward = np.where(chain.hops.to_edge, 0.0, slowest)
     sends = chain.steps_r * chain.rows.micro_batches_r
-    energy = chain.fixed_j + radio_energy_j(sends, patient, backward)
+    energy = chain.fixed_j + radio_energy_j(sends, slowest, backward)
     return latency, (row_prices(planner.price_mi, rows) * energy).sum(1)
 
 
@@ -101,6 +101,6 @@ def optimal_plan(
     before = state or initial_state(snapshot, settings)
     tables = tabulate(snapshot, settings.coarsest)
     shares = least_shares(tables, reference_of(before), settings)
-    room = capped(tables, shares, reference_of(before), settings)
-    planner = planner_for(room, before, settings)
+    limited = capped(tables, shares, reference_of(before), settings)
+    planner = planner_for(limited, before, settings)
     return solution_plan(planner, refined(planner, exhaustive(planner)), "brute-force", 1.0)

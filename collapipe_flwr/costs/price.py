@@ -11,7 +11,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from collapipe_flwr.core.domain import ClusterPlan, Plan, Snapshot
+from collapipe_flwr.core.domain import (
+    ClusterPlan,
+    ClusterSnapshot,
+    Plan,
+    Segment,
+    Snapshot,
+)
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.costs.chain import (
@@ -66,19 +72,21 @@ def price(plan: Plan, snapshot: Snapshot, options: PricingOptions | None = None)
     step_s = planned_makespan_s(chain, times, depths)
     latency_s = chain.fixed_s + chain.steps_r * step_s
     memory = peak_bytes(tables, chain.rows, choice, flight_table(chain, depths))
-    clusters = tuple(
-        PricedCluster(
-            cluster_id=c.cluster_id,
-            latency_s=float(latency_s[m]),
-            step_s=float(step_s[m]),
-            energy_j=named_energy(tables, chain, m, priced.energy_j[m]),
-            memory_bytes=named_memory(
-                c, members_of(tables.snapshot.clusters[m])[0].device_id, memory[m]
-            ),
+    clusters = []
+    for m, (cluster, chosen) in enumerate(
+        zip(tables.snapshot.clusters, plan.clusters, strict=True)
+    ):
+        names = stage_names(cluster, chosen.segments)
+        clusters.append(
+            PricedCluster(
+                cluster_id=chosen.cluster_id,
+                latency_s=float(latency_s[m]),
+                step_s=float(step_s[m]),
+                energy_j=named_energy(cluster, names, priced.energy_j[m]),
+                memory_bytes=named_memory(names, memory[m]),
+            )
         )
-        for m, c in enumerate(plan.clusters)
-    )
-    return PricedRound(latency_s=max(c.latency_s for c in clusters), clusters=clusters)
+    return PricedRound(latency_s=max(c.latency_s for c in clusters), clusters=tuple(clusters))
 
 
 def with_rates(plan: Plan, snapshot: Snapshot) -> Plan:
@@ -138,18 +146,19 @@ def achieved_rates(chain: Chain, plans: Sequence[ClusterPlan], powers: Array) ->
     return np.where(used, rate_bit_per_s(width[:, :, None], snr), 1.0)
 
 
-def named_energy(tables: Tables, chain: Chain, m: int, energy_s: Array) -> dict[str, float]:
-    """Energy of every member of cluster m by name; unused devices spend nothing."""
-    members = members_of(tables.snapshot.clusters[m])
-    result = {member.device_id: 0.0 for member in members}
-    result[members[0].device_id] = float(energy_s[0])
-    for slot in range(chain.rows.depth_of(m)):
-        name = members[int(chain.rows.member_rs[m, slot])].device_id
-        result[name] = float(energy_s[slot + 1])
-    return result
+def stage_names(cluster: ClusterSnapshot, segments: Sequence[Segment]) -> list[str]:
+    """The control unit and the devices with a segment, in pipeline order."""
+    return [cluster.profile.control_unit.device_id, *(s.device_id for s in segments)]
 
 
-def named_memory(plan: ClusterPlan, control_id: str, bytes_s: Array) -> dict[str, int]:
-    """Peak bytes of the control unit and of every device with a segment, by name."""
-    names = [control_id, *(s.device_id for s in plan.segments)]
+def named_energy(
+    cluster: ClusterSnapshot, names: Sequence[str], energy_s: Array
+) -> dict[str, float]:
+    """Energy of every member of a cluster, of which ``names`` work; the others spend nothing."""
+    idle = dict.fromkeys((member.device_id for member in members_of(cluster)), 0.0)
+    return idle | {name: float(energy_s[k]) for k, name in enumerate(names)}
+
+
+def named_memory(names: Sequence[str], bytes_s: Array) -> dict[str, int]:
+    """Peak bytes of the members that work."""
     return {name: int(bytes_s[k]) for k, name in enumerate(names)}

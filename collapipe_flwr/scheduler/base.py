@@ -12,7 +12,7 @@ from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.costs.chain import Scheduled, chain_of, schedule_rows
 from collapipe_flwr.costs.convergence import Prior, constants_of, update
 from collapipe_flwr.costs.layouts import Layouts, hop_plans, replaced, segments_of
-from collapipe_flwr.costs.price import named_energy, named_memory
+from collapipe_flwr.costs.price import named_energy, named_memory, stage_names
 from collapipe_flwr.costs.tables import Tables, members_of, tabulate
 from collapipe_flwr.costs.work import fits, peak_bytes
 from collapipe_flwr.scheduler.initial_layouts import rows_from_weights
@@ -205,11 +205,11 @@ def _cluster_plan(
     tables: Tables, solution: Solution, scheduled: Scheduled, m: int, memory_s: Array
 ) -> ClusterPlan:
     rows, chain, cluster = solution.rows, solution.chain, tables.snapshot.clusters[m]
-    segments, control = segments_of(tables, rows, m), cluster.profile.control_unit.device_id
-    names = [control, *(s.device_id for s in segments)]
+    segments = segments_of(tables, rows, m)
+    names = stage_names(cluster, segments)
     forward, backward = solution.powers[m, :, 0], solution.powers[m, :, 1]
     step_s = float(scheduled.makespan_s[m])
-    plan = ClusterPlan(
+    return ClusterPlan(
         cluster_id=cluster.profile.cluster_id,
         segments=segments,
         micro_batch_size=int(rows.micro_batch_size_r[m]),
@@ -221,11 +221,10 @@ def _cluster_plan(
         gradient_power_w={s.device_id: float(backward[k]) for k, s in enumerate(segments)},
         latency_s=float(chain.fixed_s[m] + chain.steps_r[m] * step_s),
         step_s=step_s,
-        energy_j=named_energy(tables, chain, m, solution.priced.energy_j[m]),
-        memory_bytes={},
+        energy_j=named_energy(cluster, names, solution.priced.energy_j[m]),
+        memory_bytes=named_memory(names, memory_s),
         hops=hop_plans(chain.hops, m),
     )
-    return replace(plan, memory_bytes=named_memory(plan, control, memory_s))
 
 
 def infeasible(cluster_id: str, policy: str) -> InfeasibleError:

@@ -109,8 +109,8 @@ class Dssda:
         self, model_share_m: Array, tables: Tables, state: SchedulerState, share: float
     ) -> Decision:
         """The same where no device of cluster m takes more than that share of the model."""
-        room = capped(tables, model_share_m, reference_of(state), self.settings)
-        planner = planner_for(room, state, self.settings, share)
+        limited = capped(tables, model_share_m, reference_of(state), self.settings)
+        planner = planner_for(limited, state, self.settings, share)
         return Decision(
             planner=planner,
             solution=self._settle(planner, state),
@@ -144,8 +144,8 @@ class Dssda:
     ) -> float:
         """The participation queues' price of everyone who is left out."""
         absent = set(examples) - {c.profile.cluster_id for c in present}
-        owed = sum(state.participation_queue.get(cluster, 0.0) for cluster in absent)
-        return self.settings.penalty_weight * owed
+        deficit = sum(state.participation_queue.get(cluster, 0.0) for cluster in absent)
+        return self.settings.penalty_weight * deficit
 
     def _settle(self, planner: Planner, state: SchedulerState) -> Solution:
         """The new optimum, unless the segments in place are nearly as good."""

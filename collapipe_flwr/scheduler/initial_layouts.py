@@ -82,7 +82,7 @@ def starting_rows(tables: Tables, which: Ints, devices_m: Ints, batches: Ints) -
 
 
 def filling_rows(tables: Tables, options: PricingOptions, which: Ints, batches_b2: Ints) -> Layouts:
-    """For each of ``which`` and each batch: devices filled to the brim, the largest first.
+    """For each of ``which`` and each batch: devices filled up, the largest first.
 
     Where all blocks are equal and this fits no cluster, nothing does.
     """

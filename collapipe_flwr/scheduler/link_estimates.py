@@ -1,11 +1,11 @@
 """What real links reach of their planned rates, learnt from what they carried.
 
 A channel model promises a rate; a wire, a wall or a neighbour's traffic keeps another. For every
-link that a round used, the share of the promise is noted (its logarithm), and the belief about the
-link is the median of its last three notes. Missing ones count as the belief, so one bad round
-changes nothing and two that agree are believed. Notes within ``AGREES`` of the belief leave it as
+link that a round used, the share of the promise is noted (its logarithm), and the estimate of the
+link is the median of its last three notes. Missing ones count as the estimate, so one bad round
+changes nothing and two that agree count. Notes within ``AGREES`` of the estimate leave it as
 it is: plans are bit-equal while measurements agree with the model. A link that its cluster did not
-use for ``PATIENCE`` rounds is believed as promised again, so that one that was slow is tried some
+use for ``PATIENCE`` rounds counts as promised again, so that one that was slow is tried some
 day; its notes stay, so that one look suffices.
 
 Senders that kept to a plan's pace show no more than that the link is as fast as promised.
@@ -27,14 +27,14 @@ from collapipe_flwr.core.domain import (
     Snapshot,
 )
 
-AGREES = math.log(1.25)  # in ln(share): what is closer to the belief confirms it
+AGREES = math.log(1.25)  # in ln(share): what is closer to the estimate confirms it
 NOTES = 3
 PATIENCE = 20  # rounds without a look: a look costs at most one slow round in so many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkEstimate:
-    """ln(share of the promised rate): believed, and noted in the last rounds."""
+    """ln(share of the promised rate): the estimate (`believed`), and the last rounds' notes."""
 
     believed: float = 0.0
     notes: tuple[float, ...] = ()
@@ -56,7 +56,7 @@ class LinkEstimate:
 
 
 LinkEstimates = Mapping[str, Mapping[str, LinkEstimate]]
-"""cluster -> link -> belief."""
+"""cluster -> link -> estimate."""
 
 
 def link_key(one: str, other: str) -> str:
@@ -74,7 +74,7 @@ def links_learned(book: LinkEstimates, outcome: RoundOutcome) -> LinkEstimates:
 
 
 def _noted(known: Mapping[str, LinkEstimate], cluster: ClusterOutcome) -> dict[str, LinkEstimate]:
-    after = {key: belief.unseen() for key, belief in known.items()}
+    after = {key: estimate.unseen() for key, estimate in known.items()}
     for sample in cluster.links:
         if not (0 < sample.measured_bit_per_s < math.inf and sample.planned_bit_per_s > 0):
             continue
@@ -86,21 +86,21 @@ def _noted(known: Mapping[str, LinkEstimate], cluster: ClusterOutcome) -> dict[s
 
 
 def with_links(snapshot: Snapshot, book: LinkEstimates) -> Snapshot:
-    """The snapshot with believed shares; itself where all rates are as promised."""
-    clusters = tuple(_believed(c, book.get(c.profile.cluster_id, {})) for c in snapshot.clusters)
+    """The snapshot with estimated shares; itself where all rates are as promised."""
+    clusters = tuple(_estimated(c, book.get(c.profile.cluster_id, {})) for c in snapshot.clusters)
     if all(map(is_, clusters, snapshot.clusters)):
         return snapshot
     return replace(snapshot, clusters=clusters)
 
 
-def _believed(cluster: ClusterSnapshot, known: Mapping[str, LinkEstimate]) -> ClusterSnapshot:
-    if not any(belief.believed for belief in known.values()):
+def _estimated(cluster: ClusterSnapshot, known: Mapping[str, LinkEstimate]) -> ClusterSnapshot:
+    if not any(estimate.believed for estimate in known.values()):
         return cluster
     names = [member.device_id for member in cluster.profile.members]
 
     def shares(name: str, others: list[str]) -> tuple[float, ...]:
-        beliefs = (known.get(link_key(name, other), LinkEstimate()) for other in others)
-        return tuple(math.exp(belief.believed) for belief in beliefs)
+        estimates = (known.get(link_key(name, other), LinkEstimate()) for other in others)
+        return tuple(math.exp(estimate.believed) for estimate in estimates)
 
     links = LinkShares(d2d=tuple(shares(name, names) for name in names), edge=shares("", names))
     return replace(cluster, links=links)

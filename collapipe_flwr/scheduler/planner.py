@@ -3,7 +3,7 @@
 ``multistart`` also searches from where clusters only get together. Rounds to the target depend on
 the most local steps of any cluster, so a larger batch may pay only when every cluster takes it:
 here everybody is planned with one pair, for the few pairs that need the fewest rounds. Likewise a
-round is as slow as its slowest cluster, so one start lets nobody hurry.
+round is as slow as its slowest cluster, so one start makes latency cheap for all.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ POLISH_RIVALS = 8  # of them at a time
 WORTH_A_TRY = 0.15  # share of the objective by which a runner-up may seem worse
 SAME = 1e-9  # relative differences below this count as none
 MOST_CLUSTERS = 20  # above, time allows no second search
-PATIENCE = 0.05  # what a second costs while nobody hurries, as a share of its price
+RELAXED = 0.05  # what a second costs in a relaxed start, as a share of its price
 OPENINGS = 4  # pairs that are searched from scratch
 
 
@@ -214,17 +214,17 @@ def multistart(planner: Planner) -> Solution:
     best = planner.solve()
     if not 1 < planner.tables.num_clusters <= MOST_CLUSTERS:
         return best
-    best = min(best, _patient(planner), key=lambda s: s.objective)
+    best = min(best, _relaxed(planner), key=lambda s: s.objective)
     if planner.learning.constants is None:
         return best
     rival = min(_openings(planner, best), key=lambda s: s.objective, default=best)
     return min(best, rival, planner.improve(rival), key=lambda s: s.objective)
 
 
-def _patient(planner: Planner) -> Solution:
-    """From where no cluster hurries: one alone that slows down to save energy gains nothing."""
-    unhurried = planner.opening_prices(PATIENCE)
-    return planner.polished(planner.improve(planner.radio(planner.choose(unhurried, None))))
+def _relaxed(planner: Planner) -> Solution:
+    """From where latency is cheap for all: one cluster alone gains nothing by slowing down."""
+    relaxed = planner.opening_prices(RELAXED)
+    return planner.polished(planner.improve(planner.radio(planner.choose(relaxed, None))))
 
 
 def _openings(planner: Planner, best: Solution) -> Iterator[Solution]:

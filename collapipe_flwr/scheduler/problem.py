@@ -25,7 +25,7 @@ from collapipe_flwr.scheduler.state import Reference
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
 NEVER = 1e3  # stands for "does not reach the target": finite, so that searches can cross it
-ROOM = 1.25  # the target stays this factor above the reference plan's own floor
+TARGET_FACTOR = 1.25  # the target stays this factor above the reference plan's own floor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ def learning_for(
     size = np.full(examples.shape, float(reference.micro_batch_size))
     count = np.full(examples.shape, float(reference.micro_batches))
     sums = bound_sums(examples / examples.sum(), local_steps(examples, size, count), size * count)
-    target = max(constants.target, ROOM * float(sums.floor(constants)))
+    target = max(constants.target, TARGET_FACTOR * float(sums.floor(constants)))
     reachable = replace(constants, target=target)
     return Learning(
         examples_m=examples,

@@ -29,7 +29,7 @@ from collapipe_flwr.scheduler.dual_prices import DualPrices, link_table
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-TRUST = 0.1  # share of the ceiling down to which the dual prices are believed
+TRUST = 0.1  # share of the ceiling down to which dual prices are trusted
 BLOCK = 1000  # rows of similar depth scored at a time: few unused slots, and caches hold them
 
 

@@ -128,8 +128,8 @@ def test_problem_is_convex_in_the_logarithms(a_snapshot: MakeSnapshot) -> None:
         )
         ends = (terms.objective(left) + terms.objective(right)) / 2
         assert terms.objective(middle) <= ends * (1 + 1e-9)
-        rooms = [terms.evaluate(point).room for point in (left, middle, right)]
-        assert (rooms[1] >= (rooms[0] + rooms[2]) / 2 - 1e-9).all()
+        margins = [terms.evaluate(point).margin for point in (left, middle, right)]
+        assert (margins[1] >= (margins[0] + margins[2]) / 2 - 1e-9).all()
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -141,15 +141,15 @@ def test_newton_steps_solve_the_linearised_conditions(
     rng = np.random.default_rng(2)
     point = solver.terms.settled(solver.solve(1e-2).point)
     value = solver.terms.evaluate(point)
-    slack = np.exp(rng.standard_normal(solver.rooms.length) - 3.0)
-    duals = solver.rooms.mask * np.exp(rng.standard_normal(slack.shape) - 3.0)
+    slack = np.exp(rng.standard_normal(solver.index.length) - 3.0)
+    duals = solver.index.mask * np.exp(rng.standard_normal(slack.shape) - 3.0)
     curve = duals / slack
     system = NewtonSystem(solver.hops, solver._curvature(value, duals, curve))
     step = system.solve(solver._gradient(value, duals))
     nudge = 1e-6
     moved = solver.terms.evaluate(point.moved(step, nudge))
     along = solver._along(value, step)
-    assert (moved.room - value.room) / nudge == pytest.approx(along, rel=1e-3, abs=1e-3)
+    assert (moved.margin - value.margin) / nudge == pytest.approx(along, rel=1e-3, abs=1e-3)
     before = solver._gradient(value, duals)
     after = solver._gradient(moved, duals - nudge * curve * along)
     for name in ("x", "omega", "cap", "tau"):

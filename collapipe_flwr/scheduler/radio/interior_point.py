@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from collapipe_flwr.scheduler.radio.newton import Curvature, NewtonSystem, Point
 from collapipe_flwr.scheduler.radio.problem import RadioProblem
 from collapipe_flwr.scheduler.radio.terms import Evaluation, RadioTerms
-from collapipe_flwr.scheduler.radio.warm_start import opening
+from collapipe_flwr.scheduler.radio.warm_start import warm_start
 
 Array = NDArray[np.float64]
 MAX_STEPS = 80
 TOLERANCE = 1e-4  # relative distance from the optimum
 REACH = 0.995  # share of the way to the boundary that a step may take
 STRIDE = 3.0  # longest step in a logarithm
-FIRST_GAP = 0.01  # relative, of the duals that start beside the opening
+FIRST_GAP = 0.01  # relative, of the duals that start beside the warm_start
 UNBOUND = 1e-100  # dual of an entry that takes no part
 
 
@@ -41,26 +41,26 @@ class InteriorPoint:
 
     def __init__(self, problem: RadioProblem) -> None:
         self.terms = RadioTerms(problem)
-        self.hops, self.rooms = self.terms.hops, self.terms.rooms
+        self.hops, self.index = self.terms.hops, self.terms.index
 
     def solve(self, tolerance: float = TOLERANCE) -> Optimum:
         """Newton steps until the repaired point is good enough, or the step limit."""
-        terms, start = self.terms, opening(self.terms.problem, self.hops)
+        terms, start = self.terms, warm_start(self.terms.problem, self.hops)
         point = start.point
         terms.scale = 1.0 / terms.objective(point)
         value = terms.evaluate(point)
         duals = self._first_duals(value, start.latency_price_r * np.exp(point.tau))
-        slack = np.maximum(value.room, FIRST_GAP / self.rooms.count / np.maximum(duals, 1e-300))
-        slack[self.rooms.idle] = 1.0
+        slack = np.maximum(value.margin, FIRST_GAP / self.index.count / np.maximum(duals, 1e-300))
+        slack[self.index.idle] = 1.0
         settled, error, steps = point, 1.0, 0
         while steps < MAX_STEPS and not error < tolerance:
             point, slack, duals = self._advance(point, value, slack, duals, 0.1 * tolerance)
             value, steps = terms.evaluate(point), steps + 1
-            error = float(np.vdot(duals, slack) + np.vdot(duals, np.abs(slack - value.room)))
+            error = float(np.vdot(duals, slack) + np.vdot(duals, np.abs(slack - value.margin)))
             if error < tolerance or steps == MAX_STEPS:
                 settled = terms.settled(point)
                 error = self._error(point, settled, value, duals, error)
-        price = self.rooms.parts(duals).late / (terms.scale * np.exp(point.tau))
+        price = self.index.parts(duals).late / (terms.scale * np.exp(point.tau))
         return Optimum(point=settled, latency_price_r=price, gap=error, steps=steps)
 
     def _error(
@@ -76,8 +76,8 @@ class InteriorPoint:
 
     def _first_duals(self, value: Evaluation, late: Array) -> Array:
         """Multipliers that ``late``, up to a common factor, implies for all other constraints."""
-        hops, duals = self.hops, np.zeros(self.rooms.length)
-        d = self.rooms.parts(duals)
+        hops, duals = self.hops, np.zeros(self.index.length)
+        d = self.index.parts(duals)
         d.late[...] = late * (value.objective_tau / late.sum())
         free = value.energy_1 + d.late[hops.row_h] * value.share_x
         np.maximum(free, 0.0, out=d.power)
@@ -86,12 +86,12 @@ class InteriorPoint:
         np.maximum(d.late[:, None] * value.share_cap - capped, 0.0, out=d.stage)
         edge = hops.edge_r2
         d.band[0] = -(value.energy_1[edge] + d.power[edge] * value.slope).sum()
-        least = FIRST_GAP / self.rooms.count / np.maximum(value.room, 1e-2)
-        return np.maximum(self.rooms.mask * np.maximum(duals, least), UNBOUND)
+        least = FIRST_GAP / self.index.count / np.maximum(value.margin, 1e-2)
+        return np.maximum(self.index.mask * np.maximum(duals, least), UNBOUND)
 
     def _gradient(self, value: Evaluation, weight: Array) -> Point:
         """Gradient of the objective plus ``weight``-ed constraints."""
-        hops, w = self.hops, self.rooms.parts(weight)
+        hops, w = self.hops, self.index.parts(weight)
         edge = hops.edge_r2
         capped = hops.by_cap(w.cap).reshape(hops.rows, hops.sides)
         at_edge = value.energy_1[edge] + w.power[edge] * value.slope
@@ -111,8 +111,8 @@ class InteriorPoint:
 
         A gap below ``least`` is not aimed at: rounding would take over.
         """
-        mean = float(np.vdot(duals, slack)) / self.rooms.count
-        mask, curve, missed = self.rooms.mask, duals / slack, slack - value.room
+        mean = float(np.vdot(duals, slack)) / self.index.count
+        mask, curve, missed = self.index.mask, duals / slack, slack - value.margin
         system = NewtonSystem(self.hops, self._curvature(value, duals, curve))
 
         def towards(aim: Array) -> tuple[Point, Array, Array]:
@@ -124,7 +124,7 @@ class InteriorPoint:
         reach = min(to_boundary(slack, d_slack), 1.0)
         dual_reach = min(to_boundary(duals, d_duals), 1.0)
         left = float(np.vdot(slack + reach * d_slack, duals + dual_reach * d_duals))
-        centre = max((left / (mean * self.rooms.count)) ** 3 * mean, least / self.rooms.count)
+        centre = max((left / (mean * self.index.count)) ** 3 * mean, least / self.index.count)
         step, d_slack, d_duals = towards(mask * centre - d_slack * d_duals)
         primal = min(REACH * to_boundary(slack, d_slack), 1.0)
         primal = min(primal, STRIDE / max(float(np.abs(step.x).max()), STRIDE))
@@ -132,9 +132,9 @@ class InteriorPoint:
         return point.moved(step, primal), slack + primal * d_slack, duals + dual * d_duals
 
     def _along(self, value: Evaluation, step: Point) -> Array:
-        """Directional derivatives of every room along ``step``, flat."""
-        hops, flat = self.hops, np.empty(self.rooms.length)
-        parts, dx = self.rooms.parts(flat), value.share_x * step.x
+        """Directional derivatives of all margins along ``step``, flat."""
+        hops, flat = self.hops, np.empty(self.index.length)
+        parts, dx = self.index.parts(flat), value.share_x * step.x
         np.subtract(step.cap.ravel()[hops.cap_h], step.x, out=parts.cap)
         parts.power[...] = step.x
         parts.power[hops.edge_r2] -= value.slope * step.omega[:, None]
@@ -142,11 +142,11 @@ class InteriorPoint:
         sent = hops.by_cap(dx).reshape(hops.rows, hops.sides) + value.share_cap * step.cap
         np.subtract(step.tau, hops.by_row(sent), out=parts.late)
         parts.band[0] = -np.vdot(value.width, step.omega)
-        flat[self.rooms.idle] = 0.0
+        flat[self.index.idle] = 0.0
         return flat
 
     def _curvature(self, value: Evaluation, duals: Array, curve: Array) -> Curvature:
-        y, k = self.rooms.parts(duals), self.rooms.parts(curve)
+        y, k = self.index.parts(duals), self.index.parts(curve)
         edge = self.hops.edge_r2
         return Curvature(
             bend=value.energy_2,
@@ -157,7 +157,7 @@ class InteriorPoint:
             slope=value.slope,
             low_bend=y.power[edge] * value.low_bend,
             omega=y.band[0] * value.width,
-            cap=k.stage + y.late[:, None] * value.share_cap + self.rooms.unbound,
+            cap=k.stage + y.late[:, None] * value.share_cap + self.index.unbound,
             share_cap=value.share_cap,
             late=y.late,
             k_late=k.late,

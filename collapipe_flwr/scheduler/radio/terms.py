@@ -17,7 +17,7 @@ from collapipe_flwr.scheduler.radio.newton import Point
 from collapipe_flwr.scheduler.radio.problem import EXPONENT_MAX, FlatHops, RadioProblem, flat_hops
 
 Array = NDArray[np.float64]
-HURRIES = 6  # rounds of catching up with the round
+CATCH_UPS = 6  # rounds of catching up with the round
 ON_TIME = 1e-9  # in ln(latency)
 
 
@@ -61,9 +61,9 @@ class ConstraintIndex:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Room (-g) and derivatives of energy, latency and bounds at a point."""
+    """Margins (-g) of all constraints, and derivatives of energy, latency and bounds at a point."""
 
-    room: Array  # flat
+    margin: Array  # flat
     energy_1: Array  # priced, scaled energy's derivative by y = x + omega
     energy_2: Array
     share_x: Array  # share of the cluster's latency due to each hop
@@ -80,7 +80,7 @@ class RadioTerms:
     def __init__(self, problem: RadioProblem) -> None:
         self.problem = problem
         self.hops = flat_hops(problem)
-        self.rooms = ConstraintIndex(self.hops, problem)
+        self.index = ConstraintIndex(self.hops, problem)
         self.cap_weight = problem.cap_weight_r2[:, : self.hops.sides]
         self.log_stage = np.log(np.maximum(problem.stage_max_r2[:, : self.hops.sides], 1e-12))
         self.scale = 1.0
@@ -98,16 +98,16 @@ class RadioTerms:
         width = np.exp(point.omega) / p.bandwidth_hz
         low = hops.low_h.copy()
         low[hops.edge_r2] = edge_low
-        room = np.empty(self.rooms.length)
-        parts = self.rooms.parts(room)
+        margin = np.empty(self.index.length)
+        parts = self.index.parts(margin)
         np.subtract(point.cap.ravel()[hops.cap_h], point.x, out=parts.cap)
         np.subtract(point.x, low, out=parts.power)
         np.subtract(point.cap, self.log_stage, out=parts.stage)
         np.subtract(point.tau, late, out=parts.late)
         parts.band[0] = 1.0 - width.sum()
-        room[self.rooms.idle] = 1.0
+        margin[self.index.idle] = 1.0
         return Evaluation(
-            room=room,
+            margin=margin,
             energy_1=energy_1,
             energy_2=energy_2,
             share_x=share_x,
@@ -122,14 +122,14 @@ class RadioTerms:
         """A point beside ``point`` that keeps every limit exactly.
 
         Bandwidth adds up, no hop is faster than at full power, hops that cost nothing are as fast,
-        and clusters behind the round hurry.
+        and clusters behind the round speed up.
         """
         hops = self.hops
         omega = point.omega + np.log(self.problem.bandwidth_hz / np.exp(point.omega).sum())
         low = hops.low_h.copy()
         low[hops.edge_r2] = hops.edge_low(omega)[0]
         x = np.where(hops.worth_h > 0.0, np.maximum(point.x, low), low)
-        for _ in range(HURRIES):
+        for _ in range(CATCH_UPS):
             late, share_x, share_cap = self._late(x, self._slowest(x))
             behind = np.maximum(late - point.tau, 0.0)
             if behind.max() < ON_TIME:

@@ -22,7 +22,7 @@ ROUNDS = 5
 ELASTICITY = 0.5  # fall of ln(time) per ln(price) while noise, not bandwidth, limits a hop
 BANDWIDTH_ELASTICITY = 1.5  # fall of ln(worth of a hertz) per ln(bandwidth)
 FIRM = 0.05  # least elasticity of a cluster's latency that a step relies on
-HASTE = 3.0  # largest change of a ln(price)
+LARGEST_STEP = 3.0  # largest change of a ln(price)
 SHRINK, GROW = -1.5, 3.0  # bounds on the change of a ln(bandwidth)
 AHEAD = 1e-3  # ln(round) starts this far above the slowest cluster
 
@@ -47,17 +47,17 @@ class WarmStart:
     latency_price_r: Array
 
 
-def opening(problem: RadioProblem, hops: FlatHops) -> WarmStart:
-    """Bargain from equal bandwidth and the full price for everyone."""
-    bargain = _PriceAdjustment(problem, hops)
-    price, omega = bargain.dearest, np.full(hops.rows, bargain.log_band - np.log(hops.rows))
-    offer = bargain.offer(price, omega)
+def warm_start(problem: RadioProblem, hops: FlatHops) -> WarmStart:
+    """Adjust prices and bandwidth from equal bandwidth and the full price for everyone."""
+    adjustment = _PriceAdjustment(problem, hops)
+    price, omega = adjustment.dearest, np.full(hops.rows, adjustment.log_band - np.log(hops.rows))
+    response = adjustment.response(price, omega)
     for _ in range(ROUNDS):
-        price, omega = bargain.adjusted(price, omega, offer)
-        offer = bargain.offer(price, omega)
-    tau = float(np.log(offer.latency_s.max())) + AHEAD
+        price, omega = adjustment.adjusted(price, omega, response)
+        response = adjustment.response(price, omega)
+    tau = float(np.log(response.latency_s.max())) + AHEAD
     return WarmStart(
-        point=Point(x=offer.x, omega=omega, cap=offer.cap, tau=tau),
+        point=Point(x=response.x, omega=omega, cap=response.cap, tau=tau),
         latency_price_r=np.exp(price) / problem.weight_r,
     )
 
@@ -74,7 +74,7 @@ class _PriceAdjustment:
         self.log_worth = np.log(np.maximum(hops.worth_h, 1e-200))
         self.repeats = np.log1p(self.cap_weight[:, 0] / problem.weight_r)[hops.row_h]
 
-    def offer(self, price: Array, omega: Array) -> Response:
+    def response(self, price: Array, omega: Array) -> Response:
         """Best times at ln(price of a second of hops) and ln(bandwidth), both (R,)."""
         p, hops = self.p, self.hops
         edge = hops.edge_r2
@@ -101,18 +101,18 @@ class _PriceAdjustment:
             demand=price + np.log(at_edge / p.weight_r),
         )
 
-    def adjusted(self, price: Array, omega: Array, offer: Response) -> tuple[Array, Array]:
+    def adjusted(self, price: Array, omega: Array, response: Response) -> tuple[Array, Array]:
         """Newton-like steps towards equal latencies and equal worth of a hertz, both at once."""
         leads = price >= self.dearest - 1e-9
         if not leads.any():
             leads = price - self.dearest >= (price - self.dearest).max()
-        late = np.log(offer.latency_s / offer.latency_s[leads].max())
-        yields = ELASTICITY * offer.elastic + FIRM
+        late = np.log(response.latency_s / response.latency_s[leads].max())
+        yields = ELASTICITY * response.elastic + FIRM
         leads &= late >= -1e-9
-        firm = BANDWIDTH_ELASTICITY + np.where(leads, 0.0, 0.5 * offer.edge / yields)
-        wish = offer.demand - omega + np.where(leads, 0.0, 0.5 * late / yields)
+        firm = BANDWIDTH_ELASTICITY + np.where(leads, 0.0, 0.5 * response.edge / yields)
+        wish = response.demand - omega + np.where(leads, 0.0, 0.5 * late / yields)
         change = self._shared(omega, wish, firm)
-        step = np.clip((late - offer.edge * change) / yields, -HASTE, HASTE)
+        step = np.clip((late - response.edge * change) / yields, -LARGEST_STEP, LARGEST_STEP)
         omega = omega + change
         omega += self.log_band - np.log(np.exp(omega).sum())
         return np.minimum(price + step, self.dearest), omega
