@@ -280,7 +280,10 @@ def test_refusals_name_the_way_out(
         table = replace(LORA, modules_to_save=("word_embeddings",))
         adapted(str(tmp_path / "tied"), "masked-lm", table)
     with pytest.raises(ModelError, match="rank"):
-        LoraConfig(rank=0)
+        LoraConfig(rank=-1)
+    with pytest.raises(ModelError, match="rank"):  # 0 asks for no adapters, so none are described
+        ModelSpec(task="causal-lm", config_json="{}", lora=LoraConfig(rank=0))
+    assert adapted(base, "sequence-classification", LoraConfig(rank=0)).lora is None
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match=r"pip install .*\[lora\]"):
         adapted(base, "sequence-classification")
