@@ -73,9 +73,8 @@ def price(plan: Plan, snapshot: Snapshot, options: PricingOptions | None = None)
     latency_s = chain.fixed_s + chain.steps_r * step_s
     memory = peak_bytes(tables, chain.rows, choice, flight_table(chain, depths))
     clusters = []
-    for m, (cluster, chosen) in enumerate(
-        zip(tables.snapshot.clusters, plan.clusters, strict=True)
-    ):
+    for m, chosen in enumerate(plan.clusters):
+        cluster = tables.snapshot.clusters[m]
         names = stage_names(cluster, chosen.segments)
         clusters.append(
             PricedCluster(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,22 @@ from collapipe_flwr.scheduler.state import (
 Array = NDArray[np.float64]
 
 THRIFT = 1e-3  # of the latency weight: the price of energy while all queues are empty
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What all policies do alike: start from a reference plan, and learn from rounds."""
+
+    settings: SchedulerConfig
+    name: str
+
+    def init(self, snapshot: Snapshot) -> SchedulerState:
+        """Empty queues and the reference plan of ``snapshot``."""
+        return initial_state(snapshot, self.settings)
+
+    def observe(self, state: SchedulerState, plan: Plan, outcome: RoundOutcome) -> SchedulerState:
+        """Queues by realised energy, estimates by telemetry; rules keep them for reporting."""
+        return observed(state, plan, outcome, self.settings)
 
 
 def initial_state(snapshot: Snapshot, settings: SchedulerConfig) -> SchedulerState:

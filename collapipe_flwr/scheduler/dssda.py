@@ -12,7 +12,6 @@ from collapipe_flwr.core.domain import (
     ClusterPlan,
     ClusterSnapshot,
     Plan,
-    RoundOutcome,
     Snapshot,
 )
 from collapipe_flwr.core.errors import InfeasibleError, ScheduleError
@@ -20,9 +19,8 @@ from collapipe_flwr.costs.layouts import Layouts, rows_of_plans
 from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.base import (
+    Policy,
     budgets_in,
-    initial_state,
-    observed,
     planner_for,
     solution_plan,
 )
@@ -59,15 +57,10 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Dssda:
+class Dssda(Policy):
     """The joint scheduler; ``step`` keeps the last good plan when planning fails."""
 
-    settings: SchedulerConfig
     name: str = "dssda"
-
-    def init(self, snapshot: Snapshot) -> SchedulerState:
-        """Empty queues and the reference plan of ``snapshot``."""
-        return initial_state(snapshot, self.settings)
 
     def step(self, state: SchedulerState, snapshot: Snapshot) -> tuple[Plan, SchedulerState]:
         """Plan one round; an unusable snapshot repeats the last plan and says so in it."""
@@ -82,10 +75,6 @@ class Dssda:
         budgets = budgets_of(state, budgets_in(snapshot))
         after = replace(state, rounds=state.rounds + 1, budget_j=budgets, last_plan=plan)
         return plan, replace(after, beliefs=profiles, doubt=gains)
-
-    def observe(self, state: SchedulerState, plan: Plan, outcome: RoundOutcome) -> SchedulerState:
-        """Queues by realised energy, estimates by telemetry."""
-        return observed(state, plan, outcome, self.settings)
 
     def _plan(self, state: SchedulerState, snapshot: Snapshot) -> Plan:
         best = self._decide(state, snapshot, 1.0)

@@ -15,18 +15,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from collapipe_flwr.core.domain import Plan, RoundOutcome, Snapshot
+from collapipe_flwr.core.domain import Plan, Snapshot
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.costs.chain import chain_of
 from collapipe_flwr.costs.layouts import Layouts, stack
 from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.base import (
+    Policy,
     budgets_in,
     infeasible,
-    initial_state,
     middle_first,
-    observed,
     planner_for,
     solution_plan,
 )
@@ -116,20 +115,14 @@ RULES: dict[str, Rule] = {
 
 
 @dataclass(frozen=True, slots=True)
-class RuleScheduler:
+class RuleScheduler(Policy):
     """A fixed rule for segments, equal bandwidth, full power, the coarsest codec allowed.
 
     Micro-batches are the middle of the grid or the nearest that fit. With ``best_batches`` the
     first round tries the whole grid, and the pair with the least time to target stays.
     """
 
-    settings: SchedulerConfig
-    name: str
     rule: Rule
-
-    def init(self, snapshot: Snapshot) -> SchedulerState:
-        """Empty queues and the reference plan of ``snapshot``."""
-        return initial_state(snapshot, self.settings)
 
     def step(self, state: SchedulerState, snapshot: Snapshot) -> tuple[Plan, SchedulerState]:
         """Apply the rule; raises InfeasibleError where nothing it names fits."""
@@ -149,10 +142,6 @@ class RuleScheduler:
         plan = solution_plan(planner, solution, self.name, 1.0)
         budgets = budgets_of(state, budgets_in(snapshot))
         return plan, replace(state, rounds=state.rounds + 1, budget_j=budgets, last_plan=plan)
-
-    def observe(self, state: SchedulerState, plan: Plan, outcome: RoundOutcome) -> SchedulerState:
-        """Keep the same books as DSSDA, for reporting."""
-        return observed(state, plan, outcome, self.settings)
 
     def _solution(
         self, planner: Planner, kept: Mapping[str, tuple[int, int]], pairs: Pairs
@@ -186,76 +175,52 @@ class RuleScheduler:
 
 
 @dataclass(frozen=True, slots=True)
-class Static:
+class Static(Dssda):
     """DSSDA's first plan, repeated while its parties are there."""
 
-    inner: Dssda
     name: str = "static"
-
-    def init(self, snapshot: Snapshot) -> SchedulerState:
-        """As DSSDA."""
-        return self.inner.init(snapshot)
 
     def step(self, state: SchedulerState, snapshot: Snapshot) -> tuple[Plan, SchedulerState]:
         """Plan once, then repeat; plan again when a cluster or device came or went."""
         usable = usable_plans(state.last_plan, snapshot)
         if state.last_plan is None or len(usable) < len(snapshot.clusters):
-            plan, state = self.inner.step(state, snapshot)
-        else:
-            plan = replace(state.last_plan, round_index=snapshot.round_index, clusters=usable)
-        plan = replace(plan, policy=self.name)
+            return Dssda.step(self, state, snapshot)
+        plan = replace(state.last_plan, round_index=snapshot.round_index, clusters=usable)
         return plan, replace(state, last_plan=plan)
-
-    def observe(self, state: SchedulerState, plan: Plan, outcome: RoundOutcome) -> SchedulerState:
-        """Keep the same books."""
-        return self.inner.observe(state, plan, outcome)
 
 
 @dataclass(frozen=True, slots=True)
-class LatencyOnly:
-    """DSSDA that never looks at its queues."""
+class LatencyOnly(Dssda):
+    """DSSDA that keeps its queues for reporting only."""
 
-    inner: Dssda
     name: str = "latency-only"
-
-    def init(self, snapshot: Snapshot) -> SchedulerState:
-        """As DSSDA."""
-        return self.inner.init(snapshot)
 
     def step(self, state: SchedulerState, snapshot: Snapshot) -> tuple[Plan, SchedulerState]:
         """Plan as if every queue were empty."""
         blind = replace(state, energy_queue_j={}, participation_queue={})
-        plan, after = self.inner.step(blind, snapshot)
-        plan = replace(plan, policy=self.name)
-        return plan, replace(
-            after,
-            last_plan=plan,
-            energy_queue_j=state.energy_queue_j,
-            participation_queue=state.participation_queue,
-        )
-
-    def observe(self, state: SchedulerState, plan: Plan, outcome: RoundOutcome) -> SchedulerState:
-        """Keep the books, for reporting only."""
-        return self.inner.observe(state, plan, outcome)
+        plan, after = Dssda.step(self, blind, snapshot)
+        energy, participation = state.energy_queue_j, state.participation_queue
+        return plan, replace(after, energy_queue_j=energy, participation_queue=participation)
 
 
+_JOINT: Mapping[str, type[Dssda]] = {
+    "dssda": Dssda,
+    "static": Static,
+    "latency-only": LatencyOnly,
+}
 POLICIES = ("dssda", *RULES, "static", "latency-only")
 
 
 def make_scheduler(name: str, settings: SchedulerConfig | None = None) -> Scheduler:
     """The scheduler of that name; raises ConfigError with the list of known names."""
-    chosen = settings or SchedulerConfig()
-    if name == "dssda":
-        return Dssda(chosen)
-    if name == "static":
-        return Static(Dssda(chosen))
-    if name == "latency-only":
-        return LatencyOnly(Dssda(chosen))
-    if name == "brute-force":
-        raise ConfigError(
-            "brute-force is an oracle of the benchmarks, not a policy for runs: choose one of "
-            + ", ".join(POLICIES)
-        )
+    chosen, known = settings or SchedulerConfig(), ", ".join(POLICIES)
+    if name in _JOINT:
+        return _JOINT[name](chosen)
     if name in RULES:
         return RuleScheduler(chosen, name, RULES[name])
-    raise ConfigError(f"unknown scheduler {name!r}: choose one of {', '.join(POLICIES)}")
+    if name == "brute-force":
+        raise ConfigError(
+            "brute-force is an oracle of the benchmarks, not a policy for runs: "
+            f"choose one of {known}"
+        )
+    raise ConfigError(f"unknown scheduler {name!r}: choose one of {known}")
