@@ -1,1 +1,1 @@
-"""The edge server: holds the last part of the model, one replica per cluster."""
+"""What `collapipe device` and `collapipe edge` run: sessions of model parts behind gRPC."""

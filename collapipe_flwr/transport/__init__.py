@@ -1,1 +1,1 @@
-"""Frames over gRPC: codec, streams as links, TLS, and the client of the edge server."""
+"""Frames over gRPC: codec, streams as links, TLS, the table of RPCs, and the client of a host."""
