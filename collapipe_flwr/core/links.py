@@ -12,6 +12,7 @@ Note = tuple[int, int, float, int]
 """Which stream, which frame of its direction, when (seconds by the own clock), bytes."""
 
 NOTED_FRAMES = 128  # of one stream: some steps, and a report stays small
+CODECS = ("fp32", "fp16", "bf16", "int8")  # of hidden states and gradients; the least lossy first
 QUEUE_FRAMES = 64  # that each direction of a link holds before its sender waits
 MOST_NOTES = 4 * (NOTED_FRAMES + 1)  # of one direction, for the same reason
 

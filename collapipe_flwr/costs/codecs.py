@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.links import CODECS
 
 # Bytes over those of single precision; int8 adds a scale of 4 bytes to every 128 elements, fp16
 # one to every tensor, which is not counted.
 WIRE_SHARE: Mapping[str, float] = {"fp32": 1.0, "fp16": 0.5, "bf16": 0.5, "int8": 0.25 + 1 / 128}
-CODECS = tuple(WIRE_SHARE)  # the least lossy first
 # Root mean square error over root mean square, of normally distributed values.
 ROUNDING: Mapping[str, float] = {"fp32": 0.0, "fp16": 2.1e-4, "bf16": 1.7e-3, "int8": 6.5e-3}
 

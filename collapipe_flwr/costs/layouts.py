@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from collapipe_flwr.core.domain import ClusterPlan, Segment, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.core.links import LinkConfig
-from collapipe_flwr.costs.codecs import CODECS, SHARES, codec_index
+from collapipe_flwr.core.links import CODECS, LinkConfig
+from collapipe_flwr.costs.codecs import SHARES, codec_index
 from collapipe_flwr.costs.tables import Tables
 
 Array = NDArray[np.float64]

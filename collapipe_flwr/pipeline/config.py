@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.keys import at_least, key, one_of
 from collapipe_flwr.pipeline.step import MOST_SEED
 
 PRECISIONS = ("fp32", "bf16")
@@ -30,11 +31,11 @@ class Execution:
     when.
     """
 
-    precision: str = "fp32"
-    recompute: bool = False
-    clip_norm: float = 0.0
+    precision: str = key("fp32", one_of(*PRECISIONS))
+    recompute: bool = key(False)
+    clip_norm: float = key(0.0, at_least(0))
     codec: str = "fp32"
-    keep_spans: bool = False
+    keep_spans: bool = key(False, name="timeline")
     paced: bool = False
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from math import isfinite
 from rich import box
 from rich.table import Table
 
-from collapipe_flwr.costs.codecs import CODECS
+from collapipe_flwr.core.links import CODECS
 from collapipe_flwr.simulation.simulate import Simulation
 from collapipe_flwr.simulation.summary import Json, Summary, summaries
 

@@ -42,16 +42,17 @@ RunApp = Callable[..., Path]
 @pytest.fixture(scope="session", autouse=True)
 def _each_model_is_profiled_once() -> Iterator[None]:
     """Costs follow from model and shape alone, and many runs here have the same."""
-    measure, known = Splitter.profile, dict[tuple[str, BatchShape], ModelProfile]()
+    known: dict[tuple[str, BatchShape], ModelProfile] = {}
 
-    def profile(self: Splitter, shape: BatchShape) -> ModelProfile:
-        key = (self.spec.to_json(), shape)
+    def profile(splitter: Splitter, shape: BatchShape) -> ModelProfile:
+        key = (splitter.spec.to_json(), shape)
         if key not in known:
-            known[key] = measure(self, shape)
+            known[key] = profile_model(splitter, shape)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Splitter, "profile", profile)
+        for name in ("learner", "node_fleet"):
+            patch.setattr(f"collapipe_flwr.federation.{name}.profile_model", profile)
         yield
 
 

@@ -200,7 +200,7 @@ def test_nothing_goes_back_to_a_frozen_embedding(adapted: Splitter) -> None:
     weights, cut = adapted.initial_weights(seed=1), _cut(adapted)
     rule = OptimizerSettings(name="sgd", learning_rate=1.0)
     order = RoundOrder(
-        plan=cut.plan(), weights=weights, optimizer=rule, schedule="gpipe", deadline_s=20.0
+        plan=cut.plan(), weights=weights, optimizer=rule, schedule=cut.schedule, deadline_s=20.0
     )
     with _edge(adapted, weights, cut, rule) as (link, _):
         batches = _micro_batches(adapted, _steps(adapted, cut, count=1))
