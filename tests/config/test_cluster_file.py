@@ -6,8 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from collapipe_flwr.config.cluster_file import certificate_hosts, parse_cluster, read_cluster
+from collapipe_flwr.config.cluster_file import (
+    LINK_CODECS,
+    certificate_hosts,
+    parse_cluster,
+    read_cluster,
+)
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.costs.codecs import CODECS
 
 DEVICES = [
     {"name": "pi-1", "address": "10.0.0.11:50071", "speed-gflop-per-s": 9.5, "memory-mb": 1500},
@@ -98,3 +104,7 @@ def test_an_unknown_member_is_answered_with_those_there_are() -> None:
     cluster = parse_cluster({"id": "g", "device": DEVICES}, Path())
     with pytest.raises(ConfigError, match="no member 'pi-9': choose one of control-unit, pi-1"):
         cluster.member("pi-9")
+
+
+def test_a_cluster_file_knows_the_codecs_that_there_are() -> None:
+    assert LINK_CODECS == CODECS
