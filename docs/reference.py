@@ -131,9 +131,12 @@ def commands() -> str:
 @cache
 def command_tree() -> dict[str, click.Command]:
     """The commands that do something, by their full name."""
+    from benchmarks.__main__ import app as benches
     from collapipe_flwr.cli import app
 
-    return dict(_leaves("collapipe", typer.main.get_command(app)))
+    tree = dict(_leaves("collapipe", typer.main.get_command(app)))
+    del tree["collapipe bench"]  # it passes its arguments on
+    return tree | dict(_leaves("collapipe bench", typer.main.get_command(benches)))
 
 
 def _key_row(key: Key) -> str:

@@ -32,7 +32,7 @@ BASE = (
     "collapipe_flwr.cluster.control_unit",
     "collapipe_flwr.cluster.forecast",
     "collapipe_flwr.cluster.remote",
-    "collapipe_flwr.cluster.writer",
+    "collapipe_flwr.generation.text_generator",
     "collapipe_flwr.federation.launcher",
     "collapipe_flwr.federation.rpc_gateway",
     "collapipe_flwr.federation.strategy",
