@@ -31,9 +31,10 @@ from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
 from collapipe_flwr.core.errors import CheckpointMissing, ModelError
-from collapipe_flwr.models.causes import first_lines
-from collapipe_flwr.models.skeleton import auto_class, build_skeleton, derive_constant, read_config
+from collapipe_flwr.models.skeleton import build_skeleton, derive_constant, read_config
 from collapipe_flwr.models.spec import ModelSpec
+from collapipe_flwr.models.tasks import auto_class
+from collapipe_flwr.models.validation import first_lines
 
 _PROBLEMS = ("missing_keys", "mismatched_keys")
 _TIE_FLAGS = ("tie_word_embeddings", "share_encoder_decoder_embeddings")

@@ -11,18 +11,16 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.causes import UNFIT, first_lines
 from collapipe_flwr.models.checkpoint import checkpoint_config, read_pretrained_config
-from collapipe_flwr.models.config import LoraConfig
 from collapipe_flwr.models.discovery import ON_VALUES, VALUES_ASKED, refusal
 from collapipe_flwr.models.families import FAMILIES
 from collapipe_flwr.models.lora import default_targets, head_modules
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.skeleton import build_skeleton
-from collapipe_flwr.models.spec import BatchShape, ModelSpec
+from collapipe_flwr.models.spec import BatchShape, LoraConfig, ModelSpec
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.models.tasks import find_task
-from collapipe_flwr.models.validation import LAYERDROPS, needs_token
+from collapipe_flwr.models.validation import LAYERDROPS, UNFIT, first_lines, needs_token
 
 _SPECIAL_TOKENS = (
     "pad_token_id",

@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import nn
 from transformers import PreTrainedModel
 
-from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.families import Family
+from collapipe_flwr.models.families import Family, find_blocks, join_path, stack_path
 from collapipe_flwr.models.lora import is_superseded, key_of
 
 EMBEDDING = -1
@@ -37,22 +35,6 @@ class Layout:
     def keys_of(self, *owners: Owner) -> tuple[str, ...]:
         """The keys of these owners, in the model's own order."""
         return tuple(key for key, owner in self.owners.items() if owner in owners)
-
-
-def stack_path(model: PreTrainedModel, family: Family) -> str:
-    """Where the stack stands in the whole model: ``bert``, ``model.encoder``, ..."""
-    base = model.base_model
-    base_path = next(name for name, module in model.named_modules() if module is base)
-    return ".".join(part for part in (base_path, family.stack) if part)
-
-
-def find_blocks(model: PreTrainedModel, family: Family) -> nn.ModuleList:
-    """The family's block list; raises ModelError if the model has none there."""
-    path = join_path(stack_path(model, family), family.blocks)
-    blocks = model.get_submodule(path)
-    if not isinstance(blocks, nn.ModuleList) or len(blocks) == 0:
-        raise ModelError(f"model type {model.config.model_type!r} has no blocks at {path!r}")
-    return blocks
 
 
 def make_layout(model: PreTrainedModel, family: Family, *, edge_blocks: int, untie: bool) -> Layout:
@@ -79,11 +61,6 @@ def make_layout(model: PreTrainedModel, family: Family, *, edge_blocks: int, unt
     shared = [join_path(stack, prefix) for prefix in family.shared]
     shared_keys = tuple(key for key in owners if _under(key, shared))
     return Layout(owners=owners, places=places, ties=ties, shared_keys=shared_keys)
-
-
-def join_path(*parts: str) -> str:
-    """Dotted path of module names, empty ones left out."""
-    return ".".join(part for part in parts if part)
 
 
 def _tie_groups(model: PreTrainedModel) -> dict[str, list[str]]:

@@ -17,13 +17,13 @@ from collapipe_flwr.models.checkpoint import (
     find_untied,
     load_checkpoint,
 )
+from collapipe_flwr.models.discovery import family_for
+from collapipe_flwr.models.families import find_blocks, stack_path
 from collapipe_flwr.models.layout import (
     EDGE,
     EMBEDDING,
     Layout,
-    find_blocks,
     make_layout,
-    stack_path,
 )
 from collapipe_flwr.models.lora import first_adapter, is_adapter, key_of
 from collapipe_flwr.models.part import Holdings, Part
@@ -32,12 +32,7 @@ from collapipe_flwr.models.skeleton import build_random, build_skeleton, read_te
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.stack import ReplayedStack, Stack
 from collapipe_flwr.models.tasks import find_task
-from collapipe_flwr.models.validation import (
-    blocks_for_devices,
-    family_for,
-    most_positions,
-    refuse_inexact,
-)
+from collapipe_flwr.models.validation import blocks_for_devices, most_positions, refuse_inexact
 
 Weights = Mapping[str, Tensor]
 TensorShape = tuple[torch.Size, torch.dtype]
