@@ -32,12 +32,11 @@ __all__ = [
     "save_whole",
 ]
 _MODULES = {
-    "config": ("LoraConfig", "ModelConfig"),
     "describing": ("make_spec",),
     "parts": ("EdgePart", "EmbeddingPart", "SegmentPart"),
     "profile": ("profile_model",),
     "saving": ("save_adapter", "save_whole"),
-    "spec": ("BatchShape", "ModelSpec"),
+    "spec": ("BatchShape", "LoraConfig", "ModelConfig", "ModelSpec"),
     "splitter": ("Splitter",),
 }
 

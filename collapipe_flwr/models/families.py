@@ -45,7 +45,7 @@ class Family:
     entry: str = "inputs_embeds"  # the argument through which a task head takes hidden states
     cached_inputs: CachedInputsBuilder | None = None  # for blocks that generate token by token
     decodes: bool = False  # a decoder, not blocks and a head, stands at the edge
-    replayed: bool = False  # run inside the library's own loop (``replay.py``)
+    replayed: bool = False  # run inside the library's own loop (``ReplayedStack``)
     block_results: int = 0  # length of the tuple that a block returns; 0: hidden states, bare
 
 

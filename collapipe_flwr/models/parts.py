@@ -22,7 +22,8 @@ from transformers.utils.generic import ModelOutput
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.block_inputs import PartCache
 from collapipe_flwr.models.generation import FEEDING, Ask, Emit, Prompt, generate
-from collapipe_flwr.models.part import Holdings, Part
+from collapipe_flwr.models.layout import Holdings
+from collapipe_flwr.models.part import Part
 from collapipe_flwr.models.stack import Around, Stack, accepted_arguments, without_cache
 from collapipe_flwr.models.tasks import Task, best_class
 from collapipe_flwr.models.validation import first_lines, misfit_of_inputs, misfit_of_labels
@@ -120,7 +121,7 @@ class SegmentPart(Part):
         ``around`` is entered for the second computation of each block. Returns whether blocks are
         computed one by one here; if not, nothing changes.
         """
-        if not self._stack.steps_by_block:
+        if self._stack.family.replayed:
             return False
         self._stack = replace(self._stack, again=around)
         return True

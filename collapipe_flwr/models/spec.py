@@ -92,7 +92,7 @@ class ModelSpec:
     The last ``edge_blocks`` blocks of a decoder-less model stay at the edge with its head.
 
     ``ties`` says what happens to a table that embedding and edge would share: ``untie`` makes
-    two independent tables with equal first values, ``rows`` keeps one at the edge (``ties.py``).
+    two independent tables with equal first values, ``rows`` keeps one at the edge (``parts``).
     ``shared`` says what happens to parameters that every block reads (T5's relative bias,
     DeBERTa's relative embeddings): ``freeze`` never trains them, ``sum`` leaves it to the caller
     to add up the gradients of their replicas before each optimiser step. ``untied`` names keys

@@ -104,11 +104,6 @@ class Stack:
     again: Around | None = None
 
     @property
-    def steps_by_block(self) -> bool:
-        """Whether blocks are called here, one by one, and not by the library."""
-        return True
-
-    @property
     def module(self) -> nn.Module:
         """The module that owns embedding and blocks."""
         return self.model.get_submodule(stack_path(self.model, self.family))
@@ -226,11 +221,6 @@ class ReplayedStack(Stack):
     loop. Masks, positions and other arguments are thus the library's own, without knowing the
     family. It serves model types without a record, and tests as the oracle of those with one.
     """
-
-    @property
-    def steps_by_block(self) -> bool:
-        """See ``Stack.steps_by_block``."""
-        return False
 
     def run_blocks(
         self,
