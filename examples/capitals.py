@@ -15,8 +15,8 @@ import json
 import re
 import sys
 
-from collapipe_flwr.data.columns import column
 from collapipe_flwr.data.files import load_table
+from collapipe_flwr.data.reader import column
 
 _SHORTEST = 3  # words
 _AROUND = re.compile(r"^\W+|\W+$")

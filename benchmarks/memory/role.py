@@ -24,7 +24,7 @@ from collapipe_flwr.host.allocator import configure_malloc
 from collapipe_flwr.models import ModelSpec, Splitter
 from collapipe_flwr.models.checkpoint import CheckpointSource
 from collapipe_flwr.models.lora import add_adapters, first_adapter, is_adapter
-from collapipe_flwr.models.skeleton import auto_class
+from collapipe_flwr.models.tasks import auto_class
 from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.frame import GRAD, HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.link import MemoryLink, memory_pair

@@ -39,7 +39,7 @@ from collapipe_flwr.core.keys import (
 from collapipe_flwr.core.links import CODECS
 from collapipe_flwr.core.tls_files import TlsFiles
 from collapipe_flwr.data.config import DataConfig
-from collapipe_flwr.models.config import LoraConfig, ModelConfig
+from collapipe_flwr.models.spec import LoraConfig, ModelConfig
 from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 from collapipe_flwr.scheduler.protocol import SchedulerConfig

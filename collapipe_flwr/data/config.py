@@ -16,16 +16,17 @@ from collapipe_flwr.core.keys import (
     words,
 )
 
-DATA_TASKS = (
-    "number-words",
-    "classification",
-    "token-classification",
-    "image-classification",
-    "masked-lm",
-    "causal-lm",
-    "translation",
-    "summarisation",
-)
+# Modules of this package and their classes: a new task is one class and one line here.
+TASK_CLASSES = {
+    "number-words": "seq2seq:NumberWords",
+    "classification": "classification:Classification",
+    "token-classification": "token_classification:TokenClassification",
+    "image-classification": "classification:ImageClassification",
+    "masked-lm": "language:MaskedLM",
+    "causal-lm": "language:CausalLM",
+    "translation": "seq2seq:Translation",
+    "summarisation": "seq2seq:Summarisation",
+}
 TRAIN_TOKENIZER = "train"
 
 
@@ -36,7 +37,7 @@ class DataConfig:
     ``seed`` is the run's. Raises ConfigError, naming the key, for unusable values.
     """
 
-    task: str = key("number-words", one_of(*DATA_TASKS))
+    task: str = key("number-words", one_of(*TASK_CLASSES))
     train: str = key("")  # csv, json, parquet, txt or conll file (also .gz), folder or hub name
     test: str = key("")  # the same; empty: a seeded share of the training data is held out
     text_column: str = key("text")

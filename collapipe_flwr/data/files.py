@@ -16,7 +16,6 @@ from typing import Any
 
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.core.extras import extra
-from collapipe_flwr.data.columns import without_empty
 
 with extra("data"):
     from datasets import (
@@ -233,3 +232,9 @@ def _reason(error: BaseException) -> str:
     return (
         f"({first}): give a local CSV or JSON file, or a hub data set that this machine can reach"
     )
+
+
+def without_empty(table: Dataset) -> Dataset:
+    """The rows whose ``text`` is not empty."""
+    rows = [row for row, text in enumerate(table["text"]) if text.strip()]
+    return table.select(rows)

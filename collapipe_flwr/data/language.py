@@ -16,9 +16,9 @@ from torch import Tensor
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.core.extras import extra
 from collapipe_flwr.data.batches import Example
-from collapipe_flwr.data.columns import sparse_column, without_empty
+from collapipe_flwr.data.files import without_empty
 from collapipe_flwr.data.metrics import Measure, Tally, match_rate
-from collapipe_flwr.data.reader import ReadColumn, TableTask
+from collapipe_flwr.data.reader import ReadColumn, TableTask, sparse_column
 from collapipe_flwr.data.tasks import Batch
 from collapipe_flwr.data.tokenizer import IGNORED_LABEL, encode
 
@@ -43,7 +43,7 @@ class LanguageModel(TableTask):
     readers: ClassVar[Mapping[str, ReadColumn]] = {"text": sparse_column}
 
     def read_file(self, name: str) -> Dataset:
-        return self._reader.file(name)  # its rows are counted, the empty ones, too
+        return self.file_rows(name)  # its rows are counted, the empty ones, too
 
     def checked(self, examples: Dataset, key: str) -> Dataset:
         del key

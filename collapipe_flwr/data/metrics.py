@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum
+from typing import Any
 
 from collapipe_flwr.core.extras import extra
 
@@ -49,43 +50,30 @@ def _count_matches(predictions: Texts, references: Texts) -> Counts:
     return [float(hits), float(len(references))]
 
 
-def _count_chrf(predictions: Texts, references: Texts) -> Counts:
-    with extra("metrics"):
-        from sacrebleu.metrics.chrf import CHRF
+def _sacrebleu(name: str) -> Measure:
+    """A corpus score of sacrebleu, 0 .. 100, which is imported on first use.
 
-    return _sums(CHRF(), predictions, references)
+    The sums that it is made of have no public names there.
+    """
 
+    def metric() -> Any:
+        with extra("metrics"):
+            from sacrebleu import metrics
+        return getattr(metrics, name)()
 
-def _chrf_of(counts: Counts) -> float:
-    with extra("metrics"):
-        from sacrebleu.metrics.chrf import CHRF
+    def count(predictions: Texts, references: Texts) -> Counts:
+        found = metric()._extract_corpus_statistics(list(predictions), [list(references)])
+        return [float(sum(column)) for column in zip(*found, strict=True)]
 
-    return float(CHRF()._compute_score_from_stats([int(count) for count in counts]).score)
+    def value(counts: Counts) -> float:
+        return float(metric()._compute_score_from_stats([int(count) for count in counts]).score)
 
-
-def _count_bleu(predictions: Texts, references: Texts) -> Counts:
-    with extra("metrics"):
-        from sacrebleu.metrics.bleu import BLEU
-
-    return _sums(BLEU(), predictions, references)
-
-
-def _bleu_of(counts: Counts) -> float:
-    with extra("metrics"):
-        from sacrebleu.metrics.bleu import BLEU
-
-    return float(BLEU()._compute_score_from_stats([int(count) for count in counts]).score)
-
-
-def _sums(metric: object, predictions: Texts, references: Texts) -> Counts:
-    """What sacrebleu's corpus score is made of; it has no public name for that."""
-    found = metric._extract_corpus_statistics(list(predictions), [list(references)])  # type: ignore[attr-defined]
-    return [float(sum(column)) for column in zip(*found, strict=True)]
+    return Measure(count=count, value=value)
 
 
 match_rate = Measure(count=_count_matches, value=ratio)  # 0 .. 1, outer spaces left out
-chrf = Measure(count=_count_chrf, value=_chrf_of)  # corpus chrF of sacrebleu, 0 .. 100
-bleu = Measure(count=_count_bleu, value=_bleu_of)  # corpus BLEU of sacrebleu (13a), 0 .. 100
+chrf = _sacrebleu("CHRF")
+bleu = _sacrebleu("BLEU")  # tokens as in 13a
 
 
 OUTSIDE = "O"
@@ -112,7 +100,7 @@ def find_entities(tags: Sequence[str]) -> set[Entity]:
     return found
 
 
-def _count_entities(predictions: Sequence[str], references: Sequence[str]) -> list[float]:
+def _count_entities(predictions: Texts, references: Texts) -> Counts:
     """Hits, and all that were guessed or wanted; sentences are tags joined by spaces."""
     hits = guessed = wanted = 0
     for predicted, reference in zip(predictions, references, strict=True):
@@ -148,19 +136,10 @@ def _ends(before: tuple[str, str], prefix: str, kind: str) -> bool:
 _WORD = re.compile(r"\w+")
 
 
-def rouge(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """``rouge1``, ``rouge2`` and ``rougeL``, each in 0 .. 1.
-
-    Our own implementation, after Lin (2004): lower-cased words without stemming, one reference, F1
-    of each pair, mean over all pairs.
-    """
-    return {name: measure(predictions, references) for name, measure in ROUGE.items()}
-
-
 def _measure(score: Callable[[list[str], list[str]], float]) -> Measure:
     """The mean of a score over pairs."""
 
-    def count(predictions: Sequence[str], references: Sequence[str]) -> list[float]:
+    def count(predictions: Texts, references: Texts) -> Counts:
         pairs = zip(predictions, references, strict=True)
         return [fsum(score(_words(p), _words(r)) for p, r in pairs), float(len(references))]
 
@@ -196,6 +175,8 @@ def _f1(hits: int, guessed: int, wanted: int) -> float:
     return 2 * hits / (guessed + wanted) if guessed + wanted else 0.0
 
 
+# Our own implementation, after Lin (2004): lower-cased words without stemming, one reference, F1
+# of each pair, mean over all pairs; 0 .. 1.
 ROUGE = {
     "rouge1": _measure(lambda p, r: _overlap(p, r, 1)),
     "rouge2": _measure(lambda p, r: _overlap(p, r, 2)),

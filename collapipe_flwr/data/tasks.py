@@ -37,7 +37,7 @@ _MOST_TOKENIZER_TEXTS = 100_000  # more change nothing in a vocabulary of some t
 
 
 class Task(ABC):
-    """One task over one data set, made by ``registry.load_task``.
+    """One task over one data set, made by ``data.load_task``.
 
     With a ``vocabulary`` (on a control unit: the server's) nothing is learned from local data.
     Without one the tokenizer is trained or loaded, and the labels are those of the training set.
@@ -46,9 +46,7 @@ class Task(ABC):
     model_task: ClassVar[str]  # what the model is built for, as in ModelSpec.task
     metric_name: ClassVar[str]  # the metric that counts
     measures: ClassVar[Mapping[str, Measure]]  # all of them but those of the loss
-    text_columns: ClassVar[
-        tuple[str, ...]
-    ]  # what the tokenizer is trained on; () if none reads text
+    text_columns: ClassVar[tuple[str, ...]]  # the tokenizer's training texts; () if there are none
     starts_with_bos: ClassVar[bool]  # how a trained tokenizer begins a text
     needs_mask_token: ClassVar[bool] = False  # of a trained tokenizer
     usual_partition: ClassVar[str]  # what data.partition "auto" means

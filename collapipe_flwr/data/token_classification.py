@@ -17,9 +17,8 @@ from torch import Tensor
 
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.data.batches import Example
-from collapipe_flwr.data.columns import list_column
 from collapipe_flwr.data.metrics import OUTSIDE, Measure, Tally, entity_f1, match_rate
-from collapipe_flwr.data.reader import ReadColumn, TableTask
+from collapipe_flwr.data.reader import ReadColumn, TableTask, list_column
 from collapipe_flwr.data.tasks import Batch
 from collapipe_flwr.data.tokenizer import IGNORED_LABEL, IGNORED_TAG, encode_words
 
@@ -50,7 +49,7 @@ class TokenClassification(TableTask):
     readers: ClassVar[Mapping[str, ReadColumn]] = {"tokens": list_column, "tags": list_column}
 
     def find_labels(self) -> tuple[str, ...]:
-        found = set(chain.from_iterable(self._reader.every_row["tags"])) - {IGNORED_TAG}
+        found = set(chain.from_iterable(self.every_row["tags"])) - {IGNORED_TAG}
         spaced = sorted(tag for tag in found if len(tag.split()) != 1)
         if spaced:
             raise DataError(f'data.tags-column has the tag "{spaced[0]}": tags hold no spaces')
@@ -59,7 +58,7 @@ class TokenClassification(TableTask):
                 f'data.tags-column "{self.settings.tags_column}" holds only one tag: at least two '
                 "are needed"
             )
-        if declared := self._reader.class_names("tags"):
+        if declared := self.class_names("tags"):
             return tuple(name for name in declared if name != IGNORED_TAG)
         return tuple(sorted(found, key=lambda tag: (tag != OUTSIDE, tag)))
 

@@ -16,8 +16,8 @@ from transformers import AutoFeatureExtractor, GenerationConfig
 from collapipe_flwr.core.errors import ConfigError, ModelError
 from collapipe_flwr.data.sound import read_sound
 from collapipe_flwr.models import Splitter
-from collapipe_flwr.models.causes import first_lines
 from collapipe_flwr.models.generation import SEED
+from collapipe_flwr.models.validation import first_lines
 from collapipe_flwr.transport.generation import GenerateRequest
 
 _SOUND = "input_features"

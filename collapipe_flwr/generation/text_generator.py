@@ -16,7 +16,7 @@ from collapipe_flwr.generation.backends import DaemonBackend, ServedModel, Threa
 from collapipe_flwr.generation.processor import Processor, generation_settings
 from collapipe_flwr.generation.resilient import ResilientGenerator
 from collapipe_flwr.models import Splitter, make_spec
-from collapipe_flwr.models.causes import first_lines
+from collapipe_flwr.models.validation import first_lines
 from collapipe_flwr.transport.generation import GenerateRequest
 
 DEADLINE_S = 120.0  # longest wait for one token, or for the weights' owner to answer

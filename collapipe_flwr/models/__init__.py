@@ -10,12 +10,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collapipe_flwr.models.config import LoraConfig, ModelConfig
     from collapipe_flwr.models.describing import make_spec
     from collapipe_flwr.models.parts import EdgePart, EmbeddingPart, SegmentPart
     from collapipe_flwr.models.profile import profile_model
     from collapipe_flwr.models.saving import save_adapter, save_whole
-    from collapipe_flwr.models.spec import BatchShape, ModelSpec
+    from collapipe_flwr.models.spec import BatchShape, LoraConfig, ModelConfig, ModelSpec
     from collapipe_flwr.models.splitter import Splitter
 
 __all__ = [
@@ -33,12 +32,11 @@ __all__ = [
     "save_whole",
 ]
 _MODULES = {
-    "config": ("LoraConfig", "ModelConfig"),
     "describing": ("make_spec",),
     "parts": ("EdgePart", "EmbeddingPart", "SegmentPart"),
     "profile": ("profile_model",),
     "saving": ("save_adapter", "save_whole"),
-    "spec": ("BatchShape", "ModelSpec"),
+    "spec": ("BatchShape", "LoraConfig", "ModelConfig", "ModelSpec"),
     "splitter": ("Splitter",),
 }
 

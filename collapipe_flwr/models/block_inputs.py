@@ -1,19 +1,22 @@
-"""What a block needs besides hidden states, rebuilt on the device that holds it.
+"""What a block needs besides hidden states: masks and positions, and caches for generation.
 
-Only the 2-D padding mask (and positions, where the user gives them) crosses the network. Each
-builder answers, for one micro-batch, a function from block index to keyword arguments. Hidden
-states lend shape, dtype and device to the masks; their values are not read.
+Only the 2-D padding mask (and positions, where the user gives them) crosses the network; the
+rest is rebuilt on the device that holds the block. Each builder answers, for one micro-batch, a
+function from block index to keyword arguments. Hidden states lend shape, dtype and device to the
+masks; their values are not read.
 
 Shape suffixes: B examples, T tokens, D hidden size.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 from transformers.masking_utils import (
     create_bidirectional_mask,
     create_bidirectional_sliding_window_mask,
@@ -154,3 +157,68 @@ def _positions(hidden_BTD: Tensor, context: Context, cache: Any = None) -> Tenso
     start = 0 if cache is None else cache.get_seq_length()
     stop = start + hidden_BTD.shape[1]
     return torch.arange(start, stop, device=hidden_BTD.device).unsqueeze(0)
+
+
+class PartCache(DynamicCache):
+    """The library's cache for blocks ``first_block .. stop_block - 1``, full or sliding.
+
+    Blocks call it by their own number in the whole model. It counts its tokens itself, since the
+    part may hold no block at all.
+    """
+
+    def __init__(self, config: Any, first_block: int, stop_block: int) -> None:
+        super().__init__(config=_sliced(config, first_block, stop_block))
+        self._first_block = first_block
+        self.tokens = 0  # seen by the part, whose last step adds to it
+
+    @property
+    def is_compileable(self) -> bool:
+        """Never: the library would prepare masks for a cache of fixed size."""
+        return False
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append to a block's keys and values, and return all of them."""
+        own = layer_idx - self._first_block
+        both: tuple[Tensor, Tensor] = super().update(key_states, value_states, own, *args, **kwargs)
+        return both
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens before this step, the same for every block."""
+        del layer_idx
+        return self.tokens
+
+
+class TopCache(PartCache):
+    """That of the uppermost blocks, which also remembers which rows the library went on with.
+
+    The devices' caches hold one row until the first answer, so the first rows are all row 0.
+    """
+
+    def __init__(self, config: Any, first_block: int, stop_block: int) -> None:
+        super().__init__(config, first_block, stop_block)
+        self._rows: Tensor | None = None
+        self._widened = False
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Row i goes on from row ``beam_idx[i]``, a tensor (B,)."""
+        super().reorder_cache(beam_idx)
+        self._rows = beam_idx
+
+    def take_rows(self, width: int) -> Tensor | None:
+        """From which rows of the last step the next ``width`` go on; None where nothing moved."""
+        rows, self._rows = self._rows, None
+        if not self._widened:
+            self._widened = True
+            return torch.zeros(width, dtype=torch.long) if width > 1 else None
+        return rows
+
+
+def _sliced(config: Any, first_block: int, stop_block: int) -> Any:
+    part = copy.deepcopy(config.get_text_config(decoder=True))
+    kinds = getattr(part, "layer_types", None)
+    part.num_hidden_layers = stop_block - first_block
+    if kinds is not None:
+        part.layer_types = kinds[first_block:stop_block]
+    return part

@@ -31,9 +31,10 @@ from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
 from collapipe_flwr.core.errors import CheckpointMissing, ModelError
-from collapipe_flwr.models.causes import first_lines
-from collapipe_flwr.models.skeleton import auto_class, build_skeleton, derive_constant, read_config
+from collapipe_flwr.models.skeleton import build_skeleton, derive_constant, read_config
 from collapipe_flwr.models.spec import ModelSpec
+from collapipe_flwr.models.tasks import auto_class
+from collapipe_flwr.models.validation import first_lines
 
 _PROBLEMS = ("missing_keys", "mismatched_keys")
 _TIE_FLAGS = ("tie_word_embeddings", "share_encoder_decoder_embeddings")
@@ -64,7 +65,7 @@ def load_checkpoint(
     A head that the checkpoint lacks, or has for other classes, is drawn from ``seed``. Raises
     ModelError if the checkpoint cannot be read or lacks one of the ``body`` keys.
     """
-    config = checkpoint_config(spec)
+    config = _checkpoint_config(spec)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         model, report = _read_checkpoint(spec, config)
@@ -73,7 +74,15 @@ def load_checkpoint(
     return model, tuple(sorted(lacking.difference(model.all_tied_weights_keys)))
 
 
-def checkpoint_config(spec: ModelSpec) -> PreTrainedConfig:
+def published_skeleton(spec: ModelSpec) -> PreTrainedModel:
+    """The model of ``spec`` without adapters, with the ties of its checkpoint."""
+    config = _checkpoint_config(spec)
+    return build_skeleton(
+        replace(spec, lora=None, config_json=config.to_json_string(use_diff=False))
+    )
+
+
+def _checkpoint_config(spec: ModelSpec) -> PreTrainedConfig:
     """The configuration of ``spec``, with tables tied as in its checkpoint."""
     assert spec.pretrained is not None
     config = read_config(spec)
@@ -164,9 +173,7 @@ class CheckpointSource:
     def __init__(self, spec: ModelSpec) -> None:
         assert spec.pretrained is not None
         self._pretrained = spec.pretrained
-        config = checkpoint_config(spec)
-        plain = replace(spec, lora=None, config_json=config.to_json_string(use_diff=False))
-        self._skeleton = build_skeleton(plain)
+        self._skeleton = published_skeleton(spec)
         self._places = _places(spec.pretrained, self._skeleton)
 
     def __contains__(self, key: object) -> bool:
@@ -188,8 +195,11 @@ class CheckpointSource:
         return constant
 
 
-class Completed(Mapping[str, Tensor]):
-    """Given weights, and from the checkpoint those ``resident`` ones that were not given."""
+class Completed(dict[str, Tensor]):
+    """Given weights, and from the checkpoint those ``resident`` ones that were not given.
+
+    They are read each time that they are asked for, and not listed.
+    """
 
     def __init__(
         self,
@@ -197,26 +207,14 @@ class Completed(Mapping[str, Tensor]):
         resident: frozenset[str],
         read: Callable[[str], Tensor],
     ) -> None:
-        self._given = given
+        super().__init__(given)
         self._resident = resident
         self._read = read
 
-    def __getitem__(self, key: str) -> Tensor:
-        if key in self._given:
-            return self._given[key]
+    def __missing__(self, key: str) -> Tensor:
         if key not in self._resident:
             raise KeyError(key)
         return self._read(key)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._given or key in self._resident
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._given
-        yield from self._resident.difference(self._given)
-
-    def __len__(self) -> int:
-        return len(self._resident.union(self._given))
 
 
 def _read(stored: _Stored, key: str, model: PreTrainedModel) -> Tensor:

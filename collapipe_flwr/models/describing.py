@@ -11,18 +11,16 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.causes import UNFIT, first_lines
-from collapipe_flwr.models.checkpoint import checkpoint_config, read_pretrained_config
-from collapipe_flwr.models.config import LoraConfig
+from collapipe_flwr.models.checkpoint import published_skeleton, read_pretrained_config
 from collapipe_flwr.models.discovery import ON_VALUES, VALUES_ASKED, refusal
 from collapipe_flwr.models.families import FAMILIES
 from collapipe_flwr.models.lora import default_targets, head_modules
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.skeleton import build_skeleton
-from collapipe_flwr.models.spec import BatchShape, ModelSpec
+from collapipe_flwr.models.spec import BatchShape, LoraConfig, ModelSpec
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.models.tasks import find_task
-from collapipe_flwr.models.validation import LAYERDROPS, needs_token
+from collapipe_flwr.models.validation import LAYERDROPS, UNFIT, first_lines, needs_token
 
 _SPECIAL_TOKENS = (
     "pad_token_id",
@@ -111,7 +109,7 @@ def _adapted(spec: ModelSpec, lora: LoraConfig) -> ModelSpec:
         lora = replace(lora, modules_to_save=head_modules(plain))
     if spec.pretrained is None:
         return replace(spec, lora=lora)
-    _refuse_tied(_as_published(spec), lora)
+    _refuse_tied(published_skeleton(spec), lora)
     spec = replace(spec, lora=lora)
     splitter = Splitter(spec)
     absent = splitter.absent_from_checkpoint()
@@ -121,12 +119,6 @@ def _adapted(spec: ModelSpec, lora: LoraConfig) -> ModelSpec:
             f"{spec.task!r}: {len(lost)} missing tensors, first {lost[0]!r}"
         )
     return replace(spec, absent=absent)
-
-
-def _as_published(spec: ModelSpec) -> PreTrainedModel:
-    """The model's skeleton with the ties of its checkpoint, on which peft puts the result."""
-    config = checkpoint_config(spec)
-    return build_skeleton(replace(spec, config_json=config.to_json_string(use_diff=False)))
 
 
 def _refuse_tied(model: PreTrainedModel, lora: LoraConfig) -> None:

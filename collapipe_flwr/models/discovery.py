@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -23,18 +23,18 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models import block_inputs
-from collapipe_flwr.models.causes import UNFIT, why_unfit
-from collapipe_flwr.models.families import Family
-from collapipe_flwr.models.shapes_only import example_inputs, shapes_only
+from collapipe_flwr.models.families import FAMILIES, Family
 from collapipe_flwr.models.skeleton import (
     build_skeleton,
-    has_head,
+    example_inputs,
     place_tensor,
     read_config,
+    shapes_only,
 )
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.stack import without_cache
-from collapipe_flwr.models.tasks import TASKS
+from collapipe_flwr.models.tasks import TASKS, has_head
+from collapipe_flwr.models.validation import UNFIT, why_unfit
 
 ON_VALUES = "what it computes depends on values, not only on shapes"
 VALUES_ASKED = (DataDependentOutputException, DynamicOutputShapeException)
@@ -242,3 +242,14 @@ def _requires_grad(value: Any) -> bool:
 def refusal(spec: ModelSpec, reason: str) -> ModelError:
     """Why no cut of this model type is exact."""
     return ModelError(f"model type {spec.model_type!r} cannot be split: {reason}")
+
+
+def family_for(spec: ModelSpec) -> Family:
+    """The record of the model type, or what a trace finds; raises ModelError."""
+    family = FAMILIES.get(spec.model_type) or discover_family(replace(spec, lora=None))
+    if spec.task not in family.tasks:
+        able = f"it can do {', '.join(family.tasks)}" if family.tasks else "choose another type"
+        raise ModelError(
+            f"model type {spec.model_type!r} cannot do the task {spec.task!r} when split; {able}"
+        )
+    return family

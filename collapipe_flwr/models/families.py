@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torch import nn
+from transformers import PreTrainedModel
+
+from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models import block_inputs
 from collapipe_flwr.models.block_inputs import CachedInputsBuilder, InputsBuilder
 
@@ -41,7 +45,7 @@ class Family:
     entry: str = "inputs_embeds"  # the argument through which a task head takes hidden states
     cached_inputs: CachedInputsBuilder | None = None  # for blocks that generate token by token
     decodes: bool = False  # a decoder, not blocks and a head, stands at the edge
-    replayed: bool = False  # run inside the library's own loop (``replay.py``)
+    replayed: bool = False  # run inside the library's own loop (``ReplayedStack``)
     block_results: int = 0  # length of the tuple that a block returns; 0: hidden states, bare
 
 
@@ -166,3 +170,24 @@ _FAMILIES = (
 FAMILIES: Mapping[str, Family] = {
     model_type: family for family in _FAMILIES for model_type in family.model_types
 }
+
+
+def stack_path(model: PreTrainedModel, family: Family) -> str:
+    """Where the stack stands in the whole model: ``bert``, ``model.encoder``, ..."""
+    base = model.base_model
+    base_path = next(name for name, module in model.named_modules() if module is base)
+    return ".".join(part for part in (base_path, family.stack) if part)
+
+
+def find_blocks(model: PreTrainedModel, family: Family) -> nn.ModuleList:
+    """The family's block list; raises ModelError if the model has none there."""
+    path = join_path(stack_path(model, family), family.blocks)
+    blocks = model.get_submodule(path)
+    if not isinstance(blocks, nn.ModuleList) or len(blocks) == 0:
+        raise ModelError(f"model type {model.config.model_type!r} has no blocks at {path!r}")
+    return blocks
+
+
+def join_path(*parts: str) -> str:
+    """Dotted path of module names, empty ones left out."""
+    return ".".join(part for part in parts if part)

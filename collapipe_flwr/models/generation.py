@@ -30,8 +30,9 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.generic import ModelOutput
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.causes import first_lines
-from collapipe_flwr.models.stack import Stack, TopCache
+from collapipe_flwr.models.block_inputs import TopCache
+from collapipe_flwr.models.stack import Stack
+from collapipe_flwr.models.validation import first_lines
 
 # Token ids (B, T) and the rows (B,) that they go on from -> hidden states (B, T, D) of the devices
 Ask = Callable[[Tensor, Tensor | None], Tensor]

@@ -6,15 +6,14 @@ uses in several places has one key, its *source*, and several places.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
-from torch import nn
 from transformers import PreTrainedModel
 
-from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.families import Family
+from collapipe_flwr.models.families import Family, find_blocks, join_path, stack_path
 from collapipe_flwr.models.lora import is_superseded, key_of
+from collapipe_flwr.models.spec import ModelSpec
 
 EMBEDDING = -1
 EDGE = -2
@@ -27,38 +26,63 @@ class Layout:
 
     ``places`` lists for every key the paths at which the module tree holds that tensor;
     ``ties`` maps keys that the edge owns to the paths at which the embedding reads them too.
+    ``shared_keys`` are held by every part that runs blocks. ``constants`` never train whatever
+    the user says (buffers, sinusoids, what is beneath adapters), ``frozen`` ones because the user
+    says so. ``resident`` constants come from the checkpoint on each machine and do not travel;
+    their matrices are kept in ``frozen_dtype``.
     """
 
     owners: Mapping[str, Owner]
     places: Mapping[str, tuple[str, ...]]
     ties: Mapping[str, tuple[str, ...]]
     shared_keys: tuple[str, ...]
+    constants: frozenset[str]
+    frozen: frozenset[str]
+    resident: frozenset[str]
+    frozen_dtype: str
 
     def keys_of(self, *owners: Owner) -> tuple[str, ...]:
         """The keys of these owners, in the model's own order."""
         return tuple(key for key, owner in self.owners.items() if owner in owners)
 
+    def travelling(self, keys: Iterable[str]) -> tuple[str, ...]:
+        """These keys but those that are resident."""
+        return tuple(key for key in keys if key not in self.resident)
 
-def stack_path(model: PreTrainedModel, family: Family) -> str:
-    """Where the stack stands in the whole model: ``bert``, ``model.encoder``, ..."""
-    base = model.base_model
-    base_path = next(name for name, module in model.named_modules() if module is base)
-    return ".".join(part for part in (base_path, family.stack) if part)
+    def all_places(self) -> dict[str, tuple[str, ...]]:
+        """Every key with all paths that lead to it, those of ``ties`` included."""
+        return {key: paths + self.ties.get(key, ()) for key, paths in self.places.items()}
+
+    def holdings(self, *owners: Owner, runs_blocks: bool = False) -> Holdings:
+        """What a part of these owners holds; one that ``runs_blocks`` has all shared keys."""
+        owned = {key: self.places[key] for key in self.keys_of(*owners)}
+        shared = self.shared_keys if runs_blocks else ()
+        replicas = {key: self.places[key] for key in shared if key not in owned}
+        return Holdings(layout=self, owned=owned, replicas=replicas)
 
 
-def find_blocks(model: PreTrainedModel, family: Family) -> nn.ModuleList:
-    """The family's block list; raises ModelError if the model has none there."""
-    path = join_path(stack_path(model, family), family.blocks)
-    blocks = model.get_submodule(path)
-    if not isinstance(blocks, nn.ModuleList) or len(blocks) == 0:
-        raise ModelError(f"model type {model.config.model_type!r} has no blocks at {path!r}")
-    return blocks
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holdings:
+    """The tensors that a part holds: key to the paths that lead to it.
+
+    ``replicas`` are read here but owned by another part.
+    """
+
+    layout: Layout
+    owned: Mapping[str, tuple[str, ...]]
+    replicas: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def all(self) -> dict[str, tuple[str, ...]]:
+        """Owned and replicated tensors."""
+        return {**self.owned, **self.replicas}
 
 
-def make_layout(model: PreTrainedModel, family: Family, *, edge_blocks: int, untie: bool) -> Layout:
-    """Assign every tensor of ``model`` to its owner."""
+def make_layout(model: PreTrainedModel, family: Family, spec: ModelSpec) -> Layout:
+    """Assign every tensor of the skeleton ``model`` to its owner."""
     stack = stack_path(model, family)
-    first_at_edge = len(find_blocks(model, family)) - edge_blocks
+    first_at_edge = len(find_blocks(model, family)) - spec.edge_blocks
+    untie = spec.ties == "untie" or spec.lora is not None  # frozen twins stay equal
     groups = _tie_groups(model)
     owners: dict[str, Owner] = {}
     places: dict[str, tuple[str, ...]] = {}
@@ -78,12 +102,24 @@ def make_layout(model: PreTrainedModel, family: Family, *, edge_blocks: int, unt
             ties[source] = tuple(by_owner[EMBEDDING])
     shared = [join_path(stack, prefix) for prefix in family.shared]
     shared_keys = tuple(key for key in owners if _under(key, shared))
-    return Layout(owners=owners, places=places, ties=ties, shared_keys=shared_keys)
+    constants = _constants(model, owners)
+    reads_checkpoint = spec.lora is not None and spec.pretrained is not None
+    return Layout(
+        owners=owners,
+        places=places,
+        ties=ties,
+        shared_keys=shared_keys,
+        constants=constants,
+        frozen=frozenset(shared_keys if spec.shared == "freeze" else ()),
+        resident=constants.difference(spec.absent) if reads_checkpoint else frozenset(),
+        frozen_dtype=spec.lora.frozen_dtype if spec.lora else "float32",
+    )
 
 
-def join_path(*parts: str) -> str:
-    """Dotted path of module names, empty ones left out."""
-    return ".".join(part for part in parts if part)
+def _constants(model: PreTrainedModel, keys: Iterable[str]) -> frozenset[str]:
+    parameters = model.named_parameters(remove_duplicate=False)
+    trainable = {key_of(path) for path, parameter in parameters if parameter.requires_grad}
+    return frozenset(keys).difference(trainable)
 
 
 def _tie_groups(model: PreTrainedModel) -> dict[str, list[str]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collapipe_flwr.core.errors import ConfigError, ModelError
-from collapipe_flwr.models.config import LoraConfig
+from collapipe_flwr.models.spec import LoraConfig
 
 ALL_LINEAR = "all-linear"
 _TASK_TYPES = {

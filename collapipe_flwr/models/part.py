@@ -7,7 +7,6 @@ same keys, and the parts' dictionaries join to the whole model's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,35 +14,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.models.layout import Holdings
 from collapipe_flwr.models.quantization import can_quantize, quantize, share_quantized
 from collapipe_flwr.models.skeleton import leave_hole, place_tensor, read_tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holdings:
-    """The tensors that a part holds: key to the paths that lead to it.
-
-    ``replicas`` are read here but owned by another part, ``shared`` keys are held by every part
-    that runs blocks; ``frozen`` keys never train. Those that
-    are ``resident`` besides come from the checkpoint and stay here, matrices in ``frozen_dtype``.
-    """
-
-    owned: Mapping[str, tuple[str, ...]]
-    replicas: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    shared: frozenset[str] = frozenset()
-    frozen: frozenset[str] = frozenset()
-    resident: frozenset[str] = frozenset()
-    frozen_dtype: str = "float32"
-
-    @property
-    def all(self) -> dict[str, tuple[str, ...]]:
-        """Owned and replicated tensors."""
-        return {**self.owned, **self.replicas}
-
-    @property
-    def travelling(self) -> dict[str, tuple[str, ...]]:
-        """Owned tensors but those that stay."""
-        return {key: paths for key, paths in self.owned.items() if key not in self.resident}
 
 
 class Part(nn.Module):
@@ -59,6 +32,7 @@ class Part(nn.Module):
         super().__init__()
         self.model = model
         self._holdings = holdings
+        self._layout = holdings.layout
         _drop_all_but(model, holdings)
         for key, paths in holdings.all.items():
             self._adopt(key, paths, _pick(weights, key))
@@ -70,7 +44,7 @@ class Part(nn.Module):
         """
         with torch.no_grad():
             for key, paths in self._holdings.all.items():
-                if key in self._holdings.resident:
+                if key in self._layout.resident:
                     continue
                 target = read_tensor(self.model, paths[0])
                 target.copy_(_fitting(key, _pick(weights, key), target))
@@ -78,8 +52,9 @@ class Part(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
         """Owned tensors by absolute key, detached but not copied."""
         del args, kwargs
-        told = self._holdings.travelling
-        return {key: read_tensor(self.model, paths[0]).detach() for key, paths in told.items()}
+        owned = self._holdings.owned
+        told = {key: owned[key][0] for key in self._layout.travelling(owned)}
+        return {key: read_tensor(self.model, path).detach() for key, path in told.items()}
 
     def held_bytes(self) -> int:
         """Bytes of all owned tensors, whether they travel or stay."""
@@ -98,25 +73,25 @@ class Part(nn.Module):
 
     def shared_parameters(self) -> dict[str, nn.Parameter]:
         """Trainable parameters that other parts hold too: sum their gradients before a step."""
-        paths = {k: p[0] for k, p in self._holdings.all.items() if k in self._holdings.shared}
+        paths = {k: p[0] for k, p in self._holdings.all.items() if k in self._layout.shared_keys}
         found = {key: read_tensor(self.model, path) for key, path in paths.items()}
         return {k: p for k, p in found.items() if isinstance(p, nn.Parameter) and p.requires_grad}
 
     def _adopt(self, key: str, paths: tuple[str, ...], value: Tensor) -> None:
         blueprint = read_tensor(self.model, paths[0])
         _fitting(key, value, blueprint)
-        if key in self._holdings.resident and self._narrowed(paths, value):
+        if key in self._layout.resident and self._narrowed(paths, value):
             return
         tensor = value.detach().to(blueprint.dtype, copy=True)
         if isinstance(blueprint, nn.Parameter):
-            trains = blueprint.requires_grad and key not in self._holdings.frozen
+            trains = blueprint.requires_grad and key not in self._layout.frozen
             tensor = nn.Parameter(tensor, requires_grad=trains)
         for path in paths:
             place_tensor(self.model, path, tensor)
 
     def _narrowed(self, paths: tuple[str, ...], value: Tensor) -> bool:
         """Keep a matrix that stays in the chosen dtype; False where its layer cannot."""
-        dtype = self._holdings.frozen_dtype
+        dtype = self._layout.frozen_dtype
         modules = [self.model.get_submodule(path.rpartition(".")[0]) for path in paths]
         fits = all(path.endswith(".weight") for path in paths) and all(map(can_quantize, modules))
         if dtype == "float32" or value.dim() != 2 or not fits:
@@ -136,9 +111,10 @@ def _drop_all_but(model: nn.Module, holdings: Holdings) -> None:
 
 
 def _pick(weights: Mapping[str, Tensor], key: str) -> Tensor:
-    if key not in weights:
-        raise ModelError(f"the weights lack {key!r}; pass all keys of this part")
-    return weights[key]
+    try:
+        return weights[key]
+    except KeyError as cause:
+        raise ModelError(f"the weights lack {key!r}; pass all keys of this part") from cause
 
 
 def _fitting(key: str, value: Tensor, blueprint: Tensor) -> Tensor:

@@ -1,4 +1,12 @@
-"""The three kinds of part: embedding (control unit), segment (device), edge (decoder or head)."""
+"""The three kinds of part: embedding (control unit), segment (device), edge (decoder or head).
+
+Output layers often reuse the embedding table. With ``ties = "rows"`` the edge keeps the only
+copy and its optimiser state. At the beginning of a step the control unit fetches the rows of the
+tokens that occur (``rows_needed`` -> ``rows`` -> ``load_rows``), at its end it returns their
+gradients (``row_gradients`` -> ``add_row_gradients``), before the edge's optimiser moves. The
+sum is exact; per step 2 U D numbers travel for U distinct tokens instead of 2 V D. Rows may not
+be kept for the next step: the output layer's gradient moves every row.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +20,13 @@ from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.activation_checkpointing import Around
-from collapipe_flwr.models.causes import first_lines
+from collapipe_flwr.models.block_inputs import PartCache
 from collapipe_flwr.models.generation import FEEDING, Ask, Emit, Prompt, generate
-from collapipe_flwr.models.part import Holdings, Part
-from collapipe_flwr.models.stack import PartCache, Stack, accepted_arguments, without_cache
+from collapipe_flwr.models.layout import Holdings
+from collapipe_flwr.models.part import Part
+from collapipe_flwr.models.stack import Around, Stack, accepted_arguments, without_cache
 from collapipe_flwr.models.tasks import Task, best_class
-from collapipe_flwr.models.ties import BorrowedTable, add_rows, tokens_of
-from collapipe_flwr.models.validation import misfit_of_inputs, misfit_of_labels
+from collapipe_flwr.models.validation import first_lines, misfit_of_inputs, misfit_of_labels
 
 Weights = Mapping[str, Tensor]
 Ties = Mapping[str, tuple[str, ...]]
@@ -83,7 +90,7 @@ class EmbeddingPart(Part):
 
     def rows_needed(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The rows to fetch from the edge for a whole step's inputs: key to token ids."""
-        return {key: tokens_of(inputs) for key in self._borrowed}
+        return {key: torch.unique(inputs["input_ids"]) for key in self._borrowed}
 
     def load_rows(self, key: str, ids: Tensor, rows: Tensor) -> None:
         """Take the rows that the edge's ``rows`` gave for ``ids``."""
@@ -114,7 +121,7 @@ class SegmentPart(Part):
         ``around`` is entered for the second computation of each block. Returns whether blocks are
         computed one by one here; if not, nothing changes.
         """
-        if not self._stack.steps_by_block:
+        if self._stack.family.replayed:
             return False
         self._stack = replace(self._stack, again=around)
         return True
@@ -179,7 +186,10 @@ class EdgePart(Part):
 
     def add_row_gradients(self, key: str, ids: Tensor, gradients: Tensor) -> None:
         """Add what the embedding's use of the rows contributes; call before the step."""
-        add_rows(self._table(key), ids, gradients)
+        table = self._table(key)
+        if table.grad is None:
+            table.grad = torch.zeros_like(table)
+        table.grad.index_add_(0, ids, gradients.to(table.grad.dtype))
 
     def _table(self, key: str) -> nn.Parameter:
         return dict(self.named_parameters())[key]
@@ -225,3 +235,55 @@ def _alive(edge: weakref.ref[EdgePart]) -> EdgePart:
 
 def _owner_of(model: nn.Module, path: str) -> nn.Module:
     return model.get_submodule(path.rpartition(".")[0])
+
+
+class BorrowedTable:
+    """An embedding module that holds only the rows of one step."""
+
+    def __init__(self, module: nn.Module) -> None:
+        assert isinstance(module, nn.Embedding)
+        self._module = module
+        self._padding_id = module.padding_idx
+        self._ids: Tensor | None = None
+        module.register_forward_pre_hook(self._translate)
+
+    def load(self, ids: Tensor, rows: Tensor) -> None:
+        """Take the rows (U, D) of the ascending token ids (U,); earlier rows are forgotten."""
+        if rows.shape != (len(ids), self._module.embedding_dim):
+            raise ModelError(
+                f"{len(ids)} rows of width {self._module.embedding_dim} were asked for, "
+                f"got shape {tuple(rows.shape)}"
+            )
+        self._ids = ids
+        self._module.weight = nn.Parameter(rows.detach().clone())
+        self._module.padding_idx = self._padding_row(ids)
+
+    def gradients(self) -> Tensor:
+        """The gradients (U, D) of the rows last loaded, zero where no loss reached them."""
+        rows = self._module.weight
+        if self._ids is None:
+            raise ModelError("no rows were loaded, so there are no gradients to return")
+        return torch.zeros_like(rows) if rows.grad is None else rows.grad
+
+    def _padding_row(self, ids: Tensor) -> int | None:
+        """Padding keeps having no gradient under its number within the rows."""
+        if self._padding_id is None or self._holds_all(ids):
+            return self._padding_id
+        place = (ids == self._padding_id).nonzero()
+        return int(place[0]) if len(place) else None
+
+    def _holds_all(self, ids: Tensor) -> bool:
+        return len(ids) == self._module.num_embeddings
+
+    def _translate(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """From token ids to row numbers, ahead of the library's own lookup."""
+        del module
+        if self._ids is None:
+            raise ModelError("load the rows of this step before the embedding runs")
+        if self._holds_all(self._ids):
+            return inputs
+        ids, *rest = inputs
+        rows = torch.searchsorted(self._ids, ids).clamp(max=len(self._ids) - 1)
+        if not torch.equal(self._ids[rows], ids):
+            raise ModelError("a token occurs whose row was not loaded for this step")
+        return (rows, *rest)

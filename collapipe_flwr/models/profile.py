@@ -22,7 +22,7 @@ from transformers.utils.generic import ModelOutput
 
 from collapipe_flwr.core.domain import BlockCost, ModelProfile
 from collapipe_flwr.models.part import Part
-from collapipe_flwr.models.shapes_only import example_inputs, shapes_only
+from collapipe_flwr.models.skeleton import example_inputs, shapes_only
 from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.models.splitter import Splitter
 

@@ -1,26 +1,30 @@
-"""Models without weights: modules in place, parameters on the meta device.
+"""Models without weights: skeletons on the meta device, and runs on fake tensors.
 
 A skeleton costs no memory for weights, keeps the library's absolute names, and says which
-tensors a model has. Parts fill in the tensors that they own and drop the others.
+tensors a model has. Parts fill in the tensors that they own and drop the others. Fake tensors
+have shapes and neither values nor memory: a model that runs on them shows its operations.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.causes import UNFIT, first_lines, why_unfit
 from collapipe_flwr.models.lora import add_adapters
 from collapipe_flwr.models.spec import ModelSpec
-from collapipe_flwr.models.tasks import find_task
+from collapipe_flwr.models.tasks import auto_class
+from collapipe_flwr.models.validation import UNFIT, first_lines, why_unfit
 
 # Building a transformers model patches library globals for a moment; devices may be threads.
 _BUILDING = threading.Lock()
@@ -53,23 +57,6 @@ def _refuse_endless(values: Mapping[str, Any]) -> None:
         for count in value if isinstance(value, list) else (value,):
             if most is not None and type(count) is int and count > most:
                 raise ModelError(f"config_json asks for {key} of {count}; {most} are allowed")
-
-
-def has_head(task: str, config: PreTrainedConfig) -> bool:
-    """Whether transformers has a head for the task on this architecture."""
-    return bool(_auto_classes(task, config))
-
-
-def auto_class(task: str, config: PreTrainedConfig) -> Any:
-    """The Auto class that puts the task's head on this architecture; raises ModelError."""
-    for candidate in _auto_classes(task, config):
-        return candidate
-    raise ModelError(f"transformers has no {task!r} head for model type {config.model_type!r}")
-
-
-def _auto_classes(task: str, config: PreTrainedConfig) -> list[Any]:
-    candidates: tuple[Any, ...] = find_task(task).auto_classes
-    return [candidate for candidate in candidates if type(config) in candidate._model_mapping]
 
 
 def build_skeleton(spec: ModelSpec) -> PreTrainedModel:
@@ -207,3 +194,61 @@ def _closest_model(model: PreTrainedModel, path: str) -> PreTrainedModel:
         if isinstance(module, PreTrainedModel):
             closest = module
     return closest
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """Tensors made in the body are fakes, and so is whatever is computed from them."""
+    # torch logs a traceback of what is then refused in one sentence
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    # transformers makes a few scalars that escape the mode (Gemma's embedding scale)
+    with FakeTensorMode(allow_non_fake_inputs=True), _OneExpert():
+        yield
+
+
+class _OneExpert(TorchFunctionMode):
+    """A mixture's product of every token with its expert, as if all went to the first.
+
+    Shapes, operations and what autograd keeps are the same; the true product has no rule for
+    fake tensors in single precision.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        del types
+        if func is torch._grouped_mm:
+            tokens, experts, *_ = args
+            return tokens @ experts[0]
+        return func(*args, **(kwargs or {}))
+
+
+def example_inputs(config: Any, input_name: str, length: int) -> dict[str, Tensor]:
+    """What the embedding reads for one example of ``length`` tokens.
+
+    Images and sound have the size that ``config`` says, whatever ``length`` is.
+    """
+    if input_name == "pixel_values":
+        _require(config, "image_size", "num_channels")
+        size = config.image_size
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        return {input_name: torch.zeros(1, config.num_channels, height, width)}
+    if input_name == "input_features":
+        _require(config, "max_source_positions", "num_mel_bins")
+        frames = 2 * config.max_source_positions  # the second convolution halves them
+        return {input_name: torch.zeros(1, config.num_mel_bins, frames)}
+    ones = torch.ones(1, length, dtype=torch.long)
+    return {"input_ids": ones, "attention_mask": ones}
+
+
+def _require(config: Any, *keys: str) -> None:
+    for key in keys:
+        if getattr(config, key, None) is None:
+            raise ModelError(
+                f"model type {config.model_type!r} cannot be split: its configuration has no "
+                f"{key}, so the shapes in it are unknown"
+            )

@@ -17,31 +17,26 @@ from collapipe_flwr.models.checkpoint import (
     find_untied,
     load_checkpoint,
 )
+from collapipe_flwr.models.discovery import family_for
+from collapipe_flwr.models.families import find_blocks, stack_path
 from collapipe_flwr.models.layout import (
     EDGE,
     EMBEDDING,
+    Holdings,
     Layout,
-    find_blocks,
     make_layout,
-    stack_path,
 )
 from collapipe_flwr.models.lora import first_adapter, is_adapter, key_of
-from collapipe_flwr.models.part import Holdings, Part
+from collapipe_flwr.models.part import Part
 from collapipe_flwr.models.parts import EdgePart, EmbeddingPart, SegmentPart
 from collapipe_flwr.models.skeleton import build_random, build_skeleton, read_tensor
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.stack import ReplayedStack, Stack
 from collapipe_flwr.models.tasks import find_task
-from collapipe_flwr.models.validation import (
-    blocks_for_devices,
-    family_for,
-    most_positions,
-    refuse_inexact,
-)
+from collapipe_flwr.models.validation import blocks_for_devices, most_positions, refuse_inexact
 
 Weights = Mapping[str, Tensor]
 TensorShape = tuple[torch.Size, torch.dtype]
-Paths = tuple[str, ...]
 
 
 class Splitter:
@@ -62,19 +57,13 @@ class Splitter:
         refuse_inexact(skeleton.config, self._family, spec.task)
         total_blocks = len(find_blocks(skeleton, self._family))
         self.num_blocks = blocks_for_devices(total_blocks, spec, self._family)
-        self._layout = make_layout(
-            skeleton,
-            self._family,
-            edge_blocks=spec.edge_blocks,
-            untie=spec.ties == "untie" or spec.lora is not None,  # frozen twins stay equal
-        )
+        self._layout = make_layout(skeleton, self._family, spec)
+        self.resident_keys = self._layout.resident
         self.config = skeleton.config
         self.input_name = self._family.input_name
         stack = skeleton.get_submodule(stack_path(skeleton, self._family))
         self.input_config = stack.config  # of pictures and sound: their part's own
         self.shapes = _shapes(skeleton, self._layout)
-        self._constants = _constant_keys(skeleton, self._layout)
-        self.resident_keys = self._resident()
 
     @property
     def has_record(self) -> bool:
@@ -100,16 +89,16 @@ class Splitter:
 
     def all_keys(self) -> tuple[str, ...]:
         """All keys of the model: the union of all parts' keys."""
-        return self._travelling(tuple(self._layout.owners))
+        return self._layout.travelling(self._layout.owners)
 
     def embedding_keys(self) -> tuple[str, ...]:
         """What the control unit owns."""
-        return self._travelling(self._layout.keys_of(EMBEDDING))
+        return self._layout.travelling(self._layout.keys_of(EMBEDDING))
 
     def segment_keys(self, first_block: int, stop_block: int) -> tuple[str, ...]:
         """What a device with these blocks owns."""
         self._check_range(first_block, stop_block)
-        return self._travelling(self._layout.keys_of(*range(first_block, stop_block)))
+        return self._layout.travelling(self._layout.keys_of(*range(first_block, stop_block)))
 
     def held_keys(self, block: int) -> tuple[str, ...]:
         """Everything that a device with this block holds for it, frozen weights included."""
@@ -117,12 +106,12 @@ class Splitter:
 
     def edge_keys(self) -> tuple[str, ...]:
         """What the edge owns."""
-        return self._travelling(self._layout.keys_of(EDGE))
+        return self._layout.travelling(self._layout.keys_of(EDGE))
 
     @property
     def shared_keys(self) -> tuple[str, ...]:
         """Parameters that every block reads; ``build_segment`` needs them besides its own."""
-        return self._travelling(self._layout.shared_keys)
+        return self._layout.travelling(self._layout.shared_keys)
 
     @property
     def sums_shared(self) -> bool:
@@ -132,7 +121,7 @@ class Splitter:
     @property
     def constant_keys(self) -> frozenset[str]:
         """Keys that never train (sinusoids, buffers, frozen shared parameters): no averaging."""
-        return self._constants | self._frozen()
+        return self._layout.constants | self._layout.frozen
 
     @property
     def ties(self) -> Mapping[str, tuple[str, ...]]:
@@ -192,12 +181,12 @@ class Splitter:
         return tuple(
             key
             for key in self._layout.owners
-            if key in self._constants and key not in self._source and key not in derivable
+            if key in self._layout.constants and key not in self._source and key not in derivable
         )
 
     def resident_keys_of_segment(self, first_block: int, stop_block: int) -> frozenset[str]:
         """What a device with these blocks reads from the checkpoint, if it has one."""
-        holdings = self._holdings(*range(first_block, stop_block), runs_blocks=True)
+        holdings = self._layout.holdings(*range(first_block, stop_block), runs_blocks=True)
         return self.resident_keys.intersection(holdings.all)
 
     def read_resident(self, keys: Iterable[str]) -> dict[str, Tensor]:
@@ -214,39 +203,40 @@ class Splitter:
     def build_embedding(self, weights: Weights) -> EmbeddingPart:
         """The control unit's part; ``weights`` must hold ``embedding_keys``."""
         stack = self._stack(0, 0)
-        return EmbeddingPart(stack, self._holdings(EMBEDDING), self._completed(weights), self.ties)
+        return EmbeddingPart(
+            stack, self._layout.holdings(EMBEDDING), self._completed(weights), self.ties
+        )
 
     def build_segment(self, first_block: int, stop_block: int, weights: Weights) -> SegmentPart:
         """A device's part; ``weights`` must hold its ``segment_keys`` and ``shared_keys``."""
         self._check_range(first_block, stop_block)
-        holdings = self._holdings(*range(first_block, stop_block), runs_blocks=True)
+        holdings = self._layout.holdings(*range(first_block, stop_block), runs_blocks=True)
         return SegmentPart(self._stack(first_block, stop_block), holdings, self._completed(weights))
 
     def build_edge(self, weights: Weights) -> EdgePart:
         """The edge's part; ``weights`` must hold ``edge_keys`` (and ``shared_keys``)."""
-        holdings = self._holdings(EDGE, runs_blocks=self.spec.edge_blocks > 0)
+        holdings = self._layout.holdings(EDGE, runs_blocks=self.spec.edge_blocks > 0)
         stack = self._stack(self.num_blocks, self.num_blocks + self.spec.edge_blocks)
         return EdgePart(stack, holdings, self._completed(weights), self.task)
 
     def build_whole(self, weights: Weights) -> PreTrainedModel:
         """The unsplit transformers model with these weights, in evaluation mode."""
         model = build_skeleton(self.spec)
-        Part(model, self._held(self._all_places()), self._completed(weights))
+        Part(
+            model,
+            Holdings(layout=self._layout, owned=self._layout.all_places()),
+            self._completed(weights),
+        )
         for path in [p for p in model.all_tied_weights_keys if p in self._layout.owners]:
             model.all_tied_weights_keys.pop(path)
         model.train(False)
         return model
 
-    def _all_places(self) -> dict[str, tuple[str, ...]]:
-        """Every key with all paths that lead to it in the whole model."""
-        ties = self._layout.ties
-        return {key: paths + ties.get(key, ()) for key, paths in self._layout.places.items()}
-
     def _plain_places(self) -> dict[str, tuple[str, ...]]:
-        """The same in the model without adapters."""
+        """Every key of the model without adapters, with all paths that lead to it."""
         return {
             key: tuple(map(key_of, paths))
-            for key, paths in self._all_places().items()
+            for key, paths in self._layout.all_places().items()
             if not is_adapter(key)
         }
 
@@ -271,34 +261,6 @@ class Splitter:
             stop_block=stop_block,
         )
 
-    def _holdings(self, *owners: int, runs_blocks: bool = False) -> Holdings:
-        places = self._layout.places
-        owned = {key: places[key] for key in self._layout.keys_of(*owners)}
-        shared = self._layout.shared_keys if runs_blocks else ()
-        replicas = {key: places[key] for key in shared if key not in owned}
-        return self._held(owned, replicas)
-
-    def _held(
-        self, owned: Mapping[str, Paths], replicas: Mapping[str, Paths] | None = None
-    ) -> Holdings:
-        lora = self.spec.lora
-        return Holdings(
-            owned=owned,
-            replicas=replicas or {},
-            shared=frozenset(self._layout.shared_keys),
-            frozen=self._frozen(),
-            resident=self.resident_keys,
-            frozen_dtype=lora.frozen_dtype if lora else "float32",
-        )
-
-    def _resident(self) -> frozenset[str]:
-        if self.spec.lora is None or self.spec.pretrained is None:
-            return frozenset()
-        return self._constants.difference(self.spec.absent)
-
-    def _travelling(self, keys: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(key for key in keys if key not in self.resident_keys)
-
     def _completed(self, weights: Weights) -> Weights:
         if not self.resident_keys:
             return weights
@@ -307,9 +269,6 @@ class Splitter:
     @cached_property
     def _source(self) -> CheckpointSource:
         return CheckpointSource(self.spec)
-
-    def _frozen(self) -> frozenset[str]:
-        return frozenset(self._layout.shared_keys if self.spec.shared == "freeze" else ())
 
     def _check_range(self, first_block: int, stop_block: int) -> None:
         if not 0 <= first_block < stop_block <= self.num_blocks:
@@ -324,9 +283,3 @@ def _shapes(skeleton: PreTrainedModel, layout: Layout) -> dict[str, TensorShape]
     return {
         key: (found[paths[0]].shape, found[paths[0]].dtype) for key, paths in layout.places.items()
     }
-
-
-def _constant_keys(skeleton: PreTrainedModel, layout: Layout) -> frozenset[str]:
-    parameters = skeleton.named_parameters(remove_duplicate=False)
-    trainable = {key_of(name) for name, p in parameters if p.requires_grad}
-    return frozenset(key for key in layout.owners if key not in trainable)

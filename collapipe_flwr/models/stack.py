@@ -1,89 +1,93 @@
-"""Running some blocks of a stack, with the mathematics of the library's own loop around them."""
+"""Running some blocks of a stack, with the mathematics of the library's own loop around them.
+
+With activation checkpointing only the inputs of a block stay between forward and backward; in the
+backward pass the block runs again, passes its gradient back, and is forgotten before the block
+ahead of it begins.
+"""
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 from transformers.utils.generic import ModelOutput
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.activation_checkpointing import Around, checkpointed
-from collapipe_flwr.models.block_inputs import BlockArguments, token_mask
-from collapipe_flwr.models.families import Family
-from collapipe_flwr.models.layout import find_blocks, stack_path
+from collapipe_flwr.models.block_inputs import BlockArguments, PartCache, token_mask
+from collapipe_flwr.models.families import Family, find_blocks, stack_path
+
+Forward = Callable[..., Any]
+Around = Callable[[], AbstractContextManager[object]]  # entered for every second computation
 
 
-class PartCache(DynamicCache):
-    """The library's cache for blocks ``first_block .. stop_block - 1``, full or sliding.
+def checkpointed(
+    block: nn.Module, around: Around, hidden_BTD: Tensor, arguments: Mapping[str, Any]
+) -> Tensor:
+    """What `block` makes of hidden states; gradients are those of a plain call.
 
-    Blocks call it by their own number in the whole model. It counts its tokens itself, since the
-    part may hold no block at all.
+    They reach its parameters, `hidden_BTD` and tensors that are themselves `arguments`, not those
+    inside of one. Random numbers are drawn twice: `around` must see to it that they are the same.
     """
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    others = {name: value for name, value in arguments.items() if name not in tensors}
+    names = tuple(tensors)
 
-    def __init__(self, config: Any, first_block: int, stop_block: int) -> None:
-        super().__init__(config=_sliced(config, first_block, stop_block))
-        self._first_block = first_block
-        self.tokens = 0  # seen by the part, whose last step adds to it
+    def run(hidden_BTD: Tensor, *values: Tensor) -> Tensor:
+        output = block(hidden_BTD, **dict(zip(names, values, strict=True)), **others)
+        return output if isinstance(output, Tensor) else output[0]
 
-    @property
-    def is_compileable(self) -> bool:
-        """Never: the library would prepare masks for a cache of fixed size."""
-        return False
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Append to a block's keys and values, and return all of them."""
-        own = layer_idx - self._first_block
-        both: tuple[Tensor, Tensor] = super().update(key_states, value_states, own, *args, **kwargs)
-        return both
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens before this step, the same for every block."""
-        del layer_idx
-        return self.tokens
+    inputs = (hidden_BTD, *tensors.values())
+    trains = any(tensor.requires_grad for tensor in (*inputs, *block.parameters()))
+    if not (trains and torch.is_grad_enabled()):
+        return run(*inputs)
+    # Without an input that trains, autograd would not come back for the block's own parameters.
+    anchor = torch.empty(0, requires_grad=True)
+    output: Tensor = _Checkpointed.apply(run, around, anchor, *inputs)  # type: ignore[no-untyped-call]
+    return output
 
 
-class TopCache(PartCache):
-    """That of the uppermost blocks, which also remembers which rows the library went on with.
+class _Checkpointed(torch.autograd.Function):
+    """Saves the inputs of a call and repeats it for the backward pass."""
 
-    The devices' caches hold one row until the first answer, so the first rows are all row 0.
-    """
+    @staticmethod
+    def forward(
+        ctx: Any, run: Callable[..., Tensor], around: Around, anchor: Tensor, *inputs: Tensor
+    ) -> Tensor:
+        del anchor
+        ctx.run, ctx.around = run, around
+        ctx.save_for_backward(*inputs)
+        if not any(tensor.requires_grad for tensor in inputs[1:]):
+            return run(*inputs)
+        # For a mask that trains attention takes another kernel; what autograd keeps is dropped.
+        with torch.enable_grad(), saved_tensors_hooks(_same, _same):  # and nobody measures it
+            trains = [tensor.requires_grad for tensor in inputs]
+            return run(*_leaves(inputs, trains)).detach()
 
-    def __init__(self, config: Any, first_block: int, stop_block: int) -> None:
-        super().__init__(config, first_block, stop_block)
-        self._rows: Tensor | None = None
-        self._widened = False
-
-    def reorder_cache(self, beam_idx: Any) -> None:
-        """Row i goes on from row ``beam_idx[i]``, a tensor (B,)."""
-        super().reorder_cache(beam_idx)
-        self._rows = beam_idx
-
-    def take_rows(self, width: int) -> Tensor | None:
-        """From which rows of the last step the next ``width`` go on; None where nothing moved."""
-        rows, self._rows = self._rows, None
-        if not self._widened:
-            self._widened = True
-            return torch.zeros(width, dtype=torch.long) if width > 1 else None
-        return rows
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        inputs = _leaves(ctx.saved_tensors, ctx.needs_input_grad[3:])
+        with ctx.around():
+            with torch.enable_grad():
+                output = ctx.run(*inputs)
+            torch.autograd.backward(output, gradients)
+        return (None, None, None, *(tensor.grad for tensor in inputs))
 
 
-def _sliced(config: Any, first_block: int, stop_block: int) -> Any:
-    part = copy.deepcopy(config.get_text_config(decoder=True))
-    kinds = getattr(part, "layer_types", None)
-    part.num_hidden_layers = stop_block - first_block
-    if kinds is not None:
-        part.layer_types = kinds[first_block:stop_block]
-    return part
+def _leaves(tensors: Sequence[Tensor], trains: Sequence[bool]) -> list[Tensor]:
+    """The same numbers, cut off from what they were computed from."""
+    return [t.detach().requires_grad_(wants) for t, wants in zip(tensors, trains, strict=True)]
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,11 +102,6 @@ class Stack:
     first_block: int
     stop_block: int
     again: Around | None = None
-
-    @property
-    def steps_by_block(self) -> bool:
-        """Whether blocks are called here, one by one, and not by the library."""
-        return True
 
     @property
     def module(self) -> nn.Module:
@@ -205,9 +204,6 @@ def accepted_arguments(module: nn.Module) -> frozenset[str]:
     )
 
 
-Forward = Callable[..., Any]
-
-
 class _LastBlockDone(Exception):
     """Ends the library's forward behind the last block of this part."""
 
@@ -225,11 +221,6 @@ class ReplayedStack(Stack):
     loop. Masks, positions and other arguments are thus the library's own, without knowing the
     family. It serves model types without a record, and tests as the oracle of those with one.
     """
-
-    @property
-    def steps_by_block(self) -> bool:
-        """See ``Stack.steps_by_block``."""
-        return False
 
     def run_blocks(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any
 
 from torch import Tensor
 from transformers import (
@@ -15,6 +16,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForSpeechSeq2Seq,
     AutoModelForTokenClassification,
+    PreTrainedConfig,
 )
 
 from collapipe_flwr.core.errors import ModelError
@@ -85,3 +87,20 @@ def find_task(name: str) -> Task:
     near = get_close_matches(name, TASKS, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(TASKS)}"
     raise ModelError(f"unknown task {name!r}; {hint}")
+
+
+def has_head(task: str, config: PreTrainedConfig) -> bool:
+    """Whether transformers has a head for the task on this architecture."""
+    return bool(_auto_classes(task, config))
+
+
+def auto_class(task: str, config: PreTrainedConfig) -> Any:
+    """The Auto class that puts the task's head on this architecture; raises ModelError."""
+    for candidate in _auto_classes(task, config):
+        return candidate
+    raise ModelError(f"transformers has no {task!r} head for model type {config.model_type!r}")
+
+
+def _auto_classes(task: str, config: PreTrainedConfig) -> list[Any]:
+    candidates: tuple[Any, ...] = find_task(task).auto_classes
+    return [candidate for candidate in candidates if type(config) in candidate._model_mapping]

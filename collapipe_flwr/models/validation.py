@@ -7,14 +7,14 @@ the library has failed already.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.discovery import discover_family
-from collapipe_flwr.models.families import FAMILIES, Family
+from collapipe_flwr.models.families import Family
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.tasks import IGNORED_LABEL, Task
 
@@ -22,17 +22,6 @@ from collapipe_flwr.models.tasks import IGNORED_LABEL, Task
 _START_TOKENS = {"mbart": ("pad_token_id",)}
 _ALL_START_TOKENS = ("pad_token_id", "decoder_start_token_id")
 LAYERDROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
-
-
-def family_for(spec: ModelSpec) -> Family:
-    """The record of the model type, or what a trace finds; raises ModelError."""
-    family = FAMILIES.get(spec.model_type) or discover_family(replace(spec, lora=None))
-    if spec.task not in family.tasks:
-        able = f"it can do {', '.join(family.tasks)}" if family.tasks else "choose another type"
-        raise ModelError(
-            f"model type {spec.model_type!r} cannot do the task {spec.task!r} when split; {able}"
-        )
-    return family
 
 
 def refuse_inexact(config: Any, family: Family, task: str) -> None:
@@ -138,3 +127,36 @@ def misfit_of_labels(config: Any, task: Task, labels: Tensor | None) -> str | No
 
 def _output_vocabulary(config: Any) -> int | None:
     return getattr(config, "decoder_vocab_size", None) or getattr(config, "vocab_size", None)
+
+
+# What the library raises for settings that it, or torch below it, can do nothing with.
+UNFIT = (
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    RuntimeError,
+    ImportError,
+    StrictDataclassError,
+)
+_WRITTEN_FOR_USERS = (ValueError, AssertionError, ImportError, NotImplementedError)
+
+
+def first_lines(cause: BaseException) -> str:
+    """The beginning of a foreign message, on one line."""
+    if isinstance(cause, StrictDataclassError):  # names its validator first
+        cause = cause.__cause__ or cause
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    return " ".join(lines[:2]).rstrip(".") if lines else type(cause).__name__
+
+
+def why_unfit(cause: BaseException, config: PreTrainedConfig) -> str:
+    """Why the library can do nothing with ``config``, and where its settings are explained."""
+    if isinstance(cause, (*_WRITTEN_FOR_USERS, StrictDataclassError)):
+        return first_lines(cause)
+    said = f" ({first_lines(cause)})" if isinstance(cause, AttributeError) else ""  # one it lacks
+    manual = f"see {type(config).__name__} in the transformers manual"
+    return f"its settings may not fit together{said}; {manual}"

@@ -12,8 +12,8 @@ import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 
 from collapipe_flwr.core.errors import DataError
-from collapipe_flwr.data.columns import column
 from collapipe_flwr.data.files import load_table
+from collapipe_flwr.data.reader import column
 
 ROWS = [("007", "NA"), ("say hi, you", "null"), ("ü\nline", "3")]
 

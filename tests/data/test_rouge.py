@@ -6,7 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from collapipe_flwr.data.metrics import longest_common, rouge
+from collapipe_flwr.data.metrics import ROUGE, longest_common
+
+
+def rouge(predictions: list[str], references: list[str]) -> dict[str, float]:
+    return {name: measure(predictions, references) for name, measure in ROUGE.items()}
 
 
 def test_worked_example() -> None:

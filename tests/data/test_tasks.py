@@ -16,8 +16,8 @@ from transformers import AutoImageProcessor
 
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.core.keys import Value
-from collapipe_flwr.data.config import DataConfig
-from collapipe_flwr.data.registry import TASKS, load_task
+from collapipe_flwr.data import load_task
+from collapipe_flwr.data.config import TASK_CLASSES, DataConfig
 from collapipe_flwr.data.tasks import Task
 from collapipe_flwr.data.tokenizer import Vocabulary
 
@@ -94,7 +94,7 @@ def settings_of(name: str, folder: Path) -> DataConfig:
     )
 
 
-@pytest.fixture(params=sorted(TASKS))
+@pytest.fixture(params=sorted(TASK_CLASSES))
 def task(request: pytest.FixtureRequest, tmp_path: Path) -> Task:
     return load_task(settings_of(request.param, tmp_path))
 

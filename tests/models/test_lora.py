@@ -27,7 +27,7 @@ from collapipe_flwr.models import (
     save_whole,
 )
 from collapipe_flwr.models.profile import profile_model
-from collapipe_flwr.models.skeleton import auto_class
+from collapipe_flwr.models.tasks import auto_class
 from tests.closeness import assert_near
 
 # peft asks transformers for a property under its old name
