@@ -24,8 +24,8 @@ from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.links import QUEUE_FRAMES
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.meter import StageReport
-from collapipe_flwr.pipeline.roles import MicroBatch
 from collapipe_flwr.pipeline.state import Slots
+from collapipe_flwr.pipeline.step import MicroBatch
 from collapipe_flwr.scheduler.plans import check_cluster_plan, dry_run_plan
 from collapipe_flwr.transport.weights import TransferStats
 

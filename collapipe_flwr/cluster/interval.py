@@ -14,8 +14,9 @@ from collapipe_flwr.cluster.fleet import Fleet, RoundOrder
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import Optimizer
-from collapipe_flwr.pipeline.roles import FirstStage, MicroBatch, StepResult
+from collapipe_flwr.pipeline.roles import FirstStage
 from collapipe_flwr.pipeline.state import PartState, load_slots, slots_of
+from collapipe_flwr.pipeline.step import MicroBatch, StepResult
 from collapipe_flwr.transport.weights import TransferStats
 
 

@@ -15,11 +15,10 @@ from torch import Tensor
 from collapipe_flwr.cluster.fleet import CONTROL_UNIT, RoundOrder, Segments
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.core.errors import ConfigError, FrozenWanted, LinkError
-from collapipe_flwr.core.heartbeat import Heartbeat
-from collapipe_flwr.core.links import LinkConfig
+from collapipe_flwr.core.links import Heartbeat, LinkConfig
 from collapipe_flwr.models.splitter import Splitter
+from collapipe_flwr.pipeline.config import NextHop, Placement, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.link import Link
-from collapipe_flwr.pipeline.session import NextHop, Placement, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.state import PartState
 from collapipe_flwr.transport.client import EdgeClient, Session
 from collapipe_flwr.transport.weights import TransferStats

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum
 
-from collapipe_flwr.core.extras import extra
+from collapipe_flwr.core.errors import extra
 
 Texts = Sequence[str]
 Counts = list[float]

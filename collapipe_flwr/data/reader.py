@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from collapipe_flwr.core.errors import DataError
-from collapipe_flwr.core.extras import extra
+from collapipe_flwr.core.errors import DataError, extra
 from collapipe_flwr.data.columns import class_names, column, with_names
 from collapipe_flwr.data.config import DataConfig, key_of
 from collapipe_flwr.data.files import is_one_table, load_table

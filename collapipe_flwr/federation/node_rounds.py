@@ -30,8 +30,8 @@ from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.optimizer import Optimizer
-from collapipe_flwr.pipeline.roles import MicroBatch
 from collapipe_flwr.pipeline.state import load_slots, slots_of
+from collapipe_flwr.pipeline.step import MicroBatch
 
 Weights = Mapping[str, Tensor]
 

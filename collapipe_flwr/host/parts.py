@@ -16,10 +16,9 @@ from collapipe_flwr.core.errors import CheckpointMissing
 from collapipe_flwr.host.session import HostedPart, Session, SessionRefused, Snapshot
 from collapipe_flwr.host.snapshot_store import SnapshotStore
 from collapipe_flwr.host.weight_cache import WeightCache
-from collapipe_flwr.pipeline.memory import bytes_of
-from collapipe_flwr.pipeline.meter import StageReport
+from collapipe_flwr.pipeline.config import SessionRequest
+from collapipe_flwr.pipeline.meter import StageReport, bytes_of
 from collapipe_flwr.pipeline.optimizer import Optimizer
-from collapipe_flwr.pipeline.session import SessionRequest
 from collapipe_flwr.pipeline.state import PartState, live_state, load_slots, state_bytes
 
 BuildPart = Callable[[SessionRequest, Mapping[str, Tensor]], HostedPart]

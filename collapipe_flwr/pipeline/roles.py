@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -12,42 +12,14 @@ from torch import Tensor, nn
 from collapipe_flwr.core.errors import ProtocolError, ScheduleError
 from collapipe_flwr.pipeline import ties
 from collapipe_flwr.pipeline.config import StageConfig
-from collapipe_flwr.pipeline.frame import HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.generation import GeneratingEdge, relay_generation
-from collapipe_flwr.pipeline.link import Link
+from collapipe_flwr.pipeline.link import HIDDEN, Frame, FrameKind, Link
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.stage import LEARNS, Stage, context_of
-from collapipe_flwr.pipeline.step import Step
+from collapipe_flwr.pipeline.step import MicroBatch, Step, StepResult
 
 _SQUARE_NORM, _FACTOR = "square_norm", "factor"
 _GUESSES = "guesses."  # and the number of a micro-batch: tensors of TOTALS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
-    """Input of one micro-batch: `inputs` feed the embedding, `context` travels to all stages.
-
-    `weight` is n_i, the number of examples or target tokens that the loss of this micro-batch is
-    a mean over (0 is allowed); the last stage counts them again and refuses a wrong number.
-    """
-
-    inputs: Mapping[str, Tensor]
-    context: Mapping[str, Tensor]
-    weight: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """Mean loss over the whole batch, and the weight it is a mean over; 0 over nothing.
-
-    `gradient_norm` is that of all stages together before clipping, where it was asked for, and
-    `guesses` what the last stage holds for best, by micro-batch.
-    """
-
-    loss: float
-    weight: float
-    gradient_norm: float | None = None
-    guesses: tuple[Tensor, ...] = ()
 
 
 class _LossPart(Protocol):

@@ -23,10 +23,14 @@ from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.core.schedule import Action, Op, forward_actions, stage_actions
 from collapipe_flwr.pipeline.backward import DeferredGradients, deferring, fuse_accumulation
 from collapipe_flwr.pipeline.config import StageConfig
-from collapipe_flwr.pipeline.frame import GRAD, HIDDEN, Frame, FrameKind
-from collapipe_flwr.pipeline.link import Link
-from collapipe_flwr.pipeline.memory import MemoryMeter
-from collapipe_flwr.pipeline.meter import GradientNorms, Recorder, StageReport, square_norm
+from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, FrameKind, Link
+from collapipe_flwr.pipeline.meter import (
+    GradientNorms,
+    MemoryMeter,
+    Recorder,
+    StageReport,
+    square_norm,
+)
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.randomness import FreeRandomness, Randomness, SeededRandomness
 from collapipe_flwr.pipeline.step import Step

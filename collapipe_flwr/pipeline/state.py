@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.pipeline.memory import bytes_of
+from collapipe_flwr.pipeline.meter import bytes_of
 from collapipe_flwr.pipeline.optimizer import Optimizer
 
 Slots = Mapping[str, tuple[Tensor, ...]]  # by parameter; see `Optimizer.state_tensors`
 _PREFIX = "optimizer/"  # no module path holds a slash
+_DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,3 +137,31 @@ def _in_order(key: str, slots: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         return tuple(slots[str(index)] for index in range(len(slots)))
     except KeyError as error:
         raise ModelError(f"the optimiser's tensors of {key[:80]!r} have gaps") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Digests:
+    """Content digests by key."""
+
+    digests: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keys:
+    """Some keys of a part; None stands for all of them."""
+
+    keys: tuple[str, ...] | None = None
+
+
+def digest_of(tensor: Tensor) -> str:
+    """The same for tensors of equal dtype, shape and bits only."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    what = f"{tensor.dtype} {tuple(tensor.shape)} "
+    digest = blake2b(what.encode(), digest_size=_DIGEST_BYTES)
+    digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """`digest_of` by key."""
+    return {key: digest_of(tensor) for key, tensor in tensors.items()}

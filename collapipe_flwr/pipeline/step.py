@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from collapipe_flwr.core.errors import ProtocolError
-from collapipe_flwr.pipeline.frame import Frame, FrameKind
+from collapipe_flwr.pipeline.config import MOST_SEED
+from collapipe_flwr.pipeline.link import Frame, FrameKind
 from collapipe_flwr.pipeline.ties import ids_as_tensors, ids_of
 
-MOST_SEED = 2**53  # a scalar on the wire is a float
 _STEP_SCALARS = ("micro_batches", "train", "weight", "settle")
 
 
@@ -76,3 +76,30 @@ def _seed(frame: Frame) -> int | None:
     if not 0 <= seed < MOST_SEED or seed != int(seed):
         raise ProtocolError(f"a BEGIN frame with the seed {seed}")
     return int(seed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Input of one micro-batch: `inputs` feed the embedding, `context` travels to all stages.
+
+    `weight` is n_i, the number of examples or target tokens that the loss of this micro-batch is
+    a mean over (0 is allowed); the last stage counts them again and refuses a wrong number.
+    """
+
+    inputs: Mapping[str, Tensor]
+    context: Mapping[str, Tensor]
+    weight: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """Mean loss over the whole batch, and the weight it is a mean over; 0 over nothing.
+
+    `gradient_norm` is that of all stages together before clipping, where it was asked for, and
+    `guesses` what the last stage holds for best, by micro-batch.
+    """
+
+    loss: float
+    weight: float
+    gradient_norm: float | None = None
+    guesses: tuple[Tensor, ...] = ()

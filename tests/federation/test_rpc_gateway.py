@@ -18,8 +18,8 @@ from collapipe_flwr.federation.rpc_gateway import RpcEdgeGateway
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.host.snapshot_store import SnapshotStore
+from collapipe_flwr.pipeline.config import SessionKey
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
-from collapipe_flwr.pipeline.session import SessionKey
 from collapipe_flwr.pipeline.state import PartState
 from collapipe_flwr.transport.client import EdgeClient
 from tests.federation.memory_edge import MemoryEdge

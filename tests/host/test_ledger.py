@@ -17,11 +17,9 @@ from collapipe_flwr.host.snapshot_store import SnapshotStore
 from collapipe_flwr.host.weight_cache import TensorStore
 from collapipe_flwr.pipeline import benchmark
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest
-from collapipe_flwr.pipeline.digest import digests_of
-from collapipe_flwr.pipeline.frame import Frame, FrameKind
-from collapipe_flwr.pipeline.link import memory_pair
+from collapipe_flwr.pipeline.link import Frame, FrameKind, memory_pair
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
-from collapipe_flwr.pipeline.state import PartState
+from collapipe_flwr.pipeline.state import PartState, digests_of
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.methods import decode_message, encode_message
 from tests.host.chain_to_edge import build_head, request, service, session_key

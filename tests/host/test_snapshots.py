@@ -15,10 +15,10 @@ from collapipe_flwr.core.errors import ConfigError, LinkError, ModelError, Unrea
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.host.session import SessionRefused, Snapshot
 from collapipe_flwr.host.snapshot_store import SnapshotStore
+from collapipe_flwr.pipeline.config import SessionKey
 from collapipe_flwr.pipeline.link import memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
 from collapipe_flwr.pipeline.roles import FirstStage
-from collapipe_flwr.pipeline.session import SessionKey
 from collapipe_flwr.pipeline.state import PartState, load_slots, state_of
 from collapipe_flwr.transport.client import EdgeClient
 from tests.full_disk import full_disk

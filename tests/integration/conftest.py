@@ -14,6 +14,7 @@ from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.core.keys import Value
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.models import BatchShape, Splitter
+from collapipe_flwr.models.profile import profile_model
 from server_app.app import run
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

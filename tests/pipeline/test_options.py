@@ -14,8 +14,7 @@ from torch import nn
 
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.pipeline.config import Execution, StageConfig
-from collapipe_flwr.pipeline.frame import GRAD, HIDDEN
-from collapipe_flwr.pipeline.link import memory_pair
+from collapipe_flwr.pipeline.link import GRAD, HIDDEN, memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage
 from tests.closeness import assert_near, near

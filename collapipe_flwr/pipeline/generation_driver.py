@@ -12,7 +12,6 @@ from torch import Tensor
 
 from collapipe_flwr.core.errors import LinkError, LinkTimeout, ModelError, ProtocolError
 from collapipe_flwr.pipeline.config import StageConfig
-from collapipe_flwr.pipeline.frame import HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.generation import (
     ASK,
     ATTENTION_MASK,
@@ -26,8 +25,7 @@ from collapipe_flwr.pipeline.generation import (
     TOKENS,
     next_frame,
 )
-from collapipe_flwr.pipeline.link import Link
-from collapipe_flwr.pipeline.mailbox import Mailbox
+from collapipe_flwr.pipeline.link import HIDDEN, Frame, FrameKind, Link, Mailbox
 
 _CAPACITY = 4096  # frames of one text that nobody has read yet
 
@@ -45,7 +43,7 @@ class _Text:
     over: threading.Event = field(default_factory=threading.Event)  # at the edge, or the chain is
 
 
-class Prompter:
+class GenerationDriver:
     """Drives a chain in generation; ``generate`` may be called from ``slots`` threads at once.
 
     ``part`` is the embedding, which reads ``input_name``; ``cached`` says that the devices keep
@@ -74,7 +72,7 @@ class Prompter:
         self._texts: dict[int, _Text] = {}  # by number
         self._broken: LinkError | None = None
         self._free: Mailbox[int] = Mailbox(slots, peer=f"the chain with {slots} slots")
-        self._reader = threading.Thread(target=self._read, name="prompter", daemon=True)
+        self._reader = threading.Thread(target=self._read, name="generation driver", daemon=True)
         down.send(
             Frame(kind=FrameKind.SERVE, scalars={SLOTS: float(slots)}),
             deadline_s=settings.deadline_s,
