@@ -152,7 +152,7 @@ class Hosted:
         blocks = self.request.placement.blocks
         keys = (*splitter.segment_keys(*blocks), *splitter.shared_keys)
         self.client.open_session(self.request)
-        state = PartState(weights=order.weights, slots=order.slots).only(keys)
+        state = PartState(weights=order.weights, optimizer=order.slots).only(keys)
         tensors = state.tensors()
         self.pushed.update(tensors)
         try:
@@ -199,7 +199,7 @@ class RemoteChain:
         return Segments(
             state=PartState(
                 weights={k: t for part in parts for k, t in part.state.weights.items()},
-                slots={k: t for part in parts for k, t in part.state.slots.items()},
+                optimizer={k: t for part in parts for k, t in part.state.optimizer.items()},
             ),
             reports=tuple(report for part in parts for report in part.reports),
             moved=sum((part.moved for part in parts), TransferStats()),

@@ -168,7 +168,7 @@ class MemoryMeter:
         """What is alive apart from micro-batches: looked at when the number of tensors changes."""
         kind = tuple(map(len, groups))
         if kind not in self._known_fixed:
-            self._known_fixed[kind] = sum(_distinct(chain.from_iterable(groups)).values())
+            self._known_fixed[kind] = bytes_of(chain.from_iterable(groups))
         self._fixed_bytes = self._known_fixed[kind]
         self._note()
 
@@ -183,7 +183,7 @@ class MemoryMeter:
         self._saved_bytes[kind] = _apart_from(parameters, saved)
 
     @contextmanager
-    def again(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+    def recomputing(self, parameters: Iterable[Tensor]) -> Iterator[None]:
         """Measure what the body saves and frees: a piece that is computed a second time."""
         with _noticing() as saved:
             yield
@@ -191,14 +191,13 @@ class MemoryMeter:
 
     def hold(self, micro_batch: int, kind: Hashable, tensors: Iterable[Tensor]) -> None:
         """A micro-batch keeps what its kind of forward pass saves, or at least these tensors."""
-        direct_bytes = sum(_distinct(tensors).values())
-        self._in_flight[micro_batch] = max(self._saved_bytes[kind], direct_bytes)
+        self._in_flight[micro_batch] = max(self._saved_bytes[kind], bytes_of(tensors))
         self._note()
 
     def note_rest(self, micro_batch: int, tensors: Iterable[Tensor]) -> None:
         """A micro-batch keeps these instead of what its forward pass saved."""
         saved_bytes = self._in_flight.get(micro_batch, 0)
-        self._note(sum(_distinct(tensors).values()) - saved_bytes)
+        self._note(bytes_of(tensors) - saved_bytes)
 
     def release(self, micro_batch: int) -> None:
         """The backward pass of a micro-batch is over."""

@@ -76,7 +76,7 @@ class Optimizer:
             state = {i: tuple(t.clone() for t in tensors) for i, tensors in state.items()}
         self._state = dict(state)
 
-    def empty_slots(self, index: int) -> tuple[Tensor, ...]:
+    def empty_state(self, index: int) -> tuple[Tensor, ...]:
         """What will be remembered of one parameter, in shape and dtype."""
         return self._initial(self.parameters[index].to("meta"))
 

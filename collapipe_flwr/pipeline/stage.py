@@ -32,7 +32,7 @@ from collapipe_flwr.pipeline.meter import (
     square_norm,
 )
 from collapipe_flwr.pipeline.optimizer import Optimizer
-from collapipe_flwr.pipeline.randomness import FreeRandomness, Randomness, SeededRandomness
+from collapipe_flwr.pipeline.randomness import SeededRandomness
 from collapipe_flwr.pipeline.step import Step
 from collapipe_flwr.pipeline.ties import borrows, shared_parameters
 
@@ -75,7 +75,7 @@ class Stage(ABC):
         self.recorder = Recorder(keep_spans=settings.execution.keep_spans)
         self.memory = MemoryMeter()
         fuse_accumulation(part)
-        self._randomness: Randomness = FreeRandomness()
+        self._randomness: SeededRandomness | None = None  # of the step; else torch's own
         self._stash: dict[int, InFlight] = {}
         self._keeps = not settings.execution.recompute or self._by_block()
         self._returning = Frame(kind=FrameKind.ACTIVATION)  # whose backward pass runs
@@ -96,7 +96,7 @@ class Stage(ABC):
         """The forward pass: the next hidden state, or the scaled loss."""
 
     @abstractmethod
-    def _emit(self, step: Step, frame: Frame, output: Tensor) -> None:
+    def _emit(self, frame: Frame, output: Tensor) -> None:
         """Hand the output of a forward pass on."""
 
     @abstractmethod
@@ -173,11 +173,11 @@ class Stage(ABC):
         """Have the part compute its blocks one by one again; whether it can."""
         begin = getattr(self.part, "compute_again", None)
         # Weakly, or part and stage would keep each other alive.
-        around: WeakMethod[Callable[[], Around]] = WeakMethod(self._computing_again)
+        around: WeakMethod[Callable[[], Around]] = WeakMethod(self._recomputing)
         return begin is not None and begin(lambda: _alive(around))
 
     @contextmanager
-    def _computing_again(self) -> Iterator[None]:
+    def _recomputing(self) -> Iterator[None]:
         """Around each second computation of a block, within the backward pass.
 
         autograd forgets there what was in force around it.
@@ -185,18 +185,24 @@ class Stage(ABC):
         frame = self._returning
         with (
             computing_in(self.settings.execution.precision),
-            self.memory.again(self._weights),
-            self._randomness.at(frame.step, frame.micro_batch),
+            self.memory.recomputing(self._weights),
+            self._random_at(frame),
         ):
             yield
 
-    def _choose_randomness(self, step: Step) -> Randomness:
+    def _choose_randomness(self, step: Step) -> SeededRandomness | None:
         """A second computation needs the masks of the first, so `recompute` implies a seed."""
         if step.seed is None and not self.settings.execution.recompute:
-            return FreeRandomness()
+            return None
         seed = secrets.randbits(48) if step.seed is None else step.seed
         whole = getattr(self.part, "model", self.part)  # transformers parts name modules there
         return SeededRandomness(whole, seed)
+
+    def _random_at(self, frame: Frame) -> Around:
+        """Around a forward pass of the frame's micro-batch."""
+        if self._randomness is None:
+            return nullcontext()
+        return self._randomness.at(frame.step, frame.micro_batch)
 
     def _forward(self, step: Step, micro_batch: int) -> None:
         frame = self._take(step, micro_batch)
@@ -215,7 +221,7 @@ class Stage(ABC):
                 keeps=keeps,
             )
         self._sent = [frame, output]
-        self._emit(step, frame, output)
+        self._emit(frame, output)
 
     def _run_part(self, frame: Frame, hidden: Tensor | None, *, grad: bool) -> Tensor:
         """The forward pass. Raises ModelError when the part cannot take these tensors."""
@@ -225,7 +231,7 @@ class Stage(ABC):
                 torch.set_grad_enabled(grad),
                 computing_in(self.settings.execution.precision),
                 self.memory.saving(kind, self._weights),
-                self._randomness.at(frame.step, frame.micro_batch),
+                self._random_at(frame),
             ):
                 output = self._compute(frame, hidden)
         except _PART_ERRORS as error:
@@ -316,28 +322,6 @@ class Stage(ABC):
         self._sent.append(frame)
         with self.recorder.span("send", frame.step, frame.micro_batch):
             link.send(frame, deadline_s=self.settings.deadline_s)
-
-    def _gradient_from(self, link: Link, step: Step, micro_batch: int) -> Frame:
-        """The GRADIENT frame for one stashed output. Raises ProtocolError on a wrong shape."""
-        frame = self._receive(link, FrameKind.GRADIENT, step.index, micro_batch)
-        flight = self._stash[micro_batch]
-        expected, gradient = flight.shape, frame.tensors.get(GRAD)
-        fits = gradient is not None and gradient.shape == expected
-        if not (fits or not self._wants_gradient(flight)) or "loss" not in frame.scalars:
-            raise ProtocolError(f"{link.peer} sent no loss or no gradient of {tuple(expected)}")
-        return frame
-
-    def _wants_gradient(self, flight: InFlight) -> bool:
-        return self._learns or learns_before(flight.frame)
-
-    def _with_hidden(self, frame: Frame, hidden: Tensor) -> Frame:
-        """The ACTIVATION for the next stage, which learns whether a gradient is of any use."""
-        learns = self._learns or learns_before(frame)
-        return replace(
-            frame,
-            tensors={**frame.tensors, HIDDEN: hidden.detach()},
-            scalars={**frame.scalars, LEARNS: float(learns)},
-        )
 
     def _receive(self, link: Link, kind: FrameKind, step: int, micro_batch: int) -> Frame:
         """The next frame of a neighbour. Raises ProtocolError unless it is the expected one."""

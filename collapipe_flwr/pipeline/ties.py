@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _SHARED = "shared/"
-_ROWS = "rows/"
+ROWS = "rows/"  # and the key of a table: tensors of BEGIN and ROWS frames
 
 
 class _Borrower(Protocol):
@@ -81,23 +81,23 @@ def wanted_rows(part: nn.Module, batch: Iterable[Mapping[str, Tensor]]) -> dict[
 def load_rows(part: nn.Module, ids: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> None:
     """Give the first part the rows that the last one sent."""
     for key, which in ids.items():
-        if _ROWS + key not in rows:
+        if ROWS + key not in rows:
             raise ProtocolError(f"the last stage sent no rows of the table {key!r}")
-        cast("_Borrower", part).load_rows(key, which, rows[_ROWS + key])
+        cast("_Borrower", part).load_rows(key, which, rows[ROWS + key])
 
 
 def lend_rows(part: nn.Module, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The rows of the last part's tables. Raises ProtocolError for rows that do not exist."""
     lender = cast("_Lender", part)
     try:
-        return {_ROWS + key: lender.rows(key, which) for key, which in ids.items()}
+        return {ROWS + key: lender.rows(key, which) for key, which in ids.items()}
     except (KeyError, IndexError, AttributeError) as error:
         raise ProtocolError(f"the first stage asks for rows that do not exist: {error}") from error
 
 
 def row_gradients(part: nn.Module, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What the first part's use of the rows contributes, by frame name."""
-    return {_ROWS + key: cast("_Borrower", part).row_gradients(key) for key in ids}
+    return {ROWS + key: cast("_Borrower", part).row_gradients(key) for key in ids}
 
 
 def add_row_gradients(
@@ -105,20 +105,7 @@ def add_row_gradients(
 ) -> None:
     """Add them to the last part's tables. Raises ProtocolError where they do not fit."""
     for key, which in ids.items():
-        gradient = gradients.get(_ROWS + key)
+        gradient = gradients.get(ROWS + key)
         if gradient is None or len(gradient) != len(which):
             raise ProtocolError(f"the first stage returned no gradients of the table {key!r}")
         cast("_Lender", part).add_row_gradients(key, which, gradient)
-
-
-def ids_as_tensors(ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Row ids by frame name."""
-    return {_ROWS + key: which for key, which in ids.items()}
-
-
-def ids_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Row ids out of a frame; raises ProtocolError unless they are lists of whole numbers."""
-    ids = {name.removeprefix(_ROWS): t for name, t in tensors.items() if name.startswith(_ROWS)}
-    if any(which.dim() != 1 or which.dtype != torch.int64 for which in ids.values()):
-        raise ProtocolError("a BEGIN frame asks for rows by something else than their ids")
-    return ids

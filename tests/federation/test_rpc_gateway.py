@@ -118,8 +118,8 @@ class Shelf:
         """Leave this momentum; returns that with which the session began."""
         held = self.held[session.key]
         slots = {"w": (torch.tensor([momentum]),)}
-        self.held[session.key] = PartState(weights=held.weights, slots=slots)
-        return [float(slot) for slots in held.slots.values() for slot in slots]
+        self.held[session.key] = PartState(weights=held.weights, optimizer=slots)
+        return [float(slot) for slots in held.optimizer.values() for slot in slots]
 
 
 def test_a_decoder_continues_from_its_clusters_last_accepted_round():

@@ -142,7 +142,7 @@ def _device(ledger: Ledger) -> EdgeService:
     host = EdgeService(build_head, store=TensorStore(ledger), ledger=ledger)
     host.open(request("old", optimizer=ADAMW, keep_optimizer=True))
     slots = {key: (torch.ones(()), p, p) for key, p in HEAD.items()}
-    host.push_weights(session_key("old"), PartState(weights=HEAD, slots=slots).copy().tensors())
+    host.push_weights(session_key("old"), PartState(weights=HEAD, optimizer=slots).copy().tensors())
     host.close(session_key("old"))
     assert ledger.held_bytes == host.spare_bytes() == 3 * WEIGHTS + STEPS
     return host
@@ -166,7 +166,7 @@ def test_slots_of_equal_content_stay_apart() -> None:
     host = _device(Ledger())
     host.open(request("new", optimizer=ADAMW))
     slots = {key: (torch.ones(()), p, p) for key, p in HEAD.items()}
-    state = PartState(weights=HEAD, slots=slots).tensors()
+    state = PartState(weights=HEAD, optimizer=slots).tensors()
     assert host.missing(session_key("new"), digests_of(state)) == ()
     host.push_weights(session_key("new"), {})
     with host.reading(session_key("new"), with_optimizer=True) as tensors:
@@ -181,7 +181,7 @@ def test_a_part_is_pushed_into_a_host_that_is_as_large_as_its_state() -> None:
     host = _device(ledger)
     host.open(request("new", optimizer=ADAMW))
     slots = {key: (torch.ones(()), p, p) for key, p in HEAD.items()}
-    state = PartState(weights=HEAD, slots=slots).copy().tensors()
+    state = PartState(weights=HEAD, optimizer=slots).copy().tensors()
     state["out.weight"] += 1
     wanted = host.missing(session_key("new"), digests_of(state))
     assert wanted == ("out.weight",)

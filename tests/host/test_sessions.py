@@ -239,7 +239,7 @@ def _break_off_the_second(edge: EdgeService, first: PausedThread) -> None:
 
 
 def _whole() -> dict[str, torch.Tensor]:
-    return dict(PartState(weights=Head().state_dict(), slots=SLOTS).tensors())
+    return dict(PartState(weights=Head().state_dict(), optimizer=SLOTS).tensors())
 
 
 @pytest.mark.parametrize("recoverable", [True, False])

@@ -53,7 +53,7 @@ def test_the_first_push_moves_everything_and_the_same_again_nothing(client: Edge
 def test_slots_that_were_kept_stay_where_they_are(client: EdgeClient, kept: bool) -> None:
     head = Head()
     slots = {key: (torch.ones(()), p, p) for key, p in head.state_dict().items()}
-    state = PartState(weights=_weights(), slots=slots).tensors()
+    state = PartState(weights=_weights(), optimizer=slots).tensors()
     for session_id in ("a", "b"):
         session = client.open_session(request(session_id, optimizer=ADAMW, keep_optimizer=kept))
         moved = session.push_missing(state)
