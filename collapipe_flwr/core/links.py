@@ -20,7 +20,7 @@ NOTED_FRAMES = 128  # of one stream: some steps, and a report stays small
 CODECS = ("fp32", "fp16", "bf16", "int8")  # of hidden states and gradients; the least lossy first
 QUEUE_FRAMES = 64  # that each direction of a link holds before its sender waits
 MOST_NOTES = 4 * (NOTED_FRAMES + 1)  # of one direction, for the same reason
-LEAST_PERIOD_S = 0.2  # hosts take pings as often as this, and drop who sends more
+LEAST_PERIOD_S = 0.2  # hosts accept pings as often as this, and drop clients that send more
 LEAST_MISSES = 3
 
 
@@ -38,7 +38,7 @@ class LinkConfig:
 
     @property
     def unpaced(self) -> LinkConfig:
-        """The same link, whose senders do not hold anything back."""
+        """The same link without rate limits."""
         return LinkConfig(codec=self.codec)
 
     def limited(self, codec: str, bit_per_s: float | None) -> LinkConfig:
@@ -57,7 +57,7 @@ def slower(rate: float | None, other: float | None) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """One beat every `period_s`; a peer that misses `misses` of them in a row is lost."""
+    """One ping every `period_s`; a peer that misses `misses` of them in a row is lost."""
 
     period_s: float = key(2.0, above(LEAST_PERIOD_S), name="heartbeat-s")
     misses: int = key(LEAST_MISSES, at_least(LEAST_MISSES), name="heartbeat-misses")
@@ -71,7 +71,7 @@ class Heartbeat:
 
     @property
     def lost_after_s(self) -> float:
-        """The silence after which a peer is lost."""
+        """Seconds of silence after which a peer is lost."""
         return self.period_s * self.misses
 
 

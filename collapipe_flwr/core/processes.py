@@ -28,7 +28,7 @@ _Handler = Callable[[int, FrameType | None], object]
 
 @contextmanager
 def stopping() -> Iterator[threading.Event]:
-    """An event that SIGTERM and SIGINT set while the body runs."""
+    """Yield an event that SIGTERM and SIGINT set while the body runs."""
     stop = threading.Event()
     with _handled(lambda *_: stop.set()):
         yield stop
@@ -36,9 +36,9 @@ def stopping() -> Iterator[threading.Event]:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM and SIGINT leave the body by SystemExit, so that it stops what it has started.
+    """Turn SIGTERM and SIGINT into SystemExit in the body, so that it stops what it has started.
 
-    What stops it has deadlines of its own; more signals do not disturb it.
+    Further signals are ignored, so cleanup must have deadlines of its own.
     """
 
     def leave(signum: int, frame: FrameType | None) -> None:
@@ -75,8 +75,8 @@ def lifeline() -> Iterator[int]:
 def end_with_parent(take: Callable[[str], object] | None = None) -> None:
     """Raise SIGTERM here when stdin ends, whatever this process is doing then.
 
-    ``take`` is called, in a thread, with every line until then. An interrupt from the terminal is
-    left to the parent; whoever handles SIGINT himself does so after this call.
+    ``take`` is called, in a thread, with every line until then. SIGINT is ignored, since the parent
+    gets it from the terminal too; install handlers for it after this call.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_read, args=(take,), daemon=True, name="lifeline").start()
@@ -93,7 +93,7 @@ def _read(take: Callable[[str], object] | None) -> None:
 
 
 def keeping(command: Sequence[str]) -> list[str]:
-    """The command that keeps this one; leaving the block of a `Popen` with a pipe ends both."""
+    """Return the command that runs ``command``; leaving a `Popen` of it with a pipe ends both."""
     return [sys.executable, "-P", "-m", "collapipe_flwr.core.processes", *command]
 
 
@@ -122,7 +122,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _stop_group(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM to the process group of the command, SIGKILL to what is left after the deadline."""
+    """Send SIGTERM to the process group of the command, SIGKILL after the deadline."""
     for sign in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, sign)
@@ -143,7 +143,7 @@ def _groups_below(pid: int) -> set[int]:
 
 
 def _end_group(group: int) -> None:
-    """The same for a group of processes that are not our children."""
+    """Do the same to a process group that holds no child of ours."""
     deadline = time.monotonic() + _STOP_S
     try:
         os.killpg(group, signal.SIGTERM)

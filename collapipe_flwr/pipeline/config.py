@@ -1,8 +1,8 @@
-"""How the stages of a run compute and send, and how one of them runs.
+"""How a stage runs, and what a host needs to hold one.
 
-Both classes are carried whole from where a round is composed to the stage that obeys them: by
-reference within a process, as JSON in a `SessionRequest`. A new option needs a field here, the code
-that obeys it and its documentation.
+`Execution` and `StageConfig` are carried whole from where a round is composed to the stage that
+obeys them: by reference within a process, as JSON in a `SessionRequest`. A new option needs a field
+here, the code that obeys it and its documentation.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import secrets
 from dataclasses import dataclass, field, replace
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.keys import at_least, key, one_of
+from collapipe_flwr.core.keys import at_least, check_keys, key, one_of
 from collapipe_flwr.core.links import Heartbeat, LinkConfig
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 
@@ -26,7 +26,7 @@ class Execution:
     """What a run asks of every stage, besides its schedule.
 
     ``precision`` bf16 computes matrix products in bfloat16 (torch's autocast) on weights, gradients
-    and optimiser state that stay in single precision. ``recompute`` makes devices keep only the
+    and optimizer state that stay in single precision. ``recompute`` makes devices keep only the
     inputs of their blocks for a micro-batch in flight (or just the input of a part that does not
     know its blocks) and compute the forward pass again for the backward. ``clip_norm`` bounds the
     norm of all gradients together (0: not at all); it counts on the first stage, which tells the
@@ -43,16 +43,11 @@ class Execution:
     paced: bool = False
 
     def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS:
-            raise ConfigError(
-                f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}"
-            )
-        if not self.clip_norm >= 0:
-            raise ConfigError(f"clip norm must be >= 0, got {self.clip_norm}")
+        check_keys(self, "")
 
     @property
     def without_recompute(self) -> Execution:
-        """The same for the first and the last stage, which keep what they computed."""
+        """For the first and the last stage, which keep their activations."""
         return replace(self, recompute=False)
 
 
@@ -85,20 +80,20 @@ class StageConfig:
 
     @property
     def pause_s(self) -> float:
-        """`idle_s`, but not less than `deadline_s`: stages ahead may still be at the last step."""
+        """`idle_s`, but at least `deadline_s`: stages ahead may still be at the last step."""
         return max(self.idle_s, self.deadline_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionKey:
-    """Names a session on its host; whoever knows both may use it."""
+    """Identifies a session on its host; a caller needs both to use it."""
 
     session_id: str
     token: str = field(repr=False)  # a secret: never printed
 
     @classmethod
     def random(cls, prefix: str) -> SessionKey:
-        """A new key that nobody can guess."""
+        """A new key from a cryptographic source."""
         return cls(
             session_id=f"{prefix}-{secrets.token_hex(4)}", token=secrets.token_hex(_RANDOM_BYTES)
         )
@@ -106,10 +101,10 @@ class SessionKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextHop:
-    """Where a device passes its activations on: a session on another host called `name`.
+    """Where a device sends its activations: a session on another host called `name`.
 
-    `certificate_name` is what it must prove under TLS; empty: the host in `address`. `link` is how
-    both ends behave. With a `heartbeat` the device notices when the next host falls silent.
+    Under TLS that host's certificate must be for `certificate_name`; empty: the host in `address`.
+    `link` configures both ends. With a `heartbeat` the device detects that the next host is lost.
     """
 
     address: str
@@ -135,15 +130,15 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRequest:
-    """Opens a session: whoever knows `key` may use it.
+    """Opens a session that callers with `key` may use.
 
     `spec_json` is the model (`ModelSpec.to_json`). The edge, which is last, has no `placement`.
-    A `recoverable` session keeps a copy of its last snapshot (at first of the weights that it was
-    given) and goes back to it when a stream fails, instead of ending. With `keep_optimizer` a
-    device keeps the optimiser's slots with the weights for the next round.
+    A `recoverable` session keeps a copy of its last snapshot (initially of its first weights) and
+    returns to it when a stream fails, instead of ending. With `keep_optimizer` a device keeps the
+    optimizer state with the weights for the next round.
 
-    Members of `cluster_id` may use it; the host writes down which one was its `opener`. Both count
-    only where certificates tell callers apart.
+    Members of `cluster_id` may use it; the host records which one was its `opener`. Both count only
+    where certificates identify callers.
     """
 
     key: SessionKey
@@ -164,16 +159,16 @@ class SessionRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMark:
-    """A moment between two steps: `step` of them were done since the weights were set."""
+    """A point between two steps: `step` of them were done since the weights were set."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """How a host feels: `sessions` held, `running` of them in the middle of a stream.
+    """The load of a host: `sessions` held, `running` of them in the middle of a stream.
 
-    It has reserved `held_bytes` of the `most_bytes` that it may hold of models.
+    Of the `most_bytes` that models may take, `held_bytes` are reserved.
     """
 
     sessions: int

@@ -1,7 +1,4 @@
-"""Links between stages: what travels on them, and the pair that joins two threads of one process.
-
-One frame per micro-batch and direction travels between two neighbouring stages.
-"""
+"""Links between neighbouring stages, and the frames on them: one per micro-batch and direction."""
 
 from __future__ import annotations
 
@@ -40,12 +37,12 @@ class FrameKind(IntEnum):
     ROWS = 9  # rows of a tied table up the chain, their gradients down (``ties``)
     SERVE = 10  # down the chain: from now on generate texts, until END (`generation`)
     TOKENS = 11  # up the chain: new tokens of a text, or those whose hidden states are asked for
-    STOP = 12  # down the chain: nobody listens to this text any more
+    STOP = 12  # down the chain: the client wants no more of this text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """One message; tensors are never changed after they were put into a frame."""
+    """One message; its tensors must not be changed afterwards."""
 
     kind: FrameKind
     step: int = 0
@@ -65,7 +62,7 @@ class Link(Protocol):
 
     @property
     def peer(self) -> str:
-        """How error sentences name the neighbour."""
+        """The neighbour's name in error messages."""
         ...
 
     @property
@@ -87,7 +84,7 @@ class Link(Protocol):
         ...
 
     def close(self, error: str = "") -> None:
-        """Close both directions; an error sentence overtakes queued frames and the peer raises it.
+        """Close both directions; an error overtakes queued frames and is raised by the peer.
 
         Closing twice is allowed.
         """
@@ -95,14 +92,14 @@ class Link(Protocol):
 
 
 class LinkClosed(LinkError):
-    """The peer ended the link in good order: nothing more will come."""
+    """The peer ended the link in good order."""
 
 
 class Mailbox(Generic[Item]):
-    """Holds at most `capacity` items; `peer` names the other side in error sentences.
+    """A queue of at most `capacity` items between two threads; `peer` names the other side.
 
-    With `most_bytes` the sizes of the items inside are bounded too; one item always fits. Who gives
-    None for a deadline waits until the mailbox ends, and relies on somebody else to end it.
+    With `most_bytes` the total size of the items is bounded too; one item always fits. With None
+    for a deadline, a call waits until the mailbox ends.
 
     It ends in one of two ways: `end` delivers what is queued and then raises `LinkClosed`;
     `fail` drops what is queued and raises the given error to all who wait, at once.

@@ -1,4 +1,4 @@
-"""What a stage measures about itself: seconds, tensor memory, gradient norms."""
+"""What a stage measures: seconds, gradient norms and tensor memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageReport:
-    """One stage over all steps since it was opened, or over several such stretches of a round.
+    """One stage over all steps since it was opened, or over several intervals of a round.
 
     `wait_s` is time spent waiting for a neighbour, to receive or to find room to send.
     `*_up` is the link towards the control unit, `*_down` towards the edge.
@@ -63,7 +63,7 @@ class StageReport:
     spans: tuple[Span, ...] = ()
 
     def __add__(self, later: StageReport) -> StageReport:
-        """Both stretches of the same stage as one."""
+        """Join two intervals of the same stage."""
         share = later.steps / max(self.steps + later.steps, 1)
         joint: dict[str, object] = {}
         for name in (f.name for f in fields(self) if f.name != "name"):
@@ -148,13 +148,12 @@ def square_norm(tensors: Iterable[Tensor]) -> float:
 
 
 class MemoryMeter:
-    """Measures weights, gradients, optimiser state, and what autograd keeps for the backward.
+    """Measures weights, gradients, optimizer state, and what autograd keeps for the backward.
 
     The first time that a micro-batch of some shape is computed, hooks see every tensor that
     autograd saves; its storage counts once however many views of it are saved, and parameters do
-    not count again. Micro-batches of the same shape are taken to keep as much, so that measuring
-    costs nothing later. Temporaries inside one operator and frames that wait in a link are not
-    seen.
+    not count again. Micro-batches of the same shape are assumed to keep as much, so measuring
+    costs nothing later. Temporaries inside an operator and frames queued in a link do not count.
     """
 
     def __init__(self) -> None:
@@ -165,7 +164,7 @@ class MemoryMeter:
         self._in_flight: dict[int, int] = {}  # by micro-batch
 
     def set_fixed(self, *groups: Sequence[Tensor]) -> None:
-        """What is alive apart from micro-batches: looked at when the number of tensors changes."""
+        """Set what lives apart from micro-batches; measured when the number of tensors changes."""
         kind = tuple(map(len, groups))
         if kind not in self._known_fixed:
             self._known_fixed[kind] = bytes_of(chain.from_iterable(groups))
@@ -184,23 +183,23 @@ class MemoryMeter:
 
     @contextmanager
     def recomputing(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Measure what the body saves and frees: a piece that is computed a second time."""
+        """Measure what the body saves and frees: a block of activation checkpointing."""
         with _noticing() as saved:
             yield
         self._note(_apart_from(parameters, saved))
 
     def hold(self, micro_batch: int, kind: Hashable, tensors: Iterable[Tensor]) -> None:
-        """A micro-batch keeps what its kind of forward pass saves, or at least these tensors."""
+        """Count what a micro-batch of this kind saves for backward, or at least these tensors."""
         self._in_flight[micro_batch] = max(self._saved_bytes[kind], bytes_of(tensors))
         self._note()
 
     def note_rest(self, micro_batch: int, tensors: Iterable[Tensor]) -> None:
-        """A micro-batch keeps these instead of what its forward pass saved."""
+        """Note a moment when a micro-batch keeps these instead of its activations."""
         saved_bytes = self._in_flight.get(micro_batch, 0)
         self._note(bytes_of(tensors) - saved_bytes)
 
     def release(self, micro_batch: int) -> None:
-        """The backward pass of a micro-batch is over."""
+        """Call after the backward pass of a micro-batch."""
         self._in_flight.pop(micro_batch, None)
 
     def _note(self, passing_bytes: int = 0) -> None:

@@ -38,7 +38,7 @@ class _Leader(Stage):
     downstream: Link
 
     def _emit(self, frame: Frame, output: Tensor) -> None:
-        """The next stage also learns whether a gradient is of any use."""
+        """Send the hidden state, and whether its gradient is of any use."""
         learns = self._learns or learns_before(frame)
         activation = replace(
             frame,
@@ -48,7 +48,7 @@ class _Leader(Stage):
         self._send(self.downstream, activation)
 
     def _take_gradient(self, step: Step, micro_batch: int) -> Frame:
-        """Raises ProtocolError on a wrong shape."""
+        """See `Stage._take_gradient`; raises ProtocolError on a wrong shape."""
         frame = self._receive(self.downstream, FrameKind.GRADIENT, step.index, micro_batch)
         flight = self._stash[micro_batch]
         gradient, wanted = frame.tensors.get(GRAD), self._learns or learns_before(flight.frame)
@@ -88,14 +88,14 @@ class FirstStage(_Leader):
         self.next_step = first_step  # evaluations count as well
 
     def train_step(self, batch: Sequence[MicroBatch]) -> StepResult:
-        """One optimiser step of all stages; none, and loss 0, for a batch without any label.
+        """Run one optimizer step of all stages; none, and loss 0, for a batch without any label.
 
         Raises LinkError when the chain breaks.
         """
         return self._drive(batch, train=True)
 
     def evaluate(self, batch: Sequence[MicroBatch], *, predict: bool = False) -> StepResult:
-        """The loss of the chain without training it, with predictions if they are asked for."""
+        """Compute the loss without training, with predictions if ``predict``."""
         return self._drive(batch, train=False, predict=predict)
 
     def finish(self) -> None:
@@ -179,7 +179,7 @@ class FirstStage(_Leader):
 
 
 class _Follower(Stage):
-    """A stage that is told by its upstream neighbour what to do."""
+    """A stage that executes the orders of its upstream neighbour."""
 
     upstream: Link
 
@@ -271,7 +271,7 @@ class MiddleStage(_Follower, _Leader):
 
 
 class LastStage(_Follower):
-    """Holds the loss: `part(hidden, context) -> mean loss`, and turns the micro-batches round."""
+    """Holds the loss: `part(hidden, context) -> mean loss`, and starts the backward passes."""
 
     def __init__(
         self,
@@ -346,14 +346,14 @@ class LastStage(_Follower):
 
 
 def _scalar(frame: Frame, name: str) -> float:
-    """One scalar of a frame. Raises ProtocolError when it is not there."""
+    """One scalar of a frame. Raises ProtocolError when it is missing."""
     if name not in frame.scalars:
         raise ProtocolError(f"{frame.kind.name} of step {frame.step} lacks the scalar {name}")
     return frame.scalars[name]
 
 
 def _predictions(frame: Frame, micro_batches: int) -> tuple[Tensor, ...]:
-    """Those of every micro-batch in order. Raises ProtocolError when one is not there."""
+    """Of every micro-batch in order. Raises ProtocolError when one is missing."""
     names = [f"{_PREDICTIONS}{index}" for index in range(micro_batches)]
     if lost := [name for name in names if name not in frame.tensors]:
         raise ProtocolError(f"{frame.kind.name} of step {frame.step} lacks {lost[0]}")

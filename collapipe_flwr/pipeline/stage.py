@@ -1,8 +1,8 @@
 """One loop that executes a stage's actions, whatever its place in the chain.
 
-A stage takes its input, computes, emits; on the way back it takes a gradient, computes, passes
-it on. `roles` fills in the three places: first (control unit), middle (device), last (edge).
-When a stage fails, both neighbours hear why at once and no optimiser step is applied by it.
+A stage takes its input, computes and sends; on the way back it takes a gradient, computes and
+sends. `roles` implements the three places: first (control unit), middle (device), last (edge).
+When a stage fails, both neighbours are told why at once and it applies no optimizer step.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Stage(ABC):
     # -- the loop ---------------------------------------------------------------------------
 
     def run_step(self, step: Step) -> None:
-        """Execute the actions of one step; in training, apply the optimiser once at the end."""
+        """Execute the actions of one step; in training, apply the optimizer once at the end."""
         self.part.train(step.train)
         self._stash.clear()
         self._randomness = self._choose_randomness(step)
@@ -153,7 +153,7 @@ class Stage(ABC):
 
     @contextmanager
     def telling_neighbours(self) -> Iterator[None]:
-        """If the body raises, close both links with its sentence, drop the step, raise on."""
+        """If the body raises, close both links with its message, drop the step and re-raise."""
         try:
             yield
         except BaseException as error:
@@ -170,7 +170,7 @@ class Stage(ABC):
         return stage_actions(self.settings.schedule, self.settings.depth, step.micro_batches)
 
     def _by_block(self) -> bool:
-        """Have the part compute its blocks one by one again; whether it can."""
+        """Turn on activation checkpointing by block; returns whether the part supports it."""
         begin = getattr(self.part, "compute_again", None)
         # Weakly, or part and stage would keep each other alive.
         around: WeakMethod[Callable[[], Around]] = WeakMethod(self._recomputing)
@@ -178,9 +178,9 @@ class Stage(ABC):
 
     @contextmanager
     def _recomputing(self) -> Iterator[None]:
-        """Around each second computation of a block, within the backward pass.
+        """The context of each recomputed block within the backward pass.
 
-        autograd forgets there what was in force around it.
+        autograd does not restore it there.
         """
         frame = self._returning
         with (
@@ -199,7 +199,7 @@ class Stage(ABC):
         return SeededRandomness(whole, seed)
 
     def _random_at(self, frame: Frame) -> Around:
-        """Around a forward pass of the frame's micro-batch."""
+        """The random numbers of one micro-batch, in a forward pass or when it is recomputed."""
         if self._randomness is None:
             return nullcontext()
         return self._randomness.at(frame.step, frame.micro_batch)
@@ -263,9 +263,9 @@ class Stage(ABC):
     def _backpropagate(
         self, flight: InFlight, incoming: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], DeferredGradients | None]:
-        """The gradient for the stage ahead, and what is to be done when it is sent.
+        """Return the gradient for the previous stage, and the weight gradients left for later.
 
-        With re-computation nothing is left for later: it would keep what that has freed.
+        With activation checkpointing nothing is deferred, since that would keep activations.
         """
         end, hidden, frame = flight.end, flight.hidden, flight.frame
         wanted = hidden is not None and hidden.requires_grad
@@ -302,7 +302,7 @@ class Stage(ABC):
         return [p.grad for p in self.optimizer.parameters if p.grad is not None]
 
     def _square_norm_alone(self) -> float:
-        """Of the gradients that no other stage adds to."""
+        """The squared norm of the gradients that no other stage adds to."""
         shared = {id(p) for p in shared_parameters(self.part).values()}
         own = (p for p in self.optimizer.parameters if id(p) not in shared)
         return square_norm([p.grad for p in own if p.grad is not None])
@@ -316,8 +316,8 @@ class Stage(ABC):
     def _send(self, link: Link, frame: Frame) -> None:
         """Queue a frame, whose tensors are kept until the next pass or the end of the step.
 
-        Freeing a tensor lets go of Python's lock. Done at once, the thread that puts the frame on
-        the wire would take it there, and this one would wait before it goes on computing.
+        Freeing a tensor releases the GIL. Done at once, the thread that puts the frame on the wire
+        would take it there, and this one would wait before it goes on computing.
         """
         self._sent.append(frame)
         with self.recorder.span("send", frame.step, frame.micro_batch):
@@ -344,7 +344,7 @@ def _alive(method: WeakMethod[Callable[[], Around]]) -> Around:
 
 
 def _end_of(output: Tensor) -> GradientEdge | None:
-    """Where the backward pass of an output begins; None where nothing behind it learns."""
+    """Where the backward pass of an output begins; None if nothing behind it is trained."""
     return get_gradient_edge(output) if output.requires_grad else None
 
 

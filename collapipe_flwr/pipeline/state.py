@@ -1,7 +1,8 @@
-"""The state of a part between two steps: its weights, and what the optimiser knows of each.
+"""The state of a part between two steps, its weights and optimizer state, and tensor digests.
 
-This is all that a step starts from, so whoever holds the states of all parts after step k can
-replay step k + 1 anywhere, under any cut, to the same bits.
+A step depends on nothing else: with the states of all parts after step k, step k + 1 can be
+replayed on any machine, under any cut, to the same bits. A digest names a tensor by its content, so
+that what the other side holds need not travel again.
 """
 
 from __future__ import annotations
@@ -81,12 +82,12 @@ def live_state(part: nn.Module, optimizer: Optimizer) -> PartState:
 
 
 def optimizer_state_of(part: nn.Module, optimizer: Optimizer) -> dict[str, tuple[Tensor, ...]]:
-    """A copy of what the optimiser remembers, by the keys of the part."""
+    """A copy of the optimizer state, by the keys of the part."""
     return _copied(live_state(part, optimizer).optimizer)
 
 
 def state_bytes(part: nn.Module, optimizer: Optimizer) -> int:
-    """What a part takes while it trains, besides activations: weights, gradients, optimizer."""
+    """Bytes of a part in training: weights, gradients and optimizer state."""
     kept = (t for i in range(len(optimizer.parameters)) for t in optimizer.empty_state(i))
     return (
         bytes_of(chain(part.parameters(), part.buffers()))
@@ -98,10 +99,10 @@ def state_bytes(part: nn.Module, optimizer: Optimizer) -> int:
 def load_optimizer_state(
     part: nn.Module, optimizer: Optimizer, state: OptimizerState, *, copy: bool = True
 ) -> None:
-    """Let the optimiser go on from `state`, of which other parts' keys are left out.
+    """Continue from `state`, ignoring keys of other parts; without `copy`, in its tensors.
 
-    Without `copy` it takes the tensors themselves. Raises ModelError when their number, shapes or
-    dtypes are not the optimiser's, and changes nothing then.
+    Raises ModelError when their number, shapes or dtypes are not the optimizer's, and changes
+    nothing then.
     """
     position = {name: index for index, name in enumerate(_names(part))}
     wanted = {position[key]: tensors for key, tensors in state.items() if key in position}
@@ -134,7 +135,7 @@ def _in_order(key: str, numbered: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     try:
         return tuple(numbered[str(index)] for index in range(len(numbered)))
     except KeyError as error:
-        raise ModelError(f"the optimiser's tensors of {key[:80]!r} have gaps") from error
+        raise ModelError(f"the optimizer's tensors of {key[:80]!r} have gaps") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +153,7 @@ class Keys:
 
 
 def digest_of(tensor: Tensor) -> str:
-    """The same for tensors of equal dtype, shape and bits only."""
+    """A digest that is the same only for tensors of equal dtype, shape and bits."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     what = f"{tensor.dtype} {tuple(tensor.shape)} "
     digest = blake2b(what.encode(), digest_size=_DIGEST_BYTES)

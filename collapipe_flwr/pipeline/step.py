@@ -1,4 +1,4 @@
-"""One optimiser step as all stages see it, and the frame that announces it."""
+"""One optimizer step as all stages see it, and the frame that announces it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters that several stages use: how their gradients become one before anyone steps.
+"""Parameters that several stages use: their gradients are summed before the optimizer step.
 
 *Shared* parameters (T5's relative bias, DeBERTa's relative embeddings) have a replica on every
 stage that runs blocks. Their gradients are added up the chain and the sum comes back down, so all
@@ -26,7 +26,7 @@ ROWS = "rows/"  # and the key of a table: tensors of BEGIN and ROWS frames
 
 
 class _Borrower(Protocol):
-    """A first part whose tables live elsewhere."""
+    """A first part whose tables are on the last stage."""
 
     def rows_needed(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
     def load_rows(self, key: str, ids: Tensor, rows: Tensor) -> None: ...
@@ -57,7 +57,7 @@ def add_shared(part: nn.Module, behind: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def take_shared(part: nn.Module, total: Mapping[str, Tensor]) -> None:
-    """Let every replica have the gradient of all. Raises ProtocolError where one is missing."""
+    """Give every replica the summed gradient. Raises ProtocolError where one is missing."""
     for key, parameter in shared_parameters(part).items():
         gradient = total.get(_SHARED + key)
         if gradient is None or gradient.shape != parameter.shape:
@@ -96,7 +96,7 @@ def lend_rows(part: nn.Module, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def row_gradients(part: nn.Module, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What the first part's use of the rows contributes, by frame name."""
+    """The gradients of the rows on the first part, by frame name."""
     return {ROWS + key: cast("_Borrower", part).row_gradients(key) for key in ids}
 
 
