@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from collapipe_flwr.core.errors import ConfigError, RunError
-from collapipe_flwr.core.signals import terminable
+from collapipe_flwr.core.processes import terminable
 
 LOOK_S = 0.25
 _DEADLINE_S = 3600.0

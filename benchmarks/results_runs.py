@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-from collapipe_flwr.core.lifeline import lifeline
+from collapipe_flwr.core.processes import lifeline
 from collapipe_flwr.reporting.comparison import draw, markdown, read_curves
 from collapipe_flwr.reporting.run_directory import read_events
 

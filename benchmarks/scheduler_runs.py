@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from collapipe_flwr.core.lifeline import lifeline
+from collapipe_flwr.core.processes import lifeline
 
 Json = dict[str, Any]
 

@@ -29,11 +29,18 @@ from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models import BatchShape, Splitter, make_spec
 from collapipe_flwr.models.profile import profile_model
-from collapipe_flwr.pipeline.config import Execution, StageConfig
+from collapipe_flwr.pipeline.config import (
+    Execution,
+    NextHop,
+    Placement,
+    SessionKey,
+    SessionRequest,
+    StageConfig,
+)
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
-from collapipe_flwr.pipeline.roles import FirstStage, MicroBatch
-from collapipe_flwr.pipeline.session import NextHop, Placement, SessionKey, SessionRequest
+from collapipe_flwr.pipeline.roles import FirstStage
+from collapipe_flwr.pipeline.step import MicroBatch
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.world import make_world

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks import child_environment
 from benchmarks.data_plane.network import Network
 from collapipe_flwr.core.errors import CollaPipeError
-from collapipe_flwr.core.lifeline import end_with_parent
+from collapipe_flwr.core.processes import end_with_parent
 from collapipe_flwr.host.allocator import configure_malloc
 
 DEADLINE_S = 300.0

@@ -20,10 +20,17 @@ from benchmarks.data_plane.ours import OPTIMIZER
 from collapipe_flwr.models import ModelSpec, Splitter, make_spec
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.spec import BatchShape
-from collapipe_flwr.pipeline.config import Execution, StageConfig
+from collapipe_flwr.pipeline.config import (
+    Execution,
+    NextHop,
+    Placement,
+    SessionKey,
+    SessionRequest,
+    StageConfig,
+)
 from collapipe_flwr.pipeline.optimizer import Optimizer
-from collapipe_flwr.pipeline.roles import FirstStage, MicroBatch
-from collapipe_flwr.pipeline.session import NextHop, Placement, SessionKey, SessionRequest
+from collapipe_flwr.pipeline.roles import FirstStage
+from collapipe_flwr.pipeline.step import MicroBatch
 from collapipe_flwr.transport.client import EdgeClient
 
 CLASSES = 4

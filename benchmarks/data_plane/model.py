@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertLayer
 
-from collapipe_flwr.pipeline.roles import MicroBatch
+from collapipe_flwr.pipeline.step import MicroBatch
 
 
 class Slowed:

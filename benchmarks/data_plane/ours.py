@@ -12,15 +12,20 @@ from torch import Tensor
 from benchmarks.data_plane.job import TOKEN, Job, StageOrder, StageSeconds, StepSeconds, Turn
 from benchmarks.data_plane.model import BenchPart, micro_batches
 from collapipe_flwr.core.json_codec import from_json, to_json
-from collapipe_flwr.core.links import LinkConfig
-from collapipe_flwr.core.tls_files import TlsFiles
+from collapipe_flwr.core.links import LinkConfig, TlsFiles
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
-from collapipe_flwr.pipeline.config import Execution, StageConfig
+from collapipe_flwr.pipeline.config import (
+    Execution,
+    NextHop,
+    Placement,
+    SessionKey,
+    SessionRequest,
+    StageConfig,
+)
 from collapipe_flwr.pipeline.meter import Span
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
 from collapipe_flwr.pipeline.roles import FirstStage
-from collapipe_flwr.pipeline.session import NextHop, Placement, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.stage import WEIGHTS
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.dialer import Dialer

@@ -28,13 +28,12 @@ from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import ClusterConfig, parse_cluster
 from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.core.errors import RunError
-from collapipe_flwr.core.heartbeat import Heartbeat
+from collapipe_flwr.core.links import Heartbeat
 from collapipe_flwr.models import BatchShape, Splitter, make_spec
 from collapipe_flwr.models.profile import profile_model
-from collapipe_flwr.pipeline.config import StageConfig
+from collapipe_flwr.pipeline.config import NextHop, SessionKey, SessionRequest, StageConfig
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
-from collapipe_flwr.pipeline.roles import MicroBatch
-from collapipe_flwr.pipeline.session import NextHop, SessionKey, SessionRequest
+from collapipe_flwr.pipeline.step import MicroBatch
 from collapipe_flwr.transport.client import EdgeClient
 
 START_S, STOP_S = 120.0, 10.0

@@ -22,7 +22,7 @@ from benchmarks.data_plane.codecs import AUTO, CodecTask, Trained, train_with_co
 from benchmarks.data_plane.pipeline import BenchPlan, Json, bench
 from benchmarks.data_plane.recovery import measure_recovery
 from collapipe_flwr.core.json_codec import plain
-from collapipe_flwr.core.signals import terminable
+from collapipe_flwr.core.processes import terminable
 from collapipe_flwr.reporting.output import prepare, progress, write_json
 
 _MIB = 2**20

@@ -16,13 +16,11 @@ from benchmarks.data_plane.crew import Crew
 from benchmarks.data_plane.duel import Pace, open_chain
 from benchmarks.data_plane.job import Job
 from benchmarks.data_plane.network import Network
-from collapipe_flwr.core.links import LinkConfig
-from collapipe_flwr.core.tls_files import TlsFiles
+from collapipe_flwr.core.links import LinkConfig, TlsFiles
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.host.session import Stream
-from collapipe_flwr.pipeline.frame import HIDDEN, Frame, FrameKind
-from collapipe_flwr.pipeline.link import Link
-from collapipe_flwr.pipeline.session import SessionKey, SessionRequest
+from collapipe_flwr.pipeline.config import SessionKey, SessionRequest
+from collapipe_flwr.pipeline.link import HIDDEN, Frame, FrameKind, Link
 from collapipe_flwr.transport.client import EdgeClient
 
 SINK = "sink"

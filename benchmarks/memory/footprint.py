@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from benchmarks import child_environment
 from collapipe_flwr.core.errors import ConfigError, RunError
-from collapipe_flwr.core.lifeline import lifeline
+from collapipe_flwr.core.processes import lifeline
 from collapipe_flwr.models import LoraConfig, ModelSpec, Splitter, make_spec
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.spec import BatchShape

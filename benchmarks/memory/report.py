@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.memory.footprint import MemoryCase, ModelSize, measure
-from collapipe_flwr.core.signals import terminable
+from collapipe_flwr.core.processes import terminable
 from collapipe_flwr.reporting.output import prepare, write_json
 
 _GIB = 2**30

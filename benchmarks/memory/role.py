@@ -19,19 +19,18 @@ import collapipe_flwr.transport.client  # noqa: F401
 from benchmarks.memory.footprint import RoleOrder
 from benchmarks.resident import AnonymousPeak, peak_bytes
 from collapipe_flwr.cluster.unsplit import train_unsplit
-from collapipe_flwr.core.lifeline import end_with_parent
+from collapipe_flwr.core.processes import end_with_parent
 from collapipe_flwr.host.allocator import configure_malloc
 from collapipe_flwr.models import ModelSpec, Splitter
 from collapipe_flwr.models.checkpoint import CheckpointSource
 from collapipe_flwr.models.lora import add_adapters, first_adapter, is_adapter
 from collapipe_flwr.models.tasks import auto_class
 from collapipe_flwr.pipeline.config import StageConfig
-from collapipe_flwr.pipeline.frame import GRAD, HIDDEN, Frame, FrameKind
-from collapipe_flwr.pipeline.link import MemoryLink, memory_pair
+from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, FrameKind, MemoryLink, memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
-from collapipe_flwr.pipeline.roles import FirstStage, LastStage, MicroBatch, MiddleStage
+from collapipe_flwr.pipeline.roles import FirstStage, LastStage, MiddleStage
 from collapipe_flwr.pipeline.stage import LEARNS
-from collapipe_flwr.pipeline.step import Step
+from collapipe_flwr.pipeline.step import MicroBatch, Step
 
 RULE = OptimizerSettings(name="adamw", learning_rate=1e-4)
 WAIT_S = 600.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collapipe_flwr.cli import main
-from collapipe_flwr.core.lifeline import end_with_parent
+from collapipe_flwr.core.processes import end_with_parent
 
 if __name__ == "__main__":
     end_with_parent()

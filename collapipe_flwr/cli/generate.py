@@ -15,7 +15,7 @@ from collapipe_flwr.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collapipe_flwr.config.access_control import Roster
-    from collapipe_flwr.core.tls_files import TlsFiles
+    from collapipe_flwr.core.links import TlsFiles
     from collapipe_flwr.transport.generation import GenerateRequest, Write
 
 
@@ -175,7 +175,7 @@ class _Serving:
 
     def run(self, write: Write) -> None:
         """Serve until SIGTERM or Ctrl-C."""
-        from collapipe_flwr.core.signals import stopping
+        from collapipe_flwr.core.processes import stopping
         from collapipe_flwr.transport.generation import TextServer
 
         roster = self.roster if self.tls is not None else None

@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from collapipe_flwr.config.access_control import Roster
     from collapipe_flwr.config.cluster_file import ClusterConfig
-    from collapipe_flwr.core.tls_files import TlsFiles
+    from collapipe_flwr.core.links import TlsFiles
 
 Listen = Annotated[
     str, typer.Option(help="HOST:PORT; port 0 takes a free one. Default: that of --cluster.")
@@ -87,7 +87,7 @@ def _clusters(name: str, paths: list[Path]) -> list[ClusterConfig]:
 def tls_files(ca: Path | None, certificate: Path | None, key: Path | None) -> TlsFiles | None:
     """All three files or none; raises ConfigError for less, so that TLS is always mutual."""
     from collapipe_flwr.core.errors import ConfigError
-    from collapipe_flwr.core.tls_files import TlsFiles
+    from collapipe_flwr.core.links import TlsFiles
 
     given = {"--tls-ca": ca, "--tls-cert": certificate, "--tls-key": key}
     missing = [name for name, path in given.items() if path is None]

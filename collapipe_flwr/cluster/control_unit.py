@@ -24,8 +24,8 @@ from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.links import QUEUE_FRAMES
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.meter import StageReport
-from collapipe_flwr.pipeline.roles import MicroBatch
-from collapipe_flwr.pipeline.state import Slots
+from collapipe_flwr.pipeline.state import OptimizerState
+from collapipe_flwr.pipeline.step import MicroBatch
 from collapipe_flwr.scheduler.plans import check_cluster_plan, dry_run_plan
 from collapipe_flwr.transport.weights import TransferStats
 
@@ -38,7 +38,7 @@ class RoundResult:
     """
 
     weights: dict[str, Tensor]
-    slots: Slots = field(default_factory=dict)  # of embedding and blocks, where asked for
+    slots: OptimizerState = field(default_factory=dict)  # of embedding and blocks, where asked for
     losses: tuple[float, ...]  # per optimiser step; a batch without labels makes none
     probe: EvalResult  # before the first step
     reports: tuple[StageReport, ...]
@@ -78,7 +78,7 @@ def train_round(
         course.run(batches, probe)
         intervals, plan, incidents = course.intervals, course.order.plan, course.incidents
     return RoundResult(
-        slots=intervals[-1].state.slots if order.keep_optimizer else {},
+        slots=intervals[-1].state.optimizer if order.keep_optimizer else {},
         weights={k: t for interval in intervals for k, t in interval.state.weights.items()},
         losses=tuple(loss for interval in intervals for loss in interval.losses),
         probe=intervals[0].probe,

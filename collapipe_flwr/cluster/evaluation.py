@@ -23,9 +23,9 @@ from collapipe_flwr.models.parts import EmbeddingPart
 from collapipe_flwr.models.tasks import best_class
 from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.generation import ATTENTION_MASK, INPUT_IDS
+from collapipe_flwr.pipeline.generation_driver import GenerationDriver
 from collapipe_flwr.pipeline.link import Link
-from collapipe_flwr.pipeline.prompter import Prompter
-from collapipe_flwr.pipeline.roles import MicroBatch
+from collapipe_flwr.pipeline.step import MicroBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,22 +82,22 @@ def generate_texts(
     wanted: PredictionConfig,
 ) -> tuple[tuple[Tensor, ...], ...]:
     """Generate the texts (B, T) of each micro-batch over a chain, and end the chain."""
-    prompter = Prompter(embedding, chain, settings, cached=False, slots=1)
+    driver = GenerationDriver(embedding, chain, settings, cached=False, slots=1)
     own = GenerationConfig.from_model_config(embedding.model.config).to_dict()
     text = json.dumps({**own, **wanted.settings()})
     found = tuple(
-        tuple(_texts(prompter, micro_batch, text, wanted) for micro_batch in batch)
+        tuple(_texts(driver, micro_batch, text, wanted) for micro_batch in batch)
         for batch in batches
     )
-    prompter.finish()
+    driver.finish()
     return found
 
 
 def _texts(
-    prompter: Prompter, batch: MicroBatch, settings: str, wanted: PredictionConfig
+    driver: GenerationDriver, batch: MicroBatch, settings: str, wanted: PredictionConfig
 ) -> Tensor:
     rows = zip(batch.inputs[INPUT_IDS], batch.inputs[ATTENTION_MASK].bool(), strict=True)
-    texts = [torch.cat(list(prompter.generate(ids[mask][None], settings))) for ids, mask in rows]
+    texts = [torch.cat(list(driver.generate(ids[mask][None], settings))) for ids, mask in rows]
     return pad_sequence(texts, batch_first=True, padding_value=wanted.padding_id)
 
 

@@ -21,7 +21,7 @@ from collapipe_flwr.pipeline.config import Execution, StageConfig
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
-from collapipe_flwr.pipeline.state import PartState, Slots
+from collapipe_flwr.pipeline.state import OptimizerState, PartState
 from collapipe_flwr.transport.weights import TransferStats
 
 CONTROL_UNIT = "control-unit"
@@ -40,7 +40,7 @@ class RoundOrder:
     idle_s: float = 600.0  # longest pause between steps
     dropout_seed: int | None = None  # the same dropout for every cut; None where there is none
     execution: Execution = field(default_factory=Execution)
-    slots: Slots = field(default_factory=dict)  # of the optimiser; without them it starts anew
+    slots: OptimizerState = field(default_factory=dict)  # empty: the optimizer starts anew
     keep_optimizer: bool = False  # give the slots back at the end of the round
     first_step: int = 0  # the number of the first step; not 0 in the middle of a round
 

@@ -14,8 +14,9 @@ from collapipe_flwr.cluster.fleet import Fleet, RoundOrder
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import Optimizer
-from collapipe_flwr.pipeline.roles import FirstStage, MicroBatch, StepResult
-from collapipe_flwr.pipeline.state import PartState, load_slots, slots_of
+from collapipe_flwr.pipeline.roles import FirstStage
+from collapipe_flwr.pipeline.state import PartState, load_optimizer_state, optimizer_state_of
+from collapipe_flwr.pipeline.step import MicroBatch, StepResult
 from collapipe_flwr.transport.weights import TransferStats
 
 
@@ -38,7 +39,7 @@ class ReplayInterval:
         return replace(
             order,
             weights={**order.weights, **self.state.weights},
-            slots=self.state.slots,
+            slots=self.state.optimizer,
             first_step=self.next_step,
         )
 
@@ -61,7 +62,7 @@ def run_interval(
     """
     embedding = splitter.build_embedding(order.weights)
     optimizer = Optimizer(order.optimizer, embedding.parameters())
-    load_slots(embedding, optimizer, order.slots)
+    load_optimizer_state(embedding, optimizer, order.slots)
     with fleet.chain(splitter, order) as chain:
         first = FirstStage(
             embedding,
@@ -77,10 +78,10 @@ def run_interval(
             first.finish()
         segments = chain.collect(keep_optimizer=keep_optimizer)
     own = {key: tensor.detach() for key, tensor in embedding.state_dict().items()}
-    slots = segments.state.slots
+    kept = segments.state.optimizer
     state = PartState(
         weights={**own, **segments.state.weights},
-        slots={**slots_of(embedding, optimizer), **slots} if slots else {},
+        optimizer={**optimizer_state_of(embedding, optimizer), **kept} if kept else {},
     )
     return ReplayInterval(
         losses=tuple(step.loss for step in steps if step.weight),
@@ -106,8 +107,8 @@ def evaluate_chain(
     with fleet.chain(splitter, order) as chain:
         first = FirstStage(embedding, optimizer, order.settings(0), downstream=chain.link)
         with first.telling_neighbours():
-            results = [first.evaluate(batch, guesses=classifies) for batch in taken]
-            predictions = tuple(result.guesses for result in results)
+            results = [first.evaluate(batch, predict=classifies) for batch in taken]
+            predictions = tuple(result.predictions for result in results)
             if wanted is not None and splitter.decodes:
                 predictions = generate_texts(
                     embedding, chain.link, order.settings(0), taken, wanted

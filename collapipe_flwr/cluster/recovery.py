@@ -31,7 +31,7 @@ from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.pipeline.roles import MicroBatch
+from collapipe_flwr.pipeline.step import MicroBatch
 from collapipe_flwr.scheduler.replan import ReplanInput, replan
 
 log = logging.getLogger(__name__)

@@ -15,11 +15,10 @@ from torch import Tensor
 from collapipe_flwr.cluster.fleet import CONTROL_UNIT, RoundOrder, Segments
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.core.errors import ConfigError, FrozenWanted, LinkError
-from collapipe_flwr.core.heartbeat import Heartbeat
-from collapipe_flwr.core.links import LinkConfig
+from collapipe_flwr.core.links import Heartbeat, LinkConfig
 from collapipe_flwr.models.splitter import Splitter
+from collapipe_flwr.pipeline.config import NextHop, Placement, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.link import Link
-from collapipe_flwr.pipeline.session import NextHop, Placement, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.state import PartState
 from collapipe_flwr.transport.client import EdgeClient, Session
 from collapipe_flwr.transport.weights import TransferStats
@@ -153,7 +152,7 @@ class Hosted:
         blocks = self.request.placement.blocks
         keys = (*splitter.segment_keys(*blocks), *splitter.shared_keys)
         self.client.open_session(self.request)
-        state = PartState(weights=order.weights, slots=order.slots).only(keys)
+        state = PartState(weights=order.weights, optimizer=order.slots).only(keys)
         tensors = state.tensors()
         self.pushed.update(tensors)
         try:
@@ -200,7 +199,7 @@ class RemoteChain:
         return Segments(
             state=PartState(
                 weights={k: t for part in parts for k, t in part.state.weights.items()},
-                slots={k: t for part in parts for k, t in part.state.slots.items()},
+                optimizer={k: t for part in parts for k, t in part.state.optimizer.items()},
             ),
             reports=tuple(report for part in parts for report in part.reports),
             moved=sum((part.moved for part in parts), TransferStats()),

@@ -14,7 +14,7 @@ from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import MiddleStage
-from collapipe_flwr.pipeline.state import PartState, load_slots, slots_of
+from collapipe_flwr.pipeline.state import PartState, load_optimizer_state, optimizer_state_of
 from collapipe_flwr.transport.simulated_link import simulated_pair
 
 Connect = Callable[[LinkConfig], AbstractContextManager[Link]]
@@ -90,7 +90,9 @@ class ThreadChain:
         return Segments(
             state=PartState(
                 weights={k: t.detach() for s in stages for k, t in s.part.state_dict().items()},
-                slots={k: t for s in kept for k, t in slots_of(s.part, s.optimizer).items()},
+                optimizer={
+                    k: t for s in kept for k, t in optimizer_state_of(s.part, s.optimizer).items()
+                },
             ),
             reports=tuple(stage.report() for stage in stages),
         )
@@ -153,7 +155,7 @@ def _join(
     for index, segment in enumerate(order.plan.segments):
         part = splitter.build_segment(segment.first_block, segment.stop_block, order.weights)
         optimizer = Optimizer(order.optimizer, part.parameters())
-        load_slots(part, optimizer, order.slots)
+        load_optimizer_state(part, optimizer, order.slots)
         stages.append(
             make_stage(
                 part,

@@ -22,7 +22,6 @@ from collapipe_flwr.config.parsing import (
     parse_section,
     refuse_unknown,
 )
-from collapipe_flwr.core.heartbeat import Heartbeat
 from collapipe_flwr.core.keys import (
     Value,
     above,
@@ -36,8 +35,7 @@ from collapipe_flwr.core.keys import (
     path,
     some_of,
 )
-from collapipe_flwr.core.links import CODECS
-from collapipe_flwr.core.tls_files import TlsFiles
+from collapipe_flwr.core.links import CODECS, Heartbeat, TlsFiles
 from collapipe_flwr.data.config import DataConfig
 from collapipe_flwr.models.spec import LoraConfig, ModelConfig
 from collapipe_flwr.pipeline.config import Execution

@@ -1,4 +1,4 @@
-"""The vocabulary: frozen values that the scheduler, the pipeline and Flower share.
+"""Frozen values that the scheduler, the pipeline and Flower share.
 
 Units stand in the names: ``_s`` seconds, ``_j`` joules, ``_w`` watts, ``_hz`` hertz, ``_flop``
 floating-point operations. Sizes are bytes, gains are linear (not dB). Costs are *per example*
@@ -17,7 +17,7 @@ from collapipe_flwr.core.links import LinkConfig
 class BlockCost:
     """What one piece of the model (embedding, encoder block, decoder) costs per example.
 
-    ``state_bytes`` is independent of the batch: weights + gradients + optimiser state.
+    ``state_bytes`` is independent of the batch: weights + gradients + optimizer state.
     """
 
     forward_flop: float
@@ -163,7 +163,7 @@ class ClusterPlan:
     tx_power_w: Mapping[str, float]
     gradient_power_w: Mapping[str, float]
     latency_s: float  # predicted, of the whole round for this cluster
-    step_s: float  # predicted, of one optimiser step
+    step_s: float  # predicted, of one optimizer step
     energy_j: Mapping[str, float]  # predicted, of the round
     memory_bytes: Mapping[str, int]  # predicted peak, of each device with a segment
     model_share: float | None = None  # of the whole model's memory, kept by every device

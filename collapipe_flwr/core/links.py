@@ -1,12 +1,17 @@
-"""One hop of a chain: how its link behaves, and what it carried.
+"""One hop of a chain: how its link behaves, is watched and secured, and what it carried.
 
 Forward is towards the edge. Rates are bits per second, None where nothing limits them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.keys import above, at_least, key
 
 Note = tuple[int, int, float, int]
 """Which stream, which frame of its direction, when (seconds by the own clock), bytes."""
@@ -15,6 +20,8 @@ NOTED_FRAMES = 128  # of one stream: some steps, and a report stays small
 CODECS = ("fp32", "fp16", "bf16", "int8")  # of hidden states and gradients; the least lossy first
 QUEUE_FRAMES = 64  # that each direction of a link holds before its sender waits
 MOST_NOTES = 4 * (NOTED_FRAMES + 1)  # of one direction, for the same reason
+LEAST_PERIOD_S = 0.2  # hosts accept pings as often as this, and drop clients that send more
+LEAST_MISSES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +38,7 @@ class LinkConfig:
 
     @property
     def unpaced(self) -> LinkConfig:
-        """The same link, whose senders do not hold anything back."""
+        """The same link without rate limits."""
         return LinkConfig(codec=self.codec)
 
     def limited(self, codec: str, bit_per_s: float | None) -> LinkConfig:
@@ -46,6 +53,39 @@ class LinkConfig:
 def slower(rate: float | None, other: float | None) -> float | None:
     """The smaller of two limits; None is no limit."""
     return min((r for r in (rate, other) if r is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """One ping every `period_s`; a peer that misses `misses` of them in a row is lost."""
+
+    period_s: float = key(2.0, above(LEAST_PERIOD_S), name="heartbeat-s")
+    misses: int = key(LEAST_MISSES, at_least(LEAST_MISSES), name="heartbeat-misses")
+
+    def __post_init__(self) -> None:
+        if not LEAST_PERIOD_S < self.period_s < math.inf or self.misses < LEAST_MISSES:
+            raise ConfigError(
+                f"a heartbeat needs a period above {LEAST_PERIOD_S:g} s and {LEAST_MISSES} misses "
+                f"or more, got {self.period_s:g} s and {self.misses}"
+            )
+
+    @property
+    def lost_after_s(self) -> float:
+        """Seconds of silence after which a peer is lost."""
+        return self.period_s * self.misses
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFiles:
+    """PEM files of one member. `ca` signs the peers that it accepts.
+
+    A server needs `certificate` and `key`, and asks clients for a certificate when `ca` is
+    given. A client needs `ca`, and shows `certificate` with `key` when they are given.
+    """
+
+    ca: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collapipe_flwr.core.errors import ConfigError, DataError
-from collapipe_flwr.core.extras import extra
+from collapipe_flwr.core.errors import ConfigError, DataError, extra
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.metrics import Measure, match_rate
 from collapipe_flwr.data.reader import ReadColumn, TableTask, require_column

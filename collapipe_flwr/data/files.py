@@ -14,8 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from collapipe_flwr.core.errors import DataError
-from collapipe_flwr.core.extras import extra
+from collapipe_flwr.core.errors import DataError, extra
 
 with extra("data"):
     from datasets import (

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collapipe_flwr.core.errors import DataError
-from collapipe_flwr.core.extras import extra
+from collapipe_flwr.core.errors import DataError, extra
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.files import without_empty
 from collapipe_flwr.data.metrics import Measure, Tally, match_rate

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import fsum
 from typing import Any
 
-from collapipe_flwr.core.extras import extra
+from collapipe_flwr.core.errors import extra
 
 Texts = Sequence[str]
 Counts = list[float]

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from collapipe_flwr.core.errors import DataError
-from collapipe_flwr.core.extras import extra
+from collapipe_flwr.core.errors import DataError, extra
 from collapipe_flwr.data.config import DataConfig
 
 if TYPE_CHECKING:

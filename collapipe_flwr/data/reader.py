@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from collapipe_flwr.core.errors import DataError
-from collapipe_flwr.core.extras import extra
+from collapipe_flwr.core.errors import DataError, extra
 from collapipe_flwr.data.config import key_of
 from collapipe_flwr.data.files import is_one_table, load_table
 from collapipe_flwr.data.tasks import Task

@@ -9,8 +9,7 @@ from typing import ClassVar
 import numpy as np
 from torch import Tensor
 
-from collapipe_flwr.core.errors import DataError
-from collapipe_flwr.core.extras import extra
+from collapipe_flwr.core.errors import DataError, extra
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.metrics import ROUGE, Measure, bleu, chrf, match_rate
 from collapipe_flwr.data.reader import TableTask

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from collapipe_flwr.core.errors import DataError
-from collapipe_flwr.core.extras import extra
+from collapipe_flwr.core.errors import DataError, extra
 from collapipe_flwr.data.files import CONLL_SUFFIXES
 
 with extra("data"):

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 
 from collapipe_flwr.federation.records import LearningSettings
+from collapipe_flwr.pipeline.config import SessionKey
 from collapipe_flwr.pipeline.meter import StageReport
-from collapipe_flwr.pipeline.session import SessionKey
 
 Weights = Mapping[str, torch.Tensor]
 

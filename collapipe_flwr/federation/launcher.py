@@ -32,11 +32,9 @@ from typing import Any
 
 from collapipe_flwr.config.parsing import refuse_unknown
 from collapipe_flwr.config.schema import known_keys, parse
-from collapipe_flwr.core.errors import ConfigError, RunError
-from collapipe_flwr.core.extras import require
-from collapipe_flwr.core.keeper import keeping
+from collapipe_flwr.core.errors import ConfigError, RunError, require
 from collapipe_flwr.core.keys import Value
-from collapipe_flwr.core.signals import terminable
+from collapipe_flwr.core.processes import keeping, terminable
 
 
 def read_overrides(sources: Sequence[str]) -> dict[str, Value]:

@@ -16,7 +16,7 @@ from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.federation.records import SplitTask
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.pipeline.session import NextHop
+from collapipe_flwr.pipeline.config import NextHop
 from collapipe_flwr.transport.client import EdgeClient
 
 

@@ -30,8 +30,8 @@ from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.optimizer import Optimizer
-from collapipe_flwr.pipeline.roles import MicroBatch
-from collapipe_flwr.pipeline.state import load_slots, slots_of
+from collapipe_flwr.pipeline.state import load_optimizer_state, optimizer_state_of
+from collapipe_flwr.pipeline.step import MicroBatch
 
 Weights = Mapping[str, Tensor]
 
@@ -131,10 +131,10 @@ class WholeRound:
         model = splitter.build_whole(weights)
         model.config.use_cache = False
         optimizer = Optimizer(self.task.optimizers[self.server_round - 1], model.parameters())
-        load_slots(model, optimizer, memory.recall())
+        load_optimizer_state(model, optimizer, memory.recall())
         steps = examples.steps(**self.sizes)
         losses = train_unsplit(model, optimizer, steps, splitter.task.targets, self.task.execution)
-        memory.remember(slots_of(model, optimizer))
+        memory.remember(optimizer_state_of(model, optimizer))
         return _reply(splitter.trained_weights(model), losses, examples)
 
     def evaluate(self, node: Node, weights: Weights, data: LocalData) -> MetricRecord:

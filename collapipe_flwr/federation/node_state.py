@@ -24,7 +24,7 @@ from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.data.stream import StreamPlace
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.rounds import Progress
-from collapipe_flwr.pipeline.state import PartState, Slots
+from collapipe_flwr.pipeline.state import OptimizerState, PartState
 
 log = logging.getLogger("flwr.collapipe")
 STATE_KEY = "state-dir"
@@ -114,7 +114,7 @@ class OptimizerMemory:
     state: NodeState
     keep: bool
 
-    def recall(self) -> Slots:
+    def recall(self) -> OptimizerState:
         """What the last accepted round of this cluster left; a fresh optimizer has none."""
         slots = self.state.recall(_OPTIMIZER) if self.keep else {}
         if slots is None and self.state.progress.rounds:
@@ -125,33 +125,33 @@ class OptimizerMemory:
             )
         return slots or {}
 
-    def remember(self, slots: Slots) -> None:
+    def remember(self, slots: OptimizerState) -> None:
         """Keep what this round leaves."""
         if self.keep:
             self.state.remember(_OPTIMIZER, slots)
 
 
-def write_slots(slots: Slots, path: Path) -> None:
+def write_slots(slots: OptimizerState, path: Path) -> None:
     """Write them as one safetensors file."""
-    save_file(PartState(weights={}, slots=slots).tensors(), path)
+    save_file(PartState(weights={}, optimizer=slots).tensors(), path)
 
 
-def read_slots(path: Path) -> Slots:
+def read_slots(path: Path) -> OptimizerState:
     """What `write_slots` wrote; raises ModelError for another file."""
     try:
-        return PartState.of_tensors(load_file(path)).slots
+        return PartState.of_tensors(load_file(path)).optimizer
     except SafetensorError as error:
         raise ModelError(str(error)) from error
 
 
-def _encode_slots(slots: Slots) -> Record:
-    return encode_tensors(PartState(weights={}, slots=slots).tensors())
+def _encode_slots(slots: OptimizerState) -> Record:
+    return encode_tensors(PartState(weights={}, optimizer=slots).tensors())
 
 
-def _decode_slots(record: Record) -> Slots | None:
+def _decode_slots(record: Record) -> OptimizerState | None:
     if not isinstance(record, ArrayRecord):
         return None
-    return PartState.of_tensors(decode_tensors(record)).slots
+    return PartState.of_tensors(decode_tensors(record)).optimizer
 
 
 def _write_place(place: StreamPlace, path: Path) -> None:
@@ -170,7 +170,7 @@ def _key(name: str, server_round: int) -> str:
     return f"{name}.round-{server_round}"
 
 
-_OPTIMIZER: Kept[Slots] = Kept(
+_OPTIMIZER: Kept[OptimizerState] = Kept(
     name="collapipe.optimizer",
     suffix=".safetensors",
     write=write_slots,

@@ -16,14 +16,13 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile
 from collapipe_flwr.core.errors import ProtocolError, ScheduleError
-from collapipe_flwr.core.heartbeat import Heartbeat
 from collapipe_flwr.core.json_codec import from_json, to_json
+from collapipe_flwr.core.links import Heartbeat
 from collapipe_flwr.federation.rounds import Progress
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.models.spec import BatchShape
-from collapipe_flwr.pipeline.config import Execution
+from collapipe_flwr.pipeline.config import Execution, SessionKey
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
-from collapipe_flwr.pipeline.session import SessionKey
 from collapipe_flwr.scheduler.plans import check_cluster_plan
 
 ARRAYS = "arrays"

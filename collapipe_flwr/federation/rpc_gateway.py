@@ -10,10 +10,9 @@ import torch
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.federation.checkpoint import Memory
 from collapipe_flwr.federation.edge_gateway import DecoderOrder, EdgeSession
-from collapipe_flwr.pipeline.config import StageConfig
+from collapipe_flwr.pipeline.config import SessionKey, SessionRequest, StageConfig
 from collapipe_flwr.pipeline.meter import StageReport
-from collapipe_flwr.pipeline.session import SessionKey, SessionRequest
-from collapipe_flwr.pipeline.state import PartState, Slots
+from collapipe_flwr.pipeline.state import OptimizerState, PartState
 from collapipe_flwr.transport.client import EdgeClient
 
 
@@ -31,8 +30,8 @@ class RpcEdgeGateway:
         self._client = client
         self._address = address or client.address
         self._keep_optimizer = keep_optimizer
-        self._slots: dict[str, Slots] = {}  # by cluster, of its last accepted round
-        self._fetched: dict[SessionKey, Slots] = {}  # not accepted yet
+        self._slots: dict[str, OptimizerState] = {}  # by cluster, of its last accepted round
+        self._fetched: dict[SessionKey, OptimizerState] = {}  # not accepted yet
         self._clusters: dict[SessionKey, str] = {}
 
     def open(self, order: DecoderOrder) -> EdgeSession:
@@ -54,7 +53,7 @@ class RpcEdgeGateway:
         found = self._client.session(session.key).fetch_weights(with_optimizer=keep)
         state = PartState.of_tensors(found)
         if keep:
-            self._fetched[session.key] = state.slots
+            self._fetched[session.key] = state.optimizer
         return dict(state.weights)
 
     def accept(self, session: EdgeSession) -> None:
@@ -73,7 +72,7 @@ class RpcEdgeGateway:
         tensors = {
             f"{index}/{key}": tensor
             for index, name in enumerate(names)
-            for key, tensor in PartState(weights={}, slots=self._slots[name]).tensors().items()
+            for key, tensor in PartState(weights={}, optimizer=self._slots[name]).tensors().items()
         }
         return Memory(text=json.dumps(names), tensors=tensors)
 
@@ -84,7 +83,7 @@ class RpcEdgeGateway:
         for place, tensor in memory.tensors.items():
             index, _, key = place.partition("/")
             own[names[int(index)]][key] = tensor
-        self._slots = {name: PartState.of_tensors(held).slots for name, held in own.items()}
+        self._slots = {name: PartState.of_tensors(held).optimizer for name, held in own.items()}
 
     def close(self, session: EdgeSession) -> None:
         """Free the session, and forget an optimizer that was not accepted."""
@@ -94,7 +93,7 @@ class RpcEdgeGateway:
 
     def _open(self, order: DecoderOrder, broken: list[SessionKey]) -> SessionKey:
         key = SessionKey.random(f"{order.cluster_id}-{order.server_round}")
-        state = PartState(weights=order.weights, slots=self._slots.get(order.cluster_id, {}))
+        state = PartState(weights=order.weights, optimizer=self._slots.get(order.cluster_id, {}))
         try:
             self._client.open_session(_request(order, key)).push_weights(state.tensors())
         except LinkError:

@@ -21,11 +21,10 @@ from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError, LinkError
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.pipeline.config import StageConfig
+from collapipe_flwr.pipeline.config import NextHop, SessionKey, SessionRequest, StageConfig
+from collapipe_flwr.pipeline.generation_driver import GenerationDriver
 from collapipe_flwr.pipeline.link import Link, memory_pair
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
-from collapipe_flwr.pipeline.prompter import Prompter
-from collapipe_flwr.pipeline.session import NextHop, SessionKey, SessionRequest
 from collapipe_flwr.transport.client import EdgeClient
 
 _log = logging.getLogger(__name__)
@@ -68,14 +67,14 @@ def even_plan(num_blocks: int, device_ids: Sequence[str]) -> ClusterPlan:
 @contextmanager
 def prompter(
     splitter: Splitter, order: RoundOrder, fleet: Fleet, *, slots: int
-) -> Iterator[Prompter]:
+) -> Iterator[GenerationDriver]:
     """The control unit's end of a chain in generation; everything has ended afterwards.
 
     Raises LinkError when a device or the edge cannot be reached or breaks off.
     """
     embedding = splitter.build_embedding(order.weights)
     with fleet.chain(splitter, order) as chain:
-        driver = Prompter(
+        driver = GenerationDriver(
             embedding,
             chain.link,
             order.settings(0),
@@ -163,7 +162,7 @@ class ServedModel:
     deadline_s: float
 
     @contextmanager
-    def over(self, fleet: Fleet, device_ids: Sequence[str]) -> Iterator[Prompter]:
+    def over(self, fleet: Fleet, device_ids: Sequence[str]) -> Iterator[GenerationDriver]:
         """Run a chain over these devices."""
         plan = even_plan(self.splitter.num_blocks, device_ids)
         order = serving_order(plan, self.weights, self.deadline_s)
@@ -182,7 +181,7 @@ class ThreadBackend:
         )
 
     @contextmanager
-    def chain(self, device_ids: Sequence[str]) -> Iterator[Prompter]:
+    def chain(self, device_ids: Sequence[str]) -> Iterator[GenerationDriver]:
         """See `GenerationBackend.chain`."""
         with self._served.over(self.fleet, device_ids) as driver:
             yield driver
@@ -210,7 +209,7 @@ class DaemonBackend:
             )
 
     @contextmanager
-    def chain(self, device_ids: Sequence[str]) -> Iterator[Prompter]:
+    def chain(self, device_ids: Sequence[str]) -> Iterator[GenerationDriver]:
         """See `GenerationBackend.chain`; the edge gets its part first."""
         served, name = self.served, self._certificate_name
         with (

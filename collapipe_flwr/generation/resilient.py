@@ -18,7 +18,7 @@ from typing import Protocol, Self
 from torch import Tensor
 
 from collapipe_flwr.core.errors import CollaPipeError, LinkError
-from collapipe_flwr.pipeline.prompter import Prompter, TextTimeout
+from collapipe_flwr.pipeline.generation_driver import GenerationDriver, TextTimeout
 
 _log = logging.getLogger(__name__)
 MOST_REPLAYS = 2  # of one text without a new token: whatever breaks it then is not transient
@@ -32,7 +32,7 @@ class GenerationBackend(Protocol):
         """In the order of the chain."""
         ...
 
-    def chain(self, device_ids: Sequence[str]) -> AbstractContextManager[Prompter]:
+    def chain(self, device_ids: Sequence[str]) -> AbstractContextManager[GenerationDriver]:
         """A new chain over these devices. Raises LinkError where one does not answer."""
         ...
 
@@ -45,7 +45,7 @@ class GenerationBackend(Protocol):
 class _Built:
     """A running chain, and the stack that takes it down."""
 
-    driver: Prompter
+    driver: GenerationDriver
     stack: ExitStack
 
     def drop(self, error: LinkError) -> None:
@@ -86,7 +86,7 @@ class ResilientGenerator:
             built.stack.__exit__(kind, error, trace)
 
     def generate(self, prompt: Tensor, settings_json: str) -> Generator[Tensor]:
-        """See `Prompter.generate`; raises LinkError when the chain cannot be rebuilt.
+        """See `GenerationDriver.generate`; raises LinkError when the chain cannot be rebuilt.
 
         That is so when it breaks three times without a new token of this text. The first loss of
         each device is not counted.

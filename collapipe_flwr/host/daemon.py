@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, cast
 
 from collapipe_flwr.config.access_control import Roster
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.signals import stopping
-from collapipe_flwr.core.tls_files import TlsFiles
+from collapipe_flwr.core.links import TlsFiles
+from collapipe_flwr.core.processes import stopping
 from collapipe_flwr.host.allocator import configure_malloc
 from collapipe_flwr.host.power import IwPower
 from collapipe_flwr.host.server import Listener, ListenerConfig

@@ -16,11 +16,10 @@ from collapipe_flwr.core.errors import CheckpointMissing
 from collapipe_flwr.host.session import HostedPart, Session, SessionRefused, Snapshot
 from collapipe_flwr.host.snapshot_store import SnapshotStore
 from collapipe_flwr.host.weight_cache import WeightCache
-from collapipe_flwr.pipeline.memory import bytes_of
-from collapipe_flwr.pipeline.meter import StageReport
+from collapipe_flwr.pipeline.config import SessionRequest
+from collapipe_flwr.pipeline.meter import StageReport, bytes_of
 from collapipe_flwr.pipeline.optimizer import Optimizer
-from collapipe_flwr.pipeline.session import SessionRequest
-from collapipe_flwr.pipeline.state import PartState, live_state, load_slots, state_bytes
+from collapipe_flwr.pipeline.state import PartState, live_state, load_optimizer_state, state_bytes
 
 BuildPart = Callable[[SessionRequest, Mapping[str, Tensor]], HostedPart]
 
@@ -60,7 +59,7 @@ class Parts:
             optimizer = Optimizer(session.request.optimizer, part.parameters())
             needed = state_bytes(module_of(part), optimizer)
             session.account.reserve({_NEW: max(needed - given, copied)})
-            load_slots(module_of(part), optimizer, state.slots, copy=False)
+            load_optimizer_state(module_of(part), optimizer, state.optimizer, copy=False)
             saved = None
             if session.request.recoverable:
                 saved = self._saved(session, part, optimizer, state.weights)
@@ -109,7 +108,7 @@ class Parts:
         optimizer = Optimizer(session.request.optimizer, part.parameters())
         needed = state_bytes(module_of(part), optimizer)
         session.account.reserve({PART: needed, _NEW: 0})
-        load_slots(module_of(part), optimizer, state.slots)
+        load_optimizer_state(module_of(part), optimizer, state.optimizer)
         session.part, session.optimizer = part, optimizer
 
     def _saved(
@@ -152,8 +151,8 @@ def tensors_of(session: Session, with_optimizer: bool) -> dict[str, Tensor]:
     weights = session.part.state_dict()
     if not with_optimizer:
         return weights
-    slots = live_state(module_of(session.part), session.optimizer).slots
-    return PartState(weights=weights, slots=slots).tensors()
+    slots = live_state(module_of(session.part), session.optimizer).optimizer
+    return PartState(weights=weights, optimizer=slots).tensors()
 
 
 def _found_by_key(session: Session) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from collapipe_flwr.config.access_control import Roster
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.tls_files import TlsFiles
+from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.host.auth_interceptor import AuthInterceptor
 from collapipe_flwr.transport.authorizer import Authorizer
 from collapipe_flwr.transport.methods import FrameLimits

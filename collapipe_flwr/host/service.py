@@ -30,18 +30,11 @@ from collapipe_flwr.host.session import HostedPart, Session, SessionRefused, Str
 from collapipe_flwr.host.sessions import SessionTable
 from collapipe_flwr.host.snapshot_store import SnapshotStore
 from collapipe_flwr.host.weight_cache import TensorStore, WeightCache
-from collapipe_flwr.pipeline.digest import digests_of
+from collapipe_flwr.pipeline.config import Health, NextHop, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.link import Link
-from collapipe_flwr.pipeline.memory import bytes_of
-from collapipe_flwr.pipeline.meter import StageReport
+from collapipe_flwr.pipeline.meter import StageReport, Timeline, bytes_of
 from collapipe_flwr.pipeline.roles import LastStage, MiddleStage
-from collapipe_flwr.pipeline.session import (
-    Health,
-    NextHop,
-    SessionKey,
-    SessionRequest,
-    Timeline,
-)
+from collapipe_flwr.pipeline.state import digests_of
 
 Connect = Callable[[NextHop], AbstractContextManager[Link]]
 Reserve = Callable[[int], None]

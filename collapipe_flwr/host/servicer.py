@@ -26,10 +26,10 @@ from collapipe_flwr.host.ledger import NoRoom
 from collapipe_flwr.host.service import EdgeService, Reserve
 from collapipe_flwr.host.session import SessionRefused, Stream
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest, run_benchmark
-from collapipe_flwr.pipeline.digest import Digests, Keys
-from collapipe_flwr.pipeline.frame import Frame, FrameKind
-from collapipe_flwr.pipeline.meter import StageReport
-from collapipe_flwr.pipeline.session import Health, SessionKey, SessionRequest, StepMark, Timeline
+from collapipe_flwr.pipeline.config import Health, SessionKey, SessionRequest, StepMark
+from collapipe_flwr.pipeline.link import Frame, FrameKind
+from collapipe_flwr.pipeline.meter import StageReport, Timeline
+from collapipe_flwr.pipeline.state import Digests, Keys
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
 from collapipe_flwr.transport.host_status import ProbeAnswer, ProbeRequest

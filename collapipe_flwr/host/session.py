@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.host.ledger import Account
+from collapipe_flwr.pipeline.config import SessionRequest
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import Optimizer
-from collapipe_flwr.pipeline.session import SessionRequest
 from collapipe_flwr.pipeline.state import PartState
 
 BUSY_S = 60.0  # for whoever uses a part before us

@@ -8,7 +8,7 @@ from secrets import compare_digest
 
 from collapipe_flwr.host.ledger import Account
 from collapipe_flwr.host.session import Session, SessionRefused
-from collapipe_flwr.pipeline.session import Health, SessionKey, SessionRequest
+from collapipe_flwr.pipeline.config import Health, SessionKey, SessionRequest
 
 
 class SessionTable:

@@ -21,8 +21,8 @@ from collapipe_flwr.core.durable import clean, make_folder, remove, write_file
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.host.session import Snapshot
+from collapipe_flwr.pipeline.config import SessionRequest
 from collapipe_flwr.pipeline.meter import StageReport
-from collapipe_flwr.pipeline.session import SessionRequest
 from collapipe_flwr.pipeline.state import PartState
 
 _log = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from torch import Tensor
 from collapipe_flwr.core.durable import clean, draft, make_folder
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
-from collapipe_flwr.pipeline.digest import digest_of
-from collapipe_flwr.pipeline.memory import bytes_of
+from collapipe_flwr.pipeline.meter import bytes_of
+from collapipe_flwr.pipeline.state import digest_of
 
 _log = logging.getLogger(__name__)
 _SUFFIX, _NAME = ".safetensors", "tensor"

@@ -31,14 +31,14 @@ WORTH = 2**18  # numbers in a matrix from which adding saves more than a call of
 
 
 class WeightGradient(NamedTuple):
-    """A product that is still to be added to the gradient of ``weight``."""
+    """A product to be added to the gradient of ``weight``."""
 
     weight: Tensor  # (a, b)
     left: Tensor  # (N, a)
     right: Tensor  # (N, b)
 
     def add(self) -> None:
-        """Add it where the gradient lies; not while autograd records."""
+        """Add it in place; not while autograd records."""
         gradient = self.weight.grad
         if gradient is None:
             self.weight.grad = self.product()
@@ -51,14 +51,14 @@ class WeightGradient(NamedTuple):
 
 
 class DeferredGradients:
-    """Products that one backward pass left for later, to be computed once."""
+    """Products that one backward pass left for later."""
 
     def __init__(self) -> None:
         self._gradients: list[WeightGradient] = []
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What is kept alive until then."""
+        """The tensors kept alive until then."""
         return [
             tensor for gradient in self._gradients for tensor in (gradient.left, gradient.right)
         ]
@@ -93,8 +93,8 @@ def deferring() -> Iterator[DeferredGradients]:
 
 
 def _accumulated(gradient: WeightGradient) -> Tensor | None:
-    """Defer or add a product; return it to autograd where hooks or nothing is there."""
-    if is_heard(gradient.weight):
+    """Defer or add a product; return it to autograd for hooks, or as the first gradient."""
+    if has_hooks(gradient.weight):
         return gradient.product()
     if _thread.deferred is not None:
         _thread.deferred.note(gradient)
@@ -105,8 +105,8 @@ def _accumulated(gradient: WeightGradient) -> Tensor | None:
     return None
 
 
-def is_heard(weight: Tensor) -> bool:
-    """Whether hooks wait for its gradient, which must then come through autograd."""
+def has_hooks(weight: Tensor) -> bool:
+    """Whether hooks observe its gradient, which must then come from autograd."""
     return bool(weight._post_accumulate_grad_hooks or weight._backward_hooks)
 
 
@@ -126,7 +126,7 @@ def fuse_accumulation(part: nn.Module) -> None:
 
 
 def _is_large(module: nn.Module) -> bool:
-    """Also says no where the weight is made of others, which autograd must see."""
+    """False also for weights computed from others, which autograd must see."""
     weight = module._parameters.get("weight")
     return weight is not None and weight.numel() >= WORTH
 
@@ -143,7 +143,7 @@ class FusedLinear(nn.Linear):
 
 
 class FusedEmbedding(nn.Embedding):
-    """A table of whose gradient only the rows that occur are touched."""
+    """A table that updates only those rows of its gradient that occur."""
 
     def forward(self, given: Tensor) -> Tensor:
         """(...) row numbers to (..., width)."""
@@ -167,7 +167,7 @@ def _fused_conv1d(kind: Any) -> Any:
 
 
 def _weight_and_bias(layer: nn.Module) -> tuple[Any, Any]:
-    """From where they lie: as attributes, every call would look for them in other places first."""
+    """Straight from the registry, which is faster than attribute access."""
     parameters = layer._parameters
     return parameters["weight"], parameters["bias"]
 
@@ -205,7 +205,7 @@ class _Product(torch.autograd.Function):
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of a table; that of padding learns nothing."""
+    """Rows of a table; that of padding is not trained."""
 
     @staticmethod
     def forward(ctx: Any, given: Tensor, weight: Tensor, padding_id: int | None) -> Tensor:
@@ -219,7 +219,7 @@ class _Lookup(torch.autograd.Function):
         ids, rows = given.reshape(-1), _rows(gradients[0])
         if ctx.padding_id is not None:
             rows = rows * (ids != ctx.padding_id).unsqueeze(1)
-        is_first = weight.grad is None or is_heard(weight)
+        is_first = weight.grad is None or has_hooks(weight)
         total = torch.zeros_like(weight, requires_grad=False) if is_first else weight.grad
         total.index_add_(0, ids, rows)
         return None, total if is_first else None, None

@@ -1,20 +1,24 @@
-"""How the stages of a run compute and send, and how one of them runs.
+"""How a stage runs, and what a host needs to hold one.
 
-Both classes are carried whole from where a round is composed to the stage that obeys them: by
-reference within a process, as JSON in a `SessionRequest`. A new option needs a field here, the code
-that obeys it and its documentation.
+`Execution` and `StageConfig` are carried whole from where a round is composed to the stage that
+obeys them: by reference within a process, as JSON in a `SessionRequest`. A new option needs a field
+here, the code that obeys it and its documentation.
 """
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field, replace
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.keys import at_least, key, one_of
-from collapipe_flwr.pipeline.step import MOST_SEED
+from collapipe_flwr.core.keys import at_least, check_keys, key, one_of
+from collapipe_flwr.core.links import Heartbeat, LinkConfig
+from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 
 PRECISIONS = ("fp32", "bf16")
 LONGEST_WAIT_S = 86_400.0
+MOST_SEED = 2**53  # a scalar on the wire is a float
+_RANDOM_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +26,7 @@ class Execution:
     """What a run asks of every stage, besides its schedule.
 
     ``precision`` bf16 computes matrix products in bfloat16 (torch's autocast) on weights, gradients
-    and optimiser state that stay in single precision. ``recompute`` makes devices keep only the
+    and optimizer state that stay in single precision. ``recompute`` makes devices keep only the
     inputs of their blocks for a micro-batch in flight (or just the input of a part that does not
     know its blocks) and compute the forward pass again for the backward. ``clip_norm`` bounds the
     norm of all gradients together (0: not at all); it counts on the first stage, which tells the
@@ -39,16 +43,11 @@ class Execution:
     paced: bool = False
 
     def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS:
-            raise ConfigError(
-                f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}"
-            )
-        if not self.clip_norm >= 0:
-            raise ConfigError(f"clip norm must be >= 0, got {self.clip_norm}")
+        check_keys(self, "")
 
     @property
     def without_recompute(self) -> Execution:
-        """The same for the first and the last stage, which keep what they computed."""
+        """For the first and the last stage, which keep their activations."""
         return replace(self, recompute=False)
 
 
@@ -81,5 +80,99 @@ class StageConfig:
 
     @property
     def pause_s(self) -> float:
-        """`idle_s`, but not less than `deadline_s`: stages ahead may still be at the last step."""
+        """`idle_s`, but at least `deadline_s`: stages ahead may still be at the last step."""
         return max(self.idle_s, self.deadline_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionKey:
+    """Identifies a session on its host; a caller needs both to use it."""
+
+    session_id: str
+    token: str = field(repr=False)  # a secret: never printed
+
+    @classmethod
+    def random(cls, prefix: str) -> SessionKey:
+        """A new key from a cryptographic source."""
+        return cls(
+            session_id=f"{prefix}-{secrets.token_hex(4)}", token=secrets.token_hex(_RANDOM_BYTES)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextHop:
+    """Where a device sends its activations: a session on another host called `name`.
+
+    Under TLS that host's certificate must be for `certificate_name`; empty: the host in `address`.
+    `link` configures both ends. With a `heartbeat` the device detects that the next host is lost.
+    """
+
+    address: str
+    key: SessionKey
+    name: str = "edge"
+    certificate_name: str = ""
+    link: LinkConfig = field(default_factory=LinkConfig)
+    heartbeat: Heartbeat | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """What a device holds, and what follows it.
+
+    `blocks` are the first one and the one behind the last. `tx_power_w` is the planned power of the
+    device's radio (None: as it is).
+    """
+
+    blocks: tuple[int, int]
+    next_hop: NextHop
+    tx_power_w: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionRequest:
+    """Opens a session that callers with `key` may use.
+
+    `spec_json` is the model (`ModelSpec.to_json`). The edge, which is last, has no `placement`.
+    A `recoverable` session keeps a copy of its last snapshot (initially of its first weights) and
+    returns to it when a stream fails, instead of ending. With `keep_optimizer` a device keeps the
+    optimizer state with the weights for the next round.
+
+    Members of `cluster_id` may use it; the host records which one was its `opener`. Both count only
+    where certificates identify callers.
+    """
+
+    key: SessionKey
+    spec_json: str
+    stage: StageConfig = field(default_factory=lambda: StageConfig(name="edge"))
+    placement: Placement | None = None
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    keep_optimizer: bool = False
+    recoverable: bool = False
+    cluster_id: str = ""
+    opener: str = ""
+
+    def __post_init__(self) -> None:
+        texts = (self.key.session_id, self.key.token)
+        if not all(text.isascii() and text.isprintable() for text in texts):
+            raise ConfigError("a session's id and token must be printable ASCII characters")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMark:
+    """A point between two steps: `step` of them were done since the weights were set."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """The load of a host: `sessions` held, `running` of them in the middle of a stream.
+
+    Of the `most_bytes` that models may take, `held_bytes` are reserved.
+    """
+
+    sessions: int
+    running: int
+    most_sessions: int
+    held_bytes: int = 0
+    most_bytes: int = 0

@@ -1,4 +1,4 @@
-"""Generation over a chain of stages: several texts at once, none of which can touch another.
+"""Generation over a chain of stages: several independent texts at once.
 
     control unit   ACTIVATION: hidden states of a prompt, or of the token that was asked for   ->
     device         the same, through its blocks; a cache per text for decoder-only models      ->
@@ -6,11 +6,11 @@
 
 With beams a step has several rows; ROWS says which rows of the last step they go on from.
 
-A SERVE frame turns a chain into this mode until END and says how many texts are made at once, its
-slots. Frames of different texts mix freely, so that while one text waits for a token the devices
-work on others. ``micro_batch`` is the number of a text: the first ones are 0 .. slots - 1, and when
-text n has ended, n + slots takes its place. So no number comes twice in a chain, and a frame that
-comes late is known as one of a text that has ended, and dropped.
+A SERVE frame switches a chain to this mode until END and gives the number of texts generated at
+once, its slots. Frames of different texts interleave, so while one text waits for a token the
+devices compute for others. ``micro_batch`` is the number of a text: the first ones are
+0 .. slots - 1, and when text n has ended, n + slots takes its slot. So no number occurs twice in a
+chain, and late frames of a text that has ended are recognized and dropped.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ from torch import Tensor
 
 from collapipe_flwr.core.errors import CollaPipeError, LinkError, LinkTimeout, ProtocolError
 from collapipe_flwr.pipeline.config import StageConfig
-from collapipe_flwr.pipeline.frame import HIDDEN, Frame, FrameKind
-from collapipe_flwr.pipeline.link import Link
-from collapipe_flwr.pipeline.mailbox import Mailbox
+from collapipe_flwr.pipeline.link import HIDDEN, Frame, FrameKind, Link, Mailbox
 
 TOKENS, INPUT_IDS, ATTENTION_MASK, ROWS = "tokens", "input_ids", "attention_mask", "rows"
 PAST, PROMPT, ASK, DONE, SLOTS = "past", "prompt", "ask", "done", "slots"
@@ -56,7 +54,7 @@ def next_frame(link: Link, pause_s: float) -> Frame:
 
 
 def relay_generation(part: Any, up: Link, down: Link, settings: StageConfig) -> None:
-    """A device's share, until END: blocks on the way down, tokens on the way up."""
+    """Run a device until END: blocks on the way down, tokens on the way up."""
     part.train(False)
     caches: dict[int, Any] = {}
     pump = threading.Thread(target=_pump, args=(down, up, settings, caches), daemon=True)
@@ -74,7 +72,7 @@ def relay_generation(part: Any, up: Link, down: Link, settings: StageConfig) -> 
 
 
 def _through(part: Any, caches: dict[int, Any], frame: Frame) -> Frame | None:
-    """The frame for the next stage; None for one of a text that has ended meanwhile."""
+    """Return the frame for the next stage; None if its text has ended meanwhile."""
     hidden, text = frame.tensors[HIDDEN], frame.micro_batch
     with torch.no_grad():
         if PAST not in frame.scalars:
@@ -93,7 +91,7 @@ def _through(part: Any, caches: dict[int, Any], frame: Frame) -> Frame | None:
 
 
 def _pump(down: Link, up: Link, settings: StageConfig, caches: dict[int, Any]) -> None:
-    """Everything that comes up from the edge; an error goes on to who waits upstream."""
+    """Forward every frame from the edge upstream, and a link error too."""
     try:
         while True:
             frame = next_frame(down, settings.pause_s)
@@ -112,17 +110,17 @@ class _Text:
 
     number: int
     answers: Mailbox[Frame]
-    stopped: threading.Event = field(default_factory=threading.Event)  # nobody listens any more
+    stopped: threading.Event = field(default_factory=threading.Event)  # by the client
     over: bool = False  # its last frame is on its way
 
     def stop(self) -> None:
-        """End it as soon as it asks or tells something."""
+        """End it at its next question or tokens."""
         self.stopped.set()
         self.answers.fail(_stopped())
 
 
 class GeneratingEdge:
-    """The last stage's share: one thread per text in flight, ``slots`` of them at most."""
+    """The last stage while it generates: a thread per text, ``slots`` of them at most."""
 
     def __init__(self, part: Any, up: Link, settings: StageConfig, order: Frame) -> None:
         slots = order.scalars.get(SLOTS, 0.0)
@@ -132,7 +130,7 @@ class GeneratingEdge:
         self._up = up
         self._settings = settings
         self._most = int(slots)
-        self._texts: dict[int, _Text] = {}  # the last one of each place
+        self._texts: dict[int, _Text] = {}  # the last one of each slot
 
     def serve(self) -> None:
         """Generate until END."""
@@ -189,7 +187,7 @@ class GeneratingEdge:
             ) from error
 
     def _run(self, text: _Text, prompt: Frame) -> None:
-        """One text; what goes wrong with it is told in its last frame, the others go on."""
+        """Generate one text; its last frame carries its error, and the others go on."""
         try:
             last = self._last_frame(text, prompt)
             text.over = True  # before the frame leaves, for the next text may follow at once

@@ -1,13 +1,60 @@
-"""The seam between stages: `Link`, and the pair that joins two threads of one process."""
+"""Links between neighbouring stages, and the frames on them: one per micro-batch and direction."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from threading import Condition
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.core.errors import LinkError, LinkTimeout
 from collapipe_flwr.core.links import QUEUE_FRAMES, LinkTraffic
-from collapipe_flwr.pipeline.frame import Frame
-from collapipe_flwr.pipeline.mailbox import Mailbox
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HIDDEN = "hidden"  # the tensor of an ACTIVATION frame that carries gradients
+GRAD = "grad"  # the tensor of a GRADIENT frame
+
+Item = TypeVar("Item")
+
+
+class FrameKind(IntEnum):
+    """The number is the byte on the wire: never reuse one."""
+
+    HELLO = 0  # the receiver accepts this stream
+    BEGIN = 1  # a step starts: how many micro-batches, training or evaluation
+    ACTIVATION = 2  # down the chain: hidden state and the context of one micro-batch
+    GRADIENT = 3  # up the chain: gradient of the hidden state, loss and weight
+    TOTALS = 4  # up the chain: sums over the stages at the end of a step
+    COMMIT = 5  # down the chain: what the first stage made of the totals
+    END = 6  # no further step
+    ERROR = 7  # the sender gave up; `text` says why
+    WEIGHTS = 8  # a piece of a state dict
+    ROWS = 9  # rows of a tied table up the chain, their gradients down (``ties``)
+    SERVE = 10  # down the chain: from now on generate texts, until END (`generation`)
+    TOKENS = 11  # up the chain: new tokens of a text, or those whose hidden states are asked for
+    STOP = 12  # down the chain: the client wants no more of this text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """One message; its tensors must not be changed afterwards."""
+
+    kind: FrameKind
+    step: int = 0
+    micro_batch: int = 0
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    text: str = ""
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of all tensors as they are in memory."""
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
 
 class Link(Protocol):
@@ -15,7 +62,7 @@ class Link(Protocol):
 
     @property
     def peer(self) -> str:
-        """How error sentences name the neighbour."""
+        """The neighbour's name in error messages."""
         ...
 
     @property
@@ -37,11 +84,102 @@ class Link(Protocol):
         ...
 
     def close(self, error: str = "") -> None:
-        """Close both directions; an error sentence overtakes queued frames and the peer raises it.
+        """Close both directions; an error overtakes queued frames and is raised by the peer.
 
         Closing twice is allowed.
         """
         ...
+
+
+class LinkClosed(LinkError):
+    """The peer ended the link in good order."""
+
+
+class Mailbox(Generic[Item]):
+    """A queue of at most `capacity` items between two threads; `peer` names the other side.
+
+    With `most_bytes` the total size of the items is bounded too; one item always fits. With None
+    for a deadline, a call waits until the mailbox ends.
+
+    It ends in one of two ways: `end` delivers what is queued and then raises `LinkClosed`;
+    `fail` drops what is queued and raises the given error to all who wait, at once.
+    """
+
+    def __init__(self, capacity: int, peer: str, *, most_bytes: float = math.inf) -> None:
+        self._items: deque[tuple[Item, int]] = deque()
+        self._bytes = 0
+        self._most_bytes = most_bytes
+        self._capacity = capacity
+        self._peer = peer
+        self._end: LinkError | None = None
+        self._changed = Condition()
+
+    def put(self, item: Item, deadline_s: float | None, *, size_bytes: int = 0) -> None:
+        """Queue one item. Raises LinkError when ended, LinkTimeout when full until the deadline."""
+        with self._changed:
+            self._wait(lambda: self._has_room(size_bytes), deadline_s, "took nothing")
+            if self._end is not None:
+                raise _again(self._end)
+            self._append(item, size_bytes)
+
+    def get(self, deadline_s: float | None) -> Item:
+        """Take the oldest item. Raises LinkClosed, LinkError or, at the deadline, LinkTimeout."""
+        with self._changed:
+            self._wait(lambda: bool(self._items), deadline_s, "sent nothing")
+            if not self._items:
+                assert self._end is not None
+                raise _again(self._end)
+            item, size_bytes = self._items.popleft()
+            self._bytes -= size_bytes
+            self._changed.notify_all()
+            return item
+
+    def end(self) -> None:
+        """No more items after those queued."""
+        with self._changed:
+            if self._end is None:
+                self._end = LinkClosed(f"{self._peer} closed the link")
+                self._changed.notify_all()
+
+    def end_with(self, last: Item, error: LinkError) -> None:
+        """Deliver `last` instead of what is queued, and raise `error` afterwards."""
+        with self._changed:
+            if self._end is None:
+                self._clear()
+                self._end = error
+                self._append(last, 0)
+
+    def fail(self, error: LinkError) -> None:
+        """Drop what is queued and raise `error` from now on; the first failure stays."""
+        with self._changed:
+            if self._end is None or isinstance(self._end, LinkClosed):
+                self._end = error
+                self._clear()
+                self._changed.notify_all()
+
+    def _has_room(self, size_bytes: int) -> bool:
+        fits = not self._items or self._bytes + size_bytes <= self._most_bytes
+        return fits and len(self._items) < self._capacity
+
+    def _append(self, item: Item, size_bytes: int) -> None:
+        self._items.append((item, size_bytes))
+        self._bytes += size_bytes
+        self._changed.notify_all()
+
+    def _clear(self) -> None:
+        self._items.clear()
+        self._bytes = 0
+
+    def _wait(self, ready: Callable[[], bool], deadline_s: float | None, what: str) -> None:
+        if not self._changed.wait_for(lambda: ready() or self._end is not None, deadline_s):
+            raise LinkTimeout(f"{self._peer} {what} within {deadline_s:g} s")
+
+
+def _again(error: LinkError) -> LinkError:
+    """A fresh exception of the same kind: one instance must not be raised in two threads."""
+    fresh = type(error)(*error.args)
+    fresh.__cause__ = error.__cause__
+    return fresh
 
 
 class MemoryLink:

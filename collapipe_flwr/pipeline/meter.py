@@ -1,11 +1,12 @@
-"""What a stage measures about itself: seconds, tensor memory, gradient norms."""
+"""What a stage measures: seconds, gradient norms and tensor memory."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -27,14 +28,21 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """The first single spans of a session, if it was opened with `keep_spans`."""
+
+    spans: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageReport:
-    """One stage over all steps since it was opened, or over several such stretches of a round.
+    """One stage over all steps since it was opened, or over several intervals of a round.
 
     `wait_s` is time spent waiting for a neighbour, to receive or to find room to send.
     `*_up` is the link towards the control unit, `*_down` towards the edge.
     `small_square_norm` and `big_square_norm` are means over the steps of the squared norm of this
     stage's gradients for the first micro-batch alone and for the whole batch.
-    `peak_tensor_bytes`: see `memory.MemoryMeter`. `spans` are there if they were asked for.
+    `peak_tensor_bytes`: see `MemoryMeter`. `spans` are there if they were asked for.
 
     The sum of two reports keeps the first `MOST_SPANS` spans.
     """
@@ -55,7 +63,7 @@ class StageReport:
     spans: tuple[Span, ...] = ()
 
     def __add__(self, later: StageReport) -> StageReport:
-        """Both stretches of the same stage as one."""
+        """Join two intervals of the same stage."""
         share = later.steps / max(self.steps + later.steps, 1)
         joint: dict[str, object] = {}
         for name in (f.name for f in fields(self) if f.name != "name"):
@@ -137,3 +145,96 @@ def square_norm(tensors: Iterable[Tensor]) -> float:
     """Sum of the squares of all elements; 0 of nothing."""
     found = [t.detach() for t in tensors]
     return float(torch.stack(torch._foreach_norm(found)).square().sum()) if found else 0.0
+
+
+class MemoryMeter:
+    """Measures weights, gradients, optimizer state, and what autograd keeps for the backward.
+
+    The first time that a micro-batch of some shape is computed, hooks see every tensor that
+    autograd saves; its storage counts once however many views of it are saved, and parameters do
+    not count again. Micro-batches of the same shape are assumed to keep as much, so measuring
+    costs nothing later. Temporaries inside an operator and frames queued in a link do not count.
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._fixed_bytes = 0
+        self._known_fixed: dict[tuple[int, ...], int] = {}
+        self._saved_bytes: dict[Hashable, int] = {}  # by kind of forward pass
+        self._in_flight: dict[int, int] = {}  # by micro-batch
+
+    def set_fixed(self, *groups: Sequence[Tensor]) -> None:
+        """Set what lives apart from micro-batches; measured when the number of tensors changes."""
+        kind = tuple(map(len, groups))
+        if kind not in self._known_fixed:
+            self._known_fixed[kind] = bytes_of(chain.from_iterable(groups))
+        self._fixed_bytes = self._known_fixed[kind]
+        self._note()
+
+    @contextmanager
+    def saving(self, kind: Hashable, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """Measure what the body saves for backward, if no body of this kind was measured yet."""
+        if kind in self._saved_bytes:
+            yield
+            return
+        with _noticing() as saved:
+            yield
+        self._saved_bytes[kind] = _apart_from(parameters, saved)
+
+    @contextmanager
+    def recomputing(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """Measure what the body saves and frees: a block of activation checkpointing."""
+        with _noticing() as saved:
+            yield
+        self._note(_apart_from(parameters, saved))
+
+    def hold(self, micro_batch: int, kind: Hashable, tensors: Iterable[Tensor]) -> None:
+        """Count what a micro-batch of this kind saves for backward, or at least these tensors."""
+        self._in_flight[micro_batch] = max(self._saved_bytes[kind], bytes_of(tensors))
+        self._note()
+
+    def note_rest(self, micro_batch: int, tensors: Iterable[Tensor]) -> None:
+        """Note a moment when a micro-batch keeps these instead of its activations."""
+        saved_bytes = self._in_flight.get(micro_batch, 0)
+        self._note(bytes_of(tensors) - saved_bytes)
+
+    def release(self, micro_batch: int) -> None:
+        """Call after the backward pass of a micro-batch."""
+        self._in_flight.pop(micro_batch, None)
+
+    def _note(self, passing_bytes: int = 0) -> None:
+        alive_bytes = self._fixed_bytes + sum(self._in_flight.values()) + passing_bytes
+        self.peak_bytes = max(self.peak_bytes, alive_bytes)
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages behind the tensors, each counted once."""
+    return sum(_distinct(tensors).values())
+
+
+@contextmanager
+def _noticing() -> Iterator[dict[int, int]]:
+    """Storages that autograd saves in the body: bytes by address."""
+    saved: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.update(_distinct((tensor,)))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, _same):
+        yield saved
+
+
+def _apart_from(parameters: Iterable[Tensor], saved: Mapping[int, int]) -> int:
+    own = _distinct(parameters)
+    return sum(n for address, n in saved.items() if address not in own)
+
+
+def _distinct(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes by address of the storages behind the tensors."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

@@ -37,7 +37,7 @@ class OptimizerSettings:
 
 
 class Optimizer:
-    """Holds the state of each parameter between steps; parameters without gradient are left."""
+    """Holds the state of each parameter between steps; skips parameters without gradient."""
 
     def __init__(self, settings: OptimizerSettings, parameters: Iterable[Tensor]) -> None:
         self.settings = settings
@@ -60,7 +60,7 @@ class Optimizer:
             )
 
     def zero_grad(self) -> None:
-        """Forget the accumulated gradients and free their memory."""
+        """Free the accumulated gradients."""
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -71,13 +71,13 @@ class Optimizer:
     def load_state_tensors(
         self, state: dict[int, tuple[Tensor, ...]], *, copy: bool = True
     ) -> None:
-        """Continue from an earlier `state_tensors`; without `copy` in these very tensors."""
+        """Continue from an earlier `state_tensors`; without `copy`, in the given tensors."""
         if copy:
             state = {i: tuple(t.clone() for t in tensors) for i, tensors in state.items()}
         self._state = dict(state)
 
-    def empty_slots(self, index: int) -> tuple[Tensor, ...]:
-        """What will be remembered of one parameter, in shape and dtype."""
+    def empty_state(self, index: int) -> tuple[Tensor, ...]:
+        """The state of one parameter as meta tensors, for its shapes and dtypes."""
         return self._initial(self.parameters[index].to("meta"))
 
     def _initial(self, weight: Tensor) -> tuple[Tensor, ...]:

@@ -20,9 +20,9 @@ import hashlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,23 +47,6 @@ _RANDOM: frozenset[Callable[..., Any]] = frozenset(
     }
 )
 _borrowed = threading.Lock()
-
-
-class Randomness(Protocol):
-    """Where the random operations of a forward pass take their numbers from."""
-
-    def at(self, step: int, micro_batch: int) -> AbstractContextManager[None]:
-        """Random operations of the body belong to this step and micro-batch."""
-        ...
-
-
-class FreeRandomness:
-    """torch's own generator of the process: fast, and not repeatable across threads."""
-
-    def at(self, step: int, micro_batch: int) -> AbstractContextManager[None]:
-        """See `Randomness.at`."""
-        del step, micro_batch
-        return nullcontext()
 
 
 class SeededRandomness:

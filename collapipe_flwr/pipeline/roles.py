@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -12,46 +12,18 @@ from torch import Tensor, nn
 from collapipe_flwr.core.errors import ProtocolError, ScheduleError
 from collapipe_flwr.pipeline import ties
 from collapipe_flwr.pipeline.config import StageConfig
-from collapipe_flwr.pipeline.frame import HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.generation import GeneratingEdge, relay_generation
-from collapipe_flwr.pipeline.link import Link
+from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, FrameKind, Link
 from collapipe_flwr.pipeline.optimizer import Optimizer
-from collapipe_flwr.pipeline.stage import LEARNS, Stage, context_of
-from collapipe_flwr.pipeline.step import Step
+from collapipe_flwr.pipeline.stage import LEARNS, Stage, context_of, learns_before
+from collapipe_flwr.pipeline.step import MicroBatch, Step, StepResult
 
 _SQUARE_NORM, _FACTOR = "square_norm", "factor"
-_GUESSES = "guesses."  # and the number of a micro-batch: tensors of TOTALS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
-    """Input of one micro-batch: `inputs` feed the embedding, `context` travels to all stages.
-
-    `weight` is n_i, the number of examples or target tokens that the loss of this micro-batch is
-    a mean over (0 is allowed); the last stage counts them again and refuses a wrong number.
-    """
-
-    inputs: Mapping[str, Tensor]
-    context: Mapping[str, Tensor]
-    weight: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """Mean loss over the whole batch, and the weight it is a mean over; 0 over nothing.
-
-    `gradient_norm` is that of all stages together before clipping, where it was asked for, and
-    `guesses` what the last stage holds for best, by micro-batch.
-    """
-
-    loss: float
-    weight: float
-    gradient_norm: float | None = None
-    guesses: tuple[Tensor, ...] = ()
+_PREDICTIONS = "guesses."  # and the number of a micro-batch: tensors of TOTALS
 
 
 class _LossPart(Protocol):
-    """The last part: a module with `weight_of`, and `judge` where guesses are asked for."""
+    """The last part: a module with `weight_of`, and `judge` where predictions are asked for."""
 
     def weight_of(self, context: Mapping[str, Tensor]) -> int: ...
 
@@ -60,7 +32,35 @@ class _LossPart(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
-class FirstStage(Stage):
+class _Leader(Stage):
+    """A stage that hands its output on to the next one."""
+
+    downstream: Link
+
+    def _emit(self, frame: Frame, output: Tensor) -> None:
+        """Send the hidden state, and whether its gradient is of any use."""
+        learns = self._learns or learns_before(frame)
+        activation = replace(
+            frame,
+            tensors={**frame.tensors, HIDDEN: output.detach()},
+            scalars={**frame.scalars, LEARNS: float(learns)},
+        )
+        self._send(self.downstream, activation)
+
+    def _take_gradient(self, step: Step, micro_batch: int) -> Frame:
+        """See `Stage._take_gradient`; raises ProtocolError on a wrong shape."""
+        frame = self._receive(self.downstream, FrameKind.GRADIENT, step.index, micro_batch)
+        flight = self._stash[micro_batch]
+        gradient, wanted = frame.tensors.get(GRAD), self._learns or learns_before(flight.frame)
+        fits = gradient is not None and gradient.shape == flight.shape
+        if (wanted and not fits) or "loss" not in frame.scalars:
+            raise ProtocolError(
+                f"{self.downstream.peer} sent no loss or no gradient of {tuple(flight.shape)}"
+            )
+        return frame
+
+
+class FirstStage(_Leader):
     """Holds the embedding, scales the losses and drives the chain.
 
     With `shared` the stages add up the gradients of parameters that several of them hold. With a
@@ -81,7 +81,6 @@ class FirstStage(Stage):
     ) -> None:
         super().__init__(part, optimizer, settings, downstream=downstream)
         self._shared = shared
-        self._down = downstream
         self._clip_norm = settings.execution.clip_norm
         self._gradient_norm: float | None = None
         self._batch: Sequence[MicroBatch] = ()
@@ -89,28 +88,28 @@ class FirstStage(Stage):
         self.next_step = first_step  # evaluations count as well
 
     def train_step(self, batch: Sequence[MicroBatch]) -> StepResult:
-        """One optimiser step of all stages; none, and loss 0, for a batch without any label.
+        """Run one optimizer step of all stages; none, and loss 0, for a batch without any label.
 
         Raises LinkError when the chain breaks.
         """
         return self._drive(batch, train=True)
 
-    def evaluate(self, batch: Sequence[MicroBatch], *, guesses: bool = False) -> StepResult:
-        """The loss of the chain without training it, and what it guesses if that is asked."""
-        return self._drive(batch, train=False, guesses=guesses)
+    def evaluate(self, batch: Sequence[MicroBatch], *, predict: bool = False) -> StepResult:
+        """Compute the loss without training, with predictions if ``predict``."""
+        return self._drive(batch, train=False, predict=predict)
 
     def finish(self) -> None:
         """Tell the chain that no further step comes."""
         with self.telling_neighbours():
-            self._send(self._down, Frame(kind=FrameKind.END, step=self.next_step))
+            self._send(self.downstream, Frame(kind=FrameKind.END, step=self.next_step))
 
     def _drive(
-        self, batch: Sequence[MicroBatch], *, train: bool, guesses: bool = False
+        self, batch: Sequence[MicroBatch], *, train: bool, predict: bool = False
     ) -> StepResult:
         weight = float(sum(m.weight for m in batch))
         if not (batch and weight >= 0):
             raise ScheduleError(f"a batch of {len(batch)} micro-batches weighs {weight}")
-        if not (weight or guesses):
+        if not (weight or predict):
             self.next_step += 1
             return StepResult(loss=0.0, weight=0.0)
         step = Step(
@@ -119,25 +118,25 @@ class FirstStage(Stage):
             train=train,
             weight=weight,
             settle=train and (self._shared or self._clip_norm > 0),
-            guesses=guesses,
+            predict=predict,
             seed=self.settings.seed,
             rows=ties.wanted_rows(self.part, (m.inputs for m in batch)),
         )
         self._batch, self._loss, self._gradient_norm = batch, 0.0, None
         found: tuple[Tensor, ...] = ()
         with self.telling_neighbours():
-            self._send(self._down, step.frame())
+            self._send(self.downstream, step.frame())
             if step.rows:
-                lent = self._receive(self._down, FrameKind.ROWS, step.index, 0)
+                lent = self._receive(self.downstream, FrameKind.ROWS, step.index, 0)
                 ties.load_rows(self.part, step.rows, lent.tensors)
             self.run_step(step)
             if not train:
-                frame = self._receive(self._down, FrameKind.TOTALS, step.index, 0)
+                frame = self._receive(self.downstream, FrameKind.TOTALS, step.index, 0)
                 self._loss = _scalar(frame, "loss")
-                found = _guesses(frame, len(batch)) if guesses else ()
+                found = _predictions(frame, len(batch)) if predict else ()
         self.next_step += 1
         return StepResult(
-            loss=self._loss, weight=weight, gradient_norm=self._gradient_norm, guesses=found
+            loss=self._loss, weight=weight, gradient_norm=self._gradient_norm, predictions=found
         )
 
     def _take(self, step: Step, micro_batch: int) -> Frame:
@@ -155,22 +154,15 @@ class FirstStage(Stage):
         output: Tensor = self.part(self._batch[frame.micro_batch].inputs)
         return output
 
-    def _emit(self, step: Step, frame: Frame, output: Tensor) -> None:
-        _ = step
-        self._send(self._down, self._with_hidden(frame, output))
-
-    def _take_gradient(self, step: Step, micro_batch: int) -> Frame:
-        return self._gradient_from(self._down, step, micro_batch)
-
     def _emit_gradient(self, frame: Frame) -> None:
         self._loss += frame.scalars["loss"]
 
     def _return_rows(self, step: Step) -> None:
         gradients = ties.row_gradients(self.part, step.rows)
-        self._send(self._down, Frame(kind=FrameKind.ROWS, step=step.index, tensors=gradients))
+        self._send(self.downstream, Frame(kind=FrameKind.ROWS, step=step.index, tensors=gradients))
 
     def _settle(self, step: Step, square_norm: float) -> float:
-        totals = self._receive(self._down, FrameKind.TOTALS, step.index, 0)
+        totals = self._receive(self.downstream, FrameKind.TOTALS, step.index, 0)
         shared = ties.add_shared(self.part, totals.tensors)
         ties.take_shared(self.part, shared)
         of_shared = sum(float(gradient.square().sum()) for gradient in shared.values())
@@ -182,24 +174,14 @@ class FirstStage(Stage):
         commit = Frame(
             kind=FrameKind.COMMIT, step=step.index, tensors=shared, scalars={_FACTOR: factor}
         )
-        self._send(self._down, commit)
+        self._send(self.downstream, commit)
         return factor
 
 
 class _Follower(Stage):
-    """A stage that is told by its upstream neighbour what to do."""
+    """A stage that executes the orders of its upstream neighbour."""
 
-    def __init__(
-        self,
-        part: nn.Module,
-        optimizer: Optimizer,
-        settings: StageConfig,
-        *,
-        upstream: Link,
-        downstream: Link | None = None,
-    ) -> None:
-        super().__init__(part, optimizer, settings, upstream=upstream, downstream=downstream)
-        self._up = upstream
+    upstream: Link
 
     def serve(self) -> None:
         """Run steps until the END frame. Raises LinkError when a neighbour breaks off."""
@@ -213,13 +195,13 @@ class _Follower(Stage):
                 self._relay(frame)
                 self.run_step(step)
                 if not step.train:
-                    self._send(self._up, self._totals(step))
+                    self._send(self.upstream, self._totals(step))
             self._relay(frame)
 
     def _next_order(self) -> Frame:
-        frame = self._up.receive(deadline_s=self.settings.pause_s)
+        frame = self.upstream.receive(deadline_s=self.settings.pause_s)
         if frame.kind not in (FrameKind.BEGIN, FrameKind.END, FrameKind.SERVE):
-            raise ProtocolError(f"{self._up.peer} sent {frame.kind.name} between two steps")
+            raise ProtocolError(f"{self.upstream.peer} sent {frame.kind.name} between two steps")
         return frame
 
     def _relay(self, frame: Frame) -> None:
@@ -232,84 +214,64 @@ class _Follower(Stage):
 
     @abstractmethod
     def _totals(self, step: Step) -> Frame:
-        """The sums over this stage and all behind it, at the end of an evaluation."""
+        """TOTALS as the stage behind sent them, or as the last stage begins them.
 
-    @abstractmethod
-    def _settled_behind(self, step: Step) -> Frame:
-        """TOTALS of all stages behind this one: squared gradient norm, shared gradients."""
+        In training the squared gradient norm and shared gradients of the stages behind, in an
+        evaluation loss, weight and predictions.
+        """
 
     def _settle(self, step: Step, square_norm: float) -> float:
-        behind = self._settled_behind(step)
+        behind = self._totals(step)
         totals = replace(
             behind,
             tensors=ties.add_shared(self.part, behind.tensors),
             scalars={_SQUARE_NORM: square_norm + _scalar(behind, _SQUARE_NORM)},
         )
-        self._send(self._up, totals)
-        commit = self._receive(self._up, FrameKind.COMMIT, step.index, 0)
+        self._send(self.upstream, totals)
+        commit = self._receive(self.upstream, FrameKind.COMMIT, step.index, 0)
         self._relay(commit)
         ties.take_shared(self.part, commit.tensors)
         return _scalar(commit, _FACTOR)
 
     def _take(self, step: Step, micro_batch: int) -> Frame:
-        frame = self._receive(self._up, FrameKind.ACTIVATION, step.index, micro_batch)
+        frame = self._receive(self.upstream, FrameKind.ACTIVATION, step.index, micro_batch)
         scale, weight = frame.scalars.get("scale", -1.0), frame.scalars.get("weight", -1.0)
         if HIDDEN not in frame.tensors or not scale >= 0 or not weight >= 0:
-            raise ProtocolError(f"{self._up.peer} sent an ACTIVATION without hidden state or scale")
+            raise ProtocolError(
+                f"{self.upstream.peer} sent an ACTIVATION without hidden state or scale"
+            )
         return frame
 
     def _emit_gradient(self, frame: Frame) -> None:
-        self._send(self._up, frame)
+        self._send(self.upstream, frame)
 
 
-class MiddleStage(_Follower):
+class MiddleStage(_Follower, _Leader):
     """Holds a segment of blocks: `part(hidden, context) -> hidden`."""
-
-    def __init__(
-        self,
-        part: nn.Module,
-        optimizer: Optimizer,
-        settings: StageConfig,
-        *,
-        upstream: Link,
-        downstream: Link,
-    ) -> None:
-        super().__init__(part, optimizer, settings, upstream=upstream, downstream=downstream)
-        self._down = downstream
 
     def _compute(self, frame: Frame, hidden: Tensor | None) -> Tensor:
         output: Tensor = self.part(hidden, context_of(frame))
         return output
 
-    def _emit(self, step: Step, frame: Frame, output: Tensor) -> None:
-        _ = step
-        self._send(self._down, self._with_hidden(frame, output))
-
-    def _take_gradient(self, step: Step, micro_batch: int) -> Frame:
-        return self._gradient_from(self._down, step, micro_batch)
-
     def run_step(self, step: Step) -> None:
         """See `Stage.run_step`; borrowed rows pass through on their way up."""
         if step.rows:
-            self._send(self._up, self._receive(self._down, FrameKind.ROWS, step.index, 0))
+            self._send(self.upstream, self._receive(self.downstream, FrameKind.ROWS, step.index, 0))
         super().run_step(step)
 
     def _return_rows(self, step: Step) -> None:
-        self._relay(self._receive(self._up, FrameKind.ROWS, step.index, 0))
-
-    def _settled_behind(self, step: Step) -> Frame:
-        return self._totals(step)
+        self._relay(self._receive(self.upstream, FrameKind.ROWS, step.index, 0))
 
     def _generate(self, order: Frame) -> None:
         _ = order
-        relay_generation(self.part, self._up, self._down, self.settings)
+        relay_generation(self.part, self.upstream, self.downstream, self.settings)
 
     def _totals(self, step: Step) -> Frame:
-        return self._receive(self._down, FrameKind.TOTALS, step.index, 0)
+        return self._receive(self.downstream, FrameKind.TOTALS, step.index, 0)
 
 
 class LastStage(_Follower):
-    """Holds the loss: `part(hidden, context) -> mean loss`, and turns the micro-batches round."""
+    """Holds the loss: `part(hidden, context) -> mean loss`, and starts the backward passes."""
 
     def __init__(
         self,
@@ -323,17 +285,17 @@ class LastStage(_Follower):
         self._loss_part: _LossPart = part  # type: ignore[assignment]
         self._loss = 0.0
         self._losses: dict[int, float] = {}  # of the micro-batches in flight
-        self._judging = False
-        self._guesses: dict[str, Tensor] = {}
+        self._predicts = False
+        self._predictions: dict[str, Tensor] = {}
 
     def run_step(self, step: Step) -> None:
         """See `Stage.run_step`."""
         self._loss = 0.0
         self._losses.clear()
-        self._judging, self._guesses = step.guesses and not step.train, {}
+        self._predicts, self._predictions = step.predict and not step.train, {}
         if step.rows:
             rows = ties.lend_rows(self.part, step.rows)
-            self._send(self._up, Frame(kind=FrameKind.ROWS, step=step.index, tensors=rows))
+            self._send(self.upstream, Frame(kind=FrameKind.ROWS, step=step.index, tensors=rows))
         super().run_step(step)
 
     def _compute(self, frame: Frame, hidden: Tensor | None) -> Tensor:
@@ -341,19 +303,18 @@ class LastStage(_Follower):
         counted = self._loss_part.weight_of(context)
         if counted != frame.scalars["weight"]:
             raise ProtocolError(
-                f"{self._up.peer} gave micro-batch {frame.micro_batch} the weight "
+                f"{self.upstream.peer} gave micro-batch {frame.micro_batch} the weight "
                 f"{frame.scalars['weight']:g}, but its labels count {counted}"
             )
         mean: Tensor
-        if self._judging:
-            mean, guesses = self._loss_part.judge(hidden, context)
-            self._guesses[f"{_GUESSES}{frame.micro_batch}"] = guesses
+        if self._predicts:
+            mean, predictions = self._loss_part.judge(hidden, context)
+            self._predictions[f"{_PREDICTIONS}{frame.micro_batch}"] = predictions
         else:
             mean = self.part(hidden, context)
         return mean * frame.scalars["scale"]
 
-    def _emit(self, step: Step, frame: Frame, output: Tensor) -> None:
-        _ = step
+    def _emit(self, frame: Frame, output: Tensor) -> None:
         self._losses[frame.micro_batch] = float(output.detach())
         self._loss += self._losses[frame.micro_batch]
 
@@ -367,30 +328,33 @@ class LastStage(_Follower):
         )
 
     def _return_rows(self, step: Step) -> None:
-        gradients = self._receive(self._up, FrameKind.ROWS, step.index, 0).tensors
+        gradients = self._receive(self.upstream, FrameKind.ROWS, step.index, 0).tensors
         ties.add_row_gradients(self.part, step.rows, gradients)
 
-    def _settled_behind(self, step: Step) -> Frame:
-        return Frame(kind=FrameKind.TOTALS, step=step.index, scalars={_SQUARE_NORM: 0.0})
-
     def _generate(self, order: Frame) -> None:
-        GeneratingEdge(self.part, self._up, self.settings, order).serve()
+        GeneratingEdge(self.part, self.upstream, self.settings, order).serve()
 
     def _totals(self, step: Step) -> Frame:
-        scalars = {"loss": self._loss, "weight": step.weight}
-        return Frame(kind=FrameKind.TOTALS, step=step.index, tensors=self._guesses, scalars=scalars)
+        settled = {_SQUARE_NORM: 0.0}
+        evaluated = {"loss": self._loss, "weight": step.weight}
+        return Frame(
+            kind=FrameKind.TOTALS,
+            step=step.index,
+            tensors=self._predictions,
+            scalars=settled if step.train else evaluated,
+        )
 
 
 def _scalar(frame: Frame, name: str) -> float:
-    """One scalar of a frame. Raises ProtocolError when it is not there."""
+    """One scalar of a frame. Raises ProtocolError when it is missing."""
     if name not in frame.scalars:
         raise ProtocolError(f"{frame.kind.name} of step {frame.step} lacks the scalar {name}")
     return frame.scalars[name]
 
 
-def _guesses(frame: Frame, micro_batches: int) -> tuple[Tensor, ...]:
-    """Those of every micro-batch in order. Raises ProtocolError when one is not there."""
-    names = [f"{_GUESSES}{index}" for index in range(micro_batches)]
+def _predictions(frame: Frame, micro_batches: int) -> tuple[Tensor, ...]:
+    """Of every micro-batch in order. Raises ProtocolError when one is missing."""
+    names = [f"{_PREDICTIONS}{index}" for index in range(micro_batches)]
     if lost := [name for name in names if name not in frame.tensors]:
         raise ProtocolError(f"{frame.kind.name} of step {frame.step} lacks {lost[0]}")
     return tuple(frame.tensors[name] for name in names)

@@ -1,8 +1,8 @@
 """One loop that executes a stage's actions, whatever its place in the chain.
 
-A stage takes its input, computes, emits; on the way back it takes a gradient, computes, passes
-it on. `roles` fills in the three places: first (control unit), middle (device), last (edge).
-When a stage fails, both neighbours hear why at once and no optimiser step is applied by it.
+A stage takes its input, computes and sends; on the way back it takes a gradient, computes and
+sends. `roles` implements the three places: first (control unit), middle (device), last (edge).
+When a stage fails, both neighbours are told why at once and it applies no optimizer step.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.core.schedule import Action, Op, forward_actions, stage_actions
 from collapipe_flwr.pipeline.backward import DeferredGradients, deferring, fuse_accumulation
 from collapipe_flwr.pipeline.config import StageConfig
-from collapipe_flwr.pipeline.frame import GRAD, HIDDEN, Frame, FrameKind
-from collapipe_flwr.pipeline.link import Link
-from collapipe_flwr.pipeline.memory import MemoryMeter
-from collapipe_flwr.pipeline.meter import GradientNorms, Recorder, StageReport, square_norm
+from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, FrameKind, Link
+from collapipe_flwr.pipeline.meter import (
+    GradientNorms,
+    MemoryMeter,
+    Recorder,
+    StageReport,
+    square_norm,
+)
 from collapipe_flwr.pipeline.optimizer import Optimizer
-from collapipe_flwr.pipeline.randomness import FreeRandomness, Randomness, SeededRandomness
+from collapipe_flwr.pipeline.randomness import SeededRandomness
 from collapipe_flwr.pipeline.step import Step
 from collapipe_flwr.pipeline.ties import borrows, shared_parameters
 
@@ -71,7 +75,7 @@ class Stage(ABC):
         self.recorder = Recorder(keep_spans=settings.execution.keep_spans)
         self.memory = MemoryMeter()
         fuse_accumulation(part)
-        self._randomness: Randomness = FreeRandomness()
+        self._randomness: SeededRandomness | None = None  # of the step; else torch's own
         self._stash: dict[int, InFlight] = {}
         self._keeps = not settings.execution.recompute or self._by_block()
         self._returning = Frame(kind=FrameKind.ACTIVATION)  # whose backward pass runs
@@ -92,7 +96,7 @@ class Stage(ABC):
         """The forward pass: the next hidden state, or the scaled loss."""
 
     @abstractmethod
-    def _emit(self, step: Step, frame: Frame, output: Tensor) -> None:
+    def _emit(self, frame: Frame, output: Tensor) -> None:
         """Hand the output of a forward pass on."""
 
     @abstractmethod
@@ -114,7 +118,7 @@ class Stage(ABC):
     # -- the loop ---------------------------------------------------------------------------
 
     def run_step(self, step: Step) -> None:
-        """Execute the actions of one step; in training, apply the optimiser once at the end."""
+        """Execute the actions of one step; in training, apply the optimizer once at the end."""
         self.part.train(step.train)
         self._stash.clear()
         self._randomness = self._choose_randomness(step)
@@ -149,7 +153,7 @@ class Stage(ABC):
 
     @contextmanager
     def telling_neighbours(self) -> Iterator[None]:
-        """If the body raises, close both links with its sentence, drop the step, raise on."""
+        """If the body raises, close both links with its message, drop the step and re-raise."""
         try:
             yield
         except BaseException as error:
@@ -166,33 +170,39 @@ class Stage(ABC):
         return stage_actions(self.settings.schedule, self.settings.depth, step.micro_batches)
 
     def _by_block(self) -> bool:
-        """Have the part compute its blocks one by one again; whether it can."""
+        """Turn on activation checkpointing by block; returns whether the part supports it."""
         begin = getattr(self.part, "compute_again", None)
         # Weakly, or part and stage would keep each other alive.
-        around: WeakMethod[Callable[[], Around]] = WeakMethod(self._computing_again)
+        around: WeakMethod[Callable[[], Around]] = WeakMethod(self._recomputing)
         return begin is not None and begin(lambda: _alive(around))
 
     @contextmanager
-    def _computing_again(self) -> Iterator[None]:
-        """Around each second computation of a block, within the backward pass.
+    def _recomputing(self) -> Iterator[None]:
+        """The context of each recomputed block within the backward pass.
 
-        autograd forgets there what was in force around it.
+        autograd does not restore it there.
         """
         frame = self._returning
         with (
             computing_in(self.settings.execution.precision),
-            self.memory.again(self._weights),
-            self._randomness.at(frame.step, frame.micro_batch),
+            self.memory.recomputing(self._weights),
+            self._random_at(frame),
         ):
             yield
 
-    def _choose_randomness(self, step: Step) -> Randomness:
+    def _choose_randomness(self, step: Step) -> SeededRandomness | None:
         """A second computation needs the masks of the first, so `recompute` implies a seed."""
         if step.seed is None and not self.settings.execution.recompute:
-            return FreeRandomness()
+            return None
         seed = secrets.randbits(48) if step.seed is None else step.seed
         whole = getattr(self.part, "model", self.part)  # transformers parts name modules there
         return SeededRandomness(whole, seed)
+
+    def _random_at(self, frame: Frame) -> Around:
+        """The random numbers of one micro-batch, in a forward pass or when it is recomputed."""
+        if self._randomness is None:
+            return nullcontext()
+        return self._randomness.at(frame.step, frame.micro_batch)
 
     def _forward(self, step: Step, micro_batch: int) -> None:
         frame = self._take(step, micro_batch)
@@ -211,7 +221,7 @@ class Stage(ABC):
                 keeps=keeps,
             )
         self._sent = [frame, output]
-        self._emit(step, frame, output)
+        self._emit(frame, output)
 
     def _run_part(self, frame: Frame, hidden: Tensor | None, *, grad: bool) -> Tensor:
         """The forward pass. Raises ModelError when the part cannot take these tensors."""
@@ -221,7 +231,7 @@ class Stage(ABC):
                 torch.set_grad_enabled(grad),
                 computing_in(self.settings.execution.precision),
                 self.memory.saving(kind, self._weights),
-                self._randomness.at(frame.step, frame.micro_batch),
+                self._random_at(frame),
             ):
                 output = self._compute(frame, hidden)
         except _PART_ERRORS as error:
@@ -253,9 +263,9 @@ class Stage(ABC):
     def _backpropagate(
         self, flight: InFlight, incoming: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], DeferredGradients | None]:
-        """The gradient for the stage ahead, and what is to be done when it is sent.
+        """Return the gradient for the previous stage, and the weight gradients left for later.
 
-        With re-computation nothing is left for later: it would keep what that has freed.
+        With activation checkpointing nothing is deferred, since that would keep activations.
         """
         end, hidden, frame = flight.end, flight.hidden, flight.frame
         wanted = hidden is not None and hidden.requires_grad
@@ -292,7 +302,7 @@ class Stage(ABC):
         return [p.grad for p in self.optimizer.parameters if p.grad is not None]
 
     def _square_norm_alone(self) -> float:
-        """Of the gradients that no other stage adds to."""
+        """The squared norm of the gradients that no other stage adds to."""
         shared = {id(p) for p in shared_parameters(self.part).values()}
         own = (p for p in self.optimizer.parameters if id(p) not in shared)
         return square_norm([p.grad for p in own if p.grad is not None])
@@ -306,34 +316,12 @@ class Stage(ABC):
     def _send(self, link: Link, frame: Frame) -> None:
         """Queue a frame, whose tensors are kept until the next pass or the end of the step.
 
-        Freeing a tensor lets go of Python's lock. Done at once, the thread that puts the frame on
-        the wire would take it there, and this one would wait before it goes on computing.
+        Freeing a tensor releases the GIL. Done at once, the thread that puts the frame on the wire
+        would take it there, and this one would wait before it goes on computing.
         """
         self._sent.append(frame)
         with self.recorder.span("send", frame.step, frame.micro_batch):
             link.send(frame, deadline_s=self.settings.deadline_s)
-
-    def _gradient_from(self, link: Link, step: Step, micro_batch: int) -> Frame:
-        """The GRADIENT frame for one stashed output. Raises ProtocolError on a wrong shape."""
-        frame = self._receive(link, FrameKind.GRADIENT, step.index, micro_batch)
-        flight = self._stash[micro_batch]
-        expected, gradient = flight.shape, frame.tensors.get(GRAD)
-        fits = gradient is not None and gradient.shape == expected
-        if not (fits or not self._wants_gradient(flight)) or "loss" not in frame.scalars:
-            raise ProtocolError(f"{link.peer} sent no loss or no gradient of {tuple(expected)}")
-        return frame
-
-    def _wants_gradient(self, flight: InFlight) -> bool:
-        return self._learns or learns_before(flight.frame)
-
-    def _with_hidden(self, frame: Frame, hidden: Tensor) -> Frame:
-        """The ACTIVATION for the next stage, which learns whether a gradient is of any use."""
-        learns = self._learns or learns_before(frame)
-        return replace(
-            frame,
-            tensors={**frame.tensors, HIDDEN: hidden.detach()},
-            scalars={**frame.scalars, LEARNS: float(learns)},
-        )
 
     def _receive(self, link: Link, kind: FrameKind, step: int, micro_batch: int) -> Frame:
         """The next frame of a neighbour. Raises ProtocolError unless it is the expected one."""
@@ -356,7 +344,7 @@ def _alive(method: WeakMethod[Callable[[], Around]]) -> Around:
 
 
 def _end_of(output: Tensor) -> GradientEdge | None:
-    """Where the backward pass of an output begins; None where nothing behind it learns."""
+    """Where the backward pass of an output begins; None if nothing behind it is trained."""
     return get_gradient_edge(output) if output.requires_grad else None
 
 

@@ -1,58 +1,59 @@
-"""The state of a part between two steps: its weights, and what the optimiser knows of each.
+"""The state of a part between two steps, its weights and optimizer state, and tensor digests.
 
-This is all that a step starts from, so whoever holds the states of all parts after step k can
-replay step k + 1 anywhere, under any cut, to the same bits.
+A step depends on nothing else: with the states of all parts after step k, step k + 1 can be
+replayed on any machine, under any cut, to the same bits. A digest names a tensor by its content, so
+that what the other side holds need not travel again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.pipeline.memory import bytes_of
+from collapipe_flwr.pipeline.meter import bytes_of
 from collapipe_flwr.pipeline.optimizer import Optimizer
 
-Slots = Mapping[str, tuple[Tensor, ...]]  # by parameter; see `Optimizer.state_tensors`
+OptimizerState = Mapping[str, tuple[Tensor, ...]]  # by parameter; see `Optimizer.state_tensors`
 _PREFIX = "optimizer/"  # no module path holds a slash
+_DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartState:
-    """Weights and optimiser slots by absolute key; without slots the optimiser starts anew."""
+    """Weights and optimizer state by absolute key; without the latter the optimizer starts anew."""
 
     weights: Mapping[str, Tensor]
-    slots: Slots = field(default_factory=dict)
+    optimizer: OptimizerState = field(default_factory=dict)
 
     def tensors(self) -> dict[str, Tensor]:
         """All of it in one flat mapping, as it is stored and sent."""
         flat = {
             f"{_PREFIX}{index}/{key}": tensor
-            for key, tensors in self.slots.items()
+            for key, tensors in self.optimizer.items()
             for index, tensor in enumerate(tensors)
         }
         return {**self.weights, **flat}
 
     @staticmethod
     def of_tensors(tensors: Mapping[str, Tensor]) -> PartState:
-        """What `tensors` gave. Raises ModelError for slots that are numbered with gaps."""
+        """What `tensors` gave. Raises ModelError for optimizer tensors that are not numbered."""
         weights = {k: t for k, t in tensors.items() if not k.startswith(_PREFIX)}
-        slots: dict[str, dict[str, Tensor]] = {}
+        found: dict[str, dict[str, Tensor]] = {}
         for name in tensors.keys() - weights.keys():
             index, _, key = name.removeprefix(_PREFIX).partition("/")
-            slots.setdefault(key, {})[index] = tensors[name]
-        return PartState(weights=weights, slots={k: _in_order(k, s) for k, s in slots.items()})
+            found.setdefault(key, {})[index] = tensors[name]
+        return PartState(weights=weights, optimizer={k: _in_order(k, s) for k, s in found.items()})
 
     def copy(self) -> PartState:
         """The same in tensors of its own."""
-        return PartState(
-            weights={key: tensor.detach().clone() for key, tensor in self.weights.items()},
-            slots={key: tuple(t.clone() for t in slots) for key, slots in self.slots.items()},
-        )
+        weights = {key: tensor.detach().clone() for key, tensor in self.weights.items()}
+        return PartState(weights=weights, optimizer=_copied(self.optimizer))
 
     @property
     def num_bytes(self) -> int:
@@ -67,13 +68,8 @@ class PartState:
             raise ModelError(f"the weights lack {missing!r}; pass all keys of this part")
         return PartState(
             weights={key: self.weights[key] for key in wanted},
-            slots={key: self.slots[key] for key in wanted if key in self.slots},
+            optimizer={key: self.optimizer[key] for key in wanted if key in self.optimizer},
         )
-
-
-def state_of(part: nn.Module, optimizer: Optimizer) -> PartState:
-    """A copy of the state of a part, replicas included."""
-    return live_state(part, optimizer).copy()
 
 
 def live_state(part: nn.Module, optimizer: Optimizer) -> PartState:
@@ -81,36 +77,37 @@ def live_state(part: nn.Module, optimizer: Optimizer) -> PartState:
     names = _names(part)
     return PartState(
         weights={**part.state_dict(), **dict(part.named_parameters())},
-        slots={names[i]: tensors for i, tensors in optimizer.state_tensors().items()},
+        optimizer={names[i]: tensors for i, tensors in optimizer.state_tensors().items()},
     )
 
 
-def slots_of(part: nn.Module, optimizer: Optimizer) -> dict[str, tuple[Tensor, ...]]:
-    """A copy of what the optimiser remembers, by the keys of the part."""
-    slots = live_state(part, optimizer).slots
-    return {key: tuple(t.clone() for t in tensors) for key, tensors in slots.items()}
+def optimizer_state_of(part: nn.Module, optimizer: Optimizer) -> dict[str, tuple[Tensor, ...]]:
+    """A copy of the optimizer state, by the keys of the part."""
+    return _copied(live_state(part, optimizer).optimizer)
 
 
 def state_bytes(part: nn.Module, optimizer: Optimizer) -> int:
-    """What a part takes while it trains, besides activations: weights, gradients, slots."""
-    slots = (t for i in range(len(optimizer.parameters)) for t in optimizer.empty_slots(i))
+    """Bytes of a part in training: weights, gradients and optimizer state."""
+    kept = (t for i in range(len(optimizer.parameters)) for t in optimizer.empty_state(i))
     return (
         bytes_of(chain(part.parameters(), part.buffers()))
         + bytes_of(optimizer.parameters)
-        + sum(slot.nbytes for slot in slots)
+        + sum(tensor.nbytes for tensor in kept)
     )
 
 
-def load_slots(part: nn.Module, optimizer: Optimizer, slots: Slots, *, copy: bool = True) -> None:
-    """Let the optimiser go on from `slots`; those of other parts' keys are left out.
+def load_optimizer_state(
+    part: nn.Module, optimizer: Optimizer, state: OptimizerState, *, copy: bool = True
+) -> None:
+    """Continue from `state`, ignoring keys of other parts; without `copy`, in its tensors.
 
-    Without `copy` it takes the tensors themselves. Raises ModelError when their number, shapes or
-    dtypes are not the optimiser's, and changes nothing then.
+    Raises ModelError when their number, shapes or dtypes are not the optimizer's, and changes
+    nothing then.
     """
     position = {name: index for index, name in enumerate(_names(part))}
-    wanted = {position[key]: tensors for key, tensors in slots.items() if key in position}
+    wanted = {position[key]: tensors for key, tensors in state.items() if key in position}
     for index, tensors in wanted.items():
-        kept = optimizer.empty_slots(index)
+        kept = optimizer.empty_state(index)
         if [_kind(t) for t in tensors] != [_kind(t) for t in kept]:
             shapes = [tuple(t.shape) for t in kept]
             dtype = optimizer.parameters[index].dtype
@@ -130,8 +127,40 @@ def _names(part: nn.Module) -> list[str]:
     return [name for name, parameter in part.named_parameters() if parameter.requires_grad]
 
 
-def _in_order(key: str, slots: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+def _copied(state: OptimizerState) -> dict[str, tuple[Tensor, ...]]:
+    return {key: tuple(t.clone() for t in tensors) for key, tensors in state.items()}
+
+
+def _in_order(key: str, numbered: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     try:
-        return tuple(slots[str(index)] for index in range(len(slots)))
+        return tuple(numbered[str(index)] for index in range(len(numbered)))
     except KeyError as error:
-        raise ModelError(f"the optimiser's tensors of {key[:80]!r} have gaps") from error
+        raise ModelError(f"the optimizer's tensors of {key[:80]!r} have gaps") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Digests:
+    """Content digests by key."""
+
+    digests: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keys:
+    """Some keys of a part; None stands for all of them."""
+
+    keys: tuple[str, ...] | None = None
+
+
+def digest_of(tensor: Tensor) -> str:
+    """A digest that is the same only for tensors of equal dtype, shape and bits."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    what = f"{tensor.dtype} {tuple(tensor.shape)} "
+    digest = blake2b(what.encode(), digest_size=_DIGEST_BYTES)
+    digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """`digest_of` by key."""
+    return {key: digest_of(tensor) for key, tensor in tensors.items()}

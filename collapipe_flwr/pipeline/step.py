@@ -1,17 +1,20 @@
-"""One optimiser step as all stages see it, and the frame that announces it."""
+"""One optimizer step as all stages see it, and the frame that announces it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from collapipe_flwr.core.errors import ProtocolError
-from collapipe_flwr.pipeline.frame import Frame, FrameKind
-from collapipe_flwr.pipeline.ties import ids_as_tensors, ids_of
+from collapipe_flwr.pipeline.config import MOST_SEED
+from collapipe_flwr.pipeline.link import Frame, FrameKind
+from collapipe_flwr.pipeline.ties import ROWS
 
-MOST_SEED = 2**53  # a scalar on the wire is a float
+_PREDICT = "guesses"  # on the wire
+_MOST_MICRO_BATCHES = 65536
 _STEP_SCALARS = ("micro_batches", "train", "weight", "settle")
 
 
@@ -20,8 +23,8 @@ class Step:
     """What all stages know about the step in progress; `weight` is N of the whole batch.
 
     With `settle` the stages add up their gradient norms, and the gradients of what they share,
-    before anyone applies the step. With `guesses`, in an evaluation, the last stage also tells
-    what it holds for best.
+    before anyone applies the step. With `predict`, in an evaluation, the last stage also returns
+    its predictions.
     """
 
     index: int
@@ -29,7 +32,7 @@ class Step:
     train: bool
     weight: float
     settle: bool = False
-    guesses: bool = False
+    predict: bool = False
     seed: int | None = None  # of all random operations; None leaves them to chance
     rows: Mapping[str, Tensor] = field(default_factory=dict)  # ids of borrowed rows, by table
 
@@ -40,22 +43,22 @@ class Step:
             "train": float(self.train),
             "weight": self.weight,
             "settle": float(self.settle),
-            "guesses": float(self.guesses),
+            _PREDICT: float(self.predict),
         }
         if self.seed is not None:
             scalars["seed"] = float(self.seed)
-        tensors = ids_as_tensors(self.rows)
+        tensors = {ROWS + key: ids for key, ids in self.rows.items()}
         return Frame(kind=FrameKind.BEGIN, step=self.index, tensors=tensors, scalars=scalars)
 
     @staticmethod
-    def of(frame: Frame, most_micro_batches: int = 65536) -> Step:
+    def of(frame: Frame) -> Step:
         """Read a BEGIN frame. Raises ProtocolError when it makes no sense."""
         try:
             count, train, weight, settle = (frame.scalars[k] for k in _STEP_SCALARS)
         except KeyError as error:
             raise ProtocolError(f"a BEGIN frame lacks the scalar {error}") from error
-        weighs = weight > 0 or (weight == 0 and not train)  # without labels there are only guesses
-        if not (1 <= count <= most_micro_batches and count == int(count) and weighs):
+        weighs = weight > 0 or (weight == 0 and not train)  # 0: predictions only
+        if not (1 <= count <= _MOST_MICRO_BATCHES and count == int(count) and weighs):
             raise ProtocolError(f"a BEGIN frame with {count} micro-batches of weight {weight}")
         return Step(
             index=frame.step,
@@ -63,9 +66,9 @@ class Step:
             train=bool(train),
             weight=weight,
             settle=bool(settle),
-            guesses=bool(frame.scalars.get("guesses", 0.0)),
+            predict=bool(frame.scalars.get(_PREDICT, 0.0)),
             seed=_seed(frame),
-            rows=ids_of(frame.tensors),
+            rows=_row_ids(frame),
         )
 
 
@@ -76,3 +79,37 @@ def _seed(frame: Frame) -> int | None:
     if not 0 <= seed < MOST_SEED or seed != int(seed):
         raise ProtocolError(f"a BEGIN frame with the seed {seed}")
     return int(seed)
+
+
+def _row_ids(frame: Frame) -> dict[str, Tensor]:
+    found = {k.removeprefix(ROWS): t for k, t in frame.tensors.items() if k.startswith(ROWS)}
+    if any(ids.dim() != 1 or ids.dtype != torch.int64 for ids in found.values()):
+        raise ProtocolError("a BEGIN frame asks for rows by something else than their ids")
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Input of one micro-batch: `inputs` feed the embedding, `context` travels to all stages.
+
+    `weight` is n_i, the number of examples or target tokens that the loss of this micro-batch is
+    a mean over (0 is allowed); the last stage counts them again and refuses a wrong number.
+    """
+
+    inputs: Mapping[str, Tensor]
+    context: Mapping[str, Tensor]
+    weight: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """Mean loss over the whole batch, and the weight it is a mean over; 0 over nothing.
+
+    `gradient_norm` is that of all stages together before clipping, where it was asked for, and
+    `predictions` are those of the last stage, by micro-batch.
+    """
+
+    loss: float
+    weight: float
+    gradient_norm: float | None = None
+    predictions: tuple[Tensor, ...] = ()

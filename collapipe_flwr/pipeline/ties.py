@@ -1,4 +1,4 @@
-"""Parameters that several stages use: how their gradients become one before anyone steps.
+"""Parameters that several stages use: their gradients are summed before the optimizer step.
 
 *Shared* parameters (T5's relative bias, DeBERTa's relative embeddings) have a replica on every
 stage that runs blocks. Their gradients are added up the chain and the sum comes back down, so all
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 _SHARED = "shared/"
-_ROWS = "rows/"
+ROWS = "rows/"  # and the key of a table: tensors of BEGIN and ROWS frames
 
 
 class _Borrower(Protocol):
-    """A first part whose tables live elsewhere."""
+    """A first part whose tables are on the last stage."""
 
     def rows_needed(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
     def load_rows(self, key: str, ids: Tensor, rows: Tensor) -> None: ...
@@ -57,7 +57,7 @@ def add_shared(part: nn.Module, behind: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def take_shared(part: nn.Module, total: Mapping[str, Tensor]) -> None:
-    """Let every replica have the gradient of all. Raises ProtocolError where one is missing."""
+    """Give every replica the summed gradient. Raises ProtocolError where one is missing."""
     for key, parameter in shared_parameters(part).items():
         gradient = total.get(_SHARED + key)
         if gradient is None or gradient.shape != parameter.shape:
@@ -81,23 +81,23 @@ def wanted_rows(part: nn.Module, batch: Iterable[Mapping[str, Tensor]]) -> dict[
 def load_rows(part: nn.Module, ids: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> None:
     """Give the first part the rows that the last one sent."""
     for key, which in ids.items():
-        if _ROWS + key not in rows:
+        if ROWS + key not in rows:
             raise ProtocolError(f"the last stage sent no rows of the table {key!r}")
-        cast("_Borrower", part).load_rows(key, which, rows[_ROWS + key])
+        cast("_Borrower", part).load_rows(key, which, rows[ROWS + key])
 
 
 def lend_rows(part: nn.Module, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The rows of the last part's tables. Raises ProtocolError for rows that do not exist."""
     lender = cast("_Lender", part)
     try:
-        return {_ROWS + key: lender.rows(key, which) for key, which in ids.items()}
+        return {ROWS + key: lender.rows(key, which) for key, which in ids.items()}
     except (KeyError, IndexError, AttributeError) as error:
         raise ProtocolError(f"the first stage asks for rows that do not exist: {error}") from error
 
 
 def row_gradients(part: nn.Module, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What the first part's use of the rows contributes, by frame name."""
-    return {_ROWS + key: cast("_Borrower", part).row_gradients(key) for key in ids}
+    """The gradients of the rows on the first part, by frame name."""
+    return {ROWS + key: cast("_Borrower", part).row_gradients(key) for key in ids}
 
 
 def add_row_gradients(
@@ -105,20 +105,7 @@ def add_row_gradients(
 ) -> None:
     """Add them to the last part's tables. Raises ProtocolError where they do not fit."""
     for key, which in ids.items():
-        gradient = gradients.get(_ROWS + key)
+        gradient = gradients.get(ROWS + key)
         if gradient is None or len(gradient) != len(which):
             raise ProtocolError(f"the first stage returned no gradients of the table {key!r}")
         cast("_Lender", part).add_row_gradients(key, which, gradient)
-
-
-def ids_as_tensors(ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Row ids by frame name."""
-    return {_ROWS + key: which for key, which in ids.items()}
-
-
-def ids_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Row ids out of a frame; raises ProtocolError unless they are lists of whole numbers."""
-    ids = {name.removeprefix(_ROWS): t for name, t in tensors.items() if name.startswith(_ROWS)}
-    if any(which.dim() != 1 or which.dtype != torch.int64 for which in ids.values()):
-        raise ProtocolError("a BEGIN frame asks for rows by something else than their ids")
-    return ids

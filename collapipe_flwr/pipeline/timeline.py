@@ -39,13 +39,14 @@ def chrome_trace(pipelines: Mapping[str, Stages]) -> dict[str, object]:
     events: list[dict[str, object]] = []
     rows = count()  # threads of different processes must differ too
     for number, (name, stages) in enumerate(pipelines.items()):
-        events.append(_label("process_name", number, 0, name))
+        events.append(_metadata("process_name", number, 0, name=name))
         aligned = on_one_clock(stages)
         starts = [span.start_s for spans in aligned.values() for span in spans]
         origin_s = min(starts, default=0.0)
         for stage, spans in aligned.items():
             row = next(rows)
-            events += [_label("thread_name", number, row, stage), _order(number, row)]
+            events.append(_metadata("thread_name", number, row, name=stage))
+            events.append(_metadata("thread_sort_index", number, row, sort_index=row))
             events += [_event(span, number, row, origin_s) for span in spans]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -72,18 +73,8 @@ def _event(span: Span, process: int, row: int, origin_s: float) -> dict[str, obj
     }
 
 
-def _label(kind: str, process: int, row: int, name: str) -> dict[str, object]:
-    return {"ph": "M", "name": kind, "pid": process, "tid": row, "args": {"name": name}}
-
-
-def _order(process: int, row: int) -> dict[str, object]:
-    return {
-        "ph": "M",
-        "name": "thread_sort_index",
-        "pid": process,
-        "tid": row,
-        "args": {"sort_index": row},
-    }
+def _metadata(kind: str, process: int, row: int, **args: object) -> dict[str, object]:
+    return {"ph": "M", "name": kind, "pid": process, "tid": row, "args": args}
 
 
 def on_one_clock(stages: Mapping[str, Sequence[Span]]) -> dict[str, tuple[Span, ...]]:

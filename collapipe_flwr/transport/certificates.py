@@ -24,7 +24,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from collapipe_flwr.config.cluster_file import MEMBER_NAME
 from collapipe_flwr.core.durable import draft, publish, sync
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.tls_files import TlsFiles
+from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.transport.tls import check_pair
 
 AUTHORITY = "ca"

@@ -14,11 +14,10 @@ from torch import Tensor
 from collapipe_flwr.core.errors import LinkError, ProtocolError
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest
-from collapipe_flwr.pipeline.digest import Digests, Keys, digests_of
-from collapipe_flwr.pipeline.frame import FrameKind
-from collapipe_flwr.pipeline.link import Link
-from collapipe_flwr.pipeline.meter import StageReport
-from collapipe_flwr.pipeline.session import Health, SessionKey, SessionRequest, StepMark, Timeline
+from collapipe_flwr.pipeline.config import Health, SessionKey, SessionRequest, StepMark
+from collapipe_flwr.pipeline.link import FrameKind, Link
+from collapipe_flwr.pipeline.meter import StageReport, Timeline
+from collapipe_flwr.pipeline.state import Digests, Keys, digests_of
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
 from collapipe_flwr.transport.connection import Answer, Connection

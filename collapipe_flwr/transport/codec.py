@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.core.errors import ProtocolError
-from collapipe_flwr.pipeline.frame import GRAD, HIDDEN, Frame, FrameKind
+from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, FrameKind
 from collapipe_flwr.transport.methods import FrameLimits
 from collapipe_flwr.transport.quantize import WIRE_CODECS, WireCodec
 

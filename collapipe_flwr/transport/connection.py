@@ -18,8 +18,7 @@ from collapipe_flwr.core.errors import (
     ProtocolError,
     Unreachable,
 )
-from collapipe_flwr.core.heartbeat import Heartbeat
-from collapipe_flwr.core.tls_files import TlsFiles
+from collapipe_flwr.core.links import Heartbeat, TlsFiles
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.keepalive import Keepalive, keepalive_options
 from collapipe_flwr.transport.methods import FrameLimits, Metadata, Method

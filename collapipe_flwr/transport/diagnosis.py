@@ -11,7 +11,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.x509.oid import NameOID
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.tls_files import TlsFiles
+from collapipe_flwr.core.links import TlsFiles
 
 _CONNECT_S = 3.0
 _MEND = "`collapipe certs`"

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 
-from collapipe_flwr.core.tls_files import TlsFiles
+from collapipe_flwr.core.links import TlsFiles
+from collapipe_flwr.pipeline.config import NextHop
 from collapipe_flwr.pipeline.link import Link
-from collapipe_flwr.pipeline.session import NextHop
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.host_status import ProbeAnswer, ProbeRequest
 

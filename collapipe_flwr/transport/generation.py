@@ -17,7 +17,7 @@ from collapipe_flwr.core.errors import (
     LinkTimeout,
     ProtocolError,
 )
-from collapipe_flwr.core.tls_files import TlsFiles
+from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.transport.authorizer import Authorizer
 from collapipe_flwr.transport.methods import (
     FrameLimits,

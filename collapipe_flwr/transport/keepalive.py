@@ -16,7 +16,7 @@ from typing import Self
 
 import grpc
 
-from collapipe_flwr.core.heartbeat import LEAST_PERIOD_S, Heartbeat
+from collapipe_flwr.core.links import LEAST_PERIOD_S, Heartbeat
 
 PricingOptions = list[tuple[str, object]]
 _RECONNECT_MS = 100

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import grpc
 
-from collapipe_flwr.core.tls_files import TlsFiles
+from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.transport.keepalive import server_keepalive_options
 from collapipe_flwr.transport.methods import (
     MOST_CONNECTIONS,

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from collapipe_flwr.core.errors import LinkTimeout
 from collapipe_flwr.core.links import LinkConfig, LinkTraffic
-from collapipe_flwr.pipeline.frame import GRAD, HIDDEN, Frame
-from collapipe_flwr.pipeline.link import Link, memory_pair
+from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, Link, memory_pair
 from collapipe_flwr.transport.quantize import WIRE_CODECS
 from collapipe_flwr.transport.stream import RateLimiter
 

@@ -19,8 +19,7 @@ import grpc
 
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.core.links import LinkTraffic
-from collapipe_flwr.pipeline.frame import Frame, FrameKind
-from collapipe_flwr.pipeline.mailbox import Mailbox
+from collapipe_flwr.pipeline.link import Frame, FrameKind, Mailbox
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
 from collapipe_flwr.transport.methods import FrameLimits
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import grpc
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.tls_files import TlsFiles
+from collapipe_flwr.core.links import TlsFiles
 
 _ANEW = (
     "take both from one run of `collapipe certs`, or make both anew by `collapipe certs --renew`"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.core.errors import ProtocolError
-from collapipe_flwr.pipeline.frame import Frame, FrameKind
+from collapipe_flwr.pipeline.link import Frame, FrameKind
 
 PIECE_BYTES = 4 * 2**20
 MOST_TENSORS = 65_536  # far beyond any model

@@ -29,7 +29,7 @@ from benchmarks.data_plane.crew import Crew
 from benchmarks.data_plane.job import Job
 from benchmarks.data_plane.network import Loopback
 from collapipe_flwr.core.json_codec import to_json
-from collapipe_flwr.core.signals import terminable
+from collapipe_flwr.core.processes import terminable
 network = Loopback()
 job = to_json(Job(schedule="gpipe", split=(1, 1)))
 with terminable(), Crew(2, network) as crew:

@@ -18,7 +18,7 @@ from collapipe_flwr.core.errors import LinkError, ScheduleError
 from collapipe_flwr.models import Splitter, make_spec
 from collapipe_flwr.pipeline.link import Link, memory_pair
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
-from collapipe_flwr.pipeline.roles import MicroBatch
+from collapipe_flwr.pipeline.step import MicroBatch
 from tests.laws.test_cluster_equals_whole import Cut, tiny_batch
 
 DEADLINE_S = 0.5

@@ -23,8 +23,8 @@ from collapipe_flwr.host.service import EdgeService, build_transformers_part
 from collapipe_flwr.host.session import HostedPart
 from collapipe_flwr.host.weight_cache import WeightCache
 from collapipe_flwr.models import LoraConfig, Splitter, make_spec, save_whole
-from collapipe_flwr.pipeline.digest import digest_of
-from collapipe_flwr.pipeline.session import NextHop, SessionRequest
+from collapipe_flwr.pipeline.config import NextHop, SessionRequest
+from collapipe_flwr.pipeline.state import digest_of
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.dialer import Dialer
 from tests.closeness import assert_near

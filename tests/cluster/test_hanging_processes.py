@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.data_plane.recovery import Daemon, cluster_of, daemons, run_job, small_job
 from collapipe_flwr.cluster.remote import PROBE_S
-from collapipe_flwr.core.heartbeat import Heartbeat
+from collapipe_flwr.core.links import Heartbeat
 from collapipe_flwr.transport.client import EdgeClient
 from tests.cluster.conftest import WarmDaemons
 from tests.cluster.test_killed_processes import assert_same, striking

@@ -26,8 +26,8 @@ from collapipe_flwr.host.weight_cache import TensorStore
 from collapipe_flwr.models import Splitter, make_spec
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.spec import BatchShape
-from collapipe_flwr.pipeline.session import NextHop, SessionRequest
-from collapipe_flwr.pipeline.state import PartState, Slots
+from collapipe_flwr.pipeline.config import NextHop, SessionRequest
+from collapipe_flwr.pipeline.state import OptimizerState, PartState
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.dialer import Dialer
 from tests.cluster.daemon_processes import Daemon, running
@@ -79,7 +79,7 @@ class Cluster:
         self._config: ClusterConfig = parse_cluster({"id": "A", "device": boards}, Path())
         self._splitter, self._edge = splitter, edge
         self._weights: dict[str, Tensor] = splitter.initial_weights(seed=1)
-        self._slots: Slots = {}
+        self._slots: OptimizerState = {}
 
     def round(self, stop: int) -> RoundResult:
         order = RoundOrder(
@@ -103,7 +103,7 @@ class Cluster:
     def kept_bytes(self, stop: int) -> int:
         """Weights and slots of the first device's blocks."""
         keys = self._splitter.segment_keys(0, stop)
-        return PartState(weights=self._weights, slots=self._slots).only(keys).num_bytes
+        return PartState(weights=self._weights, optimizer=self._slots).only(keys).num_bytes
 
 
 @contextmanager

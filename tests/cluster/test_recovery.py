@@ -23,10 +23,9 @@ from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models import BatchShape, Splitter
 from collapipe_flwr.models.profile import profile_model
-from collapipe_flwr.pipeline.config import StageConfig
+from collapipe_flwr.pipeline.config import SessionRequest, StageConfig
 from collapipe_flwr.pipeline.link import Link, memory_pair
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
-from collapipe_flwr.pipeline.session import SessionRequest
 from tests.closeness import assert_near, near
 from tests.cluster.faults import PHASES, Fault, PowerCut, failing
 from tests.laws.test_cluster_equals_whole import (

@@ -10,7 +10,7 @@ import pytest
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import parse_cluster
 from collapipe_flwr.host.server import EdgeServer
-from collapipe_flwr.pipeline.session import NextHop
+from collapipe_flwr.pipeline.config import NextHop
 from collapipe_flwr.transport.client import EdgeClient
 from tests.cluster.daemon_processes import Daemon, running, where_torch_never_loads
 from tests.host.chain_to_edge import request, service, session_key

@@ -12,12 +12,12 @@ import torch
 from collapipe_flwr.cluster.round_files import RoundFiles
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.federation.node_state import read_slots, write_slots
-from collapipe_flwr.pipeline.state import Slots
+from collapipe_flwr.pipeline.state import OptimizerState
 from tests.full_disk import full_disk
 from tests.power_cuts import rebuilt, watched
 
 
-def slots(mark: float) -> Slots:
+def slots(mark: float) -> OptimizerState:
     return {"block.weight": (torch.full((2, 3), mark), torch.tensor(mark, dtype=torch.bfloat16))}
 
 

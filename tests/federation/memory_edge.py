@@ -6,8 +6,8 @@ import torch
 
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.federation.edge_gateway import DecoderOrder, EdgeSession
+from collapipe_flwr.pipeline.config import SessionKey
 from collapipe_flwr.pipeline.meter import StageReport
-from collapipe_flwr.pipeline.session import SessionKey
 
 
 class MemoryEdge:

@@ -33,9 +33,9 @@ from collapipe_flwr.federation.records import (
     write_telemetry,
 )
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
+from collapipe_flwr.pipeline.config import SessionKey
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
-from collapipe_flwr.pipeline.session import SessionKey
 
 PLAN = ClusterPlan(
     cluster_id="c1",

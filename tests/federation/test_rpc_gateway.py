@@ -18,8 +18,8 @@ from collapipe_flwr.federation.rpc_gateway import RpcEdgeGateway
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.host.snapshot_store import SnapshotStore
+from collapipe_flwr.pipeline.config import SessionKey
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
-from collapipe_flwr.pipeline.session import SessionKey
 from collapipe_flwr.pipeline.state import PartState
 from collapipe_flwr.transport.client import EdgeClient
 from tests.federation.memory_edge import MemoryEdge
@@ -118,8 +118,8 @@ class Shelf:
         """Leave this momentum; returns that with which the session began."""
         held = self.held[session.key]
         slots = {"w": (torch.tensor([momentum]),)}
-        self.held[session.key] = PartState(weights=held.weights, slots=slots)
-        return [float(slot) for slots in held.slots.values() for slot in slots]
+        self.held[session.key] = PartState(weights=held.weights, optimizer=slots)
+        return [float(slot) for slots in held.optimizer.values() for slot in slots]
 
 
 def test_a_decoder_continues_from_its_clusters_last_accepted_round():

@@ -29,10 +29,9 @@ from collapipe_flwr.generation.backends import (
     serving_order,
 )
 from collapipe_flwr.models import SegmentPart, Splitter, make_spec
-from collapipe_flwr.pipeline import generation
-from collapipe_flwr.pipeline import prompter as prompter_module
-from collapipe_flwr.pipeline.mailbox import Mailbox
-from collapipe_flwr.pipeline.prompter import Prompter
+from collapipe_flwr.pipeline import generation, generation_driver
+from collapipe_flwr.pipeline.generation_driver import GenerationDriver
+from collapipe_flwr.pipeline.link import Mailbox
 from collapipe_flwr.transport.client import EdgeClient
 from tests.cluster.hosted import daemons
 from tests.threads import none_left
@@ -119,7 +118,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 @contextmanager
 def local(
     case: Case, slots: int = 2, devices: int = 2, deadline_s: float = 20.0
-) -> Iterator[Prompter]:
+) -> Iterator[GenerationDriver]:
     plan = even_plan(case.splitter.num_blocks, [f"d{i}" for i in range(devices)])
     order = serving_order(plan, case.weights, deadline_s=deadline_s)
     with (
@@ -131,7 +130,7 @@ def local(
         yield driver
 
 
-def written(driver: Prompter, prompt: list[int], settings: str) -> list[int]:
+def written(driver: GenerationDriver, prompt: list[int], settings: str) -> list[int]:
     return [
         t for piece in driver.generate(torch.tensor([prompt]), settings) for t in piece.tolist()
     ]
@@ -234,7 +233,7 @@ def test_daemons_write_the_same_text_and_keep_nothing(model_type: str) -> None:
 
 
 @contextmanager
-def on_daemons(case: Case) -> Iterator[Prompter]:
+def on_daemons(case: Case) -> Iterator[GenerationDriver]:
     with daemons(2) as (cluster, edge):
         served = ServedModel(splitter=case.splitter, weights=case.weights, slots=2, deadline_s=20.0)
         site = DaemonBackend(served=served, cluster=cluster, edge_address=edge)
@@ -244,7 +243,8 @@ def on_daemons(case: Case) -> Iterator[Prompter]:
 
 @pytest.mark.parametrize("place", [local, on_daemons])
 def test_every_stage_and_link_waits_as_long_as_the_chain_may_be_idle(
-    place: Callable[[Case], AbstractContextManager[Prompter]], monkeypatch: pytest.MonkeyPatch
+    place: Callable[[Case], AbstractContextManager[GenerationDriver]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     case, waits, idle = Case("gpt2"), set[float](), set[tuple[int, float]]()
     wait, next_frame = Mailbox._wait, generation.next_frame
@@ -259,7 +259,7 @@ def test_every_stage_and_link_waits_as_long_as_the_chain_may_be_idle(
 
     monkeypatch.setattr(Mailbox, "_wait", waiting)
     monkeypatch.setattr(generation, "next_frame", asking)
-    monkeypatch.setattr(prompter_module, "next_frame", asking)
+    monkeypatch.setattr(generation_driver, "next_frame", asking)
     with place(case) as driver:
         assert written(driver, PROMPTS[0], case.settings()) == case.unsplit(PROMPTS[0])
     assert {idle_s for _, idle_s in idle} == {IDLE_S}

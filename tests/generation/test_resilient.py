@@ -16,9 +16,9 @@ from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.generation.backends import ServedModel, ThreadBackend
 from collapipe_flwr.generation.resilient import MOST_REPLAYS, ResilientGenerator
 from collapipe_flwr.models import SegmentPart
-from collapipe_flwr.pipeline.frame import Frame, FrameKind
 from collapipe_flwr.pipeline.generation import GeneratingEdge
-from collapipe_flwr.pipeline.prompter import Prompter
+from collapipe_flwr.pipeline.generation_driver import GenerationDriver
+from collapipe_flwr.pipeline.link import Frame, FrameKind
 from tests.generation.test_backends import PROMPTS, Case
 from tests.threads import none_left
 
@@ -91,7 +91,7 @@ class _Flaky:
     chains: list[tuple[str, ...]] = field(default_factory=list)
 
     @contextmanager
-    def chain(self, device_ids: Any) -> Iterator[Prompter]:
+    def chain(self, device_ids: Any) -> Iterator[GenerationDriver]:
         self.chains.append(tuple(device_ids))
         with self.inner.chain(device_ids) as driver:
             whole = driver.generate

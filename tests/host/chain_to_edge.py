@@ -12,11 +12,17 @@ from torch import Tensor
 
 from collapipe_flwr.core.errors import CollaPipeError
 from collapipe_flwr.host.service import EdgeService
-from collapipe_flwr.pipeline.config import Execution, StageConfig
+from collapipe_flwr.pipeline.config import (
+    Execution,
+    NextHop,
+    Placement,
+    SessionKey,
+    SessionRequest,
+    StageConfig,
+)
 from collapipe_flwr.pipeline.link import Link, memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage, MiddleStage
-from collapipe_flwr.pipeline.session import NextHop, Placement, SessionKey, SessionRequest
 from collapipe_flwr.transport.client import EdgeClient
 from tests.pipeline.chains import DEADLINE_S, SGD, Head, settings
 

@@ -12,9 +12,9 @@ from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.pipeline.config import NextHop
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage
-from collapipe_flwr.pipeline.session import NextHop
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.dialer import Dialer
 from tests.closeness import assert_near, near

@@ -17,11 +17,9 @@ from collapipe_flwr.host.snapshot_store import SnapshotStore
 from collapipe_flwr.host.weight_cache import TensorStore
 from collapipe_flwr.pipeline import benchmark
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest
-from collapipe_flwr.pipeline.digest import digests_of
-from collapipe_flwr.pipeline.frame import Frame, FrameKind
-from collapipe_flwr.pipeline.link import memory_pair
+from collapipe_flwr.pipeline.link import Frame, FrameKind, memory_pair
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
-from collapipe_flwr.pipeline.state import PartState
+from collapipe_flwr.pipeline.state import PartState, digests_of
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.methods import decode_message, encode_message
 from tests.host.chain_to_edge import build_head, request, service, session_key
@@ -144,7 +142,7 @@ def _device(ledger: Ledger) -> EdgeService:
     host = EdgeService(build_head, store=TensorStore(ledger), ledger=ledger)
     host.open(request("old", optimizer=ADAMW, keep_optimizer=True))
     slots = {key: (torch.ones(()), p, p) for key, p in HEAD.items()}
-    host.push_weights(session_key("old"), PartState(weights=HEAD, slots=slots).copy().tensors())
+    host.push_weights(session_key("old"), PartState(weights=HEAD, optimizer=slots).copy().tensors())
     host.close(session_key("old"))
     assert ledger.held_bytes == host.spare_bytes() == 3 * WEIGHTS + STEPS
     return host
@@ -168,7 +166,7 @@ def test_slots_of_equal_content_stay_apart() -> None:
     host = _device(Ledger())
     host.open(request("new", optimizer=ADAMW))
     slots = {key: (torch.ones(()), p, p) for key, p in HEAD.items()}
-    state = PartState(weights=HEAD, slots=slots).tensors()
+    state = PartState(weights=HEAD, optimizer=slots).tensors()
     assert host.missing(session_key("new"), digests_of(state)) == ()
     host.push_weights(session_key("new"), {})
     with host.reading(session_key("new"), with_optimizer=True) as tensors:
@@ -183,7 +181,7 @@ def test_a_part_is_pushed_into_a_host_that_is_as_large_as_its_state() -> None:
     host = _device(ledger)
     host.open(request("new", optimizer=ADAMW))
     slots = {key: (torch.ones(()), p, p) for key, p in HEAD.items()}
-    state = PartState(weights=HEAD, slots=slots).copy().tensors()
+    state = PartState(weights=HEAD, optimizer=slots).copy().tensors()
     state["out.weight"] += 1
     wanted = host.missing(session_key("new"), digests_of(state))
     assert wanted == ("out.weight",)

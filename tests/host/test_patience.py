@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from collapipe_flwr.core.errors import LinkError, Unreachable
-from collapipe_flwr.core.heartbeat import Heartbeat
+from collapipe_flwr.core.links import Heartbeat
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.transport.client import EdgeClient
 from tests.host.chain_to_edge import service, session_key

@@ -14,7 +14,7 @@ from collapipe_flwr.host.daemon import HostSettings
 from collapipe_flwr.host.power import IwPower, mbm
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
-from collapipe_flwr.pipeline.session import NextHop
+from collapipe_flwr.pipeline.config import NextHop
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.dialer import Dialer
 from tests.host.chain_to_edge import request, session_key

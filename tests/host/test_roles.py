@@ -11,12 +11,12 @@ import pytest
 from collapipe_flwr.config.access_control import roster_of
 from collapipe_flwr.config.cluster_file import parse_cluster
 from collapipe_flwr.core.errors import LinkError
-from collapipe_flwr.core.tls_files import TlsFiles
+from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.host.ledger import Ledger
 from collapipe_flwr.host.server import Listener, ListenerConfig
 from collapipe_flwr.host.servicer import Servicer, ServicerConfig
 from collapipe_flwr.pipeline.benchmark import BenchmarkRequest
-from collapipe_flwr.pipeline.session import SessionKey
+from collapipe_flwr.pipeline.config import SessionKey
 from collapipe_flwr.transport.certificates import Authority, sign_all
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.host_status import ProbeRequest

@@ -13,7 +13,7 @@ from collapipe_flwr.core.errors import ConfigError, LinkError, LinkTimeout
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.host.ledger import Ledger
 from collapipe_flwr.host.server import EdgeServer
-from collapipe_flwr.pipeline.frame import Frame, FrameKind
+from collapipe_flwr.pipeline.link import Frame, FrameKind
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.codec import decode_frame, encode_frame

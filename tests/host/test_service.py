@@ -10,9 +10,8 @@ import torch
 from collapipe_flwr.core.errors import LinkError, ScheduleError
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.host.session import SessionRefused
-from collapipe_flwr.pipeline.frame import Frame, FrameKind
-from collapipe_flwr.pipeline.link import memory_pair
-from collapipe_flwr.pipeline.session import SessionKey
+from collapipe_flwr.pipeline.config import SessionKey
+from collapipe_flwr.pipeline.link import Frame, FrameKind, memory_pair
 from tests.host.chain_to_edge import TOKEN, build_head, request, service, session_key
 from tests.pipeline.chains import Head
 

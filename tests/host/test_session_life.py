@@ -25,12 +25,11 @@ from collapipe_flwr.host.ledger import Ledger
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.host.session import Snapshot, Stream
 from collapipe_flwr.host.weight_cache import TensorStore
-from collapipe_flwr.pipeline.digest import digests_of
-from collapipe_flwr.pipeline.frame import Frame
-from collapipe_flwr.pipeline.link import MemoryLink, memory_pair
+from collapipe_flwr.pipeline.config import SessionKey, SessionRequest
+from collapipe_flwr.pipeline.link import Frame, MemoryLink, memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
 from collapipe_flwr.pipeline.roles import FirstStage
-from collapipe_flwr.pipeline.session import SessionKey, SessionRequest
+from collapipe_flwr.pipeline.state import digests_of
 from tests.host.chain_to_edge import request, session_key
 from tests.pipeline.chains import Embedding, Head, make_batch, make_parts, settings
 

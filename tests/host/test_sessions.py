@@ -18,8 +18,7 @@ from collapipe_flwr.core.errors import LinkError, ModelError
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.host.session import Snapshot
 from collapipe_flwr.host.snapshot_store import SnapshotStore
-from collapipe_flwr.pipeline.frame import Frame, FrameKind
-from collapipe_flwr.pipeline.link import MemoryLink, memory_pair
+from collapipe_flwr.pipeline.link import Frame, FrameKind, MemoryLink, memory_pair
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 from collapipe_flwr.pipeline.state import PartState
 from tests.host.chain_to_edge import build_head, request, service, session_key
@@ -240,7 +239,7 @@ def _break_off_the_second(edge: EdgeService, first: PausedThread) -> None:
 
 
 def _whole() -> dict[str, torch.Tensor]:
-    return dict(PartState(weights=Head().state_dict(), slots=SLOTS).tensors())
+    return dict(PartState(weights=Head().state_dict(), optimizer=SLOTS).tensors())
 
 
 @pytest.mark.parametrize("recoverable", [True, False])

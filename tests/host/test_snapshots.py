@@ -15,11 +15,11 @@ from collapipe_flwr.core.errors import ConfigError, LinkError, ModelError, Unrea
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.host.session import SessionRefused, Snapshot
 from collapipe_flwr.host.snapshot_store import SnapshotStore
+from collapipe_flwr.pipeline.config import SessionKey
 from collapipe_flwr.pipeline.link import memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
 from collapipe_flwr.pipeline.roles import FirstStage
-from collapipe_flwr.pipeline.session import SessionKey
-from collapipe_flwr.pipeline.state import PartState, load_slots, state_of
+from collapipe_flwr.pipeline.state import PartState, live_state, load_optimizer_state
 from collapipe_flwr.transport.client import EdgeClient
 from tests.full_disk import full_disk
 from tests.host.chain_to_edge import build_head, request, service, session_key
@@ -234,15 +234,17 @@ def test_state_travels_flat_and_comes_back_whole():
     labels = torch.zeros(2, 4, dtype=torch.long)
     part(torch.randn(2, 4, WIDTH), {"labels": labels}).backward()
     optimizer.step()
-    state = state_of(part, optimizer)
+    state = live_state(part, optimizer).copy()
     back = PartState.of_tensors(state.tensors())
-    assert back.slots.keys() == state.slots.keys() == state.weights.keys()
+    assert back.optimizer.keys() == state.optimizer.keys() == state.weights.keys()
     assert_same(back.tensors(), state.tensors())
     other = Optimizer(ADAMW, part.parameters())
-    load_slots(part, other, back.slots)
-    assert_same(state_of(part, other).tensors(), state.tensors())
+    load_optimizer_state(part, other, back.optimizer)
+    assert_same(live_state(part, other).tensors(), state.tensors())
     with pytest.raises(ModelError, match="sgd keeps tensors of shapes"):
-        load_slots(part, Optimizer(OptimizerSettings(name="sgd"), part.parameters()), back.slots)
+        load_optimizer_state(
+            part, Optimizer(OptimizerSettings(name="sgd"), part.parameters()), back.optimizer
+        )
 
 
 def edge_process(folder: Path, listen: str) -> tuple[subprocess.Popen[str], str]:
@@ -278,7 +280,7 @@ def test_a_killed_edge_process_is_waited_for_and_goes_on_where_it_was(tmp_path):
 
 def kept(step: int, size: int = 4) -> Snapshot:
     weights = {"weight": torch.full((size,), float(step))}
-    state = PartState(weights=weights, slots={})
+    state = PartState(weights=weights, optimizer={})
     return Snapshot(request=request(), step=step, state=state, report=None)
 
 

@@ -25,9 +25,9 @@ from pathlib import Path
 import grpc
 import torch
 
-from collapipe_flwr.core.tls_files import TlsFiles
-from collapipe_flwr.pipeline.frame import Frame, FrameKind
-from collapipe_flwr.pipeline.session import SessionKey, SessionRequest
+from collapipe_flwr.core.links import TlsFiles
+from collapipe_flwr.pipeline.config import SessionKey, SessionRequest
+from collapipe_flwr.pipeline.link import Frame, FrameKind
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.codec import encode_frame
 from collapipe_flwr.transport.methods import FrameLimits, encode_message

@@ -19,7 +19,8 @@ from collapipe_flwr.models import LoraConfig, Splitter, make_spec, save_whole
 from collapipe_flwr.pipeline.config import Execution, StageConfig
 from collapipe_flwr.pipeline.link import memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
-from collapipe_flwr.pipeline.roles import FirstStage, LastStage, MicroBatch, MiddleStage
+from collapipe_flwr.pipeline.roles import FirstStage, LastStage, MiddleStage
+from collapipe_flwr.pipeline.step import MicroBatch
 from tests.closeness import assert_near, near
 from tests.laws.test_cluster_equals_whole import (
     ADAMW,

@@ -24,11 +24,10 @@ from collapipe_flwr.cluster.unsplit import evaluate_unsplit, train_unsplit
 from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models import Splitter, make_spec
-from collapipe_flwr.pipeline.config import StageConfig
+from collapipe_flwr.pipeline.config import SessionKey, SessionRequest, StageConfig
 from collapipe_flwr.pipeline.link import Link, memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
-from collapipe_flwr.pipeline.roles import MicroBatch
-from collapipe_flwr.pipeline.session import SessionKey, SessionRequest
+from collapipe_flwr.pipeline.step import MicroBatch
 from tests.closeness import assert_near, near
 
 pytestmark = pytest.mark.usefixtures("small_matrices_are_fused")

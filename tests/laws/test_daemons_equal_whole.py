@@ -23,8 +23,7 @@ from collapipe_flwr.config.cluster_file import (
 )
 from collapipe_flwr.core.errors import LinkError, Unreachable
 from collapipe_flwr.models import Splitter
-from collapipe_flwr.pipeline.config import StageConfig
-from collapipe_flwr.pipeline.session import NextHop, SessionRequest
+from collapipe_flwr.pipeline.config import NextHop, SessionRequest, StageConfig
 from collapipe_flwr.transport.certificates import sign_all
 from collapipe_flwr.transport.client import EdgeClient
 from tests.closeness import assert_near, near

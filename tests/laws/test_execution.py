@@ -21,11 +21,10 @@ from collapipe_flwr.cluster.threads import ThreadFleet
 from collapipe_flwr.cluster.unsplit import train_unsplit
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models import Splitter
-from collapipe_flwr.pipeline.config import Execution, StageConfig
+from collapipe_flwr.pipeline.config import Execution, SessionRequest, StageConfig
 from collapipe_flwr.pipeline.link import memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer
-from collapipe_flwr.pipeline.roles import MicroBatch
-from collapipe_flwr.pipeline.session import SessionRequest
+from collapipe_flwr.pipeline.step import MicroBatch
 from collapipe_flwr.transport.simulated_link import simulated_codec
 from tests.closeness import near
 from tests.laws.test_cluster_equals_whole import (

@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 
 import collapipe_flwr
 from collapipe_flwr.cli import app
-from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.extras import extra, require
+from collapipe_flwr.core.errors import ConfigError, extra, require
 
 ROOT = Path(__file__).parents[2]
 OPTIONAL = ("datasets", "flwr_datasets", "PIL", "sacrebleu", "ray", "peft", "matplotlib", "cvxpy")

@@ -14,8 +14,9 @@ from collapipe_flwr.core.errors import CollaPipeError
 from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.link import Link, memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
-from collapipe_flwr.pipeline.roles import FirstStage, LastStage, MicroBatch, MiddleStage
+from collapipe_flwr.pipeline.roles import FirstStage, LastStage, MiddleStage
 from collapipe_flwr.pipeline.stage import Stage
+from collapipe_flwr.pipeline.step import MicroBatch
 
 WIDTH, CLASSES, VOCABULARY = 16, 5, 23
 DEADLINE_S = 120.0  # long: whatever ends within half of it was not ended by it

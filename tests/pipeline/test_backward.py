@@ -11,7 +11,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from collapipe_flwr.pipeline.backward import deferring, fuse_accumulation
-from collapipe_flwr.pipeline.memory import MemoryMeter
+from collapipe_flwr.pipeline.meter import MemoryMeter
 
 pytestmark = pytest.mark.usefixtures("small_matrices_are_fused")
 

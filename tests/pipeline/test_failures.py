@@ -18,10 +18,10 @@ from collapipe_flwr.core.errors import (
     ProtocolError,
     ScheduleError,
 )
-from collapipe_flwr.pipeline.frame import Frame, FrameKind
-from collapipe_flwr.pipeline.link import memory_pair
+from collapipe_flwr.pipeline.link import Frame, FrameKind, memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer
-from collapipe_flwr.pipeline.roles import FirstStage, LastStage, MicroBatch, MiddleStage
+from collapipe_flwr.pipeline.roles import FirstStage, LastStage, MiddleStage
+from collapipe_flwr.pipeline.step import MicroBatch
 from tests.pipeline.chains import DEADLINE_S, SGD, Chain, classic, make_batch, make_parts, settings
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from collapipe_flwr.core.errors import LinkError, LinkTimeout, ProtocolError
 from collapipe_flwr.pipeline.config import StageConfig
-from collapipe_flwr.pipeline.frame import HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.generation import (
     ASK,
     DONE,
@@ -28,7 +27,7 @@ from collapipe_flwr.pipeline.generation import (
     GeneratingEdge,
     relay_generation,
 )
-from collapipe_flwr.pipeline.link import MemoryLink, memory_pair
+from collapipe_flwr.pipeline.link import HIDDEN, Frame, FrameKind, MemoryLink, memory_pair
 from tests.pipeline.chains import DEADLINE_S
 
 SETTINGS = StageConfig(name="edge", deadline_s=DEADLINE_S, idle_s=2 * DEADLINE_S)

@@ -8,9 +8,7 @@ import time
 import pytest
 
 from collapipe_flwr.core.errors import LinkError, LinkTimeout
-from collapipe_flwr.pipeline.frame import Frame, FrameKind
-from collapipe_flwr.pipeline.link import memory_pair
-from collapipe_flwr.pipeline.mailbox import LinkClosed, Mailbox
+from collapipe_flwr.pipeline.link import Frame, FrameKind, LinkClosed, Mailbox, memory_pair
 from tests.pipeline.chains import DEADLINE_S
 
 

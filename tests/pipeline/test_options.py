@@ -14,8 +14,7 @@ from torch import nn
 
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.pipeline.config import Execution, StageConfig
-from collapipe_flwr.pipeline.frame import GRAD, HIDDEN
-from collapipe_flwr.pipeline.link import memory_pair
+from collapipe_flwr.pipeline.link import GRAD, HIDDEN, memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage
 from tests.closeness import assert_near, near
@@ -205,9 +204,9 @@ class _Copying:
 def test_what_was_sent_is_kept_until_the_next_frame_and_no_longer(schedule):
     chain = Chain(make_parts((1,)), options(schedule))
     first, device, _ = chain.stages
-    down, up = _Copying(first._down), _Copying(device._up)
-    first._down = first.downstream = down
-    device._up = device.upstream = up
+    down, up = _Copying(first.downstream), _Copying(device.upstream)
+    first.downstream = down
+    device.upstream = up
     with chain.running():
         for seed in range(2):
             first.train_step(make_batch(BATCH, seed))

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collapipe_flwr.core.errors import ProtocolError
-from collapipe_flwr.pipeline.frame import Frame, FrameKind
+from collapipe_flwr.pipeline.link import Frame, FrameKind
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
 from collapipe_flwr.transport.methods import FrameLimits
 from collapipe_flwr.transport.quantize import WIRE_CODECS

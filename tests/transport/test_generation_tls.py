@@ -12,7 +12,7 @@ import pytest
 from collapipe_flwr.config.access_control import roster_of
 from collapipe_flwr.config.cluster_file import read_cluster
 from collapipe_flwr.core.errors import ConfigError, LinkError
-from collapipe_flwr.core.tls_files import TlsFiles
+from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.transport import generation
 from collapipe_flwr.transport import server as servers
 from collapipe_flwr.transport.certificates import Authority, sign_all

@@ -19,7 +19,7 @@ import grpc
 import pytest
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.heartbeat import Heartbeat
+from collapipe_flwr.core.links import Heartbeat
 from collapipe_flwr.transport.keepalive import Keepalive, keepalive_options
 
 ROOT = Path(__file__).parents[2]

@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.core.links import LinkConfig
-from collapipe_flwr.pipeline.config import Execution, StageConfig
-from collapipe_flwr.pipeline.meter import Span, StageReport
-from collapipe_flwr.pipeline.optimizer import OptimizerSettings
-from collapipe_flwr.pipeline.session import (
+from collapipe_flwr.pipeline.config import (
+    Execution,
     NextHop,
     Placement,
     SessionKey,
     SessionRequest,
-    Timeline,
+    StageConfig,
 )
+from collapipe_flwr.pipeline.meter import Span, StageReport, Timeline
+from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 from collapipe_flwr.transport.methods import MESSAGE_BYTES, decode_message, encode_message
 
 REQUEST = SessionRequest(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from collapipe_flwr.pipeline.frame import GRAD, HIDDEN, Frame, FrameKind
-from collapipe_flwr.pipeline.link import memory_pair
+from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, FrameKind, memory_pair
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
 from collapipe_flwr.transport.quantize import WIRE_CODECS
 from collapipe_flwr.transport.simulated_link import simulated_codec

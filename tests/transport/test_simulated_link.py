@@ -10,8 +10,7 @@ import torch
 
 from collapipe_flwr.core.errors import LinkError, LinkTimeout
 from collapipe_flwr.core.links import LinkConfig, slower
-from collapipe_flwr.pipeline.frame import Frame, FrameKind
-from collapipe_flwr.pipeline.link import memory_pair
+from collapipe_flwr.pipeline.link import Frame, FrameKind, memory_pair
 from collapipe_flwr.transport.simulated_link import Wire, rate_limited_pair
 
 FRAME = Frame(kind=FrameKind.ACTIVATION, tensors={"hidden": torch.zeros(250)})  # 1000 bytes

@@ -11,9 +11,8 @@ from torch import Tensor
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.host.weight_cache import TensorStore
-from collapipe_flwr.pipeline.digest import digest_of
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
-from collapipe_flwr.pipeline.state import PartState
+from collapipe_flwr.pipeline.state import PartState, digest_of
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.weights import TransferStats
 from tests.host.chain_to_edge import build_head, request, session_key
@@ -54,7 +53,7 @@ def test_the_first_push_moves_everything_and_the_same_again_nothing(client: Edge
 def test_slots_that_were_kept_stay_where_they_are(client: EdgeClient, kept: bool) -> None:
     head = Head()
     slots = {key: (torch.ones(()), p, p) for key, p in head.state_dict().items()}
-    state = PartState(weights=_weights(), slots=slots).tensors()
+    state = PartState(weights=_weights(), optimizer=slots).tensors()
     for session_id in ("a", "b"):
         session = client.open_session(request(session_id, optimizer=ADAMW, keep_optimizer=kept))
         moved = session.push_missing(state)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from collapipe_flwr.core.errors import ProtocolError
-from collapipe_flwr.pipeline.frame import Frame, FrameKind
+from collapipe_flwr.pipeline.link import Frame, FrameKind
 from collapipe_flwr.transport.weights import gather_weights, weight_frames
 
 WEIGHTS = {

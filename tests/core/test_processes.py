@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from collapipe_flwr.core.keeper import keeping
-from collapipe_flwr.core.lifeline import lifeline
+from collapipe_flwr.core.processes import keeping, lifeline
 from tests.core.process_trees import ENDINGS, background, ended, python, told, watched
 
 PROGRAM = """
@@ -22,8 +21,8 @@ signal.pause()
 """
 OWNER = """
 import subprocess, sys
-from collapipe_flwr.core.keeper import keeping
-from collapipe_flwr.core.signals import terminable
+from collapipe_flwr.core.processes import keeping
+from collapipe_flwr.core.processes import terminable
 command = keeping([sys.executable, "-c", sys.argv[1]])
 with terminable(), subprocess.Popen(command, stdin=subprocess.PIPE) as keeper:
     keeper.wait()

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import LinkError, LinkTimeout, ModelError
-from collapipe_flwr.pipeline import prompter as driver_module
+from collapipe_flwr.pipeline import generation_driver as driver_module
 from collapipe_flwr.pipeline.config import StageConfig
-from collapipe_flwr.pipeline.frame import Frame, FrameKind
 from collapipe_flwr.pipeline.generation import ASK, DONE, PROMPT, TOKENS
-from collapipe_flwr.pipeline.link import MemoryLink, memory_pair
-from collapipe_flwr.pipeline.prompter import Prompter, TextTimeout
+from collapipe_flwr.pipeline.generation_driver import GenerationDriver, TextTimeout
+from collapipe_flwr.pipeline.link import Frame, FrameKind, MemoryLink, memory_pair
 from tests.pipeline.chains import DEADLINE_S
 from tests.threads import none_left
 
@@ -49,7 +48,7 @@ def tokens(text: int, *ids: int, **scalars: float) -> Frame:
 class Chain:
     """A driver, and all that came down to the scripted end of its link."""
 
-    driver: Prompter
+    driver: GenerationDriver
     far: MemoryLink
     came: list[Frame] = field(default_factory=list)
 
@@ -70,7 +69,7 @@ class Chain:
 @contextmanager
 def chain(answer: Answer, *, slots: int = 1, cached: bool = True) -> Iterator[Chain]:
     near, far = memory_pair("control unit", "device")
-    found = Chain(Prompter(Table(), near, SETTINGS, cached=cached, slots=slots), far)
+    found = Chain(GenerationDriver(Table(), near, SETTINGS, cached=cached, slots=slots), far)
 
     def serve() -> None:
         try:
@@ -280,7 +279,7 @@ def test_a_chain_that_has_ended_says_so() -> None:
 def test_an_idle_chain_ends_with_the_true_reason() -> None:
     near, far = memory_pair("control unit", "device")
     settings = replace(SETTINGS, deadline_s=0.05, idle_s=0.05)
-    driver = Prompter(Table(), near, settings, cached=True, slots=1)
+    driver = GenerationDriver(Table(), near, settings, cached=True, slots=1)
     driver._reader.join(DEADLINE_S)
     with pytest.raises(LinkError, match=r"no text was asked for within 0\.05 s"):
         list(driver.generate(IDS, "{}"))

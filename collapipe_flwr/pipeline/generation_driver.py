@@ -1,4 +1,4 @@
-"""The control unit's share of generation: embeds prompts, answers the edge, hands tokens out."""
+"""The control unit in generation: embeds prompts, answers the edge, yields tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from collapipe_flwr.core.errors import LinkError, LinkTimeout, ModelError, ProtocolError
 from collapipe_flwr.pipeline.config import StageConfig
-from collapipe_flwr.pipeline.frame import HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.generation import (
     ASK,
     ATTENTION_MASK,
@@ -26,14 +25,13 @@ from collapipe_flwr.pipeline.generation import (
     TOKENS,
     next_frame,
 )
-from collapipe_flwr.pipeline.link import Link
-from collapipe_flwr.pipeline.mailbox import Mailbox
+from collapipe_flwr.pipeline.link import HIDDEN, Frame, FrameKind, Link, Mailbox
 
 _CAPACITY = 4096  # frames of one text that nobody has read yet
 
 
 class TextTimeout(LinkTimeout):
-    """One text waited too long; the chain works for the others."""
+    """One text waited too long; the chain goes on with the others."""
 
 
 @dataclass(slots=True)
@@ -45,12 +43,12 @@ class _Text:
     over: threading.Event = field(default_factory=threading.Event)  # at the edge, or the chain is
 
 
-class Prompter:
+class GenerationDriver:
     """Drives a chain in generation; ``generate`` may be called from ``slots`` threads at once.
 
     ``part`` is the embedding, which reads ``input_name``; ``cached`` says that the devices keep
-    caches (decoder-only models). What arrives for a text that has ended is dropped. When the chain
-    breaks, everyone who uses it gets the same LinkError at once, then and from then on.
+    caches (decoder-only models). Frames of a text that has ended are dropped. When the chain
+    breaks, all present and later calls raise the same LinkError at once.
     """
 
     def __init__(
@@ -74,7 +72,7 @@ class Prompter:
         self._texts: dict[int, _Text] = {}  # by number
         self._broken: LinkError | None = None
         self._free: Mailbox[int] = Mailbox(slots, peer=f"the chain with {slots} slots")
-        self._reader = threading.Thread(target=self._read, name="prompter", daemon=True)
+        self._reader = threading.Thread(target=self._read, name="generation driver", daemon=True)
         down.send(
             Frame(kind=FrameKind.SERVE, scalars={SLOTS: float(slots)}),
             deadline_s=settings.deadline_s,
@@ -84,10 +82,10 @@ class Prompter:
         self._reader.start()
 
     def generate(self, prompt: Tensor, settings_json: str) -> Generator[Tensor]:
-        """New token ids, a few (T,) at a time, for the ids (1, T), or what else the model reads.
+        """Yield new token ids, a few (T,) at a time, for ``prompt``: ids (1, T) or other inputs.
 
-        Waits for a free slot. Raises ModelError where the text cannot be generated, TextTimeout
-        when no slot comes free or the text is read too slowly, LinkError when the chain breaks.
+        Waits for a free slot. Raises ModelError if the text cannot be generated, TextTimeout
+        when no slot becomes free or the text is read too slowly, LinkError when the chain breaks.
         Closing the iterator stops the text.
         """
         first = self._frame(prompt, 0, text=settings_json)
@@ -105,7 +103,7 @@ class Prompter:
             self._end(text)
 
     def finish(self) -> None:
-        """No further text; returns when the chain has ended."""
+        """End the generation; returns when the chain has ended."""
         self._down.send(Frame(kind=FrameKind.END), deadline_s=self._settings.deadline_s)
         self._reader.join(self._settings.deadline_s)
         if self._reader.is_alive():
@@ -131,7 +129,7 @@ class Prompter:
             told += len(tokens)
 
     def _begin(self) -> _Text:
-        """A text with a number of its own, as soon as one may begin."""
+        """Wait for a free slot and begin a text in it."""
         try:
             number = self._free.get(self._settings.deadline_s)
         except LinkTimeout as error:
@@ -148,7 +146,7 @@ class Prompter:
         return text
 
     def _stop(self, text: _Text) -> None:
-        """Have the edge end a text that nobody reads; a chain that does not obey is broken."""
+        """Have the edge end a text; if it does not in time, the chain counts as broken."""
         try:
             self._send(text, Frame(kind=FrameKind.STOP))
             if not text.over.wait(self._settings.deadline_s):
@@ -160,19 +158,19 @@ class Prompter:
             self._break(error)
 
     def _end(self, text: _Text) -> None:
-        """Forget a text, and let the next one take its place."""
+        """Forget a text and free its slot."""
         with self._lock:
             del self._texts[text.number]
             if self._broken is None:
                 self._free.put(text.number + self._slots, 0.0)
 
     def _break(self, error: LinkError) -> None:
-        """Give the chain up, so that everyone on it hears why."""
+        """Give the chain up and tell all its stages why."""
         if self._conclude(error):
             self._down.close(str(error))
 
     def _conclude(self, error: LinkError) -> bool:
-        """No text goes on, and none begins; whether that is news, for the first reason stays."""
+        """End all texts and refuse new ones; returns whether this error is the first."""
         with self._lock:
             if self._broken is not None:
                 return False
@@ -206,7 +204,7 @@ class Prompter:
         )
 
     def _inputs(self, ids: Tensor, past: int) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-        """What the embedding reads, and what travels with its output."""
+        """Return the inputs of the embedding, and what travels with its output."""
         if self._input_name != INPUT_IDS:
             return {self._input_name: ids}, {}
         if not self._cached:
@@ -228,7 +226,7 @@ class Prompter:
             self._conclude(LinkError("the chain has ended"))
 
     def _deliver(self, frame: Frame) -> None:
-        """Hand a frame to its text without waiting, since the others wait for theirs."""
+        """Pass a frame to its text without blocking the others."""
         if frame.kind is not FrameKind.TOKENS:
             raise ProtocolError(f"{self._down.peer} sent {frame.kind.name} while generating")
         with self._lock:

@@ -1,0 +1,159 @@
+"""Processes and signals: children that end with their parent, and programs that stop in order.
+
+The parent holds a pipe open, and the child has the other end as its stdin. The kernel closes the
+pipe with the parent, also on SIGKILL, and the child ends itself as by SIGTERM.
+
+Run as ``python -P -m collapipe_flwr.core.processes COMMAND ...`` with a pipe as stdin (`keeping`),
+this module runs a program that is not ours. It ends with the status of the command, or ends the
+command, with its children, when the pipe is closed or on SIGTERM.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+_STOP_S = 20.0
+_PROBE_S = 0.25
+_SIGNS = (signal.SIGTERM, signal.SIGINT)
+_Handler = Callable[[int, FrameType | None], object]
+
+
+@contextmanager
+def stopping() -> Iterator[threading.Event]:
+    """Yield an event that SIGTERM and SIGINT set while the body runs."""
+    stop = threading.Event()
+    with _handled(lambda *_: stop.set()):
+        yield stop
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Turn SIGTERM and SIGINT into SystemExit in the body, so that it stops what it has started.
+
+    Further signals are ignored, so cleanup must have deadlines of its own.
+    """
+
+    def leave(signum: int, frame: FrameType | None) -> None:
+        del frame
+        for sign in _SIGNS:
+            signal.signal(sign, signal.SIG_IGN)
+        raise SystemExit(128 + signum)
+
+    with _handled(leave):
+        yield
+
+
+@contextmanager
+def _handled(handler: _Handler) -> Iterator[None]:
+    before = {sign: signal.signal(sign, handler) for sign in _SIGNS}
+    try:
+        yield
+    finally:
+        for sign, previous in before.items():
+            signal.signal(sign, previous)
+
+
+@contextmanager
+def lifeline() -> Iterator[int]:
+    """The stdin of a child, for a parent that needs no pipe of `subprocess` to it."""
+    read, write = os.pipe()
+    try:
+        yield read
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+def end_with_parent(take: Callable[[str], object] | None = None) -> None:
+    """Raise SIGTERM here when stdin ends, whatever this process is doing then.
+
+    ``take`` is called, in a thread, with every line until then. SIGINT is ignored, since the parent
+    gets it from the terminal too; install handlers for it after this call.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_read, args=(take,), daemon=True, name="lifeline").start()
+
+
+def _read(take: Callable[[str], object] | None) -> None:
+    with open(0, "rb", buffering=0, closefd=False) as stdin:  # unbuffered: a lock of sys.stdin's
+        for line in stdin:  # own would be held when the process ends in order
+            if take is not None:
+                take(line.decode())
+    main = threading.main_thread().ident
+    assert main is not None
+    signal.pthread_kill(main, signal.SIGTERM)
+
+
+def keeping(command: Sequence[str]) -> list[str]:
+    """Return the command that runs ``command``; leaving a `Popen` of it with a pipe ends both."""
+    return [sys.executable, "-P", "-m", "collapipe_flwr.core.processes", *command]
+
+
+def main() -> None:
+    """Run the command on the command line, its stdin empty, in a session of its own."""
+    end_with_parent()
+    with stopping() as stop:
+        process = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
+
+        def wait() -> None:
+            process.wait()
+            stop.set()
+
+        threading.Thread(target=wait, daemon=True).start()
+        stop.wait()
+        if process.poll() is None:
+            _end(process)
+    raise SystemExit(process.returncode if process.returncode >= 0 else 128 - process.returncode)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    groups = _groups_below(process.pid)
+    _stop_group(process)
+    for group in groups:
+        _end_group(group)
+
+
+def _stop_group(process: subprocess.Popen[bytes]) -> None:
+    """Send SIGTERM to the process group of the command, SIGKILL after the deadline."""
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, sign)
+            process.wait(timeout=_STOP_S)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _groups_below(pid: int) -> set[int]:
+    """Process groups of a process's children: those of a SuperLink outlive it during a run."""
+    shown = subprocess.run(
+        ["ps", "-axo", "ppid=,pgid="], capture_output=True, text=True, check=True
+    )
+    rows = [tuple(map(int, line.split())) for line in shown.stdout.splitlines()]
+    return {group for parent, group in rows if parent == pid and group != pid}
+
+
+def _end_group(group: int) -> None:
+    """Do the same to a process group that holds no child of ours."""
+    deadline = time.monotonic() + _STOP_S
+    try:
+        os.killpg(group, signal.SIGTERM)
+        while time.monotonic() < deadline:
+            os.killpg(group, 0)  # raises when nobody is left
+            time.sleep(_PROBE_S)
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+if __name__ == "__main__":
+    main()
