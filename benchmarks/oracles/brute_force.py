@@ -24,13 +24,12 @@ from collapipe_flwr.scheduler.base import (
     planner_for,
     solution_plan,
 )
+from collapipe_flwr.scheduler.dssda import refined
 from collapipe_flwr.scheduler.dual_prices import row_prices
 from collapipe_flwr.scheduler.initial_layouts import all_layouts, count_layouts, rows_for
 from collapipe_flwr.scheduler.model_share import capped, least_shares
 from collapipe_flwr.scheduler.planner import Planner, Solution
-from collapipe_flwr.scheduler.precision import refined
-from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.scheduler.state import SchedulerState, reference_of
+from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState, reference_of
 
 Array = NDArray[np.float64]
 

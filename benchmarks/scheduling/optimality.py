@@ -12,11 +12,10 @@ from collapipe_flwr.core.domain import Plan, Snapshot
 from collapipe_flwr.costs.tables import members_of, tabulate
 from collapipe_flwr.scheduler.base import planner_for
 from collapipe_flwr.scheduler.policies import make_scheduler
-from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.scheduler.state import SchedulerState
-from collapipe_flwr.simulation.budget import EnergyBudget
+from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState
 from collapipe_flwr.simulation.setting import ModelShape, Setting
 from collapipe_flwr.simulation.simulate import Tick
+from collapipe_flwr.simulation.world import EnergyBudget
 
 QUANTILES = (0.5, 0.9, 0.95, 0.99)
 EDGES = (1e-6, 1e-4, 1e-3, 1e-2, 5e-2)  # of the histogram's bins; the last bin is open

@@ -19,7 +19,7 @@ from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import planner_for
 from collapipe_flwr.scheduler.dual_prices import row_prices
 from collapipe_flwr.scheduler.policies import make_scheduler
-from collapipe_flwr.scheduler.radio.allocation import Allocation, allocate
+from collapipe_flwr.scheduler.radio.interior_point import Allocation, allocate
 from collapipe_flwr.scheduler.radio.problem import radio_problem
 from collapipe_flwr.simulation.setting import Setting
 

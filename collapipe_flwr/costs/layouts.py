@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from collapipe_flwr.core.domain import ClusterPlan, Segment, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.links import CODECS, LinkConfig
-from collapipe_flwr.costs.codecs import SHARES, codec_index
+from collapipe_flwr.costs.radio import SHARES, codec_index
 from collapipe_flwr.costs.tables import Tables
 
 Array = NDArray[np.float64]
@@ -142,7 +142,7 @@ class Hops:
     bits: Array  # per micro-batch, in either direction, coded, over ``share``
     gain: Array
     share: Array  # of the promised rate, what the link reaches
-    codec: Ints  # place in ``codecs.CODECS``
+    codec: Ints  # place in ``core.links.CODECS``
 
 
 def hops_of(tables: Tables, rows: Layouts) -> Hops:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from collapipe_flwr.core.domain import BlockCost, ClusterSnapshot, DeviceProfile, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.costs.codecs import codec_index
+from collapipe_flwr.costs.radio import codec_index
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -55,7 +55,7 @@ class Tables:
     members: MemberTable
     gain_mij: Array  # (M, I, I + 1): the last receiver is the edge
     d2d_hz_mij: Array  # like gain_mij; what stands behind the last member means nothing
-    codec_mij: Ints  # like gain_mij: the link's place in ``codecs.CODECS``
+    codec_mij: Ints  # like gain_mij: the link's place in ``core.links.CODECS``
     share_mij: Array  # like gain_mij: of its promised rate, what the link reaches
     server_rate_m: Array
     examples_m: Array

@@ -15,16 +15,14 @@ from collapipe_flwr.costs.layouts import Layouts, hop_plans, replaced, segments_
 from collapipe_flwr.costs.price import named_energy, named_memory, stage_names
 from collapipe_flwr.costs.tables import Tables, members_of, tabulate
 from collapipe_flwr.costs.work import fits, peak_bytes
+from collapipe_flwr.scheduler.estimates import profiles_learned, with_error
 from collapipe_flwr.scheduler.initial_layouts import rows_from_weights
 from collapipe_flwr.scheduler.link_estimates import links_learned
 from collapipe_flwr.scheduler.planner import Planner, Solution
 from collapipe_flwr.scheduler.problem import Learning, learning_for
-from collapipe_flwr.scheduler.profile_estimates import profiles_learned
-from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.scheduler.radio.allocation import equal_shares
-from collapipe_flwr.scheduler.robust_gains import with_error
-from collapipe_flwr.scheduler.state import (
+from collapipe_flwr.scheduler.protocol import (
     Reference,
+    SchedulerConfig,
     SchedulerState,
     advance_energy,
     advance_participation,
@@ -32,6 +30,7 @@ from collapipe_flwr.scheduler.state import (
     spent_of,
     took_part,
 )
+from collapipe_flwr.scheduler.radio.interior_point import equal_shares
 
 Array = NDArray[np.float64]
 

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from collapipe_flwr.costs.codecs import SHARES
 from collapipe_flwr.costs.layouts import Layouts
-from collapipe_flwr.costs.radio import LN2, exponent_near
+from collapipe_flwr.costs.radio import LN2, SHARES, exponent_near
 from collapipe_flwr.costs.tables import Tables
 
 Array = NDArray[np.float64]

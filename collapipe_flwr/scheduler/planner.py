@@ -21,7 +21,7 @@ from collapipe_flwr.costs.layouts import Layouts, key_of, replaced, stack
 from collapipe_flwr.scheduler.dual_prices import DualPrices, row_prices
 from collapipe_flwr.scheduler.local_search import Moves, every_batch
 from collapipe_flwr.scheduler.problem import RoundProblem
-from collapipe_flwr.scheduler.radio.allocation import Allocation, allocate
+from collapipe_flwr.scheduler.radio.interior_point import Allocation, allocate
 from collapipe_flwr.scheduler.search import Search
 
 Array = NDArray[np.float64]

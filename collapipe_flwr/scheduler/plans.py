@@ -6,8 +6,8 @@ from math import isfinite
 
 from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.core.links import CODECS
 from collapipe_flwr.core.schedule import Schedule, stage_actions
-from collapipe_flwr.costs.codecs import CODECS
 
 
 def check_cluster_plan(plan: ClusterPlan, num_blocks: int | None = None) -> None:

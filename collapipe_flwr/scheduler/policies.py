@@ -32,9 +32,8 @@ from collapipe_flwr.scheduler.base import (
 from collapipe_flwr.scheduler.dssda import Dssda, usable_plans
 from collapipe_flwr.scheduler.initial_layouts import rows_from_weights
 from collapipe_flwr.scheduler.planner import Planner, Solution
-from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerConfig
-from collapipe_flwr.scheduler.radio.allocation import equal_shares
-from collapipe_flwr.scheduler.state import SchedulerState, budgets_of
+from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerConfig, SchedulerState, budgets_of
+from collapipe_flwr.scheduler.radio.interior_point import equal_shares
 
 Array = NDArray[np.float64]
 Pairs = Sequence[tuple[int, int]]

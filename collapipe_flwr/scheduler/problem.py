@@ -18,9 +18,8 @@ from collapipe_flwr.costs.layouts import Layouts
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.work import local_steps, steps_of
 from collapipe_flwr.scheduler.dual_prices import DualPrices
-from collapipe_flwr.scheduler.protocol import SchedulerConfig
+from collapipe_flwr.scheduler.protocol import Reference, SchedulerConfig
 from collapipe_flwr.scheduler.scorer import Scorer
-from collapipe_flwr.scheduler.state import Reference
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -23,8 +23,7 @@ from collapipe_flwr.core.domain import (
     Segment,
 )
 from collapipe_flwr.core.errors import InfeasibleError
-from collapipe_flwr.core.links import LinkConfig
-from collapipe_flwr.costs.codecs import CODECS
+from collapipe_flwr.core.links import CODECS, LinkConfig
 from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.scheduler.plans import dry_run_plan
 from collapipe_flwr.scheduler.segment_dp import (

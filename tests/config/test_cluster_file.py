@@ -13,7 +13,7 @@ from collapipe_flwr.config.cluster_file import (
     read_cluster,
 )
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.costs.codecs import CODECS
+from collapipe_flwr.core.links import CODECS
 
 DEVICES = [
     {"name": "pi-1", "address": "10.0.0.11:50071", "speed-gflop-per-s": 9.5, "memory-mb": 1500},

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from collapipe_flwr.costs.codecs import CODECS
+from collapipe_flwr.core.links import CODECS
 from collapipe_flwr.reporting.console import RoundPrinter, summary_table
 from collapipe_flwr.reporting.events import RoundEvent
 from tests.integration.conftest import RunApp

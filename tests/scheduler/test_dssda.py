@@ -17,8 +17,7 @@ from collapipe_flwr.core.errors import ConfigError, InfeasibleError, ScheduleErr
 from collapipe_flwr.costs.price import price
 from collapipe_flwr.scheduler.plans import check_cluster_plan
 from collapipe_flwr.scheduler.policies import POLICIES, make_scheduler
-from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerConfig
-from collapipe_flwr.scheduler.state import SchedulerState
+from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerConfig, SchedulerState
 from collapipe_flwr.simulation.models import transformer_profile
 from collapipe_flwr.simulation.world import Budgets, World, make_world, mixed_devices
 

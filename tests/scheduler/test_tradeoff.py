@@ -16,8 +16,7 @@ from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import energy_prices
 from collapipe_flwr.scheduler.policies import make_scheduler
-from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.scheduler.state import reference_of
+from collapipe_flwr.scheduler.protocol import SchedulerConfig, reference_of
 from collapipe_flwr.simulation.episode import run_episode
 from collapipe_flwr.simulation.models import transformer_profile
 from collapipe_flwr.simulation.world import Budgets, World, make_world
