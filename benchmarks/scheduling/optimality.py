@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from benchmarks.oracles.brute_force import optimal_plan
 from collapipe_flwr.core.domain import Plan, Snapshot
-from collapipe_flwr.costs.tables import members_of, tabulate
+from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import planner_for
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState
@@ -110,7 +110,7 @@ def queued(state: SchedulerState, snapshot: Snapshot, rng: np.random.Generator) 
     queues = {
         c.profile.cluster_id: {
             m.device_id: float(rng.exponential(2.0) * rng.integers(0, 2)) * m.energy_budget_j
-            for m in members_of(c)
+            for m in c.profile.members
         }
         for c in snapshot.clusters
     }
@@ -132,6 +132,6 @@ def _objective(case: Instance, plan: Plan) -> float:
     for m, cluster in enumerate(case.snapshot.clusters):
         chosen = plan.cluster(cluster.profile.cluster_id)
         assert chosen is not None
-        for i, member in enumerate(members_of(cluster)):
+        for i, member in enumerate(cluster.profile.members):
             total += float(planner.price_mi[m, i]) * chosen.energy_j[member.device_id]
     return total

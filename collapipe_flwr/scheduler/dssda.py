@@ -27,24 +27,22 @@ from collapipe_flwr.core.domain import (
 )
 from collapipe_flwr.core.errors import InfeasibleError, ScheduleError
 from collapipe_flwr.costs.chain import price_rows
-from collapipe_flwr.costs.layouts import Layouts, rows_of_plans, with_codecs
+from collapipe_flwr.costs.layouts import Layouts, of_members, rows_of_plans, with_codecs
 from collapipe_flwr.costs.radio import NOISE, SHARES, ladder
 from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.base import (
     Policy,
-    budgets_in,
+    known_budgets,
     planner_for,
     solution_plan,
 )
-from collapipe_flwr.scheduler.dual_prices import row_prices
 from collapipe_flwr.scheduler.estimates import robust, with_averages, with_forecast, with_profiles
 from collapipe_flwr.scheduler.model_share import capped, least_shares, widened
 from collapipe_flwr.scheduler.planner import Planner, Solution, multistart
 from collapipe_flwr.scheduler.protocol import (
     SchedulerConfig,
     SchedulerState,
-    budgets_of,
     reference_of,
 )
 
@@ -71,7 +69,7 @@ class Lifting:
 
     def __init__(self, planner: Planner, coarse: Solution) -> None:
         self.planner, self.coarse = planner, coarse
-        self._prices = row_prices(planner.price_mi, coarse.rows)
+        self._prices = of_members(planner.price_mi, coarse.rows)
         extra = MARGIN * coarse.objective / len(coarse.rows)
         self._most_worth = (self._prices * coarse.priced.energy_j).sum(1) + extra
         self._most_s = (1.0 + MARGIN) * coarse.priced.latency_s.max() * (1.0 + TINY)
@@ -157,7 +155,7 @@ class Dssda(Policy):
         except (ScheduleError, np.linalg.LinAlgError) as error:
             plan = repeated(state, snapshot, error)
         gains = with_forecast(gains, plan, seen, self.settings)
-        budgets = budgets_of(state, budgets_in(snapshot))
+        budgets = known_budgets(state.budget_j, snapshot)
         after = replace(state, rounds=state.rounds + 1, budget_j=budgets, last_plan=plan)
         return plan, replace(after, beliefs=profiles, doubt=gains)
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from operator import is_
 
 from collapipe_flwr.core.domain import (
     ChannelState,
@@ -90,11 +91,10 @@ class _Averages:
     def cluster(self, cluster: ClusterSnapshot) -> ClusterSnapshot:
         """The cluster with estimated members; itself where nothing differs."""
         old = cluster.profile
-        control = self._device(old, old.control_unit)
-        devices = tuple(self._device(old, device) for device in old.devices)
-        if control is old.control_unit and all(map(_same, devices, old.devices)):
+        profile = old.with_members(lambda device: self._device(old, device))
+        if all(map(is_, profile.members, old.members)):
             return cluster
-        return replace(cluster, profile=replace(old, control_unit=control, devices=devices))
+        return replace(cluster, profile=profile)
 
     def _device(self, profile: ClusterProfile, device: DeviceProfile) -> DeviceProfile:
         name, speed, joule = device.device_id, device.speed_flop_per_s, device.energy_per_flop_j
@@ -131,10 +131,6 @@ def _apart(one: Pair, other: Pair) -> float:
 
 def _usable(value: float) -> bool:
     return 0 < value < math.inf
-
-
-def _same(one: DeviceProfile, other: DeviceProfile) -> bool:
-    return one is other
 
 
 def _copied(averages: Averages) -> dict[str, dict[str, Pair]]:

@@ -17,7 +17,7 @@ from typing import Protocol
 from collapipe_flwr.core.domain import Plan, RoundOutcome, Snapshot
 from collapipe_flwr.core.errors import ProtocolError, ScheduleError
 from collapipe_flwr.core.json_codec import from_json, to_json
-from collapipe_flwr.core.keys import above, between, counts, key
+from collapipe_flwr.core.keys import Rule, above, at_least, between, counts, key, one_of
 from collapipe_flwr.core.links import CODECS
 from collapipe_flwr.core.schedule import SCHEDULES
 from collapipe_flwr.costs.convergence import LearningState
@@ -107,14 +107,6 @@ def advance_participation(
     }
 
 
-def budgets_of(state: SchedulerState, fresh: Nested) -> dict[str, dict[str, float]]:
-    """Known budgets overlaid with those of the connected clusters."""
-    return {
-        **{c: dict(b) for c, b in state.budget_j.items()},
-        **{c: dict(b) for c, b in fresh.items()},
-    }
-
-
 def spent_of(outcome: RoundOutcome) -> dict[str, dict[str, float]]:
     """Realised energy by cluster and device."""
     return {c.cluster_id: dict(c.energy_j) for c in outcome.clusters}
@@ -176,36 +168,25 @@ class Scheduler(Protocol):
         ...
 
 
+_PART = Rule(lambda v: 0 <= v < 1, "must be in [0, 1)")
+_RULES = {
+    "penalty_weight": above(0),
+    "learning_rate": above(0),
+    "participation_floor": between(0, 1),
+    "memory_margin": _PART,
+    "max_model_share": Rule(lambda v: 0 < v <= 1, "must be in (0, 1]"),
+    "budget_margin": _PART,
+    "profile_memory": _PART,
+    "hysteresis": at_least(0),
+    "schedule": one_of(*SCHEDULES),
+}
+
+
 def _check(settings: SchedulerConfig) -> None:
-    checks = (
-        ("penalty-weight", settings.penalty_weight, settings.penalty_weight > 0, "> 0"),
-        ("learning-rate", settings.learning_rate, settings.learning_rate > 0, "> 0"),
-        (
-            "participation-floor",
-            settings.participation_floor,
-            0 <= settings.participation_floor <= 1,
-            "between 0 and 1",
-        ),
-        ("memory-margin", settings.memory_margin, 0 <= settings.memory_margin < 1, "in [0, 1)"),
-        (
-            "max-model-share",
-            settings.max_model_share,
-            0 < settings.max_model_share <= 1,
-            "in (0, 1]",
-        ),
-        ("budget-margin", settings.budget_margin, 0 <= settings.budget_margin < 1, "in [0, 1)"),
-        (
-            "profile-memory",
-            settings.profile_memory,
-            0 <= settings.profile_memory < 1,
-            "in [0, 1)",
-        ),
-        ("hysteresis", settings.hysteresis, settings.hysteresis >= 0, ">= 0"),
-        ("schedule", settings.schedule, settings.schedule in SCHEDULES, f"one of {SCHEDULES}"),
-    )
-    for name, value, good, wanted in checks:
-        if not good:
-            raise ScheduleError(f"scheduler.{name} must be {wanted}, got {value!r}")
+    for name, rule in _RULES.items():
+        value = getattr(settings, name)
+        if not rule.holds(value):
+            raise ScheduleError(f"scheduler.{name.replace('_', '-')} {rule.says}, got {value!r}")
     if not settings.codecs or not set(settings.codecs) <= set(CODECS):
         raise ScheduleError(f"links.codecs must list some of {CODECS}, got {settings.codecs!r}")
     for name, grid in (

@@ -27,7 +27,6 @@ from collapipe_flwr.core.domain import (
 )
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.costs.price import PricedCluster, PricedRound, price
-from collapipe_flwr.costs.tables import members_of
 from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerState
 from collapipe_flwr.simulation.world import World
@@ -45,7 +44,7 @@ class EpisodeRound:
 
 def simulated_outcome(plan: Plan, priced: PricedRound, truth: Snapshot) -> RoundOutcome:
     """What the price says; whoever worked shows its true speed and energy per operation."""
-    members = {c.profile.cluster_id: members_of(c) for c in truth.clusters}
+    members = {c.profile.cluster_id: c.profile.members for c in truth.clusters}
 
     def shown(cluster: PricedCluster, field: str) -> dict[str, float]:
         worked = [m for m in members[cluster.cluster_id] if m.device_id in cluster.memory_bytes]
@@ -72,7 +71,6 @@ def run_episode(
     *,
     options: PricingOptions | None = None,
     seen: Callable[[Snapshot], Snapshot] | None = None,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[EpisodeRound]:
     """Plan, price and observe ``rounds`` rounds, each yielded as it ends.
 
@@ -82,9 +80,9 @@ def run_episode(
     state = scheduler.init(look(world.snapshot(1, model)))
     for index in range(1, rounds + 1):
         truth = world.snapshot(index, model)
-        started = clock()
+        started = time.perf_counter()
         plan, state = scheduler.step(state, look(truth))
-        decision_s = clock() - started
+        decision_s = time.perf_counter() - started
         priced = price(plan, truth, options)
         state = scheduler.observe(state, plan, simulated_outcome(plan, priced, truth))
         yield EpisodeRound(plan=plan, priced=priced, state=state, decision_s=decision_s)
@@ -125,10 +123,9 @@ class Distortion:
         profile = cluster.profile
         name = [ord(letter) for letter in profile.cluster_id]
         rng = np.random.default_rng([seed, index, 30, *name])
-        members = (profile.control_unit, *profile.devices)
-        factors = rng.uniform(1.0 - self.error, 1.0 + self.error, size=(len(members), 2))
-        wrong = [_scaled(m, *map(float, f)) for m, f in zip(members, factors, strict=True)]
-        seen = replace(profile, control_unit=wrong[0], devices=tuple(wrong[1:]))
+        shape = (len(profile.members), 2)
+        factors = iter(rng.uniform(1.0 - self.error, 1.0 + self.error, size=shape))
+        seen = profile.with_members(lambda member: _scaled(member, *map(float, next(factors))))
         return replace(cluster, profile=seen)
 
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile, ModelProfile
+from collapipe_flwr.core.domain import DeviceProfile, ModelProfile
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.scheduler.policies import POLICIES
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
@@ -23,7 +23,6 @@ from collapipe_flwr.simulation.devices import FleetCluster, device_preset, read_
 from collapipe_flwr.simulation.episode import Distortion
 from collapipe_flwr.simulation.models import transformer_profile
 from collapipe_flwr.simulation.world import (
-    Budgets,
     EnergyBudget,
     World,
     energy_budget,
@@ -31,10 +30,8 @@ from collapipe_flwr.simulation.world import (
     mixed_devices,
 )
 
-CONTROL_UNIT = "raspberry-pi-5"
 FIVE_SEEDS = (0, 1, 2, 3, 4)
 SEED_LIMIT = 2**63
-_STAND_IN = CONTROL_UNIT  # replaced by the fleet's own boards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,15 +98,16 @@ class Setting:
     def world(self, seed: int, profile: ModelProfile) -> World:
         """The world of one seed; raises ConfigError for unknown kinds, radios and channels."""
         rows = self.fleet or _drawn(self, seed)
-        world = make_world(
-            cluster_devices=[[_STAND_IN] * len(row.members) for row in rows],
+        return make_world(
+            cluster_devices=[row.members for row in rows],
             examples=[row.examples or self.examples for row in rows],
             radio=self.radio,
             channel=self.channel,
             seed=seed,
+            budget=self.budget,
+            model=profile,
             cluster_ids=[row.cluster_id for row in rows],
         )
-        return replace(world, clusters=_equipped(self, world, rows, profile))
 
     def as_json(self) -> dict[str, object]:
         """Plain data that states the setting."""
@@ -146,29 +144,6 @@ def _drawn(setting: Setting, seed: int) -> tuple[FleetCluster, ...]:
         )
         for m, row in enumerate(rows)
     )
-
-
-def _equipped(
-    setting: Setting, world: World, rows: Sequence[FleetCluster], profile: ModelProfile
-) -> tuple[ClusterProfile, ...]:
-    """The world's clusters with every member made the board that its row names."""
-    result = []
-    for cluster, row in zip(world.clusters, rows, strict=True):
-        budgets = setting.budget.budgets(profile, len(cluster.devices))
-        places = (cluster.control_unit, *cluster.devices)
-        members = [
-            _board(place, kind, budgets, cluster.examples)
-            for place, kind in zip(places, row.members, strict=True)
-        ]
-        result.append(replace(cluster, control_unit=members[0], devices=tuple(members[1:])))
-    return tuple(result)
-
-
-def _board(
-    place: DeviceProfile, kind: DeviceProfile, budgets: Budgets, examples: int
-) -> DeviceProfile:
-    device = replace(kind, device_id=place.device_id)
-    return replace(device, energy_budget_j=budgets.of(device, examples))
 
 
 PRESETS: dict[str, Setting] = {

@@ -65,129 +65,32 @@ class World:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Budgets:
-    """Long-term energy budgets: a share of what the device would spend on the whole encoder.
-
-    A device's budget is ``share`` times its energy for one round's training of *all* encoder
-    blocks on all the cluster's examples, plus full-power radio for ``radio_s`` seconds.
-    """
-
-    model: ModelProfile | None = None
-    share: float = 0.6
-    radio_s: float = 60.0
-    fixed_j: float | None = None  # the same budget for everyone instead
-
-    def of(self, device: DeviceProfile, examples: int) -> float:
-        """The budget of ``device`` in joules per round."""
-        if self.fixed_j is not None:
-            return self.fixed_j
-        if self.model is None:
-            return math.inf
-        flop = sum(b.forward_flop + b.backward_flop for b in self.model.blocks)
-        flop += self.model.embedding.forward_flop + self.model.embedding.backward_flop
-        compute = device.energy_per_flop_j * flop * examples
-        return self.share * compute + device.tx_power_max_w * self.radio_s
-
-
-def make_world(
-    *,
-    cluster_devices: Sequence[Sequence[str]],
-    examples: Sequence[int],
-    radio: str = "wifi",
-    channel: str = "static",
-    seed: int = 0,
-    budgets: Budgets | None = None,
-    cluster_ids: Sequence[str] | None = None,
-) -> World:
-    """A world of one cluster per entry of ``cluster_devices``: preset names, control unit first.
-
-    Raises ConfigError for unknown names and lists of different lengths' ValueError.
-    """
-    ids = cluster_ids or [f"cluster-{m}" for m in range(len(cluster_devices))]
-    bands = radio_preset(radio)
-    rng = np.random.default_rng([seed, len(ids)])
-    rows = list(zip(ids, cluster_devices, examples, strict=True))
-    return World(
-        clusters=tuple(
-            _cluster(name, kinds, count, bands, budgets or Budgets()) for name, kinds, count in rows
-        ),
-        placements=tuple(_place(name, len(kinds), bands, rng) for name, kinds, _ in rows),
-        edge=EdgeProfile(
-            speed_flop_per_s=EDGE_FLOP_PER_S,
-            memory_bytes=EDGE_BYTES_PER_CLUSTER * len(ids),
-            tx_power_w=EDGE_TX_POWER_W,
-        ),
-        radio=RadioProfile(
-            bandwidth_hz=bands.edge_bandwidth_hz, noise_w_per_hz=bands.noise_w_per_hz
-        ),
-        channel=channel_model(channel),
-        seed=seed,
-    )
-
-
-def mixed_devices(clusters: int, devices: int, seed: int, kinds: Sequence[str]) -> list[list[str]]:
-    """``devices`` random kinds per cluster behind a Raspberry Pi 5 as control unit."""
-    rng = np.random.default_rng([seed, clusters, devices])
-    return [["raspberry-pi-5", *rng.choice(list(kinds), size=devices)] for _ in range(clusters)]
-
-
-def _cluster(
-    cluster_id: str, kinds: Sequence[str], examples: int, radio: RadioPreset, budgets: Budgets
-) -> ClusterProfile:
-    members = []
-    for index, kind in enumerate(kinds):
-        name = "cu" if index == 0 else f"d{index}"
-        device = replace(device_preset(kind), device_id=f"{cluster_id}/{name}")
-        members.append(replace(device, energy_budget_j=budgets.of(device, examples)))
-    return ClusterProfile(
-        cluster_id=cluster_id,
-        examples=examples,
-        control_unit=members[0],
-        devices=tuple(members[1:]),
-        d2d_bandwidth_hz=radio.d2d_bandwidth_hz,
-        server_rate_bit_per_s=SERVER_RATE_BIT_PER_S,
-    )
-
-
-def _place(
-    cluster_id: str, members: int, radio: RadioPreset, rng: np.random.Generator
-) -> Placement:
-    centre = _around(rng, CLUSTER_DISTANCE_M, 1)
-    return Placement(
-        cluster_id=cluster_id,
-        member_m=centre + _around(rng, DEVICE_DISTANCE_M, members),
-        orbit_m=np.full(members, ORBIT_M),
-        carrier_hz=radio.carrier_hz,
-        exponent=radio.path_loss_exponent,
-    )
-
-
-def _around(
-    rng: np.random.Generator, metres: tuple[float, float], count: int
-) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-    radius = rng.uniform(*metres, size=count)
-    angle = rng.uniform(0.0, 2.0 * math.pi, size=count)
-    return np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EnergyBudget:
-    """One of three, or none for unlimited energy.
+    """The long-term energy budget of every device: one of three, or none for unlimited energy.
 
-    ``equal_shares`` and ``share`` count in what a device would spend on training the whole encoder
-    alone: the former in units of its cluster's equal share of that, 1 over the number of devices.
+    ``share`` is a part of what a device would spend on training the whole encoder alone on all the
+    cluster's examples; ``equal_shares`` counts in its cluster's equal shares of that, 1 over
+    the number of devices. Both add full-power radio for ``radio_s`` seconds.
     """
 
     equal_shares: float | None = None
     share: float | None = None
     joule: float | None = None
+    radio_s: float = 60.0
 
-    def budgets(self, model: ModelProfile, devices: int) -> Budgets:
-        """The budgets of a cluster of so many devices in which ``model`` is trained."""
+    def of(
+        self, device: DeviceProfile, examples: int, model: ModelProfile | None, devices: int
+    ) -> float:
+        """The budget in joules per round of one of so many devices that train ``model``."""
         if self.joule is not None:
-            return Budgets(fixed_j=self.joule)
+            return self.joule
         share = self.share if self.equal_shares is None else self.equal_shares / devices
-        return Budgets() if share is None else Budgets(model=model, share=share)
+        if share is None or model is None:
+            return math.inf
+        flop = sum(b.forward_flop + b.backward_flop for b in model.blocks)
+        flop += model.embedding.forward_flop + model.embedding.backward_flop
+        compute_j = device.energy_per_flop_j * flop * examples
+        return share * compute_j + device.tx_power_max_w * self.radio_s
 
     def __str__(self) -> str:
         if self.equal_shares is not None:
@@ -217,3 +120,99 @@ def energy_budget(text: str) -> EnergyBudget:
     if word.endswith("x"):
         return EnergyBudget(equal_shares=value)
     return EnergyBudget(share=value / 100) if word.endswith("%") else EnergyBudget(joule=value)
+
+
+def make_world(
+    *,
+    cluster_devices: Sequence[Sequence[str | DeviceProfile]],
+    examples: Sequence[int],
+    radio: str = "wifi",
+    channel: str = "static",
+    seed: int = 0,
+    budget: EnergyBudget | None = None,
+    model: ModelProfile | None = None,
+    cluster_ids: Sequence[str] | None = None,
+) -> World:
+    """A world of one cluster per entry of ``cluster_devices``: its boards, control unit first.
+
+    Boards are names of presets or profiles without an id; ``model`` is what ``budget`` refers to.
+    Raises ConfigError for unknown names, ValueError for lists of different lengths.
+    """
+    ids = cluster_ids or [f"cluster-{m}" for m in range(len(cluster_devices))]
+    bands = radio_preset(radio)
+    rng = np.random.default_rng([seed, len(ids)])
+    rows = list(zip(ids, cluster_devices, examples, strict=True))
+    return World(
+        clusters=tuple(
+            budgeted(_cluster(name, boards, count, bands), budget or EnergyBudget(), model)
+            for name, boards, count in rows
+        ),
+        placements=tuple(_place(name, len(boards), bands, rng) for name, boards, _ in rows),
+        edge=EdgeProfile(
+            speed_flop_per_s=EDGE_FLOP_PER_S,
+            memory_bytes=EDGE_BYTES_PER_CLUSTER * len(ids),
+            tx_power_w=EDGE_TX_POWER_W,
+        ),
+        radio=RadioProfile(
+            bandwidth_hz=bands.edge_bandwidth_hz, noise_w_per_hz=bands.noise_w_per_hz
+        ),
+        channel=channel_model(channel),
+        seed=seed,
+    )
+
+
+def mixed_devices(clusters: int, devices: int, seed: int, kinds: Sequence[str]) -> list[list[str]]:
+    """``devices`` random kinds per cluster behind a Raspberry Pi 5 as control unit."""
+    rng = np.random.default_rng([seed, clusters, devices])
+    return [["raspberry-pi-5", *rng.choice(list(kinds), size=devices)] for _ in range(clusters)]
+
+
+def _cluster(
+    cluster_id: str, boards: Sequence[str | DeviceProfile], examples: int, radio: RadioPreset
+) -> ClusterProfile:
+    members = []
+    for index, board in enumerate(boards):
+        name = "cu" if index == 0 else f"d{index}"
+        preset = device_preset(board) if isinstance(board, str) else board
+        members.append(replace(preset, device_id=f"{cluster_id}/{name}"))
+    return ClusterProfile(
+        cluster_id=cluster_id,
+        examples=examples,
+        control_unit=members[0],
+        devices=tuple(members[1:]),
+        d2d_bandwidth_hz=radio.d2d_bandwidth_hz,
+        server_rate_bit_per_s=SERVER_RATE_BIT_PER_S,
+    )
+
+
+def budgeted(
+    cluster: ClusterProfile, budget: EnergyBudget, model: ModelProfile | None
+) -> ClusterProfile:
+    """The cluster with the budgets of members that train ``model``."""
+
+    def member(device: DeviceProfile) -> DeviceProfile:
+        joule = budget.of(device, cluster.examples, model, len(cluster.devices))
+        return replace(device, energy_budget_j=joule)
+
+    return cluster.with_members(member)
+
+
+def _place(
+    cluster_id: str, members: int, radio: RadioPreset, rng: np.random.Generator
+) -> Placement:
+    centre = _around(rng, CLUSTER_DISTANCE_M, 1)
+    return Placement(
+        cluster_id=cluster_id,
+        member_m=centre + _around(rng, DEVICE_DISTANCE_M, members),
+        orbit_m=np.full(members, ORBIT_M),
+        carrier_hz=radio.carrier_hz,
+        exponent=radio.path_loss_exponent,
+    )
+
+
+def _around(
+    rng: np.random.Generator, metres: tuple[float, float], count: int
+) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+    radius = rng.uniform(*metres, size=count)
+    angle = rng.uniform(0.0, 2.0 * math.pi, size=count)
+    return np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1)

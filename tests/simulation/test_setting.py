@@ -45,7 +45,8 @@ def test_drawn_worlds_equal_the_simulators_own(small: Setting) -> None:
         examples=[200, 200],
         channel=small.channel,
         seed=7,
-        budgets=small.budget.budgets(profile, 2),
+        budget=small.budget,
+        model=profile,
     )
     world = small.world(7, profile)
     assert world.clusters == own.clusters

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.chain import Chain, full_power_times
-from collapipe_flwr.scheduler.radio.newton import Curvature, NewtonSystem, Point
+from collapipe_flwr.scheduler.radio.newton import Curvature, NewtonSystem
 from collapipe_flwr.scheduler.radio.problem import (
     Evaluation,
+    Point,
     RadioProblem,
     RadioTerms,
     radio_problem,
@@ -189,7 +190,6 @@ class Allocation:
     edge_hz_r: Array
     times: Array  # (R, S + 1, 2) seconds per micro-batch, forward and backward
     latency_price_r: Array  # objective per second of each cluster's own latency
-    steps: int  # Newton steps
 
 
 def allocate(
@@ -219,7 +219,6 @@ def allocate(
         edge_hz_r=np.exp(best.point.omega),
         times=_split(every.reshape(problem.used_rh.shape)),
         latency_price_r=best.latency_price_r,
-        steps=best.steps,
     )
 
 
@@ -247,7 +246,6 @@ def equal_shares(chain: Chain, bandwidth_hz: float) -> Allocation:
         edge_hz_r=width,
         times=full_power_times(chain, width),
         latency_price_r=np.zeros(count),
-        steps=0,
     )
 
 
