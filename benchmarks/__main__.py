@@ -30,7 +30,7 @@ def bench_scheduler(
         os.environ[f"{name}_NUM_THREADS"] = "1"
 
     from benchmarks.scheduling.report import run_bench
-    from collapipe_flwr.simulation.choices import whole_numbers
+    from collapipe_flwr.simulation.setting import whole_numbers
 
     run_bench(whole_numbers("clusters", clusters), instances, json_file)
 

@@ -15,10 +15,9 @@ def replay_plan(
     plan: ClusterPlan, snapshot: Snapshot, options: PricingOptions | None = None
 ) -> Trace:
     """One optimiser step of ``plan`` under ``snapshot``; raises ScheduleError."""
-    choice = options or PricingOptions()
     tables = tabulate(restricted(snapshot, [plan.cluster_id]))
     rows = rows_of_plans(tables, [plan])
-    chain = chain_of(planned_codecs(tables, rows, [plan]), rows, choice)
+    chain = chain_of(planned_codecs(tables, rows, [plan]), rows, options or PricingOptions())
     times = achieved_times(chain, [plan], planned_powers(chain, [plan]))
-    step = step_times(chain, times, 0, half_duplex=choice.half_duplex)
+    step = step_times(chain, times, 0)
     return replay(step, plan.warmup_depth, plan.micro_batches)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from collapipe_flwr.core.domain import Plan, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.chain import chain_of, full_power_times, makespan_of
-from collapipe_flwr.costs.layouts import Layouts, stack
+from collapipe_flwr.costs.layouts import Layouts, of_members, stack
 from collapipe_flwr.costs.radio import LN2
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.costs.work import fits, radio_energy_j
@@ -24,13 +24,11 @@ from collapipe_flwr.scheduler.base import (
     planner_for,
     solution_plan,
 )
-from collapipe_flwr.scheduler.dual_prices import row_prices
+from collapipe_flwr.scheduler.dssda import refined
 from collapipe_flwr.scheduler.initial_layouts import all_layouts, count_layouts, rows_for
 from collapipe_flwr.scheduler.model_share import capped, least_shares
 from collapipe_flwr.scheduler.planner import Planner, Solution
-from collapipe_flwr.scheduler.precision import refined
-from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.scheduler.state import SchedulerState, reference_of
+from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState, reference_of
 
 Array = NDArray[np.float64]
 
@@ -80,7 +78,7 @@ def _limits(planner: Planner, rows: Layouts) -> tuple[Array, Array]:
     backward = np.where(chain.hops.to_edge, 0.0, slowest)
     sends = chain.steps_r * chain.rows.micro_batches_r
     energy = chain.fixed_j + radio_energy_j(sends, slowest, backward)
-    return latency, (row_prices(planner.price_mi, rows) * energy).sum(1)
+    return latency, (of_members(planner.price_mi, rows) * energy).sum(1)
 
 
 def _bounds(

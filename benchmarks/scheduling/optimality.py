@@ -9,14 +9,13 @@ from numpy.typing import NDArray
 
 from benchmarks.oracles.brute_force import optimal_plan
 from collapipe_flwr.core.domain import Plan, Snapshot
-from collapipe_flwr.costs.tables import members_of, tabulate
+from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import planner_for
 from collapipe_flwr.scheduler.policies import make_scheduler
-from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.scheduler.state import SchedulerState
-from collapipe_flwr.simulation.budget import EnergyBudget
+from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState
 from collapipe_flwr.simulation.setting import ModelShape, Setting
 from collapipe_flwr.simulation.simulate import Tick
+from collapipe_flwr.simulation.world import EnergyBudget
 
 QUANTILES = (0.5, 0.9, 0.95, 0.99)
 EDGES = (1e-6, 1e-4, 1e-3, 1e-2, 5e-2)  # of the histogram's bins; the last bin is open
@@ -111,7 +110,7 @@ def queued(state: SchedulerState, snapshot: Snapshot, rng: np.random.Generator) 
     queues = {
         c.profile.cluster_id: {
             m.device_id: float(rng.exponential(2.0) * rng.integers(0, 2)) * m.energy_budget_j
-            for m in members_of(c)
+            for m in c.profile.members
         }
         for c in snapshot.clusters
     }
@@ -133,6 +132,6 @@ def _objective(case: Instance, plan: Plan) -> float:
     for m, cluster in enumerate(case.snapshot.clusters):
         chosen = plan.cluster(cluster.profile.cluster_id)
         assert chosen is not None
-        for i, member in enumerate(members_of(cluster)):
+        for i, member in enumerate(cluster.profile.members):
             total += float(planner.price_mi[m, i]) * chosen.energy_j[member.device_id]
     return total

@@ -14,12 +14,11 @@ from benchmarks.oracles.radio_reference import ReferenceOptimum, solve_reference
 from benchmarks.scheduling.optimality import queued
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.chain import Chain, chain_of, powers_for, price_rows
-from collapipe_flwr.costs.layouts import rows_of_plans
+from collapipe_flwr.costs.layouts import of_members, rows_of_plans
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import planner_for
-from collapipe_flwr.scheduler.dual_prices import row_prices
 from collapipe_flwr.scheduler.policies import make_scheduler
-from collapipe_flwr.scheduler.radio.allocation import Allocation, allocate
+from collapipe_flwr.scheduler.radio.interior_point import Allocation, allocate
 from collapipe_flwr.scheduler.radio.problem import radio_problem
 from collapipe_flwr.simulation.setting import Setting
 
@@ -124,7 +123,7 @@ def radio_instance(setting: Setting, seed: int) -> RadioInstance:
     chain = chain_of(tables, rows_of_plans(tables, plan.clusters), setting.settings)
     return RadioInstance(
         chain=chain,
-        price_rs=row_prices(planner.price_mi, chain.rows),
+        price_rs=of_members(planner.price_mi, chain.rows),
         latency_price=planner.latency_price * plan.rho,
         bandwidth_hz=snapshot.radio.bandwidth_hz,
     )

@@ -64,7 +64,7 @@ def profile(
     from collapipe_flwr.reporting.model_table import as_json, show_forecast
     from collapipe_flwr.reporting.output import prepare, write_json
     from collapipe_flwr.scheduler.protocol import SchedulerConfig
-    from collapipe_flwr.simulation.choices import whole_numbers
+    from collapipe_flwr.simulation.setting import whole_numbers
 
     if not assignments().holds(overrides):
         raise ConfigError(f"--overrides {assignments().says}, got {overrides!r}")

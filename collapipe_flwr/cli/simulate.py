@@ -84,7 +84,7 @@ def simulate(
 ) -> None:
     """Let scheduling policies plan rounds in a simulated world; nothing is trained."""
     from collapipe_flwr.reporting.simulating import Outputs, run_simulation
-    from collapipe_flwr.simulation.choices import Choices
+    from collapipe_flwr.simulation.setting import Choices
     from collapipe_flwr.simulation.setting import preset as preset_setting
 
     chosen = Choices(

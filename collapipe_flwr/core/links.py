@@ -96,8 +96,8 @@ class LinkTraffic:
     until the transport took it, and as long as a rate held it back; 0 at the receiving end and
     where nothing is timed. ``notes`` are of single frames on links that move bytes: when they left
     (after a rate had let them go) or arrived at the end that noted them. ``wire_bit_per_s`` is what
-    the wire could carry as both ends saw it (``costs/link_rates.py``), None where nobody can tell:
-    in memory, or with too few frames.
+    the wire could carry as both ends saw it (``scheduler/link_estimates.py``), None where nobody
+    can tell: in memory, or with too few frames.
     """
 
     bytes: int = 0

@@ -146,7 +146,7 @@ def makespan_of(chain: Chain, times: Array) -> Array:
     return overlapped_makespan_s(forward, backward, count, half_duplex=chain.options.half_duplex)
 
 
-def step_times(chain: Chain, times: Array, row: int, *, half_duplex: bool) -> StepTimes:
+def step_times(chain: Chain, times: Array, row: int) -> StepTimes:
     """One row's stage and hop times, without the padding."""
     depth = chain.rows.depth_of(row)
     columns = [*range(depth + 1), chain.forward_stage_s.shape[1] - 1]
@@ -158,17 +158,17 @@ def step_times(chain: Chain, times: Array, row: int, *, half_duplex: bool) -> St
     return StepTimes(
         stage_s=(pick(chain.forward_stage_s, columns), pick(chain.backward_stage_s, columns)),
         hop_s=(pick(times[:, :, 0], hops), pick(times[:, :, 1], hops)),
-        half_duplex=half_duplex,
+        half_duplex=chain.options.half_duplex,
     )
 
 
-def deepest(tables: Tables, chain: Chain, options: PricingOptions, row: int) -> list[int]:
+def deepest(tables: Tables, chain: Chain, row: int) -> list[int]:
     """The most micro-batches in flight that memory allows on each stage, at most J.
 
     No stage may be deeper than the one before it: it would wait for forwards that the shallower
     one holds back until a backward returns, and both would wait for ever.
     """
-    one = chain.rows.take(np.array([row]))
+    one, options = chain.rows.take(np.array([row])), chain.options
     shape = (1, chain.rows.member_rs.shape[1] + 2)
     empty = peak_bytes(tables, one, options, np.zeros(shape))[0]
     each = peak_bytes(tables, one, options, np.ones(shape))[0] - empty
@@ -182,13 +182,10 @@ def deepest(tables: Tables, chain: Chain, options: PricingOptions, row: int) -> 
     return list(accumulate(own, min))
 
 
-def choose_depths(
-    tables: Tables, chain: Chain, options: PricingOptions, times: Array, row: int
-) -> WarmUp:
+def choose_depths(tables: Tables, chain: Chain, times: Array, row: int) -> WarmUp:
     """Depths of control unit, segments and edge."""
-    step = step_times(chain, times, row, half_duplex=options.half_duplex)
     count = int(chain.rows.micro_batches_r[row])
-    return choose_warm_up(step, deepest(tables, chain, options, row), count)
+    return choose_warm_up(step_times(chain, times, row), deepest(tables, chain, row), count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,17 +197,17 @@ class Scheduled:
     makespan_s: Array
 
 
-def schedule_rows(tables: Tables, chain: Chain, options: PricingOptions, times: Array) -> Scheduled:
+def schedule_rows(tables: Tables, chain: Chain, times: Array) -> Scheduled:
     """The warm-up of every row: J everywhere under GPipe, chosen by replay under 1F1B."""
     rows = chain.rows
-    if options.schedule == "gpipe":
+    if chain.options.schedule == "gpipe":
         depths = [
             (int(j),) * (int(k) + 2)
             for j, k in zip(rows.micro_batches_r, rows.depth_r, strict=True)
         ]
         makespan = makespan_of(chain, times)
     else:
-        chosen = [choose_depths(tables, chain, options, times, r) for r in range(len(rows))]
+        chosen = [choose_depths(tables, chain, times, r) for r in range(len(rows))]
         depths = [d for d, _ in chosen]
         makespan = np.array([m for _, m in chosen])
     return Scheduled(
@@ -229,11 +226,10 @@ def flight_table(chain: Chain, depths: Sequence[Sequence[int]]) -> Array:
 
 def planned_makespan_s(chain: Chain, times: Array, depths: Sequence[Sequence[int]]) -> Array:
     """Makespans of given depths: the closed form where all are J, the simulator elsewhere."""
-    half_duplex = chain.options.half_duplex
     result = np.zeros(len(depths))
     for row, each in enumerate(depths):
         count = int(chain.rows.micro_batches_r[row])
-        step = step_times(chain, times, row, half_duplex=half_duplex)
+        step = step_times(chain, times, row)
         if min(each) < count:
             result[row] = replay(step, each, count).makespan_s
         else:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from collapipe_flwr.core.domain import ClusterPlan, Segment, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.links import CODECS, LinkConfig
-from collapipe_flwr.costs.codecs import SHARES, codec_index
+from collapipe_flwr.costs.radio import SHARES, codec_index
 from collapipe_flwr.costs.tables import Tables
 
 Array = NDArray[np.float64]
@@ -79,7 +79,7 @@ def stack(parts: list[Layouts]) -> Layouts:
     return Layouts(
         cluster_r=np.concatenate([p.cluster_r for p in parts]),
         member_rs=np.concatenate([_widen(p.member_rs, width, UNUSED) for p in parts]),
-        stop_rs=np.concatenate([_widen_stops(p.stop_rs, width) for p in parts]),
+        stop_rs=np.concatenate([_widen(p.stop_rs, width, _behind(p)) for p in parts]),
         micro_batch_size_r=np.concatenate([p.micro_batch_size_r for p in parts]),
         micro_batches_r=np.concatenate([p.micro_batches_r for p in parts]),
     )
@@ -92,30 +92,18 @@ def _widen(table: Ints, width: int, padding: int) -> Ints:
     return np.concatenate([table, extra], axis=1)
 
 
-def _widen_stops(table: Ints, width: int) -> Ints:
-    return _widen(table, width, int(table.max(initial=0)))
+def _behind(rows: Layouts) -> int:
+    """The stop of unused slots: that of the last segment."""
+    return int(rows.stop_rs.max(initial=0))
 
 
 def replaced(rows: Layouts, where: Ints, new: Layouts) -> Layouts:
     """``rows`` with ``new`` at positions ``where``, no wider than needed."""
-    width = max(rows.member_rs.shape[1], new.member_rs.shape[1])
-    merged = Layouts(
-        cluster_r=_with(rows.cluster_r, where, new.cluster_r),
-        member_rs=_with(
-            _widen(rows.member_rs, width, UNUSED), where, _widen(new.member_rs, width, UNUSED)
-        ),
-        stop_rs=_with(_widen_stops(rows.stop_rs, width), where, _widen_stops(new.stop_rs, width)),
-        micro_batch_size_r=_with(rows.micro_batch_size_r, where, new.micro_batch_size_r),
-        micro_batches_r=_with(rows.micro_batches_r, where, new.micro_batches_r),
-    )
+    source = np.arange(len(rows))
+    source[where] = len(rows) + np.arange(len(new))
+    merged = stack([rows, new]).take(source)
     width = max(int(merged.depth_r.max()), 1)
     return replace(merged, member_rs=merged.member_rs[:, :width], stop_rs=merged.stop_rs[:, :width])
-
-
-def _with(table: Ints, where: Ints, new: Ints) -> Ints:
-    result = table.copy()
-    result[where] = new
-    return result
 
 
 def key_of(rows: Layouts) -> bytes:
@@ -142,7 +130,7 @@ class Hops:
     bits: Array  # per micro-batch, in either direction, coded, over ``share``
     gain: Array
     share: Array  # of the promised rate, what the link reaches
-    codec: Ints  # place in ``codecs.CODECS``
+    codec: Ints  # place in ``core.links.CODECS``
 
 
 def hops_of(tables: Tables, rows: Layouts) -> Hops:
@@ -170,6 +158,13 @@ def hops_of(tables: Tables, rows: Layouts) -> Hops:
         share=share,
         codec=codec,
     )
+
+
+def of_members(table_mi: Array, rows: Layouts) -> Array:
+    """Values of the control unit and of every slot, (R, S + 1); 0 on unused slots."""
+    cluster = rows.cluster_r[:, None]
+    slots = np.where(rows.used_rs, table_mi[cluster, np.maximum(rows.member_rs, 0)], 0.0)
+    return np.concatenate([table_mi[rows.cluster_r, 0][:, None], slots], axis=1)
 
 
 def span_sums(prefix_l: Array) -> Array:

@@ -30,7 +30,7 @@ from collapipe_flwr.costs.chain import (
 )
 from collapipe_flwr.costs.layouts import planned_codecs, restricted, rows_of_plans
 from collapipe_flwr.costs.radio import rate_bit_per_s
-from collapipe_flwr.costs.tables import Tables, members_of, tabulate
+from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.work import PricingOptions, peak_bytes
 
 Array = NDArray[np.float64]
@@ -154,7 +154,7 @@ def named_energy(
     cluster: ClusterSnapshot, names: Sequence[str], energy_s: Array
 ) -> dict[str, float]:
     """Energy of every member of a cluster, of which ``names`` work; the others spend nothing."""
-    idle = dict.fromkeys((member.device_id for member in members_of(cluster)), 0.0)
+    idle = dict.fromkeys((member.device_id for member in cluster.profile.members), 0.0)
     return idle | {name: float(energy_s[k]) for k, name in enumerate(names)}
 
 

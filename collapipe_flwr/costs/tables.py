@@ -8,6 +8,7 @@ The edge stands behind the last member on the receiver axis of ``gain_mij``.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,10 +16,11 @@ from numpy.typing import NDArray
 
 from collapipe_flwr.core.domain import BlockCost, ClusterSnapshot, DeviceProfile, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.costs.codecs import codec_index
+from collapipe_flwr.costs.radio import codec_index
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
+_Ends = tuple[tuple[tuple[float, ...], ...], tuple[float, ...]]
 TINY_GAIN = 1e-30  # stands in for absent links so that logarithms stay finite
 
 
@@ -55,7 +57,7 @@ class Tables:
     members: MemberTable
     gain_mij: Array  # (M, I, I + 1): the last receiver is the edge
     d2d_hz_mij: Array  # like gain_mij; what stands behind the last member means nothing
-    codec_mij: Ints  # like gain_mij: the link's place in ``codecs.CODECS``
+    codec_mij: Ints  # like gain_mij: the link's place in ``core.links.CODECS``
     share_mij: Array  # like gain_mij: of its promised rate, what the link reaches
     server_rate_m: Array
     examples_m: Array
@@ -83,14 +85,18 @@ def tabulate(snapshot: Snapshot, codec: str = "fp32") -> Tables:
     """
     _check(snapshot)
     clusters = snapshot.clusters
+    codecs = [codec_index(c.profile.link_codec or codec) for c in clusters]
+    gains = [(c.channel.d2d_gain, c.channel.edge_gain) for c in clusters]
+    shares = [None if c.links is None else (c.links.d2d, c.links.edge) for c in clusters]
+    d2d_hz = _d2d(clusters)
     return Tables(
         snapshot=snapshot,
         blocks=_blocks(snapshot),
         members=_members(clusters),
-        gain_mij=_gains(clusters),
-        d2d_hz_mij=_d2d(clusters),
-        codec_mij=_codecs(clusters, codec),
-        share_mij=_shares(clusters),
+        gain_mij=np.maximum(_links(gains, d2d_hz.shape, TINY_GAIN), TINY_GAIN),
+        d2d_hz_mij=d2d_hz,
+        codec_mij=np.tile(np.array(codecs, np.int64)[:, None, None], (1, *d2d_hz.shape[1:])),
+        share_mij=_links(shares, d2d_hz.shape, 1.0),
         server_rate_m=np.array([c.profile.server_rate_bit_per_s for c in clusters], float),
         examples_m=np.array([c.profile.examples for c in clusters], dtype=np.float64),
     )
@@ -113,13 +119,8 @@ def _blocks(snapshot: Snapshot) -> BlockTable:
     )
 
 
-def members_of(cluster: ClusterSnapshot) -> tuple[DeviceProfile, ...]:
-    """The control unit and then the devices: the order of every member axis."""
-    return (cluster.profile.control_unit, *cluster.profile.devices)
-
-
 def _members(clusters: tuple[ClusterSnapshot, ...]) -> MemberTable:
-    rows = [members_of(c) for c in clusters]
+    rows = [c.profile.members for c in clusters]
     width = max(len(row) for row in rows)
 
     def column(name: str, padding: float) -> Array:
@@ -138,30 +139,14 @@ def _members(clusters: tuple[ClusterSnapshot, ...]) -> MemberTable:
     )
 
 
-def _gains(clusters: tuple[ClusterSnapshot, ...]) -> Array:
-    width = max(len(c.profile.devices) + 1 for c in clusters)
-    table = np.full((len(clusters), width, width + 1), TINY_GAIN)
-    for m, cluster in enumerate(clusters):
-        size = len(cluster.profile.devices) + 1
-        table[m, :size, :size] = cluster.channel.d2d_gain
-        table[m, :size, width] = cluster.channel.edge_gain
-    return np.asarray(np.maximum(table, TINY_GAIN))
-
-
-def _codecs(clusters: tuple[ClusterSnapshot, ...], codec: str) -> Ints:
-    width = max(len(c.profile.devices) + 1 for c in clusters)
-    bound = [codec_index(c.profile.link_codec or codec) for c in clusters]
-    return np.tile(np.array(bound, np.int64)[:, None, None], (1, width, width + 1))
-
-
-def _shares(clusters: tuple[ClusterSnapshot, ...]) -> Array:
-    width = max(len(c.profile.devices) + 1 for c in clusters)
-    table = np.ones((len(clusters), width, width + 1))
-    for m, cluster in enumerate(clusters):
-        if cluster.links is not None:
-            size = len(cluster.profile.devices) + 1
-            table[m, :size, :size] = cluster.links.d2d
-            table[m, :size, width] = cluster.links.edge
+def _links(given: Sequence[_Ends | None], shape: tuple[int, ...], absent: float) -> Array:
+    """A value of every link, (M, I, I + 1): those given between members and to the edge."""
+    table = np.full(shape, absent)
+    for m, ends in enumerate(given):
+        if ends is not None:
+            between, edge = ends
+            table[m, : len(edge), : len(edge)] = between
+            table[m, : len(edge), -1] = edge
     return table
 
 
@@ -171,7 +156,7 @@ def _d2d(clusters: tuple[ClusterSnapshot, ...]) -> Array:
     shared = np.array([c.profile.d2d_bandwidth_hz for c in clusters], dtype=np.float64)
     widest = np.repeat(shared[:, None], width + 1, axis=1)
     for m, cluster in enumerate(clusters):
-        for i, member in enumerate(members_of(cluster)):
+        for i, member in enumerate(cluster.profile.members):
             if member.d2d_bandwidth_hz is not None:
                 widest[m, i] = min(member.d2d_bandwidth_hz, shared[m])
     return np.minimum(widest[:, :-1, None], widest[:, None, :])
@@ -213,7 +198,7 @@ def _check_cluster(cluster: ClusterSnapshot) -> None:
         raise ScheduleError(
             f"{where} has no devices: connect at least one besides its control unit"
         )
-    members = members_of(cluster)
+    members = cluster.profile.members
     ids = [member.device_id for member in members]
     if len(set(ids)) != len(ids):
         raise ScheduleError(f"{where}: device ids must differ, got {ids}: rename one")

@@ -13,7 +13,7 @@ blocks, and is gone or part of the new blocks before these are complete, so it i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from collapipe_flwr.core.domain import BlockCost, ModelProfile
 from collapipe_flwr.core.keys import key, one_of
 from collapipe_flwr.core.schedule import SCHEDULES
-from collapipe_flwr.costs.layouts import Layouts, segment_sums
+from collapipe_flwr.costs.layouts import Layouts, of_members, segment_sums
 from collapipe_flwr.costs.radio import send_time_s
 from collapipe_flwr.costs.tables import BlockTable, Tables
 
@@ -152,16 +152,13 @@ def compute_energy_j(tables: Tables, rows: Layouts, work: Work) -> Array:
     steps = steps_of(tables, rows)[:, None]
     batch = (rows.micro_batch_size_r * rows.micro_batches_r)[:, None].astype(np.float64)
     flop = batch * (work.forward_flop + work.backward_flop) + work.optimiser_flop
-    return np.asarray(steps * _energy_per_flop(tables, rows) * flop[:, :-1])
+    return np.asarray(steps * of_members(tables.members.energy_per_flop_mi, rows) * flop[:, :-1])
 
 
 def bulk_energy_j(tables: Tables, rows: Layouts, bulk: Bulk) -> Array:
     """Joules of handing segments out and collecting them, (R, S + 1)."""
-    power = tables.members.power_max_mi
-    member = np.maximum(rows.member_rs, 0)
-    control = power[rows.cluster_r, 0] * bulk.handout_s.sum(1)
-    devices = power[rows.cluster_r[:, None], member] * bulk.collect_s
-    return np.concatenate([control[:, None], devices], axis=1)
+    seconds = np.concatenate([bulk.handout_s.sum(1)[:, None], bulk.collect_s], axis=1)
+    return np.asarray(of_members(tables.members.power_max_mi, rows) * seconds)
 
 
 def radio_energy_j(count_r: Array, forward_hop_j: Array, backward_hop_j: Array) -> Array:
@@ -172,14 +169,6 @@ def radio_energy_j(count_r: Array, forward_hop_j: Array, backward_hop_j: Array) 
     sent = forward_hop_j.copy()
     sent[:, 1:] += backward_hop_j[:, :-1]
     return np.asarray(count_r[:, None] * sent)
-
-
-def _energy_per_flop(tables: Tables, rows: Layouts) -> Array:
-    member = np.maximum(rows.member_rs, 0)
-    per_flop = tables.members.energy_per_flop_mi
-    control = per_flop[rows.cluster_r, 0][:, None]
-    devices = np.where(rows.used_rs, per_flop[rows.cluster_r[:, None], member], 0.0)
-    return np.concatenate([control, devices], axis=1)
 
 
 def peak_bytes(tables: Tables, rows: Layouts, options: PricingOptions, flight_rs: Array) -> Array:
@@ -208,18 +197,10 @@ def _stash(tables: Tables, rows: Layouts, options: PricingOptions, flight_rs: Ar
 
 def capacity_bytes(tables: Tables, rows: Layouts, options: PricingOptions) -> Array:
     """Bytes that plans may use on every stage, (R, S + 2); the edge is divided by clusters."""
-    keep = 1.0 - options.memory_margin
-    memory = tables.members.memory_mi
     edge = tables.snapshot.edge.memory_bytes / tables.num_clusters
-    member = np.maximum(rows.member_rs, 0)
-    return keep * np.concatenate(
-        [
-            memory[rows.cluster_r, 0][:, None],
-            memory[rows.cluster_r[:, None], member],
-            np.full((len(rows), 1), float(edge)),
-        ],
-        axis=1,
-    )
+    members = of_members(tables.members.memory_mi, rows)
+    room = np.concatenate([members, np.full((len(rows), 1), float(edge))], axis=1)
+    return np.asarray((1.0 - options.memory_margin) * room)
 
 
 def fits(tables: Tables, rows: Layouts, options: PricingOptions) -> NDArray[np.bool_]:
@@ -263,11 +244,4 @@ def whole_model(model: ModelProfile) -> ModelProfile:
 
 
 def _sum(one: BlockCost, other: BlockCost) -> BlockCost:
-    return BlockCost(
-        forward_flop=one.forward_flop + other.forward_flop,
-        backward_flop=one.backward_flop + other.backward_flop,
-        parameter_bytes=one.parameter_bytes + other.parameter_bytes,
-        state_bytes=one.state_bytes + other.state_bytes,
-        stash_bytes=one.stash_bytes + other.stash_bytes,
-        output_bytes=other.output_bytes,
-    )
+    return BlockCost(**{f.name: getattr(one, f.name) + getattr(other, f.name) for f in fields(one)})

@@ -42,8 +42,7 @@ from collapipe_flwr.federation.checkpoint import Memory
 from collapipe_flwr.federation.rounds import ClosedRound, Outcome, RoundPlan
 from collapipe_flwr.federation.telemetry import ClusterTelemetry, link_samples
 from collapipe_flwr.scheduler.link_estimates import with_links
-from collapipe_flwr.scheduler.protocol import Scheduler
-from collapipe_flwr.scheduler.state import SchedulerState
+from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerState
 
 log = logging.getLogger("flwr.collapipe")
 Absent = Mapping[str, Collection[str]]  # device ids by cluster id

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from collapipe_flwr.config.schema import AppConfig
-from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile, ModelProfile
+from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
 from collapipe_flwr.core.errors import blaming
 from collapipe_flwr.federation.planner import ScheduledRounds
 from collapipe_flwr.scheduler.policies import make_scheduler
-from collapipe_flwr.simulation.world import Budgets, World, make_world
+from collapipe_flwr.simulation.world import EnergyBudget, World, budgeted, make_world
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ def make_planner(
 
 def _world(config: AppConfig, model: ModelProfile, profiles: Sequence[ClusterProfile]) -> World:
     """The described clusters, placed around the edge, with energy budgets to suit the model."""
-    budgets = Budgets(model=model, share=config.world.energy_share, radio_s=0.0)
+    budget = EnergyBudget(share=config.world.energy_share, radio_s=0.0)
     world = make_world(
         cluster_devices=[[m.kind for m in p.members] for p in profiles],
         examples=[profile.examples for profile in profiles],
@@ -68,11 +68,4 @@ def _world(config: AppConfig, model: ModelProfile, profiles: Sequence[ClusterPro
         channel=config.world.channel,
         seed=config.run.seed,
     )
-    return replace(world, clusters=tuple(_with_budgets(p, budgets) for p in profiles))
-
-
-def _with_budgets(profile: ClusterProfile, budgets: Budgets) -> ClusterProfile:
-    def budgeted(device: DeviceProfile) -> DeviceProfile:
-        return replace(device, energy_budget_j=budgets.of(device, profile.examples))
-
-    return profile.with_members(budgeted)
+    return replace(world, clusters=tuple(budgeted(p, budget, model) for p in profiles))

@@ -1,8 +1,8 @@
 """Measurements of one cluster in one round, and what is derived from them.
 
-Wires are measured behind the rate that their senders keep to (`costs/link_rates.py`). What a sender
-was held back by counts, too: by a limit in the cluster file. A rate that is the plan's own says
-nothing about the link, so a paced sample means "at least as planned" (``LinkSample.paced``).
+Wires are measured behind the rate that their senders keep to (`scheduler/link_estimates.py`). What
+a sender was held back by counts, too: by a limit in the cluster file. A rate that is the plan's own
+says nothing about the link, so a paced sample means "at least as planned" (``LinkSample.paced``).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from itertools import pairwise
 
 from collapipe_flwr.core.domain import ClusterPlan, GradientNoise, LinkSample
 from collapipe_flwr.core.links import LinkReport, LinkTraffic
-from collapipe_flwr.costs.link_rates import carried_bit_per_s
 from collapipe_flwr.pipeline.meter import Span, StageReport
+from collapipe_flwr.scheduler.link_estimates import carried_bit_per_s
 from collapipe_flwr.transport.weights import TransferStats
 
 D2D, D2E = "d2d", "d2e"

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.reporting.output import write_picture
-from collapipe_flwr.simulation.simulate import PolicyResult, Simulation
-from collapipe_flwr.simulation.tradeoff import TradeoffPoint
+from collapipe_flwr.simulation.simulate import PolicyResult, Simulation, TradeoffPoint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,9 +17,15 @@ from collapipe_flwr.reporting.tables import (
     refusals,
 )
 from collapipe_flwr.simulation.setting import Setting
-from collapipe_flwr.simulation.simulate import Simulation, simulate
-from collapipe_flwr.simulation.summary import OURS, Json, comparison, simulation_json, summaries
-from collapipe_flwr.simulation.tradeoff import FACTORS, TradeoffPoint, penalty_sweep
+from collapipe_flwr.simulation.simulate import (
+    FACTORS,
+    OURS,
+    Simulation,
+    TradeoffPoint,
+    penalty_sweep,
+    simulate,
+)
+from collapipe_flwr.simulation.summary import Json, comparison, simulation_json, summaries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,23 +8,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collapipe_flwr.core.domain import ClusterPlan, Plan, RoundOutcome, Snapshot
-from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.costs.chain import Scheduled, chain_of, schedule_rows
 from collapipe_flwr.costs.convergence import Prior, constants_of, update
 from collapipe_flwr.costs.layouts import Layouts, hop_plans, replaced, segments_of
 from collapipe_flwr.costs.price import named_energy, named_memory, stage_names
-from collapipe_flwr.costs.tables import Tables, members_of, tabulate
+from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.work import fits, peak_bytes
+from collapipe_flwr.scheduler.estimates import profiles_learned, with_error
 from collapipe_flwr.scheduler.initial_layouts import rows_from_weights
 from collapipe_flwr.scheduler.link_estimates import links_learned
 from collapipe_flwr.scheduler.planner import Planner, Solution
 from collapipe_flwr.scheduler.problem import Learning, learning_for
-from collapipe_flwr.scheduler.profile_estimates import profiles_learned
-from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.scheduler.radio.allocation import equal_shares
-from collapipe_flwr.scheduler.robust_gains import with_error
-from collapipe_flwr.scheduler.state import (
+from collapipe_flwr.scheduler.protocol import (
+    Nested,
     Reference,
+    SchedulerConfig,
     SchedulerState,
     advance_energy,
     advance_participation,
@@ -32,6 +30,7 @@ from collapipe_flwr.scheduler.state import (
     spent_of,
     took_part,
 )
+from collapipe_flwr.scheduler.radio.interior_point import equal_shares
 
 Array = NDArray[np.float64]
 
@@ -51,14 +50,37 @@ class Policy:
 
     def observe(self, state: SchedulerState, plan: Plan, outcome: RoundOutcome) -> SchedulerState:
         """Queues by realised energy, estimates by telemetry; rules keep them for reporting."""
-        return observed(state, plan, outcome, self.settings)
+        settings, steps = self.settings, [c.local_steps for c in plan.clusters]
+        return replace(
+            state,
+            energy_queue_j=advance_energy(
+                state.energy_queue_j,
+                state.budget_j,
+                spent_of(outcome),
+                margin=settings.budget_margin,
+            ),
+            participation_queue=advance_participation(
+                state.participation_queue,
+                took_part(state, plan, outcome),
+                floor=settings.participation_floor,
+            ),
+            beliefs=profiles_learned(state.beliefs, outcome),
+            doubt=with_error(state.doubt, outcome),
+            links=links_learned(state.links, outcome),
+            learning=update(
+                state.learning,
+                outcome,
+                learning_rate=settings.learning_rate,
+                mean_steps=sum(steps) / len(steps) if steps else 1.0,
+            ),
+        )
 
 
 def initial_state(snapshot: Snapshot, settings: SchedulerConfig) -> SchedulerState:
     """Empty queues, and a plain plan as the reference of latency and rounds."""
     tables = tabulate(snapshot, settings.coarsest)
     reference = _reference(tables, settings)
-    return SchedulerState(reference=reference, budget_j=budgets_in(snapshot))
+    return SchedulerState(reference=reference, budget_j=known_budgets({}, snapshot))
 
 
 def _reference(tables: Tables, settings: SchedulerConfig) -> Reference:
@@ -124,12 +146,13 @@ def middle_first(settings: SchedulerConfig) -> list[tuple[int, int]]:
     return [(size, count) for _, _, size, count in sorted(grid)]
 
 
-def budgets_in(snapshot: Snapshot) -> dict[str, dict[str, float]]:
-    """Energy budgets of every member by cluster and device."""
-    return {
-        c.profile.cluster_id: {m.device_id: m.energy_budget_j for m in members_of(c)}
+def known_budgets(before: Nested, snapshot: Snapshot) -> dict[str, dict[str, float]]:
+    """Energy budgets by cluster and device: those known ``before``, under the snapshot's."""
+    fresh = {
+        c.profile.cluster_id: {m.device_id: m.energy_budget_j for m in c.profile.members}
         for c in snapshot.clusters
     }
+    return {cluster: dict(budgets) for cluster, budgets in before.items()} | fresh
 
 
 def learning_in(tables: Tables, state: SchedulerState, settings: SchedulerConfig) -> Learning:
@@ -160,7 +183,7 @@ def energy_prices(tables: Tables, state: SchedulerState, settings: SchedulerConf
     for m, cluster in enumerate(tables.snapshot.clusters):
         known = state.energy_queue_j.get(cluster.profile.cluster_id, {})
         if known:
-            row = [known.get(member.device_id, 0.0) for member in members_of(cluster)]
+            row = [known.get(member.device_id, 0.0) for member in cluster.profile.members]
             queue[m, : len(row)] = row
     finite = np.isfinite(members.budget_mi)
     budget = np.where(finite, members.budget_mi, 1.0)
@@ -170,40 +193,10 @@ def energy_prices(tables: Tables, state: SchedulerState, settings: SchedulerConf
     return np.where(finite, queue / budget**2, 0.0) + least
 
 
-def observed(
-    state: SchedulerState, plan: Plan, outcome: RoundOutcome, settings: SchedulerConfig
-) -> SchedulerState:
-    """Queues by realised energy, estimates by telemetry."""
-    steps = [c.local_steps for c in plan.clusters]
-    return replace(
-        state,
-        energy_queue_j=advance_energy(
-            state.energy_queue_j,
-            state.budget_j,
-            spent_of(outcome),
-            margin=settings.budget_margin,
-        ),
-        participation_queue=advance_participation(
-            state.participation_queue,
-            took_part(state, plan, outcome),
-            floor=settings.participation_floor,
-        ),
-        beliefs=profiles_learned(state.beliefs, outcome),
-        doubt=with_error(state.doubt, outcome),
-        links=links_learned(state.links, outcome),
-        learning=update(
-            state.learning,
-            outcome,
-            learning_rate=settings.learning_rate,
-            mean_steps=sum(steps) / len(steps) if steps else 1.0,
-        ),
-    )
-
-
 def solution_plan(planner: Planner, solution: Solution, policy: str, share: float) -> Plan:
     """The solution in names and units that the rest of the product speaks."""
     tables = planner.tables
-    scheduled = schedule_rows(tables, solution.chain, planner.settings, solution.allocation.times)
+    scheduled = schedule_rows(tables, solution.chain, solution.allocation.times)
     memory = peak_bytes(tables, solution.rows, planner.settings, scheduled.flight_rs)
     clusters = tuple(
         _cluster_plan(tables, solution, scheduled, m, memory[m]) for m in range(tables.num_clusters)
@@ -240,12 +233,4 @@ def _cluster_plan(
         energy_j=named_energy(cluster, names, solution.priced.energy_j[m]),
         memory_bytes=named_memory(names, memory_s),
         hops=hop_plans(chain.hops, m),
-    )
-
-
-def infeasible(cluster_id: str, policy: str) -> InfeasibleError:
-    """The error of a baseline whose fixed rule does not fit."""
-    return InfeasibleError(
-        f"cluster {cluster_id!r}: policy {policy!r} finds no layout that fits its devices' "
-        "memories: use another policy, smaller micro-batches or larger devices"
     )

@@ -15,9 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from collapipe_flwr.costs.codecs import SHARES
-from collapipe_flwr.costs.layouts import Layouts
-from collapipe_flwr.costs.radio import LN2, exponent_near
+from collapipe_flwr.costs.radio import LN2, SHARES, exponent_near
 from collapipe_flwr.costs.tables import Tables
 
 Array = NDArray[np.float64]
@@ -36,13 +34,6 @@ class DualPrices:
     ceiling_m: Array  # the round's latency as far as the other clusters cause it
     slack_price_m: Array  # objective per second that a cluster stays below the ceiling
     edge_hz_m: Array
-
-
-def row_prices(price_mi: Array, rows: Layouts) -> Array:
-    """Prices per joule of the control unit and of every slot, (R, S + 1)."""
-    cluster = rows.cluster_r[:, None]
-    slots = np.where(rows.used_rs, price_mi[cluster, np.maximum(rows.member_rs, 0)], 0.0)
-    return np.concatenate([price_mi[rows.cluster_r, 0][:, None], slots], axis=1)
 
 
 def best_of(values: Array, owner_r: Ints, owners: int) -> Ints:

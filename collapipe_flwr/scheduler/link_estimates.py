@@ -1,12 +1,33 @@
-"""What real links reach of their planned rates, learnt from what they carried.
+"""What real links reach of their planned rates, measured and learnt from what they carried.
 
-A channel model promises a rate; a wire, a wall or a neighbour's traffic keeps another. For every
-link that a round used, the share of the promise is noted (its logarithm), and the estimate of the
-link is the median of its last three notes. Missing ones count as the estimate, so one bad round
-changes nothing and two that agree count. Notes within ``AGREES`` of the estimate leave it as
-it is: plans are bit-equal while measurements agree with the model. A link that its cluster did not
-use for ``PATIENCE`` rounds counts as promised again, so that one that was slow is tried some
-day; its notes stay, so that one look suffices.
+**Measured.** The sender's side alone cannot tell: its transport takes megabytes at once and sends
+them later. So both ends note frames, and a first-in-first-out wire is laid through the notes of
+each stream. With s_k and r_k when frame k of b_k bytes left and arrived, the wire was idle before
+frame k if
+
+    s_k + o >= r_(k-1),    o = min over k of (r_k - s_k):
+
+o is the difference of the clocks plus the delay of a frame with next to no bytes. A run of frames
+that found the wire busy, with the one before them, kept it busy from s_first + o to r_last, x
+seconds for B bytes, however the frames within it were held together. What a run of small frames
+takes besides, h in the median, is overhead of messages and no time of the wire, as far as it is not
+most of x:
+
+    rate = median over runs of large frames of 8 B / max(x - h, x / 2).
+
+The median is untouched by single runs that were held up. A sender that kept to a pace notes a frame
+when it let it go: the rate is the wire's, not the pace's. Clocks may drift apart by some 50
+millionths within a stream, 5 ms in 100 s. A link that was opened again, for the next replay
+interval of a round, is another stream: its frames are counted from 0 again, and o is found anew.
+A stream that only one end knows of counts for nothing. Our reconstruction.
+
+**Learnt.** A channel model promises a rate; a wire, a wall or a neighbour's traffic keeps another.
+For every link that a round used, the share of the promise is noted (its logarithm), and the
+estimate of the link is the median of its last three notes. Missing ones count as the estimate, so
+one bad round changes nothing and two that agree count. Notes within ``AGREES`` of the estimate
+leave it as it is: plans are bit-equal while measurements agree with the model. A link that its
+cluster did not use for ``PATIENCE`` rounds counts as promised again, so that one that was slow is
+tried some day; its notes stay, so that one look suffices.
 
 Senders that kept to a plan's pace show no more than that the link is as fast as promised.
 """
@@ -14,7 +35,7 @@ Senders that kept to a plan's pace show no more than that the link is as fast as
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import is_
 from statistics import median
@@ -26,6 +47,71 @@ from collapipe_flwr.core.domain import (
     RoundOutcome,
     Snapshot,
 )
+from collapipe_flwr.core.links import Note
+
+_Frame = tuple[float, float, int]  # left, arrived, bytes
+
+SMALL = 1 / 16  # of the largest frame's bytes: as good as none
+LARGE = 1 / 2  # from here on a frame tells the rate
+FEWEST = 3  # large frames
+SHORTEST_S = 1e-6
+
+
+@dataclass(slots=True)
+class _Run:
+    """Frames between two idle moments of the wire."""
+
+    begin_s: float
+    end_s: float
+    bytes: int
+
+    @property
+    def busy_s(self) -> float:
+        return self.end_s - self.begin_s
+
+
+def carried_bit_per_s(sent: Sequence[Note], arrived: Sequence[Note]) -> float | None:
+    """The rate of one direction of a link; None where too few frames were noted at both ends."""
+    streams = _streams(sent, arrived)
+    most = max((size for frames in streams for _, _, size in frames), default=0)
+    telling = [frames for frames in streams if min(size for _, _, size in frames) <= SMALL * most]
+    if sum(size >= LARGE * most for frames in telling for _, _, size in frames) < FEWEST:
+        return None
+    runs = [run for frames in telling for run in _runs(frames)]
+    small = [run.busy_s for run in runs if run.bytes <= SMALL * most]
+    overhead_s = median(small) if small else 0.0
+    return median(_rate(run, overhead_s) for run in runs if run.bytes >= LARGE * most)
+
+
+def _streams(sent: Sequence[Note], arrived: Sequence[Note]) -> list[list[_Frame]]:
+    """The frames that both ends noted, stream by stream."""
+    left = {(stream, frame, size): at_s for stream, frame, at_s, size in sent}
+    found: dict[int, list[_Frame]] = {}
+    for stream, frame, at_s, size in arrived:
+        if (stream, frame, size) in left:
+            both = (left[stream, frame, size], at_s, size)
+            found.setdefault(stream, []).append(both)
+    return list(found.values())
+
+
+def _rate(run: _Run, overhead_s: float) -> float:
+    return 8.0 * run.bytes / max(run.busy_s - overhead_s, run.busy_s / 2, SHORTEST_S)
+
+
+def _runs(frames: Sequence[_Frame]) -> Iterator[_Run]:
+    """Of one stream."""
+    offset_s = min(there - here for here, there, _ in frames)
+    run: _Run | None = None
+    for here, there, size in frames:
+        if run is not None and here + offset_s < run.end_s:
+            run.end_s, run.bytes = there, run.bytes + size
+            continue
+        if run is not None:
+            yield run
+        run = _Run(here + offset_s, there, size)
+    if run is not None:
+        yield run
+
 
 AGREES = math.log(1.25)  # in ln(share): what is closer to the estimate confirms it
 NOTES = 3

@@ -22,12 +22,14 @@ SAME = 1e-9  # relative differences below this count as none
 FEW = 24  # so few candidates try everything at once: their sweeps cost the same, long or short
 SIZE_STEPS = np.array([-1, 1, 0, 0, -1, 1])
 COUNT_STEPS = np.array([0, 0, -1, 1, 1, -1])
-Kind = Callable[["Moves"], Layouts]
+Neighbours = tuple[Ints, Layouts]
+"""Whose neighbour each row is, and the rows."""
+Kind = Callable[["Moves"], Neighbours]
 Score = Callable[[Layouts], Array]
 
 
 class Moves:
-    """Neighbours of every row by kind of move, and by ``parent_r`` whose neighbour each is.
+    """Neighbours of every row by kind of move.
 
     Shift a cut; swap, replace, drop or insert a device.
     """
@@ -41,16 +43,10 @@ class Moves:
         self.stops = _wider(rows.stop_rs[:, :width], int(rows.stop_rs.max()))
         self.slots = np.arange(width + 1)
         self.cost_mi, self.most = cost_mi, most
-        self.parent_r: Ints = np.zeros(0, np.int64)
 
     def all(self) -> Layouts:
         """Every valid neighbour."""
-        parts, parents = [], []
-        for kind in MOVE_KINDS:
-            parts.append(kind(self))
-            parents.append(self.parent_r)
-        self.parent_r = np.concatenate(parents)
-        return stack(parts)
+        return stack([kind(self)[1] for kind in MOVE_KINDS])
 
     def _spare(self) -> NDArray[np.bool_]:
         """Members that may come in, (R, I)."""
@@ -61,9 +57,8 @@ class Moves:
         limit = np.partition(cost, last, axis=1)[:, [last]]
         return np.asarray(np.isfinite(cost) & (cost <= limit))
 
-    def _rows(self, parent: Ints, members: Ints, stops: Ints) -> Layouts:
-        self.parent_r = parent
-        return Layouts(
+    def _rows(self, parent: Ints, members: Ints, stops: Ints) -> Neighbours:
+        return parent, Layouts(
             cluster_r=self.rows.cluster_r[parent],
             member_rs=members,
             stop_rs=stops,
@@ -71,7 +66,7 @@ class Moves:
             micro_batches_r=self.rows.micro_batches_r[parent],
         )
 
-    def shifts(self) -> Layouts:
+    def shifts(self) -> Neighbours:
         """A cut moves by one or two blocks."""
         change = np.array([-2, -1, 1, 2])
         moved = self.stops[:, :-1, None] + change
@@ -83,7 +78,7 @@ class Moves:
         stops[np.arange(len(parent)), slot] += change[which]
         return self._rows(parent, self.members[parent], stops)
 
-    def swaps(self) -> Layouts:
+    def swaps(self) -> Neighbours:
         """Two devices change places."""
         left, right = np.triu_indices(len(self.slots), 1)
         parent, pair = np.nonzero(right[None, :] < self.depth[:, None])
@@ -92,7 +87,7 @@ class Moves:
         members[at, right[pair]] = self.members[parent, left[pair]]
         return self._rows(parent, members, self.stops[parent])
 
-    def replacements(self) -> Layouts:
+    def replacements(self) -> Neighbours:
         """A spare device takes over a whole segment."""
         active = self.slots[None, :] < self.depth[:, None]
         parent, slot, spare = np.nonzero(active[:, :, None] & self._spare()[:, None, :])
@@ -100,7 +95,7 @@ class Moves:
         members[np.arange(len(parent)), slot] = spare
         return self._rows(parent, members, self.stops[parent])
 
-    def drops(self) -> Layouts:
+    def drops(self) -> Neighbours:
         """A device leaves; its blocks go to the next one or to the previous one."""
         active = (self.slots[None, :] < self.depth[:, None]) & (self.depth > 1)[:, None]
         parent, slot = np.nonzero(active)
@@ -118,7 +113,7 @@ class Moves:
             options.append((parent[keep], members[keep], stops[keep]))
         return self._rows(*(np.concatenate(column) for column in zip(*options, strict=True)))
 
-    def insertions(self) -> Layouts:
+    def insertions(self) -> Neighbours:
         """A spare device takes half of a segment, before or behind its owner."""
         firsts = np.concatenate([np.zeros_like(self.stops[:, :1]), self.stops[:, :-1]], axis=1)
         active = (self.slots[None, :] < self.depth[:, None]) & (self.stops - firsts > 1)
@@ -159,21 +154,16 @@ class Neighbourhood:
     sizes: Ints  # the grid of micro-batches, ascending
     counts: Ints
 
-    def near(self, rows: Layouts, kinds: list[int]) -> tuple[Ints, Layouts]:
-        """Neighbours by those kinds of move, and whose neighbour each is."""
+    def near(self, rows: Layouts, kinds: list[int]) -> Neighbours:
+        """Neighbours by those kinds of move; the last kind changes micro-batches."""
         moves = Moves(rows, self.cost_mi, self.spares)
-        parents, parts = [], []
-        for kind in kinds:
-            if kind == len(MOVE_KINDS):
-                parent, part = self._batches(rows)
-            else:
-                part = MOVE_KINDS[kind](moves)
-                parent = moves.parent_r
-            parents.append(parent)
-            parts.append(part)
-        return np.concatenate(parents), stack(parts)
+        found = [
+            self._batches(rows) if kind == len(MOVE_KINDS) else MOVE_KINDS[kind](moves)
+            for kind in kinds
+        ]
+        return np.concatenate([parent for parent, _ in found]), stack([part for _, part in found])
 
-    def _batches(self, rows: Layouts) -> tuple[Ints, Layouts]:
+    def _batches(self, rows: Layouts) -> Neighbours:
         """One step on the grid of (size, count), or one up on one axis and down on the other."""
         size = np.searchsorted(self.sizes, rows.micro_batch_size_r)[:, None] + SIZE_STEPS
         count = np.searchsorted(self.counts, rows.micro_batches_r)[:, None] + COUNT_STEPS
@@ -184,11 +174,7 @@ class Neighbourhood:
 
 
 KINDS = len(MOVE_KINDS) + 1  # the last one changes micro-batches
-
-
 TURNS = [[len(MOVE_KINDS)], *([k] for k in range(len(MOVE_KINDS)))]
-
-
 AT_ONCE = [list(range(KINDS))]
 
 
@@ -200,7 +186,7 @@ class Candidates:
     values: Array
     least: Array  # gains up to this are not worth a step
 
-    def step(self, moving: Ints, near: tuple[Ints, Layouts], score: Score) -> NDArray[np.bool_]:
+    def step(self, moving: Ints, near: Neighbours, score: Score) -> NDArray[np.bool_]:
         """Move to better neighbours; says which of ``moving`` did."""
         parent, rows = near
         if not len(parent):
@@ -234,7 +220,7 @@ def descend(
             break
 
 
-def every_batch(rows: Layouts, batches: Ints) -> tuple[Ints, Layouts]:
+def every_batch(rows: Layouts, batches: Ints) -> Neighbours:
     """Every row with every (size, count) pair."""
     parent = np.repeat(np.arange(len(rows)), len(batches))
     grid = np.tile(batches, (len(rows), 1))

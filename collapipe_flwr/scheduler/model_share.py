@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from collapipe_flwr.costs.layouts import Layouts
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.work import PricingOptions, peak_bytes, whole_bytes
-from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.scheduler.state import Reference
+from collapipe_flwr.scheduler.protocol import Reference, SchedulerConfig
 
 Array = NDArray[np.float64]
 

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.costs.chain import Chain, RowPrices, chain_of, powers_for, price_rows
 from collapipe_flwr.costs.convergence import others_max
-from collapipe_flwr.costs.layouts import Layouts, key_of, replaced, stack
-from collapipe_flwr.scheduler.dual_prices import DualPrices, row_prices
+from collapipe_flwr.costs.layouts import Layouts, key_of, of_members, replaced, stack
+from collapipe_flwr.scheduler.dual_prices import DualPrices
 from collapipe_flwr.scheduler.local_search import Moves, every_batch
 from collapipe_flwr.scheduler.problem import RoundProblem
-from collapipe_flwr.scheduler.radio.allocation import Allocation, allocate
+from collapipe_flwr.scheduler.radio.interior_point import Allocation, allocate
 from collapipe_flwr.scheduler.search import Search
 
 Array = NDArray[np.float64]
@@ -157,7 +157,7 @@ class Planner(RoundProblem):
         rho = self.learning.rho(self.tables, rows)
         allocation = allocate(
             chain,
-            row_prices(self.price_mi, rows),
+            of_members(self.price_mi, rows),
             latency_price=self.latency_price * rho,
             bandwidth_hz=self.tables.snapshot.radio.bandwidth_hz,
         )
@@ -167,7 +167,7 @@ class Planner(RoundProblem):
         """Latency, energy and objective of a decision."""
         powers = powers_for(chain, allocation.edge_hz_r, allocation.times)
         priced = price_rows(chain, allocation.times, powers)
-        energy = (row_prices(self.price_mi, chain.rows) * priced.energy_j).sum()
+        energy = (of_members(self.price_mi, chain.rows) * priced.energy_j).sum()
         return Solution(
             chain=chain,
             allocation=allocation,

@@ -16,15 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collapipe_flwr.core.domain import Plan, Snapshot
-from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.errors import ConfigError, InfeasibleError
 from collapipe_flwr.costs.chain import chain_of
 from collapipe_flwr.costs.layouts import Layouts, stack
 from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.base import (
     Policy,
-    budgets_in,
-    infeasible,
+    known_budgets,
     middle_first,
     planner_for,
     solution_plan,
@@ -32,9 +31,8 @@ from collapipe_flwr.scheduler.base import (
 from collapipe_flwr.scheduler.dssda import Dssda, usable_plans
 from collapipe_flwr.scheduler.initial_layouts import rows_from_weights
 from collapipe_flwr.scheduler.planner import Planner, Solution
-from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerConfig
-from collapipe_flwr.scheduler.radio.allocation import equal_shares
-from collapipe_flwr.scheduler.state import SchedulerState, budgets_of
+from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerConfig, SchedulerState
+from collapipe_flwr.scheduler.radio.interior_point import equal_shares
 
 Array = NDArray[np.float64]
 Pairs = Sequence[tuple[int, int]]
@@ -140,7 +138,7 @@ class RuleScheduler(Policy):
             }
             solution = self._solution(planner, kept, grid)
         plan = solution_plan(planner, solution, self.name, 1.0)
-        budgets = budgets_of(state, budgets_in(snapshot))
+        budgets = known_budgets(state.budget_j, snapshot)
         return plan, replace(state, rounds=state.rounds + 1, budget_j=budgets, last_plan=plan)
 
     def _solution(
@@ -171,7 +169,12 @@ class RuleScheduler(Policy):
             good = fits(tables, rows, self.settings)
             if good.any():
                 return rows.take(np.flatnonzero(good)[:1])
-        raise infeasible(tables.snapshot.clusters[m].profile.cluster_id, self.name)
+        name = tables.snapshot.clusters[m].profile.cluster_id
+        raise InfeasibleError(
+            f"cluster {name!r}: policy {self.name!r} finds "
+            "no layout that fits its devices' memories: use another policy, smaller micro-batches "
+            "or larger devices"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +19,8 @@ from collapipe_flwr.costs.layouts import Layouts
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.work import local_steps, steps_of
 from collapipe_flwr.scheduler.dual_prices import DualPrices
-from collapipe_flwr.scheduler.protocol import SchedulerConfig
+from collapipe_flwr.scheduler.protocol import Reference, SchedulerConfig
 from collapipe_flwr.scheduler.scorer import Scorer
-from collapipe_flwr.scheduler.state import Reference
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -109,28 +109,24 @@ class RoundProblem:
         """Devices of every cluster, control units not counted."""
         return np.asarray(self.tables.members.present_mi.sum(1) - 1, dtype=np.int64)
 
-    def refuse(self, m: int) -> None:
-        """Say why cluster m cannot be planned."""
-        raise InfeasibleError(refusal(self.tables, m))
-
-
-def refusal(tables: Tables, m: int) -> str:
-    """Which memory is too small for cluster m, and what to do."""
-    snapshot, mib = tables.snapshot, 2.0**20
-    profile, model = snapshot.clusters[m].profile, snapshot.model
-    share = snapshot.edge.memory_bytes / tables.num_clusters
-    blocks = tables.blocks.state_bytes_l[-1]
-    room = sum(device.memory_bytes for device in profile.devices)
-    parts = (
-        ("the control unit", model.embedding.state_bytes, profile.control_unit.memory_bytes),
-        ("the edge (its share per cluster)", model.decoder.state_bytes, share),
-        (f"the {len(profile.devices)} devices together", blocks, room),
-    )
-    needs = "; ".join(
-        f"{name} need {need / mib:.0f} MiB of state plus activations and have {have / mib:.0f} MiB"
-        for name, need, have in sorted(parts, key=lambda p: p[2] / max(p[1], 1.0))
-    )
-    return (
-        f"cluster {profile.cluster_id!r}: no plan fits its memories ({needs}): add a device, lower "
-        "micro-batch-sizes or micro-batches, or choose a smaller model"
-    )
+    def refuse(self, m: int) -> NoReturn:
+        """Raise InfeasibleError: which memory is too small for cluster m, and what to do."""
+        snapshot, mib = self.tables.snapshot, 2.0**20
+        profile, model = snapshot.clusters[m].profile, snapshot.model
+        share = snapshot.edge.memory_bytes / self.tables.num_clusters
+        blocks = self.tables.blocks.state_bytes_l[-1]
+        room = sum(device.memory_bytes for device in profile.devices)
+        parts = (
+            ("the control unit", model.embedding.state_bytes, profile.control_unit.memory_bytes),
+            ("the edge (its share per cluster)", model.decoder.state_bytes, share),
+            (f"the {len(profile.devices)} devices together", blocks, room),
+        )
+        needs = "; ".join(
+            f"{name} need {need / mib:.0f} MiB of state plus activations and "
+            f"have {have / mib:.0f} MiB"
+            for name, need, have in sorted(parts, key=lambda p: p[2] / max(p[1], 1.0))
+        )
+        raise InfeasibleError(
+            f"cluster {profile.cluster_id!r}: no plan fits its memories ({needs}): add a device, "
+            "lower micro-batch-sizes or micro-batches, or choose a smaller model"
+        )

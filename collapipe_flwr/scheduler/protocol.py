@@ -1,18 +1,122 @@
-"""What every scheduler is: explicit state in, plan and state out."""
+"""What every scheduler is: settings, and explicit state in, plan and state out.
+
+The state is plain values that survive a checkpoint. Virtual queues turn long-term constraints into
+prices per round: ``Q(t+1) = max(Q(t) + e(t) - budget, 0)``. Summing gives
+``Q(T) - Q(0) >= sum (e - budget)``, so on every path the average excess is at most ``Q(T) / T``
+(Neely 2010, Stochastic Network Optimization, section 4). Queues advance by what rounds *really*
+cost.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from collapipe_flwr.core.domain import Plan, RoundOutcome, Snapshot
-from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.core.keys import above, between, counts, key
+from collapipe_flwr.core.errors import ProtocolError, ScheduleError
+from collapipe_flwr.core.json_codec import from_json, to_json
+from collapipe_flwr.core.keys import Rule, above, at_least, between, counts, key, one_of
 from collapipe_flwr.core.links import CODECS
 from collapipe_flwr.core.schedule import SCHEDULES
-from collapipe_flwr.costs.codecs import ladder
+from collapipe_flwr.costs.convergence import LearningState
+from collapipe_flwr.costs.radio import ladder
 from collapipe_flwr.costs.work import PricingOptions
-from collapipe_flwr.scheduler.state import SchedulerState
+from collapipe_flwr.scheduler.estimates import ProfileEstimates, RobustGains
+from collapipe_flwr.scheduler.link_estimates import LinkEstimates
+
+Nested = Mapping[str, Mapping[str, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """The plan that rho and the latency scale refer to: the first round's plain one."""
+
+    latency_s: float
+    micro_batch_size: int
+    micro_batches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerState:
+    """Queues, estimates and the last plan.
+
+    ``energy_queue_j[cluster][device]`` is the energy-deficit queue, ``participation_queue``
+    the deficit of rounds per cluster, ``budget_j`` the budgets that the queues refer to. Fields are
+    named as in checkpoints.
+    """
+
+    rounds: int = 0
+    reference: Reference | None = None
+    energy_queue_j: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    participation_queue: Mapping[str, float] = field(default_factory=dict)
+    budget_j: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    learning: LearningState = field(default_factory=LearningState)
+    beliefs: ProfileEstimates = field(default_factory=ProfileEstimates)
+    doubt: RobustGains = field(default_factory=RobustGains)
+    links: LinkEstimates = field(default_factory=dict)
+    last_plan: Plan | None = None
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> SchedulerState:
+        """The state in ``text``; raises ScheduleError where it is none."""
+        try:
+            return from_json(cls, text, "scheduler state")
+        except ProtocolError as error:
+            raise ScheduleError(f"no scheduler state in {text[:40]!r}: {error}") from error
+
+
+def reference_of(state: SchedulerState) -> Reference:
+    """The reference plan; raises ScheduleError for a state that no ``init`` made."""
+    if state.reference is None:
+        raise ScheduleError("the scheduler's state has no reference plan: start it with init()")
+    return state.reference
+
+
+def advance(queue: float, spent: float, budget: float) -> float:
+    """One step of a virtual queue."""
+    return 0.0 if math.isinf(budget) else max(queue + spent - budget, 0.0)
+
+
+def advance_energy(
+    queues_j: Nested, budgets_j: Nested, spent_j: Nested, *, margin: float
+) -> dict[str, dict[str, float]]:
+    """All energy queues after a round; members that spent nothing recover their budget."""
+    result: dict[str, dict[str, float]] = {}
+    for cluster, budgets in budgets_j.items():
+        before, spent = queues_j.get(cluster, {}), spent_j.get(cluster, {})
+        result[cluster] = {
+            device: advance(before.get(device, 0.0), spent.get(device, 0.0), (1 - margin) * budget)
+            for device, budget in budgets.items()
+        }
+    return result
+
+
+def advance_participation(
+    queues: Mapping[str, float], clusters: Mapping[str, bool], *, floor: float
+) -> dict[str, float]:
+    """Participation deficits after a round over the clusters that were connected."""
+    return {
+        cluster: max(queues.get(cluster, 0.0) + floor - float(took_part), 0.0)
+        for cluster, took_part in clusters.items()
+    }
+
+
+def spent_of(outcome: RoundOutcome) -> dict[str, dict[str, float]]:
+    """Realised energy by cluster and device."""
+    return {c.cluster_id: dict(c.energy_j) for c in outcome.clusters}
+
+
+def took_part(state: SchedulerState, plan: Plan, outcome: RoundOutcome) -> dict[str, bool]:
+    """Which of the connected clusters finished the round."""
+    done = {c.cluster_id for c in outcome.clusters}
+    known = set(state.budget_j) | done | {c.cluster_id for c in plan.clusters}
+    return {cluster: cluster in done for cluster in sorted(known)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,36 +168,25 @@ class Scheduler(Protocol):
         ...
 
 
+_PART = Rule(lambda v: 0 <= v < 1, "must be in [0, 1)")
+_RULES = {
+    "penalty_weight": above(0),
+    "learning_rate": above(0),
+    "participation_floor": between(0, 1),
+    "memory_margin": _PART,
+    "max_model_share": Rule(lambda v: 0 < v <= 1, "must be in (0, 1]"),
+    "budget_margin": _PART,
+    "profile_memory": _PART,
+    "hysteresis": at_least(0),
+    "schedule": one_of(*SCHEDULES),
+}
+
+
 def _check(settings: SchedulerConfig) -> None:
-    checks = (
-        ("penalty-weight", settings.penalty_weight, settings.penalty_weight > 0, "> 0"),
-        ("learning-rate", settings.learning_rate, settings.learning_rate > 0, "> 0"),
-        (
-            "participation-floor",
-            settings.participation_floor,
-            0 <= settings.participation_floor <= 1,
-            "between 0 and 1",
-        ),
-        ("memory-margin", settings.memory_margin, 0 <= settings.memory_margin < 1, "in [0, 1)"),
-        (
-            "max-model-share",
-            settings.max_model_share,
-            0 < settings.max_model_share <= 1,
-            "in (0, 1]",
-        ),
-        ("budget-margin", settings.budget_margin, 0 <= settings.budget_margin < 1, "in [0, 1)"),
-        (
-            "profile-memory",
-            settings.profile_memory,
-            0 <= settings.profile_memory < 1,
-            "in [0, 1)",
-        ),
-        ("hysteresis", settings.hysteresis, settings.hysteresis >= 0, ">= 0"),
-        ("schedule", settings.schedule, settings.schedule in SCHEDULES, f"one of {SCHEDULES}"),
-    )
-    for name, value, good, wanted in checks:
-        if not good:
-            raise ScheduleError(f"scheduler.{name} must be {wanted}, got {value!r}")
+    for name, rule in _RULES.items():
+        value = getattr(settings, name)
+        if not rule.holds(value):
+            raise ScheduleError(f"scheduler.{name.replace('_', '-')} {rule.says}, got {value!r}")
     if not settings.codecs or not set(settings.codecs) <= set(CODECS):
         raise ScheduleError(f"links.codecs must list some of {CODECS}, got {settings.codecs!r}")
     for name, grid in (

@@ -9,7 +9,7 @@ middle of a round nobody has fresh channel states, and the next round is planned
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -24,6 +24,7 @@ from collapipe_flwr.core.domain import (
 )
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.core.links import CODECS, LinkConfig
+from collapipe_flwr.costs.layouts import span_sums
 from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.scheduler.plans import dry_run_plan
 from collapipe_flwr.scheduler.segment_dp import (
@@ -122,8 +123,7 @@ def _segment_bytes(plan: ClusterPlan, rest: ReplanInput) -> Array:
 def _spans(model: ModelProfile, field: str) -> Array:
     """Sums of one cost over blocks l..k-1, (1, L + 1, L + 1)."""
     values = [float(getattr(block, field)) for block in model.blocks]
-    prefix = np.concatenate([[0.0], np.cumsum(values)])
-    return np.asarray((prefix[None, :] - prefix[:, None])[None])
+    return span_sums(np.concatenate([[0.0], np.cumsum(values)]))[None]
 
 
 def _with_segments(plan: ClusterPlan, rest: ReplanInput, path: Path, step_s: float) -> ClusterPlan:
@@ -136,17 +136,13 @@ def _with_segments(plan: ClusterPlan, rest: ReplanInput, path: Path, step_s: flo
     members = (control, *chosen)
     power = {m.device_id: plan.tx_power_w.get(m.device_id, m.tx_power_max_w) for m in members}
     back = {d.device_id: plan.gradient_power_w.get(d.device_id, d.tx_power_max_w) for d in chosen}
-    return ClusterPlan(
-        cluster_id=plan.cluster_id,
+    return replace(
+        plan,
         segments=tuple(
             Segment(device_id=device.device_id, first_block=first, stop_block=stop)
             for device, (first, stop) in zip(chosen, spans, strict=True)
         ),
-        micro_batch_size=plan.micro_batch_size,
-        micro_batches=plan.micro_batches,
         warmup_depth=_depths(plan, len(chosen) + 2),
-        local_steps=plan.local_steps,
-        bandwidth_hz=plan.bandwidth_hz,
         tx_power_w=power,
         gradient_power_w=back,
         latency_s=plan.local_steps * step_s,
@@ -155,6 +151,7 @@ def _with_segments(plan: ClusterPlan, rest: ReplanInput, path: Path, step_s: flo
         memory_bytes={
             device.device_id: int(need[span]) for device, span in zip(chosen, spans, strict=True)
         },
+        model_share=None,
         hops=_hops(plan, [d.device_id for d in chosen]),
     )
 

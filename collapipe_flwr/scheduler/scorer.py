@@ -1,10 +1,10 @@
 """The cluster-wise objective of many candidate rows, fast.
 
-Given dual prices, everything about links is a table (``links``) and everything about segments a sum
-over blocks: scoring a row is a handful of look-ups per slot. A row slows its links from quick to
-calm as far as its own bottleneck allows, energy interpolated linearly in between (convexity makes
-that an upper bound). Inside, slots come first, (S, R): sums and maxima over a leading axis are
-much faster. Suffixes as in ``costs.layouts``; ``_n`` is a cluster's place in the table.
+Given dual prices, everything about links is a table (`link_table`) and everything about segments
+a sum over blocks: scoring a row is a handful of look-ups per slot. A row slows its links from quick
+to calm as far as its own bottleneck allows, energy interpolated linearly in between (convexity
+makes that an upper bound). Inside, slots come first, (S, R): sums and maxima over a leading axis
+are much faster. Suffixes as in ``costs.layouts``; ``_n`` is a cluster's place in the table.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ the descent's batch try to do better still.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -254,11 +254,8 @@ class Search:
             return None
 
     def _row(self, rows: Layouts, m: int, path: Path) -> Layouts:
-        one = rows.take(np.array([m]))
-        return Layouts(
-            cluster_r=one.cluster_r,
+        return replace(
+            rows.take(np.array([m])),
             member_rs=np.array([[device + 1 for device in path.devices] or [UNUSED]]),
             stop_rs=np.array([path.stops]),
-            micro_batch_size_r=one.micro_batch_size_r,
-            micro_batches_r=one.micro_batches_r,
         )

@@ -70,15 +70,14 @@ class Path:
 Shortest = Callable[[SegmentProblem], "tuple[tuple[int, ...], tuple[int, ...]] | None"]
 
 
-def best_path(problem: SegmentProblem, shortest: Shortest, *, below: float = np.inf) -> Path:
+def best_path(problem: SegmentProblem, shortest: Shortest) -> Path:
     """The optimum, best first over pairs of caps; raises InfeasibleError without any path.
 
     A path that beats the cheapest one under some caps must undercut one of its two bottlenecks,
-    so each pair of caps branches into two; its cheapest cost bounds everything beyond. Only
-    paths of value under ``below`` are looked for.
+    so each pair of caps branches into two; its cheapest cost bounds everything beyond.
     """
     best: Path | None = None
-    limit, serial = below, count()
+    limit, serial = np.inf, count()
     queue = [(-np.inf, next(serial), (np.inf, np.inf))]
     seen = {queue[0][2]}
     while queue:
@@ -97,7 +96,7 @@ def best_path(problem: SegmentProblem, shortest: Shortest, *, below: float = np.
                 seen.add(after)
                 heappush(queue, (bound, next(serial), after))
     if best is None:
-        raise InfeasibleError("no segmentation fits the devices' memories or beats the given one")
+        raise InfeasibleError("no segmentation fits the devices' memories")
     return best
 
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from collapipe_flwr.costs.codecs import SHARES
 from collapipe_flwr.costs.layouts import span_sums
-from collapipe_flwr.costs.radio import power_for_time_w, send_time_s, thrifty_time_s
+from collapipe_flwr.costs.radio import SHARES, power_for_time_w, send_time_s, thrifty_time_s
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.work import (
     OPTIMISER_FLOP_PER_BYTE,

@@ -1,17 +1,34 @@
-"""Episodes: a scheduler planning round after round in a simulated world, without training."""
+"""Episodes: a scheduler planning round after round in a simulated world, without training.
+
+Schedulers may be shown profiles that are wrong, and snapshots that are old (`Distortion`). The
+error is a factor on every member's speed and another on its energy per operation, each uniform in
+``[1 - error, 1 + error]``. As ``noise`` both are drawn anew for every round, as a measurement would
+be; as ``bias`` once per device for the whole episode, like a benchmark that does not resemble
+training. The delay is of everything that a snapshot holds: profiles and channel gains. Memories are
+known exactly. What rounds cost, and what devices report after working, is the truth.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from collapipe_flwr.core.domain import ClusterOutcome, ModelProfile, Plan, RoundOutcome, Snapshot
+import numpy as np
+
+from collapipe_flwr.core.domain import (
+    ClusterOutcome,
+    ClusterSnapshot,
+    DeviceProfile,
+    ModelProfile,
+    Plan,
+    RoundOutcome,
+    Snapshot,
+)
+from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.costs.price import PricedCluster, PricedRound, price
-from collapipe_flwr.costs.tables import members_of
 from collapipe_flwr.costs.work import PricingOptions
-from collapipe_flwr.scheduler.protocol import Scheduler
-from collapipe_flwr.scheduler.state import SchedulerState
+from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerState
 from collapipe_flwr.simulation.world import World
 
 
@@ -27,7 +44,7 @@ class EpisodeRound:
 
 def simulated_outcome(plan: Plan, priced: PricedRound, truth: Snapshot) -> RoundOutcome:
     """What the price says; whoever worked shows its true speed and energy per operation."""
-    members = {c.profile.cluster_id: members_of(c) for c in truth.clusters}
+    members = {c.profile.cluster_id: c.profile.members for c in truth.clusters}
 
     def shown(cluster: PricedCluster, field: str) -> dict[str, float]:
         worked = [m for m in members[cluster.cluster_id] if m.device_id in cluster.memory_bytes]
@@ -54,7 +71,6 @@ def run_episode(
     *,
     options: PricingOptions | None = None,
     seen: Callable[[Snapshot], Snapshot] | None = None,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[EpisodeRound]:
     """Plan, price and observe ``rounds`` rounds, each yielded as it ends.
 
@@ -64,9 +80,58 @@ def run_episode(
     state = scheduler.init(look(world.snapshot(1, model)))
     for index in range(1, rounds + 1):
         truth = world.snapshot(index, model)
-        started = clock()
+        started = time.perf_counter()
         plan, state = scheduler.step(state, look(truth))
-        decision_s = clock() - started
+        decision_s = time.perf_counter() - started
         priced = price(plan, truth, options)
         state = scheduler.observe(state, plan, simulated_outcome(plan, priced, truth))
         yield EpisodeRound(plan=plan, priced=priced, state=state, decision_s=decision_s)
+
+
+NOISE, BIAS = "noise", "bias"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distortion:
+    """How wrong and how late snapshots are; the default is the truth."""
+
+    error: float = 0.0
+    kind: str = NOISE
+    delay: int = 0  # rounds
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.error < 1:
+            raise ConfigError(f"--profile-error must be >= 0 and < 1, got {self.error}")
+        if self.kind not in (NOISE, BIAS):
+            raise ConfigError(f"--profile-error-kind must be {NOISE} or {BIAS}, got {self.kind!r}")
+        if self.delay < 0:
+            raise ConfigError(f"--profile-delay must be >= 0, got {self.delay}")
+
+    def view(self, world: World, model: ModelProfile) -> Callable[[Snapshot], Snapshot]:
+        """From the truth of a round to what a scheduler is shown in it."""
+
+        def look(truth: Snapshot) -> Snapshot:
+            measured = max(truth.round_index - self.delay, 1)
+            old = world.snapshot(measured, model)
+            index = 0 if self.kind == BIAS else measured
+            clusters = tuple(self._cluster(c, world.seed, index) for c in old.clusters)
+            return replace(old, round_index=truth.round_index, clusters=clusters)
+
+        return look if self.error or self.delay else lambda truth: truth
+
+    def _cluster(self, cluster: ClusterSnapshot, seed: int, index: int) -> ClusterSnapshot:
+        profile = cluster.profile
+        name = [ord(letter) for letter in profile.cluster_id]
+        rng = np.random.default_rng([seed, index, 30, *name])
+        shape = (len(profile.members), 2)
+        factors = iter(rng.uniform(1.0 - self.error, 1.0 + self.error, size=shape))
+        seen = profile.with_members(lambda member: _scaled(member, *map(float, next(factors))))
+        return replace(cluster, profile=seen)
+
+
+def _scaled(device: DeviceProfile, speed: float, joule: float) -> DeviceProfile:
+    return replace(
+        device,
+        speed_flop_per_s=device.speed_flop_per_s * speed,
+        energy_per_flop_j=device.energy_per_flop_j * joule,
+    )

@@ -109,7 +109,7 @@ def score(
 
 
 def _members(world: World) -> list[DeviceProfile]:
-    return [device for c in world.clusters for device in (c.control_unit, *c.devices)]
+    return [device for c in world.clusters for device in c.members]
 
 
 def _queue_share(world: World, done: EpisodeRound) -> float:

@@ -1,4 +1,6 @@
-"""One simulated setting: clusters, model, radio, budgets and how policies may plan; named presets.
+"""One simulated setting: clusters, model, radio, budgets and how policies may plan.
+
+There are named presets, over which `Choices` lays what a user chose on the command line.
 
 The model is a stated transformer shape instead of weights. Per example of S tokens and width d,
 with feed-forward layers of width f = 4 d, the forward pass of an encoder block costs
@@ -10,22 +12,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
-from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile, ModelProfile
+from collapipe_flwr.core.domain import DeviceProfile, ModelProfile
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.scheduler.policies import POLICIES
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulation.budget import EnergyBudget
-from collapipe_flwr.simulation.devices import device_preset
-from collapipe_flwr.simulation.distortion import Distortion
-from collapipe_flwr.simulation.fleet_file import FleetCluster
+from collapipe_flwr.simulation.devices import FleetCluster, device_preset, read_fleet
+from collapipe_flwr.simulation.episode import Distortion
 from collapipe_flwr.simulation.models import transformer_profile
-from collapipe_flwr.simulation.world import Budgets, World, make_world, mixed_devices
+from collapipe_flwr.simulation.world import (
+    EnergyBudget,
+    World,
+    energy_budget,
+    make_world,
+    mixed_devices,
+)
 
-CONTROL_UNIT = "raspberry-pi-5"
 FIVE_SEEDS = (0, 1, 2, 3, 4)
 SEED_LIMIT = 2**63
-_STAND_IN = CONTROL_UNIT  # replaced by the fleet's own boards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,15 +98,16 @@ class Setting:
     def world(self, seed: int, profile: ModelProfile) -> World:
         """The world of one seed; raises ConfigError for unknown kinds, radios and channels."""
         rows = self.fleet or _drawn(self, seed)
-        world = make_world(
-            cluster_devices=[[_STAND_IN] * len(row.members) for row in rows],
+        return make_world(
+            cluster_devices=[row.members for row in rows],
             examples=[row.examples or self.examples for row in rows],
             radio=self.radio,
             channel=self.channel,
             seed=seed,
+            budget=self.budget,
+            model=profile,
             cluster_ids=[row.cluster_id for row in rows],
         )
-        return replace(world, clusters=_equipped(self, world, rows, profile))
 
     def as_json(self) -> dict[str, object]:
         """Plain data that states the setting."""
@@ -137,29 +144,6 @@ def _drawn(setting: Setting, seed: int) -> tuple[FleetCluster, ...]:
         )
         for m, row in enumerate(rows)
     )
-
-
-def _equipped(
-    setting: Setting, world: World, rows: Sequence[FleetCluster], profile: ModelProfile
-) -> tuple[ClusterProfile, ...]:
-    """The world's clusters with every member made the board that its row names."""
-    result = []
-    for cluster, row in zip(world.clusters, rows, strict=True):
-        budgets = setting.budget.budgets(profile, len(cluster.devices))
-        places = (cluster.control_unit, *cluster.devices)
-        members = [
-            _board(place, kind, budgets, cluster.examples)
-            for place, kind in zip(places, row.members, strict=True)
-        ]
-        result.append(replace(cluster, control_unit=members[0], devices=tuple(members[1:])))
-    return tuple(result)
-
-
-def _board(
-    place: DeviceProfile, kind: DeviceProfile, budgets: Budgets, examples: int
-) -> DeviceProfile:
-    device = replace(kind, device_id=place.device_id)
-    return replace(device, energy_budget_j=budgets.of(device, examples))
 
 
 PRESETS: dict[str, Setting] = {
@@ -199,3 +183,86 @@ def preset(name: str | None) -> Setting:
     if name not in PRESETS:
         raise ConfigError(f"--preset: unknown preset {name!r}; choose {', '.join(PRESETS)}")
     return PRESETS[name]
+
+
+_SETTING = ("clusters", "devices", "examples", "rounds", "channel", "radio")
+_MODEL = ("blocks", "width", "tokens")
+_PLANNING = ("penalty_weight", "schedule", "memory_margin", "max_model_share")
+_SWITCHES = ("best_batches", "half_duplex", "edge_shared", "recompute")
+_DISTORTION = {"profile_error": "error", "profile_error_kind": "kind", "profile_delay": "delay"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """Every field is an option of the same name; None or False leaves the preset as it is."""
+
+    clusters: int | None = None
+    devices: int | None = None
+    examples: int | None = None
+    rounds: int | None = None
+    channel: str | None = None
+    radio: str | None = None
+    blocks: int | None = None
+    width: int | None = None
+    tokens: int | None = None
+    penalty_weight: float | None = None
+    schedule: str | None = None
+    memory_margin: float | None = None
+    max_model_share: float | None = None
+    best_batches: bool = False
+    half_duplex: bool = False
+    edge_shared: bool = False
+    recompute: bool = False
+    profile_error: float | None = None
+    profile_error_kind: str | None = None
+    profile_delay: int | None = None
+    seeds: str | None = None
+    policies: str | None = None
+    kinds: str | None = None
+    micro_batch_sizes: str | None = None
+    micro_batches: str | None = None
+    codecs: str | None = None
+    energy_budget: str | None = None
+    devices_from: Path | None = None
+
+    def over(self, base: Setting) -> Setting:
+        """``base`` with everything that was chosen; raises ConfigError or ScheduleError."""
+        changes = self._given(_SETTING)
+        changes["model"] = replace(base.model, **self._given(_MODEL))
+        planning = self._given(_PLANNING)
+        planning |= {name: True for name in _SWITCHES if getattr(self, name)}
+        for name in ("micro_batch_sizes", "micro_batches"):
+            if (text := getattr(self, name)) is not None:
+                planning[name] = whole_numbers(name, text)
+        if self.codecs is not None:
+            planning["codecs"] = _words(self.codecs)
+            changes["model"] = replace(changes["model"], wire_bytes=4)
+        changes["settings"] = replace(base.settings, **planning)
+        seen = {_DISTORTION[n]: value for n, value in self._given(tuple(_DISTORTION)).items()}
+        changes["distortion"] = replace(base.distortion, **seen)
+        if self.seeds is not None:
+            changes["seeds"] = whole_numbers("seeds", self.seeds)
+        for name in ("policies", "kinds"):
+            if (text := getattr(self, name)) is not None:
+                changes[name] = _words(text)
+        if self.energy_budget is not None:
+            changes["budget"] = energy_budget(self.energy_budget)
+        if self.devices_from is not None:
+            changes["fleet"] = read_fleet(self.devices_from)
+        return replace(base, **changes)
+
+    def _given(self, names: tuple[str, ...]) -> dict[str, Any]:
+        return {n: value for n in names if (value := getattr(self, n)) is not None}
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def whole_numbers(name: str, text: str) -> tuple[int, ...]:
+    """The value of option ``name`` as numbers; raises ConfigError."""
+    words = _words(text)
+    if not words or not all(word.isdigit() for word in words):
+        option = name.replace("_", "-")
+        raise ConfigError(f'--{option} must list whole numbers, for example "1,2,4", got {text!r}')
+    return tuple(int(word) for word in words)

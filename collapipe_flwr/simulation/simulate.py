@@ -1,9 +1,11 @@
-"""All policies of a setting in the worlds of all its seeds."""
+"""All policies of a setting in the worlds of all its seeds; the trade-off of DSSDA's weight V."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.core.errors import ScheduleError
@@ -14,6 +16,7 @@ from collapipe_flwr.simulation.score import Score, score, target_in
 from collapipe_flwr.simulation.setting import Setting
 from collapipe_flwr.simulation.world import World
 
+OURS = "dssda"
 WHOLE = "fedavg"  # trains the whole model on one device: embedding and decoder, too
 
 Tick = Callable[[str], None]
@@ -87,3 +90,34 @@ def _rounds(
     for done in episode:
         tick(name)
         yield done
+
+
+FACTORS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TradeoffPoint:
+    """DSSDA with one penalty weight in the world of the first seed."""
+
+    penalty_weight: float
+    latency_mean_s: float
+    queue_share_max: float
+    energy_over_budget: float
+
+
+def penalty_sweep(setting: Setting, tick: Tick = silent) -> tuple[TradeoffPoint, ...]:
+    """One episode per factor on the setting's own penalty weight."""
+    return tuple(_point(setting, factor, tick) for factor in FACTORS)
+
+
+def _point(setting: Setting, factor: float, tick: Tick) -> TradeoffPoint:
+    weight = factor * setting.settings.penalty_weight
+    settings = replace(setting.settings, penalty_weight=weight)
+    one = replace(setting, policies=(OURS,), seeds=setting.seeds[:1], settings=settings)
+    result = simulate(one, tick).policies[0]
+    return TradeoffPoint(
+        penalty_weight=weight,
+        latency_mean_s=float(np.mean(result.scores[0].latency_s)),
+        queue_share_max=max(result.scores[0].queue_share),
+        energy_over_budget=result.scores[0].energy_over_budget,
+    )

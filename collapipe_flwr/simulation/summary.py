@@ -11,9 +11,8 @@ import numpy as np
 
 from collapipe_flwr.core.json_codec import plain
 from collapipe_flwr.simulation.score import Score
-from collapipe_flwr.simulation.simulate import PolicyResult, Simulation
+from collapipe_flwr.simulation.simulate import OURS, PolicyResult, Simulation
 
-OURS = "dssda"
 PAPER_BASELINES = ("fedavg", "splitfed", "uniform")
 PIPELINE_BASELINES = ("splitfed", "uniform", "memory", "throughput", "random")
 LATENCY_LOWER_PERCENT = 48.98  # the abstract of arXiv 2509.19855

@@ -1,4 +1,4 @@
-"""A world of clusters: profiles plus a channel, from which every round's Snapshot follows."""
+"""A world of clusters: profiles with energy budgets, and channels; snapshots follow from both."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from collapipe_flwr.core.domain import (
     RadioProfile,
     Snapshot,
 )
+from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.simulation.channel import ChannelModel, Placement, channel_model
 from collapipe_flwr.simulation.devices import RadioPreset, device_preset, radio_preset
 
@@ -64,43 +65,78 @@ class World:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Budgets:
-    """Long-term energy budgets: a share of what the device would spend on the whole encoder.
+class EnergyBudget:
+    """The long-term energy budget of every device: one of three, or none for unlimited energy.
 
-    A device's budget is ``share`` times its energy for one round's training of *all* encoder
-    blocks on all the cluster's examples, plus full-power radio for ``radio_s`` seconds.
+    ``share`` is a part of what a device would spend on training the whole encoder alone on all the
+    cluster's examples; ``equal_shares`` counts in its cluster's equal shares of that, 1 over
+    the number of devices. Both add full-power radio for ``radio_s`` seconds.
     """
 
-    model: ModelProfile | None = None
-    share: float = 0.6
+    equal_shares: float | None = None
+    share: float | None = None
+    joule: float | None = None
     radio_s: float = 60.0
-    fixed_j: float | None = None  # the same budget for everyone instead
 
-    def of(self, device: DeviceProfile, examples: int) -> float:
-        """The budget of ``device`` in joules per round."""
-        if self.fixed_j is not None:
-            return self.fixed_j
-        if self.model is None:
+    def of(
+        self, device: DeviceProfile, examples: int, model: ModelProfile | None, devices: int
+    ) -> float:
+        """The budget in joules per round of one of so many devices that train ``model``."""
+        if self.joule is not None:
+            return self.joule
+        share = self.share if self.equal_shares is None else self.equal_shares / devices
+        if share is None or model is None:
             return math.inf
-        flop = sum(b.forward_flop + b.backward_flop for b in self.model.blocks)
-        flop += self.model.embedding.forward_flop + self.model.embedding.backward_flop
-        compute = device.energy_per_flop_j * flop * examples
-        return self.share * compute + device.tx_power_max_w * self.radio_s
+        flop = sum(b.forward_flop + b.backward_flop for b in model.blocks)
+        flop += model.embedding.forward_flop + model.embedding.backward_flop
+        compute_j = device.energy_per_flop_j * flop * examples
+        return share * compute_j + device.tx_power_max_w * self.radio_s
+
+    def __str__(self) -> str:
+        if self.equal_shares is not None:
+            return f"{self.equal_shares:g}x"
+        if self.share is not None:
+            return f"{100 * self.share:g}%"
+        return "none" if self.joule is None else f"{self.joule:g}"
+
+
+def energy_budget(text: str) -> EnergyBudget:
+    """``1.8x`` an equal share, ``30%`` of training alone, ``500`` joules or ``none``.
+
+    Raises ConfigError for anything else.
+    """
+    word = text.strip()
+    if word == "none":
+        return EnergyBudget()
+    try:
+        value = float(word.rstrip("%x"))
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(
+            "--energy-budget must be joules per round (500), a share of training alone (30%), "
+            f"a multiple of an equal share of it (1.8x) or none, got {text!r}"
+        )
+    if word.endswith("x"):
+        return EnergyBudget(equal_shares=value)
+    return EnergyBudget(share=value / 100) if word.endswith("%") else EnergyBudget(joule=value)
 
 
 def make_world(
     *,
-    cluster_devices: Sequence[Sequence[str]],
+    cluster_devices: Sequence[Sequence[str | DeviceProfile]],
     examples: Sequence[int],
     radio: str = "wifi",
     channel: str = "static",
     seed: int = 0,
-    budgets: Budgets | None = None,
+    budget: EnergyBudget | None = None,
+    model: ModelProfile | None = None,
     cluster_ids: Sequence[str] | None = None,
 ) -> World:
-    """A world of one cluster per entry of ``cluster_devices``: preset names, control unit first.
+    """A world of one cluster per entry of ``cluster_devices``: its boards, control unit first.
 
-    Raises ConfigError for unknown names and lists of different lengths' ValueError.
+    Boards are names of presets or profiles without an id; ``model`` is what ``budget`` refers to.
+    Raises ConfigError for unknown names, ValueError for lists of different lengths.
     """
     ids = cluster_ids or [f"cluster-{m}" for m in range(len(cluster_devices))]
     bands = radio_preset(radio)
@@ -108,9 +144,10 @@ def make_world(
     rows = list(zip(ids, cluster_devices, examples, strict=True))
     return World(
         clusters=tuple(
-            _cluster(name, kinds, count, bands, budgets or Budgets()) for name, kinds, count in rows
+            budgeted(_cluster(name, boards, count, bands), budget or EnergyBudget(), model)
+            for name, boards, count in rows
         ),
-        placements=tuple(_place(name, len(kinds), bands, rng) for name, kinds, _ in rows),
+        placements=tuple(_place(name, len(boards), bands, rng) for name, boards, _ in rows),
         edge=EdgeProfile(
             speed_flop_per_s=EDGE_FLOP_PER_S,
             memory_bytes=EDGE_BYTES_PER_CLUSTER * len(ids),
@@ -131,13 +168,13 @@ def mixed_devices(clusters: int, devices: int, seed: int, kinds: Sequence[str]) 
 
 
 def _cluster(
-    cluster_id: str, kinds: Sequence[str], examples: int, radio: RadioPreset, budgets: Budgets
+    cluster_id: str, boards: Sequence[str | DeviceProfile], examples: int, radio: RadioPreset
 ) -> ClusterProfile:
     members = []
-    for index, kind in enumerate(kinds):
+    for index, board in enumerate(boards):
         name = "cu" if index == 0 else f"d{index}"
-        device = replace(device_preset(kind), device_id=f"{cluster_id}/{name}")
-        members.append(replace(device, energy_budget_j=budgets.of(device, examples)))
+        preset = device_preset(board) if isinstance(board, str) else board
+        members.append(replace(preset, device_id=f"{cluster_id}/{name}"))
     return ClusterProfile(
         cluster_id=cluster_id,
         examples=examples,
@@ -146,6 +183,18 @@ def _cluster(
         d2d_bandwidth_hz=radio.d2d_bandwidth_hz,
         server_rate_bit_per_s=SERVER_RATE_BIT_PER_S,
     )
+
+
+def budgeted(
+    cluster: ClusterProfile, budget: EnergyBudget, model: ModelProfile | None
+) -> ClusterProfile:
+    """The cluster with the budgets of members that train ``model``."""
+
+    def member(device: DeviceProfile) -> DeviceProfile:
+        joule = budget.of(device, cluster.examples, model, len(cluster.devices))
+        return replace(device, energy_budget_j=joule)
+
+    return cluster.with_members(member)
 
 
 def _place(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.data_plane.codecs import CodecTask, train_with_codecs
-from collapipe_flwr.costs.codecs import WIRE_SHARE
+from collapipe_flwr.costs.radio import WIRE_SHARE
 
 torch.set_num_threads(1)
 

@@ -18,13 +18,13 @@ from collapipe_flwr.cluster.threads import ThreadFleet
 from collapipe_flwr.config.cluster_file import ClusterLinks
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.links import LinkConfig, Note
-from collapipe_flwr.costs.link_rates import carried_bit_per_s
 from collapipe_flwr.models import BatchShape, Splitter, make_spec
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.pipeline.config import Execution, NextHop, SessionRequest, StageConfig
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 from collapipe_flwr.pipeline.step import MicroBatch
+from collapipe_flwr.scheduler.link_estimates import carried_bit_per_s
 from collapipe_flwr.transport.client import EdgeClient
 from tests.cluster.hosted import daemons
 from tests.cluster.test_recovery import profile

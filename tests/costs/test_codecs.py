@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.costs.codecs import CODECS, ROUNDING, WIRE_SHARE, ladder
+from collapipe_flwr.core.links import CODECS
 from collapipe_flwr.costs.layouts import Layouts, hops_of
+from collapipe_flwr.costs.radio import ROUNDING, WIRE_SHARE, ladder
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.simulation.models import transformer_profile
 from collapipe_flwr.simulation.world import make_world

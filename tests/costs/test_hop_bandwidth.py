@@ -16,8 +16,7 @@ from collapipe_flwr.costs.layouts import rows_of_plans
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulation.devices import device_preset
-from collapipe_flwr.simulation.fleet_file import FleetCluster
+from collapipe_flwr.simulation.devices import FleetCluster, device_preset
 from collapipe_flwr.simulation.models import transformer_profile
 from collapipe_flwr.simulation.setting import ModelShape, Setting
 from collapipe_flwr.simulation.world import make_world

@@ -20,7 +20,7 @@ from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulation.world import Budgets, make_world
+from collapipe_flwr.simulation.world import EnergyBudget, make_world
 
 BLOCK = BlockCost(
     forward_flop=2e7,
@@ -42,7 +42,7 @@ def rounds(policy: str = "dssda", **settings) -> ScheduledRounds:
         examples=[64, 32],
         channel="block-fading",
         seed=5,
-        budgets=Budgets(fixed_j=0.5),
+        budget=EnergyBudget(joule=0.5),
     )
     scheduler = make_scheduler(policy, chosen)
     return ScheduledRounds(scheduler, world, MODEL, NODES, options=chosen)

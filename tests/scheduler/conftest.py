@@ -10,7 +10,7 @@ import pytest
 
 from collapipe_flwr.core.domain import ModelProfile, Snapshot
 from collapipe_flwr.simulation.models import transformer_profile
-from collapipe_flwr.simulation.world import Budgets, World, make_world, mixed_devices
+from collapipe_flwr.simulation.world import EnergyBudget, World, make_world, mixed_devices
 
 KINDS = ("raspberry-pi-4", "raspberry-pi-5", "jetson-nano", "phone", "jetson-orin-nano")
 
@@ -36,7 +36,8 @@ def build_world(
         examples=[int(x) for x in rng.integers(50, 1000, clusters)],
         radio=options.get("radio", str(rng.choice(["wifi", "5g"]))),
         channel=options.get("channel", "block-fading"),
-        budgets=Budgets(model=model, share=0.4, radio_s=3.0),
+        budget=EnergyBudget(share=0.4, radio_s=3.0),
+        model=model,
         seed=seed,
     )
     return world, model

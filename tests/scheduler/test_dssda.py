@@ -17,10 +17,9 @@ from collapipe_flwr.core.errors import ConfigError, InfeasibleError, ScheduleErr
 from collapipe_flwr.costs.price import price
 from collapipe_flwr.scheduler.plans import check_cluster_plan
 from collapipe_flwr.scheduler.policies import POLICIES, make_scheduler
-from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerConfig
-from collapipe_flwr.scheduler.state import SchedulerState
+from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerConfig, SchedulerState
 from collapipe_flwr.simulation.models import transformer_profile
-from collapipe_flwr.simulation.world import Budgets, World, make_world, mixed_devices
+from collapipe_flwr.simulation.world import EnergyBudget, World, make_world, mixed_devices
 
 MakeWorld = Callable[..., tuple[World, ModelProfile]]
 FAST = SchedulerConfig(micro_batch_sizes=(2, 8), micro_batches=(2, 4))
@@ -89,7 +88,8 @@ def test_no_valid_snapshot_yields_an_invalid_plan(
         cluster_devices=mixed_devices(clusters, devices, seed, KINDS),
         examples=[int(e) for e in np.random.default_rng(seed).integers(1, 500, clusters)],
         channel="block-fading",
-        budgets=Budgets(model=model, share=0.3, radio_s=1.0),
+        budget=EnergyBudget(share=0.3, radio_s=1.0),
+        model=model,
         seed=seed,
     )
     options = replace(FAST, schedule=schedule, recompute=recompute, half_duplex=recompute)
@@ -138,7 +138,8 @@ def test_budgets_hold_in_the_long_run_where_latency_alone_breaks_them() -> None:
     world = make_world(
         cluster_devices=[["raspberry-pi-5", "raspberry-pi-4", "raspberry-pi-5", "jetson-nano"]],
         examples=[400],
-        budgets=Budgets(model=model, share=0.5, radio_s=1.0),
+        budget=EnergyBudget(share=0.5, radio_s=1.0),
+        model=model,
     )
 
     def worst(name: str) -> float:
@@ -157,7 +158,8 @@ def test_larger_v_trades_queues_for_latency() -> None:
     world = make_world(
         cluster_devices=[["raspberry-pi-5", "raspberry-pi-4", "raspberry-pi-5", "jetson-nano"]],
         examples=[400],
-        budgets=Budgets(model=model, share=0.4, radio_s=1.0),
+        budget=EnergyBudget(share=0.4, radio_s=1.0),
+        model=model,
     )
     latency, queues = [], []
     for weight in (0.1, 1.0, 10.0):
@@ -359,7 +361,8 @@ def test_many_clusters_and_a_device_that_vanishes_still_get_valid_plans(
         cluster_devices=mixed_devices(clusters, devices, seed, KINDS),
         examples=[int(e) for e in np.random.default_rng(seed).integers(1, 500, clusters)],
         channel="block-fading",
-        budgets=Budgets(model=model, share=0.3, radio_s=1.0),
+        budget=EnergyBudget(share=0.3, radio_s=1.0),
+        model=model,
         seed=seed,
     )
     scheduler = make_scheduler("dssda", FAST)

@@ -28,8 +28,7 @@ from collapipe_flwr.scheduler.link_estimates import (
     with_links,
 )
 from collapipe_flwr.scheduler.policies import make_scheduler
-from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.scheduler.state import SchedulerState
+from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState
 from collapipe_flwr.simulation.world import World
 
 MakeWorld = Callable[..., tuple[World, ModelProfile]]

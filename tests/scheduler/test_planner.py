@@ -12,10 +12,9 @@ from benchmarks.oracles.brute_force import exhaustive
 from collapipe_flwr.core.domain import Snapshot
 from collapipe_flwr.core.errors import InfeasibleError, ScheduleError
 from collapipe_flwr.costs.chain import chain_of, powers_for, price_rows
-from collapipe_flwr.costs.layouts import stack
+from collapipe_flwr.costs.layouts import of_members, stack
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import initial_state, planner_for
-from collapipe_flwr.scheduler.dual_prices import row_prices
 from collapipe_flwr.scheduler.initial_layouts import all_layouts, count_layouts, rows_for
 from collapipe_flwr.scheduler.local_search import Moves
 from collapipe_flwr.scheduler.planner import Planner
@@ -128,7 +127,7 @@ def test_segment_problem_prices_like_the_cost_model(
                 member, at = target, stops[k]
         powers = powers_for(chain, np.array([width]), times)
         priced = price_rows(chain, times, powers)
-        energy = (row_prices(planner.price_mi, rows) * priced.energy_j).sum(1)[r]
+        energy = (of_members(planner.price_mi, rows) * priced.energy_j).sum(1)[r]
         expected = slope * priced.latency_s[r] + energy
         assert describe(problem, devices, stops).value(problem) == pytest.approx(expected, rel=1e-9)
 

@@ -11,13 +11,14 @@ import pytest
 from benchmarks.scheduling.optimality import instance
 from collapipe_flwr.core.domain import Plan, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.costs.codecs import CODECS, NOISE, ladder
+from collapipe_flwr.core.links import CODECS
 from collapipe_flwr.costs.price import price
+from collapipe_flwr.costs.radio import NOISE, ladder
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import planner_for
+from collapipe_flwr.scheduler.dssda import MARGIN, Lifting, lifted, refined
 from collapipe_flwr.scheduler.planner import Planner, Solution
 from collapipe_flwr.scheduler.policies import make_scheduler
-from collapipe_flwr.scheduler.precision import MARGIN, Lifting, lifted, refined
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.models import transformer_profile
 from collapipe_flwr.simulation.world import make_world

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collapipe_flwr.scheduler.state import advance, advance_energy
+from collapipe_flwr.scheduler.protocol import advance, advance_energy
 
 energies = st.lists(st.floats(0, 100), min_size=1, max_size=30)
 

@@ -15,11 +15,9 @@ from collapipe_flwr.costs.chain import Chain, chain_of, full_power_times, powers
 from collapipe_flwr.costs.layouts import Layouts
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.costs.work import PricingOptions
-from collapipe_flwr.scheduler.radio.allocation import allocate, equal_shares
-from collapipe_flwr.scheduler.radio.interior_point import InteriorPoint
-from collapipe_flwr.scheduler.radio.newton import NewtonSystem, Point
-from collapipe_flwr.scheduler.radio.problem import RadioProblem, radio_problem
-from collapipe_flwr.scheduler.radio.terms import RadioTerms
+from collapipe_flwr.scheduler.radio.interior_point import InteriorPoint, allocate, equal_shares
+from collapipe_flwr.scheduler.radio.newton import NewtonSystem
+from collapipe_flwr.scheduler.radio.problem import Point, RadioProblem, RadioTerms, radio_problem
 
 MakeSnapshot = Callable[..., Snapshot]
 BAND = 40e6

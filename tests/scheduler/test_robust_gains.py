@@ -11,16 +11,15 @@ import pytest
 from collapipe_flwr.core.domain import ClusterOutcome, ModelProfile, RoundOutcome, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.price import price
-from collapipe_flwr.scheduler.policies import make_scheduler
-from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.scheduler.robust_gains import (
+from collapipe_flwr.scheduler.estimates import (
     CAUTION,
     RobustGains,
     robust,
     with_averages,
     with_error,
 )
-from collapipe_flwr.scheduler.state import SchedulerState
+from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState
 from collapipe_flwr.simulation.world import World
 
 MakeWorld = Callable[..., tuple[World, ModelProfile]]

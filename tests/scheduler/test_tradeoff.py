@@ -16,11 +16,10 @@ from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import energy_prices
 from collapipe_flwr.scheduler.policies import make_scheduler
-from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.scheduler.state import reference_of
+from collapipe_flwr.scheduler.protocol import SchedulerConfig, reference_of
 from collapipe_flwr.simulation.episode import run_episode
 from collapipe_flwr.simulation.models import transformer_profile
-from collapipe_flwr.simulation.world import Budgets, World, make_world
+from collapipe_flwr.simulation.world import EnergyBudget, World, make_world
 
 ROUNDS = 60
 WEIGHTS = (0.1, 1.0, 3.0, 10.0)
@@ -59,8 +58,8 @@ class Constants:
 @pytest.fixture(scope="module")
 def world() -> tuple[World, ModelProfile]:
     model = transformer_profile(blocks=6, width=128, tokens=32)
-    budgets = Budgets(model=model, share=0.4, radio_s=1.0)
-    return make_world(cluster_devices=[BOARDS], examples=[400], budgets=budgets), model
+    budget = EnergyBudget(share=0.4, radio_s=1.0)
+    return make_world(cluster_devices=[BOARDS], examples=[400], budget=budget, model=model), model
 
 
 def walk(world: World, model: ModelProfile, policy: str, weight: float) -> Path:

@@ -10,7 +10,7 @@ import pytest
 from collapipe_flwr.core.domain import Snapshot
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.costs.tables import tabulate
-from collapipe_flwr.simulation.distortion import Distortion
+from collapipe_flwr.simulation.episode import Distortion
 from collapipe_flwr.simulation.setting import Setting
 from collapipe_flwr.simulation.simulate import simulate
 

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from collapipe_flwr.scheduler.policies import make_scheduler
-from collapipe_flwr.simulation.budget import EnergyBudget
 from collapipe_flwr.simulation.episode import EpisodeRound, run_episode
 from collapipe_flwr.simulation.score import Score, score, target_in
 from collapipe_flwr.simulation.setting import Setting
-from collapipe_flwr.simulation.world import World
+from collapipe_flwr.simulation.world import EnergyBudget, World
 
 
 def _episode(setting: Setting, policy: str) -> tuple[World, list[EpisodeRound], Score]:

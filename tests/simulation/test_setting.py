@@ -10,11 +10,9 @@ import pytest
 
 from collapipe_flwr import cli
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.simulation.budget import EnergyBudget, energy_budget
-from collapipe_flwr.simulation.choices import Choices
-from collapipe_flwr.simulation.fleet_file import read_fleet
-from collapipe_flwr.simulation.setting import PRESETS, ModelShape, Setting, preset
-from collapipe_flwr.simulation.world import make_world, mixed_devices
+from collapipe_flwr.simulation.devices import read_fleet
+from collapipe_flwr.simulation.setting import PRESETS, Choices, ModelShape, Setting, preset
+from collapipe_flwr.simulation.world import EnergyBudget, energy_budget, make_world, mixed_devices
 
 BOARD = {"speed_gflop_per_s": 20, "memory_gib": 3, "load_w": 4, "tx_power_w": 0.1}
 FLEET = {
@@ -47,7 +45,8 @@ def test_drawn_worlds_equal_the_simulators_own(small: Setting) -> None:
         examples=[200, 200],
         channel=small.channel,
         seed=7,
-        budgets=small.budget.budgets(profile, 2),
+        budget=small.budget,
+        model=profile,
     )
     world = small.world(7, profile)
     assert world.clusters == own.clusters

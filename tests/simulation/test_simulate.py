@@ -14,11 +14,10 @@ from collapipe_flwr import cli
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.work import whole_bytes
 from collapipe_flwr.scheduler.policies import POLICIES
-from collapipe_flwr.simulation.budget import EnergyBudget
 from collapipe_flwr.simulation.setting import ModelShape, Setting
-from collapipe_flwr.simulation.simulate import simulate
+from collapipe_flwr.simulation.simulate import FACTORS, penalty_sweep, simulate
 from collapipe_flwr.simulation.summary import simulation_json
-from collapipe_flwr.simulation.tradeoff import FACTORS, penalty_sweep
+from collapipe_flwr.simulation.world import EnergyBudget
 
 SMALL = (
     "simulate --clusters 2 --devices 2 --blocks 3 --width 64 --tokens 16 --examples 100 --rounds 2 "

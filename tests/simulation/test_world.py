@@ -14,7 +14,7 @@ from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.simulation.channel import channel_model
 from collapipe_flwr.simulation.devices import PRESETS, RADIOS, device_preset, radio_preset
 from collapipe_flwr.simulation.models import transformer_profile
-from collapipe_flwr.simulation.world import Budgets, World, make_world, mixed_devices
+from collapipe_flwr.simulation.world import EnergyBudget, World, make_world, mixed_devices
 
 MODEL = transformer_profile(blocks=4, width=64, tokens=16)
 
@@ -97,12 +97,17 @@ def test_presets_are_plausible() -> None:
 
 def test_budgets_scale_with_work_or_are_fixed() -> None:
     assert a_world().clusters[0].devices[0].energy_budget_j == math.inf
-    small, large = (
-        Budgets(model=MODEL, share=share, radio_s=0.0).of(a_world().clusters[0].devices[0], 10)
-        for share in (0.5, 1.0)
+    device = a_world().clusters[0].devices[0]
+    small, large, third = (
+        budget.of(device, 10, MODEL, 3)
+        for budget in (
+            EnergyBudget(share=0.5, radio_s=0.0),
+            EnergyBudget(share=1.0, radio_s=0.0),
+            EnergyBudget(equal_shares=1.0, radio_s=0.0),
+        )
     )
-    assert large == pytest.approx(2 * small)
-    assert Budgets(fixed_j=7.0).of(a_world().clusters[0].devices[0], 10) == 7.0
+    assert large == pytest.approx(2 * small) == pytest.approx(3 * third)
+    assert EnergyBudget(joule=7.0).of(device, 10, MODEL, 3) == 7.0
 
 
 def test_tables_follow_the_snapshot() -> None:

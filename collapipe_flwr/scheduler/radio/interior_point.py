@@ -1,4 +1,4 @@
-"""The vectorised radio solver: a primal-dual interior point over all clusters at once.
+"""Bandwidth and power of all clusters, jointly optimal: a primal-dual interior point.
 
 Predictor and corrector steps (Mehrotra 1992; Wright, Primal-Dual Interior-Point Methods) on the
 perturbed KKT conditions with slacks (Boyd and Vandenberghe, Convex Optimization, 11.7). The work
@@ -12,9 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from collapipe_flwr.scheduler.radio.newton import Curvature, NewtonSystem, Point
-from collapipe_flwr.scheduler.radio.problem import RadioProblem
-from collapipe_flwr.scheduler.radio.terms import Evaluation, RadioTerms
+from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.costs.chain import Chain, full_power_times
+from collapipe_flwr.scheduler.radio.newton import Curvature, NewtonSystem
+from collapipe_flwr.scheduler.radio.problem import (
+    Evaluation,
+    Point,
+    RadioProblem,
+    RadioTerms,
+    radio_problem,
+)
 from collapipe_flwr.scheduler.radio.warm_start import warm_start
 
 Array = NDArray[np.float64]
@@ -171,3 +178,77 @@ def to_boundary(values: Array, step: Array) -> float:
     """How far ``values + length * step`` stays positive, at most 1e3."""
     fastest_fall = -float((step / values).min())
     return 1.0 / max(fastest_fall, 1e-3)
+
+
+ACCEPTED_GAP = 5e-4  # relative; worse solutions are refused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """Radio decisions for one row per cluster, and what they say about prices."""
+
+    edge_hz_r: Array
+    times: Array  # (R, S + 1, 2) seconds per micro-batch, forward and backward
+    latency_price_r: Array  # objective per second of each cluster's own latency
+
+
+def allocate(
+    chain: Chain,
+    price_rs: Array,
+    *,
+    latency_price: float,
+    bandwidth_hz: float,
+    tolerance: float = TOLERANCE,
+) -> Allocation:
+    """Minimise ``latency_price * max latency + sum price * energy``; raises ScheduleError.
+
+    ``tolerance`` bounds the objective's relative distance from the optimum.
+    """
+    problem = radio_problem(chain, price_rs, latency_price=latency_price, bandwidth_hz=bandwidth_hz)
+    _refuse_nonsense(problem)
+    solver = InteriorPoint(problem)
+    best = solver.solve(tolerance)
+    if not best.gap < max(ACCEPTED_GAP, tolerance):
+        raise ScheduleError(
+            f"the radio solver stopped {best.gap:.1e} from the optimum after {best.steps} steps: "
+            "check gains and payloads for extreme values"
+        )
+    every = np.zeros(problem.used_rh.size)
+    every[solver.hops.flat_h] = np.exp(best.point.x)
+    return Allocation(
+        edge_hz_r=np.exp(best.point.omega),
+        times=_split(every.reshape(problem.used_rh.shape)),
+        latency_price_r=best.latency_price_r,
+    )
+
+
+def _refuse_nonsense(problem: RadioProblem) -> None:
+    """Say which numbers no solver can use; raises ScheduleError."""
+    given = {
+        "prices": problem.price_rh,
+        "the latency's price": np.array(problem.latency_price),
+        "noise over gain": problem.noise_over_gain_rh[problem.used_rh],
+        "bandwidth": np.array(problem.bandwidth_hz),
+        "compute times": problem.fixed_s_r,
+    }
+    for name, values in given.items():
+        if not np.isfinite(values).all():
+            raise ScheduleError(
+                f"the radio solver was given {name} that are not finite: check profiles"
+            )
+
+
+def equal_shares(chain: Chain, bandwidth_hz: float) -> Allocation:
+    """The plain alternative: equal bandwidth, full power."""
+    count = len(chain.rows)
+    width = np.full(count, bandwidth_hz / count)
+    return Allocation(
+        edge_hz_r=width,
+        times=full_power_times(chain, width),
+        latency_price_r=np.zeros(count),
+    )
+
+
+def _split(values_rh: Array) -> Array:
+    half = values_rh.shape[1] // 2
+    return np.stack([values_rh[:, :half], values_rh[:, half:]], axis=2)

@@ -14,33 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.scheduler.radio.problem import FlatHops
+from collapipe_flwr.scheduler.radio.problem import FlatHops, Point
 
 Array = NDArray[np.float64]
-
-
-@dataclass(slots=True, kw_only=True)
-class Point:
-    """Logarithms of hop times, bandwidths, slowest resources and the round; or steps thereof."""
-
-    x: Array  # (hops,)
-    omega: Array  # (R,)
-    cap: Array  # (R, sides): phi, beta
-    tau: float
-
-    def moved(self, step: Point, length: float) -> Point:
-        """This point plus ``length`` times ``step``."""
-        return Point(
-            x=self.x + length * step.x,
-            omega=self.omega + length * step.omega,
-            cap=self.cap + length * step.cap,
-            tau=self.tau + length * step.tau,
-        )
-
-    def square(self) -> float:
-        """Squared length."""
-        parts = (self.x, self.omega, self.cap)
-        return float(sum(np.vdot(part, part) for part in parts)) + self.tau**2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

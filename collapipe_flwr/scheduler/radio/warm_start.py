@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collapipe_flwr.costs.radio import log_exponent_near
-from collapipe_flwr.scheduler.radio.newton import Point
-from collapipe_flwr.scheduler.radio.problem import FlatHops, RadioProblem
+from collapipe_flwr.scheduler.radio.problem import FlatHops, Point, RadioProblem
 
 Array = NDArray[np.float64]
 ROUNDS = 5
