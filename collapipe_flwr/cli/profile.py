@@ -61,7 +61,7 @@ def profile(
     from collapipe_flwr.cluster.forecast import ModelWish, build_model, forecast
     from collapipe_flwr.core.keys import assignments, read_assignments
     from collapipe_flwr.models import BatchShape
-    from collapipe_flwr.reporting.model_table import as_json, show_forecast
+    from collapipe_flwr.reporting.cost_tables import as_json, show_forecast
     from collapipe_flwr.reporting.output import prepare, write_json
     from collapipe_flwr.scheduler.protocol import SchedulerConfig
     from collapipe_flwr.simulation.choices import whole_numbers

@@ -1,18 +1,22 @@
-"""A real cluster as the planner sees it: declared figures, else measured, else of its kind.
+"""A cluster as the planner sees it: that of a cluster file, or a simulated one.
 
-Measured are those that `collapipe cluster check` found out about its members.
+Figures of a real member are the declared ones, else those that `collapipe cluster check` measured,
+else those of its kind.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from collapipe_flwr.cluster.local_data import Place
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
+from collapipe_flwr.config.schema import WorldConfig
 from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile
 from collapipe_flwr.core.errors import ConfigError, ProtocolError, blaming
 from collapipe_flwr.core.json_codec import from_json
-from collapipe_flwr.simulation.devices import device_preset
+from collapipe_flwr.simulation.devices import device_preset, radio_preset
+from collapipe_flwr.simulation.world import SERVER_RATE_BIT_PER_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,3 +123,34 @@ def _device(config: ClusterConfig, member: MemberConfig, measured: Measured) -> 
         tx_power_max_w=member.tx_power_w or preset.tx_power_max_w,
         energy_budget_j=0.0,
     )
+
+
+def describe_cluster(config: WorldConfig, place: Place, examples: int) -> ClusterProfile:
+    """Simulated cluster ``place.index``; lists of devices repeat when there are too few of them.
+
+    Energy budgets depend on the model, so the server sets them.
+    """
+    if not config.devices:
+        raise ConfigError('world.devices is empty: list presets, for example "phone,jetson-nano"')
+    kinds = config.devices[place.index % len(config.devices)]
+    cluster_id = f"cluster-{place.index}"
+    return ClusterProfile(
+        cluster_id=cluster_id,
+        examples=examples,
+        control_unit=_simulated_device(
+            config, "control-unit", config.control_unit, f"{cluster_id}/cu"
+        ),
+        devices=tuple(
+            _simulated_device(config, "devices", kind, f"{cluster_id}/{number}-{kind}")
+            for number, kind in enumerate(kinds, start=1)
+        ),
+        d2d_bandwidth_hz=radio_preset(config.radio).d2d_bandwidth_hz,
+        server_rate_bit_per_s=SERVER_RATE_BIT_PER_S,
+    )
+
+
+def _simulated_device(config: WorldConfig, key: str, kind: str, device_id: str) -> DeviceProfile:
+    with blaming(f"world.{key}"):
+        preset = device_preset(kind)
+    memory_bytes = int(preset.memory_bytes * config.memory_share)
+    return replace(preset, device_id=device_id, energy_budget_j=0.0, memory_bytes=memory_bytes)

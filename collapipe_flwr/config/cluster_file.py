@@ -34,7 +34,6 @@ from collapipe_flwr.config.parsing import key_names, parse_section, refuse_unkno
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import above, at_least, key, matches, one_of
 from collapipe_flwr.core.tls_files import TlsFiles
-from collapipe_flwr.core.links import CODECS
 
 T = TypeVar("T")
 LINK_CODECS = ("fp32", "fp16", "bf16", "int8")  # written out: a waiting device loads no numpy

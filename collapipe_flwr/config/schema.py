@@ -36,8 +36,8 @@ from collapipe_flwr.core.keys import (
     path,
     some_of,
 )
-from collapipe_flwr.core.tls_files import TlsFiles
 from collapipe_flwr.core.links import CODECS
+from collapipe_flwr.core.tls_files import TlsFiles
 from collapipe_flwr.data.config import DataConfig
 from collapipe_flwr.models.config import LoraConfig, ModelConfig
 from collapipe_flwr.pipeline.config import Execution

@@ -8,18 +8,19 @@ key exactly once, so that any Flower strategy can aggregate it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from flwr.app import Array, ArrayRecord
 
 from collapipe_flwr.core.errors import LinkError, ProtocolError, RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors, is_floating
-from collapipe_flwr.federation.edge_gateway import DecoderOrder, EdgeGateway, EdgeSession
 from collapipe_flwr.federation.records import SHORT, LearningSettings, SplitTask
 from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.pipeline.meter import StageReport
+from collapipe_flwr.pipeline.session import SessionKey
 
 log = logging.getLogger("flwr.collapipe")
 
@@ -163,3 +164,45 @@ def check_finite(whole: ArrayRecord, cluster_id: str) -> None:
                 f"cluster {cluster_id} returned {key} with values that are not finite: its "
                 "training diverged; lower the learning rate"
             )
+
+
+Weights = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderOrder:
+    """The decoder replica that one cluster trains against in one round."""
+
+    cluster_id: str
+    server_round: int
+    model_spec_json: str
+    learning: LearningSettings
+    depth: int = 1  # planned micro-batches in flight at the edge
+    weights: Weights = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeSession:
+    """An open session: what the cluster needs to connect to its replica."""
+
+    address: str
+    key: SessionKey
+
+
+class EdgeGateway(Protocol):
+    """Sessions at one edge server; every call ends within the gateway's own deadline."""
+
+    def open(self, order: DecoderOrder) -> EdgeSession:
+        """Place a decoder replica; raises LinkError if the edge cannot be reached or refuses."""
+
+    def fetch(self, session: EdgeSession) -> dict[str, torch.Tensor]:
+        """The replica's current weights; raises LinkError."""
+
+    def accept(self, session: EdgeSession) -> None:
+        """The global model contains what was fetched: later sessions may build on its optimizer."""
+
+    def report(self, session: EdgeSession) -> StageReport | None:
+        """What the replica's stage measured, None if it never ran; raises LinkError."""
+
+    def close(self, session: EdgeSession) -> None:
+        """Forget the session (twice is fine); raises LinkError if the edge cannot be reached."""

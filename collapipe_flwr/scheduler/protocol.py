@@ -8,8 +8,8 @@ from typing import Protocol
 from collapipe_flwr.core.domain import Plan, RoundOutcome, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.keys import above, between, counts, key
-from collapipe_flwr.core.schedule import SCHEDULES
 from collapipe_flwr.core.links import CODECS
+from collapipe_flwr.core.schedule import SCHEDULES
 from collapipe_flwr.costs.codecs import ladder
 from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.scheduler.state import SchedulerState

@@ -14,6 +14,7 @@ from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.core.keys import Value
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.models import BatchShape, Splitter
+from collapipe_flwr.models.profile import profile_model
 from server_app.app import run
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -51,8 +52,8 @@ def _each_model_is_profiled_once() -> Iterator[None]:
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("learner", "node_fleet"):
-            patch.setattr(f"collapipe_flwr.federation.{name}.profile_model", profile)
+        for module in ("server_app.app", "collapipe_flwr.federation.node"):
+            patch.setattr(f"{module}.profile_model", profile)
         yield
 
 
