@@ -101,8 +101,7 @@ def profile(
 def _cluster(
     file: Path | None, devices: str, control_unit: str, examples: int
 ) -> ClusterProfile | None:
-    from collapipe_flwr.cluster.forecast import cluster_of_presets
-    from collapipe_flwr.cluster.profile import profile_of
+    from collapipe_flwr.cluster.profile import cluster_of_presets, profile_of
     from collapipe_flwr.config.cluster_file import read_cluster
 
     if file is not None and devices:

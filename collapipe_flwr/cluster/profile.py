@@ -6,6 +6,7 @@ else those of its kind.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -133,24 +134,38 @@ def describe_cluster(config: WorldConfig, place: Place, examples: int) -> Cluste
     if not config.devices:
         raise ConfigError('world.devices is empty: list presets, for example "phone,jetson-nano"')
     kinds = config.devices[place.index % len(config.devices)]
-    cluster_id = f"cluster-{place.index}"
+    name = f"cluster-{place.index}"
+    with blaming("world.control-unit"):
+        device_preset(config.control_unit)
+    with blaming("world.devices"):
+        cluster = cluster_of_presets(
+            kinds, config.control_unit, examples, cluster_id=name, radio=config.radio
+        )
+
+    def shared(member: DeviceProfile) -> DeviceProfile:
+        memory_bytes = int(member.memory_bytes * config.memory_share)
+        return replace(member, energy_budget_j=0.0, memory_bytes=memory_bytes)
+
+    return cluster.with_members(shared)
+
+
+def cluster_of_presets(
+    kinds: Sequence[str],
+    control_unit: str,
+    examples: int,
+    *,
+    cluster_id: str = "these-devices",
+    radio: str = "wifi",
+) -> ClusterProfile:
+    """A cluster of board presets without energy budgets; raises ConfigError for an unknown one."""
     return ClusterProfile(
         cluster_id=cluster_id,
         examples=examples,
-        control_unit=_simulated_device(
-            config, "control-unit", config.control_unit, f"{cluster_id}/cu"
-        ),
+        control_unit=replace(device_preset(control_unit), device_id=f"{cluster_id}/cu"),
         devices=tuple(
-            _simulated_device(config, "devices", kind, f"{cluster_id}/{number}-{kind}")
+            replace(device_preset(kind), device_id=f"{cluster_id}/{number}-{kind}")
             for number, kind in enumerate(kinds, start=1)
         ),
-        d2d_bandwidth_hz=radio_preset(config.radio).d2d_bandwidth_hz,
+        d2d_bandwidth_hz=radio_preset(radio).d2d_bandwidth_hz,
         server_rate_bit_per_s=SERVER_RATE_BIT_PER_S,
     )
-
-
-def _simulated_device(config: WorldConfig, key: str, kind: str, device_id: str) -> DeviceProfile:
-    with blaming(f"world.{key}"):
-        preset = device_preset(kind)
-    memory_bytes = int(preset.memory_bytes * config.memory_share)
-    return replace(preset, device_id=device_id, energy_budget_j=0.0, memory_bytes=memory_bytes)

@@ -23,6 +23,46 @@ from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.session import SessionKey
 
 log = logging.getLogger("flwr.collapipe")
+Weights = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderOrder:
+    """The decoder replica that one cluster trains against in one round."""
+
+    cluster_id: str
+    server_round: int
+    model_spec_json: str
+    learning: LearningSettings
+    depth: int = 1  # planned micro-batches in flight at the edge
+    weights: Weights = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeSession:
+    """An open session: what the cluster needs to connect to its replica."""
+
+    address: str
+    key: SessionKey
+
+
+class EdgeGateway(Protocol):
+    """Sessions at one edge server; every call ends within the gateway's own deadline."""
+
+    def open(self, order: DecoderOrder) -> EdgeSession:
+        """Place a decoder replica; raises LinkError if the edge cannot be reached or refuses."""
+
+    def fetch(self, session: EdgeSession) -> dict[str, torch.Tensor]:
+        """The replica's current weights; raises LinkError."""
+
+    def accept(self, session: EdgeSession) -> None:
+        """The global model contains what was fetched: later sessions may build on its optimizer."""
+
+    def report(self, session: EdgeSession) -> StageReport | None:
+        """What the replica's stage measured, None if it never ran; raises LinkError."""
+
+    def close(self, session: EdgeSession) -> None:
+        """Forget the session (twice is fine); raises LinkError if the edge cannot be reached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,11 +124,8 @@ class SplitRound:
 
     def for_cluster(self, arrays: ArrayRecord) -> ArrayRecord:
         """The arrays of embedding and encoder blocks."""
-        kept = ArrayRecord()
-        for key, array in arrays.items():
-            if key not in self._model.edge_keys:
-                kept[key] = array
-        return kept
+        at_edge = self._model.edge_keys
+        return ArrayRecord({key: array for key, array in arrays.items() if key not in at_edge})
 
     def join(self, cluster_id: str, reply: ArrayRecord, template: ArrayRecord) -> ArrayRecord:
         """The whole model of one cluster in the order of ``template``.
@@ -130,11 +167,8 @@ class SplitRound:
                 log.info("the edge session of cluster %s is gone: %s", cluster_id, error)
 
     def _decoder(self, arrays: ArrayRecord) -> ArrayRecord:
-        kept = ArrayRecord()
-        for key, array in arrays.items():
-            if key in self._model.edge_keys | self._model.shared_keys:
-                kept[key] = array
-        return kept
+        at_edge = self._model.edge_keys | self._model.shared_keys
+        return ArrayRecord({key: array for key, array in arrays.items() if key in at_edge})
 
 
 def check_keys(found: set[str], wanted: set[str], sender: str) -> None:
@@ -164,45 +198,3 @@ def check_finite(whole: ArrayRecord, cluster_id: str) -> None:
                 f"cluster {cluster_id} returned {key} with values that are not finite: its "
                 "training diverged; lower the learning rate"
             )
-
-
-Weights = Mapping[str, torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderOrder:
-    """The decoder replica that one cluster trains against in one round."""
-
-    cluster_id: str
-    server_round: int
-    model_spec_json: str
-    learning: LearningSettings
-    depth: int = 1  # planned micro-batches in flight at the edge
-    weights: Weights = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EdgeSession:
-    """An open session: what the cluster needs to connect to its replica."""
-
-    address: str
-    key: SessionKey
-
-
-class EdgeGateway(Protocol):
-    """Sessions at one edge server; every call ends within the gateway's own deadline."""
-
-    def open(self, order: DecoderOrder) -> EdgeSession:
-        """Place a decoder replica; raises LinkError if the edge cannot be reached or refuses."""
-
-    def fetch(self, session: EdgeSession) -> dict[str, torch.Tensor]:
-        """The replica's current weights; raises LinkError."""
-
-    def accept(self, session: EdgeSession) -> None:
-        """The global model contains what was fetched: later sessions may build on its optimizer."""
-
-    def report(self, session: EdgeSession) -> StageReport | None:
-        """What the replica's stage measured, None if it never ran; raises LinkError."""
-
-    def close(self, session: EdgeSession) -> None:
-        """Forget the session (twice is fine); raises LinkError if the edge cannot be reached."""

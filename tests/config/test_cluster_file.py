@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 
 from collapipe_flwr.config.cluster_file import (
-    LINK_CODECS,
     certificate_hosts,
     parse_cluster,
     read_cluster,
 )
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.costs.codecs import CODECS
+from collapipe_flwr.core.links import CODECS
 
 DEVICES = [
     {"name": "pi-1", "address": "10.0.0.11:50071", "speed-gflop-per-s": 9.5, "memory-mb": 1500},
@@ -107,4 +106,6 @@ def test_an_unknown_member_is_answered_with_those_there_are() -> None:
 
 
 def test_a_cluster_file_knows_the_codecs_that_there_are() -> None:
-    assert LINK_CODECS == CODECS
+    for codec in CODECS:
+        values = {"id": "g", "device": DEVICES, "links": {"codec": codec}}
+        assert parse_cluster(values, Path()).links.codec == codec
