@@ -12,7 +12,6 @@ from collapipe_flwr.federation.arrays import take_tensors
 from collapipe_flwr.federation.node import Node
 from collapipe_flwr.federation.node_rounds import round_of
 from collapipe_flwr.federation.node_state import OptimizerMemory
-from collapipe_flwr.federation.online import examples_of_round
 from collapipe_flwr.host.allocator import configured_malloc
 
 app = ClientApp()
@@ -38,10 +37,10 @@ def train(message: Message, context: Context) -> Message:
     weights = take_tensors(message.content.array_records[records.ARRAYS])
     asked = round_of(message.content)
     progress = records.read_progress(message.content)
-    state = node.state(asked.server_round, progress, asked.run_id)
+    state = node.state(asked.server_round, progress, asked.task.run_id)
     data = node.data(asked.task.vocabulary_json)
     memory = OptimizerMemory(state=state, keep=config.train.optimizer_state == "keep")
-    examples = examples_of_round(config, data, state)
+    examples = node.examples(data, state)
     return Message(asked.train(node, weights, examples, memory), reply_to=message)
 
 

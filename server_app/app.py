@@ -12,16 +12,16 @@ from collapipe_flwr.config.schema import AppConfig, parse
 from collapipe_flwr.core.errors import CollaPipeError, RunError, unexpected_as_run_error
 from collapipe_flwr.federation.arrays import encode_tensors
 from collapipe_flwr.federation.deadline import DeadlineGrid, RoundClock
-from collapipe_flwr.federation.discovery import discover_clusters
-from collapipe_flwr.federation.evaluator import Evaluator
-from collapipe_flwr.federation.learner import Learner, drawn_sentence, make_learner
-from collapipe_flwr.federation.members import Members
-from collapipe_flwr.federation.recorder import RunRecorder
+from collapipe_flwr.federation.learner import Evaluator, Learner, drawn_sentence, make_learner
+from collapipe_flwr.federation.members import Members, discover_clusters
+from collapipe_flwr.federation.planner import ScheduledRounds
+from collapipe_flwr.federation.recorder import RunFolder, RunRecorder, open_run
 from collapipe_flwr.federation.resuming import Checkpointed
-from collapipe_flwr.federation.run_folder import RunFolder, open_run
-from collapipe_flwr.federation.run_planner import Planned, make_planner
-from collapipe_flwr.federation.run_strategy import run_strategy
-from collapipe_flwr.federation.strategies import inner_strategy
+from collapipe_flwr.federation.run_strategy import (
+    inner_strategy,
+    make_planner,
+    run_strategy,
+)
 from collapipe_flwr.models import save_adapter, save_whole
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.reporting.console import RoundPrinter
@@ -48,12 +48,12 @@ def run(grid: Grid, config: AppConfig) -> None:
     torch.set_num_threads(config.train.threads)  # the edge sums as the clusters do
     learner = make_learner(config)
     evaluator = Evaluator(learner.splitter, learner.task, config.evaluation.batch_size)
-    members, planned = _clusters(grid, config, learner)
+    members, planner = _clusters(grid, config, learner)
     folder = open_run(config)
-    recorder = _recorder(config, folder, evaluator, planned, members)
+    recorder = _recorder(config, folder, evaluator, planner, members)
     try:
         with unexpected_as_run_error():
-            _train(members, config, learner, planned, recorder, folder)
+            _train(members, config, learner, planner, recorder, folder)
             _save_model(folder.directory, learner, recorder)
     except BaseException as error:
         recorder.finish("failed", str(error) or type(error).__name__)
@@ -61,7 +61,9 @@ def run(grid: Grid, config: AppConfig) -> None:
     recorder.finish("completed")
 
 
-def _clusters(grid: Grid, config: AppConfig, learner: Learner) -> tuple[Members, Planned | None]:
+def _clusters(
+    grid: Grid, config: AppConfig, learner: Learner
+) -> tuple[Members, ScheduledRounds | None]:
     """The clusters of the run, and their planner unless they train whole models."""
     clusters = discover_clusters(
         grid, expected=config.run.clusters, timeout_s=config.run.node_timeout_s
@@ -79,7 +81,7 @@ def _recorder(
     config: AppConfig,
     folder: RunFolder,
     evaluator: Evaluator,
-    planned: Planned | None,
+    planner: ScheduledRounds | None,
     members: Members,
 ) -> RunRecorder:
     return RunRecorder(
@@ -88,7 +90,7 @@ def _recorder(
         evaluator,
         story=RunStory(
             metric_name=evaluator.task.metric_name,
-            energy_budget_j={} if planned is None else planned.energy_budget_j,
+            energy_budget_j={} if planner is None else planner.energy_budget_j,
         ),
         every=config.evaluation.every,
         past=folder.past,
@@ -101,7 +103,7 @@ def _train(
     members: Members,
     config: AppConfig,
     learner: Learner,
-    planned: Planned | None,
+    planner: ScheduledRounds | None,
     recorder: RunRecorder,
     folder: RunFolder,
 ) -> None:
@@ -115,7 +117,7 @@ def _train(
         recorder.on_clusters,
         evaluates=config.evaluation.federated,
     )
-    made = run_strategy(inner, config, learner, planned, recorder, folder.directory.run_id)
+    made = run_strategy(inner, config, learner, planner, recorder, folder.directory.run_id)
     with made as (strategy, train_config):
         if folder.checkpoints is not None:
             strategy = Checkpointed(strategy, folder.checkpoints, members.resumable)
@@ -133,7 +135,7 @@ def _train(
 def _save_model(directory: RunDirectory, learner: Learner, recorder: RunRecorder) -> None:
     if recorder.weights is None:
         raise RunError("no round was completed, so there is no trained model to save")
-    save_whole(learner.spec, recorder.weights, directory.model_path)
+    save_inputs = learner.task.save_inputs
+    save_whole(learner.spec, recorder.weights, directory.model_path, save_inputs=save_inputs)
     if learner.spec.lora is not None:
         save_adapter(learner.spec, recorder.weights, directory.adapter_path)
-    learner.task.save_inputs(directory.model_path)

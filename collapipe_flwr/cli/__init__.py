@@ -1,4 +1,4 @@
-"""``collapipe``: arguments only, a module per command; what a command does lives in the package.
+"""``collapipe``: arguments only; what a command does lives in the package.
 
 Commands import what they need when they run, so that a small board pays for nothing else.
 """
@@ -8,14 +8,11 @@ from __future__ import annotations
 import typer
 
 from collapipe_flwr.cli.bench import bench
-from collapipe_flwr.cli.certs import certs
-from collapipe_flwr.cli.cluster import clusters
-from collapipe_flwr.cli.compare import compare
-from collapipe_flwr.cli.device import device
-from collapipe_flwr.cli.edge import edge
+from collapipe_flwr.cli.cluster import certs, clusters
 from collapipe_flwr.cli.generate import generate
+from collapipe_flwr.cli.hosting import device, edge
 from collapipe_flwr.cli.profile import profile
-from collapipe_flwr.cli.run import run
+from collapipe_flwr.cli.run import compare, run
 from collapipe_flwr.cli.simulate import simulate
 from collapipe_flwr.core.errors import CollaPipeError
 

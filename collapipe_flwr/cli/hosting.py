@@ -1,7 +1,8 @@
-"""The options that ``collapipe edge`` and ``collapipe device`` share."""
+"""``collapipe edge`` and ``collapipe device``: the daemons of an edge server and of a board."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from collapipe_flwr.config.access_control import Roster
     from collapipe_flwr.config.cluster_file import ClusterConfig
     from collapipe_flwr.core.links import TlsFiles
+
 
 Listen = Annotated[
     str, typer.Option(help="HOST:PORT; port 0 takes a free one. Default: that of --cluster.")
@@ -96,3 +98,84 @@ def tls_files(ca: Path | None, certificate: Path | None, key: Path | None) -> Tl
     if missing:
         raise ConfigError(f"{missing[0]} is missing: both sides show a certificate, or none does")
     return TlsFiles(ca=ca, certificate=certificate, key=key)
+
+
+def device(
+    listen: Listen = "",
+    name: Annotated[str, typer.Option(help="This board in certificates and errors.")] = "device",
+    cluster: Cluster = None,
+    allow: Allow = None,
+    ca: Ca = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    insecure: Insecure = False,
+    memory_mb: MemoryMb = 0.0,
+    threads: Threads = 0,
+    grace_s: Grace = 10.0,
+    cache_dir: Annotated[
+        Path | None, typer.Option(help="For frozen weights. Default: in the user's cache folder.")
+    ] = None,
+    cache_mb: Annotated[float, typer.Option(help="At most; 0: keep none.", min=0)] = 8000.0,
+    radio_interface: Annotated[
+        str, typer.Option(help="Apply planned transmit power here by `iw`, as wlan0.")
+    ] = "",
+) -> None:
+    """Train the segments that a control unit places here until SIGTERM or Ctrl-C."""
+    from collapipe_flwr.host.daemon import HostSettings, serve
+
+    member = membership(name, cluster, allow, tls_files(ca, certificate, key))
+    settings = HostSettings(
+        listen=listen or member.address or "127.0.0.1:50071",
+        name=name,
+        tls=member.tls,
+        insecure=insecure,
+        roster=member.roster,
+        cache_dir=cache_dir or _cache_folder(),
+        cache_bytes=int(cache_mb * 1e6),
+        memory_bytes=memory_bytes(memory_mb),
+        radio_interface=radio_interface,
+        threads=threads,
+        grace_s=grace_s,
+    )
+    serve(settings, passes_on=True, announce=lambda a: typer.echo(f"{name} on {a}"))
+
+
+def _cache_folder() -> Path:
+    """Where programs of this user keep what they could get again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "collapipe" / "frozen"
+
+
+def edge(
+    listen: Listen = "",
+    name: Annotated[str, typer.Option(help="Its name in certificates.")] = "edge",
+    cluster: Cluster = None,
+    allow: Allow = None,
+    ca: Ca = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    insecure: Insecure = False,
+    memory_mb: MemoryMb = 0.0,
+    threads: Threads = 0,
+    grace_s: Grace = 10.0,
+    state_dir: StateDir = None,
+) -> None:
+    """Serve decoders (or heads) to clusters until SIGTERM or Ctrl-C.
+
+    Point a run at it with the run-config key `edge.address`.
+    """
+    from collapipe_flwr.host.daemon import HostSettings, serve
+
+    member = membership(name, cluster, allow, tls_files(ca, certificate, key))
+    settings = HostSettings(
+        listen=listen or member.address or "127.0.0.1:50061",
+        name=name,
+        tls=member.tls,
+        insecure=insecure,
+        roster=member.roster,
+        state_dir=state_dir,
+        cache_bytes=0,
+        memory_bytes=memory_bytes(memory_mb),
+        threads=threads,
+        grace_s=grace_s,
+    )
+    serve(settings, passes_on=False, announce=lambda a: typer.echo(f"edge server on {a}"))

@@ -61,7 +61,7 @@ def profile(
     from collapipe_flwr.cluster.forecast import ModelWish, build_model, forecast
     from collapipe_flwr.core.keys import assignments, read_assignments
     from collapipe_flwr.models import BatchShape
-    from collapipe_flwr.reporting.model_table import as_json, show_forecast
+    from collapipe_flwr.reporting.cost_tables import as_json, show_forecast
     from collapipe_flwr.reporting.output import prepare, write_json
     from collapipe_flwr.scheduler.protocol import SchedulerConfig
     from collapipe_flwr.simulation.setting import whole_numbers
@@ -101,8 +101,7 @@ def profile(
 def _cluster(
     file: Path | None, devices: str, control_unit: str, examples: int
 ) -> ClusterProfile | None:
-    from collapipe_flwr.cluster.forecast import cluster_of_presets
-    from collapipe_flwr.cluster.profile import profile_of
+    from collapipe_flwr.cluster.profile import cluster_of_presets, profile_of
     from collapipe_flwr.config.cluster_file import read_cluster
 
     if file is not None and devices:

@@ -1,4 +1,4 @@
-"""``collapipe run``: the app on a private SuperLink, with an exit code that tells the truth."""
+"""``collapipe run`` and ``collapipe compare``: run the app, and show runs side by side."""
 
 from __future__ import annotations
 
@@ -59,3 +59,19 @@ def run(
     if summary["status"] != "completed":
         raise CollaPipeError(f"the run failed: {summary['reason']} (see {launch.run_dir})")
     typer.echo(launch.run_dir)
+
+
+def compare(
+    runs: Annotated[list[str], typer.Argument(help="LABEL=RUN_DIRECTORY, one per run.")],
+    metrics: Annotated[
+        str, typer.Option(help="Metrics to show, such as loss,accuracy. Default: all.")
+    ] = "",
+    plot: Annotated[Path | None, typer.Option(help="Draw the curves to this file.")] = None,
+) -> None:
+    """Print learning curves and costs of several runs side by side, as Markdown."""
+    from collapipe_flwr.reporting.comparison import draw, markdown, read_curves
+
+    curves = read_curves(runs)
+    if plot is not None:
+        draw(curves, plot)
+    typer.echo(markdown(curves, [m for m in metrics.split(",") if m]), nl=False)

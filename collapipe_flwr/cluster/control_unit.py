@@ -18,8 +18,13 @@ from torch import Tensor
 
 from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig
 from collapipe_flwr.cluster.fleet import CONTROL_UNIT, Fleet, RoundOrder
-from collapipe_flwr.cluster.interval import evaluate_chain, run_interval
-from collapipe_flwr.cluster.recovery import Incident, RecoveringRound, Recovery
+from collapipe_flwr.cluster.recovery import (
+    Incident,
+    RecoveringRound,
+    Recovery,
+    evaluate_chain,
+    run_interval,
+)
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.links import QUEUE_FRAMES
 from collapipe_flwr.models.splitter import Splitter

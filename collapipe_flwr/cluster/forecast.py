@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,9 @@ from collapipe_flwr.models.families import FAMILIES
 from collapipe_flwr.models.profile import TimedBlock, profile_model, time_block
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulation.devices import device_preset, radio_preset
-from collapipe_flwr.simulation.world import SERVER_RATE_BIT_PER_S, make_world
+from collapipe_flwr.simulation.world import make_world
 
 _LABELS = 2  # of a head whose size nobody named
-_CLUSTER = "these-devices"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,21 +156,6 @@ def plan_for(
     found = plan.cluster(cluster.cluster_id)
     assert found is not None, "one cluster alone always takes part"
     return found
-
-
-def cluster_of_presets(kinds: Sequence[str], control_unit: str, examples: int) -> ClusterProfile:
-    """A cluster of board presets; raises ConfigError for an unknown one."""
-    return ClusterProfile(
-        cluster_id=_CLUSTER,
-        examples=examples,
-        control_unit=replace(device_preset(control_unit), device_id=f"{_CLUSTER}/cu"),
-        devices=tuple(
-            replace(device_preset(kind), device_id=f"{_CLUSTER}/{number}-{kind}")
-            for number, kind in enumerate(kinds, start=1)
-        ),
-        d2d_bandwidth_hz=radio_preset("wifi").d2d_bandwidth_hz,
-        server_rate_bit_per_s=SERVER_RATE_BIT_PER_S,
-    )
 
 
 def _range(first: int, stop: int) -> str:

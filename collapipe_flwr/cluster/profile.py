@@ -1,18 +1,23 @@
-"""A real cluster as the planner sees it: declared figures, else measured, else of its kind.
+"""A cluster as the planner sees it: that of a cluster file, or a simulated one.
 
-Measured are those that `collapipe cluster check` found out about its members.
+Figures of a real member are the declared ones, else those that `collapipe cluster check` measured,
+else those of its kind.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from collapipe_flwr.cluster.local_data import Place
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
+from collapipe_flwr.config.schema import WorldConfig
 from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile
 from collapipe_flwr.core.errors import ConfigError, ProtocolError, blaming
 from collapipe_flwr.core.json_codec import from_json
-from collapipe_flwr.simulation.devices import device_preset
+from collapipe_flwr.simulation.devices import device_preset, radio_preset
+from collapipe_flwr.simulation.world import SERVER_RATE_BIT_PER_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,4 +123,49 @@ def _device(config: ClusterConfig, member: MemberConfig, measured: Measured) -> 
         energy_per_flop_j=member.energy_per_gflop_j / _GIGA or preset.energy_per_flop_j,
         tx_power_max_w=member.tx_power_w or preset.tx_power_max_w,
         energy_budget_j=0.0,
+    )
+
+
+def describe_cluster(config: WorldConfig, place: Place, examples: int) -> ClusterProfile:
+    """Simulated cluster ``place.index``; lists of devices repeat when there are too few of them.
+
+    Energy budgets depend on the model, so the server sets them.
+    """
+    if not config.devices:
+        raise ConfigError('world.devices is empty: list presets, for example "phone,jetson-nano"')
+    kinds = config.devices[place.index % len(config.devices)]
+    name = f"cluster-{place.index}"
+    with blaming("world.control-unit"):
+        device_preset(config.control_unit)
+    with blaming("world.devices"):
+        cluster = cluster_of_presets(
+            kinds, config.control_unit, examples, cluster_id=name, radio=config.radio
+        )
+
+    def shared(member: DeviceProfile) -> DeviceProfile:
+        memory_bytes = int(member.memory_bytes * config.memory_share)
+        return replace(member, energy_budget_j=0.0, memory_bytes=memory_bytes)
+
+    return cluster.with_members(shared)
+
+
+def cluster_of_presets(
+    kinds: Sequence[str],
+    control_unit: str,
+    examples: int,
+    *,
+    cluster_id: str = "these-devices",
+    radio: str = "wifi",
+) -> ClusterProfile:
+    """A cluster of board presets without energy budgets; raises ConfigError for an unknown one."""
+    return ClusterProfile(
+        cluster_id=cluster_id,
+        examples=examples,
+        control_unit=replace(device_preset(control_unit), device_id=f"{cluster_id}/cu"),
+        devices=tuple(
+            replace(device_preset(kind), device_id=f"{cluster_id}/{number}-{kind}")
+            for number, kind in enumerate(kinds, start=1)
+        ),
+        d2d_bandwidth_hz=radio_preset(radio).d2d_bandwidth_hz,
+        server_rate_bit_per_s=SERVER_RATE_BIT_PER_S,
     )

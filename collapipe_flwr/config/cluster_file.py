@@ -33,10 +33,9 @@ from typing import Any, TypeVar
 from collapipe_flwr.config.parsing import key_names, parse_section, refuse_unknown
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import above, at_least, key, matches, one_of
-from collapipe_flwr.core.links import TlsFiles
+from collapipe_flwr.core.links import CODECS, TlsFiles
 
 T = TypeVar("T")
-LINK_CODECS = ("fp32", "fp16", "bf16", "int8")  # written out: a waiting device loads no numpy
 MEMBER_NAME = matches(
     r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", "must be a name of letters, digits, dots and dashes"
 )
@@ -63,7 +62,7 @@ class ClusterLinks:
     bandwidth_mhz: float = key(20.0, above(0))  # of each hop between devices
     server_mbit_per_s: float = key(100.0, above(0))  # control unit to the Flower server
     rate_mbit_per_s: float = key(0.0, at_least(0))  # most that senders use; 0: as fast as it goes
-    codec: str = key("", one_of("", *LINK_CODECS))  # empty: the run's choice
+    codec: str = key("", one_of("", *CODECS))  # empty: the run's choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,10 +28,7 @@ _RAW_NAMES = {dtype: name for name, dtype in _RAW_DTYPES.items()}
 
 def encode_tensors(tensors: Mapping[str, torch.Tensor]) -> ArrayRecord:
     """A state dict as an ArrayRecord; every dtype and shape survives the way there and back."""
-    record = ArrayRecord()
-    for key, tensor in tensors.items():
-        record[key] = _encode_tensor(tensor)
-    return record
+    return ArrayRecord({key: _encode_tensor(tensor) for key, tensor in tensors.items()})
 
 
 def decode_tensors(record: ArrayRecord) -> dict[str, torch.Tensor]:
@@ -49,10 +46,7 @@ def take_tensors(record: ArrayRecord) -> dict[str, torch.Tensor]:
 
 def take_record(tensors: dict[str, torch.Tensor]) -> ArrayRecord:
     """:func:`encode_tensors`, emptying the state dict on the way."""
-    record = ArrayRecord()
-    for key in list(tensors):
-        record[key] = _encode_tensor(tensors.pop(key))
-    return record
+    return ArrayRecord({key: _encode_tensor(tensors.pop(key)) for key in list(tensors)})
 
 
 def is_floating(array: Array) -> bool:
@@ -69,10 +63,7 @@ def averaging_view(record: ArrayRecord, constant: Collection[str] = ()) -> Array
     keys = averaged_keys(record, constant)
     if len(keys) == len(record) and all(a.stype != RAW_TORCH for a in record.values()):
         return record
-    view = ArrayRecord()
-    for key in keys:
-        view[key] = _widen(key, record[key])
-    return view
+    return ArrayRecord({key: _widen(key, record[key]) for key in keys})
 
 
 def averaged_keys(record: ArrayRecord, constant: Collection[str] = ()) -> list[str]:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from torch import Tensor
+
+from collapipe_flwr.cluster.evaluation import EvalResult, TestPart, prediction_config, tally_of
+from collapipe_flwr.cluster.unsplit import evaluate_unsplit
 from collapipe_flwr.config.schema import AppConfig
 from collapipe_flwr.core.errors import ConfigError, DataError, blaming
 from collapipe_flwr.data import load_task
+from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.config import TRAIN_TOKENIZER
+from collapipe_flwr.data.metrics import Tally, added
 from collapipe_flwr.data.tasks import Task
 from collapipe_flwr.models import BatchShape, ModelSpec, Splitter, make_spec
 from collapipe_flwr.models.checkpoint import read_pretrained_config
@@ -179,3 +185,30 @@ def _shape(task: Task) -> BatchShape:
         source_length=round(mean(sources)),
         target_length=round(mean(targets)),
     )
+
+
+class Evaluator:
+    """Scores global weights on the test set of a task."""
+
+    def __init__(self, splitter: Splitter, task: Task, batch_size: int) -> None:
+        self._splitter = splitter
+        self.task = task
+        rows: list[Example] = task.examples(task.test).to_list()
+        self._batches = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
+
+    def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, float]:
+        """``loss`` (mean over labels) and every metric of the task."""
+        model, wanted = self._splitter.build_whole(weights), prediction_config(self.task)
+        losses: list[tuple[float, float]] = []
+        tally: Tally = {}
+        for rows in self._batches:
+            part = TestPart.of(self.task, rows)
+            tested = evaluate_unsplit(model, [[part.tensors]], self._splitter.task, wanted)
+            losses.append((tested.loss, tested.targets))
+            tally = added(tally, tally_of(self.task, [part], tested.predictions[0]))
+        return scores(self.task, EvalResult.mean(losses).loss, tally)
+
+
+def scores(task: Task, loss: float, tally: Tally) -> dict[str, float]:
+    """``loss`` and all metrics by name."""
+    return {"loss": loss, **task.score_loss(loss), **task.score_of(tally)}

@@ -1,35 +1,46 @@
-"""The grid of one run: only the nodes that are its clusters, whatever else is connected.
+"""The clusters of one run: their discovery, and a grid without the other nodes.
 
-A SuperNode that is started again is a new node to Flower. It is asked which cluster it is, and its
-cluster takes part again in the same run. Orders of a plain strategy to train a whole model get the
-progress of their clusters here, as :class:`CollaPipe` adds it to its own.
+A run of N clusters is that of the nodes with partition ids below N; others are spare and say so.
+Flower itself waits for nodes without end; here every wait has a deadline and says what is missing.
+
+A SuperNode that is started again is a new node to Flower, which lists the old one until its
+heartbeats have been missing for a while: that one is passed over. The new one is asked which
+cluster it is, and its cluster takes part again in the same run. Orders of a plain strategy to train
+a whole model get the progress of their clusters here, as :class:`CollaPipe` adds it to its own.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
+from collapipe_flwr.core.domain import ClusterProfile
+from collapipe_flwr.core.errors import ProtocolError, RunError
 from collapipe_flwr.federation.checkpoint import Resumable
-from collapipe_flwr.federation.discovery import Newcomers
+from collapipe_flwr.federation.messages import sentence
 from collapipe_flwr.federation.records import (
+    QUERY_DESCRIBE,
     content_bytes,
     flower_round,
     has_unsplit_task,
+    read_profile,
     write_progress,
 )
 from collapipe_flwr.federation.rounds import AcceptedRounds
 
-if TYPE_CHECKING:  # not part of Flower's public names
+if TYPE_CHECKING:
     from flwr.supercore.run import Run
 
 
 log = logging.getLogger("flwr.collapipe")
+_NODE_UNAVAILABLE = 5  # flwr's error code of a node whose heartbeats are missing
 
 
 class Members(Grid):
@@ -147,3 +158,174 @@ def _trains(message: Message) -> bool:
 
 def _trains_whole(message: Message) -> bool:
     return _trains(message) and has_unsplit_task(message.content)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """The clock of a wait; tests pass their own."""
+
+    now: Callable[[], float] = time.monotonic
+    pause: Callable[[float], None] = time.sleep
+    between_looks_s: float = 0.5
+
+
+def discover_clusters(
+    grid: Grid, *, expected: int, timeout_s: float, patience: Patience | None = None
+) -> dict[int, ClusterProfile]:
+    """The description of every cluster of the run by node id; spare nodes are left out.
+
+    Raises RunError if fewer than ``expected`` clusters connect, if a node does not answer within
+    ``timeout_s``, or if two clusters bear one name.
+    """
+    if expected < 1:
+        raise RunError(f"at least 1 cluster is needed, {expected} expected (run-config `clusters`)")
+    patience = patience or Patience()
+    deadline = patience.now() + timeout_s
+    answers: dict[int, ClusterProfile | None] = {}
+    gone: set[int] = set()
+    while len(clusters := _clusters(answers)) < expected:
+        known = answers.keys() | gone
+        strangers = [node for node in sorted(grid.get_node_ids()) if node not in known]
+        if len(clusters) + len(strangers) >= expected:
+            answers |= _ask(grid, strangers, timeout_s)
+            gone |= set(strangers) - answers.keys()
+            continue
+        if patience.now() >= deadline:
+            connected, spare = len(strangers) + len(clusters), len(answers) - len(clusters)
+            raise RunError(_missing(expected, connected, spare, timeout_s))
+        patience.pause(patience.between_looks_s)
+    _refuse_namesakes(clusters)
+    return clusters
+
+
+def _clusters(answers: Mapping[int, ClusterProfile | None]) -> dict[int, ClusterProfile]:
+    return {node: profile for node, profile in sorted(answers.items()) if profile is not None}
+
+
+def _missing(expected: int, connected: int, spare: int, timeout_s: float) -> str:
+    also = f" ({spare} more have a partition-id of {expected} or above)" if spare else ""
+    return (
+        f"{expected} clusters expected (run-config `clusters`), {connected} connected "
+        f"after {timeout_s:g} s{also}: start the missing ones (each is one SuperNode), "
+        "or expect fewer"
+    )
+
+
+def _ask(grid: Grid, nodes: Sequence[int], timeout_s: float) -> dict[int, ClusterProfile | None]:
+    """Query nodes for their descriptions, None for spare nodes; lost nodes are left out."""
+    asked = _queries(nodes)
+    replies = list(grid.send_and_receive(asked, timeout=timeout_s))
+    answers = {_sender(r, asked): _profile(r) for r in replies if not _is_gone(r)}
+    gone = {_sender(reply, asked) for reply in replies if _is_gone(reply)}
+    if gone:
+        log.warning("nodes %s are gone, though Flower still lists them", sorted(gone))
+    silent = [node for node in nodes if node not in answers.keys() | gone]
+    if silent:
+        raise RunError(
+            f"{len(silent)} of {len(nodes)} clusters did not describe themselves within "
+            f"{timeout_s:g} s, first node {silent[0]}: check its log"
+        )
+    return answers
+
+
+def _is_gone(reply: Message) -> bool:
+    return reply.has_error() and reply.error.code == _NODE_UNAVAILABLE
+
+
+class Newcomers:
+    """Identifies nodes that connect during a run.
+
+    Each node is waited for once; a later answer is read at the next call, without a wait. Every
+    wait that times out halves the next one, so nodes that never answer cost at most twice
+    ``wait_s``.
+    """
+
+    def __init__(self, grid: Grid, wait_s: float = 60.0) -> None:
+        self._grid = grid
+        self._wait_s = wait_s
+        self._asked: dict[str, Message] = {}  # that are not answered yet, by id
+        self._waited: set[int] = set()
+
+    def names(self, nodes: Sequence[int]) -> dict[int, str]:
+        """The cluster ids of nodes, "" of spare ones; those that have not said so are left out."""
+        names = self._read(self._grid.pull_messages(list(self._asked))) if self._asked else {}
+        pending = {message.metadata.dst_node_id for message in self._asked.values()}
+        unasked = [node for node in nodes if node not in names.keys() | pending]
+        self._push([node for node in unasked if node in self._waited])
+        names |= self._wait_for([node for node in unasked if node not in self._waited])
+        return {node: name for node, name in names.items() if node in nodes}
+
+    def _push(self, nodes: Sequence[int]) -> None:
+        if asked := _queries(nodes):
+            self._grid.push_messages(asked)
+            self._note(asked)
+
+    def _wait_for(self, nodes: Sequence[int]) -> dict[int, str]:
+        if not nodes:
+            return {}
+        asked = _queries(nodes)
+        replies = list(self._grid.send_and_receive(asked, timeout=self._wait_s))
+        self._note(asked)
+        self._waited |= set(nodes)
+        if len(replies) < len(asked):
+            log.warning("nodes %s have not said who they are within %g s", nodes, self._wait_s)
+            self._wait_s /= 2
+        return self._read(replies)
+
+    def _note(self, asked: Sequence[Message]) -> None:
+        self._asked |= {message.metadata.message_id: message for message in asked}
+
+    def _read(self, replies: Iterable[Message]) -> dict[int, str]:
+        names = {}
+        for reply in replies:
+            node = _sender(reply, list(self._asked.values()))
+            self._asked.pop(reply.metadata.reply_to_message_id, None)
+            try:
+                profile = _profile(reply)
+                names[node] = "" if profile is None else profile.cluster_id
+            except RunError as error:
+                log.warning("%s; it is asked again", error)
+        return names
+
+
+def _queries(nodes: Sequence[int]) -> list[Message]:
+    """Messages that ask nodes for their descriptions."""
+    return [Message(RecordDict(), node, QUERY_DESCRIBE) for node in nodes]
+
+
+def _sender(reply: Message, asked: Sequence[Message]) -> int:
+    """The node that was asked; a lost node answers under another id."""
+    asked_id = reply.metadata.reply_to_message_id
+    by_id = (m.metadata.dst_node_id for m in asked if m.metadata.message_id == asked_id)
+    return next(by_id, reply.metadata.src_node_id)
+
+
+def _profile(reply: Message) -> ClusterProfile | None:
+    node = reply.metadata.src_node_id
+    if reply.has_error():
+        raise RunError(f"the cluster of node {node} cannot start: {sentence(reply.error)}")
+    try:
+        profile = read_profile(reply.content)
+    except ProtocolError as error:
+        raise RunError(f"the cluster of node {node} gave no usable description: {error}") from error
+    if profile is None:
+        log.info("node %d is spare in this run", node)
+        return None
+    log.info(
+        "cluster %s: %d devices, %d examples",
+        profile.cluster_id,
+        len(profile.devices),
+        profile.examples,
+    )
+    return profile
+
+
+def _refuse_namesakes(profiles: dict[int, ClusterProfile]) -> None:
+    seen: dict[str, int] = {}
+    for node, profile in profiles.items():
+        if profile.cluster_id in seen:
+            raise RunError(
+                f"nodes {seen[profile.cluster_id]} and {node} both call their cluster "
+                f"{profile.cluster_id!r}: give each its own name"
+            )
+        seen[profile.cluster_id] = node

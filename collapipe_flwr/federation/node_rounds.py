@@ -45,11 +45,6 @@ class PipelineRound:
     task: SplitTask
 
     @property
-    def run_id(self) -> str:
-        """The same for a run that is resumed."""
-        return self.task.learning.run_id
-
-    @property
     def sizes(self) -> dict[str, int]:
         """Examples of a step and of a micro-batch."""
         size = self.plan.micro_batch_size
@@ -111,11 +106,6 @@ class WholeRound:
 
     server_round: int
     task: UnsplitTask
-
-    @property
-    def run_id(self) -> str:
-        """The same for a run that is resumed."""
-        return self.task.run_id
 
     @property
     def sizes(self) -> dict[str, int]:

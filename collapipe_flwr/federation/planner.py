@@ -15,7 +15,6 @@ import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 from flwr.app import ArrayRecord
@@ -43,19 +42,11 @@ from collapipe_flwr.federation.rounds import ClosedRound, Outcome, RoundPlan
 from collapipe_flwr.federation.telemetry import ClusterTelemetry, link_samples
 from collapipe_flwr.scheduler.link_estimates import with_links
 from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerState
+from collapipe_flwr.simulation.world import World
 
 log = logging.getLogger("flwr.collapipe")
 Absent = Mapping[str, Collection[str]]  # device ids by cluster id
 Matrix = tuple[tuple[float, ...], ...]  # of numbers by pair of members
-
-
-class World(Protocol):
-    """Where snapshots come from: a simulated world, or one that is measured."""
-
-    def snapshot(
-        self, round_index: int, model: ModelProfile, present: Sequence[str] | None = None
-    ) -> Snapshot:
-        """The state of the clusters named in ``present`` at the start of a round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +85,12 @@ class ScheduledRounds:
         self._paced = paced
         self._meter = MovementMeter()
         self._absent: dict[str, tuple[str, ...]] = {}  # devices by cluster
+
+    @property
+    def energy_budget_j(self) -> dict[str, float]:
+        """The energy that each device may spend per round on average."""
+        members = (device for profile in self._world.clusters for device in profile.members)
+        return {device.device_id: device.energy_budget_j for device in members}
 
     def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
         """The scheduler's plan for the clusters behind ``nodes``; raises ScheduleError."""

@@ -74,6 +74,11 @@ class SplitTask:
     learning: LearningSettings
     shape: BatchShape = SHORT  # of what is learnt from
 
+    @property
+    def run_id(self) -> str:
+        """The same for a run that is resumed."""
+        return self.learning.run_id
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnsplitTask:

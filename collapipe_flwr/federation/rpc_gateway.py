@@ -9,7 +9,7 @@ import torch
 
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.federation.checkpoint import Memory
-from collapipe_flwr.federation.edge_gateway import DecoderOrder, EdgeSession
+from collapipe_flwr.federation.split import DecoderOrder, EdgeSession
 from collapipe_flwr.pipeline.config import SessionKey, SessionRequest, StageConfig
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.state import OptimizerState, PartState

@@ -1,27 +1,51 @@
-"""The strategy of a run and its edge server, from the run-config."""
+"""The strategy of a run, its planner and its edge server, from the run-config."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import reduce
+from math import fsum
+from operator import mul
+from typing import cast
 
-from flwr.app import ConfigRecord
-from flwr.serverapp.strategy import Strategy
+from flwr.app import ConfigRecord, MetricRecord, RecordDict
+from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, Strategy
 
 from collapipe_flwr.config.schema import AppConfig, EdgeConfig
-from collapipe_flwr.federation.learner import Learner
+from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
+from collapipe_flwr.core.errors import ConfigError, blaming
+from collapipe_flwr.data.metrics import added
+from collapipe_flwr.data.tasks import Task
+from collapipe_flwr.federation.learner import Learner, scores
+from collapipe_flwr.federation.planner import ScheduledRounds
 from collapipe_flwr.federation.recorder import RunRecorder
-from collapipe_flwr.federation.records import LearningSettings, UnsplitTask, unsplit_task_config
+from collapipe_flwr.federation.records import (
+    LearningSettings,
+    UnsplitTask,
+    read_tally,
+    unsplit_task_config,
+)
 from collapipe_flwr.federation.rpc_gateway import RpcEdgeGateway
-from collapipe_flwr.federation.run_planner import Planned
 from collapipe_flwr.federation.split import SplitModel
 from collapipe_flwr.federation.strategy import CollaPipe
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.simulation.world import EnergyBudget, World, budgeted, make_world
 from collapipe_flwr.transport.client import EdgeClient
 
 log = logging.getLogger("flwr.collapipe")
+_STRATEGIES: dict[str, Callable[..., Strategy]] = {
+    "fedavg": FedAvg,
+    "fedavgm": FedAvgM,
+    "fedadam": FedAdam,
+}
+Aggregate = Callable[[list[RecordDict], str], MetricRecord]
+Tell = Callable[[float], None]
+TellScores = Callable[[Mapping[str, float]], None]
 
 
 @contextmanager
@@ -29,19 +53,17 @@ def run_strategy(
     inner: Strategy,
     config: AppConfig,
     learner: Learner,
-    planned: Planned | None,
+    planner: ScheduledRounds | None,
     recorder: RunRecorder,
     run_id: str,
 ) -> Iterator[tuple[Strategy, ConfigRecord]]:
     """The strategy, and what it tells every client; the edge lives as long as it does."""
-    if planned is None:
+    if planner is None:
         yield inner, unsplit_task_config(_whole_task(config, learner, run_id))
         return
     with open_edge(config.edge) as client:
         split = _split_model(client, config, learner, run_id)
-        strategy = CollaPipe(
-            inner, scheduler=planned.rounds, split=split, on_round=recorder.on_round
-        )
+        strategy = CollaPipe(inner, scheduler=planner, split=split, on_round=recorder.on_round)
         yield strategy, ConfigRecord()
 
 
@@ -113,3 +135,97 @@ def _whole_task(config: AppConfig, learner: Learner, run_id: str) -> UnsplitTask
         execution=config.execution,
         run_id=run_id,
     )
+
+
+def make_planner(
+    config: AppConfig,
+    model: ModelProfile,
+    clusters: Mapping[int, ClusterProfile],
+    names: Mapping[int, str],
+) -> ScheduledRounds:
+    """DSSDA (or the chosen policy) for the described clusters.
+
+    ``names`` are the clusters' by node, as they are at any time.
+
+    Raises ConfigError for unknown names and InfeasibleError when no plan fits the devices.
+    """
+    settings = config.scheduling
+    profiles = sorted(clusters.values(), key=lambda profile: profile.cluster_id)
+    world = _world(config, model, profiles)
+    with blaming("scheduler.policy"):
+        scheduler = make_scheduler(config.scheduler.policy, settings)
+    with blaming("world.devices, world.memory-share"):
+        scheduler.step(scheduler.init(snapshot := world.snapshot(1, model)), snapshot)
+    return ScheduledRounds(
+        scheduler, world, model, names, options=settings, paced=config.links.paced
+    )
+
+
+def _world(config: AppConfig, model: ModelProfile, profiles: Sequence[ClusterProfile]) -> World:
+    """The described clusters, placed around the edge, with energy budgets to suit the model."""
+    budget = EnergyBudget(share=config.world.energy_share, radio_s=0.0)
+    world = make_world(
+        cluster_devices=[[m.kind for m in p.members] for p in profiles],
+        examples=[profile.examples for profile in profiles],
+        cluster_ids=[profile.cluster_id for profile in profiles],
+        radio=config.world.radio,
+        channel=config.world.channel,
+        seed=config.run.seed,
+    )
+    return replace(world, clusters=tuple(budgeted(p, budget, model) for p in profiles))
+
+
+def inner_strategy(
+    name: str, task: Task, on_training: Tell, on_evaluation: TellScores, *, evaluates: bool
+) -> Strategy:
+    """The Flower strategy that CollaPipe wraps; it goes on with the clusters that are connected.
+
+    The run as a whole has waited for all of them before.
+
+    ``on_training`` gets the mean training loss of a round, ``on_evaluation`` loss and metrics of
+    the clusters on the test set, where the run ``evaluates`` there. Raises ConfigError.
+    """
+    if name not in _STRATEGIES:
+        raise ConfigError(f"strategy must be one of {', '.join(_STRATEGIES)}")
+    return _STRATEGIES[name](
+        fraction_evaluate=float(evaluates),
+        min_train_nodes=1,
+        min_evaluate_nodes=1,
+        min_available_nodes=1,
+        train_metrics_aggr_fn=_mean_loss(on_training),
+        evaluate_metrics_aggr_fn=_joined_scores(task, on_evaluation),
+    )
+
+
+def _mean_loss(tell: Tell) -> Aggregate:
+    """Flower's average of the loss in the replies' metrics, told to ``tell``, too."""
+
+    def mean_loss(replies: list[RecordDict], weighted_by: str) -> MetricRecord:
+        loss = _weighted_loss([_metrics(reply) for reply in replies], weighted_by)
+        tell(loss)
+        return MetricRecord({"loss": loss})
+
+    return mean_loss
+
+
+def _joined_scores(task: Task, tell: TellScores) -> Aggregate:
+    """The metrics of all clusters' shares together: their counts are added, not averaged."""
+
+    def joined_scores(replies: list[RecordDict], weighted_by: str) -> MetricRecord:
+        found = [_metrics(reply) for reply in replies]
+        tally = reduce(added, map(read_tally, found))
+        joined = scores(task, _weighted_loss(found, weighted_by), tally)
+        tell(joined)
+        return MetricRecord(dict(joined))
+
+    return joined_scores
+
+
+def _metrics(reply: RecordDict) -> MetricRecord:
+    return next(iter(reply.metric_records.values()))
+
+
+def _weighted_loss(found: Sequence[MetricRecord], weighted_by: str) -> float:
+    counts = [cast(float, metrics[weighted_by]) for metrics in found]
+    losses = [cast(float, metrics["loss"]) for metrics in found]
+    return fsum(map(mul, losses, counts)) / (fsum(counts) or 1.0)

@@ -8,20 +8,61 @@ key exactly once, so that any Flower strategy can aggregate it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from flwr.app import Array, ArrayRecord
 
 from collapipe_flwr.core.errors import LinkError, ProtocolError, RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors, is_floating
-from collapipe_flwr.federation.edge_gateway import DecoderOrder, EdgeGateway, EdgeSession
 from collapipe_flwr.federation.records import SHORT, LearningSettings, SplitTask
 from collapipe_flwr.models.spec import BatchShape
+from collapipe_flwr.pipeline.config import SessionKey
 from collapipe_flwr.pipeline.meter import StageReport
 
 log = logging.getLogger("flwr.collapipe")
+Weights = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderOrder:
+    """The decoder replica that one cluster trains against in one round."""
+
+    cluster_id: str
+    server_round: int
+    model_spec_json: str
+    learning: LearningSettings
+    depth: int = 1  # planned micro-batches in flight at the edge
+    weights: Weights = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeSession:
+    """An open session: what the cluster needs to connect to its replica."""
+
+    address: str
+    key: SessionKey
+
+
+class EdgeGateway(Protocol):
+    """Sessions at one edge server; every call ends within the gateway's own deadline."""
+
+    def open(self, order: DecoderOrder) -> EdgeSession:
+        """Place a decoder replica; raises LinkError if the edge cannot be reached or refuses."""
+
+    def fetch(self, session: EdgeSession) -> dict[str, torch.Tensor]:
+        """The replica's current weights; raises LinkError."""
+
+    def accept(self, session: EdgeSession) -> None:
+        """The global model contains what was fetched: later sessions may build on its optimizer."""
+
+    def report(self, session: EdgeSession) -> StageReport | None:
+        """What the replica's stage measured, None if it never ran; raises LinkError."""
+
+    def close(self, session: EdgeSession) -> None:
+        """Forget the session (twice is fine); raises LinkError if the edge cannot be reached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +124,8 @@ class SplitRound:
 
     def for_cluster(self, arrays: ArrayRecord) -> ArrayRecord:
         """The arrays of embedding and encoder blocks."""
-        kept = ArrayRecord()
-        for key, array in arrays.items():
-            if key not in self._model.edge_keys:
-                kept[key] = array
-        return kept
+        at_edge = self._model.edge_keys
+        return ArrayRecord({key: array for key, array in arrays.items() if key not in at_edge})
 
     def join(self, cluster_id: str, reply: ArrayRecord, template: ArrayRecord) -> ArrayRecord:
         """The whole model of one cluster in the order of ``template``.
@@ -129,11 +167,8 @@ class SplitRound:
                 log.info("the edge session of cluster %s is gone: %s", cluster_id, error)
 
     def _decoder(self, arrays: ArrayRecord) -> ArrayRecord:
-        kept = ArrayRecord()
-        for key, array in arrays.items():
-            if key in self._model.edge_keys | self._model.shared_keys:
-                kept[key] = array
-        return kept
+        at_edge = self._model.edge_keys | self._model.shared_keys
+        return ArrayRecord({key: array for key, array in arrays.items() if key in at_edge})
 
 
 def check_keys(found: set[str], wanted: set[str], sender: str) -> None:

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from collapipe_flwr.cluster.fleet import Fleet, RoundOrder
+from collapipe_flwr.cluster.fleet import Fleet, RoundOrder, ThreadFleet
 from collapipe_flwr.cluster.remote import RemoteFleet
-from collapipe_flwr.cluster.threads import ThreadFleet
 from collapipe_flwr.config.cluster_file import ClusterConfig
 from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError, LinkError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -39,16 +39,25 @@ def save_adapter(spec: ModelSpec, weights: Mapping[str, Tensor], directory: Path
         save_file(tensors, folder / _ADAPTER_FILE, metadata={"format": "pt"})
 
 
-def save_whole(spec: ModelSpec, weights: Mapping[str, Tensor], directory: Path | str) -> None:
+def save_whole(
+    spec: ModelSpec,
+    weights: Mapping[str, Tensor],
+    directory: Path | str,
+    *,
+    save_inputs: Callable[[Path], object] | None = None,
+) -> None:
     """Write a folder that ``AutoModelFor...from_pretrained`` loads with bit-equal weights.
 
-    Adapters are merged into the layers that they adapt.
+    Adapters are merged into the layers that they adapt. ``save_inputs`` adds the files of a
+    tokenizer or preprocessor before the folder gets its name.
     """
     if spec.lora is not None:
         weights, spec = _merged(spec, weights), replace(spec, lora=None)
     model = Splitter(spec).build_whole(weights)
     with _written("model", directory) as folder:
         model.save_pretrained(str(folder))
+        if save_inputs is not None:
+            save_inputs(folder)
 
 
 @contextmanager

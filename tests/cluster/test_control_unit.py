@@ -11,8 +11,7 @@ from dataclasses import replace
 import pytest
 
 from collapipe_flwr.cluster.control_unit import train_round
-from collapipe_flwr.cluster.fleet import RoundOrder
-from collapipe_flwr.cluster.threads import ThreadFleet
+from collapipe_flwr.cluster.fleet import RoundOrder, ThreadFleet
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import LinkError, ScheduleError
 from collapipe_flwr.models import Splitter, make_spec

@@ -15,9 +15,9 @@ from collapipe_flwr.cluster.forecast import (
     Forecast,
     ModelWish,
     build_model,
-    cluster_of_presets,
     forecast,
 )
+from collapipe_flwr.cluster.profile import cluster_of_presets
 from collapipe_flwr.core.errors import ConfigError, ModelError
 from collapipe_flwr.models import BatchShape
 from collapipe_flwr.models.profile import profile_model, time_block

@@ -72,7 +72,7 @@ def striking(phase: str, step: int, strike: Callable[[], None]) -> Iterator[list
             super()._apply(step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("collapipe_flwr.cluster.interval.FirstStage", Watched)
+        patch.setattr("collapipe_flwr.cluster.recovery.FirstStage", Watched)
         if phase in around:
             patch.setattr(owner, name, hit_first)
         yield struck_s

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
-from collapipe_flwr.cluster.fleet import Fleet, RoundOrder
+from collapipe_flwr.cluster.fleet import Fleet, RoundOrder, ThreadFleet
 from collapipe_flwr.cluster.recovery import Recovery
 from collapipe_flwr.cluster.remote import RemoteFleet
-from collapipe_flwr.cluster.threads import ThreadFleet
 from collapipe_flwr.config.cluster_file import ClusterLinks
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.links import LinkConfig, Note

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import RoundResult, evaluate_batches, train_round
-from collapipe_flwr.cluster.fleet import RoundOrder
+from collapipe_flwr.cluster.fleet import RoundOrder, ThreadFleet
 from collapipe_flwr.cluster.recovery import MOST_REPLAYS, RecoveringRound, Recovery
-from collapipe_flwr.cluster.threads import ThreadFleet
 from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, DeviceProfile
 from collapipe_flwr.core.errors import CollaPipeError, InfeasibleError, LinkError
 from collapipe_flwr.core.links import LinkConfig

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from collapipe_flwr.cluster.round_files import RoundFiles
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.federation.node_state import read_slots, write_slots
+from collapipe_flwr.federation.node_state import RoundFiles, read_slots, write_slots
 from collapipe_flwr.pipeline.state import OptimizerState
 from tests.full_disk import full_disk
 from tests.power_cuts import rebuilt, watched

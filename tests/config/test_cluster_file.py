@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from collapipe_flwr.config.cluster_file import (
-    LINK_CODECS,
     certificate_hosts,
     parse_cluster,
     read_cluster,
@@ -107,4 +106,6 @@ def test_an_unknown_member_is_answered_with_those_there_are() -> None:
 
 
 def test_a_cluster_file_knows_the_codecs_that_there_are() -> None:
-    assert LINK_CODECS == CODECS
+    for codec in CODECS:
+        values = {"id": "g", "device": DEVICES, "links": {"codec": codec}}
+        assert parse_cluster(values, Path()).links.codec == codec

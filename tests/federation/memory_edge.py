@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from collapipe_flwr.core.errors import LinkError
-from collapipe_flwr.federation.edge_gateway import DecoderOrder, EdgeSession
+from collapipe_flwr.federation.split import DecoderOrder, EdgeSession
 from collapipe_flwr.pipeline.config import SessionKey
 from collapipe_flwr.pipeline.meter import StageReport
 

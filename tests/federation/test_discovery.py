@@ -10,8 +10,8 @@ from flwr.clientapp import ClientApp
 
 from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile
 from collapipe_flwr.core.errors import RunError
-from collapipe_flwr.federation.discovery import Patience, discover_clusters
 from collapipe_flwr.federation.local_grid import LocalGrid
+from collapipe_flwr.federation.members import Patience, discover_clusters
 from collapipe_flwr.federation.records import write_profile, write_spare
 
 DEVICE = DeviceProfile(

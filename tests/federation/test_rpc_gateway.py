@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from collapipe_flwr.core.errors import LinkError
-from collapipe_flwr.federation.edge_gateway import DecoderOrder, EdgeGateway
 from collapipe_flwr.federation.records import LearningSettings
 from collapipe_flwr.federation.rpc_gateway import RpcEdgeGateway
+from collapipe_flwr.federation.split import DecoderOrder, EdgeGateway
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.host.snapshot_store import SnapshotStore

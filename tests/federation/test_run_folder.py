@@ -9,7 +9,7 @@ import pytest
 
 from collapipe_flwr.config.schema import parse
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.federation.run_folder import check_same_run
+from collapipe_flwr.federation.recorder import check_same_run
 
 
 def saved(folder: Path, **values: object) -> Path:

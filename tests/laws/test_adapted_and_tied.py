@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from collapipe_flwr.cluster.control_unit import RoundOrder, train_round
-from collapipe_flwr.cluster.threads import ThreadFleet
+from collapipe_flwr.cluster.fleet import ThreadFleet
 from collapipe_flwr.models import LoraConfig, Splitter, make_spec, save_whole
 from collapipe_flwr.pipeline.config import Execution, StageConfig
 from collapipe_flwr.pipeline.link import memory_pair

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import evaluate_batches, train_round
 from collapipe_flwr.cluster.evaluation import PredictionConfig
-from collapipe_flwr.cluster.fleet import RoundOrder
-from collapipe_flwr.cluster.threads import ThreadFleet
+from collapipe_flwr.cluster.fleet import RoundOrder, ThreadFleet
 from collapipe_flwr.cluster.unsplit import evaluate_unsplit, train_unsplit
 from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.host.service import EdgeService

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import train_round
-from collapipe_flwr.cluster.fleet import RoundOrder
-from collapipe_flwr.cluster.threads import ThreadFleet
+from collapipe_flwr.cluster.fleet import RoundOrder, ThreadFleet
 from collapipe_flwr.cluster.unsplit import train_unsplit
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models import Splitter

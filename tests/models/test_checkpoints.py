@@ -241,9 +241,10 @@ def test_after_every_cut_a_new_folder_holds_the_whole_model_or_is_not_there(
     root, weights = tmp_path / "disk", Splitter(spec).initial_weights(seed=1)
     root.mkdir()
     with watched(root) as disk:
-        save_whole(spec, weights, root / "model")
+        save_whole(spec, weights, root / "model", save_inputs=lambda f: (f / "inputs.txt").touch())
         disk.done = 1
     whole = {path.name: path.read_bytes() for path in (root / "model").iterdir()}
+    assert "inputs.txt" in whole
     for number, (done, tree) in enumerate(disk.found):
         folder = rebuilt(tree, tmp_path / str(number)) / "model"
         found = folder.iterdir() if folder.exists() else ()

@@ -36,7 +36,7 @@ BASE = (
     "collapipe_flwr.federation.rpc_gateway",
     "collapipe_flwr.federation.strategy",
     "collapipe_flwr.models",
-    "collapipe_flwr.reporting.simulating",
+    "collapipe_flwr.reporting.simulation",
 )
 WITHOUT_EXTRAS = f"""
 import importlib, sys

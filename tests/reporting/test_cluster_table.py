@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from collapipe_flwr.cluster.profile import Measured, MeasuredLink, Measurements
-from collapipe_flwr.reporting.cluster_table import show_measurements
+from collapipe_flwr.reporting.cost_tables import show_measurements
 
 PI = Measured(
     name="a-rather-long-name-of-a-board",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collapipe_flwr.reporting.tables import codec_lines
+from collapipe_flwr.reporting.simulation import codec_lines
 from collapipe_flwr.simulation.setting import Choices, Setting
 from collapipe_flwr.simulation.simulate import simulate
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.reporting.simulating import Outputs, run_simulation
+from collapipe_flwr.reporting.simulation import Outputs, run_simulation
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.setting import ModelShape, Setting
 

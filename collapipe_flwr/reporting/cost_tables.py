@@ -1,0 +1,155 @@
+"""Output of `collapipe cluster check` and `collapipe profile`: tables, and below them a verdict."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from collapipe_flwr.core.json_codec import plain
+
+if TYPE_CHECKING:
+    from collapipe_flwr.cluster.forecast import Forecast
+    from collapipe_flwr.cluster.profile import Measured, Measurements
+    from collapipe_flwr.core.domain import BlockCost
+
+_GIGA, _MEGA, _MILLI = 1e9, 1e6, 1e-3
+_COLUMNS = (
+    "forward\nGFLOP",
+    "backward\nGFLOP",
+    "weights\nMB",
+    "training\nMB",  # weights, gradients and optimiser state
+    "kept\nMB",  # activations until the backward pass
+    "sent\nMB",
+)
+
+
+def show_measurements(found: Measurements, console: Console) -> None:
+    """Print the tables and one sentence per member or link that needs mending."""
+    console.print(measurements_table(found))
+    if found.links:
+        console.print(links_table(found))
+    if found.links_left_out:
+        console.print(
+            f"{found.links_left_out} more links between devices were not measured: "
+            "`--most-links 0` tries all of them",
+            highlight=False,
+        )
+    for fault in found.faults:
+        console.print(f"mend {fault}", style="red", highlight=False, markup=False)
+
+
+def measurements_table(found: Measurements) -> Table:
+    """One line per member."""
+    table = _table(f"cluster {found.cluster_id}", "member", "address")
+    _add_numbers(table, "GFLOP\n/s", "free\nGB", "idle\nMB", "clock\ns", "Mbit\n/s", "delay\nms")
+    for member in found.members:
+        table.add_row(*_cells(member))
+    return table
+
+
+def links_table(found: Measurements) -> Table:
+    """One line per way between two hosts."""
+    table = _table("links", "from", "to")
+    _add_numbers(table, "Mbit\n/s", "delay\nms")
+    for link in found.links:
+        rate, delay = _number(link.rate_bit_per_s, _MEGA, 0), _number(link.delay_s, _MILLI, 2)
+        table.add_row(link.source, link.target, rate, delay, _mark(link.fault))
+    return table
+
+
+def _table(title: str, *names: str) -> Table:
+    """Names may be folded where a terminal is narrow, numbers may not."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)
+    for name in names:
+        table.add_column(name, overflow="fold")
+    return table
+
+
+def _add_numbers(table: Table, *headers: str) -> None:
+    for header in headers:
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+
+
+def _mark(fault: str) -> str:
+    return "[red]mend[/red]" if fault else "[green]ok[/green]"
+
+
+def _cells(member: Measured) -> tuple[str, ...]:
+    return (
+        member.name,
+        member.address or "here",
+        _number(member.speed_flop_per_s, _GIGA, 1),
+        _number(member.memory_bytes, _GIGA, 1),
+        _number(member.idle_bytes, _MEGA, 0),
+        _number(member.clock_ahead_s, 1.0, 1),
+        _number(member.rate_bit_per_s, _MEGA, 0),
+        _number(member.delay_s, _MILLI, 2),
+        _mark(member.fault),
+    )
+
+
+def _number(value: float | None, unit: float, digits: int) -> str:
+    return "" if value is None else f"{value / unit:.{digits}f}"
+
+
+def show_forecast(found: Forecast, console: Console) -> None:
+    """Print the table, this machine's speed, and the verdict."""
+    console.print(cost_table(found))
+    if found.measured is not None:
+        timed = found.measured
+        console.print(
+            f"this machine: {timed.speed_flop_per_s / _GIGA:.1f} GFLOP/s on one block and "
+            f"{timed.examples} examples (forward {timed.forward_s / _MILLI:.1f} ms, backward "
+            f"{timed.backward_s / _MILLI:.1f} ms)",
+            highlight=False,
+        )
+    fits = found.cluster is None or found.plan is not None
+    console.print(found.verdict, style="green" if fits else "red", highlight=False, markup=False)
+
+
+def cost_table(found: Forecast) -> Table:
+    """One line per piece, equal neighbours together; costs are per example."""
+    size = f"{found.parameter_bytes / _MEGA:.1f} MB of weights"
+    title = f"{found.model_type} for {found.task}: {size}, costs per example"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("piece", no_wrap=True)
+    for name in _COLUMNS:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_row("embedding (control unit)", *_cost_cells(found.profile.embedding))
+    first = 0
+    for cost, group in groupby(found.profile.blocks):
+        last = first + len(list(group)) - 1
+        name = f"block {first}" if last == first else f"each of blocks {first}-{last}"
+        table.add_row(name, *_cost_cells(cost))
+        first = last + 1
+    table.add_row("edge", *_cost_cells(found.profile.decoder))
+    return table
+
+
+def as_json(found: Forecast) -> dict[str, Any]:
+    """Everything in SI units, for a file."""
+    values: dict[str, Any] = plain(found)
+    speed = None if found.measured is None else found.measured.speed_flop_per_s
+    return {
+        **values,
+        "parameter_bytes": found.parameter_bytes,
+        "speed_flop_per_s": speed,
+        "fits": None if found.cluster is None else found.plan is not None,
+        "verdict": found.verdict,
+    }
+
+
+def _cost_cells(cost: BlockCost) -> tuple[str, ...]:
+    return (
+        f"{cost.forward_flop / _GIGA:.3f}",
+        f"{cost.backward_flop / _GIGA:.3f}",
+        f"{cost.parameter_bytes / _MEGA:.2f}",
+        f"{cost.state_bytes / _MEGA:.2f}",
+        f"{cost.stash_bytes / _MEGA:.2f}",
+        f"{cost.output_bytes / _MEGA:.3f}",
+    )

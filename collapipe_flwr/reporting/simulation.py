@@ -1,0 +1,277 @@
+"""What the command ``simulate`` shows and writes: tables, JSON, and plots if matplotlib is there.
+
+Every column of the tables is explained in docs/simulate.md.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from collapipe_flwr.core.domain import ClusterPlan
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.links import CODECS
+from collapipe_flwr.reporting.output import prepare, progress, write_json, write_picture
+from collapipe_flwr.simulation.setting import Setting
+from collapipe_flwr.simulation.simulate import (
+    FACTORS,
+    OURS,
+    PolicyResult,
+    Simulation,
+    TradeoffPoint,
+    penalty_sweep,
+    simulate,
+)
+from collapipe_flwr.simulation.summary import (
+    Json,
+    Summary,
+    comparison,
+    simulation_json,
+    summaries,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+INCHES = (8.0, 4.5)
+COLUMNS = (
+    "latency\ns",
+    "p95\ns",
+    "effi-\nciency",
+    "capa-\ncity",
+    "memory\nMiB",
+    "energy/\nbudget",
+    "target\nh",
+    "decide\nms",
+)
+CLAIMS = {
+    "latency_lower_percent": ("latency below fedavg, splitfed, uniform [%]", ">="),
+    "efficiency_higher_percent": ("efficiency above the best pipeline [%]", ">="),
+    "peak_memory_share": ("peak device memory over that of fedavg", "<"),
+    "energy_over_budget_max": ("energy over budget, worst device", "<="),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """Where results go besides the terminal."""
+
+    json_file: Path | None = None
+    plot_dir: Path | None = None
+
+    def check(self) -> None:
+        """Fail before the work rather than after it; raises ConfigError."""
+        if self.json_file is not None:
+            prepare("--json", self.json_file)
+        if self.plot_dir is not None:
+            check_plot(self.plot_dir)
+
+
+def run_simulation(setting: Setting, outputs: Outputs) -> None:
+    """Simulate with a progress bar, print tables, write files."""
+    outputs.check()
+    steps = setting.rounds * len(setting.seeds) * len(setting.policies)
+    with progress(steps) as tick:
+        simulation = simulate(setting, tick)
+    _print_simulation(simulation)
+    if outputs.json_file is not None:
+        write_json(outputs.json_file, simulation_json(simulation))
+    if outputs.plot_dir is not None:
+        _plot(simulation, outputs.plot_dir)
+
+
+def _print_simulation(simulation: Simulation) -> None:
+    console = Console(highlight=False)
+    console.print(policy_table(simulation))
+    for sentence in (*codec_lines(simulation), *refusals(simulation)):
+        console.print(sentence, markup=False)
+    compared = comparison(summaries(simulation))
+    if compared is not None:
+        console.print(claims_table(cast("dict[str, Json]", compared["claims"])))
+
+
+def _plot(simulation: Simulation, folder: Path) -> None:
+    setting = simulation.setting
+    sweep: tuple[TradeoffPoint, ...] = ()
+    if simulation.policy(OURS) is not None:
+        with progress(setting.rounds * len(FACTORS)) as tick:
+            sweep = penalty_sweep(setting, lambda _: tick("trade-off"))
+    for path in save_figures(simulation, sweep, folder):
+        Console().print(str(path), markup=False, highlight=False, soft_wrap=True)
+
+
+def policy_table(simulation: Simulation) -> Table:
+    """One line per policy."""
+    setting = simulation.setting
+    where = f"{setting.rounds} rounds, {len(setting.seeds)} seeds, budget {setting.budget}"
+    title = f"scheduler only, no training: {where}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("policy", no_wrap=True)
+    for name in COLUMNS:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in summaries(simulation):
+        table.add_row(row.policy, *_cells(row))
+    for result in simulation.policies:
+        if result.refusal is not None:
+            table.add_row(result.policy, "refused", *["-"] * (len(COLUMNS) - 1))
+    return table
+
+
+def codec_lines(simulation: Simulation) -> list[str]:
+    """How many hops of each policy's last plans use which codec; nothing where all use one."""
+    if len(simulation.setting.settings.codecs) < 2:
+        return []
+    lines = []
+    for result in simulation.policies:
+        clusters = [c for score in result.scores for c in score.last_plan.clusters]
+        found = Counter(hop.codec for cluster in clusters for hop in cluster.hops)
+        counts = ", ".join(f"{name} {found[name]}" for name in CODECS if found[name])
+        lines += [f"codecs of {result.policy}: {counts} hops"] if counts else []
+    return lines
+
+
+def refusals(simulation: Simulation) -> list[str]:
+    """A sentence for every policy that could not run."""
+    return [f"{p.policy}: {p.refusal}" for p in simulation.policies if p.refusal is not None]
+
+
+def _cells(row: Summary) -> list[str]:
+    hours = row.time_to_target_s / 3600
+    return [
+        f"{row.latency_mean_s:.1f}",
+        f"{row.latency_p95_s:.1f}",
+        f"{row.compute_efficiency:.3f}",
+        f"{row.capacity_used:.3f}",
+        f"{row.peak_device_memory_bytes / 2**20:.0f}",
+        f"{row.energy_over_budget_max:.3f}",
+        f"{hours:.1f}" if isfinite(hours) else "never",
+        f"{1e3 * row.decision_median_s:.1f}",
+    ]
+
+
+def claims_table(claims: Mapping[str, Json]) -> Table:
+    """What was claimed, what came out."""
+    table = Table(title="dssda against the baselines", title_justify="left", box=box.SIMPLE_HEAD)
+    for name in ("claim", "needed", "seen", ""):
+        table.add_column(name)
+    for key, (says, sign) in CLAIMS.items():
+        claim = claims[key]
+        if claim["seen"] is not None:
+            kept = "kept" if claim["kept"] else "MISSED"
+            table.add_row(says, f"{sign} {claim['needed']:g}", f"{claim['seen']:.3g}", kept)
+    return table
+
+
+def check_plot(folder: Path) -> None:
+    """Make the folder; raises ConfigError without matplotlib or where that fails."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "--plot needs matplotlib: install it with pip install 'collapipe-flwr[plot]'"
+        ) from error
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--plot {folder}: the folder cannot be made ({error})") from error
+
+
+def save_figures(
+    simulation: Simulation, tradeoff: Sequence[TradeoffPoint], folder: Path
+) -> list[Path]:
+    """Draw everything for the first seed; returns the files written."""
+    ran = [p for p in simulation.policies if p.refusal is None]
+    drawn = {"latency": _latency(ran), "queues": _queues(ran), "segments": _segments(ran)}
+    if tradeoff:
+        drawn["tradeoff"] = _tradeoff(tradeoff)
+    paths = []
+    for name, figure in drawn.items():
+        paths.append(folder / f"{name}.png")
+        write_picture(figure, paths[-1])
+    return paths
+
+
+def _axes(title: str, x: str, y: str) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=INCHES, layout="constrained")
+    axes = figure.add_subplot()
+    axes.set(title=title, xlabel=x, ylabel=y)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure, axes
+
+
+def _latency(ran: Sequence[PolicyResult]) -> Figure:
+    figure, axes = _axes("Latency over rounds", "round", "latency of the round [s]")
+    for result in ran:
+        series = result.scores[0].latency_s
+        axes.plot(range(1, len(series) + 1), series, label=result.policy)
+    axes.set_yscale("log")
+    axes.legend(ncols=2, fontsize="small")
+    return figure
+
+
+def _queues(ran: Sequence[PolicyResult]) -> Figure:
+    figure, axes = _axes(
+        "Longest energy queue: what stays bounded keeps its budget",
+        "round",
+        "queue [budgets of a round]",
+    )
+    for result in ran:
+        series = result.scores[0].queue_share
+        axes.plot(range(1, len(series) + 1), series, label=result.policy)
+    axes.set_yscale("symlog")
+    axes.set_ylim(bottom=0)
+    axes.legend(ncols=2, fontsize="small")
+    return figure
+
+
+def _tradeoff(points: Sequence[TradeoffPoint]) -> Figure:
+    figure, axes = _axes(
+        "Trade-off of the penalty weight V", "penalty weight V", "mean latency [s]"
+    )
+    weights = [p.penalty_weight for p in points]
+    axes.plot(weights, [p.latency_mean_s for p in points], "o-", color="C0")
+    axes.set_xscale("log")
+    axes.yaxis.label.set_color("C0")
+    other = axes.twinx()
+    other.plot(weights, [p.queue_share_max for p in points], "s--", color="C3")
+    other.set_ylabel("longest queue [budgets of a round]", color="C3")
+    return figure
+
+
+def _segments(ran: Sequence[PolicyResult]) -> Figure:
+    plans = [(r.policy, r.scores[0].last_plan.clusters[0]) for r in ran]
+    figure, axes = _axes(
+        f"Segments of cluster {plans[0][1].cluster_id!r} in the last round", "block", ""
+    )
+    for row, (_, plan) in enumerate(plans):
+        _bars(axes, row, plan)
+    axes.set_yticks(range(len(plans)), [_label(policy, plan) for policy, plan in plans])
+    axes.set_xlim(0, max(plan.segments[-1].stop_block for _, plan in plans))
+    axes.invert_yaxis()
+    return figure
+
+
+def _bars(axes: Axes, row: int, plan: ClusterPlan) -> None:
+    for segment in plan.segments:
+        device = segment.device_id.rpartition("/")[2]
+        width = segment.stop_block - segment.first_block
+        colour = f"C{sum(map(ord, device)) % 10}"
+        axes.barh(row, width, left=segment.first_block, color=colour, edgecolor="white")
+        axes.text(segment.first_block + width / 2, row, device, ha="center", va="center")
+
+
+def _label(policy: str, plan: ClusterPlan) -> str:
+    return f"{policy} ({plan.micro_batch_size}x{plan.micro_batches})"
