@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from collapipe_flwr.cluster.local_data import Place
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.config.schema import WorldConfig
 from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile
@@ -18,6 +18,9 @@ from collapipe_flwr.core.errors import ConfigError, ProtocolError, blaming
 from collapipe_flwr.core.json_codec import from_json
 from collapipe_flwr.simulation.devices import device_preset, radio_preset
 from collapipe_flwr.simulation.world import SERVER_RATE_BIT_PER_S
+
+if TYPE_CHECKING:
+    from collapipe_flwr.cluster.local_data import Place  # its data sets need an extra
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
