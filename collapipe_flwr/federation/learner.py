@@ -10,8 +10,8 @@ from typing import Any
 
 from collapipe_flwr.config.schema import AppConfig
 from collapipe_flwr.core.errors import ConfigError, DataError, blaming
-from collapipe_flwr.data import load_task
 from collapipe_flwr.data.config import TRAIN_TOKENIZER
+from collapipe_flwr.data.reader import load_task
 from collapipe_flwr.data.tasks import Task
 from collapipe_flwr.models import BatchShape, ModelSpec, Splitter, make_spec
 from collapipe_flwr.models.checkpoint import read_pretrained_config
