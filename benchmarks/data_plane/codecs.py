@@ -22,8 +22,8 @@ from collapipe_flwr.config.schema import AppConfig, LinksConfig
 from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.core.keys import read_assignments
 from collapipe_flwr.core.links import LinkConfig
-from collapipe_flwr.data import load_task
 from collapipe_flwr.data.batches import batches, round_examples
+from collapipe_flwr.data.reader import load_task
 from collapipe_flwr.data.tasks import Task
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService

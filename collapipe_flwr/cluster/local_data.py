@@ -14,7 +14,6 @@ from collapipe_flwr.cluster.evaluation import TestPart
 from collapipe_flwr.config.schema import AppConfig
 from collapipe_flwr.core.errors import ConfigError, DataError
 from collapipe_flwr.core.keys import Value
-from collapipe_flwr.data import load_task
 from collapipe_flwr.data.batches import (
     Example,
     Rows,
@@ -23,6 +22,7 @@ from collapipe_flwr.data.batches import (
     equal_cut,
     round_examples,
 )
+from collapipe_flwr.data.reader import load_task
 from collapipe_flwr.data.stream import Stream
 from collapipe_flwr.data.tokenizer import Vocabulary
 

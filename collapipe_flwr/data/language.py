@@ -143,7 +143,7 @@ class CausalLM(LanguageModel):
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         rows = [example["ids"] for example in examples]
         mask = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
-        ids = torch.full_like(mask, self._padding_id)
+        ids = torch.full_like(mask, self.tokenizer.pad_token_id)
         for row, tokens in enumerate(rows):
             ids[row, : len(tokens)] = torch.tensor(tokens)
             mask[row, : len(tokens)] = 1
@@ -166,10 +166,6 @@ class CausalLM(LanguageModel):
             )
         for ids in self.tokenizer(texts, return_attention_mask=False)["input_ids"]:
             yield ids if ids and ids[-1] == end else [*ids, end]
-
-    @property
-    def _padding_id(self) -> int:
-        return int(self.tokenizer.pad_token_id)
 
 
 def _cut(tokens: Sequence[int], length: int) -> Iterator[list[int]]:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from importlib import import_module
 from typing import Any, ClassVar
 
 import numpy as np
 
 from collapipe_flwr.core.errors import DataError, extra
-from collapipe_flwr.data.config import key_of
+from collapipe_flwr.data.config import TASK_CLASSES, DataConfig, key_of
 from collapipe_flwr.data.files import is_one_table, load_table
 from collapipe_flwr.data.tasks import Task
-from collapipe_flwr.data.tokenizer import IGNORED_LABEL, IGNORED_TAG
+from collapipe_flwr.data.tokenizer import IGNORED_LABEL, IGNORED_TAG, Vocabulary
 
 with extra("data"):
     from datasets import ClassLabel, Dataset, List, Value
@@ -147,6 +148,24 @@ class TableTask(Task):
                 f'data.test "{test}" is also data.train, so the test would be on training examples:'
                 " leave data.test empty to hold out a share of the rows"
             )
+
+
+def load_task(
+    settings: DataConfig,
+    vocabulary: Vocabulary | None = None,
+    *,
+    known_labels: tuple[str, ...] = (),
+) -> Task:
+    """The task of ``settings``; data is read on first use.
+
+    A control unit passes the ``vocabulary`` that the server sent, a server the ``known_labels`` of
+    a checkpoint in their order.
+    """
+    module, _, name = TASK_CLASSES[settings.task].partition(":")
+    kind: type[Task] = getattr(import_module(f"collapipe_flwr.data.{module}"), name)
+    task = kind(settings, vocabulary)
+    task.known_labels = known_labels
+    return task
 
 
 def _choose(table: Dataset, rows: list[int], limit: int) -> Dataset:

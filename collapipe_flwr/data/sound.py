@@ -30,11 +30,7 @@ def read_sound(data: bytes, rate_hz: int) -> NDArray[np.float32]:
 def _read_wav(data: bytes, rate_hz: int) -> NDArray[np.float32]:
     try:
         with wave.open(BytesIO(data)) as sound:
-            rate, width, channels = (
-                sound.getframerate(),
-                sound.getsampwidth(),
-                sound.getnchannels(),
-            )
+            channels, width, rate, *_ = sound.getparams()
             frames = sound.readframes(sound.getnframes())
     except (wave.Error, EOFError) as cause:
         raise DataError(f"the .wav file cannot be read: {cause}") from cause

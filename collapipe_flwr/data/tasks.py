@@ -37,7 +37,7 @@ _MOST_TOKENIZER_TEXTS = 100_000  # more change nothing in a vocabulary of some t
 
 
 class Task(ABC):
-    """One task over one data set, made by ``data.load_task``.
+    """One task over one data set, made by ``reader.load_task``.
 
     With a ``vocabulary`` (on a control unit: the server's) nothing is learned from local data.
     Without one the tokenizer is trained or loaded, and the labels are those of the training set.

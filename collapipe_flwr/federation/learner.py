@@ -14,10 +14,10 @@ from collapipe_flwr.cluster.evaluation import EvalResult, TestPart, prediction_c
 from collapipe_flwr.cluster.unsplit import evaluate_unsplit
 from collapipe_flwr.config.schema import AppConfig
 from collapipe_flwr.core.errors import ConfigError, DataError, blaming
-from collapipe_flwr.data import load_task
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.config import TRAIN_TOKENIZER
 from collapipe_flwr.data.metrics import Tally, added
+from collapipe_flwr.data.reader import load_task
 from collapipe_flwr.data.tasks import Task
 from collapipe_flwr.models import BatchShape, ModelSpec, Splitter, make_spec
 from collapipe_flwr.models.checkpoint import read_pretrained_config

@@ -23,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models import block_inputs
-from collapipe_flwr.models.families import FAMILIES, Family
+from collapipe_flwr.models.families import FAMILIES, Family, base_path
 from collapipe_flwr.models.skeleton import (
     build_skeleton,
     example_inputs,
@@ -67,8 +67,6 @@ def discover_family(spec: ModelSpec) -> Family:
         trace = _run(stack, blocks, spec)
         _check_end(trace, stack, blocks, spec)
     _check_chain(trace, spec)
-    base = model.base_model
-    base_path = next(name for name, module in model.named_modules() if module is base)
     tasks = {"seq2seq"} if decodes else _head_tasks(spec)
     first = trace.results[0]
     return Family(
@@ -77,7 +75,7 @@ def discover_family(spec: ModelSpec) -> Family:
         before=tuple(trace.before),
         inputs=block_inputs.no_inputs,
         tasks=tuple(sorted(tasks)),
-        stack=stack_path[len(base_path) :].lstrip("."),
+        stack=stack_path[len(base_path(model)) :].lstrip("."),
         input_name=stack.main_input_name,
         entry="pixel_values" if stack.main_input_name == "pixel_values" else "inputs_embeds",
         decodes=decodes,

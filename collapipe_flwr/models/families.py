@@ -50,19 +50,18 @@ class Family:
 
 
 _FAMILIES = (
-    Family(
-        model_types=("bert", "roberta", "xlm-roberta", "camembert"),
-        blocks="encoder.layer",
-        before=("embeddings",),
-        inputs=block_inputs.bidirectional,
-        tasks=_UNDERSTANDING,
-    ),
-    Family(
-        model_types=("distilbert",),
-        blocks="transformer.layer",
-        before=("embeddings",),
-        inputs=block_inputs.bidirectional,
-        tasks=_UNDERSTANDING,
+    *(
+        Family(
+            model_types=model_types,
+            blocks=blocks,
+            before=("embeddings",),
+            inputs=block_inputs.bidirectional,
+            tasks=_UNDERSTANDING,
+        )
+        for model_types, blocks in (
+            (("bert", "roberta", "xlm-roberta", "camembert"), "encoder.layer"),
+            (("distilbert",), "transformer.layer"),
+        )
     ),
     Family(
         model_types=("deberta-v2",),
@@ -100,24 +99,21 @@ _FAMILIES = (
         input_name="pixel_values",
         entry="pixel_values",
     ),
-    Family(
-        model_types=("marian", "bart"),
-        stack="encoder",
-        decodes=True,
-        blocks="layers",
-        before=("embed_tokens", "embed_positions", "layernorm_embedding"),
-        inputs=block_inputs.bidirectional,
-        tasks=("seq2seq",),
-    ),
-    Family(
-        model_types=("mbart", "m2m_100"),
-        stack="encoder",
-        decodes=True,
-        blocks="layers",
-        before=("embed_tokens", "embed_positions", "layernorm_embedding"),
-        inputs=block_inputs.bidirectional,
-        tasks=("seq2seq",),
-        after=("layer_norm",),
+    *(
+        Family(
+            model_types=model_types,
+            stack="encoder",
+            decodes=True,
+            blocks="layers",
+            before=("embed_tokens", "embed_positions", "layernorm_embedding"),
+            inputs=block_inputs.bidirectional,
+            tasks=("seq2seq",),
+            after=after,
+        )
+        for model_types, after in (
+            (("marian", "bart"), ()),
+            (("mbart", "m2m_100"), ("layer_norm",)),
+        )
     ),
     Family(
         model_types=("t5", "mt5"),
@@ -174,9 +170,14 @@ FAMILIES: Mapping[str, Family] = {
 
 def stack_path(model: PreTrainedModel, family: Family) -> str:
     """Where the stack stands in the whole model: ``bert``, ``model.encoder``, ..."""
+    return join_path(base_path(model), family.stack)
+
+
+def base_path(model: PreTrainedModel) -> str:
+    """Where the base model stands in one with a head; empty if it is the whole model."""
     base = model.base_model
-    base_path = next(name for name, module in model.named_modules() if module is base)
-    return ".".join(part for part in (base_path, family.stack) if part)
+    path: str = next(name for name, module in model.named_modules() if module is base)
+    return path
 
 
 def find_blocks(model: PreTrainedModel, family: Family) -> nn.ModuleList:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -78,7 +78,7 @@ class Prompt:
     hidden_BTD: Tensor
     attention_mask: Tensor | None = None
     input_ids: Tensor | None = None
-    settings_json: str = field(default="")  # a GenerationConfig; empty: the model's own
+    settings_json: str = ""  # a GenerationConfig; empty: the model's own
 
 
 class _Watch(StoppingCriteria):

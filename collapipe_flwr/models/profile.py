@@ -32,13 +32,6 @@ ACTIVATION_BYTES = 4  # activations cross the network in single precision
 ADAMW_MOMENTS = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Measured:
-    forward_flop: float
-    stash_bytes: int
-    output_bytes: int
-
-
 def profile_model(splitter: Splitter, shape: BatchShape) -> ModelProfile:
     """Costs of embedding, every block and the edge for examples of ``shape``."""
     with shapes_only():
@@ -87,25 +80,25 @@ def _block_costs(
 
 def _cost(part: Part, run: Callable[[], Tensor | ModelOutput]) -> BlockCost:
     parameters = list(part.parameters())
-    measured = _measure(run, parameters)
+    output, forward_flop, stash_bytes = _measure(run, parameters)
     trained = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
-    backward = 2 * measured.forward_flop
+    backward = 2 * forward_flop
     if not all(parameter.requires_grad for parameter in parameters):
         backward = _backward_flop(run)
     return BlockCost(
-        forward_flop=measured.forward_flop,
+        forward_flop=forward_flop,
         backward_flop=backward,
         parameter_bytes=sum(t.numel() * t.element_size() for t in part.state_dict().values()),
         state_bytes=part.held_bytes() + (1 + ADAMW_MOMENTS) * trained,
-        stash_bytes=measured.stash_bytes,
-        output_bytes=measured.output_bytes,
+        stash_bytes=stash_bytes,
+        output_bytes=output.numel() * ACTIVATION_BYTES if isinstance(output, Tensor) else 0,
     )
 
 
 def _measure(
     run: Callable[[], Tensor | ModelOutput], parameters: Iterable[nn.Parameter]
-) -> _Measured:
-    """Run once; record multiply-adds and the storages that autograd keeps."""
+) -> tuple[Tensor | ModelOutput, float, int]:
+    """Run once; the output, operations, and the bytes of the storages that autograd keeps."""
     weights = {parameter.untyped_storage()._cdata for parameter in parameters}
     kept: dict[int, int] = {}
 
@@ -120,12 +113,7 @@ def _measure(
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
     ):
         output = run()
-    sent = output.numel() * ACTIVATION_BYTES if isinstance(output, Tensor) else 0
-    return _Measured(
-        forward_flop=float(counter.get_total_flops()),
-        stash_bytes=sum(kept.values()),
-        output_bytes=sent,
-    )
+    return output, float(counter.get_total_flops()), sum(kept.values())
 
 
 def _backward_flop(run: Callable[[], Tensor | ModelOutput]) -> float:
@@ -208,7 +196,7 @@ def time_block(
     """
     block = splitter.build_segment(0, 1, _drawn(splitter))
     width = int(splitter.config.get_text_config().hidden_size)
-    tokens = round(cost.output_bytes / 4 / width)
+    tokens = round(cost.output_bytes / ACTIVATION_BYTES / width)
     hidden_BTD = torch.randn(examples, tokens, width, requires_grad=True)
     context = {"attention_mask": torch.ones(examples, tokens, dtype=torch.long)}
     passes = [_once(block, hidden_BTD, context, clock)]

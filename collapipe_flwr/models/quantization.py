@@ -45,8 +45,9 @@ class _Product(torch.autograd.Function):
         return total, None, None, None
 
 
-def _product(inputs: Tensor, weight: Tensor, scale: Tensor | None, *, turn: bool) -> Tensor:
-    output: Tensor = _Product.apply(inputs, weight, scale, turn)  # type: ignore[no-untyped-call]
+def _product(layer: nn.Module, inputs: Tensor, *, turn: bool) -> Tensor:
+    scale = getattr(layer, "weight_scale", None)
+    output: Tensor = _Product.apply(inputs, layer.weight, scale, turn)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -55,8 +56,7 @@ class _QuantizedLinear(nn.Linear):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """See ``nn.Linear``."""
-        scale = getattr(self, "weight_scale", None)
-        output = _product(inputs, self.weight, scale, turn=True)
+        output = _product(self, inputs, turn=True)
         return output if self.bias is None else output + self.bias
 
 
@@ -65,9 +65,7 @@ class _QuantizedConv1D(Conv1D):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """See ``Conv1D``."""
-        scale = getattr(self, "weight_scale", None)
-        output = _product(inputs, self.weight, scale, turn=False)
-        return output + self.bias
+        return _product(self, inputs, turn=False) + self.bias
 
 
 class _QuantizedEmbedding(nn.Embedding):

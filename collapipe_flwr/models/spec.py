@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.keys import (
@@ -136,22 +137,20 @@ class ModelSpec:
             values = json.loads(text)
         except json.JSONDecodeError as cause:
             raise ModelError(f"the model description is not JSON: {cause}") from cause
-        known = {field.name for field in fields(cls)}
-        if not isinstance(values, dict) or not {"task", "config_json"} <= set(values) <= known:
-            raise ModelError(f"a model description needs the keys {sorted(known)}")
-        _require_config(values["config_json"])
-        lists = {key: tuple(values.get(key, ())) for key in ("untied", "absent")}
-        return cls(**{**values, **lists, "lora": _lora(values.get("lora"))})
+        given = _arguments(cls, values, {"task", "config_json"}, "a model description needs")
+        _require_config(given["config_json"])
+        if given.get("lora") is not None:
+            what = "the lora settings of a model need"
+            given["lora"] = LoraConfig(**_arguments(LoraConfig, given["lora"], {"rank"}, what))
+        return cls(**given)
 
 
-def _lora(values: object) -> LoraConfig | None:
-    if values is None:
-        return None
-    known = {field.name for field in fields(LoraConfig)}
-    if not isinstance(values, dict) or not {"rank"} <= set(values) <= known:
-        raise ModelError(f"the lora settings of a model need the keys {sorted(known)}")
-    lists = {key: tuple(values.get(key, ())) for key in ("target_modules", "modules_to_save")}
-    return LoraConfig(**{**values, **lists})
+def _arguments(kind: type, values: object, needed: set[str], what: str) -> dict[str, Any]:
+    """The fields of a dataclass as JSON gave them, lists as tuples; raises ModelError."""
+    known = {field.name for field in fields(kind)}
+    if not isinstance(values, dict) or not needed <= set(values) <= known:
+        raise ModelError(f"{what} the keys {sorted(known)}")
+    return {k: tuple(value) if isinstance(value, list) else value for k, value in values.items()}
 
 
 def _require_config(text: object) -> None:

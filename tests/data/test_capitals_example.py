@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 from collapipe_flwr.config.schema import parse
-from collapipe_flwr.data import load_task
-from collapipe_flwr.data.reader import TableTask
+from collapipe_flwr.data.reader import TableTask, load_task
 
 SCRIPT = Path(__file__).parents[2] / "examples/capitals.py"
 

@@ -10,8 +10,8 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, List, Value
 
 from collapipe_flwr.core.errors import DataError
-from collapipe_flwr.data import load_task
 from collapipe_flwr.data.config import DataConfig
+from collapipe_flwr.data.reader import load_task
 from collapipe_flwr.data.tasks import Task
 
 NAMES = ["world", "art", "sport"]  # not in the order of the alphabet

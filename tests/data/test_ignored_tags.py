@@ -12,8 +12,8 @@ import torch
 from datasets import ClassLabel, Dataset, List
 
 from collapipe_flwr.core.errors import DataError
-from collapipe_flwr.data import load_task
 from collapipe_flwr.data.config import DataConfig
+from collapipe_flwr.data.reader import load_task
 from collapipe_flwr.data.tasks import Task
 
 WORDS = ["Anna", "Lee", "saw", "Rome"]

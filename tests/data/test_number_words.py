@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from collapipe_flwr.core.errors import DataError
-from collapipe_flwr.data import load_task
 from collapipe_flwr.data.config import DataConfig
+from collapipe_flwr.data.reader import load_task
 from collapipe_flwr.data.seq2seq import NUMBERS, generate_number_words, spell
 
 

@@ -16,8 +16,8 @@ from transformers import AutoImageProcessor
 
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.core.keys import Value
-from collapipe_flwr.data import load_task
 from collapipe_flwr.data.config import TASK_CLASSES, DataConfig
+from collapipe_flwr.data.reader import load_task
 from collapipe_flwr.data.tasks import Task
 from collapipe_flwr.data.tokenizer import Vocabulary
 

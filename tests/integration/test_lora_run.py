@@ -18,7 +18,7 @@ from transformers import (
 from collapipe_flwr.config.schema import parse
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import Value
-from collapipe_flwr.data import load_task
+from collapipe_flwr.data.reader import load_task
 from tests.closeness import assert_near
 from tests.integration.conftest import RunApp
 from tests.tiny_tasks import task_values
