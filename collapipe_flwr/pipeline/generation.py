@@ -135,17 +135,15 @@ class GeneratingEdge:
     def serve(self) -> None:
         """Generate until END."""
         self._part.train(False)
+        pause_s = self._settings.pause_s
         with ThreadPoolExecutor(self._most, thread_name_prefix="generate") as pool:
             try:
-                while (frame := self._next()).kind is not FrameKind.END:
+                while (frame := next_frame(self._up, pause_s)).kind is not FrameKind.END:
                     self._accept(frame, pool)
             finally:
                 for text in self._texts.values():
                     text.stop()
         self._up.send(frame, deadline_s=self._settings.deadline_s)
-
-    def _next(self) -> Frame:
-        return next_frame(self._up, self._settings.pause_s)
 
     def _accept(self, frame: Frame, pool: ThreadPoolExecutor) -> None:
         number, peer = frame.micro_batch, self._up.peer

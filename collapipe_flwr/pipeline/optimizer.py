@@ -52,12 +52,11 @@ class Optimizer:
                 self._state[index] = self._initial(self.parameters[index])
         weights = [self.parameters[i].detach() for i in ready]
         gradients = [_grad(self.parameters[i]) for i in ready]
+        apply = self._apply_sgd if self.settings.name == "sgd" else self._apply_adamw
         for group in _groups(weights):
-            self._apply(
-                [weights[i] for i in group],
-                [gradients[i] for i in group],
-                [self._state[ready[i]] for i in group],
-            )
+            states = (self._state[ready[i]] for i in group)
+            columns = [list(column) for column in zip(*states, strict=True)]
+            apply([weights[i] for i in group], [gradients[i] for i in group], columns)
 
     def zero_grad(self) -> None:
         """Free the accumulated gradients."""
@@ -86,26 +85,14 @@ class Optimizer:
         zeros = torch.zeros_like(weight, requires_grad=False)
         return torch.zeros((), dtype=torch.float32), zeros, zeros.clone()
 
-    def _apply(
-        self,
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        states: Sequence[tuple[Tensor, ...]],
-    ) -> None:
-        if self.settings.name == "sgd":
-            self._apply_sgd(weights, gradients, [s[0] for s in states if s])
-        else:
-            steps, means, squares = (list(column) for column in zip(*states, strict=True))
-            self._apply_adamw(weights, gradients, means, squares, steps)
-
     def _apply_sgd(
-        self, weights: list[Tensor], gradients: list[Tensor], buffers: list[Tensor]
+        self, weights: list[Tensor], gradients: list[Tensor], state: list[list[Tensor]]
     ) -> None:
         s = self.settings
         torch._fused_sgd_(
             weights,
             gradients,
-            buffers,
+            state[0] if s.momentum else [],
             weight_decay=s.weight_decay,
             momentum=s.momentum,
             lr=s.learning_rate,
@@ -116,14 +103,10 @@ class Optimizer:
         )
 
     def _apply_adamw(
-        self,
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        means: list[Tensor],
-        squares: list[Tensor],
-        steps: list[Tensor],
+        self, weights: list[Tensor], gradients: list[Tensor], state: list[list[Tensor]]
     ) -> None:
         s = self.settings
+        steps, means, squares = state
         torch._foreach_add_(steps, 1.0)
         torch._fused_adamw_(
             weights,
