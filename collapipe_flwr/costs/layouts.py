@@ -160,10 +160,10 @@ def hops_of(tables: Tables, rows: Layouts) -> Hops:
     )
 
 
-def of_members(table_mi: Array, rows: Layouts) -> Array:
-    """Values of the control unit and of every slot, (R, S + 1); 0 on unused slots."""
+def of_members(table_mi: Array, rows: Layouts, padding: float = 0.0) -> Array:
+    """Values of the control unit and of every slot, (R, S + 1); ``padding`` on unused slots."""
     cluster = rows.cluster_r[:, None]
-    slots = np.where(rows.used_rs, table_mi[cluster, np.maximum(rows.member_rs, 0)], 0.0)
+    slots = np.where(rows.used_rs, table_mi[cluster, np.maximum(rows.member_rs, 0)], padding)
     return np.concatenate([table_mi[rows.cluster_r, 0][:, None], slots], axis=1)
 
 

@@ -75,11 +75,13 @@ def work_of(tables: Tables, rows: Layouts, options: PricingOptions) -> Work:
         backward[:, 1:-1] += forward[:, 1:-1]
     parameters = segment_sums(blocks.parameter_bytes_l, rows)
     optimiser = with_ends(parameters, [float(e.parameter_bytes) for e in ends])
+    speed = of_members(tables.members.speed_mi, rows, padding=1.0)
+    edge = np.full((len(rows), 1), edge_speed(tables, options))
     return Work(
         forward_flop=forward,
         backward_flop=backward,
         optimiser_flop=OPTIMISER_FLOP_PER_BYTE * optimiser,
-        speed=_speeds(tables, rows, options),
+        speed=np.concatenate([speed, edge], axis=1),
     )
 
 
@@ -87,18 +89,6 @@ def edge_speed(tables: Tables, options: PricingOptions) -> float:
     """Operations per second that the edge spends on one cluster."""
     speed = tables.snapshot.edge.speed_flop_per_s
     return speed / tables.num_clusters if options.edge_shared else speed
-
-
-def _speeds(tables: Tables, rows: Layouts, options: PricingOptions) -> Array:
-    speed, member = tables.members.speed_mi, np.maximum(rows.member_rs, 0)
-    return np.concatenate(
-        [
-            speed[rows.cluster_r, 0][:, None],
-            speed[rows.cluster_r[:, None], member],
-            np.full((len(rows), 1), edge_speed(tables, options)),
-        ],
-        axis=1,
-    )
 
 
 def local_steps(examples: Array, micro_batch_size: Array, micro_batches: Array) -> Array:

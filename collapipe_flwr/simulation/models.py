@@ -9,36 +9,45 @@ arXiv 2205.05198) without the attention maps, twice that in fp32; AdamW keeps 16
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from collapipe_flwr.core.domain import BlockCost, ModelProfile
+from collapipe_flwr.core.errors import ConfigError
 
 WEIGHT_BYTES = 4
 STATE_BYTES = 16
 STASH_BYTES_PER_UNIT = 68
 
 
-def transformer_profile(
-    *,
-    blocks: int,
-    width: int,
-    tokens: int,
-    decoder_blocks: int | None = None,
-    vocabulary: int = 30_000,
-    wire_bytes: int = 2,
-) -> ModelProfile:
-    """An encoder of equal blocks, its embedding, and a decoder of as many blocks and a head.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """An encoder of equal blocks, its embedding, and a shorter decoder; BERT-base by default."""
 
-    ``wire_bytes`` is what the codec makes of one activation: 4, 2 or 1.
-    """
-    depth = blocks if decoder_blocks is None else decoder_blocks
-    cut = float(tokens * width * wire_bytes)
-    one = _block(width, tokens, cut)
-    table = vocabulary * width
-    embedding = _cost(table, 2.0 * tokens * width, tokens * width * WEIGHT_BYTES, cut)
-    head_flop = 2.0 * table * tokens
-    stash = depth * one.stash_bytes + tokens * vocabulary * WEIGHT_BYTES
-    weights = depth * one.parameter_bytes // WEIGHT_BYTES + table
-    decoder = _cost(weights, depth * one.forward_flop + head_flop, stash, 0.0)
-    return ModelProfile(embedding=embedding, blocks=(one,) * blocks, decoder=decoder)
+    blocks: int = 12
+    width: int = 768
+    tokens: int = 128
+    decoder_blocks: int = 2
+    vocabulary: int = 30_000
+    wire_bytes: int = 2  # of one activation before a link codes it: fp16 unless codecs are named
+
+    def __post_init__(self) -> None:
+        for name in ("blocks", "width", "tokens"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"--{name} must be >= 1, got {value}")
+
+    def profile(self) -> ModelProfile:
+        """Costs per example, as the schedulers see them."""
+        width, tokens, depth = self.width, self.tokens, self.decoder_blocks
+        cut = float(tokens * width * self.wire_bytes)
+        one = _block(width, tokens, cut)
+        table = self.vocabulary * width
+        embedding = _cost(table, 2.0 * tokens * width, tokens * width * WEIGHT_BYTES, cut)
+        head_flop = 2.0 * table * tokens
+        stash = depth * one.stash_bytes + tokens * self.vocabulary * WEIGHT_BYTES
+        weights = depth * one.parameter_bytes // WEIGHT_BYTES + table
+        decoder = _cost(weights, depth * one.forward_flop + head_flop, stash, 0.0)
+        return ModelProfile(embedding=embedding, blocks=(one,) * self.blocks, decoder=decoder)
 
 
 def _block(width: int, tokens: int, cut: float) -> BlockCost:

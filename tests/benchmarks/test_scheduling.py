@@ -12,7 +12,8 @@ from benchmarks.scheduling.optimality import gap, gaps_of, instance
 from benchmarks.scheduling.report import bench_table
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulation.setting import ModelShape, Setting
+from collapipe_flwr.simulation.models import ModelShape
+from collapipe_flwr.simulation.setting import Setting
 
 
 @pytest.fixture

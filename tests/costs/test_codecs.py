@@ -13,7 +13,7 @@ from collapipe_flwr.core.links import CODECS
 from collapipe_flwr.costs.layouts import Layouts, hops_of
 from collapipe_flwr.costs.radio import ROUNDING, WIRE_SHARE, ladder
 from collapipe_flwr.costs.tables import tabulate
-from collapipe_flwr.simulation.models import transformer_profile
+from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.world import make_world
 from collapipe_flwr.transport.quantize import WIRE_CODECS
 
@@ -54,7 +54,7 @@ def _hops(codec: str, bound: str = "") -> np.ndarray:
     """Bits of every hop of one cluster over two devices, the cluster bound to a codec or not."""
     world = make_world(cluster_devices=[["phone", "phone", "phone"]], examples=[10])
     world = replace(world, clusters=(replace(world.clusters[0], link_codec=bound),))
-    model = transformer_profile(blocks=3, width=16, tokens=8, wire_bytes=4)
+    model = ModelShape(blocks=3, decoder_blocks=3, width=16, tokens=8, wire_bytes=4).profile()
     rows = Layouts(
         cluster_r=np.array([0]),
         member_rs=np.array([[1, 2]]),

@@ -21,7 +21,7 @@ from collapipe_flwr.costs.chain import (
 from collapipe_flwr.costs.layouts import Layouts
 from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.work import PricingOptions, capacity_bytes, peak_bytes
-from collapipe_flwr.simulation.models import transformer_profile
+from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.world import make_world
 
 OPTIONS = PricingOptions(schedule="1f1b", memory_margin=0.0)
@@ -29,7 +29,7 @@ OPTIONS = PricingOptions(schedule="1f1b", memory_margin=0.0)
 
 def a_chain(memory_share: tuple[float, ...], count: int = 8) -> tuple[Tables, Chain]:
     """Three devices; each one's memory allows its state and that many micro-batches in flight."""
-    model = transformer_profile(blocks=6, width=256, tokens=64)
+    model = ModelShape(blocks=6, decoder_blocks=6, width=256, tokens=64).profile()
     kinds = ["raspberry-pi-5", "raspberry-pi-4", "raspberry-pi-4", "raspberry-pi-4"]
     snapshot = make_world(cluster_devices=[kinds], examples=[100]).snapshot(1, model)
     cluster, block = snapshot.clusters[0], model.blocks[0]

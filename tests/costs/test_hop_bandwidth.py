@@ -17,8 +17,8 @@ from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.devices import FleetCluster, device_preset
-from collapipe_flwr.simulation.models import transformer_profile
-from collapipe_flwr.simulation.setting import ModelShape, Setting
+from collapipe_flwr.simulation.models import ModelShape
+from collapipe_flwr.simulation.setting import Setting
 from collapipe_flwr.simulation.world import make_world
 
 WIDE_HZ = 20e6  # of the preset
@@ -28,7 +28,7 @@ ONE = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(4,), bound=False)
 def narrowed(widths: tuple[float | None, ...]) -> Snapshot:
     """One cluster whose devices have radios of those widths."""
     kinds = ["raspberry-pi-5", *["raspberry-pi-4"] * len(widths)]
-    model = transformer_profile(blocks=4, width=256, tokens=64)
+    model = ModelShape(blocks=4, decoder_blocks=4, width=256, tokens=64).profile()
     snapshot = make_world(cluster_devices=[kinds], examples=[64]).snapshot(1, model)
     cluster = snapshot.clusters[0]
     pairs = zip(cluster.profile.devices, widths, strict=True)

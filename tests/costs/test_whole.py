@@ -11,10 +11,10 @@ from collapipe_flwr.costs.price import price
 from collapipe_flwr.costs.work import whole_bytes, whole_model
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulation.models import transformer_profile
+from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.world import make_world
 
-MODEL = transformer_profile(blocks=3, width=64, tokens=16)
+MODEL = ModelShape(blocks=3, decoder_blocks=3, width=64, tokens=16).profile()
 
 
 def a_snapshot() -> Snapshot:

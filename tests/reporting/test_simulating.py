@@ -10,7 +10,8 @@ import pytest
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.reporting.simulation import Outputs, run_simulation
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulation.setting import ModelShape, Setting
+from collapipe_flwr.simulation.models import ModelShape
+from collapipe_flwr.simulation.setting import Setting
 
 SMALL = Setting(
     clusters=1,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from collapipe_flwr.core.domain import ModelProfile, Snapshot
-from collapipe_flwr.simulation.models import transformer_profile
+from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.world import EnergyBudget, World, make_world, mixed_devices
 
 KINDS = ("raspberry-pi-4", "raspberry-pi-5", "jetson-nano", "phone", "jetson-orin-nano")
@@ -22,9 +22,12 @@ def build_world(
     seed: int, clusters: int = 2, devices: int = 3, blocks: int = 6, **options: str
 ) -> tuple[World, ModelProfile]:
     rng = np.random.default_rng(seed)
-    model = transformer_profile(
-        blocks=blocks, width=int(rng.choice([64, 128, 256])), tokens=int(rng.choice([16, 64]))
-    )
+    model = ModelShape(
+        blocks=blocks,
+        decoder_blocks=blocks,
+        width=int(rng.choice([64, 128, 256])),
+        tokens=int(rng.choice([16, 64])),
+    ).profile()
     scale = rng.uniform(0.4, 2.0, blocks)
     uneven = tuple(
         replace(b, forward_flop=b.forward_flop * f, backward_flop=b.backward_flop * f)

@@ -18,7 +18,7 @@ from collapipe_flwr.costs.price import price
 from collapipe_flwr.scheduler.plans import check_cluster_plan
 from collapipe_flwr.scheduler.policies import POLICIES, make_scheduler
 from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerConfig, SchedulerState
-from collapipe_flwr.simulation.models import transformer_profile
+from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.world import EnergyBudget, World, make_world, mixed_devices
 
 MakeWorld = Callable[..., tuple[World, ModelProfile]]
@@ -83,7 +83,7 @@ def check_plan(plan: Plan, snapshot: Snapshot, options: SchedulerConfig) -> None
 def test_no_valid_snapshot_yields_an_invalid_plan(
     seed: int, clusters: int, devices: int, blocks: int, schedule: str, recompute: bool
 ) -> None:
-    model = transformer_profile(blocks=blocks, width=128, tokens=32)
+    model = ModelShape(blocks=blocks, decoder_blocks=blocks, width=128, tokens=32).profile()
     world = make_world(
         cluster_devices=mixed_devices(clusters, devices, seed, KINDS),
         examples=[int(e) for e in np.random.default_rng(seed).integers(1, 500, clusters)],
@@ -134,7 +134,7 @@ def test_average_excess_energy_is_at_most_queue_over_rounds(a_world: MakeWorld) 
 
 
 def test_budgets_hold_in_the_long_run_where_latency_alone_breaks_them() -> None:
-    model = transformer_profile(blocks=6, width=128, tokens=32)
+    model = ModelShape(blocks=6, decoder_blocks=6, width=128, tokens=32).profile()
     world = make_world(
         cluster_devices=[["raspberry-pi-5", "raspberry-pi-4", "raspberry-pi-5", "jetson-nano"]],
         examples=[400],
@@ -154,7 +154,7 @@ def test_budgets_hold_in_the_long_run_where_latency_alone_breaks_them() -> None:
 
 def test_larger_v_trades_queues_for_latency() -> None:
     """O(1/V) and O(V) in direction: latency falls with V and the queues grow."""
-    model = transformer_profile(blocks=6, width=128, tokens=32)
+    model = ModelShape(blocks=6, decoder_blocks=6, width=128, tokens=32).profile()
     world = make_world(
         cluster_devices=[["raspberry-pi-5", "raspberry-pi-4", "raspberry-pi-5", "jetson-nano"]],
         examples=[400],
@@ -250,7 +250,7 @@ def test_clusters_and_devices_come_and_go(a_world: MakeWorld) -> None:
 
 
 def test_participation_floor_is_kept_on_average_and_stragglers_sit_out() -> None:
-    model = transformer_profile(blocks=4, width=128, tokens=32)
+    model = ModelShape(blocks=4, decoder_blocks=4, width=128, tokens=32).profile()
     world = make_world(
         cluster_devices=[
             ["raspberry-pi-5", "jetson-orin-nano", "jetson-orin-nano"],
@@ -296,7 +296,7 @@ def test_names_and_settings_are_checked() -> None:
 
 def test_infeasible_memory_is_refused_at_once(a_world: MakeWorld) -> None:
     world, model = a_world(0)
-    huge = transformer_profile(blocks=6, width=16384, tokens=64)
+    huge = ModelShape(blocks=6, decoder_blocks=6, width=16384, tokens=64).profile()
     scheduler = make_scheduler("dssda", FAST)
     with pytest.raises(InfeasibleError, match="MiB"):
         scheduler.step(scheduler.init(world.snapshot(1, model)), world.snapshot(1, huge))
@@ -305,7 +305,7 @@ def test_infeasible_memory_is_refused_at_once(a_world: MakeWorld) -> None:
 @pytest.mark.parametrize("holds", [(5,) * 8, (5.01, 1.9, 4.01, 2.9, 3.01, 3.9, 5.01, 1.9)])
 def test_a_model_for_many_small_devices_has_a_reference_and_a_plan(holds: Sequence[float]) -> None:
     """No three devices hold it; all together do, at the least to the last block."""
-    model = transformer_profile(blocks=24, width=512, tokens=64)
+    model = ModelShape(blocks=24, decoder_blocks=24, width=512, tokens=64).profile()
     world = make_world(cluster_devices=[["raspberry-pi-5"] * 9] * 30, examples=[200] * 30)
     snapshot = world.snapshot(1, model)
     block = model.blocks[0]
@@ -356,7 +356,7 @@ def without_device(snapshot: Snapshot, cluster: int, device: int) -> Snapshot:
 def test_many_clusters_and_a_device_that_vanishes_still_get_valid_plans(
     seed: int, clusters: int, devices: int, blocks: int
 ) -> None:
-    model = transformer_profile(blocks=blocks, width=128, tokens=32)
+    model = ModelShape(blocks=blocks, decoder_blocks=blocks, width=128, tokens=32).profile()
     world = make_world(
         cluster_devices=mixed_devices(clusters, devices, seed, KINDS),
         examples=[int(e) for e in np.random.default_rng(seed).integers(1, 500, clusters)],

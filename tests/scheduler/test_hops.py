@@ -16,12 +16,12 @@ from collapipe_flwr.scheduler.plans import check_cluster_plan
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.scheduler.replan import ReplanInput, replan
-from collapipe_flwr.simulation.models import transformer_profile
+from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.world import make_world
 
 KINDS = ["raspberry-pi-5", "raspberry-pi-4", "raspberry-pi-4", "raspberry-pi-4"]
 WORLD = make_world(cluster_devices=[KINDS], examples=[32])
-MODEL = transformer_profile(blocks=6, width=64, tokens=16)
+MODEL = ModelShape(blocks=6, decoder_blocks=6, width=64, tokens=16).profile()
 CODECS = ("fp32", "bf16", "int8", "fp16")
 
 

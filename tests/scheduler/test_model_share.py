@@ -21,7 +21,7 @@ from collapipe_flwr.costs.work import whole_bytes
 from collapipe_flwr.scheduler.model_share import packs, segment_needs
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulation.models import transformer_profile
+from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.world import make_world
 
 FREE = SchedulerConfig(micro_batch_sizes=(2, 8), micro_batches=(2, 4), memory_margin=0.0)
@@ -29,9 +29,9 @@ FREE = SchedulerConfig(micro_batch_sizes=(2, 8), micro_batches=(2, 4), memory_ma
 
 def shape(blocks: int) -> ModelProfile:
     """Most of the model is its encoder."""
-    return transformer_profile(
+    return ModelShape(
         blocks=blocks, width=128, tokens=32, decoder_blocks=1, vocabulary=500
-    )
+    ).profile()
 
 
 def planned(snapshot: Snapshot, options: SchedulerConfig, policy: str = "dssda") -> Plan:

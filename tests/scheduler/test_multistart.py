@@ -9,7 +9,8 @@ from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import initial_state, planner_for
 from collapipe_flwr.scheduler.planner import Planner, multistart
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulation.setting import ModelShape, Setting
+from collapipe_flwr.simulation.models import ModelShape
+from collapipe_flwr.simulation.setting import Setting
 
 GRID = SchedulerConfig(micro_batch_sizes=(1, 2, 4, 8), micro_batches=(1, 4, 16))
 

@@ -20,7 +20,7 @@ from collapipe_flwr.scheduler.dssda import MARGIN, Lifting, lifted, refined
 from collapipe_flwr.scheduler.planner import Planner, Solution
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulation.models import transformer_profile
+from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.world import make_world
 
 AUTO = ("fp32", "bf16", "int8")
@@ -36,7 +36,9 @@ def _snapshot(link_factor: float, clusters: int = 1) -> Snapshot:
         replace(c, d2d_bandwidth_hz=c.d2d_bandwidth_hz * link_factor) for c in world.clusters
     )
     world = replace(world, radio=faster, clusters=profiles)
-    return world.snapshot(1, transformer_profile(blocks=4, width=128, tokens=64, wire_bytes=4))
+    return world.snapshot(
+        1, ModelShape(blocks=4, decoder_blocks=4, width=128, tokens=64, wire_bytes=4).profile()
+    )
 
 
 def _plan(snapshot: Snapshot, settings: SchedulerConfig = SETTINGS) -> Plan:

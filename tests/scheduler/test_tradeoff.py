@@ -18,7 +18,7 @@ from collapipe_flwr.scheduler.base import energy_prices
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig, reference_of
 from collapipe_flwr.simulation.episode import run_episode
-from collapipe_flwr.simulation.models import transformer_profile
+from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.world import EnergyBudget, World, make_world
 
 ROUNDS = 60
@@ -57,7 +57,7 @@ class Constants:
 
 @pytest.fixture(scope="module")
 def world() -> tuple[World, ModelProfile]:
-    model = transformer_profile(blocks=6, width=128, tokens=32)
+    model = ModelShape(blocks=6, decoder_blocks=6, width=128, tokens=32).profile()
     budget = EnergyBudget(share=0.4, radio_s=1.0)
     return make_world(cluster_devices=[BOARDS], examples=[400], budget=budget, model=model), model
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulation.setting import ModelShape, Setting
+from collapipe_flwr.simulation.models import ModelShape
+from collapipe_flwr.simulation.setting import Setting
 
 
 @pytest.fixture

@@ -6,14 +6,14 @@ import pytest
 
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulation.models import transformer_profile
+from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.world import make_world
 from tests.planned_step import replay_plan
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_replay_takes_the_planned_time(schedule: str) -> None:
-    model = transformer_profile(blocks=6, width=128, tokens=32)
+    model = ModelShape(blocks=6, decoder_blocks=6, width=128, tokens=32).profile()
     kinds = ["raspberry-pi-5", "raspberry-pi-4", "phone", "raspberry-pi-5"]
     world = make_world(cluster_devices=[kinds, kinds], examples=[100, 200])
     settings = SchedulerConfig(
