@@ -72,7 +72,7 @@ def train_round(
     """
     start_s = time.perf_counter()
     check_cluster_plan(order.plan, splitter.num_blocks)
-    dry_run_plan(order.plan, order.schedule, QUEUE_FRAMES)
+    dry_run_plan(order.plan, order.learning.schedule, QUEUE_FRAMES)
     if recovery is None:
         interval = run_interval(
             splitter, order, batches, fleet, probe, keep_optimizer=lambda: order.keep_optimizer

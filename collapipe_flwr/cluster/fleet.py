@@ -18,7 +18,7 @@ from torch import Tensor
 
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import CollaPipeError, LinkError, LinkTimeout
-from collapipe_flwr.core.links import LinkConfig
+from collapipe_flwr.core.links import Heartbeat, LinkConfig
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.config import Execution, StageConfig
 from collapipe_flwr.pipeline.link import Link
@@ -39,17 +39,28 @@ PATIENCE_PER_STAGE = 0.5  # upstream waits longer, so that the neighbour of a si
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LearningSettings:
+    """How a cluster learns in one round; the server owns it so that all clusters agree."""
+
+    optimizer: OptimizerSettings
+    schedule: str = "gpipe"
+    deadline_s: float = 60.0  # longest silence of a neighbour inside a step
+    seed: int = 0
+    execution: Execution = field(default_factory=Execution)
+    snapshot_every: int = 0  # steps; 0: a loss replays the round
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    run_id: str = ""  # the same for a run that is resumed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundOrder:
     """What the server asks of one cluster; ``weights`` are those of embedding and blocks."""
 
     plan: ClusterPlan
     weights: Mapping[str, Tensor]
-    optimizer: OptimizerSettings
-    schedule: str
-    deadline_s: float  # longest silence of a neighbour inside a step
+    learning: LearningSettings
     idle_s: float = 600.0  # longest pause between steps
     dropout_seed: int | None = None  # the same dropout for every cut; None where there is none
-    execution: Execution = field(default_factory=Execution)
     slots: OptimizerState = field(default_factory=dict)  # empty: the optimizer starts anew
     keep_optimizer: bool = False  # give the slots back at the end of the round
     first_step: int = 0  # the number of the first step; not 0 in the middle of a round
@@ -57,8 +68,9 @@ class RoundOrder:
     @property
     def hops(self) -> tuple[LinkConfig, ...]:
         """How every hop behaves: as planned, else as the run says."""
-        planned = self.plan.hops or (LinkConfig(codec=self.execution.codec),) * len(self.names)
-        return planned if self.execution.paced else tuple(hop.unpaced for hop in planned)
+        execution = self.learning.execution
+        planned = self.plan.hops or (LinkConfig(codec=execution.codec),) * len(self.names)
+        return planned if execution.paced else tuple(hop.unpaced for hop in planned)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -67,15 +79,17 @@ class RoundOrder:
 
     def settings(self, stage: int) -> StageConfig:
         """How stage ``stage`` runs; 0 is the control unit, n + 1 the n-th planned device."""
+        learning = self.learning
         stages_between_here_and_edge = len(self.names) - 1 - stage
+        patience = 1 + PATIENCE_PER_STAGE * stages_between_here_and_edge
         return StageConfig(
             name=self.names[stage],
-            schedule=self.schedule,
+            schedule=learning.schedule,
             depth=self.plan.warmup_depth[stage],
-            deadline_s=self.deadline_s * (1 + PATIENCE_PER_STAGE * stages_between_here_and_edge),
+            deadline_s=learning.deadline_s * patience,
             idle_s=self.idle_s,
             seed=self.dropout_seed,
-            execution=self.execution if stage else self.execution.without_recompute,
+            execution=learning.execution if stage else learning.execution.without_recompute,
         )
 
 
@@ -143,7 +157,8 @@ class ThreadFleet:
         with ExitStack() as edge:
             downstream = edge.enter_context(self._connect(order.hops[-1]))
             link, stages = _join(splitter, order, downstream, self._make_stage)
-            chain = ThreadChain(link, [DeviceThread(s) for s in stages], order.deadline_s, edge)
+            threads = [DeviceThread(stage) for stage in stages]
+            chain = ThreadChain(link, threads, order.learning.deadline_s, edge)
             chain.start()
             try:
                 yield chain
@@ -258,7 +273,7 @@ def _join(
     stages = []
     for index, segment in enumerate(order.plan.segments):
         part = splitter.build_segment(segment.first_block, segment.stop_block, order.weights)
-        optimizer = Optimizer(order.optimizer, part.parameters())
+        optimizer = Optimizer(order.learning.optimizer, part.parameters())
         load_optimizer_state(part, optimizer, order.slots)
         stages.append(
             make_stage(

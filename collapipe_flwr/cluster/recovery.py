@@ -86,7 +86,7 @@ def run_interval(
     is left on any device.
     """
     embedding = splitter.build_embedding(order.weights)
-    optimizer = Optimizer(order.optimizer, embedding.parameters())
+    optimizer = Optimizer(order.learning.optimizer, embedding.parameters())
     load_optimizer_state(embedding, optimizer, order.slots)
     with fleet.chain(splitter, order) as chain:
         first = FirstStage(
@@ -127,7 +127,7 @@ def evaluate_chain(
 ) -> EvalResult:
     """Loss and predictions of one chain, which learns nothing; raises as ``run_interval``."""
     embedding = splitter.build_embedding(order.weights)
-    optimizer = Optimizer(order.optimizer, embedding.parameters())
+    optimizer = Optimizer(order.learning.optimizer, embedding.parameters())
     classifies, taken = wanted is not None and not splitter.decodes, tuple(batches)
     with fleet.chain(splitter, order) as chain:
         first = FirstStage(embedding, optimizer, order.settings(0), downstream=chain.link)
@@ -296,12 +296,13 @@ class RecoveringRound:
         )
 
     def _remains(self, present: Collection[str]) -> ReplanInput:
+        learning = self.order.learning
         return ReplanInput(
             profile=self._recovery.profile,
             model=self._recovery.model(),
             present=present,
             options=PricingOptions(
-                schedule=self.order.schedule, recompute=self.order.execution.recompute
+                schedule=learning.schedule, recompute=learning.execution.recompute
             ),
         )
 

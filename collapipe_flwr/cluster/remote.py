@@ -220,7 +220,7 @@ def _requests(
                 next_hop=behind,
                 tx_power_w=order.plan.tx_power_w.get(segment.device_id),
             ),
-            optimizer=order.optimizer,
+            optimizer=order.learning.optimizer,
             keep_optimizer=order.keep_optimizer,
         )
         for index, (segment, (here, behind)) in enumerate(

@@ -81,15 +81,11 @@ class PipelineRound:
         return _test_record(data, steps, tested)
 
     def _order(self, splitter: Splitter, weights: Weights) -> RoundOrder:
-        learning = self.task.learning
         return RoundOrder(
             plan=self.plan,
             weights=weights,
-            optimizer=learning.optimizer,
-            schedule=learning.schedule,
-            deadline_s=learning.deadline_s,
+            learning=self.task.learning,
             dropout_seed=self._dropout_seed(splitter),
-            execution=learning.execution,
         )
 
     def _dropout_seed(self, splitter: Splitter) -> int | None:

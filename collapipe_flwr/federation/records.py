@@ -14,10 +14,10 @@ from typing import TypeVar, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
+from collapipe_flwr.cluster.fleet import LearningSettings
 from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile
 from collapipe_flwr.core.errors import ProtocolError, ScheduleError
 from collapipe_flwr.core.json_codec import from_json, to_json
-from collapipe_flwr.core.links import Heartbeat
 from collapipe_flwr.federation.rounds import Progress
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.models.spec import BatchShape
@@ -47,20 +47,6 @@ _JSON = "json"
 SHORT = BatchShape(source_length=1, target_length=1)  # where nobody said
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearningSettings:
-    """How a cluster learns in one round; the server owns it so that all clusters agree."""
-
-    optimizer: OptimizerSettings
-    schedule: str = "gpipe"
-    deadline_s: float = 60.0  # longest silence of a neighbour inside a step
-    seed: int = 0
-    execution: Execution = field(default_factory=Execution)
-    snapshot_every: int = 0  # steps; 0: a loss replays the round
-    heartbeat: Heartbeat = field(default_factory=Heartbeat)
-    run_id: str = ""  # the same for a run that is resumed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

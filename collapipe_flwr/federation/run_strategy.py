@@ -14,6 +14,7 @@ from typing import cast
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, Strategy
 
+from collapipe_flwr.cluster.fleet import LearningSettings
 from collapipe_flwr.config.schema import AppConfig, EdgeConfig
 from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
 from collapipe_flwr.core.errors import ConfigError, blaming
@@ -23,7 +24,6 @@ from collapipe_flwr.federation.learner import Learner, scores
 from collapipe_flwr.federation.planner import ScheduledRounds
 from collapipe_flwr.federation.recorder import RunRecorder
 from collapipe_flwr.federation.records import (
-    LearningSettings,
     UnsplitTask,
     read_tally,
     unsplit_task_config,

@@ -15,9 +15,10 @@ from typing import Protocol
 import torch
 from flwr.app import Array, ArrayRecord
 
+from collapipe_flwr.cluster.fleet import LearningSettings
 from collapipe_flwr.core.errors import LinkError, ProtocolError, RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors, is_floating
-from collapipe_flwr.federation.records import SHORT, LearningSettings, SplitTask
+from collapipe_flwr.federation.records import SHORT, SplitTask
 from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.pipeline.config import SessionKey
 from collapipe_flwr.pipeline.meter import StageReport

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from collapipe_flwr.cluster.fleet import Fleet, RoundOrder, ThreadFleet
+from collapipe_flwr.cluster.fleet import Fleet, LearningSettings, RoundOrder, ThreadFleet
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import ClusterConfig
 from collapipe_flwr.core.domain import ClusterPlan, Segment
@@ -90,9 +90,7 @@ def serving_order(plan: ClusterPlan, weights: Weights, deadline_s: float) -> Rou
     return RoundOrder(
         plan=plan,
         weights=weights,
-        optimizer=_STATELESS,
-        schedule="gpipe",
-        deadline_s=deadline_s,
+        learning=LearningSettings(optimizer=_STATELESS, schedule="gpipe", deadline_s=deadline_s),
         idle_s=IDLE_S,
     )
 

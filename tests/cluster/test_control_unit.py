@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from collapipe_flwr.cluster.control_unit import train_round
-from collapipe_flwr.cluster.fleet import RoundOrder, ThreadFleet
+from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder, ThreadFleet
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import LinkError, ScheduleError
 from collapipe_flwr.models import Splitter, make_spec
@@ -45,9 +45,9 @@ def _order(splitter: Splitter, plan: ClusterPlan) -> RoundOrder:
     return RoundOrder(
         plan=plan,
         weights=splitter.initial_weights(seed=0),
-        optimizer=OptimizerSettings(name="sgd"),
-        schedule="gpipe",
-        deadline_s=DEADLINE_S,
+        learning=LearningSettings(
+            optimizer=OptimizerSettings(name="sgd"), schedule="gpipe", deadline_s=DEADLINE_S
+        ),
     )
 
 
@@ -127,7 +127,8 @@ def test_a_plan_whose_schedule_blocks_or_keeps_too_much_is_refused_before_it_run
     splitter: Splitter, schedule: str, depths: tuple[int, ...], message: str
 ) -> None:
     plan = replace(_plan(3), warmup_depth=depths, micro_batches=max(*depths, 3))
-    order = replace(_order(splitter, plan), schedule=schedule)
+    order = _order(splitter, plan)
+    order = replace(order, learning=replace(order.learning, schedule=schedule))
     ours, _theirs = memory_pair("A/d0", "edge")
     taken = _batches(splitter)
     with pytest.raises(ScheduleError, match=message):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
-from collapipe_flwr.cluster.fleet import RoundOrder
+from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import parse_cluster
 from collapipe_flwr.host.server import EdgeServer
@@ -94,7 +94,9 @@ def _check_damage(splitter: Splitter, weights: Mapping[str, Tensor], steps, cach
 def _train(splitter: Splitter, weights: Mapping[str, Tensor], steps, cache: Path) -> RoundResult:
     """A round on a board with the checkpoint and one without."""
     order = RoundOrder(
-        plan=CUT.plan(), weights=weights, optimizer=ADAMW, schedule="gpipe", deadline_s=20.0
+        plan=CUT.plan(),
+        weights=weights,
+        learning=LearningSettings(optimizer=ADAMW, schedule="gpipe", deadline_s=20.0),
     )
     kept = WeightCache(cache, most_bytes=10**9)
     without = EdgeService(_elsewhere, connect=Dialer(name="d1"), cache=kept)

@@ -16,7 +16,7 @@ from pathlib import Path
 from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
-from collapipe_flwr.cluster.fleet import RoundOrder
+from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import ClusterConfig, parse_cluster
 from collapipe_flwr.host.ledger import Ledger
@@ -85,9 +85,7 @@ class Cluster:
         order = RoundOrder(
             plan=Cut(stops=(stop, BLOCKS), micro_batches=(SIZE,)).plan(),
             weights=self._weights,
-            optimizer=ADAMW,
-            schedule="gpipe",
-            deadline_s=60.0,
+            learning=LearningSettings(optimizer=ADAMW, schedule="gpipe", deadline_s=60.0),
             slots=self._slots,
             keep_optimizer=True,
         )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
-from collapipe_flwr.cluster.fleet import Fleet, RoundOrder, ThreadFleet
+from collapipe_flwr.cluster.fleet import Fleet, LearningSettings, RoundOrder, ThreadFleet
 from collapipe_flwr.cluster.recovery import Recovery
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import ClusterLinks
@@ -62,10 +62,9 @@ def _order(splitter: Splitter, plan: ClusterPlan, *, paced: bool) -> RoundOrder:
     return RoundOrder(
         plan=plan,
         weights=splitter.initial_weights(seed=0),
-        optimizer=SGD,
-        schedule="gpipe",
-        deadline_s=20.0,
-        execution=Execution(paced=paced),
+        learning=LearningSettings(
+            optimizer=SGD, schedule="gpipe", deadline_s=20.0, execution=Execution(paced=paced)
+        ),
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import RoundResult, evaluate_batches, train_round
-from collapipe_flwr.cluster.fleet import RoundOrder, ThreadFleet
+from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder, ThreadFleet
 from collapipe_flwr.cluster.recovery import MOST_REPLAYS, RecoveringRound, Recovery
 from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, DeviceProfile
 from collapipe_flwr.core.errors import CollaPipeError, InfeasibleError, LinkError
@@ -83,9 +83,7 @@ def order(first: dict[str, Tensor], plan: ClusterPlan | None = None) -> RoundOrd
     return RoundOrder(
         plan=plan or CUT.plan(),
         weights=first,
-        optimizer=RULE,
-        schedule=CUT.schedule,
-        deadline_s=10.0,
+        learning=LearningSettings(optimizer=RULE, schedule=CUT.schedule, deadline_s=10.0),
         dropout_seed=SEED,
     )
 

@@ -11,6 +11,7 @@ from flwr.app import ConfigRecord, MetricRecord, RecordDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from collapipe_flwr.cluster.fleet import LearningSettings
 from collapipe_flwr.core.domain import (
     ClusterPlan,
     ClusterProfile,
@@ -20,7 +21,6 @@ from collapipe_flwr.core.domain import (
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.federation.records import (
-    LearningSettings,
     RoundAssignment,
     SplitTask,
     content_bytes,

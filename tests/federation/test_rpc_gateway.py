@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from collapipe_flwr.cluster.fleet import LearningSettings
 from collapipe_flwr.core.errors import LinkError
-from collapipe_flwr.federation.records import LearningSettings
 from collapipe_flwr.federation.rpc_gateway import RpcEdgeGateway
 from collapipe_flwr.federation.split import DecoderOrder, EdgeGateway
 from collapipe_flwr.host.server import EdgeServer

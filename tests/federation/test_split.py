@@ -9,6 +9,7 @@ import torch
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg, FedProx
 
+from collapipe_flwr.cluster.fleet import LearningSettings
 from collapipe_flwr.core.domain import ClusterPlan, Plan, Segment
 from collapipe_flwr.core.errors import ConfigError, LinkError, RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
@@ -17,7 +18,6 @@ from collapipe_flwr.federation.records import (
     ARRAYS,
     EXAMPLES,
     METRICS,
-    LearningSettings,
     read_assignment,
     read_progress,
     write_telemetry,

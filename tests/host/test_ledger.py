@@ -257,6 +257,6 @@ def test_a_part_that_only_generates_reserves_no_optimiser() -> None:
     """Twice its weights: they are copied as they come."""
     ledger = Ledger()
     host, order = opened(ledger), serving_order(even_plan(2, ["d"]), {}, deadline_s=1.0)
-    host.open(request("a", optimizer=order.optimizer))
+    host.open(request("a", optimizer=order.learning.optimizer))
     host.push_weights(session_key("a"), HEAD)
     assert ledger.held_bytes == ledger.peak_bytes == 2 * WEIGHTS

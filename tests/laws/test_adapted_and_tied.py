@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from collapipe_flwr.cluster.control_unit import RoundOrder, train_round
-from collapipe_flwr.cluster.fleet import ThreadFleet
+from collapipe_flwr.cluster.control_unit import train_round
+from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder, ThreadFleet
 from collapipe_flwr.models import LoraConfig, Splitter, make_spec, save_whole
 from collapipe_flwr.pipeline.config import Execution, StageConfig
 from collapipe_flwr.pipeline.link import memory_pair
@@ -201,7 +201,9 @@ def test_nothing_goes_back_to_a_frozen_embedding(adapted: Splitter) -> None:
     weights, cut = adapted.initial_weights(seed=1), _cut(adapted)
     rule = OptimizerSettings(name="sgd", learning_rate=1.0)
     order = RoundOrder(
-        plan=cut.plan(), weights=weights, optimizer=rule, schedule=cut.schedule, deadline_s=20.0
+        plan=cut.plan(),
+        weights=weights,
+        learning=LearningSettings(optimizer=rule, schedule=cut.schedule, deadline_s=20.0),
     )
     with _edge(adapted, weights, cut, rule) as (link, _):
         batches = _micro_batches(adapted, _steps(adapted, cut, count=1))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import evaluate_batches, train_round
 from collapipe_flwr.cluster.evaluation import PredictionConfig
-from collapipe_flwr.cluster.fleet import RoundOrder, ThreadFleet
+from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder, ThreadFleet
 from collapipe_flwr.cluster.unsplit import evaluate_unsplit, train_unsplit
 from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.host.service import EdgeService
@@ -202,9 +202,7 @@ def _train_split(
     order = RoundOrder(
         plan=cut.plan(),
         weights=weights,
-        optimizer=rule,
-        schedule=cut.schedule,
-        deadline_s=20.0,
+        learning=LearningSettings(optimizer=rule, schedule=cut.schedule, deadline_s=20.0),
         dropout_seed=dropout_seed,
     )
     with _edge(splitter, weights, cut, rule) as (link, service):
@@ -298,7 +296,9 @@ def test_a_test_set_without_labels_has_no_loss(splitter: Splitter, guessing) -> 
     weights, cut = splitter.initial_weights(seed=3), CUTS[2]
     steps = [[without_labels(batch) for batch in step] for step in _steps(splitter, cut, count=2)]
     order = RoundOrder(
-        plan=cut.plan(), weights=weights, optimizer=SGD, schedule="gpipe", deadline_s=20.0
+        plan=cut.plan(),
+        weights=weights,
+        learning=LearningSettings(optimizer=SGD, schedule="gpipe", deadline_s=20.0),
     )
     with _edge(splitter, weights, cut, SGD) as (link, _):
         fleet = ThreadFleet(lambda _: nullcontext(link))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
-from collapipe_flwr.cluster.fleet import RoundOrder
+from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import (
     ClusterConfig,
@@ -72,8 +72,8 @@ class Cluster:
                 SessionRequest(
                     key=session_key("A"),
                     spec_json=splitter.spec.to_json(),
-                    stage=StageConfig(name="edge", schedule=order.schedule),
-                    optimizer=order.optimizer,
+                    stage=StageConfig(name="edge", schedule=order.learning.schedule),
+                    optimizer=order.learning.optimizer,
                 )
             )
             try:
@@ -145,9 +145,7 @@ def _order(weights, cut: Cut, rule, **options) -> RoundOrder:
     return RoundOrder(
         plan=cut.plan(),
         weights=weights,
-        optimizer=rule,
-        schedule=cut.schedule,
-        deadline_s=20.0,
+        learning=LearningSettings(optimizer=rule, schedule=cut.schedule, deadline_s=20.0),
         **options,
     )
 

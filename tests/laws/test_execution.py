@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import train_round
-from collapipe_flwr.cluster.fleet import RoundOrder, ThreadFleet
+from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder, ThreadFleet
 from collapipe_flwr.cluster.unsplit import train_unsplit
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models import Splitter
@@ -84,10 +84,9 @@ def split(
     order = RoundOrder(
         plan=CUT.plan(),
         weights=weights,
-        optimizer=SGD,
-        schedule=CUT.schedule,
-        deadline_s=20.0,
-        execution=execution,
+        learning=LearningSettings(
+            optimizer=SGD, schedule=CUT.schedule, deadline_s=20.0, execution=execution
+        ),
     )
     count = splitter.task.targets
     batches = [
