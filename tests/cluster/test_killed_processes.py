@@ -55,8 +55,8 @@ def striking(phase: str, step: int, strike: Callable[[], None]) -> Iterator[list
             strike()
 
     class Watched(FirstStage):
-        def _emit(self, step, frame, output):
-            super()._emit(step, frame, output)
+        def _emit(self, frame, output):
+            super()._emit(frame, output)
             if phase == "forward":
                 hit(step.index, frame.micro_batch)
 
