@@ -58,7 +58,7 @@ def striking(phase: str, step: int, strike: Callable[[], None]) -> Iterator[list
         def _emit(self, frame, output):
             super()._emit(frame, output)
             if phase == "forward":
-                hit(step.index, frame.micro_batch)
+                hit(frame.step, frame.micro_batch)
 
         def _take_gradient(self, step, micro_batch):
             frame = super()._take_gradient(step, micro_batch)
