@@ -42,8 +42,8 @@ def failing(*faults: Fault, die: Callable[[], None] | None = None) -> Callable[.
                 self._at(frame.step, "forward")
             return super()._compute(frame, hidden)
 
-        def _emit(self, step, frame, output):
-            super()._emit(step, frame, output)
+        def _emit(self, frame, output):
+            super()._emit(frame, output)
             if frame.micro_batch == 1:
                 self._at(frame.step, "send")
 

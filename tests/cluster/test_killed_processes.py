@@ -55,10 +55,10 @@ def striking(phase: str, step: int, strike: Callable[[], None]) -> Iterator[list
             strike()
 
     class Watched(FirstStage):
-        def _emit(self, step, frame, output):
-            super()._emit(step, frame, output)
+        def _emit(self, frame, output):
+            super()._emit(frame, output)
             if phase == "forward":
-                hit(step.index, frame.micro_batch)
+                hit(frame.step, frame.micro_batch)
 
         def _take_gradient(self, step, micro_batch):
             frame = super()._take_gradient(step, micro_batch)
