@@ -77,13 +77,13 @@ def certs(
     Give every member `ca.pem`, its own NAME.pem and its own NAME.key. Keep `ca.key` here: anyone
     who has it can sign members.
     """
-    from collapipe_flwr.config.access_control import roster_of
+    from collapipe_flwr.config.access_control import access_control
     from collapipe_flwr.config.cluster_file import certificate_hosts, read_cluster
     from collapipe_flwr.core.errors import ConfigError
     from collapipe_flwr.transport.certificates import sign_all
 
     clusters = [read_cluster(path) for path in cluster or ()]
-    roster_of(clusters)  # refuses a name that two clusters would share
+    access_control(clusters)  # refuses a name that two clusters would share
     members = certificate_hosts(clusters)
     for text in names or ():
         name, _, host = text.partition("=")

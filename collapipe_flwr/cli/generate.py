@@ -14,7 +14,7 @@ from collapipe_flwr.cli.hosting import Allow, Ca, Certificate, Key, tls_files
 from collapipe_flwr.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collapipe_flwr.config.access_control import Roster
+    from collapipe_flwr.config.access_control import AccessControl
     from collapipe_flwr.core.links import TlsFiles
     from collapipe_flwr.transport.generation import GenerateRequest, Write
 
@@ -80,23 +80,23 @@ def generate(
         seed=seed,
         stop=tuple(stop or ()),
     )
-    wishes = [replace(blank, text=each) for each in text or ()]
-    wishes += [replace(blank, sound=_sound(path)) for path in audio or ()]
+    requests = [replace(blank, text=each) for each in text or ()]
+    requests += [replace(blank, sound=_sound(path)) for path in audio or ()]
     tls = tls_files(ca, certificate, key)
-    if not wishes and not listen:
+    if not requests and not listen:
         raise ConfigError('--text is missing: give --text "...", or --listen to serve clients')
     if at:
         with TextClient(at, tls=tls, certificate_name=certificate_name) as client:
-            _print(client.write, wishes, stream, slots)
+            _print(client.write, requests, stream, slots)
         return
     if run is None:
         raise ConfigError("--run is missing: name a run directory, or a server with --at")
-    serving = _Serving(listen=listen, slots=slots, tls=tls, roster=_roster(cluster, allow))
+    serving = _Serving(listen=listen, slots=slots, tls=tls, access=_access(cluster, allow))
     if allow and tls is None:
         raise ConfigError("--allow needs TLS: only a peer with a certificate can be told apart")
     serving.check()
     with _writing(run, edge_blocks, devices, cluster, edge, slots) as write:
-        _print(write, wishes, stream, slots)
+        _print(write, requests, stream, slots)
         if listen:
             serving.run(write)
 
@@ -122,27 +122,27 @@ def _writing(
         yield writer.write
 
 
-def _print(write: Write, wishes: list[GenerateRequest], stream: bool, slots: int) -> None:
+def _print(write: Write, requests: list[GenerateRequest], stream: bool, slots: int) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     if stream:
-        for wish in wishes:
-            for piece in write(wish):
+        for request in requests:
+            for piece in write(request):
                 typer.echo(piece, nl=False)
             typer.echo()
         return
     with ThreadPoolExecutor(slots) as pool:
-        for written in pool.map(lambda wish: "".join(write(wish)), wishes):
+        for written in pool.map(lambda request: "".join(write(request)), requests):
             typer.echo(written)
 
 
-def _roster(cluster: Path | None, allow: list[str] | None) -> Roster | None:
+def _access(cluster: Path | None, allow: list[str] | None) -> AccessControl | None:
     """Who may ask for texts over TLS; None where nobody was named."""
-    from collapipe_flwr.config.access_control import roster_of
+    from collapipe_flwr.config.access_control import access_control
     from collapipe_flwr.config.cluster_file import read_cluster
 
-    roster = roster_of([] if cluster is None else [read_cluster(cluster)], allow or ())
-    return roster if roster.callers else None
+    access = access_control([] if cluster is None else [read_cluster(cluster)], allow or ())
+    return access if access.callers else None
 
 
 def _sound(path: Path) -> str:
@@ -161,7 +161,7 @@ class _Serving:
     listen: str
     slots: int
     tls: TlsFiles | None
-    roster: Roster | None
+    access: AccessControl | None
 
     def check(self) -> None:
         """Before a model is loaded; raises ConfigError."""
@@ -178,8 +178,8 @@ class _Serving:
         from collapipe_flwr.core.processes import stopping
         from collapipe_flwr.transport.generation import TextServer
 
-        roster = self.roster if self.tls is not None else None
-        server = TextServer(self.listen, write, most=self.slots, tls=self.tls, roster=roster)
+        access = self.access if self.tls is not None else None
+        server = TextServer(self.listen, write, most=self.slots, tls=self.tls, access=access)
         with stopping() as stop, server:
             typer.echo(f"text server on {server.address}")
             stop.wait()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from collapipe_flwr.config.access_control import Roster
+    from collapipe_flwr.config.access_control import AccessControl
     from collapipe_flwr.config.cluster_file import ClusterConfig
     from collapipe_flwr.core.links import TlsFiles
 
@@ -45,11 +45,11 @@ Grace = Annotated[float, typer.Option(help="Seconds that open sessions get on a 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """What cluster files say of one of their members; ``roster`` None: whoever the CA signed."""
+    """What cluster files say of one of their members; ``access`` None: whoever the CA signed."""
 
     address: str
     tls: TlsFiles | None
-    roster: Roster | None
+    access: AccessControl | None
 
 
 def membership(
@@ -60,15 +60,15 @@ def membership(
     ``paths`` are cluster files, and folders whose files count where they list this member. Raises
     ConfigError.
     """
-    from collapipe_flwr.config.access_control import roster_of
+    from collapipe_flwr.config.access_control import access_control
 
     clusters = _clusters(name, paths or [])
     tls = own_tls or next((c.tls_files(name) for c in clusters), None)
-    roster = roster_of(clusters, allow or ())
+    access = access_control(clusters, allow or ())
     return Membership(
         address=next((a for c in clusters if (a := c.member(name).address)), ""),
         tls=tls,
-        roster=roster if tls and roster.callers else None,
+        access=access if tls and access.callers else None,
     )
 
 
@@ -129,7 +129,7 @@ def device(
         name=name,
         tls=member.tls,
         insecure=insecure,
-        roster=member.roster,
+        access=member.access,
         cache_dir=cache_dir or _cache_folder(),
         cache_bytes=int(cache_mb * 1e6),
         memory_bytes=memory_bytes(memory_mb),
@@ -171,7 +171,7 @@ def edge(
         name=name,
         tls=member.tls,
         insecure=insecure,
-        roster=member.roster,
+        access=member.access,
         state_dir=state_dir,
         cache_bytes=0,
         memory_bytes=memory_bytes(memory_mb),

@@ -58,7 +58,7 @@ def profile(
     """
     from rich.console import Console
 
-    from collapipe_flwr.cluster.forecast import ModelWish, build_model, forecast
+    from collapipe_flwr.cluster.forecast import ModelChoice, build_model, forecast
     from collapipe_flwr.core.keys import assignments, read_assignments
     from collapipe_flwr.models import BatchShape
     from collapipe_flwr.reporting.cost_tables import as_json, show_forecast
@@ -70,7 +70,7 @@ def profile(
         raise ConfigError(f"--overrides {assignments().says}, got {overrides!r}")
     if json_file is not None:
         prepare("--json", json_file)
-    wish = ModelWish(
+    request = ModelChoice(
         model=model,
         task=task,
         overrides=read_assignments(overrides),
@@ -85,8 +85,8 @@ def profile(
     )
     place = _cluster(cluster, devices, control_unit, examples)
     found = forecast(
-        build_model(wish),
-        wish.shape,
+        build_model(request),
+        request.shape,
         place,
         settings,
         examples_at_once=batch,

@@ -23,7 +23,7 @@ _LABELS = 2  # of a head whose size nobody named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelWish:
+class ModelChoice:
     """A model by folder, hub name or type, and what it is to learn ("": what it is made for)."""
 
     model: str
@@ -68,23 +68,23 @@ class Forecast:
         return f"{name} fits {self.cluster.cluster_id}: {_words(self.plan, self.cluster)}"
 
 
-def build_model(wish: ModelWish) -> Splitter:
+def build_model(request: ModelChoice) -> Splitter:
     """The model, without weights; raises ModelError or ConfigError."""
-    known_type = wish.model in CONFIG_MAPPING and not Path(wish.model).is_dir()
-    task = wish.task or _usual_task(wish.model, known_type)
+    known_type = request.model in CONFIG_MAPPING and not Path(request.model).is_dir()
+    task = request.task or _usual_task(request.model, known_type)
     spec = make_spec(
         task,
-        model_type=wish.model if known_type else None,
-        pretrained=None if known_type else wish.model,
-        overrides=wish.overrides,
+        model_type=request.model if known_type else None,
+        pretrained=None if known_type else request.model,
+        overrides=request.overrides,
         num_labels=_LABELS if known_type and task.endswith("classification") else None,
-        edge_blocks=wish.edge_blocks,
-        ties=wish.ties,
+        edge_blocks=request.edge_blocks,
+        ties=request.ties,
         **_any_tokens(known_type and task == "seq2seq"),
-        lora=LoraConfig(rank=wish.lora_rank) if wish.lora_rank else None,
+        lora=LoraConfig(rank=request.lora_rank) if request.lora_rank else None,
     )
     splitter = Splitter(spec)
-    _check_length(splitter, wish.shape)
+    _check_length(splitter, request.shape)
     return splitter
 
 

@@ -70,7 +70,7 @@ class Caller:
 
 
 @dataclass(frozen=True, slots=True)
-class Roster:
+class AccessControl:
     """All who may call, by the common name of their certificates."""
 
     callers: Mapping[str, Caller]
@@ -85,7 +85,7 @@ class Roster:
         return self.callers.get(name)
 
 
-def roster_of(clusters: Iterable[ClusterConfig], allow: Iterable[str] = ()) -> Roster:
+def access_control(clusters: Iterable[ClusterConfig], allow: Iterable[str] = ()) -> AccessControl:
     """Everybody in these files, and whoever is allowed besides.
 
     Edge and server may serve several clusters; raises ConfigError when another member is named in
@@ -96,7 +96,7 @@ def roster_of(clusters: Iterable[ClusterConfig], allow: Iterable[str] = ()) -> R
     for config in clusters:
         for name, role in _roles(config):
             named[name] = _joined(named.get(name), name, role, config.id)
-    return Roster({**callers, **named})
+    return AccessControl({**callers, **named})
 
 
 def _roles(config: ClusterConfig) -> list[tuple[str, Role]]:

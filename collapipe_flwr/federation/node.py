@@ -47,7 +47,7 @@ CLUSTER_KEY = "cluster"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crew:
+class RoundDevices:
     """Who works in one round, and how it goes on when some of them are lost."""
 
     fleet: Fleet
@@ -115,7 +115,7 @@ class Node:
         )
 
     @contextmanager
-    def crew(self, task: SplitTask, splitter: Splitter, examples: int) -> Iterator[Crew]:
+    def devices(self, task: SplitTask, splitter: Splitter, examples: int) -> Iterator[RoundDevices]:
         """Its devices, joined to the edge session of ``task``, for a round of so many examples."""
         cluster = self.cluster
         with _edge_client(self.config.edge, cluster, task) as client:
@@ -128,7 +128,7 @@ class Node:
                 edge=edge,
                 snapshot_every=task.learning.snapshot_every,
             )
-            yield Crew(fleet=fleet, recovery=recovery)
+            yield RoundDevices(fleet=fleet, recovery=recovery)
 
     def examples(self, data: LocalData, state: NodeState) -> RoundExamples:
         """The cluster's examples of a round, from its part of the data or from its stream."""

@@ -57,13 +57,15 @@ class PipelineRound:
         splitter = _splitter(self.task.model_spec_json)
         steps = _micro_batches(splitter, examples.steps(**self.sizes))
         probe = _micro_batches(splitter, examples.probe(**self.sizes))
-        with node.crew(self.task, splitter, examples.data.examples_per_round) as crew:
+        with node.devices(self.task, splitter, examples.data.examples_per_round) as devices:
             order = self._order(splitter, weights)
             order = replace(order, slots=memory.recall(), keep_optimizer=memory.keep)
-            result = train_round(splitter, order, steps, crew.fleet, probe, recovery=crew.recovery)
+            result = train_round(
+                splitter, order, steps, devices.fleet, probe, recovery=devices.recovery
+            )
             memory.remember(result.slots)
             content = _reply(result.weights, result.losses, examples)
-            telemetry = replace(_telemetry(result, examples), absent=crew.absent())
+            telemetry = replace(_telemetry(result, examples), absent=devices.absent())
         return records.write_telemetry(content, telemetry)
 
     def evaluate(self, node: Node, weights: Weights, data: LocalData) -> MetricRecord:
@@ -73,10 +75,10 @@ class PipelineRound:
         batches = _micro_batches(splitter, ([dict(p.tensors) for p in step] for step in steps))
         generates_blind = splitter.decodes and splitter.ties  # its embedding has borrowed rows only
         wanted = None if generates_blind else prediction_config(data.task)
-        with node.crew(self.task, splitter, data.examples_per_round) as crew:
-            order, recovery = self._order(splitter, weights), crew.recovery
+        with node.devices(self.task, splitter, data.examples_per_round) as devices:
+            order, recovery = self._order(splitter, weights), devices.recovery
             tested = evaluate_batches(
-                splitter, order, batches, crew.fleet, recovery=recovery, wanted=wanted
+                splitter, order, batches, devices.fleet, recovery=recovery, wanted=wanted
             )
         return _test_record(data, steps, tested)
 

@@ -64,7 +64,7 @@ def even_plan(num_blocks: int, device_ids: Sequence[str]) -> ClusterPlan:
 
 
 @contextmanager
-def prompter(
+def open_driver(
     splitter: Splitter, order: RoundOrder, fleet: Fleet, *, slots: int
 ) -> Iterator[GenerationDriver]:
     """The control unit's end of a chain in generation; everything has ended afterwards.
@@ -163,7 +163,7 @@ class ServedModel:
         """Run a chain over these devices."""
         plan = even_plan(self.splitter.num_blocks, device_ids)
         order = serving_order(plan, self.weights, self.deadline_s)
-        with prompter(self.splitter, order, fleet, slots=self.slots) as driver:
+        with open_driver(self.splitter, order, fleet, slots=self.slots) as driver:
             yield driver
 
 

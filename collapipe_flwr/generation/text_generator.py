@@ -95,14 +95,14 @@ class TextGenerator:
         self._model = model
         self._chain = chain
 
-    def write(self, wish: GenerateRequest) -> Iterator[str]:
+    def write(self, request: GenerateRequest) -> Iterator[str]:
         """Yield the text chunk by chunk as it is generated.
 
         Raises ConfigError for an empty request, DataError for an unreadable sound, ModelError for
         one that the model cannot take, LinkError when the chain breaks for good.
         """
-        prompt = self._model.processor.prompt(wish)
-        settings = generation_settings(self._model.settings, wish)
+        prompt = self._model.processor.prompt(request)
+        settings = generation_settings(self._model.settings, request)
         tokens: list[int] = []
         shown = 0
         with closing(self._chain.generate(prompt, settings.settings_json)) as pieces:
@@ -195,18 +195,18 @@ class Processor:
             ) from cause
         return Processor(splitter=splitter, tokenizer=tokenizer, feature_extractor=extractor)
 
-    def prompt(self, wish: GenerateRequest) -> Tensor:
+    def prompt(self, request: GenerateRequest) -> Tensor:
         """Token ids (1, T), or features (1, bins, frames).
 
         Raises ConfigError for an empty request or one for another kind of model, DataError for a
         sound that cannot be read, ModelError for what the model cannot take.
         """
         if self.feature_extractor is not None:
-            return self._features(wish)
-        if wish.sound:
+            return self._features(request)
+        if request.sound:
             raise ConfigError("--audio is for models of speech; this one reads --text")
-        ids = self._ids(wish.text)
-        self._check_room(len(ids), wish.max_new_tokens)
+        ids = self._ids(request.text)
+        self._check_room(len(ids), request.max_new_tokens)
         return torch.tensor([ids])
 
     def _ids(self, text: str) -> list[int]:
@@ -228,13 +228,13 @@ class Processor:
                 f"model has {room} positions: shorten the text or lower --max-new-tokens"
             )
 
-    def _features(self, wish: GenerateRequest) -> Tensor:
-        if not wish.sound:
+    def _features(self, request: GenerateRequest) -> Tensor:
+        if not request.sound:
             raise ConfigError("this model hears: give --audio FILE instead of --text")
         try:
-            data = base64.b64decode(wish.sound, validate=True)
+            data = base64.b64decode(request.sound, validate=True)
         except binascii.Error as cause:
-            raise ConfigError("the sound of a wish must be a file in base64") from cause
+            raise ConfigError("the sound of a request must be a file in base64") from cause
         rate, most = self.feature_extractor.sampling_rate, self.feature_extractor.n_samples
         sound = read_sound(data, rate)
         if sound.ndim == 2:
@@ -261,33 +261,33 @@ class GenerationSettings:
     stops: tuple[str, ...]
 
 
-def generation_settings(own: GenerationConfig, wish: GenerateRequest) -> GenerationSettings:
-    """The model's ``own`` settings with the changes that ``wish`` asks for.
+def generation_settings(own: GenerationConfig, request: GenerateRequest) -> GenerationSettings:
+    """The model's ``own`` settings with the changes that ``request`` asks for.
 
     Sampling always has a seed, so that the text can be generated again when a chain breaks. Raises
     ConfigError for stop strings beside beams, which know their text at the end only.
     """
-    values: dict[str, Any] = {**own.to_dict(), **_changes(wish)}
+    values: dict[str, Any] = {**own.to_dict(), **_changes(request)}
     in_settings = values.pop("stop_strings", None) or ()
-    stops = wish.stop or ((in_settings,) if isinstance(in_settings, str) else tuple(in_settings))
+    stops = request.stop or ((in_settings,) if isinstance(in_settings, str) else tuple(in_settings))
     if stops and (values.get("num_beams") or 1) > 1:
         raise ConfigError("--stop needs --num-beams 1: beams know their text at its end only")
     if values.get("do_sample"):
-        values[SEED] = secrets.randbelow(_SEEDS) if wish.seed is None else wish.seed
+        values[SEED] = secrets.randbelow(_SEEDS) if request.seed is None else request.seed
     return GenerationSettings(settings_json=json.dumps(values), stops=stops)
 
 
-def _changes(wish: GenerateRequest) -> dict[str, Any]:
+def _changes(request: GenerateRequest) -> dict[str, Any]:
     given = {
-        "max_new_tokens": wish.max_new_tokens,
-        "num_beams": wish.num_beams,
-        "temperature": wish.temperature,
-        "top_k": wish.top_k,
-        "top_p": wish.top_p,
+        "max_new_tokens": request.max_new_tokens,
+        "num_beams": request.num_beams,
+        "temperature": request.temperature,
+        "top_k": request.top_k,
+        "top_p": request.top_p,
     }
     changes: dict[str, Any] = {name: value for name, value in given.items() if value}
-    if wish.sample is not None:
-        changes["do_sample"] = wish.sample
+    if request.sample is not None:
+        changes["do_sample"] = request.sample
     elif changes.keys() & {"temperature", "top_k", "top_p"}:
         changes["do_sample"] = True
     return changes

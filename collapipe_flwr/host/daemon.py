@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from collapipe_flwr.config.access_control import Roster
+from collapipe_flwr.config.access_control import AccessControl
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.core.processes import stopping
@@ -28,7 +28,7 @@ UNUSED_LIBRARIES = ("scipy", "sklearn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSettings:
-    """One daemon; `name` is how its neighbours call it, `roster` who may call what (None: whoever
+    """One daemon; `name` is how its neighbours call it, `access` who may call what (None: whoever
     the CA signed may all).
 
     On a stop, sessions that are open get `grace_s` to be closed; new ones are refused at once.
@@ -42,7 +42,7 @@ class HostSettings:
     name: str
     tls: TlsFiles | None = None
     insecure: bool = False
-    roster: Roster | None = None
+    access: AccessControl | None = None
     state_dir: Path | None = None
     cache_dir: Path | None = None
     cache_bytes: int = 8 * 10**9
@@ -86,7 +86,7 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
     listener = Listener(
         settings.listen,
         lambda: made or _servicer(settings, passes_on),
-        ListenerConfig(tls=settings.tls, roster=settings.roster, on_edge=not passes_on),
+        ListenerConfig(tls=settings.tls, access=settings.access, on_edge=not passes_on),
     )
     with stopping() as stop, listener:
         announce(listener.address)
@@ -131,5 +131,5 @@ def _servicer(settings: HostSettings, passes_on: bool) -> Servicer:
         power=settings.power,
         ledger=ledger,
     )
-    guests = frozenset() if passes_on or settings.roster is None else settings.roster.control_units
+    guests = frozenset() if passes_on or settings.access is None else settings.access.control_units
     return Servicer(service, ServicerConfig(guests=guests, probe=dialer.probe if dialer else None))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from collapipe_flwr.config.access_control import Roster
+from collapipe_flwr.config.access_control import AccessControl
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.host.auth_interceptor import AuthInterceptor
@@ -23,16 +23,16 @@ CONTROL_THREADS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenerConfig:
-    """How a host listens; `roster` says who may call what (None: all that the CA signed)."""
+    """How a host listens; `access` says who may call what (None: all that the CA signed)."""
 
     tls: TlsFiles | None = None
     limits: FrameLimits = field(default_factory=FrameLimits)
-    roster: Roster | None = None
+    access: AccessControl | None = None
     on_edge: bool = False
     most_streams: int = 64
 
     def __post_init__(self) -> None:
-        if self.roster is not None and (self.tls is None or self.tls.ca is None):
+        if self.access is not None and (self.tls is None or self.tls.ca is None):
             raise ConfigError(
                 "only a peer with a certificate can be told apart: give TLS with a CA"
             )
@@ -44,7 +44,7 @@ class Listener(Server):
     def __init__(
         self, listen: str, make_servicer: Callable[[], Servicer], config: ListenerConfig
     ) -> None:
-        authorizer = Authorizer(config.roster, on_edge=config.on_edge)
+        authorizer = Authorizer(config.access, on_edge=config.on_edge)
         self._interceptor = AuthInterceptor(make_servicer, authorizer)
         threads = config.most_streams + CONTROL_THREADS
         super().__init__(

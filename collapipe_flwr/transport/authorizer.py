@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import grpc
 
-from collapipe_flwr.config.access_control import Caller, Roster
+from collapipe_flwr.config.access_control import AccessControl, Caller
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.transport.methods import Method
 
@@ -44,13 +44,13 @@ def peer_name(context: grpc.ServicerContext) -> str | None:
 
 
 class Authorizer:
-    """Lets the members of a roster in, each in its role, with so many calls at once.
+    """Lets the members of an access control in, each in its role, with so many calls at once.
 
-    Without a roster whoever the CA signed may do everything, and on plain text everybody.
+    Without one, whoever the CA signed may do everything, and on plain text everybody.
     """
 
-    def __init__(self, roster: Roster | None, *, on_edge: bool) -> None:
-        self._roster = roster
+    def __init__(self, access: AccessControl | None, *, on_edge: bool) -> None:
+        self._access = access
         self._on_edge = on_edge
         self._under_way: Counter[tuple[str, str]] = Counter()
         self._lock = threading.Lock()
@@ -87,9 +87,9 @@ class Authorizer:
     def _known(self, name: str | None) -> Caller | None:
         if name == "":
             raise PeerRefused("the peer's certificate has no common name, so it is nobody's here")
-        if self._roster is None:
+        if self._access is None:
             return None if name is None else Caller(name=name)
-        caller = None if name is None else self._roster.find(name)
+        caller = None if name is None else self._access.find(name)
         if caller is None:
             shown = "no name at all" if name is None else name[:80]
             raise PeerRefused(f"the peer's certificate names {shown}, which is no member here")

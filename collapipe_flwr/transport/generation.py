@@ -9,7 +9,7 @@ from typing import Self
 
 import grpc
 
-from collapipe_flwr.config.access_control import Roster
+from collapipe_flwr.config.access_control import AccessControl
 from collapipe_flwr.core.errors import (
     CollaPipeError,
     ConfigError,
@@ -78,7 +78,7 @@ class TextServer(Server):
     """Serves ``write`` to ``most`` clients at once; see `Server` for how it listens.
 
     A client that hangs up stops its text; one that falls silent, or reads nothing, is cut off.
-    ``roster`` says who may ask (None: all that the CA signed, or everybody on plain text).
+    ``access`` says who may ask (None: all that the CA signed, or everybody on plain text).
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class TextServer(Server):
         *,
         most: int,
         tls: TlsFiles | None = None,
-        roster: Roster | None = None,
+        access: AccessControl | None = None,
     ) -> None:
         self._write = write
-        self._authorizer = Authorizer(roster, on_edge=False)
+        self._authorizer = Authorizer(access, on_edge=False)
         answers = {WRITE: self._serve}
         super().__init__(listen, answers, threads=most, most_calls=most + _WAITING, tls=tls)
 

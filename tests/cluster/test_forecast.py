@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from collapipe_flwr.cli import app
 from collapipe_flwr.cluster.forecast import (
     Forecast,
-    ModelWish,
+    ModelChoice,
     build_model,
     forecast,
 )
@@ -47,14 +47,14 @@ TINY: dict[str, dict[str, object]] = {
 SETTINGS = SchedulerConfig(micro_batch_sizes=(1, 2), micro_batches=(1, 2))
 
 
-def wish(model_type: str, task: str = "", length: int = 12) -> ModelWish:
+def request(model_type: str, task: str = "", length: int = 12) -> ModelChoice:
     shape = BatchShape(source_length=length, target_length=7)
-    return ModelWish(model=model_type, task=task, overrides=TINY[model_type], shape=shape)
+    return ModelChoice(model=model_type, task=task, overrides=TINY[model_type], shape=shape)
 
 
 def found(model_type: str, devices: list[str], seconds: float = 0.0) -> Forecast:
     cluster = cluster_of_presets(devices, "raspberry-pi-5", examples=16) if devices else None
-    return forecast(build_model(wish(model_type)), SHAPE, cluster, SETTINGS, seconds=seconds)
+    return forecast(build_model(request(model_type)), SHAPE, cluster, SETTINGS, seconds=seconds)
 
 
 @pytest.mark.parametrize("model_type", sorted(TINY))
@@ -71,7 +71,7 @@ def test_every_block_has_costs_and_a_place(model_type: str) -> None:
 
 
 def test_parameters_are_those_of_the_model() -> None:
-    splitter = build_model(wish("bert"))
+    splitter = build_model(request("bert"))
     count = sum(
         shape.numel() for shape, dtype in splitter.shapes.values() if dtype.is_floating_point
     )
@@ -79,14 +79,14 @@ def test_parameters_are_those_of_the_model() -> None:
 
 
 def test_a_tied_table_counts_as_often_as_a_run_keeps_it() -> None:
-    free = profile_model(build_model(wish("gpt2")), SHAPE)
-    lent = profile_model(build_model(replace(wish("gpt2"), ties="rows")), SHAPE)
+    free = profile_model(build_model(request("gpt2")), SHAPE)
+    lent = profile_model(build_model(replace(request("gpt2"), ties="rows")), SHAPE)
     assert free.embedding.parameter_bytes - lent.embedding.parameter_bytes == 4 * 60 * 32
     assert free.decoder.parameter_bytes == lent.decoder.parameter_bytes
 
 
 def test_what_does_not_fit_says_why() -> None:
-    large = ModelWish(
+    large = ModelChoice(
         model="llama", overrides={"num_hidden_layers": 2, "vocab_size": 100}, shape=SHAPE
     )
     cluster = cluster_of_presets(["phone"], "raspberry-pi-5", examples=16)
@@ -97,7 +97,7 @@ def test_what_does_not_fit_says_why() -> None:
 
 def test_a_timed_block_gives_its_work_over_its_time() -> None:
     ticks = itertools.count()
-    splitter = build_model(wish("gpt2"))
+    splitter = build_model(request("gpt2"))
     cost = profile_model(splitter, SHAPE).blocks[0]
     timed = time_block(splitter, cost, examples=3, seconds=5.0, clock=lambda: 0.25 * next(ticks))
     assert (timed.forward_s, timed.backward_s) == (0.25, 0.25)
@@ -114,11 +114,11 @@ def test_every_kind_of_block_can_be_timed(model_type: str) -> None:
 
 def test_bad_wishes_are_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--length 100 is more than the model's 64 positions"):
-        build_model(wish("gpt2", length=100))
+        build_model(request("gpt2", length=100))
     with pytest.raises(ModelError, match="cannot read the checkpoint"):
-        build_model(ModelWish(model=str(tmp_path), overrides={}, shape=SHAPE))
+        build_model(ModelChoice(model=str(tmp_path), overrides={}, shape=SHAPE))
     with pytest.raises(ModelError, match="cannot do the task"):
-        build_model(wish("gpt2", task="seq2seq"))
+        build_model(request("gpt2", task="seq2seq"))
     with pytest.raises(ConfigError, match="unknown device kind 'toaster'"):
         cluster_of_presets(["toaster"], "raspberry-pi-5", 1)
 

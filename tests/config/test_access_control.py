@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from collapipe_flwr.config.access_control import Caller, Role, Roster, roster_of
+from collapipe_flwr.config.access_control import AccessControl, Caller, Role, access_control
 from collapipe_flwr.config.cluster_file import ClusterConfig, parse_cluster
 from collapipe_flwr.core.errors import ConfigError
 
@@ -22,22 +22,22 @@ def cluster(name: str, *devices: str, **tables: dict[str, str]) -> ClusterConfig
 
 
 @pytest.fixture
-def roster() -> Roster:
-    return roster_of([cluster("g", "g1", "g2"), cluster("w", "w1")], allow=["laptop"])
+def access() -> AccessControl:
+    return access_control([cluster("g", "g1", "g2"), cluster("w", "w1")], allow=["laptop"])
 
 
-def caller(roster: Roster, name: str) -> Caller:
-    found = roster.find(name)
+def caller(access: AccessControl, name: str) -> Caller:
+    found = access.find(name)
     assert found is not None
     return found
 
 
-def test_edge_and_server_belong_to_all_clusters_and_others_to_one(roster: Roster) -> None:
-    assert caller(roster, "server").clusters == {"g", "w"}
-    assert caller(roster, "edge").role is Role.EDGE
-    assert caller(roster, "g1").clusters == {"g"}
-    assert roster.control_units == {"cu-g", "cu-w"}
-    assert roster.find("stranger") is None
+def test_edge_and_server_belong_to_all_clusters_and_others_to_one(access: AccessControl) -> None:
+    assert caller(access, "server").clusters == {"g", "w"}
+    assert caller(access, "edge").role is Role.EDGE
+    assert caller(access, "g1").clusters == {"g"}
+    assert access.control_units == {"cu-g", "cu-w"}
+    assert access.find("stranger") is None
 
 
 @pytest.mark.parametrize(
@@ -50,41 +50,41 @@ def test_edge_and_server_belong_to_all_clusters_and_others_to_one(roster: Roster
         ("laptop", {"OpenSession", "Stream"}, {"OpenSession", "Stream"}),
     ],
 )
-def test_a_role_may_call_what_its_work_needs(roster, name, on_device, on_edge) -> None:
-    who = caller(roster, name)
+def test_a_role_may_call_what_its_work_needs(access, name, on_device, on_edge) -> None:
+    who = caller(access, name)
     assert all(who.may_call(method, on_edge=False) for method in on_device)
     assert all(who.may_call(method, on_edge=True) for method in on_edge)
 
 
 @pytest.mark.parametrize("method", ["OpenSession", "PushWeights", "FetchWeights", "Benchmark"])
-def test_a_device_and_a_server_give_no_orders_to_a_device(roster, method) -> None:
+def test_a_device_and_a_server_give_no_orders_to_a_device(access, method) -> None:
     for name in ("g1", "server", "edge"):
-        assert not caller(roster, name).may_call(method, on_edge=False)
-    assert not caller(roster, "g1").may_call(method, on_edge=True)
+        assert not caller(access, name).may_call(method, on_edge=False)
+    assert not caller(access, "g1").may_call(method, on_edge=True)
 
 
-def test_a_session_is_its_clusters_and_its_openers(roster: Roster) -> None:
+def test_a_session_is_its_clusters_and_its_openers(access: AccessControl) -> None:
     place = {"cluster_id": "g", "opener": "server"}
     for name in ("cu-g", "g1", "server", "laptop"):
-        assert caller(roster, name).may_use("Stream", **place)
+        assert caller(access, name).may_use("Stream", **place)
     for name in ("cu-w", "w1"):
-        assert not caller(roster, name).may_use("Stream", **place)
-    assert caller(roster, "cu-g").may_use("Rollback", **place)
-    assert not caller(roster, "cu-g").may_use("FetchWeights", **place)
-    assert caller(roster, "cu-g").may_use("FetchWeights", cluster_id="g", opener="cu-g")
-    assert not caller(roster, "cu-w").may_use("FetchWeights", cluster_id="g", opener="cu-w")
+        assert not caller(access, name).may_use("Stream", **place)
+    assert caller(access, "cu-g").may_use("Rollback", **place)
+    assert not caller(access, "cu-g").may_use("FetchWeights", **place)
+    assert caller(access, "cu-g").may_use("FetchWeights", cluster_id="g", opener="cu-g")
+    assert not caller(access, "cu-w").may_use("FetchWeights", cluster_id="g", opener="cu-w")
 
 
-def test_a_control_unit_opens_sessions_for_its_own_cluster(roster: Roster) -> None:
-    assert caller(roster, "cu-g").cluster_of("") == "g"
-    assert caller(roster, "cu-g").cluster_of("g") == "g"
-    assert caller(roster, "server").cluster_of("w") == "w"
+def test_a_control_unit_opens_sessions_for_its_own_cluster(access: AccessControl) -> None:
+    assert caller(access, "cu-g").cluster_of("") == "g"
+    assert caller(access, "cu-g").cluster_of("g") == "g"
+    assert caller(access, "server").cluster_of("w") == "w"
     with pytest.raises(ConfigError, match="cu-g opens no session for the cluster w"):
-        caller(roster, "cu-g").cluster_of("w")
+        caller(access, "cu-g").cluster_of("w")
 
 
 def test_a_certificate_opens_one_cluster_only() -> None:
     with pytest.raises(ConfigError, match="'g1' is a member of g and of w: names must differ"):
-        roster_of([cluster("g", "g1"), cluster("w", "g1")])
+        access_control([cluster("g", "g1"), cluster("w", "g1")])
     with pytest.raises(ConfigError, match="two cluster files have the id 'g'"):
-        roster_of([cluster("g", "g1"), cluster("g", "g2", edge={"name": "edge"})])
+        access_control([cluster("g", "g1"), cluster("g", "g2", edge={"name": "edge"})])

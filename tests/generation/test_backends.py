@@ -24,7 +24,7 @@ from collapipe_flwr.generation.backends import (
     edge_session,
     edge_thread,
     even_plan,
-    prompter,
+    open_driver,
     serving_order,
 )
 from collapipe_flwr.models import SegmentPart, Splitter, make_spec
@@ -122,7 +122,7 @@ def local(
     order = serving_order(plan, case.weights, deadline_s=deadline_s)
     with (
         edge_thread(case.splitter, case.weights, deadline_s) as link,
-        prompter(
+        open_driver(
             case.splitter, order, ThreadFleet(lambda _: nullcontext(link)), slots=slots
         ) as driver,
     ):
@@ -222,7 +222,7 @@ def test_daemons_write_the_same_text_and_keep_nothing(model_type: str) -> None:
         order = serving_order(even_plan(case.splitter.num_blocks, names), case.weights, 20.0)
         with edge_session(client, case.splitter, case.weights, 20.0) as hop:
             fleet = RemoteFleet(cluster=cluster, edge=hop)
-            with prompter(case.splitter, order, fleet, slots=2) as driver:
+            with open_driver(case.splitter, order, fleet, slots=2) as driver:
                 found = [written(driver, prompt, case.settings()) for prompt in PROMPTS]
         assert found == [case.unsplit(prompt) for prompt in PROMPTS]
         for member in cluster.devices:

@@ -141,18 +141,18 @@ def test_a_device_killed_in_the_middle_of_a_text(
 ) -> None:
     run_dir: Path = request.getfixturevalue(which)
     model = TextModel.load(run_dir)
-    wish = GenerateRequest(text=TEXTS[0], max_new_tokens=NEW)
+    asked = GenerateRequest(text=TEXTS[0], max_new_tokens=NEW)
     with cluster_generator(model, read_cluster(shed.file), slots=2, deadline_s=30.0) as writer:
-        text = writer.write(wish)
+        text = writer.write(asked)
         pieces = [next(text)]
         shed.devices["d1"].process.kill()
         pieces += list(text)
         assert "".join(pieces) == unsplit(run_dir, TEXTS[0])
-        assert "".join(writer.write(wish)) == unsplit(run_dir, TEXTS[0])
+        assert "".join(writer.write(asked)) == unsplit(run_dir, TEXTS[0])
         if which == "storyteller":
             for name in ("d0", "d2"):
                 shed.devices[name].process.kill()
             with pytest.raises(LinkError, match="no device of the cluster answers any more"):
-                list(writer.write(wish))
+                list(writer.write(asked))
     if which == "translator":
         assert shed.sessions() == 0

@@ -83,9 +83,10 @@ def test_threads_write_what_the_library_writes(run_dir: Path) -> None:
     expected = [unsplit(run_dir, text) for text in TEXTS]
     assert len(set(expected)) > 1
     with local_generator(TextModel.load(run_dir), devices=3, slots=2) as writer:
-        wishes = [GenerateRequest(text=text, max_new_tokens=NEW) for text in TEXTS]
+        requests = [GenerateRequest(text=text, max_new_tokens=NEW) for text in TEXTS]
         with ThreadPoolExecutor(3) as pool:
-            assert list(pool.map(lambda wish: "".join(writer.write(wish)), wishes)) == expected
+            found = list(pool.map(lambda request: "".join(writer.write(request)), requests))
+        assert found == expected
 
 
 def test_daemons_write_what_the_library_writes(run_dir: Path) -> None:
@@ -106,14 +107,14 @@ def test_a_server_streams_to_several_clients(storyteller: Path) -> None:
         TextClient(server.address) as client,
         ThreadPoolExecutor(3) as pool,
     ):
-        wishes = [GenerateRequest(text=text, max_new_tokens=NEW) for text in TEXTS]
-        pieces = list(pool.map(lambda wish: list(client.write(wish)), wishes))
+        requests = [GenerateRequest(text=text, max_new_tokens=NEW) for text in TEXTS]
+        pieces = list(pool.map(lambda request: list(client.write(request)), requests))
         assert ["".join(p) for p in pieces] == expected
         assert max(map(len, pieces)) > 1  # not all at the end
-        left = client.write(wishes[0])
+        left = client.write(requests[0])
         next(left)
         left.close()  # type: ignore[attr-defined]
-        assert "".join(client.write(wishes[1])) == expected[1]
+        assert "".join(client.write(requests[1])) == expected[1]
         with pytest.raises(ConfigError, match="--text is empty"):
             list(client.write(GenerateRequest(text=" ")))
 
@@ -187,21 +188,21 @@ def test_a_text_ends_behind_a_stop_string(storyteller: Path) -> None:
     )
     expected = tokenizer.decode(output[0, prompt.shape[1] :], skip_special_tokens=True)
     assert stop in expected and expected != whole
-    wish = GenerateRequest(text=TEXTS[0], max_new_tokens=NEW, stop=("nowhere", stop))
+    request = GenerateRequest(text=TEXTS[0], max_new_tokens=NEW, stop=("nowhere", stop))
     with local_generator(TextModel.load(storyteller), devices=2, slots=1) as writer:
-        assert "".join(writer.write(wish)) == expected
+        assert "".join(writer.write(request)) == expected
         with pytest.raises(ConfigError, match="--stop needs --num-beams 1"):
-            list(writer.write(replace(wish, num_beams=2)))
-        assert "".join(writer.write(replace(wish, stop=()))) == whole
+            list(writer.write(replace(request, num_beams=2)))
+        assert "".join(writer.write(replace(request, stop=()))) == whole
 
 
 def test_chance_repeats_itself_with_a_seed_only(storyteller: Path) -> None:
-    wish = GenerateRequest(text=TEXTS[0], max_new_tokens=NEW, temperature=3.0, seed=4)
+    request = GenerateRequest(text=TEXTS[0], max_new_tokens=NEW, temperature=3.0, seed=4)
     with local_generator(TextModel.load(storyteller), devices=2, slots=2) as writer:
-        assert "".join(writer.write(wish)) == "".join(writer.write(wish))
-        texts = {"".join(writer.write(replace(wish, seed=None))) for _ in range(4)}
+        assert "".join(writer.write(request)) == "".join(writer.write(request))
+        texts = {"".join(writer.write(replace(request, seed=None))) for _ in range(4)}
         assert len(texts) > 1
-        greedy = "".join(writer.write(replace(wish, sample=False)))
+        greedy = "".join(writer.write(replace(request, sample=False)))
     assert greedy == unsplit(storyteller, TEXTS[0])
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from collapipe_flwr.config.access_control import roster_of
+from collapipe_flwr.config.access_control import access_control
 from collapipe_flwr.config.cluster_file import parse_cluster
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.core.links import TlsFiles
@@ -68,10 +68,10 @@ def certificates(tmp_path_factory):
 
 
 def host(name: str, certificates, *, on_edge: bool) -> Iterator[Host]:
-    roster = roster_of(CONFIGS if on_edge else CONFIGS[:1])
-    guests = roster.control_units if on_edge else frozenset()
+    access = access_control(CONFIGS if on_edge else CONFIGS[:1])
+    guests = access.control_units if on_edge else frozenset()
     servicing = ServicerConfig(guests=guests, sessions_of_guest=2)
-    settings = ListenerConfig(tls=certificates[name], roster=roster, on_edge=on_edge)
+    settings = ListenerConfig(tls=certificates[name], access=access, on_edge=on_edge)
     servicer = Servicer(service(ledger=Ledger(12 * HEAD_BYTES)), servicing)
     with Listener("127.0.0.1:0", lambda: servicer, settings) as listener:
         yield Host(listener.address, name, certificates)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import pytest
 
-from collapipe_flwr.config.access_control import Caller, Roster
+from collapipe_flwr.config.access_control import AccessControl, Caller
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.authorizer import MOST_AT_ONCE, Authorizer, PeerBusy, PeerRefused
 
@@ -25,8 +25,8 @@ class Context:
 
 
 def test_a_member_is_known_by_its_common_name_only() -> None:
-    roster = Roster({"pi-1": Caller(name="pi-1")})
-    gate = Authorizer(roster, on_edge=False)
+    access = AccessControl({"pi-1": Caller(name="pi-1")})
+    gate = Authorizer(access, on_edge=False)
     with gate.entered(Context("pi-1", ["10.0.0.1", "pi-2"]), methods.ECHO) as caller:
         assert caller == Caller(name="pi-1")
     for name in ("pi-2", "PI-1", "pi-1.", "pi-1\0", "", None):

@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from collapipe_flwr.config.access_control import roster_of
+from collapipe_flwr.config.access_control import access_control
 from collapipe_flwr.config.cluster_file import read_cluster
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.core.links import TlsFiles
@@ -20,8 +20,8 @@ from collapipe_flwr.transport.generation import GenerateRequest, TextClient, Tex
 from collapipe_flwr.transport.methods import FrameLimits, channel_options
 
 
-def echo(wish: GenerateRequest) -> Iterator[str]:
-    yield from wish.text.split()
+def echo(request: GenerateRequest) -> Iterator[str]:
+    yield from request.text.split()
 
 
 def test_only_who_the_ca_signed_gets_a_text(tmp_path: Path) -> None:
@@ -44,8 +44,8 @@ def test_members_ask_in_their_roles_and_guests_by_name(tmp_path: Path) -> None:
     file.write_text('id = "g"\n[[device]]\nname = "pi-1"\naddress = "127.0.0.1:1"\n')
     names = ("control-unit", "pi-1", "edge", "server", "guest", "stranger")
     files = sign_all(tmp_path / "certs", {name: ["127.0.0.1"] for name in names})
-    roster = roster_of([read_cluster(file)], ["guest"])
-    with TextServer("127.0.0.1:0", echo, most=1, tls=files["edge"], roster=roster) as server:
+    access = access_control([read_cluster(file)], ["guest"])
+    with TextServer("127.0.0.1:0", echo, most=1, tls=files["edge"], access=access) as server:
         for name in names:
             with TextClient(server.address, tls=files[name], deadline_s=20) as client:
                 if name in ("control-unit", "guest"):
@@ -61,8 +61,8 @@ def test_a_host_called_like_the_control_unit_may_not_ask(tmp_path: Path) -> None
     ours = authority.member("control-unit", ["127.0.0.1"])
     file = tmp_path / "c.toml"
     file.write_text('id = "g"\n[[device]]\nname = "pi-1"\naddress = "127.0.0.1:1"\n')
-    roster = roster_of([read_cluster(file)], ["guest"])
-    with TextServer("127.0.0.1:0", echo, most=1, tls=ours, roster=roster) as server:
+    access = access_control([read_cluster(file)], ["guest"])
+    with TextServer("127.0.0.1:0", echo, most=1, tls=ours, access=access) as server:
         for claimed in ("control-unit", "guest"):
             removed = authority.member("removed", [claimed])
             with (

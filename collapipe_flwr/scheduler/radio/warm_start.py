@@ -109,18 +109,18 @@ class _PriceAdjustment:
         yields = ELASTICITY * response.elastic + FIRM
         leads &= late >= -1e-9
         firm = BANDWIDTH_ELASTICITY + np.where(leads, 0.0, 0.5 * response.edge / yields)
-        wish = response.demand - omega + np.where(leads, 0.0, 0.5 * late / yields)
-        change = self._shared(omega, wish, firm)
+        wanted = response.demand - omega + np.where(leads, 0.0, 0.5 * late / yields)
+        change = self._shared(omega, wanted, firm)
         step = np.clip((late - response.edge * change) / yields, -LARGEST_STEP, LARGEST_STEP)
         omega = omega + change
         omega += self.log_band - np.log(np.exp(omega).sum())
         return np.minimum(price + step, self.dearest), omega
 
-    def _shared(self, omega: Array, wish: Array, firm: Array) -> Array:
-        """Changes (wish - ln price of a hertz) / firm, bounded, that use up the bandwidth."""
-        price, change = float((wish + omega).max()) - self.log_band, omega
+    def _shared(self, omega: Array, wanted: Array, firm: Array) -> Array:
+        """Changes (wanted - ln price of a hertz) / firm, bounded, that use up the bandwidth."""
+        price, change = float((wanted + omega).max()) - self.log_band, omega
         for _ in range(6):
-            raw = (wish - price) / firm
+            raw = (wanted - price) / firm
             change = np.minimum(np.maximum(raw, SHRINK), GROW)
             width = np.exp(omega + change)
             total, moving = float(width.sum()), float((width * (raw == change) / firm).sum())
