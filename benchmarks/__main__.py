@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from collapipe_flwr.cli import run_app
+from collapipe_flwr.cli.running import run_commands
 
 app = typer.Typer(
     name="bench",
@@ -101,4 +101,4 @@ def bench_demo(
 
 
 if __name__ == "__main__":
-    run_app(app)
+    run_commands(app)

@@ -1,10 +1,4 @@
-"""Worker processes of a benchmark, one per stage, controlled by their parent over pipes.
-
-The parent's side is `Crew`. A worker runs ``python -m benchmarks.data_plane.crew HOST [FOLDER OF
-CERTIFICATES]``: it answers one JSON line per question on stdin and exits when stdin closes, even
-while it works on an answer. A worker of our runtime configures its heap as a daemon does, before
-torch starts threads; a worker of the peer's is left as it is.
-"""
+"""Worker processes of a benchmark, one per stage, controlled by their parent over pipes."""
 
 from __future__ import annotations
 
@@ -13,18 +7,14 @@ import select
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from queue import SimpleQueue
 from typing import Any
 
 from benchmarks import child_environment
 from benchmarks.data_plane.network import Network
 from collapipe_flwr.core.errors import CollaPipeError
-from collapipe_flwr.core.processes import end_with_parent
-from collapipe_flwr.host.allocator import configure_malloc
 
 DEADLINE_S = 300.0
 _STOP_S = 10.0
-_PEERS = ("join", "whole")  # questions that make a worker part of the peer
 # One thread each, as a board's core would; gloo's warnings about host names say nothing here.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
@@ -92,30 +82,8 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     arguments = [network.host(index), *([certificates] if certificates else [])]
     return subprocess.Popen(
-        [*command, sys.executable, "-m", "benchmarks.data_plane.crew", *arguments],
+        [*command, sys.executable, "-m", "benchmarks.data_plane.member", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**child_environment(), **_ENVIRONMENT, "GLOO_SOCKET_IFNAME": network.interface},
     )
-
-
-def main() -> None:
-    """Answer until stdin ends."""
-    worker = None
-    lines: SimpleQueue[str] = SimpleQueue()
-    end_with_parent(lines.put)
-    while True:
-        asked = json.loads(lines.get())
-        question = asked.pop("do")
-        if worker is None:
-            if question not in _PEERS:
-                configure_malloc()
-            from benchmarks.data_plane.worker import Worker
-
-            worker = Worker(*sys.argv[1:])
-        sys.stdout.write(json.dumps(getattr(worker, question)(asked)) + "\n")
-        sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()
