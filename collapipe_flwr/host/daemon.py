@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import sys
 from collections.abc import Callable
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _BREAK_OFF_S = 1.0  # for peers to hear it
+_LEAVE_S = 30.0  # from the end of the grace until the process is ended by force
 _LOOPBACK = ("127.", "localhost", "[::1]")
 UNUSED_LIBRARIES = ("scipy", "sklearn")
 
@@ -91,6 +93,8 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
     with stopping() as stop, listener:
         announce(listener.address)
         stop.wait()
+        # Nothing may keep the process: what still does is written to stderr, and it ends with 1.
+        faulthandler.dump_traceback_later(settings.grace_s + _LEAVE_S, exit=True)
         listener.drain(settings.grace_s)
         listener.stop(_BREAK_OFF_S)
 

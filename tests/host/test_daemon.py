@@ -72,6 +72,23 @@ def test_a_stop_breaks_streams_off_after_their_grace():
             client.session(session_key()).report()
 
 
+def test_a_host_that_cannot_end_says_what_keeps_it_and_ends():
+    script = (
+        "import signal, os, threading, collapipe_flwr.host.daemon as daemon\n"
+        "daemon._LEAVE_S = 1.0\n"
+        "def held_up():\n"
+        "    threading.Event().wait()\n"
+        "threading.Thread(target=held_up).start()\n"
+        "daemon.serve(daemon.HostSettings(listen='127.0.0.1:0', name='d', grace_s=0.0), "
+        "passes_on=True, announce=lambda _: os.kill(os.getpid(), signal.SIGTERM))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=280, cwd=ROOT
+    )
+    assert done.returncode == 1
+    assert "in held_up" in done.stderr
+
+
 def test_only_members_of_the_cluster_may_call(tmp_path: Path):
     members = sign_all(tmp_path, {name: ["127.0.0.1"] for name in ("pi-1", "cu", "stranger")})
     outside = sign_all(tmp_path / "other", {"cu": ["127.0.0.1"]})
