@@ -30,10 +30,14 @@ from collapipe_flwr.pipeline.step import MicroBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionConfig:
-    """How a model predicts; ``most_tokens`` counts where it generates."""
+    """How a model predicts; ``most_tokens`` counts where it generates.
 
-    most_tokens: int
+    With ``logits`` the head's scores are asked for instead.
+    """
+
+    most_tokens: int = 0
     padding_id: int = 0
+    logits: bool = False
 
     def settings(self) -> dict[str, Any]:
         """Greedy decoding, as keywords of ``generate``."""
