@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collapipe_flwr.core.schedule import StepTimes, replay
+from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.layouts import Hops, Layouts, hops_of
 from collapipe_flwr.costs.makespan import (
     PassTimes,
@@ -38,8 +38,6 @@ from collapipe_flwr.costs.work import (
     steps_of,
     work_of,
 )
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

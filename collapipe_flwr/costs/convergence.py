@@ -26,11 +26,10 @@ import math
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collapipe_flwr.core.domain import ClusterOutcome, RoundOutcome
+from collapipe_flwr.costs.arrays import Array, Ints
 
-Array = NDArray[np.float64]
 MEMORY = 0.8  # weight of the past in every moving average
 
 
@@ -81,7 +80,7 @@ def bound_sums(shares: Array, steps: Array, batches: Array) -> BoundSums:
 
 
 def exchanged(
-    shares: Array, steps: Array, batches: Array, cluster_r: NDArray[np.int64], new: BoundRow
+    shares: Array, steps: Array, batches: Array, cluster_r: Ints, new: BoundRow
 ) -> BoundSums:
     """Sums for rows that replace one cluster's H and B each, the others kept."""
     total, share = bound_sums(shares, steps, batches), shares[cluster_r]

@@ -13,16 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collapipe_flwr.core.domain import ClusterPlan, Segment, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.links import CODECS, LinkConfig
+from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.radio import SHARES, codec_index
 from collapipe_flwr.costs.tables import Tables
 
-Array = NDArray[np.float64]
-Ints = NDArray[np.int64]
 UNUSED = -1
 
 
@@ -40,7 +38,7 @@ class Layouts:
         return int(self.cluster_r.shape[0])
 
     @property
-    def used_rs(self) -> NDArray[np.bool_]:
+    def used_rs(self) -> Mask:
         """Which slots hold a segment."""
         return np.asarray(self.member_rs != UNUSED)
 
@@ -58,7 +56,7 @@ class Layouts:
         """First block of each slot's segment."""
         return np.concatenate([np.zeros((len(self), 1), np.int64), self.stop_rs[:, :-1]], axis=1)
 
-    def take(self, rows: NDArray[np.int64] | NDArray[np.bool_]) -> Layouts:
+    def take(self, rows: Ints | Mask) -> Layouts:
         """The chosen rows, in that order."""
         return Layouts(
             cluster_r=self.cluster_r[rows],
@@ -123,8 +121,8 @@ def key_of(rows: Layouts) -> bytes:
 class Hops:
     """Payload, parties and radio of every hop of every row; unused hops carry 0 bits."""
 
-    used: NDArray[np.bool_]  # (R, S + 1)
-    to_edge: NDArray[np.bool_]  # (R, S + 1): the hop over the shared bandwidth
+    used: Mask  # (R, S + 1)
+    to_edge: Mask  # (R, S + 1): the hop over the shared bandwidth
     sender: Ints  # member index of the upstream party
     receiver: Ints  # member index of the downstream party; the edge's own index at the end
     bits: Array  # per micro-batch, in either direction, coded, over ``share``

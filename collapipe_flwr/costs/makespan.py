@@ -17,11 +17,10 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collapipe_flwr.core.schedule import StepTimes, replay
+from collapipe_flwr.costs.arrays import Array
 
-Array = NDArray[np.float64]
 AS_GOOD = 1e-3  # relative makespan
 Depths = tuple[int, ...]
 

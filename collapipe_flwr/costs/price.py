@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collapipe_flwr.core.domain import (
     ClusterPlan,
@@ -20,6 +19,7 @@ from collapipe_flwr.core.domain import (
 )
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.links import LinkConfig
+from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import (
     Chain,
     chain_of,
@@ -32,8 +32,6 @@ from collapipe_flwr.costs.layouts import planned_codecs, restricted, rows_of_pla
 from collapipe_flwr.costs.radio import rate_bit_per_s
 from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.work import PricingOptions, peak_bytes
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

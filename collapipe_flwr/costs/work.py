@@ -16,16 +16,15 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collapipe_flwr.core.domain import BlockCost, ModelProfile
 from collapipe_flwr.core.keys import key, one_of
 from collapipe_flwr.core.schedule import SCHEDULES
+from collapipe_flwr.costs.arrays import Array, Mask
 from collapipe_flwr.costs.layouts import Layouts, of_members, segment_sums
 from collapipe_flwr.costs.radio import send_time_s
 from collapipe_flwr.costs.tables import BlockTable, Tables
 
-Array = NDArray[np.float64]
 OPTIMISER_FLOP_PER_BYTE = 3.0  # AdamW: about 12 operations on each 4-byte parameter
 NOTHING = BlockCost(
     forward_flop=0.0,
@@ -193,7 +192,7 @@ def capacity_bytes(tables: Tables, rows: Layouts, options: PricingOptions) -> Ar
     return np.asarray((1.0 - options.memory_margin) * room)
 
 
-def fits(tables: Tables, rows: Layouts, options: PricingOptions) -> NDArray[np.bool_]:
+def fits(tables: Tables, rows: Layouts, options: PricingOptions) -> Mask:
     """Rows whose every stage keeps within its memory at the schedule's least depth, (R,)."""
     need = peak_bytes(tables, rows, options, least_in_flight(rows, options))
     room = capacity_bytes(tables, rows, options)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collapipe_flwr.core.domain import ClusterPlan, Plan, RoundOutcome, Snapshot
+from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import Scheduled, chain_of, schedule_rows
 from collapipe_flwr.costs.convergence import Prior, constants_of, update
 from collapipe_flwr.costs.layouts import Layouts, hop_plans, replaced, segments_of
@@ -31,8 +31,6 @@ from collapipe_flwr.scheduler.protocol import (
     took_part,
 )
 from collapipe_flwr.scheduler.radio.interior_point import equal_shares
-
-Array = NDArray[np.float64]
 
 THRIFT = 1e-3  # of the latency weight: the price of energy while all queues are empty
 

@@ -13,13 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from collapipe_flwr.costs.arrays import Array, Ints
 from collapipe_flwr.costs.radio import LN2, SHARES, exponent_near
 from collapipe_flwr.costs.tables import Tables
 
-Array = NDArray[np.float64]
-Ints = NDArray[np.int64]
 FORWARD, BACKWARD = 0, 1
 LEAST_SLOPE = 0.02  # of the latency price: even idle clusters do not waste time without limit
 NO_PRICE = 1e-30

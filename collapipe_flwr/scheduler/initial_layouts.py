@@ -7,14 +7,11 @@ from itertools import combinations, permutations
 from math import comb, perm
 
 import numpy as np
-from numpy.typing import NDArray
 
+from collapipe_flwr.costs.arrays import Array, Ints
 from collapipe_flwr.costs.layouts import UNUSED, Layouts, stack
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.work import PricingOptions, kept_bytes
-
-Array = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 def spread(weights_rs: Array, blocks: int) -> Ints:

@@ -11,14 +11,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from collapipe_flwr.costs.arrays import Array, Mask
 from collapipe_flwr.costs.layouts import Layouts
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.work import PricingOptions, peak_bytes, whole_bytes
 from collapipe_flwr.scheduler.protocol import Reference, SchedulerConfig
-
-Array = NDArray[np.float64]
 
 WIDENING = 1.25  # of all caps at a time when the search finds no plan within them
 NO_CAP = 1.0  # a share from which on the devices' own memories are the only limit
@@ -88,7 +86,7 @@ def _room(tables: Tables, options: PricingOptions) -> Array:
     return np.where(members.present_mi[:, 1:], room, 0.0)
 
 
-def _plainly_fits(needs: Array, room_mn: Array) -> NDArray[np.bool_]:
+def _plainly_fits(needs: Array, room_mn: Array) -> Mask:
     """Clusters whose devices hold all blocks even if every block were the largest, (M,)."""
     blocks = len(needs) - 1
     largest = max(float(needs[k, k + 1]) for k in range(blocks))

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collapipe_flwr.core.errors import InfeasibleError
+from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import Chain, RowPrices, chain_of, powers_for, price_rows
 from collapipe_flwr.costs.convergence import others_max
 from collapipe_flwr.costs.layouts import Layouts, key_of, of_members, replaced, stack
@@ -24,8 +24,6 @@ from collapipe_flwr.scheduler.problem import RoundProblem
 from collapipe_flwr.scheduler.radio.interior_point import Allocation, allocate
 from collapipe_flwr.scheduler.search import Search
 
-Array = NDArray[np.float64]
-Ints = NDArray[np.int64]
 FEW_CLUSTERS = 4  # up to here time allows planning from scratch and trying runners-up
 SEARCHES = 300  # searches of single clusters that alternating may cost
 OVERHEAD = 30  # what an alternation costs besides, in searches of single clusters

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collapipe_flwr.core.domain import Plan, Snapshot
 from collapipe_flwr.core.errors import ConfigError, InfeasibleError
+from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import chain_of
 from collapipe_flwr.costs.layouts import Layouts, stack
 from collapipe_flwr.costs.tables import Tables, tabulate
@@ -34,7 +34,6 @@ from collapipe_flwr.scheduler.planner import Planner, Solution
 from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerConfig, SchedulerState
 from collapipe_flwr.scheduler.radio.interior_point import equal_shares
 
-Array = NDArray[np.float64]
 Pairs = Sequence[tuple[int, int]]
 """Micro-batch sizes and counts, the preferred one first."""
 

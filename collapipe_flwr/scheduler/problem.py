@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collapipe_flwr.core.errors import InfeasibleError
+from collapipe_flwr.costs.arrays import Array, Ints
 from collapipe_flwr.costs.convergence import (
     BoundRow,
     LearningConstants,
@@ -22,8 +22,6 @@ from collapipe_flwr.scheduler.dual_prices import DualPrices
 from collapipe_flwr.scheduler.protocol import Reference, SchedulerConfig
 from collapipe_flwr.scheduler.scorer import Scorer
 
-Array = NDArray[np.float64]
-Ints = NDArray[np.int64]
 NEVER = 1e3  # stands for "does not reach the target": finite, so that searches can cross it
 TARGET_FACTOR = 1.25  # the target stays this factor above the reference plan's own floor
 

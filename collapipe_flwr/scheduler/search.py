@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collapipe_flwr.core.errors import InfeasibleError
+from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.layouts import UNUSED, Layouts, replaced, stack
 from collapipe_flwr.scheduler.dual_prices import LEAST_SLOPE, DualPrices, best_of
 from collapipe_flwr.scheduler.initial_layouts import (
@@ -33,8 +33,6 @@ from collapipe_flwr.scheduler.problem import RoundProblem
 from collapipe_flwr.scheduler.segment_dp import Path, any_order, best_path
 from collapipe_flwr.scheduler.segment_problem import Terms, segment_problem
 
-Array = NDArray[np.float64]
-Ints = NDArray[np.int64]
 Score = Callable[[Layouts], Array]
 
 ENUMERATED_ROWS = 20_000  # clusters with fewer candidates than this are searched completely
@@ -124,7 +122,7 @@ class Search:
 
     # -- small clusters ---------------------------------------------------------------------
 
-    def _enumerable(self) -> NDArray[np.bool_]:
+    def _enumerable(self) -> Mask:
         grid, blocks = len(self.batches), self.problem.tables.num_blocks
         most = min(ENUMERATED_ROWS, ENUMERATED_IN_ALL // len(self.counts))
         counts = {int(n): count_layouts(int(n), blocks) for n in set(self.counts.tolist())}

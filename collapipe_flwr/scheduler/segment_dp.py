@@ -19,11 +19,9 @@ from heapq import heappop, heappush
 from itertools import count
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collapipe_flwr.core.errors import InfeasibleError
-
-Array = NDArray[np.float64]
+from collapipe_flwr.costs.arrays import Array, Places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +161,7 @@ def in_order(order: Sequence[int]) -> Shortest:
     def shortest(p: SegmentProblem) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         blocks = p.blocks
         reached = np.full((len(order), blocks + 1), np.inf)
-        came: list[tuple[NDArray[np.intp], NDArray[np.intp]]] = []
+        came: list[tuple[Places, Places]] = []
         for position, device in enumerate(order):
             start = np.full(blocks + 1, np.inf)
             start[0] = p.hop_cost_ijl[0, device + 1, 0]
@@ -223,7 +221,7 @@ class _SubsetTable:
             for device in range(self.n):
                 self._extend(masks[(masks >> device) & 1 == 0], device)
 
-    def _extend(self, masks: NDArray[np.intp], device: int) -> None:
+    def _extend(self, masks: Places, device: int) -> None:
         """Append ``device`` to every path over ``masks``."""
         p = self.p
         if not len(masks):

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from collapipe_flwr.costs.arrays import Array, Mask
 from collapipe_flwr.costs.layouts import span_sums
 from collapipe_flwr.costs.radio import SHARES, power_for_time_w, send_time_s, thrifty_time_s
 from collapipe_flwr.costs.tables import Tables
@@ -22,8 +22,6 @@ from collapipe_flwr.costs.work import (
     local_steps,
 )
 from collapipe_flwr.scheduler.segment_dp import SegmentProblem
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +111,7 @@ class _Builder:
         joules = joules + (self.price[1:] * self.watt[1:])[:, None, None] * home
         return out, home, joules
 
-    def _fits(self) -> NDArray[np.bool_]:
+    def _fits(self) -> Mask:
         blocks, options = self.tables.blocks, self.options
         kept_l, once = kept_bytes(blocks, options)
         flight = self.count if options.schedule == "gpipe" else 1.0

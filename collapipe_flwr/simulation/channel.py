@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collapipe_flwr.core.domain import ChannelState
 from collapipe_flwr.core.errors import ConfigError
-
-Array = NDArray[np.float64]
+from collapipe_flwr.costs.arrays import Array
 
 LIGHT_M_PER_S = 2.998e8
 NEAREST_M = 1.0

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import Chain, full_power_times
 from collapipe_flwr.scheduler.radio.newton import Curvature, NewtonSystem
 from collapipe_flwr.scheduler.radio.problem import (
@@ -24,7 +24,6 @@ from collapipe_flwr.scheduler.radio.problem import (
 )
 from collapipe_flwr.scheduler.radio.warm_start import warm_start
 
-Array = NDArray[np.float64]
 MAX_STEPS = 80
 TOLERANCE = 1e-4  # relative distance from the optimum
 REACH = 0.995  # share of the way to the boundary that a step may take

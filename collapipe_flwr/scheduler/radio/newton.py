@@ -11,12 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.costs.arrays import Array, Places
 from collapipe_flwr.scheduler.radio.problem import FlatHops, Point
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +68,7 @@ class NewtonSystem:
         self.share_omega = -hops.by_row(across * self.by_share[edge])
         self._couple(hops.by_row(sums[2]))
 
-    def _edges(self, edge: NDArray[np.intp]) -> tuple[Array, Array]:
+    def _edges(self, edge: Places) -> tuple[Array, Array]:
         """Cross derivative of x and omega; omega's diagonal with edge hops eliminated.
 
         The latter without differences of large numbers.

@@ -25,15 +25,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from collapipe_flwr.costs.arrays import Array, Ints, Mask, Places
 from collapipe_flwr.costs.chain import Chain
 from collapipe_flwr.costs.radio import LN2
 
-Array = NDArray[np.float64]
-Mask = NDArray[np.bool_]
 EXPONENT_MAX = 300.0
-Ints = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +48,7 @@ class RadioProblem:
     cap_weight_r2: Array  # H (J - 1): how often the slowest resource counts, phi and beta
     fixed_s_r: Array  # latency outside hops and slowest resources
     stage_max_r2: Array  # slowest compute stage that phi and beta bound
-    cap_of_h: NDArray[np.int64]  # which of phi (0) and beta (1) bounds a hop-direction
+    cap_of_h: Ints  # which of phi (0) and beta (1) bounds a hop-direction
     latency_price: float
     bandwidth_hz: float
 
@@ -121,11 +118,11 @@ class FlatHops:
 
     rows: int
     sides: int  # caps per row: phi and beta, or phi alone
-    flat_h: Ints  # position in the problem's (R, 2(S+1)) arrays
-    row_h: Ints
-    cap_h: Ints
-    starts_c: Ints  # where the stretch of each cap begins
-    edge_r2: Ints  # position of each row's two hops over the shared bandwidth
+    flat_h: Places  # position in the problem's (R, 2(S+1)) arrays
+    row_h: Places
+    cap_h: Places
+    starts_c: Places  # where the stretch of each cap begins
+    edge_r2: Places  # position of each row's two hops over the shared bandwidth
     log_bits_h: Array
     worth_h: Array  # objective of sending at vanishing power
     weight_h: Array

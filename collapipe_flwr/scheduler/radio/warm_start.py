@@ -11,12 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.radio import log_exponent_near
 from collapipe_flwr.scheduler.radio.problem import FlatHops, Point, RadioProblem
 
-Array = NDArray[np.float64]
 ROUNDS = 5
 ELASTICITY = 0.5  # fall of ln(time) per ln(price) while noise, not bandwidth, limits a hop
 BANDWIDTH_ELASTICITY = 1.5  # fall of ln(worth of a hertz) per ln(bandwidth)
