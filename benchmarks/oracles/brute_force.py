@@ -99,4 +99,4 @@ def optimal_plan(
     shares = least_shares(tables, reference_of(before), settings)
     limited = capped(tables, shares, reference_of(before), settings)
     planner = planner_for(limited, before, settings)
-    return solution_plan(planner, refined(planner, exhaustive(planner)), "brute-force", 1.0)
+    return solution_plan(refined(planner, exhaustive(planner)), "brute-force", 1.0)

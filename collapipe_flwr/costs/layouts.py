@@ -240,15 +240,17 @@ def hop_plans(hops: Hops, row: int) -> tuple[LinkConfig, ...]:
     return tuple(LinkConfig(codec=CODECS[index]) for index in used)
 
 
+def stage_names(tables: Tables, rows: Layouts, row: int) -> list[str]:
+    """The control unit and the devices of one row, in pipeline order."""
+    members = tables.snapshot.clusters[int(rows.cluster_r[row])].profile.members
+    used = rows.member_rs[row, : rows.depth_of(row)].tolist()
+    return [members[i].device_id for i in (0, *used)]
+
+
 def segments_of(tables: Tables, rows: Layouts, row: int) -> tuple[Segment, ...]:
     """The segments of one row, with device names."""
-    devices = tables.snapshot.clusters[int(rows.cluster_r[row])].profile.devices
-    members, stops = rows.member_rs[row].tolist(), rows.stop_rs[row].tolist()
+    devices, stops = stage_names(tables, rows, row)[1:], rows.stop_rs[row].tolist()
     return tuple(
-        Segment(
-            device_id=devices[members[s] - 1].device_id,
-            first_block=stops[s - 1] if s else 0,
-            stop_block=stops[s],
-        )
-        for s in range(rows.depth_of(row))
+        Segment(device_id=device, first_block=stops[s - 1] if s else 0, stop_block=stops[s])
+        for s, device in enumerate(devices)
     )

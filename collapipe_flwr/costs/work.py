@@ -48,39 +48,42 @@ class PricingOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """FLOPs per example of every stage, and of one optimiser step; speeds of the stages."""
+class Computing:
+    """What a round's computing takes."""
 
-    forward_flop: Array
-    backward_flop: Array
-    optimiser_flop: Array
-    speed: Array
+    forward_s: Array  # (R, S + 2) per micro-batch
+    backward_s: Array
+    optimiser_s: Array  # (R,) of one step, all stages
+    energy_j: Array  # (R, S + 1) of the round: control unit, then slots
 
 
-def work_of(tables: Tables, rows: Layouts, options: PricingOptions) -> Work:
-    """Work and speed of every stage of every row."""
+def computing_of(tables: Tables, rows: Layouts, options: PricingOptions) -> Computing:
+    """Times and energy of every row's stages."""
     model, blocks = tables.snapshot.model, tables.blocks
     ends = (model.embedding, model.decoder)
 
-    def with_ends(inner_rs: Array, values: list[float]) -> Array:
-        left, right = (np.full((len(rows), 1), value) for value in values)
-        return np.concatenate([left, inner_rs, right], axis=1)
+    def stages(prefix_l: Array, values: list[float]) -> Array:
+        first, last = (np.full((len(rows), 1), value) for value in values)
+        return np.concatenate([first, segment_sums(prefix_l, rows), last], axis=1)
 
-    forward = with_ends(segment_sums(blocks.forward_flop_l, rows), [e.forward_flop for e in ends])
-    backward = with_ends(
-        segment_sums(blocks.backward_flop_l, rows), [e.backward_flop for e in ends]
-    )
+    forward = stages(blocks.forward_flop_l, [end.forward_flop for end in ends])
+    backward = stages(blocks.backward_flop_l, [end.backward_flop for end in ends])
     if options.recompute:
         backward[:, 1:-1] += forward[:, 1:-1]
-    parameters = segment_sums(blocks.parameter_bytes_l, rows)
-    optimiser = with_ends(parameters, [float(e.parameter_bytes) for e in ends])
-    speed = of_members(tables.members.speed_mi, rows, padding=1.0)
+    parameters = stages(blocks.parameter_bytes_l, [float(end.parameter_bytes) for end in ends])
+    optimiser = OPTIMISER_FLOP_PER_BYTE * parameters
     edge = np.full((len(rows), 1), edge_speed(tables, options))
-    return Work(
-        forward_flop=forward,
-        backward_flop=backward,
-        optimiser_flop=OPTIMISER_FLOP_PER_BYTE * optimiser,
-        speed=np.concatenate([speed, edge], axis=1),
+    members = of_members(tables.members.speed_mi, rows, padding=1.0)
+    speed = np.concatenate([members, edge], axis=1)
+    size = rows.micro_batch_size_r[:, None].astype(np.float64)
+    batch = (rows.micro_batch_size_r * rows.micro_batches_r)[:, None].astype(np.float64)
+    flop = batch * (forward + backward) + optimiser
+    joule = steps_of(tables, rows)[:, None] * of_members(tables.members.energy_per_flop_mi, rows)
+    return Computing(
+        forward_s=size * forward / speed,
+        backward_s=size * backward / speed,
+        optimiser_s=(optimiser / speed).sum(1),
+        energy_j=joule * flop[:, :-1],
     )
 
 
@@ -106,17 +109,12 @@ def steps_of(tables: Tables, rows: Layouts) -> Array:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bulk:
-    """Transfers that happen once a round, at full power: weights out and back."""
+def bulk_of(tables: Tables, rows: Layouts) -> tuple[Array, Array]:
+    """Transfers that happen once a round, at full power: seconds (R,) and joules (R, S + 1).
 
-    server_s: Array  # (R,) download from and upload to the Flower server
-    handout_s: Array  # (R, S) control unit to each device
-    collect_s: Array  # (R, S) each device to the control unit
-
-
-def bulk_of(tables: Tables, rows: Layouts) -> Bulk:
-    """Once-a-round transfer times of every row."""
+    The control unit gets the weights from the Flower server, hands each device its segment,
+    collects the segments and returns the weights.
+    """
     cluster = rows.cluster_r
     member = np.maximum(rows.member_rs, 0)
     share = tables.share_mij[cluster[:, None], 0, member]
@@ -126,28 +124,12 @@ def bulk_of(tables: Tables, rows: Layouts) -> Bulk:
     gain_out = tables.gain_mij[cluster[:, None], 0, member]
     gain_back = tables.gain_mij[cluster[:, None], member, 0]
     power = tables.members.power_max_mi
-    power_out = power[cluster, 0][:, None]
-    power_back = power[cluster[:, None], member]
+    out = send_time_s(bits, width, power[cluster, 0][:, None] * gain_out / noise)
+    back = send_time_s(bits, width, power[cluster[:, None], member] * gain_back / noise)
     whole = tables.snapshot.model.embedding.parameter_bytes + tables.blocks.parameter_bytes_l[-1]
-    return Bulk(
-        server_s=2.0 * 8.0 * whole / tables.server_rate_m[cluster],
-        handout_s=send_time_s(bits, width, power_out * gain_out / noise),
-        collect_s=send_time_s(bits, width, power_back * gain_back / noise),
-    )
-
-
-def compute_energy_j(tables: Tables, rows: Layouts, work: Work) -> Array:
-    """Joules of computing in a round, (R, S + 1): control unit, then slots."""
-    steps = steps_of(tables, rows)[:, None]
-    batch = (rows.micro_batch_size_r * rows.micro_batches_r)[:, None].astype(np.float64)
-    flop = batch * (work.forward_flop + work.backward_flop) + work.optimiser_flop
-    return np.asarray(steps * of_members(tables.members.energy_per_flop_mi, rows) * flop[:, :-1])
-
-
-def bulk_energy_j(tables: Tables, rows: Layouts, bulk: Bulk) -> Array:
-    """Joules of handing segments out and collecting them, (R, S + 1)."""
-    seconds = np.concatenate([bulk.handout_s.sum(1)[:, None], bulk.collect_s], axis=1)
-    return np.asarray(of_members(tables.members.power_max_mi, rows) * seconds)
+    server_s = 2.0 * 8.0 * whole / tables.server_rate_m[cluster]
+    sending = np.concatenate([out.sum(1)[:, None], back], axis=1)
+    return server_s + out.sum(1) + back.sum(1), of_members(power, rows) * sending
 
 
 def radio_energy_j(count_r: Array, forward_hop_j: Array, backward_hop_j: Array) -> Array:
@@ -164,7 +146,8 @@ def peak_bytes(tables: Tables, rows: Layouts, options: PricingOptions, flight_rs
     """Peak bytes of every stage, (R, S + 2); ``flight_rs`` micro-batches are in flight there."""
     model, size = tables.snapshot.model, rows.micro_batch_size_r[:, None].astype(np.float64)
     state = segment_sums(tables.blocks.state_bytes_l, rows)
-    stash = size * _stash(tables, rows, options, flight_rs[:, 1:-1])
+    kept_l, once = kept_bytes(tables.blocks, options)
+    stash = size * (flight_rs[:, 1:-1] * segment_sums(kept_l, rows) + once * rows.used_rs)
     ends = []
     for cost, flight in ((model.embedding, flight_rs[:, :1]), (model.decoder, flight_rs[:, -1:])):
         ends.append(cost.state_bytes + size * flight * cost.stash_bytes)
@@ -177,11 +160,6 @@ def kept_bytes(blocks: BlockTable, options: PricingOptions) -> tuple[Array, floa
         return blocks.stash_bytes_l, 0.0
     inputs_l = np.concatenate([[0.0], np.cumsum(blocks.cut_bytes_l[:-1])])
     return inputs_l, float(np.diff(blocks.stash_bytes_l).max())
-
-
-def _stash(tables: Tables, rows: Layouts, options: PricingOptions, flight_rs: Array) -> Array:
-    kept_l, once = kept_bytes(tables.blocks, options)
-    return np.asarray(flight_rs * segment_sums(kept_l, rows) + once * rows.used_rs)
 
 
 def capacity_bytes(tables: Tables, rows: Layouts, options: PricingOptions) -> Array:

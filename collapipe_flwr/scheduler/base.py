@@ -8,12 +8,13 @@ import numpy as np
 
 from collapipe_flwr.core.domain import ClusterPlan, Plan, RoundOutcome, Snapshot
 from collapipe_flwr.costs.arrays import Array
-from collapipe_flwr.costs.chain import Scheduled, chain_of, schedule_rows
+from collapipe_flwr.costs.chain import chain_of, schedule_rows
 from collapipe_flwr.costs.convergence import Prior, constants_of, update
-from collapipe_flwr.costs.layouts import Layouts, hop_plans, replaced, segments_of
-from collapipe_flwr.costs.price import named_energy, named_memory, stage_names
+from collapipe_flwr.costs.layouts import Layouts, hop_plans, replaced, segments_of, stage_names
+from collapipe_flwr.costs.makespan import Depths
+from collapipe_flwr.costs.price import PricedCluster, price_clusters
 from collapipe_flwr.costs.tables import Tables, tabulate
-from collapipe_flwr.costs.work import fits, peak_bytes
+from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.estimates import profiles_learned, with_error
 from collapipe_flwr.scheduler.initial_layouts import rows_from_weights
 from collapipe_flwr.scheduler.link_estimates import links_learned
@@ -191,16 +192,14 @@ def energy_prices(tables: Tables, state: SchedulerState, settings: SchedulerConf
     return np.where(finite, queue / budget**2, 0.0) + least
 
 
-def solution_plan(planner: Planner, solution: Solution, policy: str, share: float) -> Plan:
+def solution_plan(solution: Solution, policy: str, share: float) -> Plan:
     """The solution in names and units that the rest of the product speaks."""
-    tables = planner.tables
-    scheduled = schedule_rows(tables, solution.chain, solution.allocation.times)
-    memory = peak_bytes(tables, solution.rows, planner.settings, scheduled.flight_rs)
-    clusters = tuple(
-        _cluster_plan(tables, solution, scheduled, m, memory[m]) for m in range(tables.num_clusters)
-    )
+    chain = solution.chain
+    depths, step_s = schedule_rows(chain, solution.allocation.times)
+    priced = price_clusters(chain, solution.priced.energy_j, depths, step_s)
+    clusters = tuple(_cluster_plan(solution, m, each, depths[m]) for m, each in enumerate(priced))
     return Plan(
-        round_index=tables.snapshot.round_index,
+        round_index=chain.tables.snapshot.round_index,
         policy=policy,
         clusters=clusters,
         latency_s=max(c.latency_s for c in clusters),
@@ -208,27 +207,23 @@ def solution_plan(planner: Planner, solution: Solution, policy: str, share: floa
     )
 
 
-def _cluster_plan(
-    tables: Tables, solution: Solution, scheduled: Scheduled, m: int, memory_s: Array
-) -> ClusterPlan:
-    rows, chain, cluster = solution.rows, solution.chain, tables.snapshot.clusters[m]
-    segments = segments_of(tables, rows, m)
-    names = stage_names(cluster, segments)
-    forward, backward = solution.powers[m, :, 0], solution.powers[m, :, 1]
-    step_s = float(scheduled.makespan_s[m])
+def _cluster_plan(solution: Solution, m: int, priced: PricedCluster, depths: Depths) -> ClusterPlan:
+    rows, chain = solution.rows, solution.chain
+    names = stage_names(chain.tables, rows, m)
+    forward, backward = solution.powers[m, :, 0].tolist(), solution.powers[m, :, 1].tolist()
     return ClusterPlan(
-        cluster_id=cluster.profile.cluster_id,
-        segments=segments,
+        cluster_id=priced.cluster_id,
+        segments=segments_of(chain.tables, rows, m),
         micro_batch_size=int(rows.micro_batch_size_r[m]),
         micro_batches=int(rows.micro_batches_r[m]),
-        warmup_depth=scheduled.depths[m],
+        warmup_depth=depths,
         local_steps=int(chain.steps_r[m]),
         bandwidth_hz=float(solution.allocation.edge_hz_r[m]),
-        tx_power_w={name: float(forward[k]) for k, name in enumerate(names)},
-        gradient_power_w={s.device_id: float(backward[k]) for k, s in enumerate(segments)},
-        latency_s=float(chain.fixed_s[m] + chain.steps_r[m] * step_s),
-        step_s=step_s,
-        energy_j=named_energy(cluster, names, solution.priced.energy_j[m]),
-        memory_bytes=named_memory(names, memory_s),
+        tx_power_w=dict(zip(names, forward, strict=False)),
+        gradient_power_w=dict(zip(names[1:], backward, strict=False)),
+        latency_s=priced.latency_s,
+        step_s=priced.step_s,
+        energy_j=priced.energy_j,
+        memory_bytes=priced.memory_bytes,
         hops=hop_plans(chain.hops, m),
     )

@@ -128,7 +128,7 @@ class Decision:
 
     def plan(self, policy: str) -> Plan:
         """In names and units."""
-        plan = solution_plan(self.planner, self.solution, policy, self.share)
+        plan = solution_plan(self.solution, policy, self.share)
         kept = [float(s) if np.isfinite(s) else None for s in self.model_share_m]
         clusters = (replace(c, model_share=s) for c, s in zip(plan.clusters, kept, strict=True))
         return replace(plan, clusters=tuple(clusters))

@@ -136,7 +136,7 @@ class RuleScheduler(Policy):
                 for c in state.last_plan.clusters
             }
             solution = self._solution(planner, kept, grid)
-        plan = solution_plan(planner, solution, self.name, 1.0)
+        plan = solution_plan(solution, self.name, 1.0)
         budgets = known_budgets(state.budget_j, snapshot)
         return plan, replace(state, rounds=state.rounds + 1, budget_j=budgets, last_plan=plan)
 
