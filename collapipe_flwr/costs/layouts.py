@@ -66,9 +66,15 @@ class Layouts:
             micro_batches_r=self.micro_batches_r[rows],
         )
 
-    def with_batches(self, size_r: Ints, count_r: Ints) -> Layouts:
-        """The same segments with other micro-batches."""
-        return replace(self, micro_batch_size_r=size_r, micro_batches_r=count_r)
+    @property
+    def batch_r(self) -> Array:
+        """Examples of one optimiser step."""
+        return np.asarray(self.micro_batch_size_r * self.micro_batches_r, dtype=np.float64)
+
+    def with_batches(self, size_r: Ints | int, count_r: Ints | int) -> Layouts:
+        """The same segments with other micro-batches, of every row or of all."""
+        size, count = (np.full(len(self), value) for value in (size_r, count_r))
+        return replace(self, micro_batch_size_r=size, micro_batches_r=count)
 
 
 def stack(parts: list[Layouts]) -> Layouts:

@@ -16,12 +16,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from collapipe_flwr.core.domain import BlockCost, ModelProfile
 from collapipe_flwr.core.keys import key, one_of
 from collapipe_flwr.core.schedule import SCHEDULES
 from collapipe_flwr.costs.arrays import Array, Mask
-from collapipe_flwr.costs.layouts import Layouts, of_members, segment_sums
+from collapipe_flwr.costs.layouts import Layouts, of_members, segment_sums, span_sums
 from collapipe_flwr.costs.radio import send_time_s
 from collapipe_flwr.costs.tables import BlockTable, Tables
 
@@ -76,8 +77,7 @@ def computing_of(tables: Tables, rows: Layouts, options: PricingOptions) -> Comp
     members = of_members(tables.members.speed_mi, rows, padding=1.0)
     speed = np.concatenate([members, edge], axis=1)
     size = rows.micro_batch_size_r[:, None].astype(np.float64)
-    batch = (rows.micro_batch_size_r * rows.micro_batches_r)[:, None].astype(np.float64)
-    flop = batch * (forward + backward) + optimiser
+    flop = rows.batch_r[:, None] * (forward + backward) + optimiser
     joule = steps_of(tables, rows)[:, None] * of_members(tables.members.energy_per_flop_mi, rows)
     return Computing(
         forward_s=size * forward / speed,
@@ -93,20 +93,14 @@ def edge_speed(tables: Tables, options: PricingOptions) -> float:
     return speed / tables.num_clusters if options.edge_shared else speed
 
 
-def local_steps(examples: Array, micro_batch_size: Array, micro_batches: Array) -> Array:
+def local_steps(examples: Array, batch: ArrayLike) -> Array:
     """Steps of one pass over the cluster's examples: ``ceil(D / (b J))``, at least one."""
-    batch = np.asarray(micro_batch_size, dtype=np.float64) * micro_batches
-    return np.asarray(np.maximum(np.ceil(np.asarray(examples) / batch), 1.0))
+    return np.asarray(np.maximum(np.ceil(examples / np.asarray(batch, dtype=np.float64)), 1.0))
 
 
 def steps_of(tables: Tables, rows: Layouts) -> Array:
     """Local steps H of every row, (R,)."""
-    examples = tables.examples_m[rows.cluster_r]
-    return local_steps(
-        examples,
-        rows.micro_batch_size_r.astype(np.float64),
-        rows.micro_batches_r.astype(np.float64),
-    )
+    return local_steps(tables.examples_m[rows.cluster_r], rows.batch_r)
 
 
 def bulk_of(tables: Tables, rows: Layouts) -> tuple[Array, Array]:
@@ -160,6 +154,12 @@ def kept_bytes(blocks: BlockTable, options: PricingOptions) -> tuple[Array, floa
         return blocks.stash_bytes_l, 0.0
     inputs_l = np.concatenate([[0.0], np.cumsum(blocks.cut_bytes_l[:-1])])
     return inputs_l, float(np.diff(blocks.stash_bytes_l).max())
+
+
+def segment_bytes(blocks: BlockTable, options: PricingOptions, size: float, flight: float) -> Array:
+    """Peak bytes of a device with blocks l..k-1, (L + 1, L + 1), that has so much in flight."""
+    kept_l, once = kept_bytes(blocks, options)
+    return span_sums(blocks.state_bytes_l) + size * (flight * span_sums(kept_l) + once)
 
 
 def capacity_bytes(tables: Tables, rows: Layouts, options: PricingOptions) -> Array:

@@ -8,7 +8,7 @@ import numpy as np
 
 from collapipe_flwr.core.domain import ClusterPlan, Plan, RoundOutcome, Snapshot
 from collapipe_flwr.costs.arrays import Array
-from collapipe_flwr.costs.chain import chain_of, schedule_rows
+from collapipe_flwr.costs.chain import chain_of, makespan_of, schedule_rows
 from collapipe_flwr.costs.convergence import Prior, constants_of, update
 from collapipe_flwr.costs.layouts import Layouts, hop_plans, replaced, segments_of, stage_names
 from collapipe_flwr.costs.makespan import Depths
@@ -16,7 +16,7 @@ from collapipe_flwr.costs.price import PricedCluster, price_clusters
 from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.estimates import profiles_learned, with_error
-from collapipe_flwr.scheduler.initial_layouts import rows_from_weights
+from collapipe_flwr.scheduler.initial_layouts import rows_by_weight
 from collapipe_flwr.scheduler.link_estimates import links_learned
 from collapipe_flwr.scheduler.planner import Planner, Solution
 from collapipe_flwr.scheduler.problem import Learning, learning_for
@@ -85,19 +85,10 @@ def initial_state(snapshot: Snapshot, settings: SchedulerConfig) -> SchedulerSta
 def _reference(tables: Tables, settings: SchedulerConfig) -> Reference:
     """A plain plan at equal bandwidth: its latency and micro-batches."""
     rows = _plain_rows(tables, settings)
-    planner = Planner(
-        tables=tables,
-        settings=settings,
-        learning=learning_for(
-            tables, None, Reference(latency_s=1.0, micro_batch_size=1, micro_batches=1)
-        ),
-        latency_price=1.0,
-        price_mi=np.zeros_like(tables.members.speed_mi),
-    )
     chain = chain_of(tables, rows, settings)
-    priced = planner.priced(chain, equal_shares(chain, tables.snapshot.radio.bandwidth_hz), 1.0)
+    times = equal_shares(chain, tables.snapshot.radio.bandwidth_hz).times
     return Reference(
-        latency_s=float(priced.priced.latency_s.max()),
+        latency_s=float((chain.fixed_s + chain.steps_r * makespan_of(chain, times)).max()),
         micro_batch_size=int(rows.micro_batch_size_r[0]),
         micro_batches=int(rows.micro_batches_r[0]),
     )
@@ -109,29 +100,21 @@ def _plain_rows(tables: Tables, settings: SchedulerConfig) -> Layouts:
     The batch is the same for everyone, the middle one of those that fit. Where nothing fits, the
     last that was tried stands: planning refuses such a snapshot, and says why.
     """
-    members, few = tables.members, min(3, tables.num_blocks)
+    members, clusters = tables.members, np.arange(tables.num_clusters)
+    few = min(3, tables.num_blocks)
     speed = np.where(members.present_mi, members.speed_mi, 0.0)[:, 1:]
     memory = np.where(members.present_mi, members.memory_mi, 0.0)[:, 1:]
     most = min(tables.num_blocks, speed.shape[1])
     for weights, depths in ((speed, range(few, few + 1)), (memory, range(few, most + 1))):
-        for size, count in middle_first(settings):
-            rows = _spread_rows(tables, weights, few, (size, count))
+        for batch in middle_first(settings):
+            rows = rows_by_weight(clusters, weights, few, tables.num_blocks, batch)
             for depth in depths:
-                wider = _spread_rows(tables, weights, depth, (size, count))
+                wider = rows_by_weight(clusters, weights, depth, tables.num_blocks, batch)
                 short = np.flatnonzero(~fits(tables, rows, settings))
                 rows = replaced(rows, short, wider.take(short))
             if fits(tables, rows, settings).all():
                 return rows
     return rows
-
-
-def _spread_rows(tables: Tables, weight_mn: Array, depth: int, batch: tuple[int, int]) -> Layouts:
-    """Blocks in proportion to weights over the ``depth`` devices of most weight."""
-    order = np.argsort(-weight_mn, axis=1, kind="stable")[:, :depth]
-    weight = np.take_along_axis(weight_mn, order, axis=1)
-    clusters = np.arange(tables.num_clusters)
-    batches = np.tile(batch, (len(clusters), 1))
-    return rows_from_weights(clusters, order + 1, weight, tables.num_blocks, batches)
 
 
 def middle_first(settings: SchedulerConfig) -> list[tuple[int, int]]:
@@ -176,8 +159,7 @@ def planner_for(
 
 def energy_prices(tables: Tables, state: SchedulerState, settings: SchedulerConfig) -> Array:
     """Objective per joule: ``Q / budget^2``, plus a little so that nothing is wasted."""
-    members, reference = tables.members, state.reference
-    assert reference is not None
+    members, reference = tables.members, reference_of(state)
     queue = np.zeros_like(members.speed_mi)
     for m, cluster in enumerate(tables.snapshot.clusters):
         known = state.energy_queue_j.get(cluster.profile.cluster_id, {})
