@@ -174,8 +174,8 @@ def _kind(name: str, board: Any) -> DeviceProfile:
     narrow = board.get("d2d_mhz")
     if narrow is not None and not _is_positive(narrow):
         raise ConfigError(f"kind {name!r}: d2d_mhz must be a number > 0, got {narrow!r}")
-    board = _board(name, *map(float, numbers))
-    return board if narrow is None else replace(board, d2d_bandwidth_hz=narrow * MEGA)
+    kind = _board(name, *map(float, numbers))
+    return kind if narrow is None else replace(kind, d2d_bandwidth_hz=narrow * MEGA)
 
 
 def _is_positive(value: object) -> bool:

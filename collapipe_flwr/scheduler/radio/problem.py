@@ -52,21 +52,19 @@ class RadioProblem:
     latency_price: float
     bandwidth_hz: float
 
-    @property
-    def hops(self) -> int:
-        """Number of forward hops, S + 1."""
-        return int(self.used_rh.shape[1]) // 2
-
 
 def radio_problem(
     chain: Chain, price_rs: Array, *, latency_price: float, bandwidth_hz: float
 ) -> RadioProblem:
     """The radio block of one row per cluster; ``price_rs`` per joule of CU and slots (R, S + 1)."""
     hops, count = chain.hops, chain.rows.micro_batches_r.astype(np.float64)
+    forward, backward = chain.forward_stage_s, chain.backward_stage_s
     backward_price = np.concatenate([price_rs[:, 1:], np.zeros((len(chain.rows), 1))], axis=1)
     backward_price = np.where(hops.to_edge, 0.0, backward_price)
-    sends = (chain.steps_r * count)[:, None]
-    compute = chain.forward_stage_s.sum(1) + chain.backward_stage_s.sum(1)
+    sends, further = (chain.steps_r * count)[:, None], chain.steps_r * (count - 1.0)
+    # Under 1F1B one slowest resource, phi, paces both passes; under GPipe each has its own.
+    overlaps = chain.options.schedule == "1f1b"
+    slowest = [(forward + backward).max(1)] * 2 if overlaps else [forward.max(1), backward.max(1)]
 
     def both(values: Array) -> Array:
         return np.concatenate([values, values], axis=1)
@@ -80,31 +78,13 @@ def radio_problem(
         d2d_hz_rh=both(chain.d2d_hz_rh),
         price_rh=np.concatenate([price_rs, backward_price], axis=1) * sends,
         weight_r=chain.steps_r,
-        cap_weight_r2=_cap_weights(chain),
-        fixed_s_r=chain.fixed_s + chain.steps_r * compute,
-        stage_max_r2=_slowest_stages(chain),
-        cap_of_h=np.repeat([0, 0 if _overlaps(chain) else 1], hops.used.shape[1]),
+        cap_weight_r2=np.stack([further, further * (not overlaps)], axis=1),
+        fixed_s_r=chain.fixed_s + chain.steps_r * (forward.sum(1) + backward.sum(1)),
+        stage_max_r2=np.stack(slowest, axis=1),
+        cap_of_h=np.repeat([0, 0 if overlaps else 1], hops.used.shape[1]),
         latency_price=latency_price,
         bandwidth_hz=bandwidth_hz,
     )
-
-
-def _overlaps(chain: Chain) -> bool:
-    """Under 1F1B one slowest resource, phi, paces both passes; under GPipe each has its own."""
-    return chain.options.schedule == "1f1b"
-
-
-def _cap_weights(chain: Chain) -> Array:
-    further = chain.steps_r * (chain.rows.micro_batches_r - 1.0)
-    return np.stack([further, further * (not _overlaps(chain))], axis=1)
-
-
-def _slowest_stages(chain: Chain) -> Array:
-    forward, backward = chain.forward_stage_s, chain.backward_stage_s
-    if _overlaps(chain):
-        both = (forward + backward).max(1)
-        return np.stack([both, both], axis=1)
-    return np.stack([forward.max(1), backward.max(1)], axis=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
