@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -35,7 +36,7 @@ from collapipe_flwr.transport.codec import decode_frame, encode_frame
 from collapipe_flwr.transport.host_status import ProbeAnswer, ProbeRequest
 from collapipe_flwr.transport.methods import FrameLimits, Method, decode_message, encode_message
 from collapipe_flwr.transport.quantize import WIRE_CODECS
-from collapipe_flwr.transport.server import call_deadline
+from collapipe_flwr.transport.server import call_deadline, end_threads
 from collapipe_flwr.transport.stream import StreamConfig, StreamLink
 from collapipe_flwr.transport.weights import gather_weights, weight_frames
 
@@ -100,8 +101,9 @@ class Servicer:
         return self._service.health().sessions
 
     def close(self) -> None:
-        """Wait for the stages that run."""
-        self._workers.shutdown(wait=True)
+        """Break off the streams that run, and wait for their stages."""
+        self._service.break_off("the host is stopping")
+        end_threads(self._workers, "stages")
 
     def may_use(self, caller: Caller, method: Method, session_id: str) -> bool:
         """Whether a caller may do this to a session; what is unknown is refused by the method."""
@@ -220,7 +222,9 @@ class Servicer:
     ) -> tuple[StreamLink, Future[None]]:
         peer = call.metadata.get(methods.NAME_KEY, call.context.peer())[:80]
         link = StreamLink(peer, config, lambda _: LinkError(f"{peer} broke off the stream"))
-        call.context.add_callback(lambda: link.broken(LinkError(f"{peer} broke off the stream")))
+        gone = partial(link.broken, LinkError(f"{peer} broke off the stream"))
+        if not call.context.add_callback(gone):  # it is gone already
+            gone()
         link.send(Frame(kind=FrameKind.HELLO), deadline_s=1.0)
         work = self._workers.submit(self._service.serve, stream, link)
         session_id = stream.session.request.key.session_id

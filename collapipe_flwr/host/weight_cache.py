@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ from collapipe_flwr.pipeline.state import digest_of
 _log = logging.getLogger(__name__)
 _SUFFIX, _NAME = ".safetensors", "tensor"
 _STORED = "last session"
+_DIGEST = re.compile("[0-9a-f]{32}")  # as `digest_of` writes it
 
 
 class TensorStore:
@@ -133,5 +135,5 @@ class WeightCache:
             left -= stat.st_size
 
     def _path(self, digest: str) -> Path | None:
-        """None for what cannot be a digest: it came over the network."""
-        return self._folder / f"{digest}{_SUFFIX}" if digest.isalnum() else None
+        """None for what is no digest: it came over the network."""
+        return self._folder / f"{digest}{_SUFFIX}" if _DIGEST.fullmatch(digest) else None

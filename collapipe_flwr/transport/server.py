@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,9 @@ from collapipe_flwr.transport.methods import (
 )
 from collapipe_flwr.transport.tls import bind
 
+_log = logging.getLogger(__name__)
 _MESSAGE_S = 60.0
+_END_S = 10.0
 
 
 class Server:
@@ -68,11 +71,24 @@ class Server:
     def stop(self, grace_s: float = 1.0) -> None:
         """Refuse new calls, give running ones `grace_s`, then break them off."""
         self._server.stop(grace_s).wait(grace_s + 5.0)
-        self._callers.shutdown(wait=True)
+        self._let_go()
+        end_threads(self._callers, "calls")
+
+    def _let_go(self) -> None:
+        """End what calls that are broken off may wait for."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until the server is stopped; whether it was."""
         return not self._server.wait_for_termination(timeout_s)
+
+
+def end_threads(pool: ThreadPoolExecutor, what: str) -> None:
+    """Wait for the threads of a pool; the log says when some do not end in time."""
+    waiting = threading.Thread(target=pool.shutdown, name="end-threads", daemon=True)
+    waiting.start()
+    waiting.join(_END_S)
+    if waiting.is_alive():
+        _log.error("%s that were told to end have not for %g s: left behind", what, _END_S)
 
 
 @contextmanager
