@@ -19,7 +19,7 @@ from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.authorizer import Authorizer
 from collapipe_flwr.transport.host_status import status_here
-from collapipe_flwr.transport.methods import METHODS, FrameLimits, Method, encode_message
+from collapipe_flwr.transport.methods import METHODS, Method, encode_message
 from collapipe_flwr.transport.server import Server, only_message
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ class Listener(Server):
         make_servicer: Callable[[], Servicer],
         *,
         tls: TlsFiles | None = None,
-        limits: FrameLimits | None = None,
         access: AccessControl | None = None,
         on_edge: bool = False,
         most_streams: int = 64,
@@ -70,7 +69,6 @@ class Listener(Server):
             threads=threads,
             most_calls=2 * threads,
             tls=tls,
-            limits=limits,
         )
 
     def drain(self, grace_s: float) -> None:
@@ -142,18 +140,9 @@ class Listener(Server):
 class EdgeServer(Listener):
     """A host that serves at once: an `EdgeService` to which whoever the CA signed may talk."""
 
-    def __init__(
-        self,
-        listen: str,
-        service: EdgeService,
-        *,
-        tls: TlsFiles | None = None,
-        limits: FrameLimits | None = None,
-    ) -> None:
-        from collapipe_flwr.host.servicer import Servicer, ServicerConfig
+    def __init__(self, listen: str, service: EdgeService, *, tls: TlsFiles | None = None) -> None:
+        from collapipe_flwr.host.servicer import Servicer
 
-        servicer = Servicer(service, ServicerConfig(limits=limits or FrameLimits()))
+        servicer = Servicer(service)
         most_streams = service.health().most_sessions
-        super().__init__(
-            listen, lambda: servicer, tls=tls, limits=limits, most_streams=most_streams
-        )
+        super().__init__(listen, lambda: servicer, tls=tls, most_streams=most_streams)

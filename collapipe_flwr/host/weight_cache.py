@@ -20,8 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from collapipe_flwr.core.durable import clean, draft, make_folder
-from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.durable import draft, own_folder
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
 from collapipe_flwr.pipeline.meter import bytes_of
 from collapipe_flwr.pipeline.state import digest_of
@@ -77,12 +76,7 @@ class WeightCache:
     """
 
     def __init__(self, folder: Path, most_bytes: int) -> None:
-        try:
-            make_folder(folder, 0o700)
-            clean(folder)
-        except OSError as error:
-            raise ConfigError(f'--cache-dir "{folder}" cannot be made: {error.strerror}') from error
-        self._folder = folder
+        self._folder = own_folder(folder, "--cache-dir")
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
 

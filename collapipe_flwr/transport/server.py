@@ -15,8 +15,8 @@ from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.transport.keepalive import server_keepalive_options
 from collapipe_flwr.transport.methods import (
     MOST_CONNECTIONS,
-    FrameLimits,
     Method,
+    Options,
     channel_options,
 )
 from collapipe_flwr.transport.tls import bind
@@ -42,13 +42,12 @@ class Server:
         threads: int,
         most_calls: int,
         tls: TlsFiles | None = None,
-        limits: FrameLimits | None = None,
     ) -> None:
         self._callers = ThreadPoolExecutor(threads, thread_name_prefix="rpc")
         self._server = grpc.server(
             self._callers,
             options=[
-                *channel_options(limits or FrameLimits()),
+                *channel_options(),
                 *_peer_options(most_calls),
                 *server_keepalive_options(),
                 ("grpc.so_reuseport", 0),
@@ -76,10 +75,6 @@ class Server:
 
     def _let_go(self) -> None:
         """End what calls that are broken off may wait for."""
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until the server is stopped; whether it was."""
-        return not self._server.wait_for_termination(timeout_s)
 
 
 def end_threads(pool: ThreadPoolExecutor, what: str) -> None:
@@ -113,7 +108,7 @@ def only_message(messages: Iterator[bytes], context: grpc.ServicerContext) -> by
     return message
 
 
-def _peer_options(most_calls: int) -> list[tuple[str, object]]:
+def _peer_options(most_calls: int) -> Options:
     """What keeps one peer, or many who never say a word, from filling a server's memory."""
     return [
         ("grpc.server_handshake_timeout_ms", 10_000),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 
@@ -20,8 +19,6 @@ from collapipe_flwr.core.links import LinkConfig, LinkTraffic
 from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, Link, memory_pair
 from collapipe_flwr.transport.quantize import WIRE_CODECS
 from collapipe_flwr.transport.stream import RateLimiter
-
-Clock = Callable[[], float]
 
 
 def simulated_pair(left: str, right: str, link: LinkConfig) -> tuple[Link, Link]:
@@ -43,16 +40,15 @@ def simulated(left: Link, right: Link, link: LinkConfig) -> tuple[Link, Link]:
 class Wire:
     """One direction: when each frame in flight arrives."""
 
-    def __init__(self, rate_bit_per_s: float | None, clock: Clock = time.monotonic) -> None:
+    def __init__(self, rate_bit_per_s: float | None) -> None:
         self.busy_s = 0.0  # of carrying
         self.cut = threading.Event()  # nothing arrives any more
         self._limiter = RateLimiter(rate_bit_per_s)
-        self._clock = clock
         self._arrivals: SimpleQueue[float] = SimpleQueue()
 
     def put(self, size_bytes: int) -> None:
         """A frame of that size was sent."""
-        now_s = self._clock()
+        now_s = time.monotonic()
         self._arrivals.put(now_s + self._limiter.delay_s(size_bytes, now_s))
         self.busy_s += self._limiter.carrying_s(size_bytes)
 
@@ -62,7 +58,7 @@ class Wire:
             due_s = self._arrivals.get(timeout=deadline_s)
         except Empty as error:
             raise LinkTimeout(f"{peer} announced a frame and did not send it") from error
-        waits_s = due_s - self._clock()
+        waits_s = due_s - time.monotonic()
         if waits_s > 0:
             self.cut.wait(waits_s)
 
