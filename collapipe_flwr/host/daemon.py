@@ -16,7 +16,7 @@ from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.core.processes import stopping
 from collapipe_flwr.host.allocator import configure_malloc
 from collapipe_flwr.host.power import IwPower
-from collapipe_flwr.host.server import Listener, ListenerConfig
+from collapipe_flwr.host.server import Listener
 
 if TYPE_CHECKING:
     from collapipe_flwr.host.servicer import Servicer
@@ -62,12 +62,12 @@ class HostSettings:
             )
         if not self.memory_bytes > 0:
             raise ConfigError(f"--memory-mb must be > 0, got {self.memory_bytes / 1e6:g}")
-        _ = self.power
+        _ = self.set_power
 
     @property
-    def power(self) -> IwPower | None:
-        """The power control of `radio_interface`, if one is set; raises ConfigError."""
-        return IwPower(self.radio_interface) if self.radio_interface else None
+    def set_power(self) -> Callable[[float], None] | None:
+        """How `radio_interface` is told its power in W, if one is set; raises ConfigError."""
+        return IwPower(self.radio_interface).apply if self.radio_interface else None
 
 
 def is_loopback(listen: str) -> bool:
@@ -88,7 +88,9 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
     listener = Listener(
         settings.listen,
         lambda: made or _servicer(settings, passes_on),
-        ListenerConfig(tls=settings.tls, access=settings.access, on_edge=not passes_on),
+        tls=settings.tls,
+        access=settings.access,
+        on_edge=not passes_on,
     )
     with stopping() as stop, listener:
         announce(listener.address)
@@ -132,7 +134,7 @@ def _servicer(settings: HostSettings, passes_on: bool) -> Servicer:
         snapshots=SnapshotStore(settings.state_dir) if settings.state_dir is not None else None,
         store=TensorStore(ledger) if passes_on else None,  # the edge's clusters differ
         cache=WeightCache(folder, settings.cache_bytes) if folder is not None else None,
-        power=settings.power,
+        set_power=settings.set_power,
         ledger=ledger,
     )
     guests = frozenset() if passes_on or settings.access is None else settings.access.control_units
