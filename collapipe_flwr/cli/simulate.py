@@ -83,7 +83,7 @@ def simulate(
     plot: Annotated[Path | None, typer.Option(help="Folder for plots (needs matplotlib).")] = None,
 ) -> None:
     """Let scheduling policies plan rounds in a simulated world; nothing is trained."""
-    from collapipe_flwr.reporting.simulation import Outputs, run_simulation
+    from collapipe_flwr.reporting.simulation import run_simulation
     from collapipe_flwr.simulation.setting import Choices
     from collapipe_flwr.simulation.setting import preset as preset_setting
 
@@ -118,4 +118,4 @@ def simulate(
         profile_delay=profile_delay,
     )
     setting = chosen.over(preset_setting(preset))
-    run_simulation(setting, Outputs(json_file=json_file, plot_dir=plot))
+    run_simulation(setting, json_file=json_file, plot_dir=plot)

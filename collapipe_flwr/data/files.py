@@ -10,7 +10,7 @@ import gzip
 import io
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -37,7 +37,7 @@ _UNIVERSAL = re.compile(r"# \S+ = ")
 @contextmanager
 def _opened(path: Path, key: str) -> Iterator[IO[bytes]]:
     """A file, unpacked if need be; raises DataError where it cannot be read."""
-    opening: Callable[..., IO[bytes]] = gzip.open if path.suffix == ".gz" else open
+    opening: Any = gzip.open if path.suffix == ".gz" else open
     try:
         with opening(path, "rb") as file:
             yield file
