@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from transformers import GenerationConfig
 
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.metrics import Tally, added
-from collapipe_flwr.data.tasks import Task
 from collapipe_flwr.models.parts import EmbeddingPart
 from collapipe_flwr.models.tasks import best_class
 from collapipe_flwr.pipeline.config import StageConfig
@@ -26,6 +25,9 @@ from collapipe_flwr.pipeline.generation import ATTENTION_MASK, INPUT_IDS
 from collapipe_flwr.pipeline.generation_driver import GenerationDriver
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.step import MicroBatch
+
+if TYPE_CHECKING:  # which needs the extra `data`
+    from collapipe_flwr.data.tasks import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
