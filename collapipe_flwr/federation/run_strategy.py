@@ -30,7 +30,7 @@ from collapipe_flwr.federation.records import (
 )
 from collapipe_flwr.federation.rpc_gateway import RpcEdgeGateway
 from collapipe_flwr.federation.split import SplitModel
-from collapipe_flwr.federation.strategy import CollaPipe
+from collapipe_flwr.federation.strategy import RAISE, CollaPipe
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.scheduler.policies import make_scheduler
@@ -63,7 +63,13 @@ def run_strategy(
         return
     with open_edge(config.edge) as client:
         split = _split_model(client, config, learner, run_id)
-        strategy = CollaPipe(inner, scheduler=planner, split=split, on_round=recorder.on_round)
+        strategy = CollaPipe(
+            inner,
+            scheduler=planner,
+            split=split,
+            on_round=recorder.on_round,
+            on_total_failure=RAISE,
+        )
         yield strategy, ConfigRecord()
 
 
