@@ -7,6 +7,7 @@ strategy drives.
 
 from __future__ import annotations
 
+from copy import copy
 from types import new_class
 from typing import Any
 
@@ -48,9 +49,14 @@ def driver(inner: Strategy, hooks: Strategy) -> Strategy:
     kind = type(inner)
     body: dict[str, Any] = {name: _Hook(name, getattr(hooks, name)) for name in _HOOKS}
     body["__module__"], body["__qualname__"] = kind.__module__, kind.__qualname__
-    body["__reduce_ex__"] = lambda _, protocol: inner.__reduce_ex__(protocol)
+    body["__copy__"] = lambda _: copy(inner)
+    body["__reduce__"] = lambda _: (_itself, (inner,))
     driven: Strategy = object.__new__(
         new_class(kind.__name__, (kind,), None, lambda own: own.update(body))
     )
     object.__setattr__(driven, "__dict__", vars(inner))
     return driven
+
+
+def _itself(strategy: Strategy) -> Strategy:
+    return strategy
