@@ -29,7 +29,7 @@ from collapipe_flwr.federation.records import (
     unsplit_task_config,
 )
 from collapipe_flwr.federation.rpc_gateway import open_edge, split_setup
-from collapipe_flwr.federation.strategy import CollaPipe
+from collapipe_flwr.federation.strategy import RAISE, CollaPipe
 from collapipe_flwr.simulation.world import EnergyBudget
 
 log = logging.getLogger("flwr.collapipe")
@@ -65,7 +65,13 @@ def run_strategy(
             vocabulary_json=learner.task.vocabulary.to_json(),
             keep_optimizer=config.train.optimizer_state == "keep",
         )
-        strategy = CollaPipe(inner, scheduler=planner, split=split, on_round=recorder.on_round)
+        strategy = CollaPipe(
+            inner,
+            scheduler=planner,
+            split=split,
+            on_round=recorder.on_round,
+            on_total_failure=RAISE,
+        )
         yield strategy, ConfigRecord()
 
 
