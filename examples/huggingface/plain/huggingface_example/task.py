@@ -100,7 +100,7 @@ def load_data(
 
 def train(model: nn.Module, trainloader: DataLoader, epochs: int, lr: float) -> float:
     """Train in place; returns the mean loss over all steps."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=1e-6)
     model.train()
     losses = []
     for _ in range(epochs):
