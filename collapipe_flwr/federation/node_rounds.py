@@ -154,7 +154,7 @@ class PipelineRound:
 
     def _dropout_seed(self, splitter: Splitter) -> int | None:
         """One per run, cluster and round; None for a model that drops nothing, which is faster."""
-        if not _drops(splitter):
+        if not splitter.drops:
             return None
         place = f"{self.task.learning.seed}/{self.plan.cluster_id}/{self.server_round}"
         return int.from_bytes(sha256(place.encode()).digest()[:6], "big")
@@ -178,12 +178,11 @@ class WholeRound:
         """Trained weights and losses."""
         del node
         splitter = _splitter(self.task.model_spec_json)
-        model = splitter.build_whole(weights)
-        model.config.use_cache = False
+        model = splitter.build_whole(weights, trains=True)
         optimizer = Optimizer(self.task.optimizers[self.server_round - 1], model.parameters())
         load_optimizer_state(model, optimizer, memory.recall())
         steps = examples.steps(**self.sizes)
-        losses = train_unsplit(model, optimizer, steps, splitter.task.targets, self.task.execution)
+        losses = train_unsplit(splitter, model, optimizer, steps, self.task.execution)
         memory.remember(optimizer_state_of(model, optimizer))
         return reply(splitter.trained_weights(model), losses, len(examples.chosen))
 
@@ -194,7 +193,7 @@ class WholeRound:
         steps = list(data.test_steps(**self.sizes))
         batches = [[part.tensors for part in step] for step in steps]
         model, wanted = splitter.build_whole(weights), prediction_config(data.task)
-        return _test_record(data, steps, evaluate_unsplit(model, batches, splitter.task, wanted))
+        return _test_record(data, steps, evaluate_unsplit(splitter, model, batches, wanted))
 
 
 def round_of(content: RecordDict) -> PipelineRound | WholeRound:
@@ -210,19 +209,13 @@ def round_of(content: RecordDict) -> PipelineRound | WholeRound:
     )
 
 
-def _drops(splitter: Splitter) -> bool:
-    settings, lora = splitter.config.to_dict().items(), splitter.spec.lora
-    shares = [p for name, p in settings if "drop" in name and isinstance(p, float)]
-    return any(share > 0 for share in (*shares, lora.dropout if lora else 0.0))
-
-
 def _micro_batches(splitter: Splitter, steps: Batches) -> Iterator[list[MicroBatch]]:
     for step in steps:
         yield [
             MicroBatch(
                 inputs=tensors,
                 context=splitter.context(tensors),
-                weight=splitter.task.targets(tensors["labels"]),
+                weight=splitter.weight_of(tensors),
             )
             for tensors in step
         ]
