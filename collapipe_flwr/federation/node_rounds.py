@@ -118,11 +118,11 @@ class WholeRound:
         splitter = _splitter(self.task.model_spec_json)
         model = splitter.build_whole(weights)
         model.config.use_cache = False
-        optimizer = Optimizer(self.task.optimizers[self.server_round - 1], model.parameters())
-        load_optimizer_state(model, optimizer, memory.recall())
+        optimizer = Optimizer(self.task.optimizers[self.server_round - 1], model.named_parameters())
+        load_optimizer_state(optimizer, memory.recall())
         steps = examples.steps(**self.sizes)
         losses = train_unsplit(model, optimizer, steps, splitter.task.targets, self.task.execution)
-        memory.remember(optimizer_state_of(model, optimizer))
+        memory.remember(optimizer_state_of(optimizer))
         return _reply(splitter.trained_weights(model), losses, examples)
 
     def evaluate(self, node: Node, weights: Weights, data: LocalData) -> MetricRecord:
