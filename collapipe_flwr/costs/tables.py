@@ -13,7 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from collapipe_flwr.core.domain import BlockCost, ClusterSnapshot, DeviceProfile, Snapshot
+from collapipe_flwr.core.domain import (
+    BlockCost,
+    ClusterSnapshot,
+    DeviceProfile,
+    ModelProfile,
+    Snapshot,
+)
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.radio import codec_index
@@ -89,7 +95,7 @@ def tabulate(snapshot: Snapshot, codec: str = "fp32") -> Tables:
     d2d_hz = _d2d(clusters)
     return Tables(
         snapshot=snapshot,
-        blocks=_blocks(snapshot),
+        blocks=block_table(snapshot.model),
         members=_members(clusters),
         gain_mij=np.maximum(_links(gains, d2d_hz.shape, TINY_GAIN), TINY_GAIN),
         d2d_hz_mij=d2d_hz,
@@ -100,19 +106,20 @@ def tabulate(snapshot: Snapshot, codec: str = "fp32") -> Tables:
     )
 
 
-def _blocks(snapshot: Snapshot) -> BlockTable:
-    blocks = snapshot.model.blocks
-    cuts = [snapshot.model.embedding.output_bytes, *(b.output_bytes for b in blocks)]
+def block_table(model: ModelProfile) -> BlockTable:
+    """Prefix sums over the blocks of ``model``."""
 
-    def prefix(values: list[float]) -> Array:
+    def prefix(cost: str) -> Array:
+        values = [float(getattr(block, cost)) for block in model.blocks]
         return np.concatenate([[0.0], np.cumsum(np.array(values, dtype=np.float64))])
 
+    cuts = [model.embedding.output_bytes, *(block.output_bytes for block in model.blocks)]
     return BlockTable(
-        forward_flop_l=prefix([b.forward_flop for b in blocks]),
-        backward_flop_l=prefix([b.backward_flop for b in blocks]),
-        parameter_bytes_l=prefix([float(b.parameter_bytes) for b in blocks]),
-        state_bytes_l=prefix([float(b.state_bytes) for b in blocks]),
-        stash_bytes_l=prefix([b.stash_bytes for b in blocks]),
+        forward_flop_l=prefix("forward_flop"),
+        backward_flop_l=prefix("backward_flop"),
+        parameter_bytes_l=prefix("parameter_bytes"),
+        state_bytes_l=prefix("state_bytes"),
+        stash_bytes_l=prefix("stash_bytes"),
         cut_bytes_l=np.array(cuts, dtype=np.float64),
     )
 

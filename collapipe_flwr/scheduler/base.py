@@ -28,8 +28,6 @@ from collapipe_flwr.scheduler.protocol import (
     advance_energy,
     advance_participation,
     reference_of,
-    spent_of,
-    took_part,
 )
 from collapipe_flwr.scheduler.radio.interior_point import equal_shares
 
@@ -50,17 +48,17 @@ class Policy:
     def observe(self, state: SchedulerState, plan: Plan, outcome: RoundOutcome) -> SchedulerState:
         """Queues by realised energy, estimates by telemetry; rules keep them for reporting."""
         settings, steps = self.settings, [c.local_steps for c in plan.clusters]
+        spent_j = {cluster.cluster_id: cluster.energy_j for cluster in outcome.clusters}
+        connected = {*state.budget_j, *spent_j, *(c.cluster_id for c in plan.clusters)}
         return replace(
             state,
             energy_queue_j=advance_energy(
-                state.energy_queue_j,
-                state.budget_j,
-                spent_of(outcome),
-                margin=settings.budget_margin,
+                state.energy_queue_j, state.budget_j, spent_j, margin=settings.budget_margin
             ),
             participation_queue=advance_participation(
                 state.participation_queue,
-                took_part(state, plan, outcome),
+                connected,
+                spent_j,
                 floor=settings.participation_floor,
             ),
             beliefs=profiles_learned(state.beliefs, outcome),

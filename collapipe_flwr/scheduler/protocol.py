@@ -10,7 +10,7 @@ cost.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -98,25 +98,13 @@ def advance_energy(
 
 
 def advance_participation(
-    queues: Mapping[str, float], clusters: Mapping[str, bool], *, floor: float
+    queues: Mapping[str, float], connected: Collection[str], done: Collection[str], *, floor: float
 ) -> dict[str, float]:
-    """Participation deficits after a round over the clusters that were connected."""
+    """Participation deficits after a round that some of the connected clusters finished."""
     return {
-        cluster: max(queues.get(cluster, 0.0) + floor - float(took_part), 0.0)
-        for cluster, took_part in clusters.items()
+        cluster: max(queues.get(cluster, 0.0) + floor - float(cluster in done), 0.0)
+        for cluster in sorted(connected)
     }
-
-
-def spent_of(outcome: RoundOutcome) -> dict[str, dict[str, float]]:
-    """Realised energy by cluster and device."""
-    return {c.cluster_id: dict(c.energy_j) for c in outcome.clusters}
-
-
-def took_part(state: SchedulerState, plan: Plan, outcome: RoundOutcome) -> dict[str, bool]:
-    """Which of the connected clusters finished the round."""
-    done = {c.cluster_id for c in outcome.clusters}
-    known = set(state.budget_j) | done | {c.cluster_id for c in plan.clusters}
-    return {cluster: cluster in done for cluster in sorted(known)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
