@@ -137,29 +137,26 @@ def update(
     state: LearningState, outcome: RoundOutcome, *, learning_rate: float, mean_steps: float
 ) -> LearningState:
     """Fold one round's telemetry in; fields that were not measured change nothing."""
-    state = _with_loss(_with_noise(state, outcome), outcome)
+    state = _with_noise(state, outcome)
+    losses = [c.loss for c in outcome.clusters if c.loss is not None and _usable(c.loss)]
+    if losses:
+        state = replace(state, loss=_blend(state.loss, sum(losses) / len(losses)))
     travelled = learning_rate * max(mean_steps, 1.0)
-    last, change, spread = state.update_norm, outcome.update_change_norm, outcome.update_spread
-    if last and change is not None and _usable(change):
-        secant = change / (travelled * last)
+    change, moved, spread = outcome.update_change_norm, outcome.update_norm, outcome.update_spread
+    if state.update_norm and change is not None and _usable(change):
+        secant = change / (travelled * state.update_norm)
         state = replace(state, smoothness=_blend(state.smoothness, secant))
-    if outcome.update_norm is not None and _usable(outcome.update_norm):
-        state = replace(state, update_norm=outcome.update_norm)
+    if moved is not None and _usable(moved):
+        state = replace(state, update_norm=moved)
     if spread is not None and _usable(spread):
-        drift = _drift(state, spread, outcome.update_norm, travelled)
+        # In units of squared gradients. Beside the measured gradient the update itself is the
+        # yardstick: an adaptive optimiser moves much further than the rate times the gradient.
+        # Without one, plain SGD is assumed.
+        drift = spread / travelled**2
+        if moved and state.gradient_square:
+            drift = spread / moved**2 * state.gradient_square
         state = replace(state, drift=_blend(state.drift, drift))
     return state
-
-
-def _drift(state: LearningState, spread: float, moved: float | None, travelled: float) -> float:
-    """The spread of updates in units of squared gradients.
-
-    Beside the measured gradient the update itself is the yardstick: an adaptive optimiser moves
-    much further than the rate times the gradient. Without one, plain SGD is assumed.
-    """
-    if moved and state.gradient_square:
-        return spread / moved**2 * state.gradient_square
-    return spread / travelled**2
 
 
 def constants_of(state: LearningState, prior: Prior) -> LearningConstants:
@@ -200,13 +197,6 @@ def _noise_pair(cluster: ClusterOutcome) -> tuple[float, float] | None:
     signal = weighted / (g.big_examples - g.small_examples)
     excess = g.small_square_norm - g.big_square_norm
     return signal, excess / (1.0 / g.small_examples - 1.0 / g.big_examples)
-
-
-def _with_loss(state: LearningState, outcome: RoundOutcome) -> LearningState:
-    losses = [c.loss for c in outcome.clusters if c.loss is not None and _usable(c.loss)]
-    if not losses:
-        return state
-    return replace(state, loss=_blend(state.loss, sum(losses) / len(losses)))
 
 
 def _blend(old: float | None, new: float) -> float:
