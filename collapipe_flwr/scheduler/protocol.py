@@ -107,6 +107,20 @@ def advance_participation(
     }
 
 
+_PART = Rule(lambda v: 0 <= v < 1, "must be in [0, 1)")
+_RULES = {
+    "penalty_weight": above(0),
+    "learning_rate": above(0),
+    "participation_floor": between(0, 1),
+    "memory_margin": _PART,
+    "max_model_share": Rule(lambda v: 0 < v <= 1, "must be in (0, 1]"),
+    "budget_margin": _PART,
+    "profile_memory": _PART,
+    "hysteresis": at_least(0),
+    "schedule": one_of(*SCHEDULES),
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig(PricingOptions):
     """What a user may choose about planning, and how plans are executed."""
@@ -127,7 +141,19 @@ class SchedulerConfig(PricingOptions):
     rounds_of_search: int = 6  # alternations at most
 
     def __post_init__(self) -> None:
-        _check(self)
+        for name, rule in _RULES.items():
+            value = getattr(self, name)
+            if not rule.holds(value):
+                key_ = name.replace("_", "-")
+                raise ScheduleError(f"scheduler.{key_} {rule.says}, got {value!r}")
+        if not self.codecs or not set(self.codecs) <= set(CODECS):
+            raise ScheduleError(f"links.codecs must list some of {CODECS}, got {self.codecs!r}")
+        for name in ("micro_batch_sizes", "micro_batches"):
+            if min(grid := getattr(self, name), default=0) < 1:
+                raise ScheduleError(
+                    f"scheduler.{name.replace('_', '-')} needs at least one value, all >= 1, "
+                    f"got {grid!r}"
+                )
 
     @property
     def coarsest(self) -> str:
@@ -154,34 +180,3 @@ class Scheduler(Protocol):
     def observe(self, state: SchedulerState, plan: Plan, outcome: RoundOutcome) -> SchedulerState:
         """Learn from what the round really cost."""
         ...
-
-
-_PART = Rule(lambda v: 0 <= v < 1, "must be in [0, 1)")
-_RULES = {
-    "penalty_weight": above(0),
-    "learning_rate": above(0),
-    "participation_floor": between(0, 1),
-    "memory_margin": _PART,
-    "max_model_share": Rule(lambda v: 0 < v <= 1, "must be in (0, 1]"),
-    "budget_margin": _PART,
-    "profile_memory": _PART,
-    "hysteresis": at_least(0),
-    "schedule": one_of(*SCHEDULES),
-}
-
-
-def _check(settings: SchedulerConfig) -> None:
-    for name, rule in _RULES.items():
-        value = getattr(settings, name)
-        if not rule.holds(value):
-            raise ScheduleError(f"scheduler.{name.replace('_', '-')} {rule.says}, got {value!r}")
-    if not settings.codecs or not set(settings.codecs) <= set(CODECS):
-        raise ScheduleError(f"links.codecs must list some of {CODECS}, got {settings.codecs!r}")
-    for name, grid in (
-        ("micro-batch-sizes", settings.micro_batch_sizes),
-        ("micro-batches", settings.micro_batches),
-    ):
-        if not grid or min(grid) < 1:
-            raise ScheduleError(
-                f"scheduler.{name} needs at least one value, all >= 1, got {grid!r}"
-            )
