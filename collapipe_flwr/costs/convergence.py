@@ -120,17 +120,11 @@ class LearningState:
     update_norm: float | None = None  # of the last round
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prior:
-    """Sane values before anything is measured, and the target."""
-
-    learning_rate: float = 0.01
-    smoothness: float = 1.0
-    noise: float = 4.0
-    drift: float = 0.1
-    loss_gap: float = 2.0
-    gradient_square: float = 1.0
-    target_share: float = 0.1  # eps as a share of the first squared gradient norm
+# Sane values before anything is measured, in the place of what would be.
+PRIOR = LearningState(
+    gradient_square=1.0, noise=4.0, smoothness=1.0, drift=0.1, loss=2.0, first_gradient_square=1.0
+)
+TARGET_SHARE = 0.1  # eps as a share of the first squared gradient norm
 
 
 def update(
@@ -159,16 +153,20 @@ def update(
     return state
 
 
-def constants_of(state: LearningState, prior: Prior) -> LearningConstants:
+def constants_of(state: LearningState, learning_rate: float) -> LearningConstants:
     """Estimates where there are some, the prior elsewhere."""
-    first = state.first_gradient_square or prior.gradient_square
+
+    def known(name: str) -> float:
+        value = getattr(state, name)
+        return float(value if value is not None and value > 0 else getattr(PRIOR, name))
+
     return LearningConstants(
-        learning_rate=prior.learning_rate,
-        smoothness=_or(state.smoothness, prior.smoothness),
-        noise=_or(state.noise, prior.noise),
-        drift=_or(state.drift, prior.drift),
-        loss_gap=_or(state.loss, prior.loss_gap),
-        target=prior.target_share * first,
+        learning_rate=learning_rate,
+        smoothness=known("smoothness"),
+        noise=known("noise"),
+        drift=known("drift"),
+        loss_gap=known("loss"),
+        target=TARGET_SHARE * known("first_gradient_square"),
     )
 
 
@@ -201,10 +199,6 @@ def _noise_pair(cluster: ClusterOutcome) -> tuple[float, float] | None:
 
 def _blend(old: float | None, new: float) -> float:
     return new if old is None else MEMORY * old + (1.0 - MEMORY) * new
-
-
-def _or(value: float | None, prior: float) -> float:
-    return prior if value is None or not value > 0 else value
 
 
 def _usable(value: float) -> bool:

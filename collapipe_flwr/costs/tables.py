@@ -13,11 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from collapipe_flwr.core.domain import (
-    ClusterSnapshot,
-    ModelProfile,
-    Snapshot,
-)
+from collapipe_flwr.core.domain import ClusterSnapshot, ModelProfile, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.radio import codec_index

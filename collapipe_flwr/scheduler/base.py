@@ -9,7 +9,7 @@ import numpy as np
 from collapipe_flwr.core.domain import ClusterPlan, Plan, RoundOutcome, Snapshot
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import chain_of, makespan_of, schedule_rows
-from collapipe_flwr.costs.convergence import Prior, constants_of, update
+from collapipe_flwr.costs.convergence import constants_of, update
 from collapipe_flwr.costs.layouts import Layouts, hop_plans, replaced, segments_of, stage_names
 from collapipe_flwr.costs.makespan import Depths
 from collapipe_flwr.costs.price import PricedCluster, price_clusters
@@ -137,8 +137,7 @@ def known_budgets(before: Nested, snapshot: Snapshot) -> dict[str, dict[str, flo
 
 def learning_in(tables: Tables, state: SchedulerState, settings: SchedulerConfig) -> Learning:
     """The bound with today's estimates, or none where it is switched off."""
-    prior = Prior(learning_rate=settings.learning_rate)
-    constants = constants_of(state.learning, prior) if settings.bound else None
+    constants = constants_of(state.learning, settings.learning_rate) if settings.bound else None
     return learning_for(tables, constants, reference_of(state))
 
 

@@ -17,11 +17,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from collapipe_flwr.core.domain import (
-    ClusterPlan,
-    Plan,
-    Snapshot,
-)
+from collapipe_flwr.core.domain import ClusterPlan, Plan, Snapshot
 from collapipe_flwr.core.errors import InfeasibleError, ScheduleError
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.chain import price_rows
@@ -29,20 +25,11 @@ from collapipe_flwr.costs.layouts import Layouts, of_members, rows_of_plans, wit
 from collapipe_flwr.costs.radio import NOISE, SHARES, ladder
 from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.work import fits
-from collapipe_flwr.scheduler.base import (
-    Policy,
-    known_budgets,
-    planner_for,
-    solution_plan,
-)
+from collapipe_flwr.scheduler.base import Policy, known_budgets, planner_for, solution_plan
 from collapipe_flwr.scheduler.estimates import robust, with_averages, with_forecast, with_profiles
 from collapipe_flwr.scheduler.model_share import capped, least_shares, widened
 from collapipe_flwr.scheduler.planner import Planner, Solution, multistart
-from collapipe_flwr.scheduler.protocol import (
-    SchedulerConfig,
-    SchedulerState,
-    reference_of,
-)
+from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState, reference_of
 
 MARGIN = 0.02  # what finer codecs may cost
 TINY = 1e-12  # relative

@@ -23,12 +23,7 @@ from collapipe_flwr.scheduler.initial_layouts import (
     rows_for,
     starting_rows,
 )
-from collapipe_flwr.scheduler.local_search import (
-    Candidates,
-    Neighbourhood,
-    descend,
-    every_batch,
-)
+from collapipe_flwr.scheduler.local_search import Candidates, Neighbourhood, descend, every_batch
 from collapipe_flwr.scheduler.problem import RoundProblem
 from collapipe_flwr.scheduler.segment_dp import any_order, best_path
 from collapipe_flwr.scheduler.segment_problem import Terms, segment_problem
