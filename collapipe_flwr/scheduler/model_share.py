@@ -28,7 +28,9 @@ def least_shares(tables: Tables, reference: Reference, settings: SchedulerConfig
         return np.full(tables.num_clusters, np.inf)
     whole = _whole(tables, reference)
     needs = segment_needs(tables, settings)
-    room = _room(tables, settings)
+    members = tables.members
+    room = (1.0 - settings.memory_margin) * members.memory_mi[:, 1:]
+    room = np.where(members.present_mi[:, 1:], room, 0.0)
     shares = np.full(tables.num_clusters, share)
     for m in np.flatnonzero(~_plainly_fits(needs, np.minimum(room, share * whole))):
         shares[m] = max(share, _least_cap(needs, room[m][room[m] > 0.0]) / whole)
@@ -64,12 +66,6 @@ def segment_needs(tables: Tables, settings: SchedulerConfig) -> Array:
 def _whole(tables: Tables, reference: Reference) -> float:
     batch = reference.micro_batch_size * reference.micro_batches
     return whole_bytes(tables.snapshot.model, batch)
-
-
-def _room(tables: Tables, options: PricingOptions) -> Array:
-    members = tables.members
-    room = (1.0 - options.memory_margin) * members.memory_mi[:, 1:]
-    return np.where(members.present_mi[:, 1:], room, 0.0)
 
 
 def _plainly_fits(needs: Array, room_mn: Array) -> Mask:
