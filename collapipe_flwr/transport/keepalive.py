@@ -9,7 +9,6 @@ do not stand in line behind tensors.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Self
@@ -123,10 +122,6 @@ class Keepalive:
 
     def _wait(self, *, beating: bool, limit_s: float | None) -> bool:
         """Until the peer beats, or does not; whether it came to that in time."""
-        until_s = None if limit_s is None else time.monotonic() + limit_s
         with self._changed:
-            while self._beats is not beating and not self._over:
-                left_s = None if until_s is None else until_s - time.monotonic()
-                if not self._changed.wait(left_s):
-                    return False
-            return not self._over
+            self._changed.wait_for(lambda: self._over or self._beats is beating, limit_s)
+            return not self._over and self._beats is beating
