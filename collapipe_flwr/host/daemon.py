@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 from collapipe_flwr.config.access_control import AccessControl
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.imports import allow
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.core.processes import stopping
 from collapipe_flwr.host.allocator import configure_malloc
@@ -38,6 +39,7 @@ class HostSettings:
     them up; frozen weights that were sent here in `cache_dir`, up to `cache_bytes`.
     It holds up to `memory_bytes` of models, see `ledger`. Planned transmit power is applied to
     `radio_interface` (empty: to none). Tensors are computed on `threads` (0: torch's own choice).
+    Own models and losses may come from the modules in `imports`.
     """
 
     listen: str
@@ -51,6 +53,7 @@ class HostSettings:
     memory_bytes: int = 8 * 2**30
     radio_interface: str = ""
     threads: int = 0
+    imports: tuple[str, ...] = ()
     grace_s: float = 10.0
 
     def __post_init__(self) -> None:
@@ -82,6 +85,9 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
     listen.
     """
     configure_malloc()
+    if settings.imports:
+        hide_unused_libraries()
+        allow(*settings.imports)
     if settings.tls is None:
         _log.warning("plain text: whoever reaches %s can read and change all", settings.listen)
     made = _servicer(settings, passes_on) if settings.state_dir is not None else None

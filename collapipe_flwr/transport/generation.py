@@ -100,12 +100,10 @@ class TextServer(Server):
                 request = decode_message(GenerateRequest, only_message(messages, context))
                 for text in self._write(request):
                     yield encode_message(Chunk(text=text))
-            except ProtocolError as error:
-                context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-            except LinkError as error:
-                context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
             except CollaPipeError as error:
-                context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+                broken = isinstance(error, LinkError) and not isinstance(error, ProtocolError)
+                code = grpc.StatusCode.UNAVAILABLE if broken else grpc.StatusCode.INVALID_ARGUMENT
+                context.abort(code, str(error))
 
 
 class TextClient:

@@ -86,9 +86,9 @@ def split(
             optimizer=SGD, schedule=CUT.schedule, deadline_s=20.0, execution=execution
         ),
     )
-    count = splitter.task.targets
+    count = splitter.weight_of
     batches = [
-        [MicroBatch(inputs=b, context=splitter.context(b), weight=count(b["labels"])) for b in step]
+        [MicroBatch(inputs=b, context=splitter.context(b), weight=count(b)) for b in step]
         for step in steps
     ]
     result = train_round(splitter, order, batches, ThreadFleet(lambda _: nullcontext(ours)))
@@ -105,7 +105,7 @@ def unsplit(
     model = splitter.build_whole(weights)
     model.config.use_cache = False
     optimizer = Optimizer(SGD, model.parameters())
-    losses = train_unsplit(model, optimizer, steps, splitter.task.targets, execution)
+    losses = train_unsplit(splitter, model, optimizer, steps, execution)
     return losses, {key: model.state_dict()[key] for key in weights}
 
 
