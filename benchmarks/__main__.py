@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from collapipe_flwr.cli.running import run_commands
+from collapipe_flwr.cli import run_commands
 
 app = typer.Typer(
     name="bench",
