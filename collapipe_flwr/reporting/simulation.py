@@ -15,7 +15,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import ConfigError, extra
 from collapipe_flwr.core.links import CODECS
 from collapipe_flwr.reporting.output import (
@@ -244,18 +243,14 @@ def _segments(ran: Sequence[PolicyResult]) -> Figure:
         f"Segments of cluster {plans[0][1].cluster_id!r} in the last round", "block", ""
     )
     for row, (_, plan) in enumerate(plans):
-        _bars(axes, row, plan)
+        for segment in plan.segments:
+            device = segment.device_id.rpartition("/")[2]
+            left, width = segment.first_block, segment.stop_block - segment.first_block
+            color = f"C{sum(map(ord, device)) % 10}"
+            axes.barh(row, width, left=left, color=color, edgecolor="white")
+            axes.text(left + width / 2, row, device, ha="center", va="center")
     labels = [f"{policy} ({p.micro_batch_size}x{p.micro_batches})" for policy, p in plans]
     axes.set_yticks(range(len(plans)), labels)
     axes.set_xlim(0, max(plan.segments[-1].stop_block for _, plan in plans))
     axes.invert_yaxis()
     return figure
-
-
-def _bars(axes: Axes, row: int, plan: ClusterPlan) -> None:
-    for segment in plan.segments:
-        device = segment.device_id.rpartition("/")[2]
-        width = segment.stop_block - segment.first_block
-        color = f"C{sum(map(ord, device)) % 10}"
-        axes.barh(row, width, left=segment.first_block, color=color, edgecolor="white")
-        axes.text(segment.first_block + width / 2, row, device, ha="center", va="center")
