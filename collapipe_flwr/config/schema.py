@@ -184,7 +184,7 @@ class AppConfig:
         return replace(self.train.execution, codec=codec, paced=self.links.paced)
 
     def optimizer(self, server_round: int) -> OptimizerSettings:
-        """The clusters' optimiser in one round, from 1: linear warm-up, then the chosen decay."""
+        """The clusters' optimizer in one round, from 1: linear warm-up, then the chosen decay."""
         train, rounds = self.train, self.run.num_server_rounds
         rate = train.optimizer.learning_rate
         if server_round <= train.warmup_rounds:

@@ -1,7 +1,7 @@
 """Examples that get one of several labels: texts and pictures.
 
 A picture comes as a file in a folder of its label, as a column of a data set, as a file name in a
-table, or as nested lists of grey or colour values 0 .. 255. It is resized with Pillow; the model
+table, or as nested lists of gray or color values 0 .. 255. It is resized with Pillow; the model
 is built for the size and the channels that the run-config names.
 """
 

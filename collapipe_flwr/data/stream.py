@@ -60,7 +60,7 @@ class StreamPlace:
 class Stream:
     """One cluster's folder.
 
-    ``read`` gives the rows of a file and ``examples`` what is learnt from rows; both raise
+    ``read`` gives the rows of a file and ``examples`` what is learned from rows; both raise
     DataError.
     """
 

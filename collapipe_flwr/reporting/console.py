@@ -27,7 +27,7 @@ class RoundPrinter:
         self._console.print(text, markup=False)
 
     def show(self, event: RoundEvent) -> None:
-        """One round: what was learnt, then where."""
+        """One round: what was learned, then where."""
         loss = "-" if event.loss is None else f"{event.loss:.4f}"
         scores = "  ".join(f"test {name} {value:.4g}" for name, value in event.metrics.items())
         numbers = f"round {event.round_index:>3}/{self._rounds}  {event.wall_s:5.1f} s"
