@@ -234,7 +234,7 @@ def _batches(trial: _Trial) -> Iterator[list[MicroBatch]]:
             MicroBatch(
                 inputs=t,
                 context=splitter.context(t),
-                weight=float(splitter.task.targets(t["labels"])),
+                weight=splitter.weight_of(t),
             )
             for t in tensors
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,6 +36,14 @@ MemoryMb = Annotated[
 ]
 Threads = Annotated[int, typer.Option(help="To compute on; 0: one per core.", min=0)]
 Insecure = Annotated[bool, typer.Option(help="Plain text beyond loopback, knowing what it means.")]
+Imports = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import",
+        metavar="MODULE",
+        help="Own models and losses may come from this module or package; may be repeated.",
+    ),
+]
 Grace = Annotated[float, typer.Option(help="Seconds that open sessions get on a stop.", min=0)]
 
 
@@ -60,6 +69,7 @@ def _settings(
     own_tls: TlsFiles | None,
     memory_mb: float,
     default: str,
+    imports: list[str] | None,
     **options: Any,
 ) -> HostSettings:
     """The host called ``name``; options win over what its cluster files say.
@@ -78,12 +88,15 @@ def _settings(
     addresses = [listen, *(c.member(name).address for c in clusters), default]
     tls = own_tls or next((c.tls_files(name) for c in clusters), None)
     access = access_control(clusters, allow or ())
+    if imports:
+        sys.path.insert(0, os.getcwd())  # modules may also stand where the command is given
     return HostSettings(
         listen=next(filter(None, addresses)),
         name=name,
         tls=tls,
         access=access if tls and access.callers else None,  # None: whoever the CA signed
         memory_bytes=int(memory_mb * 1e6) or available_memory_bytes(),
+        imports=tuple(imports or ()),
         **options,
     )
 
@@ -99,6 +112,7 @@ def device(
     insecure: Insecure = False,
     memory_mb: MemoryMb = 0.0,
     threads: Threads = 0,
+    imports: Imports = None,
     grace_s: Grace = 10.0,
     cache_dir: Annotated[
         Path | None, typer.Option(help="For frozen weights. Default: in the user's cache folder.")
@@ -124,6 +138,7 @@ def device(
         cache_dir=cache_dir or user_cache / "collapipe" / "frozen",
         cache_bytes=int(cache_mb * 1e6),
         radio_interface=radio_interface,
+        imports=imports,
         threads=threads,
         grace_s=grace_s,
     )
@@ -141,6 +156,7 @@ def edge(
     insecure: Insecure = False,
     memory_mb: MemoryMb = 0.0,
     threads: Threads = 0,
+    imports: Imports = None,
     grace_s: Grace = 10.0,
     state_dir: Annotated[
         Path | None, typer.Option(help="Keep sessions here, so that a restart goes on with them.")
@@ -163,6 +179,7 @@ def edge(
         insecure=insecure,
         state_dir=state_dir,
         cache_bytes=0,
+        imports=imports,
         threads=threads,
         grace_s=grace_s,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
@@ -84,11 +83,11 @@ def simulate(
     plot: Annotated[Path | None, typer.Option(help="Folder for plots (needs matplotlib).")] = None,
 ) -> None:
     """Let scheduling policies plan rounds in a simulated world; nothing is trained."""
-    options = dict(locals())
+    options = dict(locals())  # by name, as they were given
     from collapipe_flwr.reporting.simulation import run_simulation
-    from collapipe_flwr.simulation.setting import Choices
+    from collapipe_flwr.simulation.setting import overridden
     from collapipe_flwr.simulation.setting import preset as preset_setting
 
     options["seeds"] = ",".join(seeds) if seeds else None
-    chosen = Choices(**{field.name: options[field.name] for field in fields(Choices)})
-    run_simulation(chosen.over(preset_setting(preset)), json_file=json_file, plot_dir=plot)
+    setting = overridden(preset_setting(preset), **options)
+    run_simulation(setting, json_file=json_file, plot_dir=plot)

@@ -202,7 +202,7 @@ class Evaluator:
         tally: Tally = {}
         for rows in self._batches:
             part = TestPart.of(self.task, rows)
-            tested = evaluate_unsplit(model, [[part.tensors]], self._splitter.task, wanted)
+            tested = evaluate_unsplit(self._splitter, model, [[part.tensors]], wanted)
             losses.append((tested.loss, tested.targets))
             tally = added(tally, tally_of(self.task, [part], tested.predictions[0]))
         return scores(self.task, EvalResult.mean(losses).loss, tally)

@@ -20,7 +20,6 @@ from collapipe_flwr.core.errors import (
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.transport.authorizer import Authorizer
 from collapipe_flwr.transport.methods import (
-    FrameLimits,
     Method,
     channel_options,
     decode_message,
@@ -120,7 +119,7 @@ class TextClient:
     ) -> None:
         self._peer = f"text server at {address}"
         self._deadline_s = deadline_s
-        options = [*channel_options(FrameLimits()), *name_options(certificate_name)]
+        options = [*channel_options(), *name_options(certificate_name)]
         self._channel = open_channel(address, tls, options)
 
     def write(self, request: GenerateRequest) -> Iterator[str]:
