@@ -74,8 +74,7 @@ def run_simulation(
 
     Raises ConfigError before the work where a file cannot be written or matplotlib is missing.
     """
-    if json_file is not None:
-        prepare("--json", json_file)
+    prepare("--json", json_file)
     if plot_dir is not None:
         check_plot(plot_dir)
     steps = setting.rounds * len(setting.seeds) * len(setting.policies)
@@ -89,8 +88,7 @@ def run_simulation(
     compared = comparison(summaries(simulation))
     if compared is not None:
         console.print(claims_table(cast("dict[str, Json]", compared["claims"])))
-    if json_file is not None:
-        write_json(json_file, simulation_json(simulation))
+    write_json(json_file, simulation_json(simulation))
     if plot_dir is not None:
         for path in save_figures(simulation, _tradeoff(simulation), plot_dir):
             console.print(str(path), markup=False, soft_wrap=True)
