@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from collapipe_flwr.config.parsing import flatten_section, key_names, parse_section, refuse_unknown
+from collapipe_flwr.config.parsing import flatten_section, parse_section, refuse_unknown
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import above, at_least, key, matches, one_of
 from collapipe_flwr.core.links import CODECS, TlsFiles
@@ -187,9 +187,10 @@ def _section(default: T, name: str, table: object) -> T:
     if not isinstance(table, Mapping):
         raise ConfigError(f"{name} must be a table, [{name}], got {table!r}")
     prefix = f"{name}." if name else ""
+    known = flatten_section(default, prefix)
     named = {prefix + k: value for k, value in table.items()}
-    refuse_unknown(named, key_names(default, prefix), "key")
-    return parse_section(default, prefix, {**flatten_section(default, prefix), **named})
+    refuse_unknown(named, known, "key")
+    return parse_section(default, prefix, {**known, **named})
 
 
 def _check_members(config: ClusterConfig) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import Field, fields, replace
 from typing import Any, TypeVar
 
@@ -12,11 +12,6 @@ from collapipe_flwr.core.keys import Value, check, is_inline, is_key, name_of, r
 
 T = TypeVar("T")
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
-
-
-def key_names(section: Any, prefix: str) -> set[str]:
-    """Every key of a section, those of the dataclasses that it is composed of included."""
-    return {name for name, _, _ in _keys(section, prefix)}
 
 
 def parse_section(default: T, prefix: str, values: Mapping[str, Value]) -> T:
@@ -32,7 +27,7 @@ def parse_section(default: T, prefix: str, values: Mapping[str, Value]) -> T:
 
 
 def flatten_section(section: Any, prefix: str) -> dict[str, Value]:
-    """The values that :func:`parse_section` reads as ``section``."""
+    """The values that :func:`parse_section` reads as ``section``; they have all of its keys."""
     values = {}
     for name, field_, owner in _keys(section, prefix):
         rule, value = rule_of(field_), getattr(owner, field_.name)
@@ -40,7 +35,9 @@ def flatten_section(section: Any, prefix: str) -> dict[str, Value]:
     return values
 
 
-def refuse_unknown(values: Iterable[str], known: set[str], what: str = "run-config key") -> None:
+def refuse_unknown(
+    values: Iterable[str], known: Collection[str], what: str = "run-config key"
+) -> None:
     """Raise ConfigError for the first key that no section declares."""
     for name in values:
         if name not in known:

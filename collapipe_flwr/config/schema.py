@@ -16,12 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from collapipe_flwr.config.parsing import (
-    flatten_section,
-    key_names,
-    parse_section,
-    refuse_unknown,
-)
+from collapipe_flwr.config.parsing import flatten_section, parse_section, refuse_unknown
 from collapipe_flwr.core.keys import (
     Value,
     above,
@@ -206,7 +201,7 @@ class AppConfig:
 
 def known_keys() -> set[str]:
     """Every key that a run-config may hold."""
-    return {k for prefix, section in _sections(AppConfig()) for k in key_names(section, prefix)}
+    return set(flatten(AppConfig()))
 
 
 def parse(values: Mapping[str, Value]) -> AppConfig:
