@@ -34,8 +34,8 @@ from collapipe_flwr.data.tokenizer import Vocabulary
 from collapipe_flwr.federation.node_state import STATE_KEY, STREAM, NodeState, state_folder
 from collapipe_flwr.federation.records import SplitTask
 from collapipe_flwr.federation.rounds import Progress
+from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.profile import profile_model
-from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.config import NextHop
 from collapipe_flwr.transport.client import EdgeClient
 
@@ -115,7 +115,9 @@ class Node:
         )
 
     @contextmanager
-    def devices(self, task: SplitTask, splitter: Splitter, examples: int) -> Iterator[RoundDevices]:
+    def devices(
+        self, task: SplitTask, splitter: AnySplitter, examples: int
+    ) -> Iterator[RoundDevices]:
         """Its devices, joined to the edge session of ``task``, for a round of so many examples."""
         cluster = self.cluster
         with _edge_client(self.config.edge, cluster, task) as client:
