@@ -58,7 +58,7 @@ def _keys(section: Any, prefix: str) -> Iterator[tuple[str, Field[Any], Any]]:
 def _parsed(name: str, value: Value, field_: Field[Any]) -> object:
     rule = rule_of(field_)
     if rule is None or rule.text is None:
-        typed = _typed(name, value, str(field_.type))
+        typed = _typed(name, value, str(field_.type).removesuffix(" | None"))
         check(name, typed, rule)
         return typed
     text = str(_typed(name, value, "str"))
