@@ -131,14 +131,14 @@ def codec_lines(simulation: Simulation) -> list[str]:
 def _cells(row: Summary) -> list[str]:
     hours = row.time_to_target_s / 3600
     return [
-        f"{row.latency_mean_s:.1f}",
-        f"{row.latency_p95_s:.1f}",
+        f"{row.latency_s['mean']:.1f}",
+        f"{row.latency_s['p95']:.1f}",
         f"{row.compute_efficiency:.3f}",
         f"{row.capacity_used:.3f}",
         f"{row.peak_device_memory_bytes / 2**20:.0f}",
         f"{row.energy_over_budget_max:.3f}",
         f"{hours:.1f}" if isfinite(hours) else "never",
-        f"{1e3 * row.decision_median_s:.1f}",
+        f"{1e3 * row.decision_s['median']:.1f}",
     ]
 
 
