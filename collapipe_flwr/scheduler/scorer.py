@@ -41,7 +41,7 @@ class Scorer:
     ) -> None:
         self.tables, self.options, self.prices = tables, options, prices
         self.counts = np.unique(counts)
-        self.links = link_table(tables, prices, clusters, self.counts)
+        self.quick, self.calm = link_table(tables, prices, clusters, self.counts)
         self.place_m = np.zeros(tables.num_clusters, np.int64)
         self.place_m[clusters] = np.arange(len(clusters))
         self.links_per_count = len(clusters) * int(np.prod(tables.gain_mij.shape[1:]))
@@ -127,19 +127,19 @@ class Scorer:
         bits = np.maximum(8.0 * batch.size * bits, 1.0) * slots.hop_used
         which = np.searchsorted(self.counts, rows.micro_batches_r)
         calm_link = link + self.links_per_count * which
-        quick = [bits * point.seconds.take(link) for point in self.links.quick]
+        quick = [bits * point.seconds.take(link) for point in self.quick]
         pace = [np.maximum(s, q.max(0)) for s, q in zip(slowest, quick, strict=True)]
         if self.options.schedule == "1f1b":
             pace = [np.maximum(slowest[0] + slowest[1], np.maximum(*pace))] * 2
         single = rows.micro_batches_r == 1
         worth, times = np.zeros(len(rows)), []
         for way in (0, 1):
-            calm = bits * self.links.calm[way].seconds.take(calm_link)
+            calm = bits * self.calm[way].seconds.take(calm_link)
             bound = np.where(single, np.inf, pace[way])
             time = np.minimum(calm, np.maximum(quick[way], bound))
             share = (time - quick[way]) / np.maximum(calm - quick[way], 1e-300)
-            fast = self.links.quick[way].worth.take(link)
-            slow = self.links.calm[way].worth.take(calm_link)
+            fast = self.quick[way].worth.take(link)
+            slow = self.calm[way].worth.take(calm_link)
             worth += (bits * (fast + share * (slow - fast))).sum(0)
             times.append(time)
         return times, worth
