@@ -13,6 +13,7 @@ import numpy as np
 
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.layouts import Layouts, span_sums
+from collapipe_flwr.costs.makespan import step_makespan_s
 from collapipe_flwr.costs.radio import rate_bit_per_s
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.work import (
@@ -84,7 +85,7 @@ class Scorer:
         forward = np.concatenate([head_f, ahead * slowness]) * batch.size
         backward = np.concatenate([head_b, back * slowness]) * batch.size
         hop_s, hop_worth = self._hops(rows, batch, slots, (forward.max(0), backward.max(0)))
-        makespan = self._makespan(forward, backward, hop_s, batch.count)
+        makespan = step_makespan_s(self.options, (forward, backward), hop_s, batch.count, axis=0)
         update = OPTIMISER_FLOP_PER_BYTE * weights
         fixed = (weights * members.bulk_seconds.take(at)).sum(0) + self._server(rows)
         fixed += batch.steps * ((update * slowness).sum(0) + head_update)
@@ -143,17 +144,6 @@ class Scorer:
             worth += (bits * (fast + share * (slow - fast))).sum(0)
             times.append(time)
         return times, worth
-
-    def _makespan(self, forward: Array, backward: Array, hop_s: list[Array], count: Array) -> Array:
-        total = forward.sum(0) + backward.sum(0) + hop_s[0].sum(0) + hop_s[1].sum(0)
-        if self.options.schedule == "gpipe":
-            pace = np.maximum(forward.max(0), hop_s[0].max(0))
-            pace = pace + np.maximum(backward.max(0), hop_s[1].max(0))
-        else:
-            both = self.options.half_duplex
-            links = hop_s[0] + hop_s[1] if both else np.maximum(hop_s[0], hop_s[1])
-            pace = np.maximum((forward + backward).max(0), links.max(0))
-        return np.asarray(total + (count - 1.0) * pace)
 
     def _fits(self, rows: Layouts, batch: _Batch, slots: _Slots) -> Mask:
         """As ``costs.work.fits``, slots first."""
