@@ -23,8 +23,7 @@ from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.core.keys import read_assignments
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.data.batches import batches, round_examples
-from collapipe_flwr.data.reader import load_task
-from collapipe_flwr.data.tasks import Task
+from collapipe_flwr.data.tasks import Task, load_task
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models import BatchShape, Splitter, make_spec
@@ -38,7 +37,7 @@ from collapipe_flwr.pipeline.config import (
     StageConfig,
 )
 from collapipe_flwr.pipeline.meter import StageReport
-from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
+from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.roles import FirstStage
 from collapipe_flwr.pipeline.step import MicroBatch
 from collapipe_flwr.scheduler.policies import make_scheduler
@@ -235,7 +234,7 @@ def _batches(trial: _Trial) -> Iterator[list[MicroBatch]]:
             MicroBatch(
                 inputs=t,
                 context=splitter.context(t),
-                weight=float(splitter.task.targets(t["labels"])),
+                weight=splitter.weight_of(t),
             )
             for t in tensors
         ]
@@ -247,7 +246,7 @@ class _Chain:
     def __init__(self, trial: _Trial, hops: Sequence[str], precision: str) -> None:
         self._splitter, self._seed, self._hops = trial.splitter, trial.seed, hops
         self._precision = precision
-        self._rule = OptimizerSettings(learning_rate=trial.case.learning_rate, weight_decay=0.0)
+        self._rule = OptimizerConfig(learning_rate=trial.case.learning_rate, weight_decay=0.0)
         self._stack = ExitStack()
         self._clients: list[EdgeClient] = []
 
@@ -269,7 +268,7 @@ class _Chain:
             link = first.stream(config=LinkConfig(codec=self._hops[0]))
             stack.enter_context(closing(link))
             part = self._splitter.build_embedding(weights)
-            optimizer = Optimizer(self._rule, part.parameters())
+            optimizer = Optimizer(self._rule, part.named_parameters())
             self._first = FirstStage(
                 part,
                 optimizer,
@@ -346,5 +345,5 @@ def _tested(trial: _Trial, weights: Mapping[str, Tensor]) -> dict[str, float]:
             num_beams=1,
             do_sample=False,
         )
-    scores = task.score(task.decode(generated, batch), task.references(rows, batch))
-    return {"loss": loss, **scores}
+    tally = task.count(task.read(generated, batch), task.references(rows, batch))
+    return {"loss": loss, **task.score(tally)}

@@ -27,12 +27,12 @@ from collapipe_flwr.models.lora import add_adapters, first_adapter, is_adapter
 from collapipe_flwr.models.tasks import auto_class
 from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, FrameKind, MemoryLink, memory_pair
-from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
+from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.roles import FirstStage, LastStage, MiddleStage
 from collapipe_flwr.pipeline.stage import LEARNS
 from collapipe_flwr.pipeline.step import MicroBatch, Step
 
-RULE = OptimizerSettings(name="adamw", learning_rate=1e-4)
+RULE = OptimizerConfig(name="adamw", learning_rate=1e-4)
 WAIT_S = 600.0
 SETTINGS = StageConfig(name="stage", deadline_s=WAIT_S)
 
@@ -55,8 +55,8 @@ class Player:
         if spec.lora is not None:
             add_adapters(model, spec.lora, spec.task, on_meta=False)
         steps = [[self._batch()]] * self._order.steps
-        optimizer = Optimizer(RULE, model.parameters())
-        train_unsplit(model, optimizer, steps, splitter.task.targets)
+        optimizer = Optimizer(RULE, model.named_parameters())
+        train_unsplit(splitter, model, optimizer, steps)
 
     def control_unit(self) -> None:
         """The embedding, with all that Flower's messages carry for the cluster, there and back."""
@@ -71,12 +71,14 @@ class Player:
         part = splitter.build_embedding(weights)
         left, right = memory_pair("control unit", "device")
         answering = _thread(lambda: _answer(right))
-        first = FirstStage(part, Optimizer(RULE, part.parameters()), SETTINGS, downstream=left)
-        batch, labels = self._batch(), self._batch()["labels"]
+        first = FirstStage(
+            part, Optimizer(RULE, part.named_parameters()), SETTINGS, downstream=left
+        )
+        batch = self._batch()
         micro_batch = MicroBatch(
             inputs=batch,
             context=splitter.context(batch),
-            weight=float(splitter.task.targets(labels)),
+            weight=splitter.weight_of(batch),
         )
         for _ in range(self._order.steps):
             first.train_step([micro_batch])
@@ -95,7 +97,7 @@ class Player:
         own_down, down = memory_pair("stage", "behind")
         stage = MiddleStage(
             part,
-            Optimizer(RULE, part.parameters()),
+            Optimizer(RULE, part.named_parameters()),
             SETTINGS,
             upstream=own_up,
             downstream=own_down,
@@ -111,7 +113,7 @@ class Player:
         keys = (*splitter.edge_keys(), *splitter.shared_keys)
         part = splitter.build_edge(self._weights(keys))
         up, own_up = memory_pair("before", "stage")
-        stage = LastStage(part, Optimizer(RULE, part.parameters()), SETTINGS, upstream=own_up)
+        stage = LastStage(part, Optimizer(RULE, part.named_parameters()), SETTINGS, upstream=own_up)
         serving = _thread(stage.serve)
         self._feed(up, learns=True)
         serving.join(WAIT_S)
@@ -119,7 +121,7 @@ class Player:
     def _feed(self, link: MemoryLink, *, learns: bool) -> None:
         """Play the stages before: one micro-batch per step, then the end."""
         batch, width = self._batch(), self._splitter.config.hidden_size
-        weight = float(self._splitter.task.targets(batch["labels"]))
+        weight = float(self._splitter.weight_of(batch))
         scalars = {"weight": weight, "scale": 1.0, LEARNS: float(learns or not self._frozen())}
         for index in range(self._order.steps):
             step = Step(index=index, micro_batches=1, train=True, weight=weight)

@@ -84,10 +84,10 @@ def simulate(
 ) -> None:
     """Let scheduling policies plan rounds in a simulated world; nothing is trained."""
     options = dict(locals())  # by name, as they were given
-    from collapipe_flwr.reporting.simulation import Outputs, run_simulation
+    from collapipe_flwr.reporting.simulation import run_simulation
     from collapipe_flwr.simulation.setting import overridden
     from collapipe_flwr.simulation.setting import preset as preset_setting
 
     options["seeds"] = ",".join(seeds) if seeds else None
     setting = overridden(preset_setting(preset), **options)
-    run_simulation(setting, Outputs(json_file=json_file, plot_dir=plot))
+    run_simulation(setting, json_file=json_file, plot_dir=plot)

@@ -86,8 +86,8 @@ def run_interval(
     is left on any device.
     """
     embedding = splitter.build_embedding(order.weights)
-    optimizer = Optimizer(order.learning.optimizer, embedding.parameters())
-    load_optimizer_state(embedding, optimizer, order.slots)
+    optimizer = Optimizer(order.learning.optimizer, embedding.named_parameters())
+    load_optimizer_state(optimizer, order.slots)
     with fleet.chain(splitter, order) as chain:
         first = FirstStage(
             embedding,
@@ -106,7 +106,7 @@ def run_interval(
     kept = segments.state.optimizer
     state = PartState(
         weights={**own, **segments.state.weights},
-        optimizer={**optimizer_state_of(embedding, optimizer), **kept} if kept else {},
+        optimizer={**optimizer_state_of(optimizer), **kept} if kept else {},
     )
     return ReplayInterval(
         losses=tuple(step.loss for step in steps if step.weight),
@@ -127,14 +127,15 @@ def evaluate_chain(
 ) -> EvalResult:
     """Loss and predictions of one chain, which learns nothing; raises as ``run_interval``."""
     embedding = splitter.build_embedding(order.weights)
-    optimizer = Optimizer(order.learning.optimizer, embedding.parameters())
-    classifies, taken = wanted is not None and not splitter.decodes, tuple(batches)
+    optimizer = Optimizer(order.learning.optimizer, embedding.named_parameters())
+    taken, generates = tuple(batches), wanted is not None and wanted.generates(splitter.decodes)
+    predict = "" if wanted is None or generates else wanted.kind
     with fleet.chain(splitter, order) as chain:
         first = FirstStage(embedding, optimizer, order.settings(0), downstream=chain.link)
         with first.telling_neighbours():
-            results = [first.evaluate(batch, predict=classifies) for batch in taken]
+            results = [first.evaluate(batch, predict=predict) for batch in taken]
             predictions = tuple(result.predictions for result in results)
-            if wanted is not None and splitter.decodes:
+            if wanted is not None and generates:
                 predictions = generate_texts(
                     embedding, chain.link, order.settings(0), taken, wanted
                 )

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from collapipe_flwr.core.errors import ConfigError
 
@@ -130,12 +130,21 @@ def assignments() -> Rule:
 
 def read_assignments(text: str) -> dict[str, object]:
     """``"d_model=64 act=gelu"`` as a mapping; a value is JSON where it can be, else a string."""
-    return {name: _json_or_text(value) for name, _, value in _assigned(text)}
+    found: dict[str, object] = {}
+    for name, _, value in _assigned(text):
+        try:
+            found[name] = json.loads(value)
+        except json.JSONDecodeError:
+            found[name] = value
+    return found
 
 
 def key(default: T, rule: Rule | None = None, *, name: str = "") -> T:
     """Declare one key: its default, the rule that its values obey, its name if not the field's."""
-    declared: T = field(default=default, metadata={_RULE: rule, _NAME: name})
+    metadata = {_RULE: rule, _NAME: name}
+    if isinstance(default, dict):
+        return cast(T, field(default_factory=default.copy, metadata=metadata))
+    declared: T = field(default=default, metadata=metadata)
     return declared
 
 
@@ -195,11 +204,3 @@ def _whole_numbers(text: str) -> tuple[int, ...]:
 
 def _assigned(text: str) -> list[tuple[str, str, str]]:
     return [word.partition("=") for word in text.split()]
-
-
-def _json_or_text(value: str) -> object:
-    try:
-        parsed: object = json.loads(value)
-    except json.JSONDecodeError:
-        return value
-    return parsed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from typing import ClassVar
@@ -17,9 +17,9 @@ from collapipe_flwr.core.errors import DataError, extra
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.files import without_empty
 from collapipe_flwr.data.metrics import Measure, Tally, match_rate
-from collapipe_flwr.data.reader import ReadColumn, TableTask, sparse_column
-from collapipe_flwr.data.tasks import Batch
-from collapipe_flwr.data.tokenizer import IGNORED_LABEL, encode
+from collapipe_flwr.data.reader import ReadColumn, sparse_column
+from collapipe_flwr.data.tasks import Batch, Task
+from collapipe_flwr.data.tokenizer import IGNORED_LABEL
 
 with extra("data"):
     from datasets import Dataset
@@ -28,7 +28,7 @@ _CHOSEN_MASKED, _CHOSEN_RANDOM = 0.8, 0.1  # of the chosen tokens; the rest stay
 _LARGEST_EXPONENT = 700.0  # beyond it a perplexity is no number
 
 
-class LanguageModel(TableTask):
+class LanguageModel(Task):
     """A text column (or the lines of a text file); perplexity, and the share of tokens guessed.
 
     Empty rows are skipped: there is nothing to learn from them.
@@ -80,10 +80,9 @@ class MaskedLM(LanguageModel):
         return _at_targets(batch["labels"], batch["labels"])
 
     def _masked(self, examples: Sequence[Example], draw: int) -> dict[str, Tensor]:
-        texts = [example["text"] for example in examples]
-        inputs = encode(self.tokenizer, texts, self.settings.max_source_length)
+        inputs = self.encoded(examples, "text", self.settings.max_source_length)
         labels = torch.full_like(inputs["input_ids"], IGNORED_LABEL)
-        for row, mask in zip(range(len(texts)), inputs["attention_mask"], strict=True):
+        for row, mask in enumerate(inputs["attention_mask"]):
             ids = inputs["input_ids"][row, : int(mask.sum())]
             chosen, shown = self._choose(ids.numpy(), draw)
             labels[row, chosen] = ids[chosen]
@@ -129,13 +128,14 @@ class CausalLM(LanguageModel):
     starts_with_bos: ClassVar[bool] = False
 
     def examples(self, rows: Dataset) -> Dataset:
-        texts = rows["text"][:]
+        texts, length = rows["text"][:], self.settings.max_source_length
         groups = rows["group"][:] if "group" in rows.column_names else [""] * len(texts)
         order = sorted(range(len(texts)), key=lambda row: groups[row])
         blocks: list[list[int]] = []
         for _, members in groupby(order, key=lambda row: groups[row]):
             tokens = [token for ids in self._ids([texts[r] for r in members]) for token in ids]
-            blocks += _cut(tokens, self.settings.max_source_length)
+            cut = (tokens[start : start + length] for start in range(0, len(tokens), length))
+            blocks += [block for block in cut if len(block) > 1]  # it has a token to guess
         if not blocks:
             raise DataError("data.train has no text of two tokens or more to learn from")
         return Dataset.from_dict({"ids": blocks})
@@ -166,13 +166,6 @@ class CausalLM(LanguageModel):
             )
         for ids in self.tokenizer(texts, return_attention_mask=False)["input_ids"]:
             yield ids if ids and ids[-1] == end else [*ids, end]
-
-
-def _cut(tokens: Sequence[int], length: int) -> Iterator[list[int]]:
-    """Blocks of ``length`` tokens; the last may be shorter, but has a token to guess."""
-    for start in range(0, len(tokens), length):
-        if len(block := list(tokens[start : start + length])) > 1:
-            yield block
 
 
 def _at_targets(ids_BT: Tensor, labels_BT: Tensor) -> list[str]:

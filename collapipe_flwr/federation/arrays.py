@@ -1,10 +1,10 @@
 """Arrays between torch, Flower's ArrayRecord and the inner strategy, with every dtype kept.
 
-Three facts make this file. numpy has no bfloat16 and no float8, so Flower refuses such tensors:
-they travel as raw bytes under a serialisation type of our own, which code that does not know it
-refuses instead of misreading. Flower's averaging turns integers into floats, so integer and
-boolean arrays (step counters, position ids, masks) stay out of it. And averaging in a narrow
-dtype loses bits, so narrow floats that numpy lacks are averaged in float32.
+Two facts make this file. numpy has no bfloat16 and no float8, so Flower refuses such tensors: they
+travel as raw bytes under a serialisation type of our own, which code that does not know it refuses
+instead of misreading, and the inner strategy averages them in float32. Flower's averaging turns
+integers and booleans (step counters, masks) into floats, and a strategy may turn float32 into
+float64: `torch.nn.Module.load_state_dict` casts them back, and so does :func:`load_into`.
 """
 
 from __future__ import annotations
@@ -54,47 +54,46 @@ def is_floating(array: Array) -> bool:
     return array.dtype in _RAW_DTYPES or not array.dtype.startswith(("int", "uint", "bool"))
 
 
-def averaging_view(record: ArrayRecord, constant: Collection[str] = ()) -> ArrayRecord:
-    """What the inner strategy sees: floats that are not ``constant``, in dtypes that numpy has.
+def averaging_view(record: ArrayRecord) -> ArrayRecord:
+    """The floats of a model, in dtypes that numpy has."""
+    return inner_view(record, [key for key, array in record.items() if not is_floating(array)])
 
-    A record that needs no change comes back as it is, and so does one without any float: its
-    arrays are no weights (boosted trees travel as bytes) and only the inner strategy knows them.
+
+def inner_view(record: ArrayRecord, hidden: Collection[str] = ()) -> ArrayRecord:
+    """What the inner strategy sees: what is not ``hidden``, in dtypes that numpy has.
+
+    A record that needs no change comes back as it is.
     """
-    keys = averaged_keys(record, constant)
-    if len(keys) == len(record) and all(a.stype != RAW_TORCH for a in record.values()):
+    keys = [key for key in record if key not in hidden]
+    if len(keys) == len(record) and not holds_raw(record):
         return record
     return ArrayRecord({key: _widen(key, record[key]) for key in keys})
 
 
-def averaged_keys(record: ArrayRecord, constant: Collection[str] = ()) -> list[str]:
-    """The keys that :func:`averaging_view` keeps."""
-    floats = [k for k, array in record.items() if is_floating(array) and k not in constant]
-    return floats or list(record)
+def holds_raw(record: ArrayRecord) -> bool:
+    """Whether an array has a dtype that numpy lacks."""
+    return any(array.stype == RAW_TORCH for array in record.values())
 
 
-def restore(
-    view: ArrayRecord, template: ArrayRecord, others: ArrayRecord, *, strict: bool = False
-) -> ArrayRecord:
-    """Undo :func:`averaging_view`: keys as in ``template``.
+def narrow_raw(view: ArrayRecord, template: ArrayRecord) -> ArrayRecord:
+    """``view`` with the dtypes of ``template`` where numpy lacks them; all else as it is.
 
-    What was hidden comes from ``others`` if it is an integer (a counter that moved), else from the
-    template. What was widened is narrowed again. Other floats stay as the inner strategy made them
-    (FedAdam makes float64), unless ``strict``: then every array gets the template's dtype and must
-    have its shape. Raises RunError if a shape changed where it must not.
+    Raises RunError if the shape of such an array changed.
     """
-    if not any(map(is_floating, template.values())):
+    if not holds_raw(template):
         return view
-    whole = ArrayRecord()
-    for key, array in template.items():
-        if key in view:
-            exact = strict or array.stype == RAW_TORCH
-            whole[key] = _narrow(key, view[key], array) if exact else view[key]
-        else:
-            whole[key] = array if is_floating(array) else others.get(key, array)
-    for key in view:
-        if key not in whole:
-            whole[key] = view[key]
-    return whole
+    raw = {key: array for key, array in template.items() if array.stype == RAW_TORCH}
+    return ArrayRecord({k: _cast(k, a, raw[k]) if k in raw else a for k, a in view.items()})
+
+
+def load_into(template: ArrayRecord, view: ArrayRecord) -> ArrayRecord:
+    """The model ``template`` after `load_state_dict` of ``view``: in its order, shapes and dtypes.
+
+    Arrays that ``view`` lacks stay as they are, and what only ``view`` has is added. Raises
+    RunError if a shape changed.
+    """
+    loaded = {k: _cast(k, view[k], array) if k in view else array for k, array in template.items()}
+    return ArrayRecord({**loaded, **{k: a for k, a in view.items() if k not in loaded}})
 
 
 def _encode_tensor(tensor: torch.Tensor) -> Array:
@@ -126,8 +125,8 @@ def _widen(key: str, array: Array) -> Array:
     return Array(_decode_tensor(key, array).to(torch.float32).numpy())
 
 
-def _narrow(key: str, array: Array, template: Array) -> Array:
-    """``array`` in the dtype of ``template``, which must have its shape."""
+def _cast(key: str, array: Array, template: Array) -> Array:
+    """``array`` in the dtype of ``template``, as torch casts it; it must have its shape."""
     if tuple(array.shape) != tuple(template.shape):
         raise RunError(
             f"array {key} has shape {tuple(array.shape)} after aggregation but "
@@ -135,6 +134,4 @@ def _narrow(key: str, array: Array, template: Array) -> Array:
         )
     if array.dtype == template.dtype:
         return array
-    if template.stype == RAW_TORCH:
-        return _encode_tensor(_decode_tensor(key, array).to(_RAW_DTYPES[template.dtype]))
-    return Array(np.asarray(array.numpy().astype(template.dtype)))
+    return _encode_tensor(_decode_tensor(key, array).to(getattr(torch, template.dtype)))

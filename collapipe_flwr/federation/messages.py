@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from flwr.app import ArrayRecord, Error, Message, RecordDict
 
 from collapipe_flwr.core.errors import ProtocolError
-from collapipe_flwr.federation.arrays import averaged_keys, averaging_view, restore
+from collapipe_flwr.federation.arrays import inner_view, load_into, narrow_raw
 
 LONGEST_SENTENCE = 400  # characters of a client's words that are shown
 BAD_REPLY = 300  # Error.code of replies that arrived but cannot be used; Flower's own are below 100
@@ -63,30 +63,34 @@ def only_arrays(content: RecordDict, what: str) -> tuple[str, ArrayRecord]:
     return found[0]
 
 
-def viewed(content: RecordDict, constant: Collection[str]) -> RecordDict:
-    """A new RecordDict whose arrays are what the inner strategy may average."""
+def viewed(content: RecordDict, hidden: Collection[str]) -> RecordDict:
+    """A new RecordDict whose arrays are what the inner strategy sees, and may take out."""
     shown = RecordDict(dict(content))
     for name, record in content.array_records.items():
-        shown[name] = averaging_view(record, constant)
+        shown[name] = inner_view(record, hidden).copy()
     return shown
 
 
 def restored(
-    content: RecordDict, template: ArrayRecord, constant: Collection[str] = ()
+    content: RecordDict, template: ArrayRecord, hidden: Collection[str], *, exact: bool
 ) -> RecordDict:
-    """A new RecordDict with arrays of the global model in their own dtypes, all records copied."""
-    averaged = set(averaged_keys(template, constant))
+    """A new RecordDict, all records copied, where a view of the global model is the model again.
+
+    Every array has its own dtype if ``exact``, else those that numpy lacks.
+    """
+    shown = set(template).difference(hidden)
     own = RecordDict()
     for name, record in content.items():
-        if isinstance(record, ArrayRecord) and set(record) == averaged:
-            record = restore(record, template, template)
+        if isinstance(record, ArrayRecord) and set(record) == shown:
+            record = load_into(template, record) if exact else narrow_raw(record, template)
         own[name] = record.copy()
     return own
 
 
 def readdressed(message: Message, content: RecordDict) -> Message:
-    """A new message to the same node with other content."""
-    meta = message.metadata
-    return Message(
-        content, meta.dst_node_id, meta.message_type, ttl=meta.ttl, group_id=meta.group_id
-    )
+    """The same message with other content.
+
+    Both share their metadata: when Flower gives the one that is sent its id, the inner strategy
+    finds it in its own.
+    """
+    return Message(content, metadata=message.metadata)  # type: ignore[call-overload, no-any-return]

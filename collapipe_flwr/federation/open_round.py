@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from flwr.app import ArrayRecord, Message, RecordDict
 
 from collapipe_flwr.core.domain import ClusterPlan
-from collapipe_flwr.core.errors import LinkError, ProtocolError, RunError
+from collapipe_flwr.core.errors import LinkError, ProtocolError
 from collapipe_flwr.federation.messages import (
     LATE,
     Sent,
@@ -57,7 +57,7 @@ class OpenRound:
     ) -> None:
         self.plan = plan
         self.template = template
-        self.constant = split.constant_keys if split is not None else frozenset()
+        self._hidden = split.constant_keys if split is not None else frozenset[str]()
         self.sent: list[Sent] = []
         self._split = split
         self._accepted = accepted
@@ -73,22 +73,23 @@ class OpenRound:
         """Sort the replies; one that cannot be used becomes an error for the inner strategy."""
         closed = ClosedRound(plan=self.plan, before=self.template, sent=self.sent)
         for reply, sent in self._attributed(replies):
-            closed.replies.append(self._receive(reply, sent, weighted_by, closed))
+            shown = reply if sent is None else self._receive(reply, sent, weighted_by, closed)
+            closed.replies.append(shown)
         for sent in self.sent:
             if sent.cluster_id not in closed.models and sent.cluster_id not in closed.failures:
                 closed.failures[sent.cluster_id] = "no reply before the round's timeout"
         return closed
 
-    def refuse_total_loss(self, closed: ClosedRound) -> None:
-        """Raise RunError if clusters were asked and none gave a usable reply.
+    def total_loss(self, closed: ClosedRound) -> str:
+        """The sentence for a round whose clusters were asked and all failed, else empty.
 
         One that was late by plan is no loss: the next round waits longer for it.
         """
         late = (r for r in closed.replies if r.has_error() and r.error.code == LATE)
         if not self.sent or closed.models or any(late):
-            return
+            return ""
         cluster_id, why = next(iter(closed.failures.items()))
-        raise RunError(
+        return (
             f"round {self.plan.server_round}: all {len(self.sent)} clusters failed, "
             f"first {cluster_id}: {why}"
         )
@@ -109,7 +110,8 @@ class OpenRound:
         node_id = message.metadata.dst_node_id
         cluster_id = self.plan.cluster_ids[node_id]
         plan = self.plan.cluster_plan(node_id)
-        content = restored(message.content, self.template, self.constant)
+        exact = self._split is not None
+        content = restored(message.content, self.template, self._hidden, exact=exact)
         task = None
         if self._split is not None:
             name, arrays = only_arrays(content, "the inner strategy's message")
@@ -130,16 +132,20 @@ class OpenRound:
             content_bytes=content_bytes(content),
         )
 
-    def _attributed(self, replies: Iterable[Message]) -> list[tuple[Message, Sent]]:
-        """Pair replies with their messages; split rounds in a fixed order, so that sums repeat."""
-        pairs = []
-        for reply in replies:
-            sent = sender_of(reply, self.sent)
+    def _attributed(self, replies: Iterable[Message]) -> Sequence[tuple[Message, Sent | None]]:
+        """Pair replies with their messages; split rounds in a fixed order, so that sums repeat.
+
+        A reply to no message of this round is for the inner strategy alone; split, for nobody.
+        """
+        pairs = [(reply, sender_of(reply, self.sent)) for reply in replies]
+        for reply, sent in pairs:
             if sent is None:
                 log.warning("a reply of node %s was not asked for", reply.metadata.src_node_id)
-            else:
-                pairs.append((reply, sent))
-        return sorted(pairs, key=lambda pair: pair[1].cluster_id) if self._split else pairs
+        if self._split is None:
+            return pairs
+        ours = [(reply, sent) for reply, sent in pairs if sent is not None]
+        ours.sort(key=lambda pair: pair[1].cluster_id)
+        return ours
 
     def _receive(
         self, reply: Message, sent: Sent, weighted_by: str, closed: ClosedRound
@@ -155,7 +161,7 @@ class OpenRound:
             if self._split is not None:
                 check_weight(examples, weighted_by, name)
             content, telemetry = self._unpack(reply.content, name)
-            shown = viewed(content, self.constant)
+            shown = viewed(content, self._hidden)
         except LinkError as error:
             closed.failures[name] = str(error)
             log.warning("the reply of cluster %s is unusable: %s", name, error)

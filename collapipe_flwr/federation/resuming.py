@@ -30,6 +30,7 @@ from collapipe_flwr.federation.checkpoint import (
     restore_rng_state,
     rng_state,
 )
+from collapipe_flwr.federation.driving import driver
 from collapipe_flwr.federation.state_values import (
     Arrays,
     changed_state,
@@ -82,14 +83,14 @@ class Checkpointed(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Evaluate | None = None,
     ) -> Result:
-        """Flower's loop over the rounds that are left; ``num_rounds`` counts from the first run.
+        """The inner strategy's loop over the rounds left; ``num_rounds`` counts from the first run.
 
         Raises RunError if the checkpoint cannot be read or is of another model or strategy.
         """
         arrays = self._resume(initial_arrays)
         ours = self._strategy if isinstance(self._strategy, CollaPipe) else None
         with closing(ours) if ours is not None else nullcontext():
-            result = super().start(
+            result = driver(self._inner, self).start(
                 grid,
                 arrays,
                 max(num_rounds - self._done, 0),

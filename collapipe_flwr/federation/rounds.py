@@ -106,7 +106,8 @@ class RoundPlan:
 
     def cluster_plan(self, node_id: int) -> ClusterPlan | None:
         """The plan of one node's cluster, None where it has none."""
-        return None if self.plan is None else self.plan.cluster(self.cluster_ids[node_id])
+        cluster_id = self.cluster_ids.get(node_id)
+        return None if self.plan is None or cluster_id is None else self.plan.cluster(cluster_id)
 
     def takes_part(self, node_id: int) -> bool:
         """Whether the node is asked to train."""
@@ -130,12 +131,6 @@ class ClosedRound:
     telemetry: dict[str, ClusterTelemetry] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     received_bytes: int = 0
-
-    @property
-    def heaviest(self) -> ArrayRecord:
-        """The model from the most examples; among equals the first by name."""
-        names = sorted(self.models, key=lambda name: (-self.examples[name], name))
-        return self.models[names[0]] if names else ArrayRecord()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,19 +67,21 @@ class EdgeGateway(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SplitModel:
+class SplitSetup:
     """Which keys live at the edge, how to reach it, and what every cluster is told.
 
     ``shared_keys`` are read on both sides: clusters own them, the edge gets copies.
-    ``constant_keys`` never train, so they are sent but not averaged.
+    ``constant_keys`` never train, so they are sent but not averaged. ``aliases`` are keys of the
+    global model that stay behind, because they repeat another, with that key.
     """
 
     edge: EdgeGateway
     edge_keys: frozenset[str]
     shared_keys: frozenset[str] = frozenset()
     constant_keys: frozenset[str] = frozenset()
+    aliases: Mapping[str, str] = field(default_factory=dict)
     model_spec_json: str
-    vocabulary_json: str
+    vocabulary_json: str = ""
     learning: Callable[[int], LearningSettings]  # by server round, from 1
     shape: BatchShape = SHORT
 
@@ -87,7 +89,7 @@ class SplitModel:
 class SplitRound:
     """The edge sessions of one round, by cluster; :meth:`close` ends all of them."""
 
-    def __init__(self, model: SplitModel, server_round: int) -> None:
+    def __init__(self, model: SplitSetup, server_round: int) -> None:
         self._model = model
         self._server_round = server_round
         self._sessions: dict[str, EdgeSession] = {}
@@ -125,7 +127,7 @@ class SplitRound:
 
     def for_cluster(self, arrays: ArrayRecord) -> ArrayRecord:
         """The arrays of embedding and encoder blocks."""
-        at_edge = self._model.edge_keys
+        at_edge = self._model.edge_keys | self._model.aliases.keys()
         return ArrayRecord({key: array for key, array in arrays.items() if key not in at_edge})
 
     def join(self, cluster_id: str, reply: ArrayRecord, template: ArrayRecord) -> ArrayRecord:
@@ -137,11 +139,13 @@ class SplitRound:
         replica = self._model.edge.fetch(self._sessions[cluster_id])
         copies = self._model.shared_keys - self._model.edge_keys
         decoder = encode_tensors({k: v for k, v in replica.items() if k not in copies})
-        check_keys(set(reply), set(template) - self._model.edge_keys, f"cluster {cluster_id}")
+        owned = set(template) - self._model.edge_keys - self._model.aliases.keys()
+        check_keys(set(reply), owned, f"cluster {cluster_id}")
         check_keys(set(decoder), set(self._model.edge_keys), f"the edge for cluster {cluster_id}")
         whole = ArrayRecord()
         for key, array in template.items():
-            whole[key] = decoder[key] if key in decoder else reply[key]
+            source = self._model.aliases.get(key, key)
+            whole[key] = decoder[source] if source in decoder else reply[source]
             check_like(key, whole[key], array, cluster_id)
         check_finite(whole, cluster_id)
         return whole

@@ -3,29 +3,37 @@
     strategy = CollaPipe(FedAvg())          # an unmodified ClientApp keeps working
     result = strategy.start(grid=grid, initial_arrays=ArrayRecord(model.state_dict()))
 
-The inner strategy samples, configures and aggregates as ever. Around it, each node's message
-becomes a record of its own with its own plan; with a :class:`SplitModel` the message carries only
-embedding and encoder, the decoder goes to the edge, and both are one model again before the inner
-strategy aggregates. Nothing of the inner strategy is changed in place.
+The inner strategy samples, configures and aggregates as ever, and its ``start`` drives. Around it,
+each node's message becomes a record of its own with its own plan; with a model to split, the
+message carries only embedding and encoder, the decoder goes to the edge, and both are one model
+again before the inner strategy aggregates. Nothing of the inner strategy is changed in place, and
+whatever else is asked of a `CollaPipe` is the inner strategy's.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
+from collapipe_flwr.cluster.fleet import LearningSettings
+from collapipe_flwr.config.schema import EdgeConfig
 from collapipe_flwr.core.errors import ConfigError, ProtocolError, RunError
-from collapipe_flwr.federation.arrays import averaging_view, restore
+from collapipe_flwr.federation.arrays import inner_view, load_into, narrow_raw
 from collapipe_flwr.federation.checkpoint import Resumable
 from collapipe_flwr.federation.default_profile import DefaultProfilePlanner
+from collapipe_flwr.federation.described import DescribedClusters, Meets, Planning
+from collapipe_flwr.federation.driving import driver
+from collapipe_flwr.federation.inner import check_inner, weight_key
 from collapipe_flwr.federation.messages import readdressed, restored, with_content
 from collapipe_flwr.federation.open_round import OpenRound
-from collapipe_flwr.federation.records import EXAMPLES, take_telemetry
+from collapipe_flwr.federation.records import take_telemetry
 from collapipe_flwr.federation.rounds import (
     AcceptedRounds,
     ClosedRound,
@@ -34,40 +42,82 @@ from collapipe_flwr.federation.rounds import (
     RoundRecord,
     metrics_as_dict,
 )
-from collapipe_flwr.federation.split import SplitModel, SplitRound
-from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.federation.rpc_gateway import Learning, open_split
+from collapipe_flwr.federation.split import SplitRound, SplitSetup
+from collapipe_flwr.models.profile import profile_model
+from collapipe_flwr.models.split_model import SplitModel
+from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.scheduler.protocol import Scheduler
 
 log = logging.getLogger("flwr.collapipe")
 
 PROXIMAL = "proximal-mu"  # as FedProx spells it
+CONTINUE, RAISE = "continue", "raise"
 
 
 class CollaPipe(Strategy):
     """Any Flower strategy, planned and split over clusters of devices.
 
-    ``scheduler`` is a planner over described clusters (:class:`ScheduledRounds`), or a scheduler or
-    its name for clients that describe nothing; the default says what those do anyway, train the
-    whole model on one machine. ``split`` puts the decoder at the edge. ``on_round`` gets the record
-    of every round.
+    With a ``model`` each client is a :class:`Cluster` that holds embedding and blocks, and the head
+    is trained at the ``edge``: the address of a running one or how to reach it, else one that lives
+    in this process as long as :meth:`start` runs. ``scheduler`` is the policy that plans rounds, by
+    name or as :class:`Planning`; ``optimizer`` is what all parts train with, as ``torch.optim``
+    class, ``functools.partial`` of one or :class:`OptimizerConfig`; ``learning`` says the rest, for
+    all rounds or by server round. ``on_round`` gets the record of every round.
+
+    Without a model clients train whole models as ever, and plans are advice. ``split`` is what
+    ``model`` comes to, from a caller that keeps the edge itself; ``scheduler`` may then be a
+    :class:`RoundPlanner`.
+
+    A round in which every client fails leaves the arrays unchanged, as in Flower;
+    ``on_total_failure="raise"`` ends the run with a RunError instead. Attributes that it lacks are
+    read from the inner strategy, and new ones are set there. Raises ConfigError for what it cannot
+    wrap.
     """
 
     def __init__(
         self,
         inner_strategy: Strategy,
         *,
-        scheduler: str | Scheduler | RoundPlanner = "fedavg",
-        split: SplitModel | None = None,
+        model: SplitModel | None = None,
+        scheduler: str | Scheduler | Planning | RoundPlanner | None = None,
+        optimizer: OptimizerConfig | None = None,
+        learning: Learning | None = None,
+        edge: str | EdgeConfig | None = None,
+        split: SplitSetup | None = None,
         on_round: Callable[[RoundRecord], None] | None = None,
+        on_total_failure: str = CONTINUE,
     ) -> None:
-        self.inner_strategy = inner_strategy
-        self.planner = planner_of(scheduler)
+        check_inner(inner_strategy, CollaPipe, split=bool(model or split))
+        if on_total_failure not in (CONTINUE, RAISE):
+            raise ConfigError(
+                f"on_total_failure must be {CONTINUE!r} or {RAISE!r}, got {on_total_failure!r}"
+            )
+        self._model = model
+        self._learning = learning_of(optimizer, learning)
+        self._edge = EdgeConfig(address=edge) if isinstance(edge, str) else edge or EdgeConfig()
+        self.planner = planner_of(scheduler, model)
         self._accepted = AcceptedRounds()
         self._split = split
         self._on_round = on_round
-        self._constant_keys = split.constant_keys if split else frozenset[str]()
+        self._on_total_failure = on_total_failure
         self._round: OpenRound | None = None
         self._planned: RoundPlan | None = None  # of the newest round
+        self.inner_strategy = inner_strategy  # last: new attributes are the inner strategy's now
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of the inner strategy: its settings, and the methods that it adds."""
+        if name == "inner_strategy" or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.inner_strategy, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the inner strategy, if it is none of this class."""
+        own = vars(self)
+        if "inner_strategy" not in own or name in own or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.inner_strategy, name, value)
 
     @property
     def resumable(self) -> dict[str, Resumable]:
@@ -86,27 +136,26 @@ class CollaPipe(Strategy):
         log.info("\t├──> CollaPipe around %s: %s", type(self.inner_strategy).__name__, where)
         self.inner_strategy.summary()
 
-    def start(
-        self,
-        grid: Grid,
-        initial_arrays: ArrayRecord,
-        num_rounds: int = 3,
-        timeout: float = 3600,
-        train_config: ConfigRecord | None = None,
-        evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
-    ) -> Result:
-        """Flower's own loop; edge sessions end with it whatever happens."""
-        with closing(self):
-            return super().start(
-                grid,
-                initial_arrays,
-                num_rounds,
-                timeout,
-                train_config,
-                evaluate_config,
-                evaluate_fn,
-            )
+    def start(self, *args: Any, **kwargs: Any) -> Result:
+        """The inner strategy's own ``start``, with its arguments, around our hooks.
+
+        Edge sessions, and an edge of its own, end with it in any case.
+        """
+        with self._edge_open():
+            return driver(self.inner_strategy, self).start(*args, **kwargs)
+
+    @contextmanager
+    def _edge_open(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self._model is not None:
+                opening = open_split(self._model, self._edge, self._learning)
+                self._split = stack.enter_context(opening)
+            stack.callback(self.close)
+            yield
+
+    @property
+    def _constant_keys(self) -> frozenset[str]:
+        return self._split.constant_keys if self._split else frozenset()
 
     def close(self) -> None:
         """End the edge sessions of a round that is still open."""
@@ -123,11 +172,13 @@ class CollaPipe(Strategy):
         and ConfigError for a split model that should be trained with a proximal term.
         """
         self.close()
-        view = averaging_view(arrays, self._constant_keys)
+        view = inner_view(arrays, self._constant_keys)
         messages = list(self.inner_strategy.configure_train(server_round, view, config, grid))
         if self._split:
             refuse_proximal_term(messages)
         nodes = [message.metadata.dst_node_id for message in messages]
+        if isinstance(self.planner, Meets):
+            self.planner.meet(grid, nodes)
         plan = self.planner.plan(server_round, nodes, arrays)
         split = SplitRound(self._split, server_round) if self._split else None
         self._planned = plan
@@ -136,20 +187,20 @@ class CollaPipe(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Whole models to the inner strategy, its average back in the model's own dtypes.
+        """Whole models to the inner strategy, and its arrays as it made them.
 
-        The round goes on with the clusters that replied; raises RunError if none did. Clusters
-        continue from this round only if the inner strategy aggregated their replies.
+        Those of a split model, and those that numpy lacks a dtype for, get the model's dtypes back
+        as by `load_state_dict`. The round goes on with the clusters that replied. Clusters continue
+        from this round only if the inner strategy aggregated their replies.
         """
         if self._round is None:
             raise RunError(f"round {server_round}: aggregate_train needs configure_train first")
         with closing(self):
             closed = self._round.receive(replies, weight_key(self.inner_strategy))
-            self._round.refuse_total_loss(closed)
+            self._judge(self._round.total_loss(closed))
             arrays, metrics = self.inner_strategy.aggregate_train(server_round, closed.replies)
             if arrays:
-                strict = self._split is not None
-                arrays = restore(arrays, closed.before, closed.heaviest, strict=strict)
+                arrays = self._restored(arrays, closed.before)
                 closed.after = arrays
                 self._round.accept(closed)
             self._report(closed, metrics)
@@ -158,16 +209,15 @@ class CollaPipe(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """The inner strategy's messages with every array in its own dtype, none shared.
+        """The inner strategy's messages, none of whose records is shared.
 
         A split model is evaluated as it was trained: by this round's plan, with the new decoder
         at the edge, on the clusters that the plan asks.
         """
-        view = averaging_view(arrays, self._constant_keys)
+        view = inner_view(arrays, self._constant_keys)
         messages = self.inner_strategy.configure_evaluate(server_round, view, config, grid)
         if self._split is None:
-            constant = self._constant_keys
-            return [readdressed(m, restored(m.content, arrays, constant)) for m in messages]
+            return [readdressed(m, restored(m.content, arrays, (), exact=False)) for m in messages]
         if self._planned is None:
             raise RunError(f"round {server_round}: configure_evaluate needs configure_train first")
         self.close()
@@ -181,6 +231,17 @@ class CollaPipe(Strategy):
         with closing(self):
             bare = [_without_telemetry(reply) for reply in replies]
             return self.inner_strategy.aggregate_evaluate(server_round, bare)
+
+    def _judge(self, total_loss: str) -> None:
+        if total_loss and self._on_total_failure == RAISE:
+            raise RunError(total_loss)
+        if total_loss:
+            log.warning("%s; the model stays as it is", total_loss)
+
+    def _restored(self, arrays: ArrayRecord, before: ArrayRecord) -> ArrayRecord:
+        if self._split is None:
+            return narrow_raw(arrays, before)
+        return load_into(before, arrays)
 
     def _opened(self, opened: OpenRound, messages: Iterable[Message]) -> list[Message]:
         """Messages of a round that is open from now on; closed again if one cannot be made."""
@@ -207,20 +268,34 @@ class CollaPipe(Strategy):
             self._on_round(record)
 
 
-def planner_of(scheduler: str | Scheduler | RoundPlanner) -> RoundPlanner:
-    """A planner as it is, schedulers over assumed clusters; raises ConfigError for a bad name."""
-    if isinstance(scheduler, str):
-        return DefaultProfilePlanner(make_scheduler(scheduler))
-    return scheduler if isinstance(scheduler, RoundPlanner) else DefaultProfilePlanner(scheduler)
+def planner_of(
+    scheduler: str | Scheduler | Planning | RoundPlanner | None, model: SplitModel | None
+) -> RoundPlanner:
+    """What plans rounds: a planner as it is; for a ``model`` one of clusters that describe
+    themselves, else one of assumed clusters. Raises ConfigError for a bad name.
+    """
+    if isinstance(scheduler, RoundPlanner):
+        return scheduler
+    if isinstance(scheduler, Planning):
+        planning = scheduler
+    else:
+        planning = Planning(policy=scheduler or ("dssda" if model else "fedavg"))
+    if model is None:
+        return DefaultProfilePlanner(planning.scheduler)
+    return DescribedClusters(
+        planning.for_batches(model.batch_size), lambda: profile_model(model.splitter, model.shape)
+    )
 
 
-def weight_key(strategy: Strategy) -> str:
-    """The metric by which a strategy, or the one that it wraps, weighs replies."""
-    key = getattr(strategy, "weighted_by_key", None)
-    if isinstance(key, str):
-        return key
-    wrapped = getattr(strategy, "strategy", None)
-    return weight_key(wrapped) if isinstance(wrapped, Strategy) else EXAMPLES
+def learning_of(optimizer: OptimizerConfig | None, learning: Learning | None) -> Learning:
+    """How clusters learn, with ``optimizer`` where it is given."""
+    if learning is None:
+        return LearningSettings(optimizer=optimizer or OptimizerConfig())
+    if optimizer is None:
+        return learning
+    if callable(learning):
+        return lambda server_round: replace(learning(server_round), optimizer=optimizer)
+    return replace(learning, optimizer=optimizer)
 
 
 def refuse_proximal_term(messages: Iterable[Message]) -> None:

@@ -8,7 +8,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -33,29 +34,28 @@ from collapipe_flwr.pipeline.state import Digests, Keys
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
 from collapipe_flwr.transport.host_status import ProbeAnswer, ProbeRequest
-from collapipe_flwr.transport.methods import FrameLimits, Method, decode_message, encode_message
+from collapipe_flwr.transport.methods import Method, decode_message, encode_message
 from collapipe_flwr.transport.quantize import WIRE_CODECS
-from collapipe_flwr.transport.server import call_deadline
+from collapipe_flwr.transport.server import call_deadline, end_threads
 from collapipe_flwr.transport.stream import StreamConfig, StreamLink
 from collapipe_flwr.transport.weights import gather_weights, weight_frames
 
 _log = logging.getLogger(__name__)
 _SETTLE_S = 5.0
+_TRANSFER_S = 600.0  # from the first piece of a part's weights to the last
+_SHARE_OF_GUEST = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServicerConfig:
-    """What callers may send, in how much time.
+    """What callers may have.
 
     ``guests`` hold sessions here besides the host's own cluster or server: a few each, and a share
     of the memory. ``probe`` tries the way to another host; the edge dials nobody.
     """
 
-    limits: FrameLimits = field(default_factory=FrameLimits)
-    transfer_s: float = 600.0
     guests: frozenset[str] = frozenset()
     sessions_of_guest: int = 8
-    share_of_guest: float = 0.25
     probe: Callable[[ProbeRequest], ProbeAnswer] | None = None
 
 
@@ -100,8 +100,9 @@ class Servicer:
         return self._service.health().sessions
 
     def close(self) -> None:
-        """Wait for the stages that run."""
-        self._workers.shutdown(wait=True)
+        """Break off the streams that run, and wait for their stages."""
+        self._service.break_off("the host is stopping")
+        end_threads(self._workers, "stages")
 
     def may_use(self, caller: Caller, method: Method, session_id: str) -> bool:
         """Whether a caller may do this to a session; what is unknown is refused by the method."""
@@ -133,16 +134,16 @@ class Servicer:
         self._service.open(
             replace(request, cluster_id=cluster_id, opener=opener),
             most_of_opener=config.sessions_of_guest if guest else None,
-            share_of_opener=config.share_of_guest if guest else 1.0,
+            share_of_opener=_SHARE_OF_GUEST if guest else 1.0,
         )
 
     def push_weights(self, messages: Iterator[bytes], call: Call) -> None:
-        frames = (decode_frame(data, self._config.limits) for data in messages)
+        frames = (decode_frame(data) for data in messages)
 
         def receive(reserve: Reserve) -> dict[str, Tensor]:
             return gather_weights(frames, self._service.health().most_bytes, reserve)
 
-        with call_deadline(call.context, self._config.transfer_s):
+        with call_deadline(call.context, _TRANSFER_S):
             self._service.receive_weights(call.key, receive)
         give_back()
 
@@ -157,7 +158,7 @@ class Servicer:
         """Piece by piece from the part itself, so that sending takes no memory for a copy."""
         keys = decode_message(Keys, data).keys if data else None
         with (
-            call_deadline(call.context, self._config.transfer_s),
+            call_deadline(call.context, _TRANSFER_S),
             self._service.reading(call.key, with_optimizer=call.with_optimizer) as weights,
         ):
             if keys is not None:
@@ -204,7 +205,7 @@ class Servicer:
 
     def stream(self, messages: Iterator[bytes], call: Call) -> Iterator[bytes]:
         """Three threads: this one sends, a reader receives, a worker computes."""
-        config = self._stream_config(call.metadata)
+        config = _stream_config(call.metadata)
         stream = self._service.claim(call.key)
         try:
             link, work = self._begun(stream, config, call)
@@ -220,41 +221,33 @@ class Servicer:
     ) -> tuple[StreamLink, Future[None]]:
         peer = call.metadata.get(methods.NAME_KEY, call.context.peer())[:80]
         link = StreamLink(peer, config, lambda _: LinkError(f"{peer} broke off the stream"))
-        call.context.add_callback(lambda: link.broken(LinkError(f"{peer} broke off the stream")))
+        gone = partial(link.broken, LinkError(f"{peer} broke off the stream"))
+        if not call.context.add_callback(gone):  # it is gone already
+            gone()
         link.send(Frame(kind=FrameKind.HELLO), deadline_s=1.0)
         work = self._workers.submit(self._service.serve, stream, link)
         session_id = stream.session.request.key.session_id
         work.add_done_callback(lambda w: _finish(w, session_id, link))
         return link, work
 
-    def _stream_config(self, metadata: Mapping[str, str]) -> StreamConfig:
-        codec = metadata.get(methods.CODEC_KEY, "fp32")
-        if codec not in WIRE_CODECS:
-            raise SessionRefused(f"codec must be one of {', '.join(WIRE_CODECS)}, got {codec[:20]}")
-        return StreamConfig(
-            codec=codec,
-            rate_bit_per_s=_rate(metadata.get(methods.RATE_KEY, "0")),
-            stream_id=_stream_id(metadata.get(methods.STREAM_KEY, "0")),
-            limits=self._config.limits,
-        )
 
-
-def _rate(text: str) -> float | None:
-    """Bits per second that this end keeps to; None for as fast as it goes."""
+def _stream_config(metadata: Mapping[str, str]) -> StreamConfig:
+    """What the other end asks of this one. Raises SessionRefused for what makes no sense."""
+    codec = metadata.get(methods.CODEC_KEY, "fp32")
+    rate, stream_id = metadata.get(methods.RATE_KEY, "0"), metadata.get(methods.STREAM_KEY, "0")
+    if codec not in WIRE_CODECS:
+        raise SessionRefused(f"codec must be one of {', '.join(WIRE_CODECS)}, got {codec[:20]}")
     try:
-        rate = float(text)
+        bit_per_s = float(rate)
     except ValueError as error:
-        raise SessionRefused(f"the rate of a link must be a number, got {text[:20]!r}") from error
-    if not 0 <= rate < math.inf:
-        raise SessionRefused(f"the rate of a link must be finite and >= 0, got {rate}")
-    return rate or None
-
-
-def _stream_id(text: str) -> int:
-    """How the other end calls the stream in its notes."""
-    if not (text.isdecimal() and len(text) < 19):
-        raise SessionRefused(f"the id of a stream must be a whole number >= 0, got {text[:20]!r}")
-    return int(text)
+        raise SessionRefused(f"the rate of a link must be a number, got {rate[:20]!r}") from error
+    if not 0 <= bit_per_s < math.inf:
+        raise SessionRefused(f"the rate of a link must be finite and >= 0, got {bit_per_s}")
+    if not (stream_id.isdecimal() and len(stream_id) < 19):
+        raise SessionRefused(
+            f"the id of a stream must be a whole number >= 0, got {stream_id[:20]!r}"
+        )
+    return StreamConfig(codec=codec, rate_bit_per_s=bit_per_s or None, stream_id=int(stream_id))
 
 
 def _finish(work: Future[None], session_id: str, link: StreamLink) -> None:

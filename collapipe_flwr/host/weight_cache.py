@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -19,8 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from collapipe_flwr.core.durable import clean, draft, make_folder
-from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.durable import draft, own_folder
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
 from collapipe_flwr.pipeline.meter import bytes_of
 from collapipe_flwr.pipeline.state import digest_of
@@ -28,6 +28,7 @@ from collapipe_flwr.pipeline.state import digest_of
 _log = logging.getLogger(__name__)
 _SUFFIX, _NAME = ".safetensors", "tensor"
 _STORED = "last session"
+_DIGEST = re.compile("[0-9a-f]{32}")  # as `digest_of` writes it
 
 
 class TensorStore:
@@ -75,18 +76,14 @@ class WeightCache:
     """
 
     def __init__(self, folder: Path, most_bytes: int) -> None:
-        try:
-            make_folder(folder, 0o700)
-            clean(folder)
-        except OSError as error:
-            raise ConfigError(f'--cache-dir "{folder}" cannot be made: {error.strerror}') from error
-        self._folder = folder
+        self._folder = own_folder(folder, "--cache-dir")
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
 
     def find(self, digests: Mapping[str, str]) -> dict[str, Tensor]:
         """The tensors with these digests, under the keys that they are wanted for."""
-        found = {key: self._read(digest) for key, digest in digests.items()}
+        asked = {k: d for k, d in digests.items() if _DIGEST.fullmatch(d)}  # by a stranger
+        found = {key: self._read(digest) for key, digest in asked.items()}
         return {key: tensor for key, tensor in found.items() if tensor is not None}
 
     def keep(self, tensors: Mapping[str, Tensor]) -> None:
@@ -102,7 +99,7 @@ class WeightCache:
 
     def _read(self, digest: str) -> Tensor | None:
         path = self._path(digest)
-        if path is None or not path.is_file():
+        if not path.is_file():
             return None
         try:
             tensor: Tensor | None = load_file(path).get(_NAME)
@@ -118,7 +115,6 @@ class WeightCache:
 
     def _write(self, tensor: Tensor, written: Path) -> None:
         path = self._path(digest_of(tensor))
-        assert path is not None
         if not path.is_file():
             save_file({_NAME: tensor.detach().contiguous()}, written)
             written.replace(path)
@@ -132,6 +128,5 @@ class WeightCache:
             path.unlink(missing_ok=True)
             left -= stat.st_size
 
-    def _path(self, digest: str) -> Path | None:
-        """None for what cannot be a digest: it came over the network."""
-        return self._folder / f"{digest}{_SUFFIX}" if digest.isalnum() else None
+    def _path(self, digest: str) -> Path:
+        return self._folder / f"{digest}{_SUFFIX}"

@@ -122,6 +122,7 @@ def middle_first(settings: SchedulerConfig) -> list[tuple[int, int]]:
         (abs(i - len(sizes) // 2) + abs(j - len(counts) // 2), size * count, size, count)
         for i, size in enumerate(sizes)
         for j, count in enumerate(counts)
+        if (size, count) in settings.batches
     ]
     return [(size, count) for _, _, size, count in sorted(grid)]
 

@@ -58,8 +58,9 @@ def segment_needs(tables: Tables, settings: SchedulerConfig) -> Array:
     Infinite on and below the diagonal. For 1F1B only the one micro-batch in flight that no
     schedule can do without counts.
     """
-    flight = min(settings.micro_batches) if settings.schedule == "gpipe" else 1
-    need = segment_bytes(tables.blocks, settings, min(settings.micro_batch_sizes), flight)
+    size, count = min(settings.batches)
+    flight = count if settings.schedule == "gpipe" else 1
+    need = segment_bytes(tables.blocks, settings, size, flight)
     return np.where(np.tri(len(need), k=-1, dtype=bool).T, need, np.inf)
 
 

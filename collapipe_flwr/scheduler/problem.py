@@ -89,9 +89,7 @@ class RoundProblem:
 
     def batches(self) -> Ints:
         """All (size, count) pairs."""
-        settings = self.settings
-        grid = [(b, j) for b in settings.micro_batch_sizes for j in settings.micro_batches]
-        return np.array(grid, dtype=np.int64)
+        return np.array(self.settings.batches, dtype=np.int64)
 
     def device_counts(self) -> Ints:
         """Devices of every cluster, control units not counted."""

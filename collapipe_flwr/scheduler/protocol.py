@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Protocol
 
 from collapipe_flwr.core.domain import Plan, RoundOutcome, Snapshot
@@ -128,6 +129,7 @@ class SchedulerConfig(PricingOptions):
     penalty_weight: float = key(5.0, above(0))  # V: latency against queues, up to V budgets
     micro_batch_sizes: tuple[int, ...] = key((1, 2, 4, 8, 16), counts())
     micro_batches: tuple[int, ...] = key((1, 2, 4, 8), counts())
+    batch_size: int = 0  # examples of a step, however it is cut; 0: any pair of the two grids
     participation_floor: float = key(1.0, between(0, 1))  # long-term share of rounds; 1: keep all
     learning_rate: float = 0.01
     bound: bool = True  # plan for rounds-to-target, not only for the latency of a round
@@ -154,6 +156,12 @@ class SchedulerConfig(PricingOptions):
                     f"scheduler.{name.replace('_', '-')} needs at least one value, all >= 1, "
                     f"got {grid!r}"
                 )
+
+    @property
+    def batches(self) -> tuple[tuple[int, int], ...]:
+        """All pairs (size, count) of micro-batches that a plan may choose."""
+        pairs = product(self.micro_batch_sizes, self.micro_batches)
+        return tuple(p for p in pairs if not self.batch_size or p[0] * p[1] == self.batch_size)
 
     @property
     def coarsest(self) -> str:

@@ -48,7 +48,7 @@ class Search:
         self.problem = problem
         self.counts, self.batches = problem.device_counts(), problem.batches()
         self.small = self._enumerable()
-        self.place_of_batch = np.zeros(self.batches.max(0) + 1, np.int64)
+        self.place_of_batch = np.full(self.batches.max(0) + 1, -1)  # -1: no plan may choose it
         self.place_of_batch[*self.batches.T] = np.arange(len(self.batches))
 
     def choose(self, prices: DualPrices, now: Layouts | None) -> Layouts:
@@ -84,7 +84,8 @@ class Search:
 
         def score(rows: Layouts) -> Array:
             place = self.place_of_batch[rows.micro_batch_size_r, rows.micro_batches_r]
-            return scorer.values(rows, rho.take(first_m[rows.cluster_r] + place))
+            found = scorer.values(rows, rho.take(first_m[rows.cluster_r] + place))
+            return np.where(place < 0, np.inf, found)
 
         return score
 
@@ -153,12 +154,11 @@ class Search:
         cost = slope[:, None] / members.speed_mi + prices.price_mi * members.energy_per_flop_mi
         cost[~members.present_mi] = np.inf
         cost[:, 0] = np.inf
-        settings = self.problem.settings
         return Neighbourhood(
             cost_mi=cost,
             spares=SPARES,
-            sizes=np.unique(settings.micro_batch_sizes),
-            counts=np.unique(settings.micro_batches),
+            sizes=np.unique(self.batches[:, 0]),
+            counts=np.unique(self.batches[:, 1]),
         )
 
     def _starts(self, clusters: Ints, score: Score, each: int) -> Layouts:
@@ -167,7 +167,7 @@ class Search:
         batches = np.array(
             [
                 [reference.micro_batch_size, reference.micro_batches],
-                [self.batches[:, 0].min(), self.batches[:, 1].min()],
+                min(self.batches, key=lambda pair: (pair[0] * pair[1], pair[0])),
             ]
         )
         tables, options = self.problem.tables, self.problem.settings

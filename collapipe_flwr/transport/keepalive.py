@@ -9,7 +9,6 @@ do not stand in line behind tensors.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Self
@@ -17,13 +16,13 @@ from typing import Self
 import grpc
 
 from collapipe_flwr.core.links import LEAST_PERIOD_S, Heartbeat
+from collapipe_flwr.transport.methods import Options
 
-PricingOptions = list[tuple[str, object]]
 _RECONNECT_MS = 100
 _UNWATCHED_S = 10.0  # gRPC looks five times a second who still listens, unless it is starved of CPU
 
 
-def keepalive_options(heartbeat: Heartbeat) -> PricingOptions:
+def keepalive_options(heartbeat: Heartbeat) -> Options:
     """Of the connection that is pinged: a ping a period, which has a period to be answered."""
     period_ms = round(1000 * heartbeat.period_s)
     return [
@@ -39,7 +38,7 @@ def keepalive_options(heartbeat: Heartbeat) -> PricingOptions:
     ]
 
 
-def server_keepalive_options() -> PricingOptions:
+def server_keepalive_options() -> Options:
     """Of a server that lets itself be pinged."""
     return [
         ("grpc.keepalive_permit_without_calls", 1),
@@ -98,20 +97,11 @@ class Keepalive:
 
     @contextmanager
     def _connection(self) -> Iterator[None]:
-        """A fresh connection, closed when gRPC has ceased to watch it: closed before, it trips."""
-        channel, note = self._connect(), self._born()
-        channel.subscribe(note, try_to_connect=True)
-        yield
-        channel.unsubscribe(note)
-        closing = threading.Timer(_UNWATCHED_S, channel.close)
-        closing.daemon = True
-        closing.start()
+        """A fresh connection, closed when gRPC has ceased to watch it: closed before, it trips.
 
-    def _born(self) -> Callable[[grpc.ChannelConnectivity], None]:
-        """What a new connection tells its states to; the one before it is not heard any more."""
-        life = object()
-        with self._changed:
-            self._life, self._beats = life, False
+        The one before it is not heard any more.
+        """
+        life, channel = object(), self._connect()
 
         def note(state: grpc.ChannelConnectivity) -> None:
             with self._changed:
@@ -119,14 +109,17 @@ class Keepalive:
                     self._beats = state is grpc.ChannelConnectivity.READY
                     self._changed.notify_all()
 
-        return note
+        with self._changed:
+            self._life, self._beats = life, False
+        channel.subscribe(note, try_to_connect=True)
+        yield
+        channel.unsubscribe(note)
+        closing = threading.Timer(_UNWATCHED_S, channel.close)
+        closing.daemon = True
+        closing.start()
 
     def _wait(self, *, beating: bool, limit_s: float | None) -> bool:
         """Until the peer beats, or does not; whether it came to that in time."""
-        until_s = None if limit_s is None else time.monotonic() + limit_s
         with self._changed:
-            while self._beats is not beating and not self._over:
-                left_s = None if until_s is None else until_s - time.monotonic()
-                if not self._changed.wait(left_s):
-                    return False
-            return not self._over
+            self._changed.wait_for(lambda: self._over or self._beats is beating, limit_s)
+            return not self._over and self._beats is beating

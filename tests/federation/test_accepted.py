@@ -117,7 +117,8 @@ class Server:
         self.members = Members(self.grid, {cluster: str(cluster) for cluster in CLUSTERS})
         self.model = empty_model()
         inner = Adds(fraction_evaluate=0.0)
-        self.strategy = inner if plain else CollaPipe(inner, scheduler=Everyone())
+        ours = CollaPipe(inner, scheduler=Everyone(), on_total_failure="raise")
+        self.strategy = inner if plain else ours
         accepted = self.members.resumable if plain else self.strategy.resumable
         self.accepted = next(iter(accepted.values()))
         task = UnsplitTask(

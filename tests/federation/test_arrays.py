@@ -13,7 +13,9 @@ from collapipe_flwr.federation.arrays import (
     averaging_view,
     decode_tensors,
     encode_tensors,
-    restore,
+    inner_view,
+    load_into,
+    narrow_raw,
     take_record,
     take_tensors,
 )
@@ -67,25 +69,38 @@ def test_code_that_does_not_know_bfloat16_refuses_it_instead_of_misreading():
         array.numpy()
 
 
-def test_the_view_holds_floats_that_numpy_has_and_restoring_undoes_it():
+def test_the_view_holds_what_numpy_has_and_loading_undoes_it():
     template = encode_tensors(tensors())
-    view = averaging_view(template)
-    assert {a.dtype for a in view.values()} == {"float64", "float32", "float16"}
-    assert_same(decode_tensors(restore(view, template, template)), tensors())
+    view = inner_view(template)
+    assert list(view) == list(template)
+    assert {a.dtype for a in averaging_view(template).values()} == {"float64", "float32", "float16"}
+    assert_same(decode_tensors(load_into(template, view)), tensors())
+    assert_same(decode_tensors(narrow_raw(view, template)), tensors())
 
 
-def test_a_record_of_plain_floats_is_its_own_view():
-    record = encode_tensors({"a": torch.zeros(2), "b": torch.zeros(2).half()})
-    assert averaging_view(record) is record
-    assert list(restore(record, record, record).values()) == list(record.values())
+def test_a_record_that_numpy_can_hold_is_its_own_view():
+    record = encode_tensors({"a": torch.zeros(2), "b": torch.zeros(2).half(), "n": torch.tensor(3)})
+    assert inner_view(record) is record
+    assert narrow_raw(record, record) is record
 
 
-def test_strictly_restored_arrays_have_the_models_dtypes():
-    template = encode_tensors({"a": torch.ones(3), "b": torch.ones(3).bfloat16()})
-    wide = encode_tensors({"a": torch.ones(3).double(), "b": torch.ones(3).double()})
-    assert_same(
-        decode_tensors(restore(wide, template, template, strict=True)), decode_tensors(template)
-    )
+def test_hidden_arrays_come_from_the_model():
+    record = encode_tensors({"a": torch.zeros(2), "b": torch.ones(2)})
+    view = inner_view(record, {"b"})
+    assert list(view) == ["a"]
+    assert_same(decode_tensors(load_into(record, view)), decode_tensors(record))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_loaded_arrays_are_those_of_load_state_dict(dtype):
+    generator = torch.Generator().manual_seed(1)
+    wide = 3 * torch.rand(50, generator=generator, dtype=torch.float64)
+    template = torch.zeros(50, dtype=dtype)
+    loaded = load_into(encode_tensors({"a": template}), encode_tensors({"a": wide}))
+    module = torch.nn.Module()
+    module.register_buffer("a", template.clone())
+    module.load_state_dict({"a": wide})
+    assert_same(decode_tensors(loaded), dict(module.state_dict()))
 
 
 def counting_client(step: int, examples: int):
@@ -103,7 +118,7 @@ def counting_client(step: int, examples: int):
 
 
 @pytest.mark.parametrize("inner", [FedAvg, FedAdam, FedMedian])
-def test_dtypes_and_shapes_survive_two_rounds(inner, wire):
+def test_what_numpy_lacks_survives_two_rounds_and_the_rest_is_the_inner_strategys(inner, wire):
     model = {
         "weight": torch.ones(2, 3, dtype=torch.bfloat16),
         "scale": torch.tensor(1.0),
@@ -111,24 +126,27 @@ def test_dtypes_and_shapes_survive_two_rounds(inner, wire):
         "steps": torch.tensor(5),
         "mask": torch.tensor([True, False]),
     }
-    grid = LocalGrid({1: counting_client(1, 10), 2: counting_client(3, 30)}, wire=wire)
-    strategy = CollaPipe(inner(fraction_evaluate=0.0))
-    final = decode_tensors(strategy.start(grid, encode_tensors(model), num_rounds=2).arrays)
-    own = ("scale",) if inner is FedAdam else ()  # Flower's FedAdam itself makes float64 of float32
-    own += ("half",) if inner is FedAdam else ()
-    for key, tensor in model.items():
-        assert final[key].shape == tensor.shape
-        assert key in own or final[key].dtype == tensor.dtype
-    assert final["steps"] == 5 + 3 + 3  # the client with the most examples, twice
-    assert final["mask"].tolist() == [True, False]
+
+    def final(strategy, names):
+        grid = LocalGrid({1: counting_client(1, 10), 2: counting_client(3, 30)}, wire=wire)
+        start = encode_tensors({name: model[name] for name in names})
+        return decode_tensors(strategy.start(grid, start, num_rounds=2).arrays)
+
+    wrapped = final(CollaPipe(inner(fraction_evaluate=0.0)), model)
+    plain = final(inner(fraction_evaluate=0.0), [name for name in model if name != "weight"])
+    assert list(wrapped) == list(model)
+    assert wrapped["weight"].dtype == torch.bfloat16
     if inner is FedAvg:
-        assert torch.equal(final["weight"], torch.full((2, 3), 6.0).bfloat16())  # +2.5 a round
+        assert torch.equal(wrapped.pop("weight"), torch.full((2, 3), 6.0).bfloat16())
+    wrapped.pop("weight", None)
+    assert_same(wrapped, plain)
 
 
 def test_a_strategy_that_changes_a_shape_is_refused():
-    template = encode_tensors({"a": torch.zeros(2, 3)})
-    with pytest.raises(RunError, match=r"array a has shape \(3, 2\)"):
-        restore(encode_tensors({"a": torch.zeros(3, 2)}), template, template, strict=True)
+    template = encode_tensors({"a": torch.zeros(2, 3).bfloat16()})
+    for restore in (load_into, lambda before, view: narrow_raw(view, before)):
+        with pytest.raises(RunError, match=r"array a has shape \(3, 2\)"):
+            restore(template, encode_tensors({"a": torch.zeros(3, 2)}))
 
 
 @pytest.mark.parametrize(

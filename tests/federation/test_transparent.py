@@ -119,15 +119,35 @@ def test_a_lost_node_that_answers_under_another_id_is_matched_by_its_message(flo
     assert records[0].failures == {"node-7": "Node Unavailable"}
 
 
-def test_when_nobody_replies_in_time_the_run_ends_instead_of_going_on_untrained(floats, drifting):
-    class Deaf(LocalGrid):
-        def send_and_receive(self, messages, *, timeout=None):
-            del timeout
-            self.push_messages(messages)
-            return []
+class Deaf(LocalGrid):
+    """No reply arrives in time."""
 
+    def send_and_receive(self, messages, *, timeout=None):
+        del timeout
+        self.push_messages(messages)
+        return []
+
+
+def test_when_nobody_replies_in_time_the_run_goes_on_with_the_arrays_it_has(floats, drifting):
+    records, seen = [], []
+    strategy = CollaPipe(FedAvg(), on_round=records.append)
+    grid = Deaf({n: drifting(0.1) for n in (1, 2)})
+    result = strategy.start(
+        grid, floats, num_rounds=2, evaluate_fn=lambda _, arrays: seen.append(arrays)
+    )
+    assert len(result.arrays) == 0
+    assert all(arrays is floats for arrays in seen)
+    late = "no reply before the round's timeout"
+    assert [record.failures for record in records] == [{"node-1": late, "node-2": late}] * 2
+
+
+def test_when_nobody_replies_in_time_the_run_ends_where_that_is_asked_for(floats, drifting):
     with pytest.raises(RunError, match="no reply before the round's timeout"):
-        CollaPipe(FedAvg()).start(Deaf({n: drifting(0.1) for n in (1, 2)}), floats)
+        CollaPipe(FedAvg(), on_total_failure="raise").start(
+            Deaf({n: drifting(0.1) for n in (1, 2)}), floats
+        )
+    with pytest.raises(ConfigError, match="on_total_failure must be 'continue' or 'raise'"):
+        CollaPipe(FedAvg(), on_total_failure="stop")
 
 
 def test_a_round_without_sampled_nodes_passes(floats, drifting):

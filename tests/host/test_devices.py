@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 
 import pytest
 import torch
+from torch import Tensor
 
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.core.links import LinkConfig
@@ -15,6 +19,7 @@ from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.pipeline.config import NextHop
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage
+from collapipe_flwr.transport import server
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.dialer import Dialer
 from tests.closeness import assert_near, near
@@ -72,7 +77,7 @@ class Hosts:
 
 
 def first_stage(part, link) -> FirstStage:
-    optimizer = Optimizer(SGD, part.parameters())
+    optimizer = Optimizer(SGD, part.named_parameters())
     return FirstStage(part, optimizer, settings("control unit", "1f1b", 4), downstream=link)
 
 
@@ -92,7 +97,7 @@ def test_a_chain_of_hosts_equals_one_process(secure, tmp_path):
         for part, client in zip(parts[1:], hosts.clients, strict=True):
             part.load_weights(client.session(session_key()).fetch_weights())
         reports = [client.session(session_key()).report() for client in hosts.clients]
-    optimizer = Optimizer(SGD, [p for part in wholes for p in part.parameters()])
+    optimizer = Optimizer(SGD, torch.nn.ModuleList(wholes).named_parameters())
     expected = []
     for _ in range(2):
         loss = whole_loss(wholes, batch)
@@ -125,6 +130,50 @@ def test_a_lost_host_is_heard_at_the_control_unit(lost):
         link.close()
 
 
+class StuckHead(Head):
+    """Never comes back from its forward pass until it is `freed`."""
+
+    entered, freed = threading.Event(), threading.Event()
+
+    def forward(self, hidden_BTD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+        self.entered.set()
+        assert self.freed.wait(DEADLINE_S)
+        return super().forward(hidden_BTD, context)
+
+
+def test_a_device_stops_while_the_next_host_says_nothing(monkeypatch, caplog):
+    parts = make_parts((1,))
+    monkeypatch.setattr(server, "_END_S", 5.0)
+
+    def build_stuck(_asked, weights):
+        head = StuckHead()
+        head.load_weights(weights)
+        return head
+
+    with ExitStack() as stack:
+        edge = stack.enter_context(EdgeServer("127.0.0.1:0", EdgeService(build_stuck)))
+        stack.callback(StuckHead.freed.set)
+        service = EdgeService(build, connect=Dialer(name="device 1"))
+        device = stack.enter_context(EdgeServer("127.0.0.1:0", service))
+        hop = NextHop(address=edge.address, key=session_key())
+        for host, part, placed in ((edge, parts[2], {}), (device, parts[1], {"next_hop": hop})):
+            client = stack.enter_context(EdgeClient(host.address))
+            session = client.open_session(request(**placed))
+            session.push_weights(part.state_dict())
+        first = first_stage(parts[0], stack.enter_context(closing(session.stream())))
+        with ThreadPoolExecutor(1) as pool:
+            step = pool.submit(first.train_step, make_batch((3,)))
+            assert StuckHead.entered.wait(DEADLINE_S)
+            start = time.monotonic()
+            device.stop(grace_s=0.1)
+            assert time.monotonic() - start < 20.0
+            with pytest.raises(LinkError):
+                step.result(DEADLINE_S)
+        assert "told to end" not in caplog.text
+        edge.stop(grace_s=0.1)
+        assert "stages that were told to end have not for 5 s" in caplog.text
+
+
 def test_a_next_host_that_is_not_there_is_named_at_the_control_unit():
     parts = make_parts((2, 1))
     with ExitStack() as stack:
@@ -150,7 +199,7 @@ def test_a_paced_link_is_paced_both_ways():
         client.open_session(request())
         client.session(session_key()).push_weights(parts[2].state_dict())
         link = client.session(session_key()).stream(config=config)
-        optimizer = Optimizer(SGD, parts[0].parameters())
+        optimizer = Optimizer(SGD, parts[0].named_parameters())
         order = settings("control unit", "gpipe", 2)  # all gradients come after all outputs
         first = FirstStage(parts[0], optimizer, order, downstream=link)
         start = time.monotonic()

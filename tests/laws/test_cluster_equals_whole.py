@@ -25,7 +25,7 @@ from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models import Splitter, make_spec
 from collapipe_flwr.pipeline.config import SessionKey, SessionRequest, StageConfig
 from collapipe_flwr.pipeline.link import Link, memory_pair
-from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
+from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.step import MicroBatch
 from tests.closeness import assert_near, near
 
@@ -33,8 +33,8 @@ pytestmark = pytest.mark.usefixtures("small_matrices_are_fused")
 
 TOKEN = "0123456789abcdef"
 BLOCKS = 5
-SGD = OptimizerSettings(name="sgd", learning_rate=1.0, weight_decay=0.0)
-ADAMW = OptimizerSettings(name="adamw", learning_rate=1e-3)
+SGD = OptimizerConfig(name="sgd", learning_rate=1.0, weight_decay=0.0)
+ADAMW = OptimizerConfig(name="adamw", learning_rate=1e-3)
 Batch = dict[str, Tensor]
 
 
@@ -161,7 +161,7 @@ def _steps(splitter: Splitter, cut: Cut, count: int) -> list[list[Batch]]:
 
 @contextmanager
 def _edge(
-    splitter: Splitter, weights: dict[str, Tensor], cut: Cut, rule: OptimizerSettings
+    splitter: Splitter, weights: dict[str, Tensor], cut: Cut, rule: OptimizerConfig
 ) -> Iterator[tuple[Link, EdgeService]]:
     """A decoder session of a real edge service behind an in-memory link."""
     service = EdgeService()
@@ -184,9 +184,9 @@ def _edge(
 
 
 def _micro_batches(splitter: Splitter, steps: Sequence[Sequence[Batch]]) -> list[list[MicroBatch]]:
-    count = splitter.task.targets
+    count = splitter.weight_of
     return [
-        [MicroBatch(inputs=b, context=splitter.context(b), weight=count(b["labels"])) for b in step]
+        [MicroBatch(inputs=b, context=splitter.context(b), weight=count(b)) for b in step]
         for step in steps
     ]
 
@@ -196,7 +196,7 @@ def _train_split(
     weights: dict[str, Tensor],
     cut: Cut,
     steps: Sequence[Sequence[Batch]],
-    rule: OptimizerSettings,
+    rule: OptimizerConfig,
     dropout_seed: int | None = None,
 ) -> tuple[tuple[float, ...], dict[str, Tensor]]:
     order = RoundOrder(
@@ -215,11 +215,11 @@ def _train_unsplit(
     splitter: Splitter,
     weights: dict[str, Tensor],
     steps: Sequence[Sequence[Batch]],
-    rule: OptimizerSettings,
+    rule: OptimizerConfig,
 ) -> tuple[tuple[float, ...], dict[str, Tensor]]:
     model = splitter.build_whole(weights)
-    optimizer = Optimizer(rule, model.parameters())
-    losses = train_unsplit(model, optimizer, steps, splitter.task.targets)
+    optimizer = Optimizer(rule, model.named_parameters())
+    losses = train_unsplit(splitter, model, optimizer, steps)
     return losses, {key: model.state_dict()[key] for key in weights}
 
 
@@ -262,7 +262,7 @@ def test_micro_batches_give_the_gradient_of_one_large_batch(splitter: Splitter) 
 
 
 @pytest.mark.parametrize("rule", [SGD, ADAMW], ids=lambda rule: rule.name)
-def test_a_step_without_labels_is_none(splitter: Splitter, rule: OptimizerSettings) -> None:
+def test_a_step_without_labels_is_none(splitter: Splitter, rule: OptimizerConfig) -> None:
     """Neither weights nor optimiser state feel it, not even by weight decay."""
     weights, cut = splitter.initial_weights(seed=3), CUTS[2]
     first, last = _steps(splitter, cut, count=2)
@@ -289,7 +289,9 @@ def test_a_micro_batch_without_labels_counts_nothing(splitter: Splitter) -> None
 
 
 @pytest.mark.parametrize(
-    "guessing", [None, PredictionConfig(most_tokens=4)], ids=["loss", "guesses"]
+    "guessing",
+    [None, PredictionConfig(most_tokens=4), PredictionConfig(logits=True)],
+    ids=["loss", "guesses", "logits"],
 )
 def test_a_test_set_without_labels_has_no_loss(splitter: Splitter, guessing) -> None:
     """And guesses all the same, which are those of the unsplit model."""
@@ -304,11 +306,14 @@ def test_a_test_set_without_labels_has_no_loss(splitter: Splitter, guessing) -> 
         fleet = ThreadFleet(lambda _: nullcontext(link))
         batches = _micro_batches(splitter, steps)
         found = evaluate_batches(splitter, order, batches, fleet, wanted=guessing)
-    whole = evaluate_unsplit(splitter.build_whole(weights), steps, splitter.task, guessing)
+    whole = evaluate_unsplit(splitter, splitter.build_whole(weights), steps, guessing)
     assert (found.loss, found.targets) == (whole.loss, whole.targets) == (0.0, 0.0)
     ours, theirs = ([ids for step in of.predictions for ids in step] for of in (found, whole))
     assert len(ours) == len(theirs) == (0 if guessing is None else 2 * len(cut.micro_batches))
-    if not splitter.decodes:  # generated texts are padded in their own ways
+    if guessing is not None and guessing.logits:
+        assert all(left.dtype == torch.float32 for left in ours)
+        assert_near(dict(enumerate(ours)), dict(enumerate(theirs)))
+    elif not splitter.decodes:  # generated texts are padded in their own ways
         assert all(map(torch.equal, ours, theirs))
 
 
