@@ -48,7 +48,19 @@ class Scorer:
         self.links_per_count = len(clusters) * int(np.prod(tables.gain_mij.shape[1:]))
         self.spans = SpanTable(tables, options)
         self.members = MemberPrices(tables, options, prices.price_mi[clusters], clusters)
-        self.edge_speed = edge_speed(tables, options)
+        self._price_ends()
+
+    def _price_ends(self) -> None:
+        """Seconds of control unit and edge, (2, M) per example, their updates and the server's."""
+        tables, model = self.tables, self.tables.snapshot.model
+        own, edge = tables.members.speed_mi[:, 0], edge_speed(tables, self.options)
+        edge_m, first, last = np.full(len(own), edge), model.embedding, model.decoder
+        self.forward_2m = np.stack([first.forward_flop / own, last.forward_flop / edge_m])
+        self.backward_2m = np.stack([first.backward_flop / own, last.backward_flop / edge_m])
+        update = first.parameter_bytes / own + last.parameter_bytes / edge_m
+        self.update_s_m = OPTIMISER_FLOP_PER_BYTE * update
+        whole = first.parameter_bytes + tables.blocks.parameter_bytes_l[-1]
+        self.server_s_m = 16.0 * whole / tables.server_rate_m
 
     def values(self, rows: Layouts, rho_r: Array) -> Array:
         """The objective of every row, infinite where memory forbids it."""
@@ -81,30 +93,20 @@ class Scorer:
         slowness = members.slowness.take(at)
         ahead, back = spans.forward_lk.take(slots.span_sr), spans.backward_lk.take(slots.span_sr)
         weights = spans.weights_lk.take(slots.span_sr)
-        head_f, head_b, head_update = self._ends(rows)
-        forward = np.concatenate([head_f, ahead * slowness]) * batch.size
-        backward = np.concatenate([head_b, back * slowness]) * batch.size
+        cluster = rows.cluster_r
+        ends_f, ends_b = self.forward_2m.take(cluster, 1), self.backward_2m.take(cluster, 1)
+        forward = np.concatenate([ends_f, ahead * slowness]) * batch.size
+        backward = np.concatenate([ends_b, back * slowness]) * batch.size
         hop_s, hop_worth = self._hops(rows, batch, slots, (forward.max(0), backward.max(0)))
         makespan = step_makespan_s(self.options, (forward, backward), hop_s, batch.count, axis=0)
         update = OPTIMISER_FLOP_PER_BYTE * weights
-        fixed = (weights * members.bulk_seconds.take(at)).sum(0) + self._server(rows)
-        fixed += batch.steps * ((update * slowness).sum(0) + head_update)
+        fixed = (weights * members.bulk_seconds.take(at)).sum(0) + self.server_s_m[cluster]
+        fixed += batch.steps * ((update * slowness).sum(0) + self.update_s_m[cluster])
         flop = batch.examples * (ahead + back) + update
         worth = batch.steps * (flop * members.flop_worth.take(at)).sum(0)
         worth += (weights * members.bulk_worth.take(at)).sum(0)
         worth += batch.steps * (self._own_worth(rows, batch) + batch.count * hop_worth)
         return fixed + batch.steps * makespan, worth
-
-    def _ends(self, rows: Layouts) -> tuple[Array, Array, Array]:
-        """Seconds per example of control unit and edge, (2, R) twice, and of their optimisers."""
-        model = self.tables.snapshot.model
-        own = self.tables.members.speed_mi[rows.cluster_r, 0]
-        edge = np.full(len(rows), self.edge_speed)
-        first, last = model.embedding, model.decoder
-        forward = np.stack([first.forward_flop / own, last.forward_flop / edge])
-        backward = np.stack([first.backward_flop / own, last.backward_flop / edge])
-        update = first.parameter_bytes / own + last.parameter_bytes / edge
-        return forward, backward, OPTIMISER_FLOP_PER_BYTE * update
 
     def _own_worth(self, rows: Layouts, batch: _Batch) -> Array:
         """What a step costs the control unit in priced energy."""
@@ -113,11 +115,6 @@ class Scorer:
         flop = flop + OPTIMISER_FLOP_PER_BYTE * head.parameter_bytes
         own = self.place_m[rows.cluster_r] * self.members.width
         return np.asarray(flop * self.members.flop_worth.take(own))
-
-    def _server(self, rows: Layouts) -> Array:
-        whole = self.tables.snapshot.model.embedding.parameter_bytes
-        whole_bits = 16.0 * (whole + self.tables.blocks.parameter_bytes_l[-1])
-        return np.asarray(whole_bits / self.tables.server_rate_m[rows.cluster_r])
 
     def _hops(
         self, rows: Layouts, batch: _Batch, slots: _Slots, slowest: tuple[Array, Array]
