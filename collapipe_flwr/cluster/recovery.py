@@ -86,8 +86,8 @@ def run_interval(
     is left on any device.
     """
     embedding = splitter.build_embedding(order.weights)
-    optimizer = Optimizer(order.learning.optimizer, embedding.parameters())
-    load_optimizer_state(embedding, optimizer, order.slots)
+    optimizer = Optimizer(order.learning.optimizer, embedding.named_parameters())
+    load_optimizer_state(optimizer, order.slots)
     with fleet.chain(splitter, order) as chain:
         first = FirstStage(
             embedding,
@@ -106,7 +106,7 @@ def run_interval(
     kept = segments.state.optimizer
     state = PartState(
         weights={**own, **segments.state.weights},
-        optimizer={**optimizer_state_of(embedding, optimizer), **kept} if kept else {},
+        optimizer={**optimizer_state_of(optimizer), **kept} if kept else {},
     )
     return ReplayInterval(
         losses=tuple(step.loss for step in steps if step.weight),
@@ -127,7 +127,7 @@ def evaluate_chain(
 ) -> EvalResult:
     """Loss and predictions of one chain, which learns nothing; raises as ``run_interval``."""
     embedding = splitter.build_embedding(order.weights)
-    optimizer = Optimizer(order.learning.optimizer, embedding.parameters())
+    optimizer = Optimizer(order.learning.optimizer, embedding.named_parameters())
     taken, generates = tuple(batches), wanted is not None and wanted.generates(splitter.decodes)
     predict = "" if wanted is None or generates else wanted.kind
     with fleet.chain(splitter, order) as chain:

@@ -16,12 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from collapipe_flwr.config.parsing import (
-    flatten_section,
-    key_names,
-    parse_section,
-    refuse_unknown,
-)
+from collapipe_flwr.config.parsing import flatten_section, parse_section, refuse_unknown
 from collapipe_flwr.core.keys import (
     Value,
     above,
@@ -39,7 +34,7 @@ from collapipe_flwr.core.links import CODECS, Heartbeat, TlsFiles
 from collapipe_flwr.data.config import DataConfig
 from collapipe_flwr.models.spec import LoraConfig, ModelConfig
 from collapipe_flwr.pipeline.config import Execution
-from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 
 AUTO = "auto"
@@ -67,7 +62,7 @@ class RunConfig:
 class TrainConfig:
     """The local training of a cluster in one round; what stages obey is in ``execution``."""
 
-    optimizer: OptimizerSettings = inline(OptimizerSettings(learning_rate=0.002, weight_decay=0.0))
+    optimizer: OptimizerConfig = inline(OptimizerConfig(learning_rate=0.002, weight_decay=0.0))
     optimizer_state: str = key("reset", one_of("reset", "keep"))  # of a cluster, between rounds
     state_dir: str = key("")  # for a resumed cluster; state-dir in --node-config goes first
     warmup_rounds: int = key(0, at_least(0))  # the rate grows linearly over these rounds
@@ -183,15 +178,15 @@ class AppConfig:
         codec = "fp32" if self.links.codec == AUTO else self.links.codec
         return replace(self.train.execution, codec=codec, paced=self.links.paced)
 
-    def optimizer(self, server_round: int) -> OptimizerSettings:
-        """The clusters' optimiser in one round, from 1: linear warm-up, then the chosen decay."""
+    def optimizer(self, server_round: int) -> OptimizerConfig:
+        """The clusters' optimizer in one round, from 1: linear warm-up, then the chosen decay."""
         train, rounds = self.train, self.run.num_server_rounds
         rate = train.optimizer.learning_rate
         if server_round <= train.warmup_rounds:
             rate *= server_round / train.warmup_rounds
         elif train.decay == "linear":
             rate *= (rounds - server_round + 1) / (rounds - train.warmup_rounds)
-        return replace(train.optimizer, learning_rate=rate)
+        return train.optimizer.with_learning_rate(rate)
 
     @property
     def scheduling(self) -> SchedulerConfig:
@@ -206,7 +201,7 @@ class AppConfig:
 
 def known_keys() -> set[str]:
     """Every key that a run-config may hold."""
-    return {k for prefix, section in _sections(AppConfig()) for k in key_names(section, prefix)}
+    return set(flatten(AppConfig()))
 
 
 def parse(values: Mapping[str, Value]) -> AppConfig:

@@ -179,11 +179,11 @@ class WholeRound:
         del node
         splitter = _splitter(self.task.model_spec_json)
         model = splitter.build_whole(weights, trains=True)
-        optimizer = Optimizer(self.task.optimizers[self.server_round - 1], model.parameters())
-        load_optimizer_state(model, optimizer, memory.recall())
+        optimizer = Optimizer(self.task.optimizers[self.server_round - 1], model.named_parameters())
+        load_optimizer_state(optimizer, memory.recall())
         steps = examples.steps(**self.sizes)
         losses = train_unsplit(splitter, model, optimizer, steps, self.task.execution)
-        memory.remember(optimizer_state_of(model, optimizer))
+        memory.remember(optimizer_state_of(optimizer))
         return reply(splitter.trained_weights(model), losses, len(examples.chosen))
 
     def evaluate(self, node: Node, weights: Weights, data: LocalData) -> MetricRecord:

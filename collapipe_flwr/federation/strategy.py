@@ -46,7 +46,7 @@ from collapipe_flwr.federation.rpc_gateway import Learning, open_split
 from collapipe_flwr.federation.split import SplitRound, SplitSetup
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.split_model import SplitModel
-from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.scheduler.protocol import Scheduler
 
 log = logging.getLogger("flwr.collapipe")
@@ -81,7 +81,7 @@ class CollaPipe(Strategy):
         *,
         model: SplitModel | None = None,
         scheduler: str | Scheduler | Planning | RoundPlanner | None = None,
-        optimizer: OptimizerSettings | None = None,
+        optimizer: OptimizerConfig | None = None,
         learning: Learning | None = None,
         edge: str | EdgeConfig | None = None,
         split: SplitSetup | None = None,
@@ -287,10 +287,10 @@ def planner_of(
     )
 
 
-def learning_of(optimizer: OptimizerSettings | None, learning: Learning | None) -> Learning:
+def learning_of(optimizer: OptimizerConfig | None, learning: Learning | None) -> Learning:
     """How clusters learn, with ``optimizer`` where it is given."""
     if learning is None:
-        return LearningSettings(optimizer=optimizer or OptimizerSettings())
+        return LearningSettings(optimizer=optimizer or OptimizerConfig())
     if optimizer is None:
         return learning
     if callable(learning):

@@ -85,7 +85,10 @@ class RuleScheduler(Policy):
     first round tries the whole grid, and the pair with the least time to target stays.
     """
 
-    rule: Rule
+    @property
+    def rule(self) -> Rule:
+        """The rule of that name."""
+        return RULES[self.name]
 
     def step(self, state: SchedulerState, snapshot: Snapshot) -> tuple[Plan, SchedulerState]:
         """Apply the rule; raises InfeasibleError where nothing it names fits."""
@@ -180,7 +183,7 @@ def make_scheduler(name: str, settings: SchedulerConfig | None = None) -> Schedu
     if name in _JOINT:
         return _JOINT[name](chosen)
     if name in RULES:
-        return RuleScheduler(chosen, name, RULES[name])
+        return RuleScheduler(chosen, name)
     if name == "brute-force":
         raise ConfigError(
             "brute-force is an oracle of the benchmarks, not a policy for runs: "

@@ -104,7 +104,7 @@ def unsplit(
 ) -> tuple[tuple[float, ...], dict[str, Tensor]]:
     model = splitter.build_whole(weights)
     model.config.use_cache = False
-    optimizer = Optimizer(SGD, model.parameters())
+    optimizer = Optimizer(SGD, model.named_parameters())
     losses = train_unsplit(splitter, model, optimizer, steps, execution)
     return losses, {key: model.state_dict()[key] for key in weights}
 
