@@ -26,14 +26,7 @@ from collapipe_flwr.data.stream import Stream, StreamPlace, next_round
 from collapipe_flwr.data.tokenizer import Vocabulary
 from collapipe_flwr.federation.node_state import STATE_KEY, STREAM, NodeState, state_folder
 from collapipe_flwr.federation.rounds import Progress
-<<<<<<< HEAD
 from collapipe_flwr.federation.site import Site, cluster_file
-=======
-from collapipe_flwr.models.any_splitter import AnySplitter
-from collapipe_flwr.models.profile import profile_model
-from collapipe_flwr.pipeline.config import NextHop
-from collapipe_flwr.transport.client import EdgeClient
->>>>>>> lmodel
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -97,27 +90,6 @@ class Node:
             state_dir=state_folder(folder, run_id),
         )
 
-<<<<<<< HEAD
-=======
-    @contextmanager
-    def devices(
-        self, task: SplitTask, splitter: AnySplitter, examples: int
-    ) -> Iterator[RoundDevices]:
-        """Its devices, joined to the edge session of ``task``, for a round of so many examples."""
-        cluster = self.cluster
-        with _edge_client(self.config.edge, cluster, task) as client:
-            edge = client.session(task.session)
-            local = ThreadFleet(edge.connect)
-            fleet: Fleet = local if cluster is None else remote_fleet(cluster, task)
-            recovery = Recovery(
-                profile=self.profile(examples),
-                model=lambda: profile_model(splitter, task.shape),
-                edge=edge,
-                snapshot_every=task.learning.snapshot_every,
-            )
-            yield RoundDevices(fleet=fleet, recovery=recovery)
-
->>>>>>> lmodel
     def examples(self, data: LocalData, state: NodeState) -> RoundExamples:
         """The cluster's examples of a round, from its part of the data or from its stream."""
         if self.config.data.stream:

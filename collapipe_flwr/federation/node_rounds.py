@@ -123,7 +123,6 @@ class PipelineRound:
         )
         return _test_record(data, steps, tested)
 
-<<<<<<< HEAD
     def test(
         self,
         site: Site,
@@ -145,10 +144,7 @@ class PipelineRound:
                 wanted=wanted,
             )
 
-    def _order(self, splitter: Splitter, weights: Weights) -> RoundOrder:
-=======
     def _order(self, splitter: AnySplitter, weights: Weights) -> RoundOrder:
->>>>>>> lmodel
         return RoundOrder(
             plan=self.plan,
             weights=weights,
@@ -213,13 +209,7 @@ def round_of(content: RecordDict) -> PipelineRound | WholeRound:
     )
 
 
-<<<<<<< HEAD
-def _micro_batches(splitter: Splitter, steps: Batches) -> Iterator[list[MicroBatch]]:
-=======
-def _micro_batches(
-    splitter: AnySplitter, steps: Iterator[list[dict[str, Tensor]]]
-) -> Iterator[list[MicroBatch]]:
->>>>>>> lmodel
+def _micro_batches(splitter: AnySplitter, steps: Batches) -> Iterator[list[MicroBatch]]:
     for step in steps:
         yield [
             MicroBatch(

@@ -1,32 +1,8 @@
-<<<<<<< HEAD
-"""A user's live model, described so that it can be split: what `CollaPipe(model=...)` takes."""
-=======
 """A live model as its user has it, described so that it can be cut and rebuilt anywhere."""
->>>>>>> lmodel
 
 from __future__ import annotations
 
 import json
-<<<<<<< HEAD
-
-from transformers import PreTrainedModel
-
-from collapipe_flwr.models.spec import BatchShape, ModelSpec
-from collapipe_flwr.models.splitter import Splitter
-
-
-class SplitModel:
-    """Stand-in until the real one is merged."""
-
-    def __init__(self, model: PreTrainedModel, *, batch_size: int, length: int) -> None:
-        tasks = {"ForSequenceClassification": "sequence-classification"}
-        task = next(t for end, t in tasks.items() if type(model).__name__.endswith(end))
-        config = json.dumps(model.config.to_dict())
-        self.spec = ModelSpec(task=task, config_json=config, ties="rows", shared="sum")
-        self.splitter = Splitter(self.spec)
-        self.shape = BatchShape(source_length=length)
-        self.batch_size = batch_size
-=======
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -321,4 +297,3 @@ def _drawn(splitter: Splitter, shape: BatchShape) -> dict[str, Tensor]:
     """A batch to try a transformers model with."""
     one = example_inputs(splitter.input_config, splitter.input_name, min(shape.source_length, 8))
     return {key: torch.cat([value, value]) for key, value in one.items()}
->>>>>>> lmodel
