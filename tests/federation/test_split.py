@@ -11,7 +11,7 @@ from flwr.serverapp.strategy import FedAvg, FedProx
 
 from collapipe_flwr.cluster.fleet import LearningSettings
 from collapipe_flwr.core.domain import ClusterPlan, Plan, Segment
-from collapipe_flwr.core.errors import ConfigError, LinkError, RunError
+from collapipe_flwr.core.errors import ConfigError, LinkError, ProtocolError, RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.records import (
@@ -290,6 +290,29 @@ def test_a_proximal_term_is_refused_rather_than_left_out():
     assert edge.replicas == {}
     strategy = wrapped(edge, planner, [], FedProx(fraction_evaluate=0.0, proximal_mu=0.0))
     assert strategy.start(grid, encode_tensors(model()), num_rounds=1).arrays
+
+
+def test_a_strategy_that_sends_more_than_the_model_is_refused_with_a_split_model():
+    class Controlled(FedAvg):
+        def configure_train(self, server_round, arrays, config, grid):
+            for message in super().configure_train(server_round, arrays, config, grid):
+                message.content["controls"] = arrays.copy()
+                yield message
+
+    grid = LocalGrid({1: failing, 2: failing})
+    strategy = wrapped(MemoryEdge(), FixedPlanner("c1", "c2"), [], Controlled())
+    with pytest.raises(ProtocolError, match="exactly one ArrayRecord, got 2: leave out the split"):
+        strategy.start(grid, encode_tensors(model()))
+
+
+def test_a_node_that_is_evaluated_without_a_plan_of_its_own_is_passed_over():
+    edge = MemoryEdge()
+    grid = LocalGrid({1: trainer(edge, 1.0, 10), 2: trainer(edge, 3.0, 30)})
+    inner = FedAvg(fraction_train=0.5, min_train_nodes=1)
+    strategy = wrapped(edge, FixedPlanner("c1", "c2"), [], inner)
+    strategy.start(grid, encode_tensors(model()), num_rounds=1)
+    trained, tested = grid.sent
+    assert trained.metadata.dst_node_id == tested.metadata.dst_node_id
 
 
 def test_a_cluster_behind_two_nodes_is_refused():
