@@ -117,7 +117,7 @@ class OpenRound:
         if self._split is not None:
             name, arrays = only_arrays(content, "the inner strategy's message", _ONE_MODEL)
             task = self._split.open(cluster_id, arrays, edge_depth(plan))
-            content[name] = self._split.for_cluster(arrays)
+            content[name] = self._split.for_cluster(cluster_id, arrays)
         assignment = RoundAssignment(
             server_round=self.plan.server_round,
             cluster_id=cluster_id,

@@ -59,6 +59,7 @@ class SplitTask:
     session: SessionKey
     learning: LearningSettings
     shape: BatchShape = SHORT  # of what is learnt from
+    whole: bool = False  # the message holds the edge's arrays as well, and so must the reply
 
     @property
     def run_id(self) -> str:

@@ -3,12 +3,16 @@
 The embedding and the encoder blocks go to the clusters in Flower messages; a decoder replica per
 cluster goes to the edge. When a cluster replies, both halves become one whole model again, every
 key exactly once, so that any Flower strategy can aggregate it.
+
+A cluster whose ClientApp has mods, which clip or noise what the client changed, gets the whole
+model in its message instead. Its control unit fetches what its decoder replica learnt and replies
+with the whole, so that no mod sees a part of an update.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -87,9 +91,11 @@ class SplitModel:
 class SplitRound:
     """The edge sessions of one round, by cluster; :meth:`close` ends all of them."""
 
-    def __init__(self, model: SplitModel, server_round: int) -> None:
+    def __init__(self, model: SplitModel, server_round: int, whole: Collection[str] = ()) -> None:
+        """``whole`` are the clusters that get and return the whole model."""
         self._model = model
         self._server_round = server_round
+        self._whole = whole
         self._sessions: dict[str, EdgeSession] = {}
         self.constant_keys = model.constant_keys
 
@@ -121,12 +127,13 @@ class SplitRound:
             session=session.key,
             learning=learning,
             shape=self._model.shape,
+            whole=cluster_id in self._whole,
         )
 
-    def for_cluster(self, arrays: ArrayRecord) -> ArrayRecord:
-        """The arrays of embedding and encoder blocks."""
-        at_edge = self._model.edge_keys
-        return ArrayRecord({key: array for key, array in arrays.items() if key not in at_edge})
+    def for_cluster(self, cluster_id: str, arrays: ArrayRecord) -> ArrayRecord:
+        """The arrays that Flower carries: of embedding and encoder blocks, or all of them."""
+        elsewhere = self._elsewhere(cluster_id)
+        return ArrayRecord({key: array for key, array in arrays.items() if key not in elsewhere})
 
     def join(self, cluster_id: str, reply: ArrayRecord, template: ArrayRecord) -> ArrayRecord:
         """The whole model of one cluster in the order of ``template``.
@@ -134,14 +141,12 @@ class SplitRound:
         Raises ProtocolError if a key is missing, unknown or twice, or if an array is not like the
         one that was sent or holds infinities; LinkError if the edge fails.
         """
-        replica = self._model.edge.fetch(self._sessions[cluster_id])
-        copies = self._model.shared_keys - self._model.edge_keys
-        decoder = encode_tensors({k: v for k, v in replica.items() if k not in copies})
-        check_keys(set(reply), set(template) - self._model.edge_keys, f"cluster {cluster_id}")
-        check_keys(set(decoder), set(self._model.edge_keys), f"the edge for cluster {cluster_id}")
+        elsewhere = self._elsewhere(cluster_id)
+        decoder = self._fetched(cluster_id)
+        check_keys(set(reply), set(template) - elsewhere, f"cluster {cluster_id}")
         whole = ArrayRecord()
         for key, array in template.items():
-            whole[key] = decoder[key] if key in decoder else reply[key]
+            whole[key] = decoder[key] if key in elsewhere else reply[key]
             check_like(key, whole[key], array, cluster_id)
         check_finite(whole, cluster_id)
         return whole
@@ -166,6 +171,18 @@ class SplitRound:
                 self._model.edge.close(session)
             except LinkError as error:
                 log.info("the edge session of cluster %s is gone: %s", cluster_id, error)
+
+    def _elsewhere(self, cluster_id: str) -> frozenset[str]:
+        """The arrays that do not travel between this cluster and the Flower server."""
+        return frozenset() if cluster_id in self._whole else self._model.edge_keys
+
+    def _fetched(self, cluster_id: str) -> ArrayRecord:
+        """The trained decoder; fetched of every cluster, since its optimizer may be kept."""
+        replica = self._model.edge.fetch(self._sessions[cluster_id])
+        copies = self._model.shared_keys - self._model.edge_keys
+        decoder = encode_tensors({k: v for k, v in replica.items() if k not in copies})
+        check_keys(set(decoder), set(self._model.edge_keys), f"the edge for cluster {cluster_id}")
+        return decoder
 
     def _decoder(self, arrays: ArrayRecord) -> ArrayRecord:
         at_edge = self._model.edge_keys | self._model.shared_keys

@@ -145,9 +145,8 @@ class CollaPipe(Strategy):
             refuse_proximal_term(messages)
         nodes = [message.metadata.dst_node_id for message in messages]
         plan = self.planner.plan(server_round, nodes, arrays)
-        split = SplitRound(self._split, server_round) if self._split else None
         self._planned = plan
-        return self._opened(OpenRound(plan, arrays, split, self._accepted), messages)
+        return self._opened(self._new_round(plan, server_round, arrays), messages)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -186,8 +185,7 @@ class CollaPipe(Strategy):
         if self._planned is None:
             raise RunError(f"round {server_round}: configure_evaluate needs configure_train first")
         self.close()
-        split = SplitRound(self._split, server_round)
-        return self._opened(OpenRound(self._planned, arrays, split, self._accepted), messages)
+        return self._opened(self._new_round(self._planned, server_round, arrays), messages)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -207,6 +205,10 @@ class CollaPipe(Strategy):
         if self._split is None:
             return narrow_raw(arrays, before)
         return load_into(before, arrays)
+
+    def _new_round(self, plan: RoundPlan, server_round: int, arrays: ArrayRecord) -> OpenRound:
+        split = SplitRound(self._split, server_round, plan.whole) if self._split else None
+        return OpenRound(plan, arrays, split, self._accepted)
 
     def _opened(self, opened: OpenRound, messages: Iterable[Message]) -> list[Message]:
         """Messages of a round that is open from now on; closed again if one cannot be made."""
