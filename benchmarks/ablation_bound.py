@@ -34,7 +34,7 @@ from collapipe_flwr.data.batches import Example, batches, round_examples
 from collapipe_flwr.federation.learner import Learner, make_learner
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.pipeline.meter import square_norm
-from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
+from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.world import make_world, mixed_devices
@@ -61,7 +61,7 @@ Batch = dict[str, Tensor]
 class Training:
     """How to train: one optimiser for both variants."""
 
-    optimizer: OptimizerSettings
+    optimizer: OptimizerConfig
     rounds: int
 
 
@@ -102,10 +102,10 @@ class Fleet:
         put(self.model, self.vector)
         return evaluate_unsplit(self.model, self.test, self.learner.splitter.task).loss
 
-    def train(self, m: int, plan: ClusterPlan, index: int, rule: OptimizerSettings) -> Locally:
+    def train(self, m: int, plan: ClusterPlan, index: int, rule: OptimizerConfig) -> Locally:
         """The steps of cluster ``m`` from the common weights."""
         put(self.model, self.vector)
-        optimizer = Optimizer(rule, self.model.parameters())
+        optimizer = Optimizer(rule, self.model.named_parameters())
         steps = [
             self._step(examples, plan.micro_batch_size, optimizer)
             for examples in self._steps(m, plan, index)
@@ -341,7 +341,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=90)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rule = OptimizerSettings(
+    rule = OptimizerConfig(
         name=options.optimizer, learning_rate=options.learning_rate, weight_decay=0.0
     )
     measure(options.seeds, Training(optimizer=rule, rounds=options.rounds), options.json)

@@ -73,7 +73,7 @@ def _clusters(
     members = DeadlineGrid(grid, names, RoundClock(slack)) if slack else Members(grid, names)
     if config.run.runtime != "pipeline":
         return members, None
-    model = profile_model(learner.splitter, learner.shape)
+    model = profile_model(learner.splitter, learner.shape, config.train.optimizer.state_bytes)
     return members, make_planner(config, model, clusters, members.clusters)
 
 

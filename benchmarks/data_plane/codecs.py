@@ -38,7 +38,7 @@ from collapipe_flwr.pipeline.config import (
     StageConfig,
 )
 from collapipe_flwr.pipeline.meter import StageReport
-from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
+from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.roles import FirstStage
 from collapipe_flwr.pipeline.step import MicroBatch
 from collapipe_flwr.scheduler.policies import make_scheduler
@@ -247,7 +247,7 @@ class _Chain:
     def __init__(self, trial: _Trial, hops: Sequence[str], precision: str) -> None:
         self._splitter, self._seed, self._hops = trial.splitter, trial.seed, hops
         self._precision = precision
-        self._rule = OptimizerSettings(learning_rate=trial.case.learning_rate, weight_decay=0.0)
+        self._rule = OptimizerConfig(learning_rate=trial.case.learning_rate, weight_decay=0.0)
         self._stack = ExitStack()
         self._clients: list[EdgeClient] = []
 
@@ -269,7 +269,7 @@ class _Chain:
             link = first.stream(config=LinkConfig(codec=self._hops[0]))
             stack.enter_context(closing(link))
             part = self._splitter.build_embedding(weights)
-            optimizer = Optimizer(self._rule, part.parameters())
+            optimizer = Optimizer(self._rule, part.named_parameters())
             self._first = FirstStage(
                 part,
                 optimizer,

@@ -146,7 +146,7 @@ def train_whole_model(case: MemoryCase) -> None:
 
     splitter = Splitter(case.spec())
     model = splitter.build_whole(splitter.initial_weights(0))
-    optimizer = Optimizer(OPTIMIZER, model.parameters())
+    optimizer = Optimizer(OPTIMIZER, model.named_parameters())
     train_unsplit(model, optimizer, [case.batch()] * case.steps, splitter.task.targets)
 
 
@@ -185,7 +185,9 @@ def _train(
     part = splitter.build_embedding(weights)
     link = client.session(_KEY).stream()
     settings = StageConfig(name="control unit", deadline_s=300.0)
-    first = FirstStage(part, Optimizer(OPTIMIZER, part.parameters()), settings, downstream=link)
+    first = FirstStage(
+        part, Optimizer(OPTIMIZER, part.named_parameters()), settings, downstream=link
+    )
     batch = [
         MicroBatch(inputs=t, context=splitter.context(t), weight=float(case.micro_batch))
         for t in case.batch()

@@ -24,13 +24,13 @@ from collapipe_flwr.pipeline.config import (
     StageConfig,
 )
 from collapipe_flwr.pipeline.meter import Span
-from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
+from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.roles import FirstStage
 from collapipe_flwr.pipeline.stage import WEIGHTS
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.dialer import Dialer
 
-OPTIMIZER = OptimizerSettings(learning_rate=1e-4)
+OPTIMIZER = OptimizerConfig(learning_rate=1e-4)
 _KEY = SessionKey(session_id="bench", token=TOKEN)
 
 
@@ -68,7 +68,10 @@ class Driver:
         part = job.part(0)
         self._batch = micro_batches(job.shape)
         self._first = FirstStage(
-            part, Optimizer(OPTIMIZER, part.parameters()), _config(job, 0), downstream=self._link
+            part,
+            Optimizer(OPTIMIZER, part.named_parameters()),
+            _config(job, 0),
+            downstream=self._link,
         )
 
     def steps(self, count: int) -> Turn:

@@ -32,7 +32,7 @@ from collapipe_flwr.core.links import Heartbeat
 from collapipe_flwr.models import BatchShape, Splitter, make_spec
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.pipeline.config import NextHop, SessionKey, SessionRequest, StageConfig
-from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.step import MicroBatch
 from collapipe_flwr.transport.client import EdgeClient
 
@@ -110,9 +110,9 @@ class Job:
     heartbeat: Heartbeat | None = None
 
     @property
-    def rule(self) -> OptimizerSettings:
+    def rule(self) -> OptimizerConfig:
         """The optimiser."""
-        return OptimizerSettings(name="adamw", learning_rate=1e-2)
+        return OptimizerConfig(name="adamw", learning_rate=1e-2)
 
     def order(self) -> RoundOrder:
         """What the control unit is asked."""

@@ -24,7 +24,7 @@ class Rank:
             "gloo", init_method=f"tcp://{store}", rank=rank, world_size=job.stages
         )
         part = job.part(rank)
-        self._optimizer = Optimizer(OPTIMIZER, part.parameters())
+        self._optimizer = Optimizer(OPTIMIZER, part.named_parameters())
         self._ids, self._labels = make_batch(job.shape)
         kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[job.schedule]
         self._schedule = kind(

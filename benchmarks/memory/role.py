@@ -27,12 +27,12 @@ from collapipe_flwr.models.lora import add_adapters, first_adapter, is_adapter
 from collapipe_flwr.models.tasks import auto_class
 from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, FrameKind, MemoryLink, memory_pair
-from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
+from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.roles import FirstStage, LastStage, MiddleStage
 from collapipe_flwr.pipeline.stage import LEARNS
 from collapipe_flwr.pipeline.step import MicroBatch, Step
 
-RULE = OptimizerSettings(name="adamw", learning_rate=1e-4)
+RULE = OptimizerConfig(name="adamw", learning_rate=1e-4)
 WAIT_S = 600.0
 SETTINGS = StageConfig(name="stage", deadline_s=WAIT_S)
 
@@ -55,7 +55,7 @@ class Player:
         if spec.lora is not None:
             add_adapters(model, spec.lora, spec.task, on_meta=False)
         steps = [[self._batch()]] * self._order.steps
-        optimizer = Optimizer(RULE, model.parameters())
+        optimizer = Optimizer(RULE, model.named_parameters())
         train_unsplit(model, optimizer, steps, splitter.task.targets)
 
     def control_unit(self) -> None:
@@ -71,7 +71,9 @@ class Player:
         part = splitter.build_embedding(weights)
         left, right = memory_pair("control unit", "device")
         answering = _thread(lambda: _answer(right))
-        first = FirstStage(part, Optimizer(RULE, part.parameters()), SETTINGS, downstream=left)
+        first = FirstStage(
+            part, Optimizer(RULE, part.named_parameters()), SETTINGS, downstream=left
+        )
         batch, labels = self._batch(), self._batch()["labels"]
         micro_batch = MicroBatch(
             inputs=batch,
@@ -95,7 +97,7 @@ class Player:
         own_down, down = memory_pair("stage", "behind")
         stage = MiddleStage(
             part,
-            Optimizer(RULE, part.parameters()),
+            Optimizer(RULE, part.named_parameters()),
             SETTINGS,
             upstream=own_up,
             downstream=own_down,
@@ -111,7 +113,7 @@ class Player:
         keys = (*splitter.edge_keys(), *splitter.shared_keys)
         part = splitter.build_edge(self._weights(keys))
         up, own_up = memory_pair("before", "stage")
-        stage = LastStage(part, Optimizer(RULE, part.parameters()), SETTINGS, upstream=own_up)
+        stage = LastStage(part, Optimizer(RULE, part.named_parameters()), SETTINGS, upstream=own_up)
         serving = _thread(stage.serve)
         self._feed(up, learns=True)
         serving.join(WAIT_S)

@@ -23,7 +23,7 @@ from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.config import Execution, StageConfig
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.meter import StageReport
-from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
+from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.roles import MiddleStage
 from collapipe_flwr.pipeline.state import (
     OptimizerState,
@@ -42,7 +42,7 @@ PATIENCE_PER_STAGE = 0.5  # upstream waits longer, so that the neighbour of a si
 class LearningSettings:
     """How a cluster learns in one round; the server owns it so that all clusters agree."""
 
-    optimizer: OptimizerSettings
+    optimizer: OptimizerConfig
     schedule: str = "gpipe"
     deadline_s: float = 60.0  # longest silence of a neighbour inside a step
     seed: int = 0
@@ -64,6 +64,8 @@ class RoundOrder:
     slots: OptimizerState = field(default_factory=dict)  # empty: the optimizer starts anew
     keep_optimizer: bool = False  # give the slots back at the end of the round
     first_step: int = 0  # the number of the first step; not 0 in the middle of a round
+    updates: int = 0  # optimizer steps of the round so far
+    batches: int = 0  # of the whole round; 0: not known in advance
 
     @property
     def hops(self) -> tuple[LinkConfig, ...]:
@@ -209,9 +211,7 @@ class ThreadChain:
         return Segments(
             state=PartState(
                 weights={k: t.detach() for s in stages for k, t in s.part.state_dict().items()},
-                optimizer={
-                    k: t for s in kept for k, t in optimizer_state_of(s.part, s.optimizer).items()
-                },
+                optimizer={k: t for s in kept for k, t in optimizer_state_of(s.optimizer).items()},
             ),
             reports=tuple(stage.report() for stage in stages),
         )
@@ -273,8 +273,8 @@ def _join(
     stages = []
     for index, segment in enumerate(order.plan.segments):
         part = splitter.build_segment(segment.first_block, segment.stop_block, order.weights)
-        optimizer = Optimizer(order.learning.optimizer, part.parameters())
-        load_optimizer_state(part, optimizer, order.slots)
+        optimizer = Optimizer(order.learning.optimizer, part.named_parameters())
+        load_optimizer_state(optimizer, order.slots)
         stages.append(
             make_stage(
                 part,

@@ -66,6 +66,7 @@ class ReplayInterval:
             weights={**order.weights, **self.state.weights},
             slots=self.state.optimizer,
             first_step=self.next_step,
+            updates=order.updates + len(self.losses),
         )
 
 
@@ -86,8 +87,8 @@ def run_interval(
     is left on any device.
     """
     embedding = splitter.build_embedding(order.weights)
-    optimizer = Optimizer(order.learning.optimizer, embedding.parameters())
-    load_optimizer_state(embedding, optimizer, order.slots)
+    optimizer = Optimizer(order.learning.optimizer, embedding.named_parameters())
+    load_optimizer_state(optimizer, order.slots)
     with fleet.chain(splitter, order) as chain:
         first = FirstStage(
             embedding,
@@ -96,6 +97,7 @@ def run_interval(
             downstream=chain.link,
             shared=splitter.sums_shared,
             first_step=order.first_step,
+            rates=order.learning.optimizer.rates(first=order.updates, batches=order.batches),
         )
         with first.telling_neighbours():
             tested = EvalResult.mean(_losses(first.evaluate(batch) for batch in probe))
@@ -103,10 +105,10 @@ def run_interval(
             first.finish()
         segments = chain.collect(keep_optimizer=keep_optimizer)
     own = {key: tensor.detach() for key, tensor in embedding.state_dict().items()}
-    kept = segments.state.optimizer
+    slots = optimizer_state_of(optimizer) if keep_optimizer() else {}
     state = PartState(
         weights={**own, **segments.state.weights},
-        optimizer={**optimizer_state_of(embedding, optimizer), **kept} if kept else {},
+        optimizer={**slots, **segments.state.optimizer},
     )
     return ReplayInterval(
         losses=tuple(step.loss for step in steps if step.weight),
@@ -127,7 +129,7 @@ def evaluate_chain(
 ) -> EvalResult:
     """Loss and predictions of one chain, which learns nothing; raises as ``run_interval``."""
     embedding = splitter.build_embedding(order.weights)
-    optimizer = Optimizer(order.learning.optimizer, embedding.parameters())
+    optimizer = Optimizer(order.learning.optimizer, embedding.named_parameters())
     classifies, taken = wanted is not None and not splitter.decodes, tuple(batches)
     with fleet.chain(splitter, order) as chain:
         first = FirstStage(embedding, optimizer, order.settings(0), downstream=chain.link)

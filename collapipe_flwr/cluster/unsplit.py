@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.stage import computing_in
 
 PLAIN = Execution()
+CONSTANT = repeat(1.0)
 
 
 def train_unsplit(
@@ -23,12 +25,13 @@ def train_unsplit(
     batches: Iterable[Sequence[Mapping[str, Tensor]]],
     targets: Callable[[Tensor], int],
     execution: Execution = PLAIN,
+    rates: Iterator[float] = CONSTANT,
 ) -> tuple[float, ...]:
     """One optimiser step per batch of micro-batches that has labels; the loss of each step.
 
     ``targets`` counts the labels that the mean loss of a micro-batch runs over. A micro-batch
     counts with its share of them, so a step's gradient is that of the mean over the whole batch
-    however it is cut.
+    however it is cut. ``rates`` are the factors of the learning rates, one per step.
     """
     model.train()
     fuse_accumulation(model)  # as stages do
@@ -45,9 +48,10 @@ def train_unsplit(
                 loss = model(**micro_batch).loss * (count / sum(counts))
             loss.backward()
             step_loss += float(loss.detach())
+        optimizer.add_proximal()
         if execution.clip_norm:
             torch.nn.utils.clip_grad_norm_(optimizer.parameters, execution.clip_norm)
-        optimizer.step()
+        optimizer.step(next(rates))
         optimizer.zero_grad()
         losses.append(step_loss)
     return tuple(losses)

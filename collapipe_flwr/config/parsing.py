@@ -61,7 +61,7 @@ def _parsed(name: str, value: Value, field_: Field[Any]) -> object:
     rule = rule_of(field_)
     if rule is not None and rule.text is not None:
         return _read(name, str(_typed(name, value, "str")), rule, rule.text)
-    typed = _typed(name, value, str(field_.type))
+    typed = _typed(name, value, str(field_.type).removesuffix(" | None"))
     check(name, typed, rule)
     return typed
 

@@ -39,7 +39,7 @@ from collapipe_flwr.core.links import CODECS, Heartbeat, TlsFiles
 from collapipe_flwr.data.config import DataConfig
 from collapipe_flwr.models.spec import LoraConfig, ModelConfig
 from collapipe_flwr.pipeline.config import Execution
-from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 
 AUTO = "auto"
@@ -67,7 +67,7 @@ class RunConfig:
 class TrainConfig:
     """The local training of a cluster in one round; what stages obey is in ``execution``."""
 
-    optimizer: OptimizerSettings = inline(OptimizerSettings(learning_rate=0.002, weight_decay=0.0))
+    optimizer: OptimizerConfig = inline(OptimizerConfig(learning_rate=0.002, weight_decay=0.0))
     optimizer_state: str = key("reset", one_of("reset", "keep"))  # of a cluster, between rounds
     state_dir: str = key("")  # for a resumed cluster; state-dir in --node-config goes first
     warmup_rounds: int = key(0, at_least(0))  # the rate grows linearly over these rounds
@@ -183,7 +183,7 @@ class AppConfig:
         codec = "fp32" if self.links.codec == AUTO else self.links.codec
         return replace(self.train.execution, codec=codec, paced=self.links.paced)
 
-    def optimizer(self, server_round: int) -> OptimizerSettings:
+    def optimizer(self, server_round: int) -> OptimizerConfig:
         """The clusters' optimiser in one round, from 1: linear warm-up, then the chosen decay."""
         train, rounds = self.train, self.run.num_server_rounds
         rate = train.optimizer.learning_rate
@@ -191,7 +191,7 @@ class AppConfig:
             rate *= server_round / train.warmup_rounds
         elif train.decay == "linear":
             rate *= (rounds - server_round + 1) / (rounds - train.warmup_rounds)
-        return replace(train.optimizer, learning_rate=rate)
+        return train.optimizer.with_learning_rate(rate)
 
     @property
     def scheduling(self) -> SchedulerConfig:

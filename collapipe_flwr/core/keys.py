@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from collapipe_flwr.core.errors import ConfigError
 
@@ -135,7 +135,10 @@ def read_assignments(text: str) -> dict[str, object]:
 
 def key(default: T, rule: Rule | None = None, *, name: str = "") -> T:
     """Declare one key: its default, the rule that its values obey, its name if not the field's."""
-    declared: T = field(default=default, metadata={_RULE: rule, _NAME: name})
+    metadata = {_RULE: rule, _NAME: name}
+    if isinstance(default, dict):
+        return cast(T, field(default_factory=default.copy, metadata=metadata))
+    declared: T = field(default=default, metadata=metadata)
     return declared
 
 

@@ -124,7 +124,9 @@ class Node:
             fleet: Fleet = local if cluster is None else remote_fleet(cluster, task)
             recovery = Recovery(
                 profile=self.profile(examples),
-                model=lambda: profile_model(splitter, task.shape),
+                model=lambda: profile_model(
+                    splitter, task.shape, task.learning.optimizer.state_bytes
+                ),
                 edge=edge,
                 snapshot_every=task.learning.snapshot_every,
             )

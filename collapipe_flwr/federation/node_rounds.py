@@ -30,7 +30,7 @@ from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.optimizer import Optimizer
-from collapipe_flwr.pipeline.state import load_optimizer_state, optimizer_state_of
+from collapipe_flwr.pipeline.state import between_rounds, load_optimizer_state, optimizer_state_of
 from collapipe_flwr.pipeline.step import MicroBatch
 
 Weights = Mapping[str, Tensor]
@@ -58,8 +58,12 @@ class PipelineRound:
         steps = _micro_batches(splitter, examples.steps(**self.sizes))
         probe = _micro_batches(splitter, examples.probe(**self.sizes))
         with node.devices(self.task, splitter, examples.data.examples_per_round) as devices:
-            order = self._order(splitter, weights)
-            order = replace(order, slots=memory.recall(), keep_optimizer=memory.keep)
+            order = replace(
+                self._order(splitter, weights),
+                slots=memory.recall(),
+                keep_optimizer=memory.keep,
+                batches=examples.num_batches(self.sizes["batch_size"]),
+            )
             result = train_round(
                 splitter, order, steps, devices.fleet, probe, recovery=devices.recovery
             )
@@ -118,11 +122,14 @@ class WholeRound:
         splitter = _splitter(self.task.model_spec_json)
         model = splitter.build_whole(weights)
         model.config.use_cache = False
-        optimizer = Optimizer(self.task.optimizers[self.server_round - 1], model.parameters())
-        load_optimizer_state(model, optimizer, memory.recall())
+        optimizer = Optimizer(self.task.optimizers[self.server_round - 1], model.named_parameters())
+        load_optimizer_state(optimizer, memory.recall())
         steps = examples.steps(**self.sizes)
-        losses = train_unsplit(model, optimizer, steps, splitter.task.targets, self.task.execution)
-        memory.remember(optimizer_state_of(model, optimizer))
+        rates = optimizer.settings.rates(batches=examples.num_batches(self.task.batch_size))
+        losses = train_unsplit(
+            model, optimizer, steps, splitter.task.targets, self.task.execution, rates
+        )
+        memory.remember(between_rounds(optimizer_state_of(optimizer)))
         return _reply(splitter.trained_weights(model), losses, examples)
 
     def evaluate(self, node: Node, weights: Weights, data: LocalData) -> MetricRecord:

@@ -22,7 +22,7 @@ from collapipe_flwr.federation.rounds import Progress
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.pipeline.config import Execution, SessionKey
-from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.scheduler.plans import check_cluster_plan
 
 ARRAYS = "arrays"
@@ -75,7 +75,7 @@ class UnsplitTask:
     vocabulary_json: str
     batch_size: int
     micro_batch_size: int
-    optimizers: tuple[OptimizerSettings, ...]  # one per server round
+    optimizers: tuple[OptimizerConfig, ...]  # one per server round
     execution: Execution = field(default_factory=Execution)
     run_id: str = ""  # the same for a run that is resumed
 

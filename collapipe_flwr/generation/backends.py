@@ -23,14 +23,14 @@ from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.config import NextHop, SessionKey, SessionRequest, StageConfig
 from collapipe_flwr.pipeline.generation_driver import GenerationDriver
 from collapipe_flwr.pipeline.link import Link, memory_pair
-from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.transport.client import EdgeClient
 
 _log = logging.getLogger(__name__)
 Weights = Mapping[str, Tensor]
 IDLE_S = 24 * 3600.0  # a server may wait a day for its next text
 _CLUSTER = "generation"
-_STATELESS = OptimizerSettings(name="sgd", learning_rate=1.0)  # nothing learns
+_STATELESS = OptimizerConfig(name="sgd", learning_rate=1.0)  # nothing learns
 
 
 def even_plan(num_blocks: int, device_ids: Sequence[str]) -> ClusterPlan:

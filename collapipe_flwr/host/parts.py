@@ -56,10 +56,10 @@ class Parts:
             copied = bytes_of(state.weights.values()) + max(bytes_of(brought.values()) - given, 0)
             session.account.reserve({_NEW: copied})
             part = self._first_part(session, state.weights, tensors)
-            optimizer = Optimizer(session.request.optimizer, part.parameters())
+            optimizer = Optimizer(session.request.optimizer, part.named_parameters())
             needed = state_bytes(module_of(part), optimizer)
             session.account.reserve({_NEW: max(needed - given, copied)})
-            load_optimizer_state(module_of(part), optimizer, state.optimizer, copy=False)
+            load_optimizer_state(optimizer, state.optimizer, copy=False)
             saved = None
             if session.request.recoverable:
                 saved = self._saved(session, part, optimizer, state.weights)
@@ -105,10 +105,10 @@ class Parts:
         before, copied = session.account.size(PART), bytes_of(state.weights.values())
         session.account.reserve({PART: 0, _NEW: max(before, copied)})
         part = self._build(session.request, state.weights)
-        optimizer = Optimizer(session.request.optimizer, part.parameters())
+        optimizer = Optimizer(session.request.optimizer, part.named_parameters())
         needed = state_bytes(module_of(part), optimizer)
         session.account.reserve({PART: needed, _NEW: 0})
-        load_optimizer_state(module_of(part), optimizer, state.optimizer)
+        load_optimizer_state(optimizer, state.optimizer)
         session.part, session.optimizer = part, optimizer
 
     def _saved(

@@ -45,8 +45,8 @@ class HostedPart(Protocol):
         """The weights."""
         ...
 
-    def parameters(self) -> Iterable[nn.Parameter]:
-        """What may train."""
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """What may train, by key."""
         ...
 
 

@@ -17,6 +17,7 @@ from statistics import median
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.utils.generic import ModelOutput
 
@@ -27,12 +28,23 @@ from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.models.splitter import Splitter
 
 Weights = Mapping[str, Tensor]
+Sizes = Mapping[str, tuple[torch.Size, torch.dtype]]  # of parameters, by key
+StateBytes = Callable[[Sizes], int]  # of an optimizer, for the parameters that it trains
 
 ACTIVATION_BYTES = 4  # activations cross the network in single precision
-ADAMW_MOMENTS = 2
+_ADAMW_MOMENTS = 2
 
 
-def profile_model(splitter: Splitter, shape: BatchShape) -> ModelProfile:
+def adamw_bytes(parameters: Sizes) -> int:
+    """Bytes of two moments for each parameter."""
+    return _ADAMW_MOMENTS * sum(
+        size.numel() * dtype.itemsize for size, dtype in parameters.values()
+    )
+
+
+def profile_model(
+    splitter: Splitter, shape: BatchShape, optimizer_bytes: StateBytes = adamw_bytes
+) -> ModelProfile:
     """Costs of embedding, every block and the edge for examples of ``shape``."""
     with shapes_only():
         weights = {
@@ -45,11 +57,11 @@ def profile_model(splitter: Splitter, shape: BatchShape) -> ModelProfile:
             embedding.load_rows(key, torch.arange(len(weights[key])), weights[key])
         hidden_BTD = embedding(batch)
         edge = splitter.build_edge(weights)
-        blocks, behind_BTD = _block_costs(splitter, weights, hidden_BTD, context)
+        blocks, behind_BTD = _block_costs(splitter, weights, hidden_BTD, context, optimizer_bytes)
         return ModelProfile(
-            embedding=_cost(embedding, lambda: embedding(batch)),
+            embedding=_cost(embedding, lambda: embedding(batch), optimizer_bytes),
             blocks=blocks,
-            decoder=_cost(edge, lambda: edge.outputs(_leaf(behind_BTD), context)),
+            decoder=_cost(edge, lambda: edge.outputs(_leaf(behind_BTD), context), optimizer_bytes),
         )
 
 
@@ -58,30 +70,43 @@ def _learns(part: Part) -> bool:
 
 
 def _block_costs(
-    splitter: Splitter, weights: Weights, hidden_BTD: Tensor, context: Weights
+    splitter: Splitter,
+    weights: Weights,
+    hidden_BTD: Tensor,
+    context: Weights,
+    optimizer_bytes: StateBytes,
 ) -> tuple[tuple[BlockCost, ...], Tensor]:
     """Every block's costs, and hidden states like those behind the last one.
 
-    Blocks with equal tensor shapes cost the same and are measured once.
+    Blocks with equal tensor shapes, and as much of the optimizer, cost the same and are measured
+    once.
     """
     known: dict[object, BlockCost] = {}
     costs = []
     for index in range(splitter.num_blocks):
-        shapes = tuple(splitter.shapes[key] for key in splitter.held_keys(index))
-        kind = (hidden_BTD.requires_grad, shapes)
+        keys = splitter.held_keys(index)
+        shapes = tuple(splitter.shapes[key] for key in keys)
+        trained = {k: splitter.shapes[k] for k in keys if k not in splitter.constant_keys}
+        with unset_fake_temporarily():
+            kind = (hidden_BTD.requires_grad, shapes, optimizer_bytes(trained))
         if kind not in known:
             block = splitter.build_segment(index, index + 1, weights)
-            known[kind] = _cost(block, partial(block, _leaf(hidden_BTD), context))
+            known[kind] = _cost(block, partial(block, _leaf(hidden_BTD), context), optimizer_bytes)
             learns = hidden_BTD.requires_grad or _learns(block)
             hidden_BTD = hidden_BTD.detach().requires_grad_(learns)
         costs.append(known[kind])
     return tuple(costs), hidden_BTD
 
 
-def _cost(part: Part, run: Callable[[], Tensor | ModelOutput]) -> BlockCost:
+def _cost(
+    part: Part, run: Callable[[], Tensor | ModelOutput], optimizer_bytes: StateBytes
+) -> BlockCost:
     parameters = list(part.parameters())
     output, forward_flop, stash_bytes = _measure(run, parameters)
-    trained = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
+    trained = {k: (p.shape, p.dtype) for k, p in part.named_parameters() if p.requires_grad}
+    gradients = sum(size.numel() * dtype.itemsize for size, dtype in trained.values())
+    with unset_fake_temporarily():
+        kept = optimizer_bytes(trained)
     backward = 2 * forward_flop
     if not all(parameter.requires_grad for parameter in parameters):
         backward = _backward_flop(run)
@@ -89,7 +114,7 @@ def _cost(part: Part, run: Callable[[], Tensor | ModelOutput]) -> BlockCost:
         forward_flop=forward_flop,
         backward_flop=backward,
         parameter_bytes=sum(t.numel() * t.element_size() for t in part.state_dict().values()),
-        state_bytes=part.held_bytes() + (1 + ADAMW_MOMENTS) * trained,
+        state_bytes=part.held_bytes() + gradients + kept,
         stash_bytes=stash_bytes,
         output_bytes=output.numel() * ACTIVATION_BYTES if isinstance(output, Tensor) else 0,
     )

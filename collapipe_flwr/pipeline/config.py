@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import at_least, check_keys, key, one_of
 from collapipe_flwr.core.links import Heartbeat, LinkConfig
-from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 
 PRECISIONS = ("fp32", "bf16")
 LONGEST_WAIT_S = 86_400.0
@@ -145,7 +145,7 @@ class SessionRequest:
     spec_json: str
     stage: StageConfig = field(default_factory=lambda: StageConfig(name="edge"))
     placement: Placement | None = None
-    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     keep_optimizer: bool = False
     recoverable: bool = False
     cluster_id: str = ""

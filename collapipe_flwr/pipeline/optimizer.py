@@ -1,138 +1,266 @@
-"""AdamW and SGD on torch's fused operators.
+"""The optimizer of a model in parts: its configuration, and the piece of it that a stage runs.
 
-Numerically `torch.optim.AdamW` and `torch.optim.SGD`, whose constructors import a compiler
-(70 MB and seconds on a small board); the operators behind them need neither.
+A step of any optimizer here depends on one parameter at a time, so every stage updates its own
+parameters and together they take the step of the unsplit model. Parameters go by their keys in the
+whole model's state dict, which are the same however it is cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatchcase
+from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.keys import above, at_least, key, one_of
+from collapipe_flwr.core.errors import ConfigError, ModelError
+from collapipe_flwr.core.keys import Rule, Text, above, at_least, key, read_assignments
+from collapipe_flwr.pipeline.learning_rate import check_schedule, factor_of
+from collapipe_flwr.pipeline.update_rules import (
+    FUSED,
+    Argument,
+    Group,
+    Keywords,
+    check_arguments,
+    check_name,
+    empty_state,
+    known_arguments,
+    make_rule,
+    number,
+)
 
-OPTIMIZERS = ("adamw", "sgd")
+START = "start/"  # no module path holds a slash
+_OWNERS = {"betas": "adamw", "eps": "adamw", "momentum": "sgd"}  # fields of one rule only
+
+
+def _frozen(value: Any) -> Argument:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _read_arguments(text: str) -> dict[str, Argument]:
+    return {name: _frozen(value) for name, value in read_assignments(text).items()}
+
+
+def _write_arguments(arguments: Keywords) -> str:
+    compact = {k: json.dumps(v, separators=(",", ":")) for k, v in arguments.items()}
+    return " ".join(f"{name}={value}" for name, value in compact.items())
+
+
+_ARGUMENTS = Rule(
+    lambda found: all(found),
+    'must read like "momentum=0.9 nesterov=true betas=[0.9,0.95]"',
+    Text(read=_read_arguments, write=_write_arguments),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerSettings:
-    """Which rule turns gradients into weights; `betas`, `eps` for adamw, `momentum` for sgd."""
+class ParameterGroup:
+    """What holds for the parameters whose keys match one of `patterns` (as `fnmatch`).
 
-    name: str = key("adamw", one_of(*OPTIMIZERS), name="optimizer")
+    What is None or not named is as for all others.
+    """
+
+    patterns: tuple[str, ...]
+    learning_rate: float | None = None
+    weight_decay: float | None = None
+    arguments: Mapping[str, Argument] = field(default_factory=dict)
+
+    def matches(self, name: str) -> bool:
+        """Whether the parameter with this key belongs to the group."""
+        return any(fnmatchcase(name, pattern) for pattern in self.patterns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """How gradients turn into weights, on all stages.
+
+    ``name`` is ``adamw`` or ``sgd`` (fused operators), or that of a class of torch.optim;
+    ``arguments`` are its keyword arguments. Without a ``weight_decay`` the class uses its own
+    default, and adamw and sgd 0.01. A parameter belongs to the first of ``groups`` that matches its
+    key. ``betas``, ``eps`` are for adamw, ``momentum`` for sgd.
+
+    All learning rates are multiplied by the factor of ``schedule`` (see `learning_rate`), whose
+    ``total_steps`` are the batches of the round if they are 0. ``proximal_mu`` is that of FedProx:
+    the loss of every step has the term mu/2 * |w - w0|^2, where w0 are the weights that the round
+    began with.
+
+    Raises ConfigError for a name or an argument that does not exist or cannot be used.
+    """
+
+    name: str = key("adamw", name="optimizer")
     learning_rate: float = key(1e-3, above(0))
-    weight_decay: float = key(0.01, at_least(0))
+    weight_decay: float | None = key(None, at_least(0))
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     momentum: float = 0.0
+    arguments: Mapping[str, Argument] = key({}, _ARGUMENTS, name="optimizer-arguments")
+    groups: tuple[ParameterGroup, ...] = ()
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    total_steps: int = 0
+    proximal_mu: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.name not in OPTIMIZERS:
-            raise ConfigError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.name}")
-        if not self.learning_rate >= 0:
-            raise ConfigError(f"learning rate must be >= 0, got {self.learning_rate}")
+        check_name(self.name)
+        check_schedule(self.schedule)
+        if not (self.warmup_steps >= 0 and self.total_steps >= 0):
+            raise ConfigError(
+                f"warmup_steps and total_steps must be >= 0, got {self.warmup_steps} and "
+                f"{self.total_steps}"
+            )
+        if not 0 <= self.proximal_mu < math.inf:
+            raise ConfigError(f"proximal_mu must be >= 0, got {self.proximal_mu}")
+        if self.name not in FUSED:
+            self._check_fields()
+        for keywords in (self._keywords(None), *map(self._keywords, self.groups)):
+            if not number(keywords, "lr") >= 0:
+                raise ConfigError(f"learning rate must be >= 0, got {keywords['lr']}")
+            check_arguments(self.name, keywords)
+
+    def keywords(self, name: str) -> Keywords:
+        """The arguments, ``lr`` included, that hold for the parameter with this key."""
+        return self._keywords(next((g for g in self.groups if g.matches(name)), None))
+
+    def rates(self, *, first: int = 0, batches: int = 0) -> Iterator[float]:
+        """The factors of a round's steps from number ``first`` on; 0 ``batches``: unknown.
+
+        Raises ConfigError as `factor_of`.
+        """
+        total = self.total_steps or batches
+        return map(factor_of(self.schedule, self.warmup_steps, total), count(first))
+
+    def with_learning_rate(self, rate: float) -> OptimizerConfig:
+        """The same with another rate; those of groups keep their ratio to it."""
+        groups = tuple(
+            group
+            if group.learning_rate is None
+            else replace(group, learning_rate=group.learning_rate * rate / self.learning_rate)
+            for group in self.groups
+        )
+        return replace(self, learning_rate=rate, groups=groups)
+
+    def state_bytes(self, parameters: Mapping[str, tuple[torch.Size, torch.dtype]]) -> int:
+        """Of the optimizer for such parameters, without its counters of a few bytes each."""
+        kept = empty_states(self, parameters).values()
+        return sum(tensor.nbytes for tensors in kept for tensor in tensors if tensor.dim())
+
+    def _keywords(self, group: ParameterGroup | None) -> Keywords:
+        own = {name: getattr(self, name) for name, owner in _OWNERS.items() if owner == self.name}
+        chosen = {**FUSED.get(self.name, {}), **own, **_given(self)}
+        if group is not None:
+            chosen |= _given(group)
+        if not chosen.get("weight_decay") and "weight_decay" not in known_arguments(self.name):
+            chosen.pop("weight_decay", None)  # none of it is what the class does
+        return chosen
+
+    def _check_fields(self) -> None:
+        defaults = {field_.name: field_.default for field_ in fields(self)}
+        for name, owner in _OWNERS.items():
+            if getattr(self, name) != defaults[name]:
+                raise ConfigError(
+                    f"{name} is for the optimizer {owner}; {self.name} takes its own as "
+                    f"arguments={{{name!r}: {getattr(self, name)!r}}}"
+                )
 
 
 class Optimizer:
-    """Holds the state of each parameter between steps; skips parameters without gradient."""
+    """Updates the parameters of one part, and holds their state between steps.
 
-    def __init__(self, settings: OptimizerSettings, parameters: Iterable[Tensor]) -> None:
+    Takes named parameters; those that are frozen are left out, and those without gradient keep
+    their values and state in a step.
+    """
+
+    def __init__(self, settings: OptimizerConfig, parameters: Iterable[tuple[str, Tensor]]) -> None:
         self.settings = settings
-        self.parameters = tuple(p for p in parameters if p.requires_grad)
-        self._state: dict[int, tuple[Tensor, ...]] = {}  # by position among the parameters
+        trained = [(name, p) for name, p in parameters if p.requires_grad]
+        self.by_name = dict(trained)
+        if len(self.by_name) < len(trained):
+            raise ModelError("two parameters have the same name")
+        self.parameters = tuple(self.by_name.values())
+        self._rule = make_rule(settings.name, _groups(settings, self.by_name))
+        self._start: dict[str, Tensor] = {}  # the round's first weights, where they are needed
 
-    def step(self) -> None:
-        """Apply the accumulated gradients once."""
-        ready = [i for i, p in enumerate(self.parameters) if p.grad is not None]
-        for index in ready:
-            if index not in self._state:
-                self._state[index] = self._initial(self.parameters[index])
-        weights = [self.parameters[i].detach() for i in ready]
-        gradients = [_grad(self.parameters[i]) for i in ready]
-        apply = self._apply_sgd if self.settings.name == "sgd" else self._apply_adamw
-        for group in _groups(weights):
-            states = (self._state[ready[i]] for i in group)
-            columns = [list(column) for column in zip(*states, strict=True)]
-            apply([weights[i] for i in group], [gradients[i] for i in group], columns)
+    def step(self, rate: float = 1.0) -> None:
+        """Apply the accumulated gradients once, with ``rate`` times the learning rates."""
+        self._rule.step(rate)
+
+    def add_proximal(self, names: Iterable[str] | None = None) -> None:
+        """Add the gradients of the proximal term; None stands for all parameters.
+
+        As autograd would, it gives those without gradient one, too. To be called before every step,
+        also before the first one, whose weights are those that the round began with.
+        """
+        mu = self.settings.proximal_mu
+        if not mu:
+            return
+        for name in self.by_name.keys() - self._start.keys():
+            self._start[name] = self.by_name[name].detach().clone()
+        for name in self.by_name if names is None else names:
+            parameter = self.by_name[name]
+            pull = torch.sub(parameter.detach(), self._start[name]).mul_(mu)
+            parameter.grad = pull if parameter.grad is None else parameter.grad.add_(pull)
 
     def zero_grad(self) -> None:
         """Free the accumulated gradients."""
         for parameter in self.parameters:
             parameter.grad = None
 
-    def state_tensors(self) -> dict[int, tuple[Tensor, ...]]:
-        """The state by position among the parameters: adamw (step, mean, square), sgd (buffer)."""
-        return dict(self._state)
+    def state_tensors(self) -> dict[str, tuple[Tensor, ...]]:
+        """The state by key: for adamw (step, mean, square), for sgd (buffer).
+
+        With a proximal term also the weights that the round began with, by `START` and key.
+        """
+        found = ((name, self._rule.state_of(p)) for name, p in self.by_name.items())
+        begun = {START + name: (tensor,) for name, tensor in self._start.items()}
+        return {**{name: state for name, state in found if state is not None}, **begun}
 
     def load_state_tensors(
-        self, state: dict[int, tuple[Tensor, ...]], *, copy: bool = True
+        self, state: Mapping[str, tuple[Tensor, ...]], *, copy: bool = True
     ) -> None:
         """Continue from an earlier `state_tensors`; without `copy`, in the given tensors."""
-        if copy:
-            state = {i: tuple(t.clone() for t in tensors) for i, tensors in state.items()}
-        self._state = dict(state)
+        for name, tensors in state.items():
+            own = tuple(t.clone() for t in tensors) if copy else tensors
+            if name.startswith(START):
+                (self._start[name.removeprefix(START)],) = own
+            else:
+                self._rule.set_state(self.by_name[name], own)
 
-    def empty_state(self, index: int) -> tuple[Tensor, ...]:
-        """The state of one parameter as meta tensors, for its shapes and dtypes."""
-        return self._initial(self.parameters[index].to("meta"))
-
-    def _initial(self, weight: Tensor) -> tuple[Tensor, ...]:
-        if self.settings.name == "sgd":
-            return (torch.zeros_like(weight),) if self.settings.momentum else ()
-        zeros = torch.zeros_like(weight, requires_grad=False)
-        return torch.zeros((), dtype=torch.float32), zeros, zeros.clone()
-
-    def _apply_sgd(
-        self, weights: list[Tensor], gradients: list[Tensor], state: list[list[Tensor]]
-    ) -> None:
-        s = self.settings
-        torch._fused_sgd_(
-            weights,
-            gradients,
-            state[0] if s.momentum else [],
-            weight_decay=s.weight_decay,
-            momentum=s.momentum,
-            lr=s.learning_rate,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-            is_first_step=False,
-        )
-
-    def _apply_adamw(
-        self, weights: list[Tensor], gradients: list[Tensor], state: list[list[Tensor]]
-    ) -> None:
-        s = self.settings
-        steps, means, squares = state
-        torch._foreach_add_(steps, 1.0)
-        torch._fused_adamw_(
-            weights,
-            gradients,
-            means,
-            squares,
-            [],
-            steps,
-            lr=s.learning_rate,
-            beta1=s.betas[0],
-            beta2=s.betas[1],
-            weight_decay=s.weight_decay,
-            eps=s.eps,
-            amsgrad=False,
-            maximize=False,
-        )
+    def empty_state(self) -> dict[str, tuple[Tensor, ...]]:
+        """The state of every parameter as meta tensors, for its shapes and dtypes."""
+        kinds = {name: (p.shape, p.dtype) for name, p in self.by_name.items()}
+        return empty_states(self.settings, kinds)
 
 
-def _grad(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
+def empty_states(
+    settings: OptimizerConfig, parameters: Mapping[str, tuple[torch.Size, torch.dtype]]
+) -> dict[str, tuple[Tensor, ...]]:
+    """`Optimizer.empty_state` for parameters that do not exist yet."""
+    found = {
+        name: empty_state(settings.name, settings.keywords(name), shape, dtype)
+        for name, (shape, dtype) in parameters.items()
+    }
+    if settings.proximal_mu:
+        for name, (shape, dtype) in parameters.items():
+            found[START + name] = (torch.empty(shape, dtype=dtype, device="meta"),)
+    return found
 
 
-def _groups(weights: Sequence[Tensor]) -> list[list[int]]:
-    """Positions that may share one fused call: same dtype and device."""
-    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for index, weight in enumerate(weights):
-        groups.setdefault((weight.dtype, weight.device), []).append(index)
-    return list(groups.values())
+def _given(config: OptimizerConfig | ParameterGroup) -> dict[str, Argument]:
+    found = {name: _frozen(value) for name, value in config.arguments.items()}
+    named = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    return {**found, **{name: value for name, value in named.items() if value is not None}}
+
+
+def _groups(settings: OptimizerConfig, parameters: Mapping[str, Tensor]) -> list[Group]:
+    """Parameters with equal arguments together."""
+    chosen = [(settings.keywords(name), p) for name, p in parameters.items()]
+    different: list[Keywords] = []
+    for keywords, _ in chosen:
+        if keywords not in different:
+            different.append(keywords)
+    return [Group(tuple(p for k, p in chosen if k == kind), kind) for kind in different]

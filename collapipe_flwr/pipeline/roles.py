@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import repeat
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from collapipe_flwr.pipeline.stage import LEARNS, Stage, context_of, learns_befo
 from collapipe_flwr.pipeline.step import MicroBatch, Step, StepResult
 
 _SQUARE_NORM, _FACTOR = "square_norm", "factor"
+_CONSTANT = repeat(1.0)
 _PREDICTIONS = "guesses."  # and the number of a micro-batch: tensors of TOTALS
 
 
@@ -66,7 +68,7 @@ class FirstStage(_Leader):
     With `shared` the stages add up the gradients of parameters that several of them hold. With a
     `clip_norm` in its settings all stages scale their gradients so that the norm over the whole
     model is at most that (as `torch.nn.utils.clip_grad_norm_`), and none applies a step before all
-    are done.
+    are done. `rates` are the factors of the learning rates, one per optimizer step.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class FirstStage(_Leader):
         downstream: Link,
         shared: bool = False,
         first_step: int = 0,
+        rates: Iterator[float] = _CONSTANT,
     ) -> None:
         super().__init__(part, optimizer, settings, downstream=downstream)
         self._shared = shared
@@ -86,6 +89,7 @@ class FirstStage(_Leader):
         self._batch: Sequence[MicroBatch] = ()
         self._loss = 0.0
         self.next_step = first_step  # evaluations count as well
+        self._rates = rates
 
     def train_step(self, batch: Sequence[MicroBatch]) -> StepResult:
         """Run one optimizer step of all stages; none, and loss 0, for a batch without any label.
@@ -119,6 +123,7 @@ class FirstStage(_Leader):
             weight=weight,
             settle=train and (self._shared or self._clip_norm > 0),
             predict=predict,
+            rate=next(self._rates) if train else 1.0,
             seed=self.settings.seed,
             rows=ties.wanted_rows(self.part, (m.inputs for m in batch)),
         )
@@ -163,7 +168,7 @@ class FirstStage(_Leader):
 
     def _settle(self, step: Step, square_norm: float) -> float:
         totals = self._receive(self.downstream, FrameKind.TOTALS, step.index, 0)
-        shared = ties.add_shared(self.part, totals.tensors)
+        shared = ties.add_shared(self.part, totals.tensors, self.optimizer)
         ties.take_shared(self.part, shared)
         of_shared = sum(float(gradient.square().sum()) for gradient in shared.values())
         norm = (square_norm + _scalar(totals, _SQUARE_NORM) + of_shared) ** 0.5
@@ -224,7 +229,7 @@ class _Follower(Stage):
         behind = self._totals(step)
         totals = replace(
             behind,
-            tensors=ties.add_shared(self.part, behind.tensors),
+            tensors=ties.add_shared(self.part, behind.tensors, self.optimizer),
             scalars={_SQUARE_NORM: square_norm + _scalar(behind, _SQUARE_NORM)},
         )
         self._send(self.upstream, totals)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.pipeline.meter import bytes_of
-from collapipe_flwr.pipeline.optimizer import Optimizer
+from collapipe_flwr.pipeline.optimizer import START, Optimizer
 
 OptimizerState = Mapping[str, tuple[Tensor, ...]]  # by parameter; see `Optimizer.state_tensors`
 _PREFIX = "optimizer/"  # no module path holds a slash
@@ -68,27 +68,36 @@ class PartState:
             raise ModelError(f"the weights lack {missing!r}; pass all keys of this part")
         return PartState(
             weights={key: self.weights[key] for key in wanted},
-            optimizer={key: self.optimizer[key] for key in wanted if key in self.optimizer},
+            optimizer={
+                name: self.optimizer[name]
+                for key in wanted
+                for name in (key, START + key)
+                if name in self.optimizer
+            },
         )
 
 
 def live_state(part: nn.Module, optimizer: Optimizer) -> PartState:
     """The state of a part, replicas included, in the tensors that train."""
-    names = _names(part)
     return PartState(
         weights={**part.state_dict(), **dict(part.named_parameters())},
-        optimizer={names[i]: tensors for i, tensors in optimizer.state_tensors().items()},
+        optimizer=optimizer.state_tensors(),
     )
 
 
-def optimizer_state_of(part: nn.Module, optimizer: Optimizer) -> dict[str, tuple[Tensor, ...]]:
+def optimizer_state_of(optimizer: Optimizer) -> dict[str, tuple[Tensor, ...]]:
     """A copy of the optimizer state, by the keys of the part."""
-    return _copied(live_state(part, optimizer).optimizer)
+    return _copied(optimizer.state_tensors())
+
+
+def between_rounds(state: OptimizerState) -> OptimizerState:
+    """What another round continues from: all but the weights that this one began with."""
+    return {key: tensors for key, tensors in state.items() if not key.startswith(START)}
 
 
 def state_bytes(part: nn.Module, optimizer: Optimizer) -> int:
     """Bytes of a part in training: weights, gradients and optimizer state."""
-    kept = (t for i in range(len(optimizer.parameters)) for t in optimizer.empty_state(i))
+    kept = chain.from_iterable(optimizer.empty_state().values())
     return (
         bytes_of(chain(part.parameters(), part.buffers()))
         + bytes_of(optimizer.parameters)
@@ -96,35 +105,25 @@ def state_bytes(part: nn.Module, optimizer: Optimizer) -> int:
     )
 
 
-def load_optimizer_state(
-    part: nn.Module, optimizer: Optimizer, state: OptimizerState, *, copy: bool = True
-) -> None:
+def load_optimizer_state(optimizer: Optimizer, state: OptimizerState, *, copy: bool = True) -> None:
     """Continue from `state`, ignoring keys of other parts; without `copy`, in its tensors.
 
     Raises ModelError when their number, shapes or dtypes are not the optimizer's, and changes
     nothing then.
     """
-    position = {name: index for index, name in enumerate(_names(part))}
-    wanted = {position[key]: tensors for key, tensors in state.items() if key in position}
-    for index, tensors in wanted.items():
-        kept = optimizer.empty_state(index)
-        if [_kind(t) for t in tensors] != [_kind(t) for t in kept]:
-            shapes = [tuple(t.shape) for t in kept]
-            dtype = optimizer.parameters[index].dtype
+    expected = optimizer.empty_state() if state else {}
+    wanted = {key: tensors for key, tensors in state.items() if key in expected}
+    for key, tensors in wanted.items():
+        if [_kind(t) for t in tensors] != [_kind(t) for t in expected[key]]:
+            shapes = [tuple(t.shape) for t in expected[key]]
             raise ModelError(
-                f"{optimizer.settings.name} keeps tensors of shapes {shapes} for each parameter "
-                f"of shape {tuple(optimizer.parameters[index].shape)} and {dtype}, got others"
+                f"{optimizer.settings.name} keeps tensors of shapes {shapes} for {key}, got others"
             )
     optimizer.load_state_tensors(wanted, copy=copy)
 
 
 def _kind(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
     return tuple(tensor.shape), tensor.dtype
-
-
-def _names(part: nn.Module) -> list[str]:
-    """The keys behind `Optimizer.parameters`, in its order."""
-    return [name for name, parameter in part.named_parameters() if parameter.requires_grad]
 
 
 def _copied(state: OptimizerState) -> dict[str, tuple[Tensor, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from collapipe_flwr.pipeline.link import Frame, FrameKind
 from collapipe_flwr.pipeline.ties import ROWS
 
 _PREDICT = "guesses"  # on the wire
+_RATE = "rate"  # on the wire; 1 where it is missing
 _MOST_MICRO_BATCHES = 65536
 _STEP_SCALARS = ("micro_batches", "train", "weight", "settle")
 
@@ -24,7 +26,7 @@ class Step:
 
     With `settle` the stages add up their gradient norms, and the gradients of what they share,
     before anyone applies the step. With `predict`, in an evaluation, the last stage also returns
-    its predictions.
+    its predictions. All learning rates are multiplied by `rate`.
     """
 
     index: int
@@ -33,6 +35,7 @@ class Step:
     weight: float
     settle: bool = False
     predict: bool = False
+    rate: float = 1.0
     seed: int | None = None  # of all random operations; None leaves them to chance
     rows: Mapping[str, Tensor] = field(default_factory=dict)  # ids of borrowed rows, by table
 
@@ -45,6 +48,8 @@ class Step:
             "settle": float(self.settle),
             _PREDICT: float(self.predict),
         }
+        if self.rate != 1.0:
+            scalars[_RATE] = self.rate
         if self.seed is not None:
             scalars["seed"] = float(self.seed)
         tensors = {ROWS + key: ids for key, ids in self.rows.items()}
@@ -60,6 +65,9 @@ class Step:
         weighs = weight > 0 or (weight == 0 and not train)  # 0: predictions only
         if not (1 <= count <= _MOST_MICRO_BATCHES and count == int(count) and weighs):
             raise ProtocolError(f"a BEGIN frame with {count} micro-batches of weight {weight}")
+        rate = frame.scalars.get(_RATE, 1.0)
+        if not 0 <= rate < math.inf:
+            raise ProtocolError(f"a BEGIN frame with the learning rate times {rate}")
         return Step(
             index=frame.step,
             micro_batches=int(count),
@@ -67,6 +75,7 @@ class Step:
             weight=weight,
             settle=bool(settle),
             predict=bool(frame.scalars.get(_PREDICT, 0.0)),
+            rate=rate,
             seed=_seed(frame),
             rows=_row_ids(frame),
         )

@@ -16,7 +16,7 @@ from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import LinkError, ScheduleError
 from collapipe_flwr.models import Splitter, make_spec
 from collapipe_flwr.pipeline.link import Link, memory_pair
-from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.step import MicroBatch
 from tests.laws.test_cluster_equals_whole import Cut, tiny_batch
 
@@ -46,7 +46,7 @@ def _order(splitter: Splitter, plan: ClusterPlan) -> RoundOrder:
         plan=plan,
         weights=splitter.initial_weights(seed=0),
         learning=LearningSettings(
-            optimizer=OptimizerSettings(name="sgd"), schedule="gpipe", deadline_s=DEADLINE_S
+            optimizer=OptimizerConfig(name="sgd"), schedule="gpipe", deadline_s=DEADLINE_S
         ),
     )
 

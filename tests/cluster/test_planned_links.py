@@ -21,7 +21,7 @@ from collapipe_flwr.models import BatchShape, Splitter, make_spec
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.pipeline.config import Execution, NextHop, SessionRequest, StageConfig
 from collapipe_flwr.pipeline.meter import StageReport
-from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.step import MicroBatch
 from collapipe_flwr.scheduler.link_estimates import carried_bit_per_s
 from collapipe_flwr.transport.client import EdgeClient
@@ -29,7 +29,7 @@ from tests.cluster.hosted import daemons
 from tests.cluster.test_recovery import profile
 from tests.laws.test_cluster_equals_whole import Cut, session_key, tiny_batch
 
-SGD = OptimizerSettings(name="sgd")
+SGD = OptimizerConfig(name="sgd")
 EXAMPLES, STEPS = 8, 3
 AT_LEAST = 0.3  # of a paced rate, on a machine that may be busy
 RATES = ((2e6, 3e6), (1.5e6, 4e6), (1e6, 2e6))  # bit/s per hop: forward, backward

@@ -24,7 +24,7 @@ from collapipe_flwr.models import BatchShape, Splitter
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.pipeline.config import SessionRequest, StageConfig
 from collapipe_flwr.pipeline.link import Link, memory_pair
-from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from tests.closeness import assert_near, near
 from tests.cluster.faults import PHASES, Fault, PowerCut, failing
 from tests.laws.test_cluster_equals_whole import (
@@ -37,7 +37,7 @@ from tests.laws.test_cluster_equals_whole import (
     without_labels,
 )
 
-RULE = OptimizerSettings(name="adamw", learning_rate=1e-2)
+RULE = OptimizerConfig(name="adamw", learning_rate=1e-2)
 SLOW = pytest.mark.slow
 DROPOUT, SEED, STEPS = 0.1, 3, 3
 DEVICES = ("A/d0", "A/d1", "A/d2")

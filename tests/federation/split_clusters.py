@@ -23,7 +23,7 @@ from collapipe_flwr.federation.rounds import Outcome, RoundPlan
 from collapipe_flwr.federation.split import SplitModel
 from collapipe_flwr.federation.strategy import CollaPipe
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
-from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from tests.federation.memory_edge import MemoryEdge
 
 EDGE_KEYS = frozenset({"decoder.weight", "decoder.steps"})
@@ -129,7 +129,7 @@ def wrapped(edge, planner, records, inner=None) -> CollaPipe:
         constant_keys=frozenset({CONSTANT}),
         model_spec_json="{}",
         vocabulary_json="{}",
-        learning=lambda r: LearningSettings(optimizer=OptimizerSettings(learning_rate=0.1 * r)),
+        learning=lambda r: LearningSettings(optimizer=OptimizerConfig(learning_rate=0.1 * r)),
     )
     inner = inner or FedAvg(fraction_evaluate=0.0)
     return CollaPipe(

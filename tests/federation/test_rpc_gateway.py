@@ -19,7 +19,7 @@ from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.host.snapshot_store import SnapshotStore
 from collapipe_flwr.pipeline.config import SessionKey
-from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.state import PartState
 from collapipe_flwr.transport.client import EdgeClient
 from tests.federation.memory_edge import MemoryEdge
@@ -56,7 +56,7 @@ def edge(request) -> Iterator[EdgeGateway]:
 
 def order(cluster_id: str, **weights: torch.Tensor) -> DecoderOrder:
     weights = weights or {"w": torch.arange(3.0), "bias": torch.ones(2, dtype=torch.bfloat16)}
-    learning = LearningSettings(optimizer=OptimizerSettings())
+    learning = LearningSettings(optimizer=OptimizerConfig())
     return DecoderOrder(
         cluster_id=cluster_id,
         server_round=4,

@@ -81,13 +81,13 @@ class Cluster:
         self.links = (to_device, to_control, edge)
         self.first = FirstStage(
             parts[0],
-            Optimizer(SGD, parts[0].parameters()),
+            Optimizer(SGD, parts[0].named_parameters()),
             settings("control unit", deadline_s=deadline_s),
             downstream=to_device,
         )
         self.device = MiddleStage(
             parts[1],
-            Optimizer(SGD, parts[1].parameters()),
+            Optimizer(SGD, parts[1].named_parameters()),
             settings("device 1", deadline_s=deadline_s),
             upstream=to_control,
             downstream=edge,

@@ -72,7 +72,7 @@ class Hosts:
 
 
 def first_stage(part, link) -> FirstStage:
-    optimizer = Optimizer(SGD, part.parameters())
+    optimizer = Optimizer(SGD, part.named_parameters())
     return FirstStage(part, optimizer, settings("control unit", "1f1b", 4), downstream=link)
 
 
@@ -92,7 +92,7 @@ def test_a_chain_of_hosts_equals_one_process(secure, tmp_path):
         for part, client in zip(parts[1:], hosts.clients, strict=True):
             part.load_weights(client.session(session_key()).fetch_weights())
         reports = [client.session(session_key()).report() for client in hosts.clients]
-    optimizer = Optimizer(SGD, [p for part in wholes for p in part.parameters()])
+    optimizer = Optimizer(SGD, torch.nn.ModuleList(wholes).named_parameters())
     expected = []
     for _ in range(2):
         loss = whole_loss(wholes, batch)
@@ -150,7 +150,7 @@ def test_a_paced_link_is_paced_both_ways():
         client.open_session(request())
         client.session(session_key()).push_weights(parts[2].state_dict())
         link = client.session(session_key()).stream(config=config)
-        optimizer = Optimizer(SGD, parts[0].parameters())
+        optimizer = Optimizer(SGD, parts[0].named_parameters())
         order = settings("control unit", "gpipe", 2)  # all gradients come after all outputs
         first = FirstStage(parts[0], optimizer, order, downstream=link)
         start = time.monotonic()

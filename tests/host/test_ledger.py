@@ -18,7 +18,7 @@ from collapipe_flwr.host.weight_cache import TensorStore
 from collapipe_flwr.pipeline import benchmark
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest
 from collapipe_flwr.pipeline.link import Frame, FrameKind, memory_pair
-from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.state import PartState, digests_of
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.methods import decode_message, encode_message
@@ -26,7 +26,7 @@ from tests.host.chain_to_edge import build_head, request, service, session_key
 from tests.host.test_sessions import Authorizer, in_thread
 from tests.pipeline.chains import Head
 
-ADAMW = OptimizerSettings(name="adamw")
+ADAMW = OptimizerConfig(name="adamw")
 HEAD = Head().state_dict()
 WEIGHTS = sum(t.nbytes for t in HEAD.values())
 STEPS = 4 * len(HEAD)  # AdamW counts them for each parameter

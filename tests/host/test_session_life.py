@@ -27,13 +27,13 @@ from collapipe_flwr.host.session import Snapshot, Stream
 from collapipe_flwr.host.weight_cache import TensorStore
 from collapipe_flwr.pipeline.config import SessionKey, SessionRequest
 from collapipe_flwr.pipeline.link import Frame, MemoryLink, memory_pair
-from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
+from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.roles import FirstStage
 from collapipe_flwr.pipeline.state import digests_of
 from tests.host.chain_to_edge import request, session_key
 from tests.pipeline.chains import Embedding, Head, make_batch, make_parts, settings
 
-ADAMW = OptimizerSettings(name="adamw", learning_rate=0.05)
+ADAMW = OptimizerConfig(name="adamw", learning_rate=0.05)
 IDS, VERSIONS = ("a", "b", "c"), st.integers(0, 1)
 RARELY_NOT = st.sampled_from((True, True, False))
 MOST_SESSIONS, FORGET_AFTER_S, WAIT_S = 2, 100.0, 60.0

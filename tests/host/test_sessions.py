@@ -19,12 +19,12 @@ from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.host.session import Snapshot
 from collapipe_flwr.host.snapshot_store import SnapshotStore
 from collapipe_flwr.pipeline.link import Frame, FrameKind, MemoryLink, memory_pair
-from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.state import PartState
 from tests.host.chain_to_edge import build_head, request, service, session_key
 from tests.pipeline.chains import Head
 
-ADAMW = OptimizerSettings(name="adamw")
+ADAMW = OptimizerConfig(name="adamw")
 SLOTS = {key: (torch.ones(()), p, p) for key, p in Head().state_dict().items()}
 
 

@@ -17,7 +17,7 @@ from collapipe_flwr.host.session import SessionRefused, Snapshot
 from collapipe_flwr.host.snapshot_store import SnapshotStore
 from collapipe_flwr.pipeline.config import SessionKey
 from collapipe_flwr.pipeline.link import memory_pair
-from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
+from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.roles import FirstStage
 from collapipe_flwr.pipeline.state import PartState, live_state, load_optimizer_state
 from collapipe_flwr.transport.client import EdgeClient
@@ -26,7 +26,7 @@ from tests.host.chain_to_edge import build_head, request, service, session_key
 from tests.pipeline.chains import WIDTH, Head, make_batch, make_parts, settings
 from tests.power_cuts import rebuilt, watched
 
-ADAMW = OptimizerSettings(name="adamw", learning_rate=0.05)
+ADAMW = OptimizerConfig(name="adamw", learning_rate=0.05)
 BATCHES = [make_batch((2, 2), seed=n) for n in range(4)]
 
 
@@ -230,7 +230,7 @@ def test_a_vault_is_private_and_survives_rubbish(tmp_path, caplog):
 
 def test_state_travels_flat_and_comes_back_whole():
     part = make_parts((1,))[-1]
-    optimizer = Optimizer(ADAMW, part.parameters())
+    optimizer = Optimizer(ADAMW, part.named_parameters())
     labels = torch.zeros(2, 4, dtype=torch.long)
     part(torch.randn(2, 4, WIDTH), {"labels": labels}).backward()
     optimizer.step()
@@ -238,12 +238,12 @@ def test_state_travels_flat_and_comes_back_whole():
     back = PartState.of_tensors(state.tensors())
     assert back.optimizer.keys() == state.optimizer.keys() == state.weights.keys()
     assert_same(back.tensors(), state.tensors())
-    other = Optimizer(ADAMW, part.parameters())
-    load_optimizer_state(part, other, back.optimizer)
+    other = Optimizer(ADAMW, part.named_parameters())
+    load_optimizer_state(other, back.optimizer)
     assert_same(live_state(part, other).tensors(), state.tensors())
     with pytest.raises(ModelError, match="sgd keeps tensors of shapes"):
         load_optimizer_state(
-            part, Optimizer(OptimizerSettings(name="sgd"), part.parameters()), back.optimizer
+            Optimizer(OptimizerConfig(name="sgd"), part.named_parameters()), back.optimizer
         )
 
 

@@ -62,7 +62,7 @@ def micro_batch(splitter: Splitter, size: int) -> MicroBatch:
 
 def one_process(splitter, weights, batch):
     whole = splitter.build_whole(weights)
-    optimizer = Optimizer(SGD, whole.parameters())
+    optimizer = Optimizer(SGD, whole.named_parameters())
     names = batch[0].inputs
     loss = whole(**{name: torch.cat([m.inputs[name] for m in batch]) for name in names}).loss
     loss.backward()

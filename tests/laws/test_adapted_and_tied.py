@@ -18,7 +18,7 @@ from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder, ThreadFle
 from collapipe_flwr.models import LoraConfig, Splitter, make_spec, save_whole
 from collapipe_flwr.pipeline.config import Execution, StageConfig
 from collapipe_flwr.pipeline.link import memory_pair
-from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
+from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.roles import FirstStage, LastStage, MiddleStage
 from collapipe_flwr.pipeline.step import MicroBatch
 from tests.closeness import assert_near, near
@@ -149,7 +149,7 @@ def _one_clipped_step(
     own = [
         (
             part,
-            Optimizer(SGD, part.parameters()),
+            Optimizer(SGD, part.named_parameters()),
             StageConfig(name=name, deadline_s=20.0, execution=Execution(clip_norm=clip_norm)),
         )
         for part, name in zip(parts, names, strict=True)
@@ -199,7 +199,7 @@ def test_adapters_train_alike_whatever_the_cut(adapted: Splitter) -> None:
 def test_nothing_goes_back_to_a_frozen_embedding(adapted: Splitter) -> None:
     """The control unit hears losses, a few numbers each; the lowest adapters get gradients."""
     weights, cut = adapted.initial_weights(seed=1), _cut(adapted)
-    rule = OptimizerSettings(name="sgd", learning_rate=1.0)
+    rule = OptimizerConfig(name="sgd", learning_rate=1.0)
     order = RoundOrder(
         plan=cut.plan(),
         weights=weights,

@@ -25,7 +25,7 @@ from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models import Splitter, make_spec
 from collapipe_flwr.pipeline.config import SessionKey, SessionRequest, StageConfig
 from collapipe_flwr.pipeline.link import Link, memory_pair
-from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
+from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.step import MicroBatch
 from tests.closeness import assert_near, near
 
@@ -33,8 +33,8 @@ pytestmark = pytest.mark.usefixtures("small_matrices_are_fused")
 
 TOKEN = "0123456789abcdef"
 BLOCKS = 5
-SGD = OptimizerSettings(name="sgd", learning_rate=1.0, weight_decay=0.0)
-ADAMW = OptimizerSettings(name="adamw", learning_rate=1e-3)
+SGD = OptimizerConfig(name="sgd", learning_rate=1.0, weight_decay=0.0)
+ADAMW = OptimizerConfig(name="adamw", learning_rate=1e-3)
 Batch = dict[str, Tensor]
 
 
@@ -161,7 +161,7 @@ def _steps(splitter: Splitter, cut: Cut, count: int) -> list[list[Batch]]:
 
 @contextmanager
 def _edge(
-    splitter: Splitter, weights: dict[str, Tensor], cut: Cut, rule: OptimizerSettings
+    splitter: Splitter, weights: dict[str, Tensor], cut: Cut, rule: OptimizerConfig
 ) -> Iterator[tuple[Link, EdgeService]]:
     """A decoder session of a real edge service behind an in-memory link."""
     service = EdgeService()
@@ -196,7 +196,7 @@ def _train_split(
     weights: dict[str, Tensor],
     cut: Cut,
     steps: Sequence[Sequence[Batch]],
-    rule: OptimizerSettings,
+    rule: OptimizerConfig,
     dropout_seed: int | None = None,
 ) -> tuple[tuple[float, ...], dict[str, Tensor]]:
     order = RoundOrder(
@@ -215,10 +215,10 @@ def _train_unsplit(
     splitter: Splitter,
     weights: dict[str, Tensor],
     steps: Sequence[Sequence[Batch]],
-    rule: OptimizerSettings,
+    rule: OptimizerConfig,
 ) -> tuple[tuple[float, ...], dict[str, Tensor]]:
     model = splitter.build_whole(weights)
-    optimizer = Optimizer(rule, model.parameters())
+    optimizer = Optimizer(rule, model.named_parameters())
     losses = train_unsplit(model, optimizer, steps, splitter.task.targets)
     return losses, {key: model.state_dict()[key] for key in weights}
 
@@ -262,7 +262,7 @@ def test_micro_batches_give_the_gradient_of_one_large_batch(splitter: Splitter) 
 
 
 @pytest.mark.parametrize("rule", [SGD, ADAMW], ids=lambda rule: rule.name)
-def test_a_step_without_labels_is_none(splitter: Splitter, rule: OptimizerSettings) -> None:
+def test_a_step_without_labels_is_none(splitter: Splitter, rule: OptimizerConfig) -> None:
     """Neither weights nor optimiser state feel it, not even by weight decay."""
     weights, cut = splitter.initial_weights(seed=3), CUTS[2]
     first, last = _steps(splitter, cut, count=2)

@@ -106,7 +106,7 @@ def unsplit(
 ) -> tuple[tuple[float, ...], dict[str, Tensor]]:
     model = splitter.build_whole(weights)
     model.config.use_cache = False
-    optimizer = Optimizer(SGD, model.parameters())
+    optimizer = Optimizer(SGD, model.named_parameters())
     losses = train_unsplit(model, optimizer, steps, splitter.task.targets, execution)
     return losses, {key: model.state_dict()[key] for key in weights}
 

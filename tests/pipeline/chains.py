@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from collapipe_flwr.core.errors import CollaPipeError
 from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.link import Link, memory_pair
-from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
+from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.roles import FirstStage, LastStage, MiddleStage
 from collapipe_flwr.pipeline.stage import Stage
 from collapipe_flwr.pipeline.step import MicroBatch
 
 WIDTH, CLASSES, VOCABULARY = 16, 5, 23
 DEADLINE_S = 120.0  # long: whatever ends within half of it was not ended by it
-SGD = OptimizerSettings(name="sgd", learning_rate=0.5, weight_decay=0.0)
+SGD = OptimizerConfig(name="sgd", learning_rate=0.5, weight_decay=0.0)
 # The true gradient of attention key biases is 0; a large eps keeps Adam from scaling its noise up.
-ADAMW = OptimizerSettings(learning_rate=1e-2, eps=1e-3)
+ADAMW = OptimizerConfig(learning_rate=1e-2, eps=1e-3)
 
 
 class Embedding(nn.Module):
@@ -143,7 +143,7 @@ class Chain:
             role = {None: LastStage}.get(down, MiddleStage) if up else FirstStage
             links = {"upstream": up, "downstream": down}
             kept = {k: v for k, v in links.items() if v is not None}
-            optimizer = Optimizer(rule, part.parameters())
+            optimizer = Optimizer(rule, part.named_parameters())
             stages.append(role(part, optimizer, make_settings(names[i], i, len(parts)), **kept))
         self.first: FirstStage = stages[0]  # type: ignore[assignment]
         self.stages = stages

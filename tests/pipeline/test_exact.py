@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from torch import nn
 
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from tests.closeness import assert_near, near
@@ -28,7 +29,7 @@ torch.set_num_threads(1)
 def reference(cut, batches, rule):
     """Losses and parts of one process on whole batches."""
     parts = make_parts(cut)
-    optimizer = Optimizer(rule, [p for part in parts for p in part.parameters()])
+    optimizer = Optimizer(rule, nn.ModuleList(parts).named_parameters())
     losses = []
     for batch in batches:
         loss = whole_loss(parts, batch)

@@ -57,7 +57,7 @@ def test_a_failing_stage_is_heard_everywhere_and_nobody_applies_the_step(stage, 
 def test_a_stage_that_hangs_is_given_up_at_the_deadline():
     parts = make_parts((1,))
     left, _silent = memory_pair("control unit", "device 1")
-    optimizer = Optimizer(SGD, parts[0].parameters())
+    optimizer = Optimizer(SGD, parts[0].named_parameters())
     first = FirstStage(
         parts[0], optimizer, settings("control unit", deadline_s=0.2), downstream=left
     )
@@ -76,7 +76,7 @@ def test_the_wait_for_the_next_step_is_no_shorter_than_one_inside_a_step():
     ours.receive = asking
     part = make_parts((1,))[-1]
     patient = settings("edge", deadline_s=1800.0, idle_s=600.0)
-    stage = LastStage(part, Optimizer(SGD, part.parameters()), patient, upstream=ours)
+    stage = LastStage(part, Optimizer(SGD, part.named_parameters()), patient, upstream=ours)
     theirs.send(Frame(kind=FrameKind.END), deadline_s=1)
     stage.serve()
     assert waits == [1800.0]
@@ -144,7 +144,9 @@ def activation(step=0, micro_batch=0, **more) -> Frame:
 def test_frames_out_of_order_or_malformed_are_refused(frames):
     ours, theirs = memory_pair("edge", "stranger")
     part = make_parts((1,))[-1]
-    stage = LastStage(part, Optimizer(SGD, part.parameters()), settings("edge"), upstream=ours)
+    stage = LastStage(
+        part, Optimizer(SGD, part.named_parameters()), settings("edge"), upstream=ours
+    )
     for frame in frames:
         theirs.send(frame, deadline_s=1)
     with pytest.raises(ProtocolError):
@@ -207,7 +209,7 @@ def test_any_sequence_of_frames_ends_in_an_error_of_ours_or_in_good_order(frames
     down, behind = memory_pair("edge", "behind")
     part = make_parts((1,))[-1 if place is LastStage else 1]
     links = {"upstream": ours} if place is LastStage else {"upstream": ours, "downstream": down}
-    stage = place(part, Optimizer(SGD, part.parameters()), settings("edge"), **links)
+    stage = place(part, Optimizer(SGD, part.named_parameters()), settings("edge"), **links)
     for frame in [begin(micro_batches=1.0)] * opening + frames:
         theirs.send(frame, deadline_s=1)
     behind.close()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerSettings
+from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from tests.closeness import assert_near
 
 
@@ -19,8 +19,12 @@ def twins(dtype=torch.float32):
     return first, [torch.nn.Parameter(p.detach().clone()) for p in first]
 
 
+def named(parameters):
+    return [(f"layer.{index}", p) for index, p in enumerate(parameters)]
+
+
 def train(mine, theirs, rule, reference, steps=5):
-    optimizer = Optimizer(rule, mine)
+    optimizer = Optimizer(rule, named(mine))
     for step in range(steps):
         for index, (a, b) in enumerate(zip(mine, theirs, strict=True)):
             skip = index == 1 and step == 2  # a parameter without gradient is left alone
@@ -36,7 +40,7 @@ def train(mine, theirs, rule, reference, steps=5):
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_adamw_is_torch_adamw(weight_decay):
     mine, theirs = twins()
-    rule = OptimizerSettings(
+    rule = OptimizerConfig(
         learning_rate=0.01, weight_decay=weight_decay, betas=(0.8, 0.95), eps=1e-6
     )
     reference = torch.optim.AdamW(
@@ -49,7 +53,7 @@ def test_adamw_is_torch_adamw(weight_decay):
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_sgd_is_torch_sgd(momentum):
     mine, theirs = twins()
-    rule = OptimizerSettings(name="sgd", learning_rate=0.1, weight_decay=0.01, momentum=momentum)
+    rule = OptimizerConfig(name="sgd", learning_rate=0.1, weight_decay=0.01, momentum=momentum)
     reference = torch.optim.SGD(theirs, lr=0.1, weight_decay=0.01, momentum=momentum)
     train(mine, theirs, rule, reference)
     assert_near(mine, theirs)
@@ -58,14 +62,14 @@ def test_sgd_is_torch_sgd(momentum):
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_state_moves_to_another_optimizer(name):
     mine, twin = twins()
-    rule = OptimizerSettings(name=name, learning_rate=0.1, momentum=0.9)
-    first, second = Optimizer(rule, mine), Optimizer(rule, twin)
+    rule = OptimizerConfig(name=name, learning_rate=0.1, momentum=0.9)
+    first, second = Optimizer(rule, named(mine)), Optimizer(rule, named(twin))
     gradients = [[torch.randn_like(p) for p in mine] for _ in range(2)]
     for optimizer, parameters in ((first, mine), (second, twin)):
         for p, g in zip(parameters, gradients[0], strict=True):
             p.grad = g.clone()
         optimizer.step()
-    resumed = Optimizer(rule, twin)
+    resumed = Optimizer(rule, named(twin))
     resumed.load_state_tensors(second.state_tensors())
     for optimizer, parameters in ((first, mine), (resumed, twin)):
         for p, g in zip(parameters, gradients[1], strict=True):
@@ -76,11 +80,11 @@ def test_state_moves_to_another_optimizer(name):
 
 def test_frozen_parameters_have_no_state():
     frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
-    assert Optimizer(OptimizerSettings(), [frozen]).parameters == ()
+    assert Optimizer(OptimizerConfig(), [("w", frozen)]).parameters == ()
 
 
 def test_bad_settings_are_named():
-    with pytest.raises(ConfigError, match="adamw, sgd, got lion"):
-        OptimizerSettings(name="lion")
+    with pytest.raises(ConfigError, match="'lion' is unknown; known are adamw, sgd, ASGD"):
+        OptimizerConfig(name="lion")
     with pytest.raises(ConfigError, match="learning rate"):
-        OptimizerSettings(learning_rate=float("nan"))
+        OptimizerConfig(learning_rate=float("nan"))

@@ -231,7 +231,7 @@ def test_a_part_that_computes_its_blocks_again_goes_with_its_stage():
     part = _Blocks()
     link, _ = memory_pair("stage", "behind")
     chosen = StageConfig(name="stage", seed=1, execution=Execution(recompute=True))
-    stage = FirstStage(part, Optimizer(SGD, part.parameters()), chosen, downstream=link)
+    stage = FirstStage(part, Optimizer(SGD, part.named_parameters()), chosen, downstream=link)
     with part.around():  # while the stage lives
         gone = weakref.ref(part)
     gc.disable()

@@ -19,7 +19,7 @@ from collapipe_flwr.pipeline.config import (
     StageConfig,
 )
 from collapipe_flwr.pipeline.meter import Span, StageReport, Timeline
-from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.transport.methods import MESSAGE_BYTES, decode_message, encode_message
 
 REQUEST = SessionRequest(
@@ -34,7 +34,7 @@ REQUEST = SessionRequest(
             link=LinkConfig(codec="int8", forward_bit_per_s=1e6),
         ),
     ),
-    optimizer=OptimizerSettings(name="sgd", momentum=0.9, betas=(0.1, 0.2)),
+    optimizer=OptimizerConfig(name="sgd", momentum=0.9, betas=(0.1, 0.2)),
 )
 
 SPAN = Span(work="forward", step=1, micro_batch=2, start_s=0.5, stop_s=0.75)
@@ -75,8 +75,8 @@ def changed(**fields: object) -> bytes:
         changed(extra=1),
         changed(optimizer={"name": "lion"}),
         changed(optimizer=[1, 2]),
-        changed(optimizer={**json.loads(encode_message(OptimizerSettings())), "betas": [1]}),
-        changed(optimizer={**json.loads(encode_message(OptimizerSettings())), "name": "lion"}),
+        changed(optimizer={**json.loads(encode_message(OptimizerConfig())), "betas": [1]}),
+        changed(optimizer={**json.loads(encode_message(OptimizerConfig())), "name": "lion"}),
     ],
 )
 def test_nonsense_is_refused(data):
