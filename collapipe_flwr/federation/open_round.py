@@ -116,7 +116,7 @@ class OpenRound:
         task = None
         if self._split is not None:
             name, arrays = only_arrays(content, "the inner strategy's message", _ONE_MODEL)
-            task = self._split.open(cluster_id, arrays, edge_depth(plan))
+            task = self._split.open(cluster_id, name, content, edge_depth(plan))
             content[name] = self._split.for_cluster(cluster_id, arrays)
         assignment = RoundAssignment(
             server_round=self.plan.server_round,

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, RecordDict
 
 from collapipe_flwr.cluster.fleet import LearningSettings
 from collapipe_flwr.core.errors import LinkError, ProtocolError, RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors, is_floating
-from collapipe_flwr.federation.records import SHORT, SplitTask
+from collapipe_flwr.federation.records import SHORT, SplitTask, asked_optimizer
 from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.pipeline.config import SessionKey
 from collapipe_flwr.pipeline.meter import StageReport
@@ -99,8 +99,13 @@ class SplitRound:
         self._sessions: dict[str, EdgeSession] = {}
         self.constant_keys = model.constant_keys
 
-    def open(self, cluster_id: str, arrays: ArrayRecord, depth: int) -> SplitTask:
-        """Give ``cluster_id`` its decoder replica; raises LinkError or RunError."""
+    def open(self, cluster_id: str, name: str, content: RecordDict, depth: int) -> SplitTask:
+        """Give ``cluster_id`` its decoder replica of the model ``content[name]``.
+
+        It learns as the model's settings and the config in ``content`` say. Raises LinkError,
+        RunError or ConfigError.
+        """
+        arrays = content.array_records[name]
         missing = sorted(self._model.edge_keys - set(arrays))
         if missing:
             raise RunError(
@@ -110,6 +115,7 @@ class SplitRound:
         if cluster_id in self._sessions:
             raise RunError(f"cluster {cluster_id} is asked twice in one round: give it one node")
         learning = self._model.learning(self._server_round)
+        learning = replace(learning, optimizer=asked_optimizer(content, learning.optimizer))
         order = DecoderOrder(
             cluster_id=cluster_id,
             server_round=self._server_round,

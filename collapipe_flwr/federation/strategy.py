@@ -44,7 +44,6 @@ from collapipe_flwr.scheduler.protocol import Scheduler
 
 log = logging.getLogger("flwr.collapipe")
 
-PROXIMAL = "proximal-mu"  # as FedProx spells it
 CONTINUE, RAISE = "continue", "raise"
 
 
@@ -135,14 +134,13 @@ class CollaPipe(Strategy):
     ) -> list[Message]:
         """The inner strategy's messages, each with its own plan and its part of the model.
 
-        Raises ScheduleError if nothing can be planned, LinkError if the edge cannot be reached,
-        and ConfigError for a split model that should be trained with a proximal term.
+        A split model learns as their config asks (`asked_optimizer`). Raises ScheduleError if
+        nothing can be planned, LinkError if the edge cannot be reached, and ConfigError for
+        settings that make no sense.
         """
         self.close()
         view = inner_view(arrays, self._constant_keys)
         messages = list(self.inner_strategy.configure_train(server_round, view, config, grid))
-        if self._split:
-            refuse_proximal_term(messages)
         nodes = [message.metadata.dst_node_id for message in messages]
         plan = self.planner.plan(server_round, nodes, arrays)
         self._planned = plan
@@ -240,20 +238,6 @@ def planner_of(scheduler: str | Scheduler | RoundPlanner) -> RoundPlanner:
     if isinstance(scheduler, str):
         return DefaultProfilePlanner(make_scheduler(scheduler))
     return scheduler if isinstance(scheduler, RoundPlanner) else DefaultProfilePlanner(scheduler)
-
-
-def refuse_proximal_term(messages: Iterable[Message]) -> None:
-    """Raise ConfigError where FedProx asks clients for a term that a split cluster lacks.
-
-    Silently left out, the run would be one of FedAvg under another name.
-    """
-    records = (c for message in messages for c in message.content.config_records.values())
-    asked = next((record[PROXIMAL] for record in records if record.get(PROXIMAL)), None)
-    if asked is not None:
-        raise ConfigError(
-            f"{PROXIMAL} is {asked!r}, but the loss of a split model has no proximal term: use "
-            "FedAvg, FedAvgM or FedAdam inside CollaPipe, or FedProx without split"
-        )
 
 
 def _without_telemetry(reply: Message) -> Message:

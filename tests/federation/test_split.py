@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from flwr.app import ConfigRecord
-from flwr.serverapp.strategy import FedAvg, FedProx
+from flwr.serverapp.strategy import FedAvg, FedProx, Strategy
 
 from collapipe_flwr.core.errors import ConfigError, LinkError, ProtocolError, RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
@@ -17,6 +17,7 @@ from collapipe_flwr.federation.records import (
     read_assignment,
     read_progress,
 )
+from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from tests.federation.memory_edge import MemoryEdge
 from tests.federation.split_clusters import (
     CONSTANT,
@@ -61,7 +62,7 @@ def test_a_message_holds_only_its_own_plan_its_half_and_its_session():
     edge = MemoryEdge()
     grid = LocalGrid({1: failing, 2: failing})
     strategy = wrapped(edge, FixedPlanner("c1", "c2"), [])
-    config = ConfigRecord({"lr": 0.5})
+    config = ConfigRecord({"batch": 5})
     sent = strategy.configure_train(3, encode_tensors(model()), config, grid)
     tasks = {m.metadata.dst_node_id: read_assignment(m.content) for m in sent}
     for node, other in ((1, "c2"), (2, "c1")):
@@ -178,16 +179,41 @@ def test_an_edge_that_refuses_the_second_cluster_closes_the_first():
     assert edge.replicas == {}
 
 
-def test_a_proximal_term_is_refused_rather_than_left_out():
+def asked(edge: MemoryEdge, inner: Strategy, config: ConfigRecord, server_round: int = 3):
+    """The optimizers of clusters and edge in one round."""
+    strategy = wrapped(edge, FixedPlanner("c1", "c2"), [], inner)
+    grid = LocalGrid({1: failing, 2: failing})
+    sent = strategy.configure_train(server_round, encode_tensors(model()), config, grid)
+    tasks = [read_assignment(message.content).split for message in sent]
+    edges = [edge.orders[task.session.session_id].learning.optimizer for task in tasks]
+    strategy.close()
+    return [task.learning.optimizer for task in tasks] + edges
+
+
+def test_a_proximal_term_reaches_clusters_and_edge():
+    inner = FedProx(fraction_evaluate=0.0, proximal_mu=0.1)
+    for optimizer in asked(MemoryEdge(), inner, ConfigRecord()):
+        assert optimizer == OptimizerConfig(learning_rate=0.1 * 3, proximal_mu=0.1)
+
+
+@pytest.mark.parametrize("key", ["lr", "learning-rate"])
+def test_the_inner_strategys_learning_rate_goes_first(key):
+    class Halving(FedAvg):
+        def configure_train(self, server_round, arrays, config, grid):
+            config[key] = 0.8 / server_round
+            return super().configure_train(server_round, arrays, config, grid)
+
+    for server_round in (1, 2):
+        found = asked(MemoryEdge(), Halving(), ConfigRecord({key: 0.8}), server_round)
+        assert {optimizer.learning_rate for optimizer in found} == {0.8 / server_round}
+
+
+@pytest.mark.parametrize(("key", "value"), [("lr", "fast"), ("lr", -1.0), ("proximal-mu", [0.1])])
+def test_learning_that_makes_no_sense_is_refused(key, value):
     edge = MemoryEdge()
-    grid = LocalGrid({1: trainer(edge, 1.0, 10), 2: trainer(edge, 3.0, 30)})
-    planner = FixedPlanner("c1", "c2")
-    with pytest.raises(ConfigError, match=r"proximal-mu is 0\.1, .* FedProx without split"):
-        strategy = wrapped(edge, planner, [], FedProx(fraction_evaluate=0.0, proximal_mu=0.1))
-        strategy.start(grid, encode_tensors(model()))
+    with pytest.raises(ConfigError, match=rf"config sets {key} to .*: set a number >= 0"):
+        asked(edge, FedAvg(), ConfigRecord({key: value}))
     assert edge.replicas == {}
-    strategy = wrapped(edge, planner, [], FedProx(fraction_evaluate=0.0, proximal_mu=0.0))
-    assert strategy.start(grid, encode_tensors(model()), num_rounds=1).arrays
 
 
 def test_a_strategy_that_sends_more_than_the_model_is_refused_with_a_split_model():
