@@ -113,7 +113,7 @@ def test_a_pipeline_takes_the_steps_of_one_process(made) -> None:
                 hidden = part(hidden, micro_batch.context)
             part_loss = hidden * (micro_batch.weight / total)
             part_loss.backward()
-            loss += float(part_loss)
+            loss += float(part_loss.detach())
         reference.step()
         reference.zero_grad()
         losses.append(loss)
