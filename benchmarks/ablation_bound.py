@@ -100,7 +100,7 @@ class Fleet:
     def test_loss(self) -> float:
         """Mean over the test set's tokens."""
         put(self.model, self.vector)
-        return evaluate_unsplit(self.model, self.test, self.learner.splitter.task).loss
+        return evaluate_unsplit(self.learner.splitter, self.model, self.test).loss
 
     def train(self, m: int, plan: ClusterPlan, index: int, rule: OptimizerConfig) -> Locally:
         """The steps of cluster ``m`` from the common weights."""
@@ -129,7 +129,7 @@ class Fleet:
         """
         parts = [part for part in (examples[:size], examples[size:]) if part]
         micro_batches = [self.learner.task.collate(part) for part in parts]
-        counts = [self.learner.splitter.task.targets(m["labels"]) for m in micro_batches]
+        counts = [self.learner.splitter.weight_of(m) for m in micro_batches]
         losses, squares = [], []
         for micro_batch, count in zip(micro_batches, counts, strict=True):
             loss = self.model(**micro_batch).loss * (count / sum(counts))

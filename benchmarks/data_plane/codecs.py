@@ -23,8 +23,7 @@ from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.core.keys import read_assignments
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.data.batches import batches, round_examples
-from collapipe_flwr.data.reader import load_task
-from collapipe_flwr.data.tasks import Task
+from collapipe_flwr.data.tasks import Task, load_task
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models import BatchShape, Splitter, make_spec
@@ -235,7 +234,7 @@ def _batches(trial: _Trial) -> Iterator[list[MicroBatch]]:
             MicroBatch(
                 inputs=t,
                 context=splitter.context(t),
-                weight=float(splitter.task.targets(t["labels"])),
+                weight=splitter.weight_of(t),
             )
             for t in tensors
         ]
@@ -346,5 +345,5 @@ def _tested(trial: _Trial, weights: Mapping[str, Tensor]) -> dict[str, float]:
             num_beams=1,
             do_sample=False,
         )
-    scores = task.score(task.decode(generated, batch), task.references(rows, batch))
-    return {"loss": loss, **scores}
+    tally = task.count(task.read(generated, batch), task.references(rows, batch))
+    return {"loss": loss, **task.score(tally)}

@@ -147,7 +147,7 @@ def train_whole_model(case: MemoryCase) -> None:
     splitter = Splitter(case.spec())
     model = splitter.build_whole(splitter.initial_weights(0))
     optimizer = Optimizer(OPTIMIZER, model.named_parameters())
-    train_unsplit(model, optimizer, [case.batch()] * case.steps, splitter.task.targets)
+    train_unsplit(splitter, model, optimizer, [case.batch()] * case.steps)
 
 
 def _whole(case: MemoryCase) -> tuple[int, int]:

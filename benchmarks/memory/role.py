@@ -56,7 +56,7 @@ class Player:
             add_adapters(model, spec.lora, spec.task, on_meta=False)
         steps = [[self._batch()]] * self._order.steps
         optimizer = Optimizer(RULE, model.named_parameters())
-        train_unsplit(model, optimizer, steps, splitter.task.targets)
+        train_unsplit(splitter, model, optimizer, steps)
 
     def control_unit(self) -> None:
         """The embedding, with all that Flower's messages carry for the cluster, there and back."""
@@ -74,11 +74,11 @@ class Player:
         first = FirstStage(
             part, Optimizer(RULE, part.named_parameters()), SETTINGS, downstream=left
         )
-        batch, labels = self._batch(), self._batch()["labels"]
+        batch = self._batch()
         micro_batch = MicroBatch(
             inputs=batch,
             context=splitter.context(batch),
-            weight=float(splitter.task.targets(labels)),
+            weight=splitter.weight_of(batch),
         )
         for _ in range(self._order.steps):
             first.train_step([micro_batch])
@@ -121,7 +121,7 @@ class Player:
     def _feed(self, link: MemoryLink, *, learns: bool) -> None:
         """Play the stages before: one micro-batch per step, then the end."""
         batch, width = self._batch(), self._splitter.config.hidden_size
-        weight = float(self._splitter.task.targets(batch["labels"]))
+        weight = float(self._splitter.weight_of(batch))
         scalars = {"weight": weight, "scale": 1.0, LEARNS: float(learns or not self._frozen())}
         for index in range(self._order.steps):
             step = Step(index=index, micro_batches=1, train=True, weight=weight)

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from itertools import product
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collapipe_flwr.core.domain import Plan, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import chain_of, full_power_times, makespan_of
 from collapipe_flwr.costs.layouts import Layouts, of_members, stack
 from collapipe_flwr.costs.radio import LN2
@@ -29,8 +29,6 @@ from collapipe_flwr.scheduler.initial_layouts import all_layouts, count_layouts,
 from collapipe_flwr.scheduler.model_share import capped, least_shares
 from collapipe_flwr.scheduler.planner import Planner, Solution
 from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState, reference_of
-
-Array = NDArray[np.float64]
 
 MOST_ROWS = 3000
 MOST_COMBINATIONS = 200_000
@@ -101,4 +99,4 @@ def optimal_plan(
     shares = least_shares(tables, reference_of(before), settings)
     limited = capped(tables, shares, reference_of(before), settings)
     planner = planner_for(limited, before, settings)
-    return solution_plan(planner, refined(planner, exhaustive(planner)), "brute-force", 1.0)
+    return solution_plan(refined(planner, exhaustive(planner)), "brute-force", 1.0)

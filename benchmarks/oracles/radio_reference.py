@@ -15,13 +15,11 @@ from dataclasses import dataclass
 
 import cvxpy as cp
 import numpy as np
-from numpy.typing import NDArray
 
 from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.costs.arrays import Array, Ints
 from collapipe_flwr.scheduler.radio.problem import RadioProblem
 
-Array = NDArray[np.float64]
-Ints = NDArray[np.int64]
 NODES = 12
 TOLERANCES = {"tol_gap_abs": 1e-6, "tol_gap_rel": 1e-6, "tol_feas": 1e-6}  # reached at M = 100
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from benchmarks.oracles.radio_reference import ReferenceOptimum, solve_reference
 from benchmarks.scheduling.optimality import queued
 from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import Chain, chain_of, powers_for, price_rows
 from collapipe_flwr.costs.layouts import of_members, rows_of_plans
 from collapipe_flwr.costs.tables import tabulate
@@ -29,7 +29,6 @@ TIMED = (
 REPEATS = 5
 SEEDS = 10
 T = TypeVar("T")
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -106,11 +106,8 @@ def _writing(
     run: Path, edge_blocks: int, devices: int, cluster: Path | None, edge: str, slots: int
 ) -> Iterator[Write]:
     from collapipe_flwr.config.cluster_file import read_cluster
-    from collapipe_flwr.generation.text_generator import (
-        TextModel,
-        cluster_generator,
-        local_generator,
-    )
+    from collapipe_flwr.generation.text_generator import cluster_generator, local_generator
+    from collapipe_flwr.generation.text_model import TextModel
 
     model = TextModel.load(run, edge_blocks=edge_blocks)
     place = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -40,6 +41,14 @@ MemoryMb = Annotated[
 ]
 Threads = Annotated[int, typer.Option(help="To compute on; 0: one per core.", min=0)]
 Insecure = Annotated[bool, typer.Option(help="Plain text beyond loopback, knowing what it means.")]
+Imports = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import",
+        metavar="MODULE",
+        help="Own models and losses may come from this module or package; may be repeated.",
+    ),
+]
 Grace = Annotated[float, typer.Option(help="Seconds that open sessions get on a stop.", min=0)]
 
 
@@ -100,6 +109,13 @@ def tls_files(ca: Path | None, certificate: Path | None, key: Path | None) -> Tl
     return TlsFiles(ca=ca, certificate=certificate, key=key)
 
 
+def importable(modules: list[str] | None) -> tuple[str, ...]:
+    """The modules of ``--import``, which may also stand where the command is given."""
+    if modules:
+        sys.path.insert(0, os.getcwd())
+    return tuple(modules or ())
+
+
 def device(
     listen: Listen = "",
     name: Annotated[str, typer.Option(help="This board in certificates and errors.")] = "device",
@@ -111,6 +127,7 @@ def device(
     insecure: Insecure = False,
     memory_mb: MemoryMb = 0.0,
     threads: Threads = 0,
+    imports: Imports = None,
     grace_s: Grace = 10.0,
     cache_dir: Annotated[
         Path | None, typer.Option(help="For frozen weights. Default: in the user's cache folder.")
@@ -135,6 +152,7 @@ def device(
         memory_bytes=memory_bytes(memory_mb),
         radio_interface=radio_interface,
         threads=threads,
+        imports=importable(imports),
         grace_s=grace_s,
     )
     serve(settings, passes_on=True, announce=lambda a: typer.echo(f"{name} on {a}"))
@@ -156,6 +174,7 @@ def edge(
     insecure: Insecure = False,
     memory_mb: MemoryMb = 0.0,
     threads: Threads = 0,
+    imports: Imports = None,
     grace_s: Grace = 10.0,
     state_dir: StateDir = None,
 ) -> None:
@@ -176,6 +195,7 @@ def edge(
         cache_bytes=0,
         memory_bytes=memory_bytes(memory_mb),
         threads=threads,
+        imports=importable(imports),
         grace_s=grace_s,
     )
     serve(settings, passes_on=False, announce=lambda a: typer.echo(f"edge server on {a}"))

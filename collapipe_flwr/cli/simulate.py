@@ -83,39 +83,11 @@ def simulate(
     plot: Annotated[Path | None, typer.Option(help="Folder for plots (needs matplotlib).")] = None,
 ) -> None:
     """Let scheduling policies plan rounds in a simulated world; nothing is trained."""
-    from collapipe_flwr.reporting.simulation import Outputs, run_simulation
-    from collapipe_flwr.simulation.setting import Choices
+    options = dict(locals())  # by name, as they were given
+    from collapipe_flwr.reporting.simulation import run_simulation
+    from collapipe_flwr.simulation.setting import overridden
     from collapipe_flwr.simulation.setting import preset as preset_setting
 
-    chosen = Choices(
-        clusters=clusters,
-        devices=devices,
-        blocks=blocks,
-        width=width,
-        tokens=tokens,
-        examples=examples,
-        rounds=rounds,
-        seeds=",".join(seeds) if seeds else None,
-        policies=policies,
-        penalty_weight=penalty_weight,
-        energy_budget=energy_budget,
-        channel=channel,
-        radio=radio,
-        kinds=kinds,
-        devices_from=devices_from,
-        micro_batch_sizes=micro_batch_sizes,
-        micro_batches=micro_batches,
-        codecs=codecs,
-        schedule=schedule,
-        memory_margin=memory_margin,
-        max_model_share=max_model_share,
-        best_batches=best_batches,
-        half_duplex=half_duplex,
-        edge_shared=edge_shared,
-        recompute=recompute,
-        profile_error=profile_error,
-        profile_error_kind=profile_error_kind,
-        profile_delay=profile_delay,
-    )
-    setting = chosen.over(preset_setting(preset))
-    run_simulation(setting, Outputs(json_file=json_file, plot_dir=plot))
+    options["seeds"] = ",".join(seeds) if seeds else None
+    setting = overridden(preset_setting(preset), **options)
+    run_simulation(setting, json_file=json_file, plot_dir=plot)

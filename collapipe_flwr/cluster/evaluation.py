@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,22 +18,37 @@ from transformers import GenerationConfig
 
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.metrics import Tally, added
-from collapipe_flwr.data.tasks import Task
 from collapipe_flwr.models.parts import EmbeddingPart
 from collapipe_flwr.models.tasks import best_class
 from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.generation import ATTENTION_MASK, INPUT_IDS
 from collapipe_flwr.pipeline.generation_driver import GenerationDriver
 from collapipe_flwr.pipeline.link import Link
-from collapipe_flwr.pipeline.step import MicroBatch
+from collapipe_flwr.pipeline.step import CLASSES, LOGITS, MicroBatch
+
+if TYPE_CHECKING:  # which needs the extra `data`
+    from collapipe_flwr.data.tasks import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionConfig:
-    """How a model predicts; ``most_tokens`` counts where it generates."""
+    """How a model predicts; ``most_tokens`` counts where it generates.
 
-    most_tokens: int
+    With ``logits`` it returns all scores of the labels' positions, and generates nothing.
+    """
+
+    most_tokens: int = 0
     padding_id: int = 0
+    logits: bool = False
+
+    def generates(self, decodes: bool) -> bool:
+        """Whether a model that has a decoder or not writes texts."""
+        return decodes and not self.logits
+
+    @property
+    def kind(self) -> str:
+        """What the last stage is asked for."""
+        return LOGITS if self.logits else CLASSES
 
     def settings(self) -> dict[str, Any]:
         """Greedy decoding, as keywords of ``generate``."""
@@ -45,7 +60,7 @@ class EvalResult:
     """The mean loss over the ``targets`` labels of a test set (0 over none), and predictions.
 
     ``predictions`` stand by batch and micro-batch, where asked for: ids (B,) or (B, T) of the best
-    classes or of generated texts.
+    classes or of generated texts, or logits (B, C) or (B, T, C).
     """
 
     loss: float
@@ -66,12 +81,18 @@ class EvalResult:
 
 def predict_unsplit(model: Any, batch: Any, scores: Tensor, wanted: PredictionConfig) -> Tensor:
     """The predictions of the unsplit model for a batch whose ``scores`` it has computed."""
-    if not model.config.is_encoder_decoder:
+    if wanted.logits:
+        return scores
+    if not wanted.generates(_decodes(model)):
         return best_class(scores)
     found: Tensor = model.generate(
         batch[INPUT_IDS], attention_mask=batch[ATTENTION_MASK], **wanted.settings()
     )
     return found
+
+
+def _decodes(model: Any) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def generate_texts(

@@ -22,8 +22,8 @@ from collapipe_flwr.data.batches import (
     equal_cut,
     round_examples,
 )
-from collapipe_flwr.data.reader import load_task
 from collapipe_flwr.data.stream import Stream
+from collapipe_flwr.data.tasks import load_task
 from collapipe_flwr.data.tokenizer import Vocabulary
 
 if TYPE_CHECKING:

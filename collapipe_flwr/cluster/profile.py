@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.config.schema import WorldConfig
@@ -18,9 +17,6 @@ from collapipe_flwr.core.errors import ConfigError, ProtocolError, blaming
 from collapipe_flwr.core.json_codec import from_json
 from collapipe_flwr.simulation.devices import device_preset, radio_preset
 from collapipe_flwr.simulation.world import SERVER_RATE_BIT_PER_S
-
-if TYPE_CHECKING:
-    from collapipe_flwr.cluster.local_data import Place  # its data sets need an extra
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,15 +125,15 @@ def _device(config: ClusterConfig, member: MemberConfig, measured: Measured) -> 
     )
 
 
-def describe_cluster(config: WorldConfig, place: Place, examples: int) -> ClusterProfile:
-    """Simulated cluster ``place.index``; lists of devices repeat when there are too few of them.
+def describe_cluster(config: WorldConfig, index: int, examples: int) -> ClusterProfile:
+    """Simulated cluster ``index``; lists of devices repeat when there are too few of them.
 
     Energy budgets depend on the model, so the server sets them.
     """
     if not config.devices:
         raise ConfigError('world.devices is empty: list presets, for example "phone,jetson-nano"')
-    kinds = config.devices[place.index % len(config.devices)]
-    name = f"cluster-{place.index}"
+    kinds = config.devices[index % len(config.devices)]
+    name = f"cluster-{index}"
     with blaming("world.control-unit"):
         device_preset(config.control_unit)
     with blaming("world.devices"):

@@ -130,13 +130,14 @@ def evaluate_chain(
     """Loss and predictions of one chain, which learns nothing; raises as ``run_interval``."""
     embedding = splitter.build_embedding(order.weights)
     optimizer = Optimizer(order.learning.optimizer, embedding.named_parameters())
-    classifies, taken = wanted is not None and not splitter.decodes, tuple(batches)
+    taken, generates = tuple(batches), wanted is not None and wanted.generates(splitter.decodes)
+    predict = "" if wanted is None or generates else wanted.kind
     with fleet.chain(splitter, order) as chain:
         first = FirstStage(embedding, optimizer, order.settings(0), downstream=chain.link)
         with first.telling_neighbours():
-            results = [first.evaluate(batch, predict=classifies) for batch in taken]
+            results = [first.evaluate(batch, predict=predict) for batch in taken]
             predictions = tuple(result.predictions for result in results)
-            if wanted is not None and splitter.decodes:
+            if wanted is not None and generates:
                 predictions = generate_texts(
                     embedding, chain.link, order.settings(0), taken, wanted
                 )

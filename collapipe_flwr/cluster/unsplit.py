@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig, predict_unsplit
-from collapipe_flwr.models.tasks import Task
+from collapipe_flwr.models.objective import scores_of
+from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.backward import fuse_accumulation
 from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.optimizer import Optimizer
@@ -20,24 +22,24 @@ CONSTANT = repeat(1.0)
 
 
 def train_unsplit(
+    splitter: Splitter,
     model: nn.Module,
     optimizer: Optimizer,
     batches: Iterable[Sequence[Mapping[str, Tensor]]],
-    targets: Callable[[Tensor], int],
     execution: Execution = PLAIN,
     rates: Iterator[float] = CONSTANT,
 ) -> tuple[float, ...]:
     """One optimiser step per batch of micro-batches that has labels; the loss of each step.
 
-    ``targets`` counts the labels that the mean loss of a micro-batch runs over. A micro-batch
-    counts with its share of them, so a step's gradient is that of the mean over the whole batch
-    however it is cut. ``rates`` are the factors of the learning rates, one per step.
+    ``model`` is what ``splitter`` built. A micro-batch counts with its share of the weight that the
+    mean loss runs over, so a step's gradient is that of the mean over the whole batch however it is
+    cut. ``rates`` are the factors of the learning rates, one per step.
     """
     model.train()
     fuse_accumulation(model)  # as stages do
     losses = []
     for batch in batches:
-        counts = [targets(micro_batch["labels"]) for micro_batch in batch]
+        counts = [splitter.weight_of(micro_batch) for micro_batch in batch]
         if not sum(counts):
             continue
         step_loss = 0.0
@@ -45,7 +47,8 @@ def train_unsplit(
             if count == 0:
                 continue  # the library's mean over nothing is not a number
             with computing_in(execution.precision):
-                loss = model(**micro_batch).loss * (count / sum(counts))
+                outputs = splitter.run_whole(model, micro_batch)
+                loss: Any = splitter.loss_of(outputs, micro_batch) * (count / sum(counts))
             loss.backward()
             step_loss += float(loss.detach())
         optimizer.add_proximal()
@@ -58,9 +61,9 @@ def train_unsplit(
 
 
 def evaluate_unsplit(
+    splitter: Splitter,
     model: nn.Module,
     batches: Iterable[Sequence[Mapping[str, Tensor]]],
-    task: Task,
     wanted: PredictionConfig | None = None,
 ) -> EvalResult:
     """The mean loss over all labels, and predictions where they are ``wanted``."""
@@ -68,20 +71,24 @@ def evaluate_unsplit(
     losses, predictions = [], []
     with torch.inference_mode():
         for batch in batches:
-            found = [_evaluate(model, micro_batch, task, wanted) for micro_batch in batch]
+            found = [_evaluate(splitter, model, micro_batch, wanted) for micro_batch in batch]
             losses += [(loss, count) for loss, count, _ in found]
             predictions.append(tuple(ids for _, _, ids in found if ids is not None))
     return EvalResult.mean(losses, tuple(predictions) if wanted else ())
 
 
 def _evaluate(
-    model: nn.Module, micro_batch: Mapping[str, Tensor], task: Task, wanted: PredictionConfig | None
-) -> tuple[float, int, Tensor | None]:
+    splitter: Splitter,
+    model: nn.Module,
+    micro_batch: Mapping[str, Tensor],
+    wanted: PredictionConfig | None,
+) -> tuple[float, float, Tensor | None]:
     """Mean loss, number of labels, predictions; the library's mean over no labels is NaN."""
-    count = task.targets(micro_batch["labels"])
+    count = splitter.weight_of(micro_batch)
     if not count and wanted is None:
         return 0.0, 0, None
-    output = model(**micro_batch)
-    loss = float(output.loss) if count else 0.0
-    ids = None if wanted is None else predict_unsplit(model, micro_batch, output.logits, wanted)
-    return loss, count, ids
+    outputs = splitter.run_whole(model, micro_batch)
+    loss = float(splitter.loss_of(outputs, micro_batch)) if count else 0.0
+    if wanted is None:
+        return loss, count, None
+    return loss, count, predict_unsplit(model, micro_batch, scores_of(outputs), wanted)

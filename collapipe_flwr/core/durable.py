@@ -22,6 +22,8 @@ from tempfile import mkdtemp
 
 from safetensors import SafetensorError
 
+from collapipe_flwr.core.errors import ConfigError
+
 _PARTIAL = ".partial"
 
 
@@ -80,6 +82,19 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
         make_folder(path.parent)
         path.mkdir(mode, exist_ok=True)
         sync(path.parent)
+
+
+def own_folder(path: Path, option: str) -> Path:
+    """Make a folder that only its owner may enter, and `clean` it; the folder.
+
+    Raises ConfigError, which names the ``option``, where OSError is raised elsewhere.
+    """
+    try:
+        make_folder(path, 0o700)
+        clean(path)
+    except OSError as error:
+        raise ConfigError(f'{option} "{path}" cannot be made: {error.strerror}') from error
+    return path
 
 
 def sync(path: Path) -> None:

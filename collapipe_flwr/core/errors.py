@@ -1,19 +1,5 @@
 """Every error that CollaPipe raises on purpose.
 
-    CollaPipeError
-    ├── ConfigError          a run-config key or value that cannot be used
-    ├── DataError            a data set, column or label that cannot be used
-    ├── ModelError           a model that cannot be built or split
-    │   └── CheckpointMissing  ... whose checkpoint is not on this machine
-    ├── ScheduleError        a plan or schedule that breaks its own rules
-    │   └── InfeasibleError  no plan satisfies the constraints (memory, bandwidth, ...)
-    ├── LinkError            a peer that cannot be reached or broke off
-    │   ├── LinkTimeout      ... that did not answer before the deadline
-    │   ├── Unreachable      ... that is not there, or not any more
-    │   ├── FrozenWanted     ... that lacks a checkpoint and must be sent its frozen weights
-    │   └── ProtocolError    ... that sent something malformed
-    └── RunError             a federated run that cannot go on
-
 A message is one sentence that names the key, the value and the way out. Foreign errors
 are translated where they enter, with their cause kept.
 """
@@ -54,7 +40,7 @@ class ScheduleError(CollaPipeError):
 
 
 class InfeasibleError(ScheduleError):
-    """No plan satisfies the constraints."""
+    """No plan satisfies the constraints (memory, bandwidth, ...)."""
 
 
 class LinkError(CollaPipeError):
@@ -66,7 +52,7 @@ class LinkTimeout(LinkError):
 
 
 class FrozenWanted(LinkError):
-    """A peer that has no checkpoint to read frozen weights from."""
+    """A peer that has no checkpoint, so that it must be sent its frozen weights."""
 
 
 class Unreachable(LinkError):

@@ -20,6 +20,7 @@ from collapipe_flwr.core.errors import CollaPipeError, ProtocolError
 
 T = TypeVar("T")
 _SCALARS: Mapping[type, str] = {str: "a string", int: "a whole number", bool: "true or false"}
+_hints = cache(typing.get_type_hints)
 
 
 def to_json(value: object) -> str:
@@ -98,9 +99,9 @@ def _decode_dataclass(kind: Any, data: Any, path: str) -> Any:
     unknown = sorted(set(data) - set(hints))
     if unknown:
         raise ProtocolError(f"{path} has the unknown key {unknown[0]!r}")
-    missing = sorted(_required(kind) - set(data))
-    if missing:
-        raise ProtocolError(f"{path} lacks the key {missing[0]!r}")
+    for f in sorted(fields(kind), key=lambda field: field.name):
+        if f.name not in data and f.default is MISSING and f.default_factory is MISSING:
+            raise ProtocolError(f"{path} lacks the key {f.name!r}")
     values = {k: _decode(hints[k], v, f"{path}.{k}") for k, v in data.items()}
     try:
         return kind(**values)
@@ -121,15 +122,6 @@ def _decode_scalar(kind: type, data: Any, path: str) -> Any:
     if type(data) is not kind:
         raise _wrong(path, _SCALARS.get(kind, "a number"), data)
     return data
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
-
-
-def _required(kind: Any) -> set[str]:
-    return {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
 
 
 def _wrong(path: str, wanted: str, data: Any) -> ProtocolError:

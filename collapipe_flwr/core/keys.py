@@ -140,7 +140,7 @@ def key(default: T, rule: Rule | None = None, *, name: str = "") -> T:
     """Declare one key: its default, the rule that its values obey, its name if not the field's."""
     metadata = {_RULE: rule, _NAME: name}
     if isinstance(default, dict):
-        return cast(T, field(default_factory=default.copy, metadata=metadata))
+        return cast(T, field(default_factory=default.copy, metadata=metadata, hash=False))
     declared: T = field(default=default, metadata=metadata)
     return declared
 

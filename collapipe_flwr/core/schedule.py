@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from collapipe_flwr.core.errors import ScheduleError
@@ -67,7 +68,10 @@ class Schedule:
 
     def in_flight(self) -> tuple[int, ...]:
         """Per stage, the most micro-batches that wait for their backward at any time."""
-        return tuple(_most_in_flight(stage) for stage in self.actions)
+        return tuple(
+            max(accumulate((1 if op is Op.FORWARD else -1 for op, _ in stage), initial=0))
+            for stage in self.actions
+        )
 
     def _slots(self, queue_frames: int | None) -> list[dict[int, Action]]:
         """The actions done in every time slot by stage; an action sees only earlier slots."""
@@ -126,14 +130,6 @@ def build_schedule(name: str, depths: Sequence[int], micro_batches: int) -> Sche
     schedule = Schedule(name, tuple(stage_actions(name, d, micro_batches) for d in depths))
     schedule.dry_run()
     return schedule
-
-
-def _most_in_flight(actions: Actions) -> int:
-    most = now = 0
-    for action in actions:
-        now += 1 if action.op is Op.FORWARD else -1
-        most = max(most, now)
-    return most
 
 
 class _Progress:

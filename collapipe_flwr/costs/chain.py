@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collapipe_flwr.core.schedule import StepTimes, replay
+from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.layouts import Hops, Layouts, hops_of
 from collapipe_flwr.costs.makespan import (
-    PassTimes,
+    Depths,
     WarmUp,
     choose_warm_up,
     gpipe_makespan_s,
@@ -29,23 +29,20 @@ from collapipe_flwr.costs.radio import power_for_time_w, send_time_s
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.work import (
     PricingOptions,
-    bulk_energy_j,
     bulk_of,
     capacity_bytes,
-    compute_energy_j,
+    computing_of,
     peak_bytes,
     radio_energy_j,
     steps_of,
-    work_of,
 )
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
     """Rows with all that is fixed before bandwidth and power are chosen."""
 
+    tables: Tables
     rows: Layouts
     options: PricingOptions
     hops: Hops
@@ -70,20 +67,19 @@ class RowPrices:
 
 def chain_of(tables: Tables, rows: Layouts, options: PricingOptions) -> Chain:
     """Gather the fixed side of every row."""
-    work, bulk, hops = work_of(tables, rows, options), bulk_of(tables, rows), hops_of(tables, rows)
-    size = rows.micro_batch_size_r[:, None].astype(np.float64)
-    steps = steps_of(tables, rows)
-    optimiser_s = (work.optimiser_flop / work.speed).sum(1)
-    transfers_s = bulk.server_s + bulk.handout_s.sum(1) + bulk.collect_s.sum(1)
+    hops, steps = hops_of(tables, rows), steps_of(tables, rows)
+    computing = computing_of(tables, rows, options)
+    bulk_s, bulk_j = bulk_of(tables, rows)
     return Chain(
+        tables=tables,
         rows=rows,
         options=options,
         hops=hops,
         steps_r=steps,
-        forward_stage_s=size * work.forward_flop / work.speed,
-        backward_stage_s=size * work.backward_flop / work.speed,
-        fixed_s=transfers_s + steps * optimiser_s,
-        fixed_j=compute_energy_j(tables, rows, work) + bulk_energy_j(tables, rows, bulk),
+        forward_stage_s=computing.forward_s,
+        backward_stage_s=computing.backward_s,
+        fixed_s=bulk_s + steps * computing.optimiser_s,
+        fixed_j=computing.energy_j + bulk_j,
         d2d_hz_rh=tables.d2d_hz_mij[rows.cluster_r[:, None], hops.sender, hops.receiver],
         noise_over_gain=tables.snapshot.radio.noise_w_per_hz / hops.gain,
         power_max_w=_power_limits(tables, rows, hops),
@@ -138,85 +134,66 @@ def price_rows(chain: Chain, times: Array, powers: Array) -> RowPrices:
 
 def makespan_of(chain: Chain, times: Array) -> Array:
     """Makespan of every row with the given hop times: GPipe's exactly, 1F1B's lower bound."""
-    forward = PassTimes(stage_s=chain.forward_stage_s, hop_s=times[:, :, 0])
-    backward = PassTimes(stage_s=chain.backward_stage_s, hop_s=times[:, :, 1])
+    stage_s = (chain.forward_stage_s, chain.backward_stage_s)
+    hop_s = (times[:, :, 0], times[:, :, 1])
     count = chain.rows.micro_batches_r.astype(np.float64)
     if chain.options.schedule == "gpipe":
-        return gpipe_makespan_s(forward, backward, count)
-    return overlapped_makespan_s(forward, backward, count, half_duplex=chain.options.half_duplex)
+        return gpipe_makespan_s(stage_s, hop_s, count)
+    return overlapped_makespan_s(stage_s, hop_s, count, half_duplex=chain.options.half_duplex)
 
 
 def step_times(chain: Chain, times: Array, row: int) -> StepTimes:
     """One row's stage and hop times, without the padding."""
-    depth = chain.rows.depth_of(row)
-    columns = [*range(depth + 1), chain.forward_stage_s.shape[1] - 1]
-
-    def pick(table: Array, index: list[int]) -> tuple[float, ...]:
-        return tuple(float(table[row, k]) for k in index)
-
-    hops = list(range(depth + 1))
+    stages = [*range(chain.rows.depth_of(row) + 1), -1]
+    ahead, back = chain.forward_stage_s[row, stages], chain.backward_stage_s[row, stages]
+    hops = times[row, : len(stages) - 1]
     return StepTimes(
-        stage_s=(pick(chain.forward_stage_s, columns), pick(chain.backward_stage_s, columns)),
-        hop_s=(pick(times[:, :, 0], hops), pick(times[:, :, 1], hops)),
+        stage_s=(tuple(ahead.tolist()), tuple(back.tolist())),
+        hop_s=(tuple(hops[:, 0].tolist()), tuple(hops[:, 1].tolist())),
         half_duplex=chain.options.half_duplex,
     )
 
 
-def deepest(tables: Tables, chain: Chain, row: int) -> list[int]:
+def deepest(chain: Chain, row: int) -> list[int]:
     """The most micro-batches in flight that memory allows on each stage, at most J.
 
     No stage may be deeper than the one before it: it would wait for forwards that the shallower
     one holds back until a backward returns, and both would wait for ever.
     """
-    one, options = chain.rows.take(np.array([row])), chain.options
+    tables, one, options = chain.tables, chain.rows.take(np.array([row])), chain.options
     shape = (1, chain.rows.member_rs.shape[1] + 2)
     empty = peak_bytes(tables, one, options, np.zeros(shape))[0]
     each = peak_bytes(tables, one, options, np.ones(shape))[0] - empty
     room = capacity_bytes(tables, one, options)[0] - empty
     most = int(chain.rows.micro_batches_r[row])
-    depth = chain.rows.depth_of(row)
-    columns = [*range(depth + 1), shape[1] - 1]
     own = [
-        most if each[k] <= 0 else max(min(most, math.floor(room[k] / each[k])), 1) for k in columns
+        most if each[k] <= 0 else max(min(most, math.floor(room[k] / each[k])), 1)
+        for k in (*range(one.depth_of(0) + 1), -1)
     ]
     return list(accumulate(own, min))
 
 
-def choose_depths(tables: Tables, chain: Chain, times: Array, row: int) -> WarmUp:
+def choose_depths(chain: Chain, times: Array, row: int) -> WarmUp:
     """Depths of control unit, segments and edge."""
     count = int(chain.rows.micro_batches_r[row])
-    return choose_warm_up(step_times(chain, times, row), deepest(tables, chain, row), count)
+    return choose_warm_up(step_times(chain, times, row), deepest(chain, row), count)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scheduled:
-    """Depths and makespans of one row per cluster."""
+def schedule_rows(chain: Chain, times: Array) -> tuple[list[Depths], Array]:
+    """Depths per stage and makespan of every row.
 
-    depths: tuple[tuple[int, ...], ...]  # per stage: control unit, segments, edge
-    flight_rs: Array  # the same in columns, (R, S + 2)
-    makespan_s: Array
-
-
-def schedule_rows(tables: Tables, chain: Chain, times: Array) -> Scheduled:
-    """The warm-up of every row: J everywhere under GPipe, chosen by replay under 1F1B."""
+    Depths are J everywhere under GPipe, chosen by replay under 1F1B.
+    """
     rows = chain.rows
     if chain.options.schedule == "gpipe":
-        depths = [
-            (int(j),) * (int(k) + 2)
-            for j, k in zip(rows.micro_batches_r, rows.depth_r, strict=True)
-        ]
-        makespan = makespan_of(chain, times)
-    else:
-        chosen = [choose_depths(tables, chain, times, r) for r in range(len(rows))]
-        depths = [d for d, _ in chosen]
-        makespan = np.array([m for _, m in chosen])
-    return Scheduled(
-        depths=tuple(depths), flight_rs=flight_table(chain, depths), makespan_s=makespan
-    )
+        counts = zip(rows.micro_batches_r.tolist(), rows.depth_r.tolist(), strict=True)
+        return [(count,) * (depth + 2) for count, depth in counts], makespan_of(chain, times)
+    chosen = [choose_depths(chain, times, r) for r in range(len(rows))]
+    return [each.depths for each in chosen], np.array([each.makespan_s for each in chosen])
 
 
-def flight_table(chain: Chain, depths: Sequence[Sequence[int]]) -> Array:
-    """Depths in columns: control unit, slots, edge; 0 on unused slots."""
+def flight_table(chain: Chain, depths: Sequence[Depths]) -> Array:
+    """Depths in columns: control unit, slots, edge; 0 on unused slots, (R, S + 2)."""
     table = np.zeros((len(depths), chain.rows.member_rs.shape[1] + 2))
     for row, each in enumerate(depths):
         table[row, : len(each) - 1] = each[:-1]
@@ -224,7 +201,7 @@ def flight_table(chain: Chain, depths: Sequence[Sequence[int]]) -> Array:
     return table
 
 
-def planned_makespan_s(chain: Chain, times: Array, depths: Sequence[Sequence[int]]) -> Array:
+def planned_makespan_s(chain: Chain, times: Array, depths: Sequence[Depths]) -> Array:
     """Makespans of given depths: the closed form where all are J, the simulator elsewhere."""
     result = np.zeros(len(depths))
     for row, each in enumerate(depths):
@@ -233,12 +210,5 @@ def planned_makespan_s(chain: Chain, times: Array, depths: Sequence[Sequence[int
         if min(each) < count:
             result[row] = replay(step, each, count).makespan_s
         else:
-            result[row] = _gpipe(step, count)
+            result[row] = gpipe_makespan_s(step.stage_s, step.hop_s, count)
     return result
-
-
-def _gpipe(step: StepTimes, count: int) -> float:
-    passes = [
-        PassTimes(stage_s=np.array(step.stage_s[d]), hop_s=np.array(step.hop_s[d])) for d in (0, 1)
-    ]
-    return float(gpipe_makespan_s(passes[0], passes[1], np.array(float(count))))

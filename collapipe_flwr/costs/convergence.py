@@ -26,11 +26,10 @@ import math
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collapipe_flwr.core.domain import ClusterOutcome, RoundOutcome
+from collapipe_flwr.costs.arrays import Array, Ints
 
-Array = NDArray[np.float64]
 MEMORY = 0.8  # weight of the past in every moving average
 
 
@@ -81,25 +80,21 @@ def bound_sums(shares: Array, steps: Array, batches: Array) -> BoundSums:
 
 
 def exchanged(
-    shares: Array, steps: Array, batches: Array, cluster_r: NDArray[np.int64], new: BoundRow
+    shares: Array,
+    now: tuple[Array, Array],
+    cluster_r: Ints,
+    new: tuple[Array, Array],
 ) -> BoundSums:
-    """Sums for rows that replace one cluster's H and B each, the others kept."""
-    total, share = bound_sums(shares, steps, batches), shares[cluster_r]
-    old_h, old_b, h, b = steps[cluster_r], batches[cluster_r], new.steps, new.batches
+    """Sums for rows that replace one cluster's H and B each, those of the others kept."""
+    total, share = bound_sums(shares, *now), shares[cluster_r]
+    (steps, batches), (h, b) = now, new
+    old_h, old_b = steps[cluster_r], batches[cluster_r]
     return BoundSums(
         tau=total.tau + share * (h - old_h),
         variance=total.variance + share**2 * (h / b - old_h / old_b),
         wander=total.wander + share * (h * (h - 1.0) / b - old_h * (old_h - 1.0) / old_b),
         drift=np.maximum(others_max(steps * (steps - 1.0))[cluster_r], h * (h - 1.0)),
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BoundRow:
-    """Steps and batches of the rows that are tried, (R,)."""
-
-    steps: Array
-    batches: Array
 
 
 def others_max(values: Array) -> Array:

@@ -13,16 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collapipe_flwr.core.domain import ClusterPlan, Segment, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.links import CODECS, LinkConfig
+from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.radio import SHARES, codec_index
 from collapipe_flwr.costs.tables import Tables
 
-Array = NDArray[np.float64]
-Ints = NDArray[np.int64]
 UNUSED = -1
 
 
@@ -40,7 +38,7 @@ class Layouts:
         return int(self.cluster_r.shape[0])
 
     @property
-    def used_rs(self) -> NDArray[np.bool_]:
+    def used_rs(self) -> Mask:
         """Which slots hold a segment."""
         return np.asarray(self.member_rs != UNUSED)
 
@@ -58,7 +56,7 @@ class Layouts:
         """First block of each slot's segment."""
         return np.concatenate([np.zeros((len(self), 1), np.int64), self.stop_rs[:, :-1]], axis=1)
 
-    def take(self, rows: NDArray[np.int64] | NDArray[np.bool_]) -> Layouts:
+    def take(self, rows: Ints | Mask) -> Layouts:
         """The chosen rows, in that order."""
         return Layouts(
             cluster_r=self.cluster_r[rows],
@@ -68,9 +66,15 @@ class Layouts:
             micro_batches_r=self.micro_batches_r[rows],
         )
 
-    def with_batches(self, size_r: Ints, count_r: Ints) -> Layouts:
-        """The same segments with other micro-batches."""
-        return replace(self, micro_batch_size_r=size_r, micro_batches_r=count_r)
+    @property
+    def batch_r(self) -> Array:
+        """Examples of one optimiser step."""
+        return np.asarray(self.micro_batch_size_r * self.micro_batches_r, dtype=np.float64)
+
+    def with_batches(self, size_r: Ints | int, count_r: Ints | int) -> Layouts:
+        """The same segments with other micro-batches, of every row or of all."""
+        size, count = (np.full(len(self), value) for value in (size_r, count_r))
+        return replace(self, micro_batch_size_r=size, micro_batches_r=count)
 
 
 def stack(parts: list[Layouts]) -> Layouts:
@@ -123,8 +127,8 @@ def key_of(rows: Layouts) -> bytes:
 class Hops:
     """Payload, parties and radio of every hop of every row; unused hops carry 0 bits."""
 
-    used: NDArray[np.bool_]  # (R, S + 1)
-    to_edge: NDArray[np.bool_]  # (R, S + 1): the hop over the shared bandwidth
+    used: Mask  # (R, S + 1)
+    to_edge: Mask  # (R, S + 1): the hop over the shared bandwidth
     sender: Ints  # member index of the upstream party
     receiver: Ints  # member index of the downstream party; the edge's own index at the end
     bits: Array  # per micro-batch, in either direction, coded, over ``share``
@@ -242,15 +246,17 @@ def hop_plans(hops: Hops, row: int) -> tuple[LinkConfig, ...]:
     return tuple(LinkConfig(codec=CODECS[index]) for index in used)
 
 
+def stage_names(tables: Tables, rows: Layouts, row: int) -> list[str]:
+    """The control unit and the devices of one row, in pipeline order."""
+    members = tables.snapshot.clusters[int(rows.cluster_r[row])].profile.members
+    used = rows.member_rs[row, : rows.depth_of(row)].tolist()
+    return [members[i].device_id for i in (0, *used)]
+
+
 def segments_of(tables: Tables, rows: Layouts, row: int) -> tuple[Segment, ...]:
     """The segments of one row, with device names."""
-    devices = tables.snapshot.clusters[int(rows.cluster_r[row])].profile.devices
-    members, stops = rows.member_rs[row].tolist(), rows.stop_rs[row].tolist()
+    devices, stops = stage_names(tables, rows, row)[1:], rows.stop_rs[row].tolist()
     return tuple(
-        Segment(
-            device_id=devices[members[s] - 1].device_id,
-            first_block=stops[s - 1] if s else 0,
-            stop_block=stops[s],
-        )
-        for s in range(rows.depth_of(row))
+        Segment(device_id=device, first_block=stops[s - 1] if s else 0, stop_block=stops[s])
+        for s, device in enumerate(devices)
     )

@@ -12,56 +12,49 @@ stages ahead. The last stage has its gradient at once and stays at 1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike
 
 from collapipe_flwr.core.schedule import StepTimes, replay
+from collapipe_flwr.costs.arrays import Array
 
-Array = NDArray[np.float64]
 AS_GOOD = 1e-3  # relative makespan
 Depths = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassTimes:
-    """Seconds per micro-batch of one direction: every stage (K+2) and every hop (K+1)."""
-
-    stage_s: Array
-    hop_s: Array
-
-    def total(self) -> Array:
-        """What one micro-batch alone takes from end to end."""
-        return np.asarray(self.stage_s.sum(-1) + self.hop_s.sum(-1))
-
-    def bottleneck(self) -> Array:
-        """The slowest resource: what every further micro-batch adds."""
-        return np.asarray(np.maximum(self.stage_s.max(-1), self.hop_s.max(-1)))
+Both = Sequence[ArrayLike]
+"""Seconds per micro-batch of the forward and the backward pass."""
 
 
-def gpipe_makespan_s(forward: PassTimes, backward: PassTimes, micro_batches: Array) -> Array:
-    """Exact makespan of one GPipe step: two permutation flow shops, one after the other."""
+def gpipe_makespan_s(stage_s: Both, hop_s: Both, micro_batches: ArrayLike) -> Array:
+    """Exact makespan of one GPipe step: two permutation flow shops, one after the other.
+
+    In either pass a micro-batch alone takes all stages (..., K + 2) and hops (..., K + 1), and
+    every further one as long as the slowest of them.
+    """
     further = np.asarray(micro_batches, dtype=np.float64) - 1.0
-    ahead = forward.total() + further * forward.bottleneck()
-    return np.asarray(ahead + backward.total() + further * backward.bottleneck())
+    makespan = np.zeros(())
+    for stage, hop in zip(map(np.asarray, stage_s), map(np.asarray, hop_s), strict=True):
+        makespan = makespan + (stage.sum(-1) + hop.sum(-1))
+        makespan = makespan + further * np.maximum(stage.max(-1), hop.max(-1))
+    return makespan
 
 
 def overlapped_makespan_s(
-    forward: PassTimes, backward: PassTimes, micro_batches: Array, *, half_duplex: bool
+    stage_s: Sequence[Array], hop_s: Sequence[Array], micro_batches: Array, *, half_duplex: bool
 ) -> Array:
     """What a step cannot undercut when passes overlap (1F1B): trip plus J - 1 busiest periods.
 
     A lower bound of every schedule, approached when warm-up is deep; see ``choose_warm_up``.
     """
     further = np.asarray(micro_batches, dtype=np.float64) - 1.0
-    hops = np.maximum(forward.hop_s, backward.hop_s)
-    if half_duplex:
-        hops = forward.hop_s + backward.hop_s
-    period = np.maximum((forward.stage_s + backward.stage_s).max(-1), hops.max(-1))
-    return np.asarray(forward.total() + backward.total() + further * period)
+    hops = hop_s[0] + hop_s[1] if half_duplex else np.maximum(hop_s[0], hop_s[1])
+    period = np.maximum((stage_s[0] + stage_s[1]).max(-1), hops.max(-1))
+    trips = [stage.sum(-1) + hop.sum(-1) for stage, hop in zip(stage_s, hop_s, strict=True)]
+    return np.asarray(trips[0] + trips[1] + further * period)
 
 
 class WarmUp(NamedTuple):

@@ -9,17 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from collapipe_flwr.core.domain import (
-    ClusterPlan,
-    ClusterSnapshot,
-    Plan,
-    Segment,
-    Snapshot,
-)
+from collapipe_flwr.core.domain import ClusterPlan, Plan, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.links import LinkConfig
+from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import (
     Chain,
     chain_of,
@@ -28,12 +22,11 @@ from collapipe_flwr.costs.chain import (
     planned_makespan_s,
     price_rows,
 )
-from collapipe_flwr.costs.layouts import planned_codecs, restricted, rows_of_plans
+from collapipe_flwr.costs.layouts import planned_codecs, restricted, rows_of_plans, stage_names
+from collapipe_flwr.costs.makespan import Depths
 from collapipe_flwr.costs.radio import rate_bit_per_s
-from collapipe_flwr.costs.tables import Tables, tabulate
+from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.costs.work import PricingOptions, peak_bytes
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,29 +56,36 @@ def price(plan: Plan, snapshot: Snapshot, options: PricingOptions | None = None)
     """Price ``plan`` under ``snapshot``; raises ScheduleError if a planned party is gone."""
     if not plan.clusters:
         raise ScheduleError(f"the plan of round {plan.round_index} has no clusters to price")
-    choice = options or PricingOptions()
-    tables, chain = _chain(plan, snapshot, choice)
+    chain = _chain(plan, snapshot, options or PricingOptions())
     powers = planned_powers(chain, plan.clusters)
     times = achieved_times(chain, plan.clusters, powers)
-    priced = price_rows(chain, times, powers)
     depths = [c.warmup_depth for c in plan.clusters]
     step_s = planned_makespan_s(chain, times, depths)
+    clusters = price_clusters(chain, price_rows(chain, times, powers).energy_j, depths, step_s)
+    return PricedRound(latency_s=max(c.latency_s for c in clusters), clusters=clusters)
+
+
+def price_clusters(
+    chain: Chain, energy_rs: Array, depths: Sequence[Depths], step_s: Array
+) -> tuple[PricedCluster, ...]:
+    """Every row's cluster with names; ``depths`` per stage and ``step_s`` of its pipeline."""
+    tables, rows = chain.tables, chain.rows
     latency_s = chain.fixed_s + chain.steps_r * step_s
-    memory = peak_bytes(tables, chain.rows, choice, flight_table(chain, depths))
+    memory = peak_bytes(tables, rows, chain.options, flight_table(chain, depths))
     clusters = []
-    for m, chosen in enumerate(plan.clusters):
-        cluster = tables.snapshot.clusters[m]
-        names = stage_names(cluster, chosen.segments)
+    for m, cluster in enumerate(tables.snapshot.clusters):
+        idle = dict.fromkeys((member.device_id for member in cluster.profile.members), 0.0)
+        names = stage_names(tables, rows, m)
         clusters.append(
             PricedCluster(
-                cluster_id=chosen.cluster_id,
+                cluster_id=cluster.profile.cluster_id,
                 latency_s=float(latency_s[m]),
                 step_s=float(step_s[m]),
-                energy_j=named_energy(cluster, names, priced.energy_j[m]),
-                memory_bytes=named_memory(names, memory[m]),
+                energy_j=idle | {name: float(energy_rs[m, k]) for k, name in enumerate(names)},
+                memory_bytes={name: int(memory[m, k]) for k, name in enumerate(names)},
             )
         )
-    return PricedRound(latency_s=max(c.latency_s for c in clusters), clusters=tuple(clusters))
+    return tuple(clusters)
 
 
 def with_rates(plan: Plan, snapshot: Snapshot) -> Plan:
@@ -95,7 +95,7 @@ def with_rates(plan: Plan, snapshot: Snapshot) -> Plan:
     """
     if not plan.clusters:
         return plan
-    _, chain = _chain(plan, snapshot, PricingOptions())
+    chain = _chain(plan, snapshot, PricingOptions())
     rates = achieved_rates(chain, plan.clusters, planned_powers(chain, plan.clusters))
     rates = rates * chain.hops.share[:, :, None]
     clusters = [
@@ -112,12 +112,11 @@ def _rated(plan: ClusterPlan, rate_h2: Array) -> tuple[LinkConfig, ...]:
     )
 
 
-def _chain(plan: Plan, snapshot: Snapshot, options: PricingOptions) -> tuple[Tables, Chain]:
+def _chain(plan: Plan, snapshot: Snapshot, options: PricingOptions) -> Chain:
     """The plan's clusters in its order, with its layouts and codecs."""
     tables = tabulate(restricted(snapshot, [c.cluster_id for c in plan.clusters]))
     rows = rows_of_plans(tables, plan.clusters)
-    tables = planned_codecs(tables, rows, plan.clusters)
-    return tables, chain_of(tables, rows, options)
+    return chain_of(planned_codecs(tables, rows, plan.clusters), rows, options)
 
 
 def planned_powers(chain: Chain, plans: Sequence[ClusterPlan]) -> Array:
@@ -143,21 +142,3 @@ def achieved_rates(chain: Chain, plans: Sequence[ClusterPlan], powers: Array) ->
     used = chain.hops.used[:, :, None]
     snr = np.where(used, powers, 1.0) / chain.noise_over_gain[:, :, None]
     return np.where(used, rate_bit_per_s(width[:, :, None], snr), 1.0)
-
-
-def stage_names(cluster: ClusterSnapshot, segments: Sequence[Segment]) -> list[str]:
-    """The control unit and the devices with a segment, in pipeline order."""
-    return [cluster.profile.control_unit.device_id, *(s.device_id for s in segments)]
-
-
-def named_energy(
-    cluster: ClusterSnapshot, names: Sequence[str], energy_s: Array
-) -> dict[str, float]:
-    """Energy of every member of a cluster, of which ``names`` work; the others spend nothing."""
-    idle = dict.fromkeys((member.device_id for member in cluster.profile.members), 0.0)
-    return idle | {name: float(energy_s[k]) for k, name in enumerate(names)}
-
-
-def named_memory(names: Sequence[str], bytes_s: Array) -> dict[str, int]:
-    """Peak bytes of the members that work."""
-    return {name: int(bytes_s[k]) for k, name in enumerate(names)}

@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.links import CODECS
-
-Array = NDArray[np.float64]
+from collapipe_flwr.costs.arrays import Array
 
 LN2 = float(np.log(2.0))
 _EXPONENT_MAX = 500.0  # exp beyond this is treated as infinitely expensive without overflow

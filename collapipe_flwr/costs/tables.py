@@ -12,14 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collapipe_flwr.core.domain import BlockCost, ClusterSnapshot, DeviceProfile, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.radio import codec_index
 
-Array = NDArray[np.float64]
-Ints = NDArray[np.int64]
 _Ends = tuple[tuple[tuple[float, ...], ...], tuple[float, ...]]
 TINY_GAIN = 1e-30  # stands in for absent links so that logarithms stay finite
 
@@ -40,7 +38,7 @@ class BlockTable:
 class MemberTable:
     """Members of every cluster, padded to the largest cluster; ``present_mi`` masks."""
 
-    present_mi: NDArray[np.bool_]
+    present_mi: Mask
     speed_mi: Array
     memory_mi: Array
     energy_per_flop_mi: Array

@@ -16,16 +16,16 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike
 
 from collapipe_flwr.core.domain import BlockCost, ModelProfile
 from collapipe_flwr.core.keys import key, one_of
 from collapipe_flwr.core.schedule import SCHEDULES
-from collapipe_flwr.costs.layouts import Layouts, of_members, segment_sums
+from collapipe_flwr.costs.arrays import Array, Mask
+from collapipe_flwr.costs.layouts import Layouts, of_members, segment_sums, span_sums
 from collapipe_flwr.costs.radio import send_time_s
 from collapipe_flwr.costs.tables import BlockTable, Tables
 
-Array = NDArray[np.float64]
 OPTIMISER_FLOP_PER_BYTE = 3.0  # AdamW: about 12 operations on each 4-byte parameter
 NOTHING = BlockCost(
     forward_flop=0.0,
@@ -49,39 +49,41 @@ class PricingOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """FLOPs per example of every stage, and of one optimiser step; speeds of the stages."""
+class Computing:
+    """What a round's computing takes."""
 
-    forward_flop: Array
-    backward_flop: Array
-    optimiser_flop: Array
-    speed: Array
+    forward_s: Array  # (R, S + 2) per micro-batch
+    backward_s: Array
+    optimiser_s: Array  # (R,) of one step, all stages
+    energy_j: Array  # (R, S + 1) of the round: control unit, then slots
 
 
-def work_of(tables: Tables, rows: Layouts, options: PricingOptions) -> Work:
-    """Work and speed of every stage of every row."""
+def computing_of(tables: Tables, rows: Layouts, options: PricingOptions) -> Computing:
+    """Times and energy of every row's stages."""
     model, blocks = tables.snapshot.model, tables.blocks
     ends = (model.embedding, model.decoder)
 
-    def with_ends(inner_rs: Array, values: list[float]) -> Array:
-        left, right = (np.full((len(rows), 1), value) for value in values)
-        return np.concatenate([left, inner_rs, right], axis=1)
+    def stages(prefix_l: Array, values: list[float]) -> Array:
+        first, last = (np.full((len(rows), 1), value) for value in values)
+        return np.concatenate([first, segment_sums(prefix_l, rows), last], axis=1)
 
-    forward = with_ends(segment_sums(blocks.forward_flop_l, rows), [e.forward_flop for e in ends])
-    backward = with_ends(
-        segment_sums(blocks.backward_flop_l, rows), [e.backward_flop for e in ends]
-    )
+    forward = stages(blocks.forward_flop_l, [end.forward_flop for end in ends])
+    backward = stages(blocks.backward_flop_l, [end.backward_flop for end in ends])
     if options.recompute:
         backward[:, 1:-1] += forward[:, 1:-1]
-    parameters = segment_sums(blocks.parameter_bytes_l, rows)
-    optimiser = with_ends(parameters, [float(e.parameter_bytes) for e in ends])
-    speed = of_members(tables.members.speed_mi, rows, padding=1.0)
+    parameters = stages(blocks.parameter_bytes_l, [float(end.parameter_bytes) for end in ends])
+    optimiser = OPTIMISER_FLOP_PER_BYTE * parameters
     edge = np.full((len(rows), 1), edge_speed(tables, options))
-    return Work(
-        forward_flop=forward,
-        backward_flop=backward,
-        optimiser_flop=OPTIMISER_FLOP_PER_BYTE * optimiser,
-        speed=np.concatenate([speed, edge], axis=1),
+    members = of_members(tables.members.speed_mi, rows, padding=1.0)
+    speed = np.concatenate([members, edge], axis=1)
+    size = rows.micro_batch_size_r[:, None].astype(np.float64)
+    flop = rows.batch_r[:, None] * (forward + backward) + optimiser
+    joule = steps_of(tables, rows)[:, None] * of_members(tables.members.energy_per_flop_mi, rows)
+    return Computing(
+        forward_s=size * forward / speed,
+        backward_s=size * backward / speed,
+        optimiser_s=(optimiser / speed).sum(1),
+        energy_j=joule * flop[:, :-1],
     )
 
 
@@ -91,33 +93,22 @@ def edge_speed(tables: Tables, options: PricingOptions) -> float:
     return speed / tables.num_clusters if options.edge_shared else speed
 
 
-def local_steps(examples: Array, micro_batch_size: Array, micro_batches: Array) -> Array:
+def local_steps(examples: Array, batch: ArrayLike) -> Array:
     """Steps of one pass over the cluster's examples: ``ceil(D / (b J))``, at least one."""
-    batch = np.asarray(micro_batch_size, dtype=np.float64) * micro_batches
-    return np.asarray(np.maximum(np.ceil(np.asarray(examples) / batch), 1.0))
+    return np.asarray(np.maximum(np.ceil(examples / np.asarray(batch, dtype=np.float64)), 1.0))
 
 
 def steps_of(tables: Tables, rows: Layouts) -> Array:
     """Local steps H of every row, (R,)."""
-    examples = tables.examples_m[rows.cluster_r]
-    return local_steps(
-        examples,
-        rows.micro_batch_size_r.astype(np.float64),
-        rows.micro_batches_r.astype(np.float64),
-    )
+    return local_steps(tables.examples_m[rows.cluster_r], rows.batch_r)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bulk:
-    """Transfers that happen once a round, at full power: weights out and back."""
+def bulk_of(tables: Tables, rows: Layouts) -> tuple[Array, Array]:
+    """Transfers that happen once a round, at full power: seconds (R,) and joules (R, S + 1).
 
-    server_s: Array  # (R,) download from and upload to the Flower server
-    handout_s: Array  # (R, S) control unit to each device
-    collect_s: Array  # (R, S) each device to the control unit
-
-
-def bulk_of(tables: Tables, rows: Layouts) -> Bulk:
-    """Once-a-round transfer times of every row."""
+    The control unit gets the weights from the Flower server, hands each device its segment,
+    collects the segments and returns the weights.
+    """
     cluster = rows.cluster_r
     member = np.maximum(rows.member_rs, 0)
     share = tables.share_mij[cluster[:, None], 0, member]
@@ -127,28 +118,12 @@ def bulk_of(tables: Tables, rows: Layouts) -> Bulk:
     gain_out = tables.gain_mij[cluster[:, None], 0, member]
     gain_back = tables.gain_mij[cluster[:, None], member, 0]
     power = tables.members.power_max_mi
-    power_out = power[cluster, 0][:, None]
-    power_back = power[cluster[:, None], member]
+    out = send_time_s(bits, width, power[cluster, 0][:, None] * gain_out / noise)
+    back = send_time_s(bits, width, power[cluster[:, None], member] * gain_back / noise)
     whole = tables.snapshot.model.embedding.parameter_bytes + tables.blocks.parameter_bytes_l[-1]
-    return Bulk(
-        server_s=2.0 * 8.0 * whole / tables.server_rate_m[cluster],
-        handout_s=send_time_s(bits, width, power_out * gain_out / noise),
-        collect_s=send_time_s(bits, width, power_back * gain_back / noise),
-    )
-
-
-def compute_energy_j(tables: Tables, rows: Layouts, work: Work) -> Array:
-    """Joules of computing in a round, (R, S + 1): control unit, then slots."""
-    steps = steps_of(tables, rows)[:, None]
-    batch = (rows.micro_batch_size_r * rows.micro_batches_r)[:, None].astype(np.float64)
-    flop = batch * (work.forward_flop + work.backward_flop) + work.optimiser_flop
-    return np.asarray(steps * of_members(tables.members.energy_per_flop_mi, rows) * flop[:, :-1])
-
-
-def bulk_energy_j(tables: Tables, rows: Layouts, bulk: Bulk) -> Array:
-    """Joules of handing segments out and collecting them, (R, S + 1)."""
-    seconds = np.concatenate([bulk.handout_s.sum(1)[:, None], bulk.collect_s], axis=1)
-    return np.asarray(of_members(tables.members.power_max_mi, rows) * seconds)
+    server_s = 2.0 * 8.0 * whole / tables.server_rate_m[cluster]
+    sending = np.concatenate([out.sum(1)[:, None], back], axis=1)
+    return server_s + out.sum(1) + back.sum(1), of_members(power, rows) * sending
 
 
 def radio_energy_j(count_r: Array, forward_hop_j: Array, backward_hop_j: Array) -> Array:
@@ -165,7 +140,8 @@ def peak_bytes(tables: Tables, rows: Layouts, options: PricingOptions, flight_rs
     """Peak bytes of every stage, (R, S + 2); ``flight_rs`` micro-batches are in flight there."""
     model, size = tables.snapshot.model, rows.micro_batch_size_r[:, None].astype(np.float64)
     state = segment_sums(tables.blocks.state_bytes_l, rows)
-    stash = size * _stash(tables, rows, options, flight_rs[:, 1:-1])
+    kept_l, once = kept_bytes(tables.blocks, options)
+    stash = size * (flight_rs[:, 1:-1] * segment_sums(kept_l, rows) + once * rows.used_rs)
     ends = []
     for cost, flight in ((model.embedding, flight_rs[:, :1]), (model.decoder, flight_rs[:, -1:])):
         ends.append(cost.state_bytes + size * flight * cost.stash_bytes)
@@ -180,9 +156,10 @@ def kept_bytes(blocks: BlockTable, options: PricingOptions) -> tuple[Array, floa
     return inputs_l, float(np.diff(blocks.stash_bytes_l).max())
 
 
-def _stash(tables: Tables, rows: Layouts, options: PricingOptions, flight_rs: Array) -> Array:
-    kept_l, once = kept_bytes(tables.blocks, options)
-    return np.asarray(flight_rs * segment_sums(kept_l, rows) + once * rows.used_rs)
+def segment_bytes(blocks: BlockTable, options: PricingOptions, size: float, flight: float) -> Array:
+    """Peak bytes of a device with blocks l..k-1, (L + 1, L + 1), that has so much in flight."""
+    kept_l, once = kept_bytes(blocks, options)
+    return span_sums(blocks.state_bytes_l) + size * (flight * span_sums(kept_l) + once)
 
 
 def capacity_bytes(tables: Tables, rows: Layouts, options: PricingOptions) -> Array:
@@ -193,7 +170,7 @@ def capacity_bytes(tables: Tables, rows: Layouts, options: PricingOptions) -> Ar
     return np.asarray((1.0 - options.memory_margin) * room)
 
 
-def fits(tables: Tables, rows: Layouts, options: PricingOptions) -> NDArray[np.bool_]:
+def fits(tables: Tables, rows: Layouts, options: PricingOptions) -> Mask:
     """Rows whose every stage keeps within its memory at the schedule's least depth, (R,)."""
     need = peak_bytes(tables, rows, options, least_in_flight(rows, options))
     room = capacity_bytes(tables, rows, options)

@@ -1,20 +1,90 @@
-"""Which examples a cluster trains on in a round, in an order that can be repeated exactly, and how
-a step's examples are cut into micro-batches.
+"""Which examples a cluster has, which of them it trains on in a round, in an order that can be
+repeated exactly, and how a step's examples are cut into micro-batches.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from collapipe_flwr.core.errors import DataError, extra
+from collapipe_flwr.data.config import DataConfig
+
 if TYPE_CHECKING:
     from datasets import Dataset
 
 Example = dict[str, Any]  # a row of the task's own table: texts, lists, pictures
 Order = NDArray[np.int64]  # row numbers of one pass
+Rows = list[int]
+
+
+def partition_rows(
+    examples: Dataset, count: int, *, method: str, by: str, settings: DataConfig
+) -> list[Rows]:
+    """Row numbers of each of ``count`` parts, cut by ``method`` along column ``by``.
+
+    Parts are disjoint, together complete, and repeatable. Raises DataError if a part would be empty
+    (by Dirichlet: after ten draws), or there are fewer values than parts or no column to go by.
+    """
+    if len(examples) < count:
+        raise DataError(
+            f"{len(examples)} training examples are too few for {count} clusters: "
+            "raise data.train-examples or give more rows"
+        )
+    if method == "iid":  # random parts whose sizes differ by at most one
+        order = np.random.default_rng(settings.seed).permutation(len(examples))
+        return [sorted(part.tolist()) for part in np.array_split(order, count)]
+    if not by:
+        raise DataError(
+            f'data.partition "{method}" needs a column to go by: name it in data.partition-column, '
+            'or choose data.partition "iid"'
+        )
+    if method == "natural":
+        return _natural(examples, count, by)
+    return _dirichlet(examples, count, by, settings)
+
+
+def _natural(examples: Dataset, count: int, by: str) -> list[Rows]:
+    """Deal the values of column ``by``, in sorted order, to the parts in turn."""
+    values = list(examples[by])
+    part_of = {value: turn % count for turn, value in enumerate(sorted(set(values)))}
+    if len(part_of) < count:
+        raise DataError(
+            f'data.partition "natural" finds {len(part_of)} values to go by, too few for {count} '
+            'clusters: name another data.partition-column, or choose data.partition "iid"'
+        )
+    parts: list[Rows] = [[] for _ in range(count)]
+    for row, value in enumerate(values):
+        parts[part_of[value]].append(row)
+    return parts
+
+
+def _dirichlet(examples: Dataset, count: int, by: str, settings: DataConfig) -> list[Rows]:
+    """Draw each cluster's share of every value of column ``by`` from Dirichlet(alpha)."""
+    with extra("data"):  # imported here: it takes seconds, and each message starts a process
+        from flwr_datasets.partitioner import DirichletPartitioner
+
+    partitioner = DirichletPartitioner(
+        num_partitions=count,
+        partition_by=by,
+        alpha=settings.alpha,
+        min_partition_size=1,
+        seed=settings.seed,
+    )
+    numbered = examples.select_columns([by]).add_column("row", list(range(len(examples))))
+    partitioner.dataset = numbered
+    try:
+        with warnings.catch_warnings(action="ignore"):  # one for each draw that is repeated
+            return [sorted(partitioner.load_partition(part)["row"]) for part in range(count)]
+    except ValueError as error:
+        raise DataError(
+            f"data.alpha {settings.alpha} leaves one of {count} clusters without examples of "
+            f"{len(examples)}: use a larger alpha, more examples or fewer clusters"
+        ) from error
 
 
 def round_examples(
@@ -39,12 +109,12 @@ def batches(chosen: list[Example], batch_size: int) -> list[list[Example]]:
     return [chosen[start : start + batch_size] for start in range(0, len(chosen), batch_size)]
 
 
-def round_rows(size: int, *, seed: int, rounds_done: int, cluster_id: int, limit: int) -> list[int]:
+def round_rows(size: int, *, seed: int, rounds_done: int, cluster_id: int, limit: int) -> Rows:
     """The row numbers, out of ``size``, that a cluster uses in the round after ``rounds_done``."""
     limit = limit or size
     epoch, offset = divmod(rounds_done * limit, size)
     begun = _order_of(epoch, size, limit, seed, cluster_id)[offset : offset + limit]
-    rows: list[int] = begun.tolist()
+    rows: Rows = begun.tolist()
     while len(rows) < limit:
         epoch += 1
         order = _after(begun, _shuffled(epoch, size, seed, cluster_id))
@@ -77,9 +147,6 @@ def _after(begun: Order, order: Order) -> Order:
     """``order``, but the rows that the round has used of an unfinished pass come last."""
     again = np.isin(order, begun)
     return np.concatenate([order[~again], order[again]])
-
-
-Rows = list[int]
 
 
 def equal_cut(size: int, micro_batch_size: int) -> list[Rows]:

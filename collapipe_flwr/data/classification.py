@@ -23,9 +23,9 @@ from torch import Tensor
 from collapipe_flwr.core.errors import ConfigError, DataError, extra
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.metrics import Measure, match_rate
-from collapipe_flwr.data.reader import ReadColumn, TableTask, require_column
-from collapipe_flwr.data.tasks import Batch
-from collapipe_flwr.data.tokenizer import IGNORED_TAG, encode
+from collapipe_flwr.data.reader import ReadColumn, class_names, require_column
+from collapipe_flwr.data.tasks import Batch, Task
+from collapipe_flwr.data.tokenizer import IGNORED_TAG
 
 with extra("data"):
     from datasets import Dataset, Image
@@ -35,7 +35,7 @@ with extra("data"):
 _MODES = {1: "L", 3: "RGB"}
 
 
-class Labelled(TableTask):
+class Labelled(Task):
     """Examples with a column ``label`` of the user's data; labels may be numbers or names.
 
     Raises DataError for a label that the vocabulary does not have.
@@ -50,7 +50,7 @@ class Labelled(TableTask):
         """What the model reads of a micro-batch, without labels."""
 
     def find_labels(self) -> tuple[str, ...]:
-        declared = self.class_names("label")
+        declared = class_names(self.training_table, self.settings.label_column)
         if len(declared) > 1:
             return declared
         labels = sorted(set(self.every_row["label"]))
@@ -61,11 +61,10 @@ class Labelled(TableTask):
             )
         if all(label.isdecimal() for label in labels):
             labels.sort(key=int)
-        fractions = [label for label in labels if _is_fraction(label)]
-        if fractions and all(map(_is_number, labels)):
+        if fraction := _fraction_in(labels):
             raise DataError(
                 f'data.label-column "{self.settings.label_column}" holds numbers such as '
-                f"{fractions[0]}, but classification sorts into classes and does not estimate "
+                f"{fraction}, but classification sorts into classes and does not estimate "
                 'quantities: write classes as names, such as "high"'
             )
         if len(labels) < 2:
@@ -76,7 +75,7 @@ class Labelled(TableTask):
         return tuple(labels)
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        ids = [self._id_of[example["label"]] for example in examples]
+        ids = [self.label_ids[example["label"]] for example in examples]
         return {**self.inputs(examples), "labels": torch.tensor(ids)}
 
     def read(self, guesses: Tensor, batch: Batch) -> list[str]:
@@ -86,10 +85,6 @@ class Labelled(TableTask):
     def references(self, examples: Sequence[Example], batch: Batch) -> list[str]:
         del batch
         return [example["label"] for example in examples]
-
-    @cached_property
-    def _id_of(self) -> Mapping[str, int]:
-        return {label: index for index, label in enumerate(self.labels)}
 
     def checked(self, examples: Dataset, key: str) -> Dataset:
         unknown = sorted(set(examples["label"]) - set(self.labels))
@@ -101,16 +96,14 @@ class Labelled(TableTask):
         return examples
 
 
-def _is_number(text: str) -> bool:
+def _fraction_in(labels: Sequence[str]) -> str:
+    """The first label that is no whole number, where all are numbers."""
     try:
-        float(text)
+        numbers = [float(label) for label in labels]
     except ValueError:
-        return False
-    return True
-
-
-def _is_fraction(text: str) -> bool:
-    return _is_number(text) and isfinite(float(text)) and not float(text).is_integer()
+        return ""
+    pairs = zip(labels, numbers, strict=True)
+    return next((t for t, n in pairs if isfinite(n) and not n.is_integer()), "")
 
 
 class Classification(Labelled):
@@ -122,8 +115,7 @@ class Classification(Labelled):
     starts_with_bos: ClassVar[bool] = True
 
     def inputs(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        texts = [example["text"] for example in examples]
-        return encode(self.tokenizer, texts, self.settings.max_source_length)
+        return self.encoded(examples, "text", self.settings.max_source_length)
 
 
 def picture_column(table: Dataset, name: str, *, key: str, of: str) -> list[Any]:

@@ -11,8 +11,9 @@ import io
 import re
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from collapipe_flwr.core.errors import DataError, extra
 
@@ -33,14 +34,22 @@ _DOCUMENT = "-DOCSTART-"
 _UNIVERSAL = re.compile(r"# \S+ = ")
 
 
-def read_conll(path: Path, key: str) -> Dataset:
-    """A table with the columns ``tokens`` and ``tags``; raises DataError, naming ``key``."""
-    opening = gzip.open if path.suffix == ".gz" else open
+@contextmanager
+def _opened(path: Path, key: str) -> Iterator[IO[bytes]]:
+    """A file, unpacked if need be; raises DataError where it cannot be read."""
+    opening: Any = gzip.open if path.suffix == ".gz" else open
     try:
-        with opening(path, "rt", encoding="utf-8") as file:
-            sentences = list(_sentences(file, f'{key} "{path}"'))
+        with opening(path, "rb") as file:
+            yield file
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise DataError(f'{key} "{path}" could not be read: {error}') from error
+
+
+def read_conll(path: Path, key: str) -> Dataset:
+    """A table with the columns ``tokens`` and ``tags``; raises DataError, naming ``key``."""
+    with _opened(path, key) as file:
+        lines = io.TextIOWrapper(file, encoding="utf-8")
+        sentences = list(_sentences(lines, f'{key} "{path}"'))
     if not sentences:
         raise DataError(f'{key} "{path}" has no sentences: give a file with a word per line')
     return Dataset.from_dict(
@@ -148,22 +157,13 @@ def _options(path: Path, key: str) -> dict[str, Any]:
     if _FORMATS[_suffix(path)] != "csv":
         return {}
     separator = "\t" if _suffix(path) == ".tsv" else ","
-    names = _header(path, separator, key)
-    features = Features({name: Value("string") for name in names})
-    return {
-        "sep": separator,
-        "features": features,
-        "keep_default_na": False,
-    }
+    features = Features({name: Value("string") for name in _header(path, separator, key)})
+    return {"sep": separator, "features": features, "keep_default_na": False}
 
 
 def _header(path: Path, separator: str, key: str) -> list[str]:
-    opening = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opening(path, "rb") as file:
-            start = file.read(_HEADER_BYTES).decode("utf-8-sig", errors="replace")
-    except (OSError, EOFError) as error:
-        raise DataError(f'{key} "{path}" could not be read: {error}') from error
+    with _opened(path, key) as file:
+        start = file.read(_HEADER_BYTES).decode("utf-8-sig", errors="replace")
     rows = csv.reader(io.StringIO(start), delimiter=separator)
     names, first = next(rows, []), next(rows, [])
     if not names or len(set(names)) < len(names):
@@ -180,7 +180,14 @@ def _header(path: Path, separator: str, key: str) -> list[str]:
 
 def _folder(path: Path, *, key: str, split: str, only_split_serves: bool) -> Dataset:
     """A split of a folder of files, or of one that ``save_to_disk`` of datasets wrote."""
-    found = _splits(path, key)
+    found: Dataset | DatasetDict
+    if not any((path / name).is_file() for name in _SAVED):
+        found = _loaded(key, str(path), str(path))
+    else:
+        try:
+            found = load_from_disk(str(path))
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(f'{key} "{path}" could not be loaded: {error}') from error
     if isinstance(found, Dataset):
         return _with_rows(found, key, str(path))
     if only_split_serves and len(found) == 1:
@@ -191,15 +198,6 @@ def _folder(path: Path, *, key: str, split: str, only_split_serves: bool) -> Dat
             f'"{path}:{next(iter(found))}"'
         )
     return _with_rows(found[split], key, str(path))
-
-
-def _splits(path: Path, key: str) -> Dataset | DatasetDict:
-    if not any((path / name).is_file() for name in _SAVED):
-        return _loaded(key, str(path), str(path))
-    try:
-        return load_from_disk(str(path))
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(f'{key} "{path}" could not be loaded: {error}') from error
 
 
 def _load(key: str, shown: str, source: str, **options: Any) -> Dataset:

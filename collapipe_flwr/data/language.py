@@ -17,9 +17,9 @@ from collapipe_flwr.core.errors import DataError, extra
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.files import without_empty
 from collapipe_flwr.data.metrics import Measure, Tally, match_rate
-from collapipe_flwr.data.reader import ReadColumn, TableTask, sparse_column
-from collapipe_flwr.data.tasks import Batch
-from collapipe_flwr.data.tokenizer import IGNORED_LABEL, encode
+from collapipe_flwr.data.reader import ReadColumn, sparse_column
+from collapipe_flwr.data.tasks import Batch, Task
+from collapipe_flwr.data.tokenizer import IGNORED_LABEL
 
 with extra("data"):
     from datasets import Dataset
@@ -28,7 +28,7 @@ _CHOSEN_MASKED, _CHOSEN_RANDOM = 0.8, 0.1  # of the chosen tokens; the rest stay
 _LARGEST_EXPONENT = 700.0  # beyond it a perplexity is no number
 
 
-class LanguageModel(TableTask):
+class LanguageModel(Task):
     """A text column (or the lines of a text file); perplexity, and the share of tokens guessed.
 
     Empty rows are skipped: there is nothing to learn from them.
@@ -80,10 +80,9 @@ class MaskedLM(LanguageModel):
         return _at_targets(batch["labels"], batch["labels"])
 
     def _masked(self, examples: Sequence[Example], draw: int) -> dict[str, Tensor]:
-        texts = [example["text"] for example in examples]
-        inputs = encode(self.tokenizer, texts, self.settings.max_source_length)
+        inputs = self.encoded(examples, "text", self.settings.max_source_length)
         labels = torch.full_like(inputs["input_ids"], IGNORED_LABEL)
-        for row, mask in zip(range(len(texts)), inputs["attention_mask"], strict=True):
+        for row, mask in enumerate(inputs["attention_mask"]):
             ids = inputs["input_ids"][row, : int(mask.sum())]
             chosen, shown = self._choose(ids.numpy(), draw)
             labels[row, chosen] = ids[chosen]

@@ -1,4 +1,4 @@
-"""Examples from the user's own data, and the tasks over them: chosen columns, a held-out share.
+"""Columns of the user's own tables as texts, or as lists of texts.
 
 Classes that a column holds as numbers have names that the data set declares or the user gives.
 Their order is that of the numbers, which a sorted list of the names would not keep.
@@ -6,175 +6,24 @@ Their order is that of the numbers, which a sorted list of the names would not k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
-from importlib import import_module
-from typing import Any, ClassVar
-
-import numpy as np
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from collapipe_flwr.core.errors import DataError, extra
-from collapipe_flwr.data.config import TASK_CLASSES, DataConfig, key_of
-from collapipe_flwr.data.files import is_one_table, load_table
-from collapipe_flwr.data.tasks import Task
-from collapipe_flwr.data.tokenizer import IGNORED_LABEL, IGNORED_TAG, Vocabulary
+from collapipe_flwr.data.tokenizer import IGNORED_LABEL, IGNORED_TAG
 
 with extra("data"):
     from datasets import ClassLabel, Dataset, List, Value
 
-HELD_OUT_SHARE = 0.1
-_CLASS_COLUMNS = {"label", "tags"}
 _PLAIN = (str, int, float)
-ReadColumn = Callable[..., list[Any]]  # as ``column``
-
-
-class TableTask(Task):
-    """A task over the user's own data, ``data.train`` and ``data.test``, read on first use.
-
-    ``columns`` maps a column of the examples to the settings field that names the user's column.
-    ``readers`` read the columns of ours that are no texts; see ``column``.
-    With a ``data.partition-column`` the training examples also get a column ``group``. Without
-    ``data.test`` a seeded choice of the rows of ``data.train`` is held out for the test:
-    ``data.test-examples`` of them, or a tenth. All properties raise DataError.
-    Examples are split among clusters at random unless the run-config says otherwise.
-    """
-
-    columns: ClassVar[Mapping[str, str]]
-    readers: ClassVar[Mapping[str, ReadColumn]] = {}
-    usual_partition: ClassVar[str] = "iid"
-    group_column: ClassVar[str] = ""
-
-    @cached_property
-    def train(self) -> Dataset:
-        rows = self._shuffled_rows[self._held_out :]
-        chosen = _choose(self.every_row, rows, self.settings.train_examples)
-        return self.checked(chosen, "data.train")
-
-    @cached_property
-    def test(self) -> Dataset:
-        return self.checked(self._test_rows(), "data.test")
-
-    def read_file(self, name: str) -> Dataset:
-        return self.checked(self.file_rows(name), f'data.stream "{name}"')
-
-    def file_rows(self, name: str) -> Dataset:
-        """All rows of one more file of ``data.stream``, with the same columns as ``data.train``."""
-        table = self._named(load_table(name, key="data.stream", split="train"))
-        return self._read(table, self.columns, name)
-
-    def checked(self, examples: Dataset, key: str) -> Dataset:
-        """The examples that can be learnt from; raises DataError, naming ``key``."""
-        del key
-        return examples
-
-    @cached_property
-    def every_row(self) -> Dataset:
-        """All of ``data.train``, the held-out rows included."""
-        group = {"group": "partition_column"} if self.settings.partition_column else {}
-        return self._read(self._training_table, {**self.columns, **group}, self.settings.train)
-
-    def class_names(self, ours: str) -> tuple[str, ...]:
-        """The classes that ``data.train`` declares for one of our columns; none where it does not.
-
-        They stand in the order of its numbers, and may be more than its rows use.
-        """
-        return class_names(self._training_table, getattr(self.settings, self.columns[ours]))
-
-    @cached_property
-    def _shuffled_rows(self) -> list[int]:
-        return self._shuffle(len(self.every_row))
-
-    def _shuffle(self, size: int) -> list[int]:
-        order: list[int] = np.random.default_rng(self.settings.seed).permutation(size).tolist()
-        return order
-
-    @cached_property
-    def _held_out(self) -> int:
-        if self.settings.test:
-            return 0
-        size = len(self.every_row)
-        held_out = self.settings.test_examples or max(1, round(size * HELD_OUT_SHARE))
-        if held_out >= size:
-            raise DataError(
-                f"data.train has {size} rows, too few to hold out {held_out} for the test: give "
-                "more rows, a smaller data.test-examples, or a data.test"
-            )
-        return held_out
-
-    def _test_rows(self) -> Dataset:
-        """A seeded choice of ``data.test-examples`` (0: all)."""
-        if not self.settings.test:
-            return _choose(self.every_row, self._shuffled_rows[: self._held_out], 0)
-        self._refuse_training_file()
-        table = self._read(self._load("test"), self.columns, self.settings.test)
-        return _choose(table, self._shuffle(len(table)), self.settings.test_examples)
-
-    @cached_property
-    def _training_table(self) -> Dataset:
-        """The user's own table, columns and all; files are mapped, so it weighs nothing."""
-        return self._load("train")
-
-    def _load(self, which: str) -> Dataset:
-        name = getattr(self.settings, which)
-        if not name:
-            raise DataError(
-                f'data.train is empty, but data.task "{self.settings.task}" reads its examples '
-                "from there: name a CSV or JSON file, a directory or a hub data set"
-            )
-        both = self.settings.train == self.settings.test
-        table = load_table(name, key=key_of(which), split=which, only_split_serves=not both)
-        return self._named(table)
-
-    def _named(self, table: Dataset) -> Dataset:
-        """The table with the classes that ``data.label-names`` gives to its numbers."""
-        names = self.settings.label_names
-        for ours in _CLASS_COLUMNS & self.columns.keys() if names else ():
-            table = with_names(table, getattr(self.settings, self.columns[ours]), names)
-        return table
-
-    def _read(self, table: Dataset, fields: Mapping[str, str], name: str) -> Dataset:
-        """The columns of ``table`` that ``fields`` names, under our own names."""
-        found = {}
-        for ours, field in fields.items():
-            read: ReadColumn = self.readers.get(ours, column)
-            found[ours] = read(table, getattr(self.settings, field), key=key_of(field), of=name)
-        return Dataset.from_dict(found)
-
-    def _refuse_training_file(self) -> None:
-        """A directory or hub data set may hold both splits; a file or one split cannot."""
-        test = self.settings.test
-        if test == self.settings.train and is_one_table(test):
-            raise DataError(
-                f'data.test "{test}" is also data.train, so the test would be on training examples:'
-                " leave data.test empty to hold out a share of the rows"
-            )
-
-
-def load_task(
-    settings: DataConfig,
-    vocabulary: Vocabulary | None = None,
-    *,
-    known_labels: tuple[str, ...] = (),
-) -> Task:
-    """The task of ``settings``; data is read on first use.
-
-    A control unit passes the ``vocabulary`` that the server sent, a server the ``known_labels`` of
-    a checkpoint in their order.
-    """
-    module, _, name = TASK_CLASSES[settings.task].partition(":")
-    kind: type[Task] = getattr(import_module(f"collapipe_flwr.data.{module}"), name)
-    task = kind(settings, vocabulary)
-    task.known_labels = known_labels
-    return task
-
-
-def _choose(table: Dataset, rows: list[int], limit: int) -> Dataset:
-    """The first ``limit`` (0: all) of the shuffled ``rows``, in the order of the table."""
-    return table.select(sorted(rows[:limit] if limit else rows))
+ReadColumn = Callable[..., list[Any]]  # as `column`
 
 
 def class_names(table: Dataset, name: str) -> tuple[str, ...]:
-    """What the data set calls the numbers of a column (or of the lists in it); () if nothing."""
+    """What the data set calls the numbers of a column (or of the lists in it); () if nothing.
+
+    They stand in the order of its numbers, and may be more than its rows use.
+    """
     feature: Any = table.features.get(name)
     feature = getattr(feature, "feature", feature)
     return tuple(feature.names) if isinstance(feature, ClassLabel) else ()

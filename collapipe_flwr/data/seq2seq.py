@@ -12,9 +12,8 @@ from torch import Tensor
 from collapipe_flwr.core.errors import DataError, extra
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.metrics import ROUGE, Measure, bleu, chrf, match_rate
-from collapipe_flwr.data.reader import TableTask
-from collapipe_flwr.data.tasks import Batch
-from collapipe_flwr.data.tokenizer import IGNORED_LABEL, encode
+from collapipe_flwr.data.tasks import Batch, Task
+from collapipe_flwr.data.tokenizer import IGNORED_LABEL
 
 with extra("data"):
     from datasets import Dataset
@@ -76,7 +75,7 @@ def _examples(numbers: list[int]) -> Dataset:
     )
 
 
-class Seq2Seq(TableTask):
+class Seq2Seq(Task):
     """Examples with a source and a target text; labels are the target's tokens."""
 
     columns: ClassVar[Mapping[str, str]] = {"source": "source_column", "target": "target_column"}
@@ -85,15 +84,10 @@ class Seq2Seq(TableTask):
     starts_with_bos: ClassVar[bool] = False
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        sources = [example["source"] for example in examples]
-        inputs = encode(self.tokenizer, sources, self.settings.max_source_length)
-        wanted = [example["target"] for example in examples]
-        targets = encode(self.tokenizer, wanted, self.settings.max_target_length)
+        inputs = self.encoded(examples, "source", self.settings.max_source_length)
+        targets = self.encoded(examples, "target", self.settings.max_target_length)
         padding = targets["attention_mask"] == 0
         return {**inputs, "labels": targets["input_ids"].masked_fill(padding, IGNORED_LABEL)}
-
-    def decode(self, outputs: Tensor, batch: Batch) -> list[str]:
-        return self.read(outputs, batch)
 
     def read(self, guesses: Tensor, batch: Batch) -> list[str]:
         del batch

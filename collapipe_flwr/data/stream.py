@@ -57,14 +57,6 @@ class StreamPlace:
     files: tuple[FilePlace, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamFile:
-    """A file as it is now; without examples if it cannot be read in this round."""
-
-    place: FilePlace
-    examples: Dataset | None
-
-
 class Stream:
     """One cluster's folder.
 
@@ -87,11 +79,11 @@ class Stream:
         self._read = read
         self._examples = examples
 
-    def files(self, before: StreamPlace) -> list[StreamFile]:
+    def files(self, before: StreamPlace) -> list[tuple[FilePlace, Dataset | None]]:
         """The files of ``before`` and those that have arrived since, as they are now.
 
-        One that cannot be read is named in the log. Raises DataError if a file of which rows were
-        read is gone or has changed other than by growing.
+        One that cannot be read has no examples in this round and is named in the log. Raises
+        DataError if a file of which rows were read is gone or has changed other than by growing.
         """
         known = {file.name: file for file in before.files}
         names = {path.name for path in self._folder.iterdir() if _finished(path)}
@@ -106,12 +98,10 @@ class Stream:
 
     def everything(self) -> StreamPlace:
         """The place behind all that can be read now."""
-        found = ((file.place, file.examples) for file in self.files(StreamPlace()))
-        return StreamPlace(
-            files=tuple(replace(place, read=len(examples or ())) for place, examples in found)
-        )
+        found = self.files(StreamPlace())
+        return StreamPlace(files=tuple(replace(file, read=len(rows or ())) for file, rows in found))
 
-    def _look(self, before: FilePlace) -> StreamFile:
+    def _look(self, before: FilePlace) -> tuple[FilePlace, Dataset | None]:
         path = self._folder / before.name
         try:
             continues = _continues(path, before)
@@ -119,13 +109,13 @@ class Stream:
                 return self._opened(path, before if continues else FilePlace(name=before.name))
         except (DataError, OSError) as error:
             _log.warning('data.stream "%s" is left out until it can be read: %s', path, error)
-            return StreamFile(place=before, examples=None)
+            return before, None
         raise DataError(
             f'data.stream "{path}" has changed since {before.read} examples of it were read: put '
             "it back as it was; new rows belong behind its last line or into a new file"
         )
 
-    def _opened(self, path: Path, before: FilePlace) -> StreamFile:
+    def _opened(self, path: Path, before: FilePlace) -> tuple[FilePlace, Dataset | None]:
         size = path.stat().st_size
         rows = self._read(str(path))
         whole = size == before.size or _ends_with_a_row(path, size)
@@ -137,10 +127,8 @@ class Stream:
         digest = before.sha256 if size == before.size else _digest(path, size)
         if path.stat().st_size != size:
             raise DataError("it is being written")
-        return StreamFile(
-            place=replace(before, pieces=pieces, size=size, sha256=digest),
-            examples=concatenate_datasets(examples) if examples else None,
-        )
+        place = replace(before, pieces=pieces, size=size, sha256=digest)
+        return place, concatenate_datasets(examples) if examples else None
 
 
 def _finished(path: Path) -> bool:
@@ -199,12 +187,11 @@ def next_round(
     room = limit - int(limit * replay_share)
     places: list[FilePlace] = []
     seen, fresh = [past], [past.select([])]
-    for file in stream.files(before):
-        place = file.place
-        if file.examples is not None:
-            stop = min(len(file.examples), place.read + room)
-            seen.append(_between(file.examples, 0, place.read))
-            fresh.append(_between(file.examples, place.read, stop))
+    for place, examples in stream.files(before):
+        if examples is not None:
+            stop = min(len(examples), place.read + room)
+            seen.append(_between(examples, 0, place.read))
+            fresh.append(_between(examples, place.read, stop))
             room -= stop - place.read
             place = replace(place, read=stop)
         places.append(place)

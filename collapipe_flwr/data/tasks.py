@@ -1,79 +1,126 @@
-"""The seam for what differs between tasks: their examples, inputs, outputs and metric.
-
-Everything is lazy: a control unit never touches the test set, and only the examples of a round
-are turned into tokens.
-"""
+"""What differs between tasks: their examples, inputs, outputs and metrics."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import islice
+from importlib import import_module
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+import numpy as np
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.data.batches import Example
-from collapipe_flwr.data.config import TRAIN_TOKENIZER, DataConfig
+from collapipe_flwr.core.errors import DataError, extra
+from collapipe_flwr.data.batches import Example, partition_rows
+from collapipe_flwr.data.config import TASK_CLASSES, TRAIN_TOKENIZER, DataConfig, key_of
+from collapipe_flwr.data.files import is_one_table, load_table
 from collapipe_flwr.data.metrics import Measure, Tally
-from collapipe_flwr.data.partitions import partition_rows
+from collapipe_flwr.data.reader import ReadColumn, column, with_names
 from collapipe_flwr.data.tokenizer import (
+    IGNORED_LABEL,
+    IGNORED_TAG,
     Vocabulary,
+    encode,
     load_tokenizer,
     tokenizer_from_json,
     tokenizer_to_json,
     train_tokenizer,
 )
 
-if TYPE_CHECKING:
+with extra("data"):
     from datasets import Dataset
 
 Batch = Mapping[str, Tensor]
+HELD_OUT_SHARE = 0.1
+_CLASS_COLUMNS = {"label", "tags"}
 _MOST_TOKENIZER_TEXTS = 100_000  # more change nothing in a vocabulary of some thousand tokens
 
 
 class Task(ABC):
-    """One task over one data set, made by ``reader.load_task``.
+    """One task over the user's own data, ``data.train`` and ``data.test``; see `load_task`.
 
-    With a ``vocabulary`` (on a control unit: the server's) nothing is learned from local data.
-    Without one the tokenizer is trained or loaded, and the labels are those of the training set.
+    Everything is read on first use: a control unit never touches the test set, and only the
+    examples of a round are turned into tokens. With a ``vocabulary`` (on a control unit: the
+    server's) nothing is learned from local data. Without one the tokenizer is trained or loaded,
+    and the labels are those of the training set.
+
+    With a ``data.partition-column`` the training examples also get a column ``group``. Without
+    ``data.test`` a seeded choice of the rows of ``data.train`` is held out for the test:
+    ``data.test-examples`` of them, or a tenth. All properties raise DataError.
     """
 
     model_task: ClassVar[str]  # what the model is built for, as in ModelSpec.task
     metric_name: ClassVar[str]  # the metric that counts
     measures: ClassVar[Mapping[str, Measure]]  # all of them but those of the loss
+    columns: ClassVar[Mapping[str, str]]  # of the examples: the field that names the user's column
+    readers: ClassVar[Mapping[str, ReadColumn]] = {}  # of columns that are no texts; see `column`
     text_columns: ClassVar[tuple[str, ...]]  # the tokenizer's training texts; () if there are none
     starts_with_bos: ClassVar[bool]  # how a trained tokenizer begins a text
     needs_mask_token: ClassVar[bool] = False  # of a trained tokenizer
-    usual_partition: ClassVar[str]  # what data.partition "auto" means
-    group_column: ClassVar[str]  # of an example: what other partitions go by; "" if there is none
+    usual_partition: ClassVar[str] = "iid"  # what data.partition "auto" means
+    group_column: ClassVar[str] = ""  # of an example: what other partitions go by, if anything
 
-    known_labels: tuple[str, ...] = ()  # those of the checkpoint, set before anything is read
-
-    def __init__(self, settings: DataConfig, vocabulary: Vocabulary | None = None) -> None:
+    def __init__(
+        self,
+        settings: DataConfig,
+        vocabulary: Vocabulary | None = None,
+        known_labels: tuple[str, ...] = (),
+    ) -> None:
         self.settings = settings
         self._given_vocabulary = vocabulary
+        self._known_labels = known_labels
 
     @cached_property
-    @abstractmethod
     def train(self) -> Dataset:
         """All training examples that this machine can read."""
+        rows = self._shuffled_rows[self._held_out :]
+        chosen = _choose(self.every_row, rows, self.settings.train_examples)
+        return self.checked(chosen, "data.train")
 
     @cached_property
-    @abstractmethod
     def test(self) -> Dataset:
-        """The test examples."""
+        """The test examples: a seeded choice of ``data.test-examples`` (0: all)."""
+        name = self.settings.test
+        if not name:
+            rows = _choose(self.every_row, self._shuffled_rows[: self._held_out], 0)
+        elif name == self.settings.train and is_one_table(name):
+            raise DataError(  # a folder or hub data set may hold both splits
+                f'data.test "{name}" is also data.train, so the test would be on training examples:'
+                " leave data.test empty to hold out a share of the rows"
+            )
+        else:
+            table = self._read(self._load("test"), self.columns, name)
+            rows = _choose(table, self._shuffle(len(table)), self.settings.test_examples)
+        return self.checked(rows, "data.test")
 
     def read_file(self, name: str) -> Dataset:
         """Examples of a file that arrived in ``data.stream``, with the columns of ``train``."""
-        del name
-        raise ConfigError(
-            f'data.stream is set, but data.task "{self.settings.task}" reads none: leave it empty'
-        )
+        return self.checked(self.file_rows(name), f'data.stream "{name}"')
+
+    def file_rows(self, name: str) -> Dataset:
+        """All rows of such a file."""
+        table = self._named(load_table(name, key="data.stream", split="train"))
+        return self._read(table, self.columns, name)
+
+    def checked(self, examples: Dataset, key: str) -> Dataset:
+        """The examples that can be learned from; raises DataError, naming ``key``."""
+        del key
+        return examples
+
+    @cached_property
+    def every_row(self) -> Dataset:
+        """All of ``data.train``, the held-out rows included."""
+        group = {"group": "partition_column"} if self.settings.partition_column else {}
+        return self._read(self.training_table, {**self.columns, **group}, self.settings.train)
+
+    @cached_property
+    def training_table(self) -> Dataset:
+        """The user's own table, columns and all; files are mapped, so it takes no memory."""
+        return self._load("train")
 
     @abstractmethod
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
@@ -83,32 +130,24 @@ class Task(ABC):
         (B,) or (B, T), padded with -100.
         """
 
-    def decode(self, outputs: Tensor, batch: Batch) -> list[str]:
-        """What a model's outputs for a collated batch mean, a text per example.
-
-        Outputs are scores, (B, C) or (B, T, C), or for text to text generated ids (B, T).
-        """
-        return self.read(outputs.argmax(dim=-1), batch)
-
     @abstractmethod
     def read(self, guesses: Tensor, batch: Batch) -> list[str]:
-        """The same of what the model holds for best: ids (B,) or (B, T)."""
+        """What a model's best classes, or generated ids, mean: (B,) or (B, T), a text per example.
+
+        ``batch`` is what the examples were collated to.
+        """
 
     @abstractmethod
     def references(self, examples: Sequence[Example], batch: Batch) -> list[str]:
-        """The texts that ``decode`` should give for these examples and what they collate to."""
+        """The texts that ``read`` should give for these examples and what they collate to."""
 
     def count(self, predictions: Sequence[str], references: Sequence[str]) -> Tally:
-        """What adds up over parts of a test set, for each metric; see ``score_of``."""
+        """What adds up over parts of a test set, for each metric; see ``score``."""
         return {name: m.count(predictions, references) for name, m in self.measures.items()}
 
-    def score_of(self, tally: Tally) -> dict[str, float]:
+    def score(self, tally: Tally) -> dict[str, float]:
         """Metrics by name, of the added counts of all parts."""
         return {name: self.measures[name].value(counts) for name, counts in tally.items()}
-
-    def score(self, predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-        """Metrics of the texts by name."""
-        return self.score_of(self.count(predictions, references))
 
     def score_loss(self, loss: float) -> dict[str, float]:
         """Metrics that follow from the mean loss; together with ``score`` all of the task."""
@@ -116,11 +155,11 @@ class Task(ABC):
         return {}
 
     def examples(self, rows: Dataset) -> Dataset:
-        """What is learnt from these rows of ``train`` or ``test``: usually the rows themselves."""
+        """What is learned from these rows of ``train`` or ``test``: usually the rows themselves."""
         return rows
 
     def collate_for(self, examples: Sequence[Example], round_index: int) -> dict[str, Tensor]:
-        """``collate`` for training; a task that draws by chance draws anew every round."""
+        """``collate`` for training; a task that draws at random draws anew every round."""
         del round_index
         return self.collate(examples)
 
@@ -141,12 +180,17 @@ class Task(ABC):
     def labels(self) -> tuple[str, ...]:
         """The vocabulary's label names; empty unless the task classifies.
 
-        A checkpoint that knows all labels of the data keeps its own order: its head has learnt it.
+        A checkpoint that knows all labels of the data keeps its own order, which its head learned.
         """
         if self._given_vocabulary is not None:
             return self._given_vocabulary.labels
-        found, known = self.find_labels(), self.known_labels
+        found, known = self.find_labels(), self._known_labels
         return known if found and set(found) <= set(known) else found
+
+    @cached_property
+    def label_ids(self) -> Mapping[str, int]:
+        """The id of each label; that of the mark for no label is -100."""
+        return {**{label: i for i, label in enumerate(self.labels)}, IGNORED_TAG: IGNORED_LABEL}
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -161,6 +205,12 @@ class Task(ABC):
         """The vocabulary's tokenizer, the same object on every call."""
         return tokenizer_from_json(self.vocabulary.tokenizer_json)
 
+    def encoded(
+        self, examples: Sequence[Example], column: str, max_length: int
+    ) -> dict[str, Tensor]:
+        """``input_ids`` and ``attention_mask`` (B, T) of a column of texts; see `encode`."""
+        return encode(self.tokenizer, [example[column] for example in examples], max_length)
+
     def partition(self, index: int, count: int) -> Dataset:
         """The training examples of cluster ``index`` out of ``count``.
 
@@ -172,25 +222,87 @@ class Task(ABC):
             self.train,
             count,
             method=self.usual_partition if method == "auto" else method,
-            by=self._group_column(),
+            by="group" if "group" in self.train.column_names else self.group_column,
             settings=self.settings,
         )
         return self.train.select(rows[index])
 
-    def _group_column(self) -> str:
-        return "group" if "group" in self.train.column_names else self.group_column
+    @cached_property
+    def _shuffled_rows(self) -> list[int]:
+        return self._shuffle(len(self.every_row))
+
+    def _shuffle(self, size: int) -> list[int]:
+        order: list[int] = np.random.default_rng(self.settings.seed).permutation(size).tolist()
+        return order
+
+    @cached_property
+    def _held_out(self) -> int:
+        if self.settings.test:
+            return 0
+        size = len(self.every_row)
+        held_out = self.settings.test_examples or max(1, round(size * HELD_OUT_SHARE))
+        if held_out >= size:
+            raise DataError(
+                f"data.train has {size} rows, too few to hold out {held_out} for the test: give "
+                "more rows, a smaller data.test-examples, or a data.test"
+            )
+        return held_out
+
+    def _load(self, which: str) -> Dataset:
+        name = getattr(self.settings, which)
+        if not name:
+            raise DataError(
+                f'data.train is empty, but data.task "{self.settings.task}" reads its examples '
+                "from there: name a CSV or JSON file, a directory or a hub data set"
+            )
+        both = self.settings.train == self.settings.test
+        table = load_table(name, key=key_of(which), split=which, only_split_serves=not both)
+        return self._named(table)
+
+    def _named(self, table: Dataset) -> Dataset:
+        """The table with the classes that ``data.label-names`` gives to its numbers."""
+        names = self.settings.label_names
+        for ours in _CLASS_COLUMNS & self.columns.keys() if names else ():
+            table = with_names(table, getattr(self.settings, self.columns[ours]), names)
+        return table
+
+    def _read(self, table: Dataset, fields: Mapping[str, str], name: str) -> Dataset:
+        """The columns of ``table`` that ``fields`` names, under our own names."""
+        found = {}
+        for ours, field in fields.items():
+            read: ReadColumn = self.readers.get(ours, column)
+            found[ours] = read(table, getattr(self.settings, field), key=key_of(field), of=name)
+        return Dataset.from_dict(found)
 
     def _make_tokenizer(self) -> PreTrainedTokenizerFast:
         if self.settings.tokenizer != TRAIN_TOKENIZER:
             return load_tokenizer(self.settings.tokenizer)
+        rows = zip(*(self.train[name] for name in self.text_columns), strict=True)
+        texts = (t if isinstance(t, str) else " ".join(t) for t in chain.from_iterable(rows))
         return train_tokenizer(
-            list(islice(self._texts(), _MOST_TOKENIZER_TEXTS)),
+            list(islice(texts, _MOST_TOKENIZER_TEXTS)),
             vocab_size=self.settings.vocab_size,
             starts_with_bos=self.starts_with_bos,
             with_mask=self.needs_mask_token,
         )
 
-    def _texts(self) -> Iterator[str]:
-        columns = [self.train[name] for name in self.text_columns]
-        for row in zip(*columns, strict=True):
-            yield from (text if isinstance(text, str) else " ".join(text) for text in row)
+
+def load_task(
+    settings: DataConfig,
+    vocabulary: Vocabulary | None = None,
+    *,
+    known_labels: tuple[str, ...] = (),
+) -> Task:
+    """The task of ``settings``; data is read on first use.
+
+    A control unit passes the ``vocabulary`` that the server sent, a server the ``known_labels`` of
+    a checkpoint in their order.
+    """
+    module, _, name = TASK_CLASSES[settings.task].partition(":")
+    kind: type[Task] = getattr(import_module(f"collapipe_flwr.data.{module}"), name)
+    return kind(settings, vocabulary, known_labels)
+
+
+def _choose(table: Dataset, rows: list[int], limit: int) -> Dataset:
+    """The first ``limit`` (0: all) of the shuffled ``rows``, in the order of the table."""
+    return table.select(sorted(rows[:limit] if limit else rows))

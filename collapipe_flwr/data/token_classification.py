@@ -8,7 +8,6 @@ no target: it takes no part in the loss, the metrics or the list of classes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, ClassVar
 
@@ -18,8 +17,8 @@ from torch import Tensor
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.metrics import OUTSIDE, Measure, Tally, entity_f1, match_rate
-from collapipe_flwr.data.reader import ReadColumn, TableTask, list_column
-from collapipe_flwr.data.tasks import Batch
+from collapipe_flwr.data.reader import ReadColumn, class_names, list_column
+from collapipe_flwr.data.tasks import Batch, Task
 from collapipe_flwr.data.tokenizer import IGNORED_LABEL, IGNORED_TAG, encode_words
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ def _count_words(predictions: Sequence[str], references: Sequence[str]) -> list[
 word_accuracy = Measure(count=_count_words, value=match_rate.value)
 
 
-class TokenClassification(TableTask):
+class TokenClassification(Task):
     """A column of words and a column of tags, each a list per row, of the user's data.
 
     Rows without any word are skipped. Raises DataError where a row has not as many tags as words,
@@ -58,7 +57,7 @@ class TokenClassification(TableTask):
                 f'data.tags-column "{self.settings.tags_column}" holds only one tag: at least two '
                 "are needed"
             )
-        if declared := self.class_names("tags"):
+        if declared := class_names(self.training_table, self.settings.tags_column):
             return tuple(name for name in declared if name != IGNORED_TAG)
         return tuple(sorted(found, key=lambda tag: (tag != OUTSIDE, tag)))
 
@@ -68,7 +67,7 @@ class TokenClassification(TableTask):
         labels = torch.full_like(inputs["input_ids"], IGNORED_LABEL)
         for row, (example, places) in enumerate(zip(examples, first_tokens, strict=True)):
             tags = example["tags"][: len(places)]
-            labels[row, places] = torch.tensor([self._id_of[tag] for tag in tags])
+            labels[row, places] = torch.tensor([self.label_ids[tag] for tag in tags])
         return {**inputs, "labels": labels}
 
     def read(self, guesses: Tensor, batch: Batch) -> list[str]:
@@ -86,11 +85,6 @@ class TokenClassification(TableTask):
         ours = [_as_long_as(p, r) for p, r in zip(predictions, references, strict=True)]
         return super().count(ours, references)
 
-    @cached_property
-    def _id_of(self) -> Mapping[str, int]:
-        ids = {label: index for index, label in enumerate(self.labels)}
-        return {**ids, IGNORED_TAG: IGNORED_LABEL}
-
     def checked(self, examples: Dataset, key: str) -> Dataset:
         examples = _without_empty(examples)
         rows = zip(examples["tokens"], examples["tags"], strict=True)
@@ -100,7 +94,7 @@ class TokenClassification(TableTask):
                     f"{key} has {len(words)} words and {len(tags)} tags in example {number}: give "
                     "every word a tag, and no empty words"
                 )
-            unknown = set(tags).difference(self._id_of)
+            unknown = set(tags).difference(self.label_ids)
             if unknown:
                 raise DataError(
                     f'{key} has the tag "{min(unknown)}" that the training data lacks: add '

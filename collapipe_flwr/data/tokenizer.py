@@ -46,7 +46,12 @@ def train_tokenizer(
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.post_processor = _template(tokenizer, starts_with_bos)
+    single = f"{BOS} $A {EOS}" if starts_with_bos else f"$A {EOS}"
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=single,
+        pair=f"{single} $B:1 {EOS}:1",
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in (BOS, EOS)],
+    )
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         pad_token=PAD,
@@ -55,17 +60,6 @@ def train_tokenizer(
         unk_token=UNK,
         mask_token=MASK if with_mask else None,
         clean_up_tokenization_spaces=False,
-    )
-
-
-def _template(tokenizer: Tokenizer, starts_with_bos: bool) -> processors.TemplateProcessing:
-    single = f"$A {EOS}"
-    if starts_with_bos:
-        single = f"{BOS} {single}"
-    return processors.TemplateProcessing(
-        single=single,
-        pair=f"{single} $B:1 {EOS}:1",
-        special_tokens=[(token, tokenizer.token_to_id(token)) for token in (BOS, EOS)],
     )
 
 
@@ -86,18 +80,13 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
             f'data.tokenizer "{name}" has no fast version and so cannot travel with the model: '
             'choose one with a tokenizer.json, or "train"'
         )
-    return _with_padding(cast(PreTrainedTokenizerFast, loaded), name)
-
-
-def _with_padding(tokenizer: PreTrainedTokenizerFast, name: str) -> PreTrainedTokenizerFast:
-    """Pad with EOS where there is no PAD: the mask hides it, so any token serves."""
-    if tokenizer.pad_token is None:
-        if tokenizer.eos_token is None:
+    if loaded.pad_token is None:
+        if loaded.eos_token is None:
             raise DataError(
                 f'data.tokenizer "{name}" has neither a padding nor an end token: add a pad_token'
             )
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+        loaded.pad_token = loaded.eos_token  # the mask hides it, so any token serves
+    return cast(PreTrainedTokenizerFast, loaded)
 
 
 def tokenizer_to_json(tokenizer: PreTrainedTokenizerFast) -> str:
@@ -155,7 +144,7 @@ def encode(
 
     Texts beyond ``max_length`` tokens are cut; their special tokens are kept.
     """
-    return _tensors(_encoded(tokenizer, list(texts), max_length))
+    return dict(_encoded(tokenizer, list(texts), max_length))
 
 
 def encode_words(
@@ -173,7 +162,7 @@ def encode_words(
         unknown = tokenizer.unk_token or "?"
         kept = [[w if tokenizer.tokenize(w) else unknown for w in row] for row in spaced]
         encoded = _encoded(tokenizer, kept, max_length, is_split_into_words=True)
-    return _tensors(encoded), [_first_places(encoded.word_ids(row)) for row in range(len(rows))]
+    return dict(encoded), [_first_places(encoded.word_ids(row)) for row in range(len(rows))]
 
 
 def _encoded(
@@ -190,10 +179,6 @@ def _encoded(
         return_tensors="pt",
         **options,
     )
-
-
-def _tensors(encoded: Any) -> dict[str, Tensor]:
-    return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}
 
 
 def _first_places(words: Sequence[int | None]) -> list[int]:

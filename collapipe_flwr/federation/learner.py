@@ -17,8 +17,7 @@ from collapipe_flwr.core.errors import ConfigError, DataError, blaming
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.config import TRAIN_TOKENIZER
 from collapipe_flwr.data.metrics import Tally, added
-from collapipe_flwr.data.reader import load_task
-from collapipe_flwr.data.tasks import Task
+from collapipe_flwr.data.tasks import Task, load_task
 from collapipe_flwr.models import BatchShape, ModelSpec, Splitter, make_spec
 from collapipe_flwr.models.checkpoint import read_pretrained_config
 
@@ -203,7 +202,7 @@ class Evaluator:
         tally: Tally = {}
         for rows in self._batches:
             part = TestPart.of(self.task, rows)
-            tested = evaluate_unsplit(model, [[part.tensors]], self._splitter.task, wanted)
+            tested = evaluate_unsplit(self._splitter, model, [[part.tensors]], wanted)
             losses.append((tested.loss, tested.targets))
             tally = added(tally, tally_of(self.task, [part], tested.predictions[0]))
         return scores(self.task, EvalResult.mean(losses).loss, tally)
@@ -211,4 +210,4 @@ class Evaluator:
 
 def scores(task: Task, loss: float, tally: Tally) -> dict[str, float]:
     """``loss`` and all metrics by name."""
-    return {"loss": loss, **task.score_loss(loss), **task.score_of(tally)}
+    return {"loss": loss, **task.score_loss(loss), **task.score(tally)}

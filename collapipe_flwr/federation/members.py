@@ -228,6 +228,21 @@ def _ask(grid: Grid, nodes: Sequence[int], timeout_s: float) -> dict[int, Cluste
     return answers
 
 
+def described(grid: Grid, nodes: Sequence[int], timeout_s: float) -> dict[int, ClusterProfile]:
+    """The descriptions of those nodes that give one in time; the log says why others do not."""
+    asked = _queries(nodes)
+    answers: dict[int, ClusterProfile | None] = {}
+    for reply in grid.send_and_receive(asked, timeout=timeout_s):
+        try:
+            answers[_sender(reply, asked)] = _profile(reply)
+        except RunError as error:
+            log.warning("%s", error)
+            answers[_sender(reply, asked)] = None
+    if silent := [node for node in nodes if node not in answers]:
+        log.warning("nodes %s have not described themselves within %g s", silent, timeout_s)
+    return _clusters(answers)
+
+
 def _is_gone(reply: Message) -> bool:
     return reply.has_error() and reply.error.code == _NODE_UNAVAILABLE
 

@@ -6,7 +6,7 @@ evaluate its share of the test set.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import sha256
@@ -15,7 +15,13 @@ from flwr.app import MetricRecord, RecordDict
 from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import RoundResult, evaluate_batches, train_round
-from collapipe_flwr.cluster.evaluation import EvalResult, TestPart, prediction_config, tally_of
+from collapipe_flwr.cluster.evaluation import (
+    EvalResult,
+    PredictionConfig,
+    TestPart,
+    prediction_config,
+    tally_of,
+)
 from collapipe_flwr.cluster.fleet import RoundOrder
 from collapipe_flwr.cluster.local_data import LocalData, RoundExamples
 from collapipe_flwr.cluster.unsplit import evaluate_unsplit, train_unsplit
@@ -26,6 +32,7 @@ from collapipe_flwr.federation.arrays import take_record
 from collapipe_flwr.federation.node import Node
 from collapipe_flwr.federation.node_state import OptimizerMemory
 from collapipe_flwr.federation.records import SplitTask, UnsplitTask
+from collapipe_flwr.federation.site import Site
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.splitter import Splitter
@@ -34,6 +41,7 @@ from collapipe_flwr.pipeline.state import between_rounds, load_optimizer_state, 
 from collapipe_flwr.pipeline.step import MicroBatch
 
 Weights = Mapping[str, Tensor]
+Batches = Iterable[Sequence[Mapping[str, Tensor]]]  # of micro-batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,37 +62,90 @@ class PipelineRound:
         self, node: Node, weights: Weights, examples: RoundExamples, memory: OptimizerMemory
     ) -> RecordDict:
         """Trained weights, losses and telemetry."""
+        result, absent = self.run(
+            node.site,
+            weights,
+            examples.steps(**self.sizes),
+            examples.probe(**self.sizes),
+            examples=examples.data.examples_per_round,
+            batches=examples.num_batches(self.sizes["batch_size"]),
+            memory=memory,
+        )
+        content = reply(result.weights, result.losses, len(examples.chosen))
+        fresh = len(examples.fresh)
+        told = telemetry(result, len(examples.chosen), absent)
+        loss = result.probe.loss if fresh else None
+        return records.write_telemetry(
+            content, replace(told, fresh_examples=fresh, prequential_loss=loss)
+        )
+
+    def run(
+        self,
+        site: Site,
+        weights: Weights,
+        steps: Batches,
+        probe: Batches = (),
+        *,
+        examples: int,
+        batches: int = 0,
+        memory: OptimizerMemory | None = None,
+    ) -> tuple[RoundResult, tuple[str, ...]]:
+        """One optimizer step per batch of micro-batches; also the devices absent at the end.
+
+        ``probe`` is evaluated before the first step. ``batches`` are those of the round, 0 where
+        their number is not known. Raises as `train_round`.
+        """
         splitter = _splitter(self.task.model_spec_json)
-        steps = _micro_batches(splitter, examples.steps(**self.sizes))
-        probe = _micro_batches(splitter, examples.probe(**self.sizes))
-        with node.devices(self.task, splitter, examples.data.examples_per_round) as devices:
-            order = replace(
-                self._order(splitter, weights),
-                slots=memory.recall(),
-                keep_optimizer=memory.keep,
-                batches=examples.num_batches(self.sizes["batch_size"]),
-            )
+        with site.devices(self.task, splitter, examples) as devices:
+            order = replace(self._order(splitter, weights), batches=batches)
+            if memory is not None:
+                order = replace(order, slots=memory.recall(), keep_optimizer=memory.keep)
             result = train_round(
-                splitter, order, steps, devices.fleet, probe, recovery=devices.recovery
+                splitter,
+                order,
+                _micro_batches(splitter, steps),
+                devices.fleet,
+                _micro_batches(splitter, probe),
+                recovery=devices.recovery,
             )
-            memory.remember(result.slots)
-            content = _reply(result.weights, result.losses, examples)
-            telemetry = replace(_telemetry(result, examples), absent=devices.absent())
-        return records.write_telemetry(content, telemetry)
+            if memory is not None:
+                memory.remember(result.slots)
+            return result, devices.absent()
 
     def evaluate(self, node: Node, weights: Weights, data: LocalData) -> MetricRecord:
         """Loss and metric counts of the pipeline on the cluster's share of the test set."""
         splitter = _splitter(self.task.model_spec_json)
         steps = list(data.test_steps(**self.sizes))
-        batches = _micro_batches(splitter, ([dict(p.tensors) for p in step] for step in steps))
         generates_blind = splitter.decodes and splitter.ties  # its embedding has borrowed rows only
-        wanted = None if generates_blind else prediction_config(data.task)
-        with node.devices(self.task, splitter, data.examples_per_round) as devices:
-            order, recovery = self._order(splitter, weights), devices.recovery
-            tested = evaluate_batches(
-                splitter, order, batches, devices.fleet, recovery=recovery, wanted=wanted
-            )
+        tested = self.test(
+            node.site,
+            weights,
+            ([dict(part.tensors) for part in step] for step in steps),
+            examples=data.examples_per_round,
+            wanted=None if generates_blind else prediction_config(data.task),
+        )
         return _test_record(data, steps, tested)
+
+    def test(
+        self,
+        site: Site,
+        weights: Weights,
+        steps: Batches,
+        *,
+        examples: int,
+        wanted: PredictionConfig | None = None,
+    ) -> EvalResult:
+        """Loss of the chain on batches of micro-batches, and predictions where ``wanted``."""
+        splitter = _splitter(self.task.model_spec_json)
+        with site.devices(self.task, splitter, examples) as devices:
+            return evaluate_batches(
+                splitter,
+                self._order(splitter, weights),
+                _micro_batches(splitter, steps),
+                devices.fleet,
+                recovery=devices.recovery,
+                wanted=wanted,
+            )
 
     def _order(self, splitter: Splitter, weights: Weights) -> RoundOrder:
         return RoundOrder(
@@ -96,7 +157,7 @@ class PipelineRound:
 
     def _dropout_seed(self, splitter: Splitter) -> int | None:
         """One per run, cluster and round; None for a model that drops nothing, which is faster."""
-        if not _drops(splitter):
+        if not splitter.drops:
             return None
         place = f"{self.task.learning.seed}/{self.plan.cluster_id}/{self.server_round}"
         return int.from_bytes(sha256(place.encode()).digest()[:6], "big")
@@ -120,17 +181,14 @@ class WholeRound:
         """Trained weights and losses."""
         del node
         splitter = _splitter(self.task.model_spec_json)
-        model = splitter.build_whole(weights)
-        model.config.use_cache = False
+        model = splitter.build_whole(weights, trains=True)
         optimizer = Optimizer(self.task.optimizers[self.server_round - 1], model.named_parameters())
         load_optimizer_state(optimizer, memory.recall())
         steps = examples.steps(**self.sizes)
         rates = optimizer.settings.rates(batches=examples.num_batches(self.task.batch_size))
-        losses = train_unsplit(
-            model, optimizer, steps, splitter.task.targets, self.task.execution, rates
-        )
+        losses = train_unsplit(splitter, model, optimizer, steps, self.task.execution, rates)
         memory.remember(between_rounds(optimizer_state_of(optimizer)))
-        return _reply(splitter.trained_weights(model), losses, examples)
+        return reply(splitter.trained_weights(model), losses, len(examples.chosen))
 
     def evaluate(self, node: Node, weights: Weights, data: LocalData) -> MetricRecord:
         """Loss and metric counts of the model on the cluster's share of the test set."""
@@ -139,7 +197,7 @@ class WholeRound:
         steps = list(data.test_steps(**self.sizes))
         batches = [[part.tensors for part in step] for step in steps]
         model, wanted = splitter.build_whole(weights), prediction_config(data.task)
-        return _test_record(data, steps, evaluate_unsplit(model, batches, splitter.task, wanted))
+        return _test_record(data, steps, evaluate_unsplit(splitter, model, batches, wanted))
 
 
 def round_of(content: RecordDict) -> PipelineRound | WholeRound:
@@ -155,49 +213,38 @@ def round_of(content: RecordDict) -> PipelineRound | WholeRound:
     )
 
 
-def _drops(splitter: Splitter) -> bool:
-    settings, lora = splitter.config.to_dict().items(), splitter.spec.lora
-    shares = [p for name, p in settings if "drop" in name and isinstance(p, float)]
-    return any(share > 0 for share in (*shares, lora.dropout if lora else 0.0))
-
-
-def _micro_batches(
-    splitter: Splitter, steps: Iterator[list[dict[str, Tensor]]]
-) -> Iterator[list[MicroBatch]]:
+def _micro_batches(splitter: Splitter, steps: Batches) -> Iterator[list[MicroBatch]]:
     for step in steps:
         yield [
             MicroBatch(
                 inputs=tensors,
                 context=splitter.context(tensors),
-                weight=splitter.task.targets(tensors["labels"]),
+                weight=splitter.weight_of(tensors),
             )
             for tensors in step
         ]
 
 
-def _reply(
-    weights: dict[str, Tensor], losses: Sequence[float], examples: RoundExamples
-) -> RecordDict:
+def reply(weights: dict[str, Tensor], losses: Sequence[float], examples: int) -> RecordDict:
     """``weights`` are handed over: the dictionary is empty afterwards."""
-    metrics = MetricRecord(
-        {"loss": sum(losses) / max(len(losses), 1), records.EXAMPLES: len(examples.chosen)}
-    )
+    loss = sum(losses) / max(len(losses), 1)
+    metrics = MetricRecord({"loss": loss, records.EXAMPLES: examples})
     return RecordDict({records.ARRAYS: take_record(weights), records.METRICS: metrics})
 
 
-def _telemetry(result: RoundResult, examples: RoundExamples) -> ClusterTelemetry:
+def telemetry(result: RoundResult, examples: int, absent: tuple[str, ...]) -> ClusterTelemetry:
+    """What a round of so many examples measured."""
     replanned = any(incident.lost for incident in result.incidents)
     return ClusterTelemetry(
         cluster_id=result.plan.cluster_id,
-        examples=len(examples.chosen),
-        fresh_examples=len(examples.fresh),
-        prequential_loss=result.probe.loss if examples.fresh else None,
+        examples=examples,
         wall_s=result.wall_s,
         losses=result.losses,
         reports=result.reports,
         moved=result.moved,
         replanned=result.plan if replanned else None,
         incidents=tuple(str(incident) for incident in result.incidents),
+        absent=absent,
     )
 
 

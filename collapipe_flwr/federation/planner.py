@@ -78,7 +78,7 @@ class ScheduledRounds:
     ) -> None:
         self.state: SchedulerState | None = None
         self._scheduler = scheduler
-        self._world = world
+        self.world = world
         self._model = model
         self._clusters = clusters
         self._options = options
@@ -89,7 +89,7 @@ class ScheduledRounds:
     @property
     def energy_budget_j(self) -> dict[str, float]:
         """The energy that each device may spend per round on average."""
-        members = (device for profile in self._world.clusters for device in profile.members)
+        members = (device for profile in self.world.clusters for device in profile.members)
         return {device.device_id: device.energy_budget_j for device in members}
 
     def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
@@ -102,7 +102,7 @@ class ScheduledRounds:
             plan=plan,
             cluster_ids=names,
             binding=True,
-            whole=frozenset(p.cluster_id for p in self._world.clusters if p.whole),
+            whole=frozenset(p.cluster_id for p in self.world.clusters if p.whole),
         )
 
     def settle(self, closed: ClosedRound) -> Outcome:
@@ -193,7 +193,7 @@ class ScheduledRounds:
         return self._believed(closed.plan.server_round, present)
 
     def _believed(self, server_round: int, present: Sequence[str]) -> Snapshot:
-        snapshot = self._world.snapshot(server_round, self._model, present)
+        snapshot = self.world.snapshot(server_round, self._model, present)
         return snapshot if self.state is None else with_links(snapshot, self.state.links)
 
     def _known(self) -> set[str]:

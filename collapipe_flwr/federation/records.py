@@ -57,11 +57,11 @@ class SplitTask:
     """What a cluster needs to train its part of the model against the edge."""
 
     model_spec_json: str
-    vocabulary_json: str
+    vocabulary_json: str = ""  # empty: the cluster has its own tokenizer
     edge_address: str
     session: SessionKey
     learning: LearningSettings
-    shape: BatchShape = SHORT  # of what is learnt from
+    shape: BatchShape = SHORT  # of what is learned from
     whole: bool = False  # the message holds the edge's arrays as well, and so must the reply
 
     @property

@@ -3,17 +3,94 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 
+from collapipe_flwr.cluster.fleet import LearningSettings
+from collapipe_flwr.config.schema import EdgeConfig
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.federation.checkpoint import Memory
-from collapipe_flwr.federation.split import DecoderOrder, EdgeSession
+from collapipe_flwr.federation.split import DecoderOrder, EdgeSession, SplitSetup
+from collapipe_flwr.host.server import EdgeServer
+from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.models.spec import BatchShape
+from collapipe_flwr.models.split_model import SplitModel
+from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.config import SessionKey, SessionRequest, StageConfig
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.state import OptimizerState, PartState, between_rounds
 from collapipe_flwr.transport.client import EdgeClient
+
+log = logging.getLogger("flwr.collapipe")
+
+
+@contextmanager
+def open_edge(config: EdgeConfig) -> Iterator[EdgeClient]:
+    """A client of the edge that the user runs, or of one on loopback for this run.
+
+    The user's may restart between two rounds as well as within one, so it is waited for.
+    """
+    if config.address:
+        with EdgeClient(
+            config.address,
+            tls=config.tls(),
+            certificate_name=config.certificate_name,
+            deadline_s=config.timeout_s,
+            patience_s=config.timeout_s,
+            heartbeat=config.heartbeat,
+        ) as client:
+            client.status()
+            yield client
+        return
+    with (
+        EdgeServer("127.0.0.1:0", EdgeService()) as server,
+        EdgeClient(server.address, deadline_s=config.timeout_s) as client,
+    ):
+        log.info("edge server on %s", server.address)
+        yield client
+
+
+Learning = LearningSettings | Callable[[int], LearningSettings]  # the same, or by server round
+
+
+@contextmanager
+def open_split(
+    model: SplitModel, edge: EdgeConfig, learning: Learning, *, keep_optimizer: bool = False
+) -> Iterator[SplitSetup]:
+    """The split of a described model over an edge that is open as long."""
+    with open_edge(edge) as client:
+        yield split_setup(
+            client,
+            model.splitter,
+            model.shape,
+            learning if callable(learning) else lambda _: learning,
+            keep_optimizer=keep_optimizer,
+        )
+
+
+def split_setup(
+    client: EdgeClient,
+    splitter: Splitter,
+    shape: BatchShape,
+    learning: Callable[[int], LearningSettings],
+    *,
+    vocabulary_json: str = "",
+    keep_optimizer: bool = False,
+) -> SplitSetup:
+    """What the strategy needs to train the model of ``splitter`` against the client's edge."""
+    return SplitSetup(
+        edge=RpcEdgeGateway(client, keep_optimizer=keep_optimizer),
+        edge_keys=frozenset(splitter.edge_keys()),
+        shared_keys=frozenset(splitter.shared_keys),
+        constant_keys=splitter.constant_keys,
+        model_spec_json=splitter.spec.to_json(),
+        vocabulary_json=vocabulary_json,
+        learning=learning,
+        shape=shape,
+    )
 
 
 class RpcEdgeGateway:

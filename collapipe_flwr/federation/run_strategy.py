@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import reduce
 from math import fsum
 from operator import mul
@@ -15,11 +14,12 @@ from flwr.app import ConfigRecord, MetricRecord, RecordDict
 from flwr.serverapp.strategy import Strategy
 
 from collapipe_flwr.cluster.fleet import LearningSettings
-from collapipe_flwr.config.schema import AppConfig, EdgeConfig
+from collapipe_flwr.config.schema import AppConfig
 from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
 from collapipe_flwr.core.errors import blaming
 from collapipe_flwr.data.metrics import added
 from collapipe_flwr.data.tasks import Task
+from collapipe_flwr.federation.described import Planning
 from collapipe_flwr.federation.learner import Learner, scores
 from collapipe_flwr.federation.planner import ScheduledRounds
 from collapipe_flwr.federation.recorder import RunRecorder
@@ -28,15 +28,10 @@ from collapipe_flwr.federation.records import (
     read_tally,
     unsplit_task_config,
 )
-from collapipe_flwr.federation.rpc_gateway import RpcEdgeGateway
-from collapipe_flwr.federation.split import SplitModel
+from collapipe_flwr.federation.rpc_gateway import open_edge, split_setup
 from collapipe_flwr.federation.strategy import RAISE, CollaPipe
 from collapipe_flwr.federation.strategy_names import make_strategy
-from collapipe_flwr.host.server import EdgeServer
-from collapipe_flwr.host.service import EdgeService
-from collapipe_flwr.scheduler.policies import make_scheduler
-from collapipe_flwr.simulation.world import EnergyBudget, World, budgeted, make_world
-from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.simulation.world import EnergyBudget
 
 log = logging.getLogger("flwr.collapipe")
 Aggregate = Callable[[list[RecordDict], str], MetricRecord]
@@ -58,7 +53,14 @@ def run_strategy(
         yield inner, unsplit_task_config(_whole_task(config, learner, run_id))
         return
     with open_edge(config.edge) as client:
-        split = _split_model(client, config, learner, run_id)
+        split = split_setup(
+            client,
+            learner.splitter,
+            learner.shape,
+            lambda server_round: _learning(config, server_round, run_id),
+            vocabulary_json=learner.task.vocabulary.to_json(),
+            keep_optimizer=config.train.optimizer_state == "keep",
+        )
         strategy = CollaPipe(
             inner,
             scheduler=planner,
@@ -67,48 +69,6 @@ def run_strategy(
             on_total_failure=RAISE,
         )
         yield strategy, ConfigRecord()
-
-
-@contextmanager
-def open_edge(config: EdgeConfig) -> Iterator[EdgeClient]:
-    """A client of the edge that the user runs, or of one on loopback for this run.
-
-    The user's may restart between two rounds as well as within one, so it is waited for.
-    """
-    if config.address:
-        with EdgeClient(
-            config.address,
-            tls=config.tls(),
-            certificate_name=config.certificate_name,
-            deadline_s=config.timeout_s,
-            patience_s=config.timeout_s,
-            heartbeat=config.heartbeat,
-        ) as client:
-            client.status()
-            yield client
-        return
-    with (
-        EdgeServer("127.0.0.1:0", EdgeService()) as server,
-        EdgeClient(server.address, deadline_s=config.timeout_s) as client,
-    ):
-        log.info("edge server on %s", server.address)
-        yield client
-
-
-def _split_model(
-    client: EdgeClient, config: AppConfig, learner: Learner, run_id: str
-) -> SplitModel:
-    splitter = learner.splitter
-    return SplitModel(
-        edge=RpcEdgeGateway(client, keep_optimizer=config.train.optimizer_state == "keep"),
-        edge_keys=frozenset(splitter.edge_keys()),
-        shared_keys=frozenset(splitter.shared_keys),
-        constant_keys=splitter.constant_keys,
-        model_spec_json=learner.spec.to_json(),
-        vocabulary_json=learner.task.vocabulary.to_json(),
-        learning=lambda server_round: _learning(config, server_round, run_id),
-        shape=learner.shape,
-    )
 
 
 def _learning(config: AppConfig, server_round: int, run_id: str) -> LearningSettings:
@@ -151,30 +111,22 @@ def make_planner(
 
     Raises ConfigError for unknown names and InfeasibleError when no plan fits the devices.
     """
-    settings = config.scheduling
-    profiles = sorted(clusters.values(), key=lambda profile: profile.cluster_id)
-    world = _world(config, model, profiles)
-    with blaming("scheduler.policy"):
-        scheduler = make_scheduler(config.scheduler.policy, settings)
-    with blaming("world.devices, world.memory-share"):
-        scheduler.step(scheduler.init(snapshot := world.snapshot(1, model)), snapshot)
-    return ScheduledRounds(
-        scheduler, world, model, names, options=settings, paced=config.links.paced
-    )
-
-
-def _world(config: AppConfig, model: ModelProfile, profiles: Sequence[ClusterProfile]) -> World:
-    """The described clusters, placed around the edge, with energy budgets to suit the model."""
-    budget = EnergyBudget(share=config.world.energy_share, radio_s=0.0)
-    world = make_world(
-        cluster_devices=[[m.kind for m in p.members] for p in profiles],
-        examples=[profile.examples for profile in profiles],
-        cluster_ids=[profile.cluster_id for profile in profiles],
+    planning = Planning(
+        policy=config.scheduler.policy,
+        settings=config.scheduling,
         radio=config.world.radio,
         channel=config.world.channel,
         seed=config.run.seed,
+        budget=EnergyBudget(share=config.world.energy_share, radio_s=0.0),
+        paced=config.links.paced,
     )
-    return replace(world, clusters=tuple(budgeted(p, budget, model) for p in profiles))
+    with blaming("scheduler.policy"):
+        scheduler = planning.scheduler
+    profiles = sorted(clusters.values(), key=lambda profile: profile.cluster_id)
+    rounds = planning.rounds(profiles, names, model)
+    with blaming("world.devices, world.memory-share"):
+        scheduler.step(scheduler.init(snapshot := rounds.world.snapshot(1, model)), snapshot)
+    return rounds
 
 
 def inner_strategy(

@@ -71,19 +71,21 @@ class EdgeGateway(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SplitModel:
+class SplitSetup:
     """Which keys live at the edge, how to reach it, and what every cluster is told.
 
     ``shared_keys`` are read on both sides: clusters own them, the edge gets copies.
-    ``constant_keys`` never train, so they are sent but not averaged.
+    ``constant_keys`` never train, so they are sent but not averaged. ``aliases`` are keys of the
+    global model that stay behind, because they repeat another, with that key.
     """
 
     edge: EdgeGateway
     edge_keys: frozenset[str]
     shared_keys: frozenset[str] = frozenset()
     constant_keys: frozenset[str] = frozenset()
+    aliases: Mapping[str, str] = field(default_factory=dict)
     model_spec_json: str
-    vocabulary_json: str
+    vocabulary_json: str = ""
     learning: Callable[[int], LearningSettings]  # by server round, from 1
     shape: BatchShape = SHORT
 
@@ -91,7 +93,7 @@ class SplitModel:
 class SplitRound:
     """The edge sessions of one round, by cluster; :meth:`close` ends all of them."""
 
-    def __init__(self, model: SplitModel, server_round: int, whole: Collection[str] = ()) -> None:
+    def __init__(self, model: SplitSetup, server_round: int, whole: Collection[str] = ()) -> None:
         """``whole`` are the clusters that get and return the whole model."""
         self._model = model
         self._server_round = server_round
@@ -152,7 +154,8 @@ class SplitRound:
         check_keys(set(reply), set(template) - elsewhere, f"cluster {cluster_id}")
         whole = ArrayRecord()
         for key, array in template.items():
-            whole[key] = decoder[key] if key in elsewhere else reply[key]
+            source = self._model.aliases.get(key, key)
+            whole[key] = decoder[source] if source in elsewhere else reply[source]
             check_like(key, whole[key], array, cluster_id)
         check_finite(whole, cluster_id)
         return whole
@@ -180,7 +183,9 @@ class SplitRound:
 
     def _elsewhere(self, cluster_id: str) -> frozenset[str]:
         """The arrays that do not travel between this cluster and the Flower server."""
-        return frozenset() if cluster_id in self._whole else self._model.edge_keys
+        if cluster_id in self._whole:
+            return frozenset()
+        return self._model.edge_keys.union(self._model.aliases)
 
     def _fetched(self, cluster_id: str) -> ArrayRecord:
         """The trained decoder; fetched of every cluster, since its optimizer may be kept."""

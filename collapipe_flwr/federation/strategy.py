@@ -4,7 +4,7 @@
     result = strategy.start(grid=grid, initial_arrays=ArrayRecord(model.state_dict()))
 
 The inner strategy samples, configures and aggregates as ever, and its ``start`` drives. Around it,
-each node's message becomes a record of its own with its own plan; with a :class:`SplitModel` the
+each node's message becomes a record of its own with its own plan; with a model to split, the
 message carries only embedding and encoder, the decoder goes to the edge, and both are one model
 again before the inner strategy aggregates. Nothing of the inner strategy is changed in place, and
 whatever else is asked of a `CollaPipe` is the inner strategy's.
@@ -13,18 +13,22 @@ whatever else is asked of a `CollaPipe` is the inner strategy's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
+from collapipe_flwr.cluster.fleet import LearningSettings
+from collapipe_flwr.config.schema import EdgeConfig
 from collapipe_flwr.core.errors import ConfigError, ProtocolError, RunError
 from collapipe_flwr.federation.arrays import inner_view, load_into, narrow_raw
 from collapipe_flwr.federation.checkpoint import Resumable
 from collapipe_flwr.federation.default_profile import DefaultProfilePlanner
+from collapipe_flwr.federation.described import DescribedClusters, Meets, Planning
 from collapipe_flwr.federation.driving import driver
 from collapipe_flwr.federation.inner import check_inner, weight_key
 from collapipe_flwr.federation.messages import readdressed, restored, with_content
@@ -38,8 +42,11 @@ from collapipe_flwr.federation.rounds import (
     RoundRecord,
     metrics_as_dict,
 )
-from collapipe_flwr.federation.split import SplitModel, SplitRound
-from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.federation.rpc_gateway import Learning, open_split
+from collapipe_flwr.federation.split import SplitRound, SplitSetup
+from collapipe_flwr.models.profile import profile_model
+from collapipe_flwr.models.split_model import SplitModel
+from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.scheduler.protocol import Scheduler
 
 log = logging.getLogger("flwr.collapipe")
@@ -50,36 +57,49 @@ CONTINUE, RAISE = "continue", "raise"
 class CollaPipe(Strategy):
     """Any Flower strategy, planned and split over clusters of devices.
 
-    ``scheduler`` is a planner over described clusters (:class:`ScheduledRounds`), or a scheduler or
-    its name for clients that describe nothing; the default says what those do anyway, train the
-    whole model on one machine. ``split`` puts the decoder at the edge. ``on_round`` gets the record
-    of every round. A round in which every client fails leaves the arrays unchanged, as in Flower;
-    ``on_total_failure="raise"`` ends the run with a RunError instead.
+    With a ``model`` each client is a :class:`Cluster` that holds embedding and blocks, and the head
+    is trained at the ``edge``: the address of a running one or how to reach it, else one that lives
+    in this process as long as :meth:`start` runs. ``scheduler`` is the policy that plans rounds, by
+    name or as :class:`Planning`; ``optimizer`` is what all parts train with, as ``torch.optim``
+    class, ``functools.partial`` of one or :class:`OptimizerConfig`; ``learning`` says the rest, for
+    all rounds or by server round. ``on_round`` gets the record of every round.
 
-    Attributes that it lacks are read from the inner strategy, and new ones are set there. Raises
-    ConfigError for what it cannot wrap.
+    Without a model clients train whole models as ever, and plans are advice. ``split`` is what
+    ``model`` comes to, from a caller that keeps the edge itself; ``scheduler`` may then be a
+    :class:`RoundPlanner`.
+
+    A round in which every client fails leaves the arrays unchanged, as in Flower;
+    ``on_total_failure="raise"`` ends the run with a RunError instead. Attributes that it lacks are
+    read from the inner strategy, and new ones are set there. Raises ConfigError for what it cannot
+    wrap.
     """
 
     def __init__(
         self,
         inner_strategy: Strategy,
         *,
-        scheduler: str | Scheduler | RoundPlanner = "fedavg",
-        split: SplitModel | None = None,
+        model: SplitModel | None = None,
+        scheduler: str | Scheduler | Planning | RoundPlanner | None = None,
+        optimizer: OptimizerConfig | None = None,
+        learning: Learning | None = None,
+        edge: str | EdgeConfig | None = None,
+        split: SplitSetup | None = None,
         on_round: Callable[[RoundRecord], None] | None = None,
         on_total_failure: str = CONTINUE,
     ) -> None:
-        check_inner(inner_strategy, CollaPipe, split=split is not None)
+        check_inner(inner_strategy, CollaPipe, split=bool(model or split))
         if on_total_failure not in (CONTINUE, RAISE):
             raise ConfigError(
                 f"on_total_failure must be {CONTINUE!r} or {RAISE!r}, got {on_total_failure!r}"
             )
-        self.planner = planner_of(scheduler)
+        self._model = model
+        self._learning = learning_of(optimizer, learning)
+        self._edge = EdgeConfig(address=edge) if isinstance(edge, str) else edge or EdgeConfig()
+        self.planner = planner_of(scheduler, model)
         self._accepted = AcceptedRounds()
         self._split = split
         self._on_round = on_round
         self._on_total_failure = on_total_failure
-        self._constant_keys = split.constant_keys if split else frozenset[str]()
         self._round: OpenRound | None = None
         self._planned: RoundPlan | None = None  # of the newest round
         self.inner_strategy = inner_strategy  # last: new attributes are the inner strategy's now
@@ -118,10 +138,23 @@ class CollaPipe(Strategy):
     def start(self, *args: Any, **kwargs: Any) -> Result:
         """The inner strategy's own ``start``, with its arguments, around our hooks.
 
-        Edge sessions end with it whatever happens.
+        Edge sessions, and an edge of its own, end with it in any case.
         """
-        with closing(self):
+        with self._edge_open():
             return driver(self.inner_strategy, self).start(*args, **kwargs)
+
+    @contextmanager
+    def _edge_open(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self._model is not None:
+                opening = open_split(self._model, self._edge, self._learning)
+                self._split = stack.enter_context(opening)
+            stack.callback(self.close)
+            yield
+
+    @property
+    def _constant_keys(self) -> frozenset[str]:
+        return self._split.constant_keys if self._split else frozenset()
 
     def close(self) -> None:
         """End the edge sessions of a round that is still open."""
@@ -142,6 +175,8 @@ class CollaPipe(Strategy):
         view = inner_view(arrays, self._constant_keys)
         messages = list(self.inner_strategy.configure_train(server_round, view, config, grid))
         nodes = [message.metadata.dst_node_id for message in messages]
+        if isinstance(self.planner, Meets):
+            self.planner.meet(grid, nodes)
         plan = self.planner.plan(server_round, nodes, arrays)
         self._planned = plan
         return self._opened(self._new_round(plan, server_round, arrays), messages)
@@ -233,11 +268,34 @@ class CollaPipe(Strategy):
             self._on_round(record)
 
 
-def planner_of(scheduler: str | Scheduler | RoundPlanner) -> RoundPlanner:
-    """A planner as it is, schedulers over assumed clusters; raises ConfigError for a bad name."""
-    if isinstance(scheduler, str):
-        return DefaultProfilePlanner(make_scheduler(scheduler))
-    return scheduler if isinstance(scheduler, RoundPlanner) else DefaultProfilePlanner(scheduler)
+def planner_of(
+    scheduler: str | Scheduler | Planning | RoundPlanner | None, model: SplitModel | None
+) -> RoundPlanner:
+    """What plans rounds: a planner as it is; for a ``model`` one of clusters that describe
+    themselves, else one of assumed clusters. Raises ConfigError for a bad name.
+    """
+    if isinstance(scheduler, RoundPlanner):
+        return scheduler
+    if isinstance(scheduler, Planning):
+        planning = scheduler
+    else:
+        planning = Planning(policy=scheduler or ("dssda" if model else "fedavg"))
+    if model is None:
+        return DefaultProfilePlanner(planning.scheduler)
+    return DescribedClusters(
+        planning.for_batches(model.batch_size), lambda: profile_model(model.splitter, model.shape)
+    )
+
+
+def learning_of(optimizer: OptimizerConfig | None, learning: Learning | None) -> Learning:
+    """How clusters learn, with ``optimizer`` where it is given."""
+    if learning is None:
+        return LearningSettings(optimizer=optimizer or OptimizerConfig())
+    if optimizer is None:
+        return learning
+    if callable(learning):
+        return lambda server_round: replace(learning(server_round), optimizer=optimizer)
+    return replace(learning, optimizer=optimizer)
 
 
 def _without_telemetry(reply: Message) -> Message:

@@ -33,7 +33,7 @@ from collapipe_flwr.config.schema import AppConfig
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import read_assignments
 
-_KINDS: Mapping[str, type[Strategy]] = {
+_KINDS: Mapping[str, type[Any]] = {
     "fedavg": FedAvg,
     "fedavgm": FedAvgM,
     "fedadam": FedAdam,
@@ -64,12 +64,14 @@ def make_strategy(config: AppConfig, **own: Any) -> Strategy:
     given = read_assignments(config.run.strategy_arguments)
     _check_arguments(name, given)
     _check_clusters(name, given, config.run.clusters)
-    wraps = not issubclass(kind, FedAvg)
     chosen = {**_suited(name, config), **given}
     try:
-        return kind(FedAvg(**own), **chosen) if wraps else kind(**own, **chosen)
+        made: Strategy = (
+            kind(**own, **chosen) if issubclass(kind, FedAvg) else kind(FedAvg(**own), **chosen)
+        )
     except ValueError as error:
         raise ConfigError(f"strategy-arguments: {error}") from error
+    return made
 
 
 def known_arguments(name: str) -> dict[str, Parameter]:

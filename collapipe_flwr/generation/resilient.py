@@ -48,13 +48,6 @@ class _Built:
     driver: GenerationDriver
     stack: ExitStack
 
-    def drop(self, error: LinkError) -> None:
-        """Take a broken chain down; further errors are only logged."""
-        try:
-            self.stack.__exit__(type(error), error, error.__traceback__)
-        except CollaPipeError as again:
-            _log.info("a broken chain: %s", again)
-
 
 class ResilientGenerator:
     """Generates over the devices of ``backend`` that answer; use as a context manager.
@@ -144,7 +137,10 @@ class ResilientGenerator:
         with self._lock:
             if self._built is broken:
                 self._built = None
-                broken.drop(error)
+                try:
+                    broken.stack.__exit__(type(error), error, error.__traceback__)
+                except CollaPipeError as again:
+                    _log.info("a broken chain: %s", again)
                 self._look(error)
             return self._lost
 

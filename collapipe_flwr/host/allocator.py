@@ -81,14 +81,12 @@ def _ahead_bytes() -> int:
     import resource  # which other systems do not have
 
     limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
-    if any(limit != resource.RLIM_INFINITY for limit in limits) or _counted():
+    if any(limit != resource.RLIM_INFINITY for limit in limits):
+        return 0
+    if _OVERCOMMIT.exists() and _OVERCOMMIT.read_text().strip() == _COUNTED:
         return 0
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(_AHEAD_BYTES, memory_bytes // 4)
-
-
-def _counted() -> bool:
-    return _OVERCOMMIT.exists() and _OVERCOMMIT.read_text().strip() == _COUNTED
 
 
 def _ask_for_large_pages() -> None:
@@ -98,17 +96,11 @@ def _ask_for_large_pages() -> None:
         return
     malloc.restype = ctypes.c_void_p  # type: ignore[attr-defined]
     grown = malloc(_OWN_PAGES_BYTES // 2)
-    for start, stop in _heap():
-        madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_HUGEPAGE)
-    free(ctypes.c_void_p(grown))
-
-
-def _heap() -> Iterator[tuple[int, int]]:
-    """First address of each piece of the heap, and the one behind it."""
     for line in _MAPS.read_text().splitlines():
         if line.endswith("[heap]"):
-            start, stop = line.split(maxsplit=1)[0].split("-")
-            yield int(start, 16), int(stop, 16)
+            start, stop = (int(address, 16) for address in line.split(maxsplit=1)[0].split("-"))
+            madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_HUGEPAGE)
+    free(ctypes.c_void_p(grown))
 
 
 def _function(name: str) -> Callable[..., int] | None:

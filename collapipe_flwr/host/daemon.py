@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, cast
 
 from collapipe_flwr.config.access_control import AccessControl
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.imports import allow
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.core.processes import stopping
 from collapipe_flwr.host.allocator import configure_malloc
 from collapipe_flwr.host.power import IwPower
-from collapipe_flwr.host.server import Listener, ListenerConfig
+from collapipe_flwr.host.server import Listener
 
 if TYPE_CHECKING:
     from collapipe_flwr.host.servicer import Servicer
@@ -38,6 +39,7 @@ class HostSettings:
     them up; frozen weights that were sent here in `cache_dir`, up to `cache_bytes`.
     It holds up to `memory_bytes` of models, see `ledger`. Planned transmit power is applied to
     `radio_interface` (empty: to none). Tensors are computed on `threads` (0: torch's own choice).
+    Own models and losses may come from the modules in `imports`.
     """
 
     listen: str
@@ -51,6 +53,7 @@ class HostSettings:
     memory_bytes: int = 8 * 2**30
     radio_interface: str = ""
     threads: int = 0
+    imports: tuple[str, ...] = ()
     grace_s: float = 10.0
 
     def __post_init__(self) -> None:
@@ -62,12 +65,12 @@ class HostSettings:
             )
         if not self.memory_bytes > 0:
             raise ConfigError(f"--memory-mb must be > 0, got {self.memory_bytes / 1e6:g}")
-        _ = self.power
+        _ = self.set_power
 
     @property
-    def power(self) -> IwPower | None:
-        """The power control of `radio_interface`, if one is set; raises ConfigError."""
-        return IwPower(self.radio_interface) if self.radio_interface else None
+    def set_power(self) -> Callable[[float], None] | None:
+        """How `radio_interface` is told its power in W, if one is set; raises ConfigError."""
+        return IwPower(self.radio_interface).apply if self.radio_interface else None
 
 
 def is_loopback(listen: str) -> bool:
@@ -82,13 +85,18 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
     listen.
     """
     configure_malloc()
+    if settings.imports:
+        hide_unused_libraries()
+        allow(*settings.imports)
     if settings.tls is None:
         _log.warning("plain text: whoever reaches %s can read and change all", settings.listen)
     made = _servicer(settings, passes_on) if settings.state_dir is not None else None
     listener = Listener(
         settings.listen,
         lambda: made or _servicer(settings, passes_on),
-        ListenerConfig(tls=settings.tls, access=settings.access, on_edge=not passes_on),
+        tls=settings.tls,
+        access=settings.access,
+        on_edge=not passes_on,
     )
     with stopping() as stop, listener:
         announce(listener.address)
@@ -132,7 +140,7 @@ def _servicer(settings: HostSettings, passes_on: bool) -> Servicer:
         snapshots=SnapshotStore(settings.state_dir) if settings.state_dir is not None else None,
         store=TensorStore(ledger) if passes_on else None,  # the edge's clusters differ
         cache=WeightCache(folder, settings.cache_bytes) if folder is not None else None,
-        power=settings.power,
+        set_power=settings.set_power,
         ledger=ledger,
     )
     guests = frozenset() if passes_on or settings.access is None else settings.access.control_units

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import cast
 
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import CheckpointMissing
-from collapipe_flwr.host.session import HostedPart, Session, SessionRefused, Snapshot
+from collapipe_flwr.host.session import Session, SessionRefused, Snapshot
 from collapipe_flwr.host.snapshot_store import SnapshotStore
 from collapipe_flwr.host.weight_cache import WeightCache
 from collapipe_flwr.pipeline.config import SessionRequest
@@ -21,7 +20,7 @@ from collapipe_flwr.pipeline.meter import StageReport, bytes_of
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.state import PartState, live_state, load_optimizer_state, state_bytes
 
-BuildPart = Callable[[SessionRequest, Mapping[str, Tensor]], HostedPart]
+BuildPart = Callable[[SessionRequest, Mapping[str, Tensor]], nn.Module]
 
 # What the account of a session has reserved, besides what arrives.
 PART = "part"  # weights, gradients and optimiser slots
@@ -57,7 +56,7 @@ class Parts:
             session.account.reserve({_NEW: copied})
             part = self._first_part(session, state.weights, tensors)
             optimizer = Optimizer(session.request.optimizer, part.named_parameters())
-            needed = state_bytes(module_of(part), optimizer)
+            needed = state_bytes(part, optimizer)
             session.account.reserve({_NEW: max(needed - given, copied)})
             load_optimizer_state(optimizer, state.optimizer, copy=False)
             saved = None
@@ -68,7 +67,7 @@ class Parts:
             session.found, session.wanted = {}, {}
             _adopt(session, saved, {PART: needed, FOUND: 0, _NEW: 0, arrived: 0})
 
-    def part(self, session: Session) -> tuple[HostedPart, Optimizer]:
+    def part(self, session: Session) -> tuple[nn.Module, Optimizer]:
         """The part and its optimiser, built from the snapshot after a failure or a restart."""
         if session.part is None and session.saved is not None:
             with session.account.passing(_NEW):
@@ -89,7 +88,7 @@ class Parts:
 
     def _first_part(
         self, session: Session, weights: Mapping[str, Tensor], pushed: Mapping[str, Tensor]
-    ) -> HostedPart:
+    ) -> nn.Module:
         """Build the part; frozen weights that had to be pushed need not come again."""
         try:
             part = self._build(session.request, weights)
@@ -106,7 +105,7 @@ class Parts:
         session.account.reserve({PART: 0, _NEW: max(before, copied)})
         part = self._build(session.request, state.weights)
         optimizer = Optimizer(session.request.optimizer, part.named_parameters())
-        needed = state_bytes(module_of(part), optimizer)
+        needed = state_bytes(part, optimizer)
         session.account.reserve({PART: needed, _NEW: 0})
         load_optimizer_state(optimizer, state.optimizer)
         session.part, session.optimizer = part, optimizer
@@ -114,7 +113,7 @@ class Parts:
     def _saved(
         self,
         session: Session,
-        part: HostedPart,
+        part: nn.Module,
         optimizer: Optimizer,
         first: Mapping[str, Tensor],
         *,
@@ -122,7 +121,7 @@ class Parts:
         report: StageReport | None = None,
     ) -> Snapshot:
         """A snapshot, on disk too if there is a store; `first` fills in what no part reports."""
-        live = live_state(module_of(part), optimizer)
+        live = live_state(part, optimizer)
         whole = replace(live, weights={**first, **live.weights})
         session.account.reserve({_SAVING: whole.num_bytes})
         copy = live.copy()
@@ -140,18 +139,13 @@ def _adopt(session: Session, saved: Snapshot | None, sizes: Mapping[str, int]) -
     session.account.reserve({**sizes, SNAPSHOT: kept, _SAVING: 0})
 
 
-def module_of(part: HostedPart) -> nn.Module:
-    """The same as the module that it is."""
-    return cast(nn.Module, part)
-
-
 def tensors_of(session: Session, with_optimizer: bool) -> dict[str, Tensor]:
     """What a part reports, as it is and not copied, with its optimiser's slots where asked for."""
     assert session.part is not None and session.optimizer is not None
     weights = session.part.state_dict()
     if not with_optimizer:
         return weights
-    slots = live_state(module_of(session.part), session.optimizer).optimizer
+    slots = live_state(session.part, session.optimizer).optimizer
     return PartState(weights=weights, optimizer=slots).tensors()
 
 

@@ -6,21 +6,12 @@ import logging
 import math
 import subprocess
 from dataclasses import dataclass
-from typing import Protocol
 
 from collapipe_flwr.core.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 _IW_S = 5.0
 _LEAST_W = 1e-3  # 0 dBm: what `iw` and most radios take as their least
-
-
-class PowerControl(Protocol):
-    """How a device's radio is told its power."""
-
-    def apply(self, tx_power_w: float) -> None:
-        """Send with this power from now on; a radio that cannot is logged, training goes on."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +28,7 @@ class IwPower:
             )
 
     def apply(self, tx_power_w: float) -> None:
-        """See `PowerControl.apply`."""
+        """Send with this power from now on; a radio that cannot is logged, training goes on."""
         command = ["iw", "dev", self.interface, "set", "txpower", "fixed", str(mbm(tx_power_w))]
         try:
             done = subprocess.run(

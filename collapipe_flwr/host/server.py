@@ -1,86 +1,148 @@
-"""The gRPC servers of hosts. While it waits, a `Listener` has not loaded torch."""
+"""The gRPC server of a host: authenticates the caller, checks its role, dispatches to the servicer.
+
+The servicer, and torch with it, is created with the first call of a member that needs it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
-from collapipe_flwr.config.access_control import AccessControl
+import grpc
+
+from collapipe_flwr.config.access_control import AccessControl, Caller
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.links import TlsFiles
-from collapipe_flwr.host.auth_interceptor import AuthInterceptor
+from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.authorizer import Authorizer
-from collapipe_flwr.transport.methods import FrameLimits
-from collapipe_flwr.transport.server import Server
+from collapipe_flwr.transport.host_status import status_here
+from collapipe_flwr.transport.methods import METHODS, Method, encode_message
+from collapipe_flwr.transport.server import Server, only_message
 
 if TYPE_CHECKING:
     from collapipe_flwr.host.service import EdgeService
     from collapipe_flwr.host.servicer import Servicer
 
 CONTROL_THREADS = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ListenerConfig:
-    """How a host listens; `access` says who may call what (None: all that the CA signed)."""
-
-    tls: TlsFiles | None = None
-    limits: FrameLimits = field(default_factory=FrameLimits)
-    access: AccessControl | None = None
-    on_edge: bool = False
-    most_streams: int = 64
-
-    def __post_init__(self) -> None:
-        if self.access is not None and (self.tls is None or self.tls.ca is None):
-            raise ConfigError(
-                "only a peer with a certificate can be told apart: give TLS with a CA"
-            )
+_Messages = Iterator[bytes]
+_NOT_WHILE_DRAINING = (methods.OPEN_SESSION, methods.HEALTH)
 
 
 class Listener(Server):
-    """A host whose servicer is made with the first call from a peer; see `Server`."""
+    """A host; `make_servicer` is called once. See `Server` for how it listens.
+
+    `access` says who may call what (None: whoever the CA signed may all). Raises ConfigError when
+    it is given without TLS that asks callers for a certificate.
+    """
 
     def __init__(
-        self, listen: str, make_servicer: Callable[[], Servicer], config: ListenerConfig
+        self,
+        listen: str,
+        make_servicer: Callable[[], Servicer],
+        *,
+        tls: TlsFiles | None = None,
+        access: AccessControl | None = None,
+        on_edge: bool = False,
+        most_streams: int = 64,
     ) -> None:
-        authorizer = Authorizer(config.access, on_edge=config.on_edge)
-        self._interceptor = AuthInterceptor(make_servicer, authorizer)
-        threads = config.most_streams + CONTROL_THREADS
+        if access is not None and (tls is None or tls.ca is None):
+            raise ConfigError(
+                "only a peer with a certificate can be told apart: give TLS with a CA"
+            )
+        self._make_servicer = make_servicer
+        self._authorizer = Authorizer(access, on_edge=on_edge)
+        self._servicer: Servicer | None = None
+        self._lock = threading.Lock()
+        self._draining = False
+        self._answered = threading.Condition()
+        answers = {
+            method: partial(self._download if method.downloads else self._answer, method)
+            for method in METHODS
+        }
+        threads = most_streams + CONTROL_THREADS
         super().__init__(
             listen,
-            self._interceptor.answers(),
+            {**answers, methods.ECHO: self._echo, methods.STATUS: self._status},
             threads=threads,
             most_calls=2 * threads,
-            tls=config.tls,
-            limits=config.limits,
+            tls=tls,
         )
 
     def drain(self, grace_s: float) -> None:
         """Refuse new sessions and give those that there are ``grace_s`` to be closed."""
-        self._interceptor.drain(grace_s)
+        self._draining = True
+        with self._answered:
+            self._answered.wait_for(
+                lambda: self._servicer is None or not self._servicer.sessions(), timeout=grace_s
+            )
 
-    def stop(self, grace_s: float = 1.0) -> None:
-        """See `Server.stop`; waits for the stages that run as well."""
-        super().stop(grace_s)
-        self._interceptor.close()
+    def _let_go(self) -> None:
+        if self._servicer is not None:
+            self._servicer.close()
+
+    def _answer(self, method: Method, messages: _Messages, context: grpc.ServicerContext) -> bytes:
+        with self._admitted(context, method) as caller:
+            servicer = self._servicer_for(caller, method, context)
+            message = messages if method.uploads else only_message(messages, context)
+            return servicer.answer(method, message, context, caller)
+
+    def _download(
+        self, method: Method, messages: _Messages, context: grpc.ServicerContext
+    ) -> _Messages:
+        with self._admitted(context, method) as caller:
+            servicer = self._servicer_for(caller, method, context)
+            message = messages if method.uploads else only_message(messages, context)
+            yield from servicer.download(method, message, context, caller)
+
+    def _echo(self, messages: _Messages, context: grpc.ServicerContext) -> bytes:
+        """Answer a payload of any size with nothing: for the rate and delay of the way here."""
+        with self._admitted(context, methods.ECHO):
+            only_message(messages, context)
+            return b""
+
+    def _status(self, messages: _Messages, context: grpc.ServicerContext) -> bytes:
+        """What a check wants to know of a host that may not have loaded torch yet."""
+        with self._admitted(context, methods.STATUS):
+            only_message(messages, context)
+            awake = self._servicer is not None
+            return encode_message(status_here(awake=awake, stopping=self._draining))
+
+    @contextmanager
+    def _admitted(self, context: grpc.ServicerContext, method: Method) -> Iterator[Caller | None]:
+        try:
+            with self._authorizer.admitted(context, method) as caller:
+                yield caller
+        finally:
+            if self._draining:
+                with self._answered:
+                    self._answered.notify_all()
+
+    def _servicer_for(
+        self, caller: Caller | None, method: Method, context: grpc.ServicerContext
+    ) -> Servicer:
+        """The servicer, for a caller that may do this to the session that it names, if any."""
+        if self._draining and method in _NOT_WHILE_DRAINING:
+            # As if nobody listened: whoever asks takes this host for lost and does without.
+            context.abort(grpc.StatusCode.UNAVAILABLE, "the host is stopping")
+        with self._lock:
+            if self._servicer is None:
+                self._servicer = self._make_servicer()
+        session_id = dict(context.invocation_metadata()).get(methods.SESSION_KEY, "")
+        if caller is not None and not self._servicer.may_use(caller, method, session_id):
+            refusal = f"no session {session_id[:80]} with this token"  # as if there were none
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
+        return self._servicer
 
 
 class EdgeServer(Listener):
     """A host that serves at once: an `EdgeService` to which whoever the CA signed may talk."""
 
-    def __init__(
-        self,
-        listen: str,
-        service: EdgeService,
-        *,
-        tls: TlsFiles | None = None,
-        limits: FrameLimits | None = None,
-    ) -> None:
-        from collapipe_flwr.host.servicer import Servicer, ServicerConfig
+    def __init__(self, listen: str, service: EdgeService, *, tls: TlsFiles | None = None) -> None:
+        from collapipe_flwr.host.servicer import Servicer
 
-        limits = limits or FrameLimits()
-        servicer = Servicer(service, ServicerConfig(limits=limits))
+        servicer = Servicer(service)
         most_streams = service.health().most_sessions
-        config = ListenerConfig(tls=tls, limits=limits, most_streams=most_streams)
-        super().__init__(listen, lambda: servicer, config)
+        super().__init__(listen, lambda: servicer, tls=tls, most_streams=most_streams)

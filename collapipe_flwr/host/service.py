@@ -19,14 +19,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.core.schedule import stage_actions
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
-from collapipe_flwr.host.parts import FOUND, SNAPSHOT, BuildPart, Parts, module_of, tensors_of
-from collapipe_flwr.host.power import PowerControl
-from collapipe_flwr.host.session import HostedPart, Session, SessionRefused, Stream
+from collapipe_flwr.host.parts import FOUND, SNAPSHOT, BuildPart, Parts, tensors_of
+from collapipe_flwr.host.session import Session, SessionRefused, Stream
 from collapipe_flwr.host.sessions import SessionTable
 from collapipe_flwr.host.snapshot_store import SnapshotStore
 from collapipe_flwr.host.weight_cache import TensorStore, WeightCache
@@ -43,7 +42,7 @@ Receive = Callable[[Reserve], Mapping[str, Tensor]]
 _log = logging.getLogger(__name__)
 
 
-def build_transformers_part(request: SessionRequest, weights: Mapping[str, Tensor]) -> HostedPart:
+def build_transformers_part(request: SessionRequest, weights: Mapping[str, Tensor]) -> nn.Module:
     """A segment of a transformers model, or its last part where no blocks are placed."""
     from collapipe_flwr.models.spec import ModelSpec  # slow imports: only when needed
     from collapipe_flwr.models.splitter import Splitter
@@ -76,10 +75,10 @@ class EdgeService:
         snapshots: SnapshotStore | None = None,
         store: TensorStore | None = None,
         cache: WeightCache | None = None,
-        power: PowerControl | None = None,
+        set_power: Callable[[float], None] | None = None,
         ledger: Ledger | None = None,
     ) -> None:
-        self._power = power
+        self._set_power = set_power
         self._store = store
         self._cache = cache
         self._parts = Parts(build_part, snapshots, cache)
@@ -103,7 +102,7 @@ class EdgeService:
                 continue
             session.saved = snapshot
             session.go_back()
-        snapshots.keep_only(self._sessions.ids())
+        snapshots.keep_only(s.request.key.session_id for s in self._sessions.all())
 
     def open(
         self,
@@ -250,6 +249,11 @@ class EdgeService:
             self._store.keep(tensors_of(session, session.request.keep_optimizer).values())
         session.empty()
 
+    def break_off(self, why: str) -> None:
+        """End all streams; one waits neither for its neighbours nor here."""
+        for session in self._sessions.all():
+            session.cut(why)
+
     def health(self) -> Health:
         """How many sessions there are, and what they hold."""
         return replace(
@@ -321,13 +325,13 @@ class EdgeService:
         """The stage of a session, with its link downstream where there is one."""
         session = stream.session
         assert session.part is not None and session.optimizer is not None
-        part, optimizer = module_of(session.part), session.optimizer
+        part, optimizer = session.part, session.optimizer
         config, placement = session.request.stage, session.request.placement
         if placement is None:
             yield LastStage(part, optimizer, config, upstream=upstream)
             return
-        if self._power is not None and placement.tx_power_w is not None:
-            self._power.apply(placement.tx_power_w)
+        if self._set_power is not None and placement.tx_power_w is not None:
+            self._set_power(placement.tx_power_w)
         with self._connect(placement.next_hop) as downstream:
             session.add_link(stream, downstream)
             yield MiddleStage(part, optimizer, config, upstream=upstream, downstream=downstream)

@@ -8,7 +8,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -33,29 +34,28 @@ from collapipe_flwr.pipeline.state import Digests, Keys
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
 from collapipe_flwr.transport.host_status import ProbeAnswer, ProbeRequest
-from collapipe_flwr.transport.methods import FrameLimits, Method, decode_message, encode_message
+from collapipe_flwr.transport.methods import Method, decode_message, encode_message
 from collapipe_flwr.transport.quantize import WIRE_CODECS
-from collapipe_flwr.transport.server import call_deadline
+from collapipe_flwr.transport.server import call_deadline, end_threads
 from collapipe_flwr.transport.stream import StreamConfig, StreamLink
 from collapipe_flwr.transport.weights import gather_weights, weight_frames
 
 _log = logging.getLogger(__name__)
 _SETTLE_S = 5.0
+_TRANSFER_S = 600.0  # from the first piece of a part's weights to the last
+_SHARE_OF_GUEST = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServicerConfig:
-    """What callers may send, in how much time.
+    """What callers may have.
 
     ``guests`` hold sessions here besides the host's own cluster or server: a few each, and a share
     of the memory. ``probe`` tries the way to another host; the edge dials nobody.
     """
 
-    limits: FrameLimits = field(default_factory=FrameLimits)
-    transfer_s: float = 600.0
     guests: frozenset[str] = frozenset()
     sessions_of_guest: int = 8
-    share_of_guest: float = 0.25
     probe: Callable[[ProbeRequest], ProbeAnswer] | None = None
 
 
@@ -100,8 +100,9 @@ class Servicer:
         return self._service.health().sessions
 
     def close(self) -> None:
-        """Wait for the stages that run."""
-        self._workers.shutdown(wait=True)
+        """Break off the streams that run, and wait for their stages."""
+        self._service.break_off("the host is stopping")
+        end_threads(self._workers, "stages")
 
     def may_use(self, caller: Caller, method: Method, session_id: str) -> bool:
         """Whether a caller may do this to a session; what is unknown is refused by the method."""
@@ -133,16 +134,16 @@ class Servicer:
         self._service.open(
             replace(request, cluster_id=cluster_id, opener=opener),
             most_of_opener=config.sessions_of_guest if guest else None,
-            share_of_opener=config.share_of_guest if guest else 1.0,
+            share_of_opener=_SHARE_OF_GUEST if guest else 1.0,
         )
 
     def push_weights(self, messages: Iterator[bytes], call: Call) -> None:
-        frames = (decode_frame(data, self._config.limits) for data in messages)
+        frames = (decode_frame(data) for data in messages)
 
         def receive(reserve: Reserve) -> dict[str, Tensor]:
             return gather_weights(frames, self._service.health().most_bytes, reserve)
 
-        with call_deadline(call.context, self._config.transfer_s):
+        with call_deadline(call.context, _TRANSFER_S):
             self._service.receive_weights(call.key, receive)
         give_back()
 
@@ -157,7 +158,7 @@ class Servicer:
         """Piece by piece from the part itself, so that sending takes no memory for a copy."""
         keys = decode_message(Keys, data).keys if data else None
         with (
-            call_deadline(call.context, self._config.transfer_s),
+            call_deadline(call.context, _TRANSFER_S),
             self._service.reading(call.key, with_optimizer=call.with_optimizer) as weights,
         ):
             if keys is not None:
@@ -220,7 +221,9 @@ class Servicer:
     ) -> tuple[StreamLink, Future[None]]:
         peer = call.metadata.get(methods.NAME_KEY, call.context.peer())[:80]
         link = StreamLink(peer, config, lambda _: LinkError(f"{peer} broke off the stream"))
-        call.context.add_callback(lambda: link.broken(LinkError(f"{peer} broke off the stream")))
+        gone = partial(link.broken, LinkError(f"{peer} broke off the stream"))
+        if not call.context.add_callback(gone):  # it is gone already
+            gone()
         link.send(Frame(kind=FrameKind.HELLO), deadline_s=1.0)
         work = self._workers.submit(self._service.serve, stream, link)
         session_id = stream.session.request.key.session_id
@@ -235,7 +238,6 @@ class Servicer:
             codec=codec,
             rate_bit_per_s=_rate(metadata.get(methods.RATE_KEY, "0")),
             stream_id=_stream_id(metadata.get(methods.STREAM_KEY, "0")),
-            limits=self._config.limits,
         )
 
 

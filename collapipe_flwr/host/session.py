@@ -15,11 +15,10 @@ more, and the last use of it drops what it held.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -36,18 +35,6 @@ BUSY_S = 60.0  # for whoever uses a part before us
 
 class SessionRefused(LinkError):
     """No such session, a wrong token, or no room for one more."""
-
-
-class HostedPart(Protocol):
-    """What a host needs of a part, which is an `nn.Module`."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The weights."""
-        ...
-
-    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
-        """What may train, by key."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +78,7 @@ class Session:
     account: Account
     drop: Callable[[Session], None]
     used_s: float  # when somebody last asked for it
-    part: HostedPart | None = None
+    part: nn.Module | None = None
     optimizer: Optimizer | None = None
     report: StageReport | None = None  # of all that was done since the weights were set
     steps: int = 0  # done since then
@@ -172,18 +159,20 @@ class Session:
 
         Returns when the stream is over. Raises SessionRefused when its step does not end in time.
         """
+        stream = self.cut(why)
         with self._turn:
-            stream = self._stream
-            if stream is None:
-                return
-            links = self._end_stream(why)
-        for link in links:
-            link.close(why)
-        with self._turn:
-            if not self._turn.wait_for(lambda: self._stream is not stream, BUSY_S):
+            if not self._turn.wait_for(lambda: not stream or self._stream is not stream, BUSY_S):
                 raise SessionRefused(
                     f"the stream was told to end ({why}), but its step has not for {BUSY_S:g} s"
                 )
+
+    def cut(self, why: str) -> Stream | None:
+        """Close the links of a stream that has the part, so that it ends; it may take a while."""
+        with self._turn:
+            stream, links = self._stream, self._end_stream(why)
+        for link in links:
+            link.close(why)
+        return stream
 
     def close(self, why: str) -> bool:
         """Begin no use any more, end a stream, and drop the session.

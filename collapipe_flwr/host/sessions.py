@@ -59,10 +59,10 @@ class SessionTable:
             session = self._sessions.get(session_id)
         return session.request if session else None
 
-    def ids(self) -> tuple[str, ...]:
-        """All sessions by id."""
+    def all(self) -> tuple[Session, ...]:
+        """Those that there are now."""
         with self._lock:
-            return tuple(self._sessions)
+            return tuple(self._sessions.values())
 
     def find(self, key: SessionKey) -> Session:
         """The session; the same refusal whether the id or the token is wrong."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from collapipe_flwr.core.durable import clean, make_folder, remove, write_file
+from collapipe_flwr.core.durable import own_folder, remove, write_file
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.host.session import Snapshot
@@ -33,12 +33,7 @@ class SnapshotStore:
     """A folder of sessions. Raises ConfigError when it cannot be made."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            make_folder(folder, 0o700)
-            clean(folder)
-        except OSError as error:
-            raise ConfigError(f'--state-dir "{folder}" cannot be made: {error.strerror}') from error
-        self._folder = folder
+        self._folder = own_folder(folder, "--state-dir")
 
     def write(self, snapshot: Snapshot) -> None:
         """Replace what is stored of this session; raises ConfigError when it cannot be written."""

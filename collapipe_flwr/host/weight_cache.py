@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -19,8 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from collapipe_flwr.core.durable import clean, draft, make_folder
-from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.durable import draft, own_folder
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
 from collapipe_flwr.pipeline.meter import bytes_of
 from collapipe_flwr.pipeline.state import digest_of
@@ -28,6 +28,7 @@ from collapipe_flwr.pipeline.state import digest_of
 _log = logging.getLogger(__name__)
 _SUFFIX, _NAME = ".safetensors", "tensor"
 _STORED = "last session"
+_DIGEST = re.compile("[0-9a-f]{32}")  # as `digest_of` writes it
 
 
 class TensorStore:
@@ -75,12 +76,7 @@ class WeightCache:
     """
 
     def __init__(self, folder: Path, most_bytes: int) -> None:
-        try:
-            make_folder(folder, 0o700)
-            clean(folder)
-        except OSError as error:
-            raise ConfigError(f'--cache-dir "{folder}" cannot be made: {error.strerror}') from error
-        self._folder = folder
+        self._folder = own_folder(folder, "--cache-dir")
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
 
@@ -133,5 +129,5 @@ class WeightCache:
             left -= stat.st_size
 
     def _path(self, digest: str) -> Path | None:
-        """None for what cannot be a digest: it came over the network."""
-        return self._folder / f"{digest}{_SUFFIX}" if digest.isalnum() else None
+        """None for what is no digest: it came over the network."""
+        return self._folder / f"{digest}{_SUFFIX}" if _DIGEST.fullmatch(digest) else None

@@ -31,9 +31,13 @@ from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
 from collapipe_flwr.core.errors import CheckpointMissing, ModelError
-from collapipe_flwr.models.skeleton import build_skeleton, derive_constant, read_config
+from collapipe_flwr.models.skeleton import (
+    build_skeleton,
+    builder_of,
+    derive_constant,
+    read_config,
+)
 from collapipe_flwr.models.spec import ModelSpec
-from collapipe_flwr.models.tasks import auto_class
 from collapipe_flwr.models.validation import first_lines
 
 _PROBLEMS = ("missing_keys", "mismatched_keys")
@@ -109,7 +113,7 @@ def _read_checkpoint(
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
     try:
         with _without_report():
-            model, report = auto_class(spec.task, config).from_pretrained(
+            model, report = builder_of(spec, config).from_pretrained(
                 spec.pretrained,
                 config=config,
                 dtype=torch.float32,

@@ -23,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models import block_inputs
-from collapipe_flwr.models.families import FAMILIES, Family, base_path
+from collapipe_flwr.models.families import FAMILIES, Family, base_path, stack_path
 from collapipe_flwr.models.skeleton import (
     build_skeleton,
     example_inputs,
@@ -33,7 +33,7 @@ from collapipe_flwr.models.skeleton import (
 )
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.stack import without_cache
-from collapipe_flwr.models.tasks import TASKS, has_head
+from collapipe_flwr.models.tasks import TASKS, has_head, is_librarys
 from collapipe_flwr.models.validation import UNFIT, why_unfit
 
 ON_VALUES = "what it computes depends on values, not only on shapes"
@@ -242,10 +242,23 @@ def refusal(spec: ModelSpec, reason: str) -> ModelError:
     return ModelError(f"model type {spec.model_type!r} cannot be split: {reason}")
 
 
+def _is_recorded(family: Family, spec: ModelSpec) -> bool:
+    """Whether a record is of the model's own body, and not of one that it is derived from."""
+    if not spec.model_class:
+        return True
+    model = build_skeleton(replace(spec, lora=None))
+    try:
+        return is_librarys(type(model.get_submodule(stack_path(model, family))))
+    except AttributeError:
+        return False
+
+
 def family_for(spec: ModelSpec) -> Family:
     """The record of the model type, or what a trace finds; raises ModelError."""
-    family = FAMILIES.get(spec.model_type) or discover_family(replace(spec, lora=None))
-    if spec.task not in family.tasks:
+    family = FAMILIES.get(spec.model_type)
+    if family is None or not _is_recorded(family, spec):
+        family = discover_family(replace(spec, lora=None))
+    if not spec.model_class and spec.task not in family.tasks:
         able = f"it can do {', '.join(family.tasks)}" if family.tasks else "choose another type"
         raise ModelError(
             f"model type {spec.model_type!r} cannot do the task {spec.task!r} when split; {able}"

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models import block_inputs
 from collapipe_flwr.models.block_inputs import CachedInputsBuilder, InputsBuilder
+from collapipe_flwr.models.tasks import is_librarys
 
 _UNDERSTANDING = ("sequence-classification", "token-classification", "masked-lm")
 _GENERATING = ("causal-lm", "sequence-classification", "token-classification")
@@ -174,8 +175,14 @@ def stack_path(model: PreTrainedModel, family: Family) -> str:
 
 
 def base_path(model: PreTrainedModel) -> str:
-    """Where the base model stands in one with a head; empty if it is the whole model."""
+    """Where the base model stands in one with a head; empty if it is the whole model.
+
+    A head that is no class of the library may keep it under any name.
+    """
     base = model.base_model
+    if base is model and not is_librarys(type(model)):
+        inner = (m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model)
+        base = next(inner, model)
     path: str = next(name for name, module in model.named_modules() if module is base)
     return path
 

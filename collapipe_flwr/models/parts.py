@@ -23,7 +23,9 @@ from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.block_inputs import PartCache
 from collapipe_flwr.models.generation import FEEDING, Ask, Emit, Prompt, generate
 from collapipe_flwr.models.layout import Holdings
+from collapipe_flwr.models.objective import LABELS, Objective, scores_of
 from collapipe_flwr.models.part import Part
+from collapipe_flwr.models.skeleton import blank_pixels
 from collapipe_flwr.models.stack import Around, Stack, accepted_arguments, without_cache
 from collapipe_flwr.models.tasks import Task, best_class
 from collapipe_flwr.models.validation import first_lines, misfit_of_inputs, misfit_of_labels
@@ -144,13 +146,31 @@ class SegmentPart(Part):
 
 
 class EdgePart(Part):
-    """What stands behind the devices: upper blocks and a head, or a whole decoder."""
+    """What stands behind the devices: upper blocks and a head, or a whole decoder.
 
-    def __init__(self, stack: Stack, holdings: Holdings, weights: Weights, task: Task) -> None:
+    A head that is no class of the library (``own_head``) may call its base model in any way, so it
+    is called with what the user calls it with, and its base model ignores that.
+    """
+
+    def __init__(
+        self,
+        stack: Stack,
+        holdings: Holdings,
+        weights: Weights,
+        task: Task,
+        objective: Objective,
+        *,
+        own_head: bool = False,
+    ) -> None:
         super().__init__(stack.model, holdings, weights)
         self._stack = stack
         self._task = task
+        self._objective = objective
+        self._own_head = own_head and not stack.family.decodes
+        self._arrived_BTD: Tensor | None = None  # while such a head runs
         self._accepted = accepted_arguments(stack.model) - {stack.family.entry, "encoder_outputs"}
+        if objective.loss is not None and not stack.family.decodes:
+            self._accepted -= {LABELS}  # else the library computes a loss that nobody reads
         if not stack.family.decodes:
             # The head calls its base model as always, and gets what the devices computed.
             # Weakly, so that a part that is dropped frees its memory at once.
@@ -162,23 +182,23 @@ class EdgePart(Part):
 
         A batch without any target has loss 0, connected to ``hidden_BTD`` by zero gradients.
         """
-        if "labels" not in context:
-            raise ModelError("the edge needs the tensor 'labels' to compute a loss")
         if self.weight_of(context) == 0:
             return hidden_BTD.sum() * 0.0
-        loss: Tensor = self.outputs(hidden_BTD, context)["loss"]
-        return loss
+        return self._objective.loss_of(self.outputs(hidden_BTD, context), context)
 
-    def judge(self, hidden_BTD: Tensor, context: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The loss, and the ids (B,) or (B, T) that the head holds for best."""
+    def judge(
+        self, hidden_BTD: Tensor, context: Mapping[str, Tensor], *, scores: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """The loss, and the ids (B,) or (B, T) that the head holds for best, or all its scores."""
         found = self.outputs(hidden_BTD, context)
         nothing = self.weight_of(context) == 0  # the library's mean is no number then
-        loss = hidden_BTD.sum() * 0.0 if nothing else found["loss"]
-        return loss, best_class(found["logits"])
+        loss = hidden_BTD.sum() * 0.0 if nothing else self._objective.loss_of(found, context)
+        logits = scores_of(found)
+        return loss, logits if scores else best_class(logits)
 
-    def weight_of(self, context: Mapping[str, Tensor]) -> int:
-        """The number of examples or target tokens that the loss averages over."""
-        return self._task.targets(context["labels"])
+    def weight_of(self, context: Mapping[str, Tensor]) -> float:
+        """What the loss is a mean over: examples, target tokens, or the sum of their weights."""
+        return self._objective.weight_of(context)
 
     def rows(self, key: str, ids: Tensor) -> Tensor:
         """A copy of these rows (U, D) of a table that the embedding borrows."""
@@ -201,6 +221,8 @@ class EdgePart(Part):
         known.update(without_cache(self.model))
         if self._stack.family.decodes:
             return self._call(encoder_outputs=self._stack.finish(hidden_BTD), **known)
+        if self._own_head:
+            return self._call_own(hidden_BTD, known)
         return self._call(**{self._stack.family.entry: hidden_BTD}, **known)
 
     def generate(self, prompt: Prompt, emit: Emit, ask: Ask) -> Tensor:
@@ -217,14 +239,45 @@ class EdgePart(Part):
             ) from cause
         return output
 
-    def _finish(self, *args: Tensor, **kwargs: Any) -> ModelOutput:
+    def _call_own(self, hidden_BTD: Tensor, known: dict[str, Any]) -> ModelOutput:
+        if self._stack.family.input_name not in known:
+            known[self._stack.family.input_name] = self._blank(hidden_BTD)
+        self._arrived_BTD = hidden_BTD
+        try:
+            return self._call(**known)
+        finally:
+            self._arrived_BTD = None
+
+    def _blank(self, hidden_BTD: Tensor) -> Tensor:
+        """In place of the inputs that stay on the control unit: nothing, of their shape."""
+        config: Any = self._stack.module.config
+        if self._stack.family.input_name == "pixel_values":
+            return blank_pixels(config, hidden_BTD)
+        raise ModelError(
+            f"{self._stack.family.input_name!r} did not come to the edge with the hidden states"
+        )
+
+    def _finish(self, *args: Tensor, **kwargs: Any) -> Any:
         """What the base model would return, had it run all blocks itself."""
+        if self._arrived_BTD is not None:
+            _refuse_inner_outputs(kwargs)
+            found = self._stack.finish(self._arrived_BTD)
+            return found.to_tuple() if kwargs.get("return_dict") is False else found
         feed = FEEDING.get()
         if feed is not None:
             ids_BT = kwargs.get("input_ids")
             return feed.forward(self._stack, args[0] if ids_BT is None else ids_BT)
         hidden_BTD = kwargs.get(self._stack.family.entry)
         return self._stack.finish(args[0] if hidden_BTD is None else hidden_BTD)
+
+
+def _refuse_inner_outputs(asked: Mapping[str, Any]) -> None:
+    for name in ("output_hidden_states", "output_attentions"):
+        if asked.get(name):
+            raise ModelError(
+                f"the head asks its base model for {name}, which are on the devices: let it read "
+                "the last hidden states only"
+            )
 
 
 def _alive(edge: weakref.ref[EdgePart]) -> EdgePart:

@@ -23,7 +23,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.lora import add_adapters
 from collapipe_flwr.models.spec import ModelSpec
-from collapipe_flwr.models.tasks import auto_class
+from collapipe_flwr.models.tasks import auto_class, model_class
 from collapipe_flwr.models.validation import UNFIT, first_lines, why_unfit
 
 # Building a transformers model patches library globals for a moment; devices may be threads.
@@ -35,12 +35,13 @@ def read_config(spec: ModelSpec) -> PreTrainedConfig:
     """The configuration inside ``spec``; raises ModelError if transformers does not know it."""
     # transformers writes infinities and NaN as {"__float__": "Infinity"}
     values = PreTrainedConfig._decode_special_floats(json.loads(spec.config_json))
-    model_type = values.get("model_type")
-    if model_type not in CONFIG_MAPPING:
+    model_type, own = values.get("model_type"), model_class(spec)
+    if (own is None or own.config_class is None) and model_type not in CONFIG_MAPPING:
         raise ModelError(f"config_json names the unknown model_type {model_type!r}")
+    config_class: Any = (own and own.config_class) or CONFIG_MAPPING[model_type]
     _refuse_endless(values)
     try:
-        config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
+        config: PreTrainedConfig = config_class.from_dict(values)
     except UNFIT as cause:
         raise ModelError(f"model type {model_type!r}: {first_lines(cause)}") from cause
     config.architectures = config.architectures or []  # None breaks the choice of a head
@@ -65,7 +66,7 @@ def build_skeleton(spec: ModelSpec) -> PreTrainedModel:
     The attention implementation is settled here: masks are dropped silently without one.
     """
     config = read_config(spec)
-    builder = auto_class(spec.task, config)
+    builder = builder_of(spec, config)
     with unset_fake_temporarily():  # some read values of tensors while they are built
         with _BUILDING, torch.device("meta"):
             model = _from_config(builder, config)
@@ -81,10 +82,15 @@ def build_skeleton(spec: ModelSpec) -> PreTrainedModel:
 def build_random(spec: ModelSpec, seed: int) -> PreTrainedModel:
     """The whole model with the library's own random first weights, drawn from ``seed``."""
     config = read_config(spec)
-    builder = auto_class(spec.task, config)
+    builder = builder_of(spec, config)
     with _BUILDING, torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         return _from_config(builder, config)
+
+
+def builder_of(spec: ModelSpec, config: PreTrainedConfig) -> Any:
+    """The class that ``spec`` names, or the Auto class of its task; raises ModelError."""
+    return model_class(spec) or auto_class(spec.task, config)
 
 
 def place_tensor(model: nn.Module, path: str, tensor: Tensor) -> None:
@@ -123,7 +129,9 @@ def _holder(model: nn.Module, path: str) -> tuple[nn.Module, str]:
 
 def _from_config(builder: Any, config: PreTrainedConfig) -> PreTrainedModel:
     try:
-        model: PreTrainedModel = builder.from_config(config)
+        own = isinstance(builder, type) and issubclass(builder, PreTrainedModel)
+        build = builder._from_config if own else builder.from_config
+        model: PreTrainedModel = build(config)
     except UNFIT as cause:
         reason = why_unfit(cause, config)
         raise ModelError(
@@ -243,6 +251,14 @@ def example_inputs(config: Any, input_name: str, length: int) -> dict[str, Tenso
         return {input_name: torch.zeros(1, config.num_mel_bins, frames)}
     ones = torch.ones(1, length, dtype=torch.long)
     return {"input_ids": ones, "attention_mask": ones}
+
+
+def blank_pixels(config: Any, hidden_BTD: Tensor) -> Tensor:
+    """Pictures (B, C, H, W) of the size that ``config`` says, which take no memory."""
+    size = config.image_size
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    blank = torch.zeros((), device=hidden_BTD.device, dtype=hidden_BTD.dtype)
+    return blank.expand(len(hidden_BTD), config.num_channels, height, width)
 
 
 def _require(config: Any, *keys: str) -> None:

@@ -22,6 +22,7 @@ from collapipe_flwr.core.keys import (
 TIE_POLICIES = ("untie", "rows")
 SHARED_POLICIES = ("freeze", "sum")
 FROZEN_DTYPES = ("float32", "bfloat16", "int8")
+_YOUNG = ("model_class", "loss", "weight")
 _DEMO = (
     "d_model=64 encoder_layers=6 decoder_layers=2 encoder_attention_heads=4 "
     "decoder_attention_heads=4 encoder_ffn_dim=128 decoder_ffn_dim=128 "
@@ -99,6 +100,11 @@ class ModelSpec:
     to add up the gradients of their replicas before each optimiser step. ``untied`` names keys
     that the architecture ties but the checkpoint does not (the output table of T5 1.1).
 
+    ``model_class`` is the import path of a transformers class, own heads included; empty: that of
+    the task. ``loss`` is that of a function of outputs and batch; empty: the model's own. The mean
+    runs over ``weight`` (see ``Objective``; empty: labels, or examples where the loss or the head
+    is an own one).
+
     With ``lora`` only adapters (and ``modules_to_save``) train. What is frozen is read by every
     part from ``pretrained`` itself, but for the keys ``absent`` there, which travel.
     """
@@ -112,6 +118,9 @@ class ModelSpec:
     untied: tuple[str, ...] = ()
     lora: LoraConfig | None = None
     absent: tuple[str, ...] = ()
+    model_class: str = ""
+    loss: str = ""
+    weight: str = ""
 
     def __post_init__(self) -> None:
         _require_choice("ties", self.ties, TIE_POLICIES)
@@ -127,8 +136,13 @@ class ModelSpec:
         return str(json.loads(self.config_json)["model_type"])
 
     def to_json(self) -> str:
-        """One string; the inverse of ``from_json``."""
-        return json.dumps(asdict(self), sort_keys=True)
+        """One string; the inverse of ``from_json``.
+
+        Hosts of older versions know no ``_YOUNG`` key, so these are left out where empty.
+        """
+        values = asdict(self)
+        kept = {k: value for k, value in values.items() if value or k not in _YOUNG}
+        return json.dumps(kept, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> ModelSpec:

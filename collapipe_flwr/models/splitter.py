@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from collapipe_flwr.core.errors import ModelError
@@ -27,16 +28,18 @@ from collapipe_flwr.models.layout import (
     make_layout,
 )
 from collapipe_flwr.models.lora import first_adapter, is_adapter, key_of
+from collapipe_flwr.models.objective import EXAMPLES, LABELS, Objective, named_loss
 from collapipe_flwr.models.part import Part
 from collapipe_flwr.models.parts import EdgePart, EmbeddingPart, SegmentPart
 from collapipe_flwr.models.skeleton import build_random, build_skeleton, read_tensor
 from collapipe_flwr.models.spec import ModelSpec
-from collapipe_flwr.models.stack import ReplayedStack, Stack
-from collapipe_flwr.models.tasks import find_task
+from collapipe_flwr.models.stack import ReplayedStack, Stack, accepted_arguments
+from collapipe_flwr.models.tasks import OWN_TASK, Task, find_task
 from collapipe_flwr.models.validation import blocks_for_devices, most_positions, refuse_inexact
 
 Weights = Mapping[str, Tensor]
 TensorShape = tuple[torch.Size, torch.dtype]
+_LARGE_INPUTS = ("pixel_values", "input_features")  # they stay on the control unit
 
 
 class Splitter:
@@ -52,6 +55,7 @@ class Splitter:
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
         self.task = find_task(spec.task)
+        self.objective = _objective(spec, self.task)
         self._family = family_for(spec)
         skeleton = build_skeleton(spec)
         refuse_inexact(skeleton.config, self._family, spec.task)
@@ -63,7 +67,9 @@ class Splitter:
         self.input_name = self._family.input_name
         stack = skeleton.get_submodule(stack_path(skeleton, self._family))
         self.input_config = stack.config  # of pictures and sound: their part's own
+        self._body_inputs, self._head_inputs = map(accepted_arguments, (stack, skeleton))
         self.shapes = _shapes(skeleton, self._layout)
+        self._drops = _drops(skeleton, spec)
 
     @property
     def has_record(self) -> bool:
@@ -79,6 +85,11 @@ class Splitter:
     def generates(self) -> bool:
         """Whether its parts can write a text token by token."""
         return self._family.decodes or self._family.cached_inputs is not None
+
+    @property
+    def drops(self) -> bool:
+        """Whether it leaves anything out by chance while it trains."""
+        return self._drops
 
     @property
     def most_tokens(self) -> int | None:
@@ -140,7 +151,33 @@ class Splitter:
 
     def context(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The part of ``batch`` that segments and edge need."""
-        return {key: value for key, value in batch.items() if key in self.context_keys}
+        return {key: value for key, value in batch.items() if self._travels(key)}
+
+    def _travels(self, key: str) -> bool:
+        """Own heads get their own arguments, and own losses whatever the body does not read."""
+        if key in self.context_keys:
+            return True
+        if self.spec.model_class and not self.decodes and key in self._head_inputs:
+            return key not in _LARGE_INPUTS
+        own = self.spec.loss or self.spec.model_class or key == self.spec.weight
+        return bool(own) and key not in self._body_inputs
+
+    # Loss
+
+    def weight_of(self, batch: Mapping[str, Tensor]) -> float:
+        """What the mean loss of ``batch`` runs over; raises ModelError if a tensor is missing."""
+        return self.objective.weight_of(self.context(batch))
+
+    def run_whole(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+        """The outputs of what ``build_whole`` built; see ``loss_of`` and ``scores_of``."""
+        known = {key: value for key, value in batch.items() if key in self._head_inputs}
+        if self.spec.loss and not self.decodes:
+            known.pop(LABELS, None)
+        return model(**known)
+
+    def loss_of(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        """The mean loss of these outputs for ``batch``, a scalar; raises ModelError."""
+        return self.objective.loss_of(outputs, self.context(batch))
 
     # Weights
 
@@ -217,10 +254,20 @@ class Splitter:
         """The edge's part; ``weights`` must hold ``edge_keys`` (and ``shared_keys``)."""
         holdings = self._layout.holdings(EDGE, runs_blocks=self.spec.edge_blocks > 0)
         stack = self._stack(self.num_blocks, self.num_blocks + self.spec.edge_blocks)
-        return EdgePart(stack, holdings, self._completed(weights), self.task)
+        return EdgePart(
+            stack,
+            holdings,
+            self._completed(weights),
+            self.task,
+            self.objective,
+            own_head=bool(self.spec.model_class),
+        )
 
-    def build_whole(self, weights: Weights) -> PreTrainedModel:
-        """The unsplit transformers model with these weights, in evaluation mode."""
+    def build_whole(self, weights: Weights, *, trains: bool = False) -> PreTrainedModel:
+        """The unsplit transformers model with these weights, in evaluation mode.
+
+        One that ``trains`` keeps no cache for generating.
+        """
         model = build_skeleton(self.spec)
         Part(
             model,
@@ -230,6 +277,8 @@ class Splitter:
         for path in [p for p in model.all_tied_weights_keys if p in self._layout.owners]:
             model.all_tied_weights_keys.pop(path)
         model.train(False)
+        if trains:
+            model.config.use_cache = False
         return model
 
     def _plain_places(self) -> dict[str, tuple[str, ...]]:
@@ -276,6 +325,21 @@ class Splitter:
                 f"blocks {first_block}..{stop_block - 1} do not exist; "
                 f"devices may hold blocks 0..{self.num_blocks - 1}"
             )
+
+
+def _objective(spec: ModelSpec, task: Task) -> Objective:
+    own = spec.loss or task is OWN_TASK
+    weight = spec.weight or (EXAMPLES if own else LABELS)
+    return Objective(weight=weight, targets=task.targets, loss=named_loss(spec.loss))
+
+
+def _drops(skeleton: PreTrainedModel, spec: ModelSpec) -> bool:
+    """Own heads need not keep their dropout in the configuration."""
+    settings = skeleton.config.to_dict().items()
+    shares = [p for name, p in settings if "drop" in name and isinstance(p, float)]
+    if spec.model_class:
+        shares += [m.p for m in skeleton.modules() if isinstance(m, nn.Dropout)]
+    return any(share > 0 for share in (*shares, spec.lora.dropout if spec.lora else 0.0))
 
 
 def _shapes(skeleton: PreTrainedModel, layout: Layout) -> dict[str, TensorShape]:

@@ -23,6 +23,7 @@ from transformers.utils.generic import ModelOutput
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.block_inputs import BlockArguments, PartCache, token_mask
 from collapipe_flwr.models.families import Family, find_blocks, stack_path
+from collapipe_flwr.models.skeleton import blank_pixels
 
 Forward = Callable[..., Any]
 Around = Callable[[], AbstractContextManager[object]]  # entered for every second computation
@@ -274,11 +275,7 @@ class ReplayedStack(Stack):
         """Anything of the right shape: the first block of this part reads ``hidden_BTD``."""
         if self.family.input_name != "pixel_values":
             return {"inputs_embeds": torch.zeros_like(hidden_BTD)}
-        config: Any = self.module.config
-        size = config.image_size
-        height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        blank = torch.zeros((), device=hidden_BTD.device, dtype=hidden_BTD.dtype)
-        return {"pixel_values": blank.expand(len(hidden_BTD), config.num_channels, height, width)}
+        return {"pixel_values": blank_pixels(self.module.config, hidden_BTD)}
 
     def _forward_of(self, index: int, block: nn.Module, hidden_BTD: Tensor) -> Forward:
         if index < self.first_block:

@@ -17,9 +17,12 @@ from transformers import (
     AutoModelForSpeechSeq2Seq,
     AutoModelForTokenClassification,
     PreTrainedConfig,
+    PreTrainedModel,
 )
 
 from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.core.imports import load_class
+from collapipe_flwr.models.spec import ModelSpec
 
 IGNORED_LABEL = -100  # transformers' mark for positions without a target
 
@@ -78,12 +81,15 @@ _TASKS = (
     ),
 )
 TASKS: Mapping[str, Task] = {task.name: task for task in _TASKS}
+OWN_TASK = Task(name="own", auto_classes=(), targets=len)  # of a class that learns something else
 
 
 def find_task(name: str) -> Task:
     """The task of that name; raises ModelError naming the nearest one."""
     if name in TASKS:
         return TASKS[name]
+    if name == OWN_TASK.name:
+        return OWN_TASK
     near = get_close_matches(name, TASKS, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(TASKS)}"
     raise ModelError(f"unknown task {name!r}; {hint}")
@@ -99,6 +105,31 @@ def auto_class(task: str, config: PreTrainedConfig) -> Any:
     for candidate in _auto_classes(task, config):
         return candidate
     raise ModelError(f"transformers has no {task!r} head for model type {config.model_type!r}")
+
+
+def model_class(spec: ModelSpec) -> type[PreTrainedModel] | None:
+    """The class that ``spec`` names, None for that of its task; raises ModelError."""
+    if not spec.model_class:
+        return None
+    found: type[PreTrainedModel] = load_class(spec.model_class, PreTrainedModel)
+    return found
+
+
+def known_task(kind: type) -> str:
+    """The task whose head a class is, or is derived from; that of ``OWN_TASK`` if none is."""
+    names = {base.__name__ for base in kind.__mro__ if is_librarys(base)}
+    for task in _TASKS:
+        for auto_class in task.auto_classes:
+            mapping: Any = auto_class._model_mapping  # type: ignore[attr-defined]
+            heads = mapping._model_mapping.values()  # names, or several of them
+            if any(names.intersection((h,) if isinstance(h, str) else h) for h in heads):
+                return task.name
+    return OWN_TASK.name
+
+
+def is_librarys(kind: type) -> bool:
+    """Whether a class is one of transformers itself."""
+    return kind.__module__.partition(".")[0] == "transformers"
 
 
 def _auto_classes(task: str, config: PreTrainedConfig) -> list[Any]:

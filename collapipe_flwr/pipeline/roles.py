@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,8 +18,9 @@ from collapipe_flwr.pipeline.generation import GeneratingEdge, relay_generation
 from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, FrameKind, Link
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.stage import LEARNS, Stage, context_of, learns_before
-from collapipe_flwr.pipeline.step import MicroBatch, Step, StepResult
+from collapipe_flwr.pipeline.step import LOGITS, MicroBatch, Step, StepResult
 
+_SAME_SUM = 1e-6  # of weights, relative: another machine may add them up in another order
 _SQUARE_NORM, _FACTOR = "square_norm", "factor"
 _CONSTANT = repeat(1.0)
 _PREDICTIONS = "guesses."  # and the number of a micro-batch: tensors of TOTALS
@@ -27,10 +29,10 @@ _PREDICTIONS = "guesses."  # and the number of a micro-batch: tensors of TOTALS
 class _LossPart(Protocol):
     """The last part: a module with `weight_of`, and `judge` where predictions are asked for."""
 
-    def weight_of(self, context: Mapping[str, Tensor]) -> int: ...
+    def weight_of(self, context: Mapping[str, Tensor]) -> float: ...
 
     def judge(
-        self, hidden: Tensor | None, context: Mapping[str, Tensor]
+        self, hidden: Tensor | None, context: Mapping[str, Tensor], *, scores: bool
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -98,8 +100,11 @@ class FirstStage(_Leader):
         """
         return self._drive(batch, train=True)
 
-    def evaluate(self, batch: Sequence[MicroBatch], *, predict: bool = False) -> StepResult:
-        """Compute the loss without training, with predictions if ``predict``."""
+    def evaluate(self, batch: Sequence[MicroBatch], *, predict: str = "") -> StepResult:
+        """Compute the loss without training, with the predictions that ``predict`` asks for.
+
+        They are "classes", ids (B,) or (B, T) of the best ones, or "logits", all of their scores.
+        """
         return self._drive(batch, train=False, predict=predict)
 
     def finish(self) -> None:
@@ -107,9 +112,7 @@ class FirstStage(_Leader):
         with self.telling_neighbours():
             self._send(self.downstream, Frame(kind=FrameKind.END, step=self.next_step))
 
-    def _drive(
-        self, batch: Sequence[MicroBatch], *, train: bool, predict: bool = False
-    ) -> StepResult:
+    def _drive(self, batch: Sequence[MicroBatch], *, train: bool, predict: str = "") -> StepResult:
         weight = float(sum(m.weight for m in batch))
         if not (batch and weight >= 0):
             raise ScheduleError(f"a batch of {len(batch)} micro-batches weighs {weight}")
@@ -138,7 +141,7 @@ class FirstStage(_Leader):
             if not train:
                 frame = self._receive(self.downstream, FrameKind.TOTALS, step.index, 0)
                 self._loss = _scalar(frame, "loss")
-                found = _predictions(frame, len(batch)) if predict else ()
+                found = _predictions(frame, step) if predict else ()
         self.next_step += 1
         return StepResult(
             loss=self._loss, weight=weight, gradient_norm=self._gradient_norm, predictions=found
@@ -290,14 +293,14 @@ class LastStage(_Follower):
         self._loss_part: _LossPart = part  # type: ignore[assignment]
         self._loss = 0.0
         self._losses: dict[int, float] = {}  # of the micro-batches in flight
-        self._predicts = False
+        self._predicts = ""
         self._predictions: dict[str, Tensor] = {}
 
     def run_step(self, step: Step) -> None:
         """See `Stage.run_step`."""
         self._loss = 0.0
         self._losses.clear()
-        self._predicts, self._predictions = step.predict and not step.train, {}
+        self._predicts, self._predictions = "" if step.train else step.predict, {}
         if step.rows:
             rows = ties.lend_rows(self.part, step.rows)
             self._send(self.upstream, Frame(kind=FrameKind.ROWS, step=step.index, tensors=rows))
@@ -306,14 +309,15 @@ class LastStage(_Follower):
     def _compute(self, frame: Frame, hidden: Tensor | None) -> Tensor:
         context = context_of(frame)
         counted = self._loss_part.weight_of(context)
-        if counted != frame.scalars["weight"]:
+        if not math.isclose(counted, frame.scalars["weight"], rel_tol=_SAME_SUM):
             raise ProtocolError(
                 f"{self.upstream.peer} gave micro-batch {frame.micro_batch} the weight "
-                f"{frame.scalars['weight']:g}, but its labels count {counted}"
+                f"{frame.scalars['weight']:g}, but its labels count {counted:g}"
             )
         mean: Tensor
         if self._predicts:
-            mean, predictions = self._loss_part.judge(hidden, context)
+            scores = self._predicts == LOGITS
+            mean, predictions = self._loss_part.judge(hidden, context, scores=scores)
             self._predictions[f"{_PREDICTIONS}{frame.micro_batch}"] = predictions
         else:
             mean = self.part(hidden, context)
@@ -357,9 +361,18 @@ def _scalar(frame: Frame, name: str) -> float:
     return frame.scalars[name]
 
 
-def _predictions(frame: Frame, micro_batches: int) -> tuple[Tensor, ...]:
-    """Of every micro-batch in order. Raises ProtocolError when one is missing."""
-    names = [f"{_PREDICTIONS}{index}" for index in range(micro_batches)]
+def _predictions(frame: Frame, step: Step) -> tuple[Tensor, ...]:
+    """Of every micro-batch in order.
+
+    Raises ProtocolError when one is missing or of another kind.
+    """
+    names = [f"{_PREDICTIONS}{index}" for index in range(step.micro_batches)]
     if lost := [name for name in names if name not in frame.tensors]:
         raise ProtocolError(f"{frame.kind.name} of step {frame.step} lacks {lost[0]}")
-    return tuple(frame.tensors[name] for name in names)
+    found = tuple(frame.tensors[name] for name in names)
+    if any(tensor.is_floating_point() is not (step.predict == LOGITS) for tensor in found):
+        raise ProtocolError(
+            f"{frame.kind.name} of step {frame.step} holds other predictions than {step.predict}: "
+            "the edge may be of an older version"
+        )
+    return found

@@ -16,6 +16,8 @@ from collapipe_flwr.pipeline.ties import ROWS
 
 _PREDICT = "guesses"  # on the wire
 _RATE = "rate"  # on the wire; 1 where it is missing
+CLASSES, LOGITS = "classes", "logits"
+PREDICTIONS = ("", CLASSES, LOGITS)  # the place is the number on the wire
 _MOST_MICRO_BATCHES = 65536
 _STEP_SCALARS = ("micro_batches", "train", "weight", "settle")
 
@@ -25,8 +27,9 @@ class Step:
     """What all stages know about the step in progress; `weight` is N of the whole batch.
 
     With `settle` the stages add up their gradient norms, and the gradients of what they share,
-    before anyone applies the step. With `predict`, in an evaluation, the last stage also returns
-    its predictions. All learning rates are multiplied by `rate`.
+    before anyone applies the step. In an evaluation the last stage also returns what `predict`
+    asks for (`PREDICTIONS`): the best classes, or all logits. All learning rates are multiplied by
+    `rate`.
     """
 
     index: int
@@ -34,7 +37,7 @@ class Step:
     train: bool
     weight: float
     settle: bool = False
-    predict: bool = False
+    predict: str = ""
     rate: float = 1.0
     seed: int | None = None  # of all random operations; None leaves them to chance
     rows: Mapping[str, Tensor] = field(default_factory=dict)  # ids of borrowed rows, by table
@@ -46,7 +49,7 @@ class Step:
             "train": float(self.train),
             "weight": self.weight,
             "settle": float(self.settle),
-            _PREDICT: float(self.predict),
+            _PREDICT: float(PREDICTIONS.index(self.predict)),
         }
         if self.rate != 1.0:
             scalars[_RATE] = self.rate
@@ -74,11 +77,18 @@ class Step:
             train=bool(train),
             weight=weight,
             settle=bool(settle),
-            predict=bool(frame.scalars.get(_PREDICT, 0.0)),
+            predict=_prediction(frame),
             rate=rate,
             seed=_seed(frame),
             rows=_row_ids(frame),
         )
+
+
+def _prediction(frame: Frame) -> str:
+    number = frame.scalars.get(_PREDICT, 0.0)
+    if number not in range(len(PREDICTIONS)):
+        raise ProtocolError(f"a BEGIN frame asks for predictions of the kind {number:g}")
+    return PREDICTIONS[int(number)]
 
 
 def _seed(frame: Frame) -> int | None:
@@ -101,8 +111,9 @@ def _row_ids(frame: Frame) -> dict[str, Tensor]:
 class MicroBatch:
     """Input of one micro-batch: `inputs` feed the embedding, `context` travels to all stages.
 
-    `weight` is n_i, the number of examples or target tokens that the loss of this micro-batch is
-    a mean over (0 is allowed); the last stage counts them again and refuses a wrong number.
+    `weight` is n_i, the number of examples or target tokens (or the sum of their weights) that the
+    loss of this micro-batch is a mean over (0 is allowed); the last stage counts again and refuses
+    a wrong number.
     """
 
     inputs: Mapping[str, Tensor]

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.errors import ConfigError, extra
 from collapipe_flwr.reporting.output import write_picture
 from collapipe_flwr.reporting.run_directory import read_events, read_summary
 
@@ -124,10 +124,8 @@ def _largest_device(curve: Curve) -> str:
 
 def draw(curves: Sequence[Curve], path: Path) -> None:
     """A picture of the curves; raises ConfigError without matplotlib, or a place to write it."""
-    try:
+    with extra("plot"):
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'collapipe-flwr[plot]'") from error
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.subplots()
     for place, curve in enumerate(curves):

@@ -5,15 +5,15 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from collapipe_flwr.core.json_codec import plain
+from collapipe_flwr.reporting.output import number_table
 
 if TYPE_CHECKING:
     from collapipe_flwr.cluster.forecast import Forecast
-    from collapipe_flwr.cluster.profile import Measured, Measurements
+    from collapipe_flwr.cluster.profile import Measurements
     from collapipe_flwr.core.domain import BlockCost
 
 _GIGA, _MEGA, _MILLI = 1e9, 1e6, 1e-3
@@ -21,7 +21,7 @@ _COLUMNS = (
     "forward\nGFLOP",
     "backward\nGFLOP",
     "weights\nMB",
-    "training\nMB",  # weights, gradients and optimiser state
+    "training\nMB",  # weights, gradients and optimizer state
     "kept\nMB",  # activations until the backward pass
     "sent\nMB",
 )
@@ -44,53 +44,34 @@ def show_measurements(found: Measurements, console: Console) -> None:
 
 def measurements_table(found: Measurements) -> Table:
     """One line per member."""
-    table = _table(f"cluster {found.cluster_id}", "member", "address")
-    _add_numbers(table, "GFLOP\n/s", "free\nGB", "idle\nMB", "clock\ns", "Mbit\n/s", "delay\nms")
+    figures = ("GFLOP\n/s", "free\nGB", "idle\nMB", "clock\ns", "Mbit\n/s", "delay\nms", "")
+    table = number_table(f"cluster {found.cluster_id}", ("member", "address"), figures)
     for member in found.members:
-        table.add_row(*_cells(member))
+        table.add_row(
+            member.name,
+            member.address or "here",
+            _number(member.speed_flop_per_s, _GIGA, 1),
+            _number(member.memory_bytes, _GIGA, 1),
+            _number(member.idle_bytes, _MEGA, 0),
+            _number(member.clock_ahead_s, 1.0, 1),
+            _number(member.rate_bit_per_s, _MEGA, 0),
+            _number(member.delay_s, _MILLI, 2),
+            _mark(member.fault),
+        )
     return table
 
 
 def links_table(found: Measurements) -> Table:
     """One line per way between two hosts."""
-    table = _table("links", "from", "to")
-    _add_numbers(table, "Mbit\n/s", "delay\nms")
+    table = number_table("links", ("from", "to"), ("Mbit\n/s", "delay\nms", ""))
     for link in found.links:
         rate, delay = _number(link.rate_bit_per_s, _MEGA, 0), _number(link.delay_s, _MILLI, 2)
         table.add_row(link.source, link.target, rate, delay, _mark(link.fault))
     return table
 
 
-def _table(title: str, *names: str) -> Table:
-    """Names may be folded where a terminal is narrow, numbers may not."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)
-    for name in names:
-        table.add_column(name, overflow="fold")
-    return table
-
-
-def _add_numbers(table: Table, *headers: str) -> None:
-    for header in headers:
-        table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-
-
 def _mark(fault: str) -> str:
     return "[red]mend[/red]" if fault else "[green]ok[/green]"
-
-
-def _cells(member: Measured) -> tuple[str, ...]:
-    return (
-        member.name,
-        member.address or "here",
-        _number(member.speed_flop_per_s, _GIGA, 1),
-        _number(member.memory_bytes, _GIGA, 1),
-        _number(member.idle_bytes, _MEGA, 0),
-        _number(member.clock_ahead_s, 1.0, 1),
-        _number(member.rate_bit_per_s, _MEGA, 0),
-        _number(member.delay_s, _MILLI, 2),
-        _mark(member.fault),
-    )
 
 
 def _number(value: float | None, unit: float, digits: int) -> str:
@@ -116,10 +97,7 @@ def cost_table(found: Forecast) -> Table:
     """One line per piece, equal neighbours together; costs are per example."""
     size = f"{found.parameter_bytes / _MEGA:.1f} MB of weights"
     title = f"{found.model_type} for {found.task}: {size}, costs per example"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("piece", no_wrap=True)
-    for name in _COLUMNS:
-        table.add_column(name, justify="right", no_wrap=True)
+    table = number_table(title, ("piece",), _COLUMNS)
     table.add_row("embedding (control unit)", *_cost_cells(found.profile.embedding))
     first = 0
     for cost, group in groupby(found.profile.blocks):

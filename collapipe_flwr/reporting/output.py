@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from collapipe_flwr.core.durable import write_file, write_text
 from collapipe_flwr.core.errors import ConfigError
@@ -47,6 +49,16 @@ def write_picture(figure: Figure, path: Path) -> None:
         write_file(path, lambda written: figure.savefig(written, dpi=DPI))
     except OSError as error:
         raise ConfigError(f"--plot {path}: cannot be written ({error})") from error
+
+
+def number_table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Table:
+    """A table without rows; its names may be folded where a terminal is narrow, numbers may not."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in names:
+        table.add_column(name, overflow="fold")
+    for number in numbers:
+        table.add_column(number, justify="right", no_wrap=True)
+    return table
 
 
 @contextmanager

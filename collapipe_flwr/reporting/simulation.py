@@ -6,8 +6,7 @@ Every column of the tables is explained in docs/simulate.md.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -17,9 +16,16 @@ from rich.console import Console
 from rich.table import Table
 
 from collapipe_flwr.core.domain import ClusterPlan
-from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.errors import ConfigError, extra
 from collapipe_flwr.core.links import CODECS
-from collapipe_flwr.reporting.output import prepare, progress, write_json, write_picture
+from collapipe_flwr.reporting.output import (
+    number_table,
+    prepare,
+    progress,
+    write_json,
+    write_picture,
+)
+from collapipe_flwr.simulation.score import Score
 from collapipe_flwr.simulation.setting import Setting
 from collapipe_flwr.simulation.simulate import (
     FACTORS,
@@ -62,63 +68,48 @@ CLAIMS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outputs:
-    """Where results go besides the terminal."""
+def run_simulation(
+    setting: Setting, *, json_file: Path | None = None, plot_dir: Path | None = None
+) -> None:
+    """Simulate with a progress bar, print tables, write files.
 
-    json_file: Path | None = None
-    plot_dir: Path | None = None
-
-    def check(self) -> None:
-        """Fail before the work rather than after it; raises ConfigError."""
-        if self.json_file is not None:
-            prepare("--json", self.json_file)
-        if self.plot_dir is not None:
-            check_plot(self.plot_dir)
-
-
-def run_simulation(setting: Setting, outputs: Outputs) -> None:
-    """Simulate with a progress bar, print tables, write files."""
-    outputs.check()
+    Raises ConfigError before the work where a file cannot be written or matplotlib is missing.
+    """
+    if json_file is not None:
+        prepare("--json", json_file)
+    if plot_dir is not None:
+        check_plot(plot_dir)
     steps = setting.rounds * len(setting.seeds) * len(setting.policies)
     with progress(steps) as tick:
         simulation = simulate(setting, tick)
-    _print_simulation(simulation)
-    if outputs.json_file is not None:
-        write_json(outputs.json_file, simulation_json(simulation))
-    if outputs.plot_dir is not None:
-        _plot(simulation, outputs.plot_dir)
-
-
-def _print_simulation(simulation: Simulation) -> None:
     console = Console(highlight=False)
     console.print(policy_table(simulation))
-    for sentence in (*codec_lines(simulation), *refusals(simulation)):
+    refusals = [f"{p.policy}: {p.refusal}" for p in simulation.policies if p.refusal is not None]
+    for sentence in (*codec_lines(simulation), *refusals):
         console.print(sentence, markup=False)
     compared = comparison(summaries(simulation))
     if compared is not None:
         console.print(claims_table(cast("dict[str, Json]", compared["claims"])))
+    if json_file is not None:
+        write_json(json_file, simulation_json(simulation))
+    if plot_dir is not None:
+        for path in save_figures(simulation, _tradeoff(simulation), plot_dir):
+            console.print(str(path), markup=False, soft_wrap=True)
 
 
-def _plot(simulation: Simulation, folder: Path) -> None:
-    setting = simulation.setting
-    sweep: tuple[TradeoffPoint, ...] = ()
-    if simulation.policy(OURS) is not None:
-        with progress(setting.rounds * len(FACTORS)) as tick:
-            sweep = penalty_sweep(setting, lambda _: tick("trade-off"))
-    for path in save_figures(simulation, sweep, folder):
-        Console().print(str(path), markup=False, highlight=False, soft_wrap=True)
+def _tradeoff(simulation: Simulation) -> Sequence[TradeoffPoint]:
+    """The sweep over the penalty weight; nothing where our policy did not take part."""
+    if simulation.policy(OURS) is None:
+        return ()
+    with progress(simulation.setting.rounds * len(FACTORS)) as tick:
+        return penalty_sweep(simulation.setting, lambda _: tick("trade-off"))
 
 
 def policy_table(simulation: Simulation) -> Table:
     """One line per policy."""
     setting = simulation.setting
     where = f"{setting.rounds} rounds, {len(setting.seeds)} seeds, budget {setting.budget}"
-    title = f"scheduler only, no training: {where}"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("policy", no_wrap=True)
-    for name in COLUMNS:
-        table.add_column(name, justify="right", no_wrap=True)
+    table = number_table(f"scheduler only, no training: {where}", ("policy",), COLUMNS)
     for row in summaries(simulation):
         table.add_row(row.policy, *_cells(row))
     for result in simulation.policies:
@@ -138,11 +129,6 @@ def codec_lines(simulation: Simulation) -> list[str]:
         counts = ", ".join(f"{name} {found[name]}" for name in CODECS if found[name])
         lines += [f"codecs of {result.policy}: {counts} hops"] if counts else []
     return lines
-
-
-def refusals(simulation: Simulation) -> list[str]:
-    """A sentence for every policy that could not run."""
-    return [f"{p.policy}: {p.refusal}" for p in simulation.policies if p.refusal is not None]
 
 
 def _cells(row: Summary) -> list[str]:
@@ -174,12 +160,8 @@ def claims_table(claims: Mapping[str, Json]) -> Table:
 
 def check_plot(folder: Path) -> None:
     """Make the folder; raises ConfigError without matplotlib or where that fails."""
-    try:
+    with extra("plot"):
         import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            "--plot needs matplotlib: install it with pip install 'collapipe-flwr[plot]'"
-        ) from error
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -191,9 +173,21 @@ def save_figures(
 ) -> list[Path]:
     """Draw everything for the first seed; returns the files written."""
     ran = [p for p in simulation.policies if p.refusal is None]
-    drawn = {"latency": _latency(ran), "queues": _queues(ran), "segments": _segments(ran)}
+    drawn = {
+        "latency": _by_round(
+            ran, "Latency over rounds", "latency of the round [s]", "log", lambda s: s.latency_s
+        ),
+        "queues": _by_round(
+            ran,
+            "Longest energy queue: what stays bounded keeps its budget",
+            "queue [budgets of a round]",
+            "symlog",
+            lambda s: s.queue_share,
+        ),
+        "segments": _segments(ran),
+    }
     if tradeoff:
-        drawn["tradeoff"] = _tradeoff(tradeoff)
+        drawn["tradeoff"] = _weights(tradeoff)
     paths = []
     for name, figure in drawn.items():
         paths.append(folder / f"{name}.png")
@@ -212,35 +206,28 @@ def _axes(title: str, x: str, y: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _latency(ran: Sequence[PolicyResult]) -> Figure:
-    figure, axes = _axes("Latency over rounds", "round", "latency of the round [s]")
+def _by_round(
+    ran: Sequence[PolicyResult],
+    title: str,
+    y: str,
+    scale: str,
+    series: Callable[[Score], Sequence[float]],
+) -> Figure:
+    """A curve for each policy."""
+    figure, axes = _axes(title, "round", y)
     for result in ran:
-        series = result.scores[0].latency_s
-        axes.plot(range(1, len(series) + 1), series, label=result.policy)
-    axes.set_yscale("log")
+        values = series(result.scores[0])
+        axes.plot(range(1, len(values) + 1), values, label=result.policy)
+    axes.set_yscale(scale)
+    if scale == "symlog":
+        axes.set_ylim(bottom=0)
     axes.legend(ncols=2, fontsize="small")
     return figure
 
 
-def _queues(ran: Sequence[PolicyResult]) -> Figure:
-    figure, axes = _axes(
-        "Longest energy queue: what stays bounded keeps its budget",
-        "round",
-        "queue [budgets of a round]",
-    )
-    for result in ran:
-        series = result.scores[0].queue_share
-        axes.plot(range(1, len(series) + 1), series, label=result.policy)
-    axes.set_yscale("symlog")
-    axes.set_ylim(bottom=0)
-    axes.legend(ncols=2, fontsize="small")
-    return figure
-
-
-def _tradeoff(points: Sequence[TradeoffPoint]) -> Figure:
-    figure, axes = _axes(
-        "Trade-off of the penalty weight V", "penalty weight V", "mean latency [s]"
-    )
+def _weights(points: Sequence[TradeoffPoint]) -> Figure:
+    title = "Trade-off of the penalty weight V"
+    figure, axes = _axes(title, "penalty weight V", "mean latency [s]")
     weights = [p.penalty_weight for p in points]
     axes.plot(weights, [p.latency_mean_s for p in points], "o-", color="C0")
     axes.set_xscale("log")
@@ -258,7 +245,8 @@ def _segments(ran: Sequence[PolicyResult]) -> Figure:
     )
     for row, (_, plan) in enumerate(plans):
         _bars(axes, row, plan)
-    axes.set_yticks(range(len(plans)), [_label(policy, plan) for policy, plan in plans])
+    labels = [f"{policy} ({p.micro_batch_size}x{p.micro_batches})" for policy, p in plans]
+    axes.set_yticks(range(len(plans)), labels)
     axes.set_xlim(0, max(plan.segments[-1].stop_block for _, plan in plans))
     axes.invert_yaxis()
     return figure
@@ -268,10 +256,6 @@ def _bars(axes: Axes, row: int, plan: ClusterPlan) -> None:
     for segment in plan.segments:
         device = segment.device_id.rpartition("/")[2]
         width = segment.stop_block - segment.first_block
-        colour = f"C{sum(map(ord, device)) % 10}"
-        axes.barh(row, width, left=segment.first_block, color=colour, edgecolor="white")
+        color = f"C{sum(map(ord, device)) % 10}"
+        axes.barh(row, width, left=segment.first_block, color=color, edgecolor="white")
         axes.text(segment.first_block + width / 2, row, device, ha="center", va="center")
-
-
-def _label(policy: str, plan: ClusterPlan) -> str:
-    return f"{policy} ({plan.micro_batch_size}x{plan.micro_batches})"

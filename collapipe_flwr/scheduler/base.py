@@ -5,17 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collapipe_flwr.core.domain import ClusterPlan, Plan, RoundOutcome, Snapshot
-from collapipe_flwr.costs.chain import Scheduled, chain_of, schedule_rows
+from collapipe_flwr.costs.arrays import Array
+from collapipe_flwr.costs.chain import chain_of, makespan_of, schedule_rows
 from collapipe_flwr.costs.convergence import Prior, constants_of, update
-from collapipe_flwr.costs.layouts import Layouts, hop_plans, replaced, segments_of
-from collapipe_flwr.costs.price import named_energy, named_memory, stage_names
+from collapipe_flwr.costs.layouts import Layouts, hop_plans, replaced, segments_of, stage_names
+from collapipe_flwr.costs.makespan import Depths
+from collapipe_flwr.costs.price import PricedCluster, price_clusters
 from collapipe_flwr.costs.tables import Tables, tabulate
-from collapipe_flwr.costs.work import fits, peak_bytes
+from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.estimates import profiles_learned, with_error
-from collapipe_flwr.scheduler.initial_layouts import rows_from_weights
+from collapipe_flwr.scheduler.initial_layouts import rows_by_weight
 from collapipe_flwr.scheduler.link_estimates import links_learned
 from collapipe_flwr.scheduler.planner import Planner, Solution
 from collapipe_flwr.scheduler.problem import Learning, learning_for
@@ -31,8 +32,6 @@ from collapipe_flwr.scheduler.protocol import (
     took_part,
 )
 from collapipe_flwr.scheduler.radio.interior_point import equal_shares
-
-Array = NDArray[np.float64]
 
 THRIFT = 1e-3  # of the latency weight: the price of energy while all queues are empty
 
@@ -86,19 +85,10 @@ def initial_state(snapshot: Snapshot, settings: SchedulerConfig) -> SchedulerSta
 def _reference(tables: Tables, settings: SchedulerConfig) -> Reference:
     """A plain plan at equal bandwidth: its latency and micro-batches."""
     rows = _plain_rows(tables, settings)
-    planner = Planner(
-        tables=tables,
-        settings=settings,
-        learning=learning_for(
-            tables, None, Reference(latency_s=1.0, micro_batch_size=1, micro_batches=1)
-        ),
-        latency_price=1.0,
-        price_mi=np.zeros_like(tables.members.speed_mi),
-    )
     chain = chain_of(tables, rows, settings)
-    priced = planner.priced(chain, equal_shares(chain, tables.snapshot.radio.bandwidth_hz), 1.0)
+    times = equal_shares(chain, tables.snapshot.radio.bandwidth_hz).times
     return Reference(
-        latency_s=float(priced.priced.latency_s.max()),
+        latency_s=float((chain.fixed_s + chain.steps_r * makespan_of(chain, times)).max()),
         micro_batch_size=int(rows.micro_batch_size_r[0]),
         micro_batches=int(rows.micro_batches_r[0]),
     )
@@ -110,29 +100,21 @@ def _plain_rows(tables: Tables, settings: SchedulerConfig) -> Layouts:
     The batch is the same for everyone, the middle one of those that fit. Where nothing fits, the
     last that was tried stands: planning refuses such a snapshot, and says why.
     """
-    members, few = tables.members, min(3, tables.num_blocks)
+    members, clusters = tables.members, np.arange(tables.num_clusters)
+    few = min(3, tables.num_blocks)
     speed = np.where(members.present_mi, members.speed_mi, 0.0)[:, 1:]
     memory = np.where(members.present_mi, members.memory_mi, 0.0)[:, 1:]
     most = min(tables.num_blocks, speed.shape[1])
     for weights, depths in ((speed, range(few, few + 1)), (memory, range(few, most + 1))):
-        for size, count in middle_first(settings):
-            rows = _spread_rows(tables, weights, few, (size, count))
+        for batch in middle_first(settings):
+            rows = rows_by_weight(clusters, weights, few, tables.num_blocks, batch)
             for depth in depths:
-                wider = _spread_rows(tables, weights, depth, (size, count))
+                wider = rows_by_weight(clusters, weights, depth, tables.num_blocks, batch)
                 short = np.flatnonzero(~fits(tables, rows, settings))
                 rows = replaced(rows, short, wider.take(short))
             if fits(tables, rows, settings).all():
                 return rows
     return rows
-
-
-def _spread_rows(tables: Tables, weight_mn: Array, depth: int, batch: tuple[int, int]) -> Layouts:
-    """Blocks in proportion to weights over the ``depth`` devices of most weight."""
-    order = np.argsort(-weight_mn, axis=1, kind="stable")[:, :depth]
-    weight = np.take_along_axis(weight_mn, order, axis=1)
-    clusters = np.arange(tables.num_clusters)
-    batches = np.tile(batch, (len(clusters), 1))
-    return rows_from_weights(clusters, order + 1, weight, tables.num_blocks, batches)
 
 
 def middle_first(settings: SchedulerConfig) -> list[tuple[int, int]]:
@@ -177,8 +159,7 @@ def planner_for(
 
 def energy_prices(tables: Tables, state: SchedulerState, settings: SchedulerConfig) -> Array:
     """Objective per joule: ``Q / budget^2``, plus a little so that nothing is wasted."""
-    members, reference = tables.members, state.reference
-    assert reference is not None
+    members, reference = tables.members, reference_of(state)
     queue = np.zeros_like(members.speed_mi)
     for m, cluster in enumerate(tables.snapshot.clusters):
         known = state.energy_queue_j.get(cluster.profile.cluster_id, {})
@@ -193,16 +174,14 @@ def energy_prices(tables: Tables, state: SchedulerState, settings: SchedulerConf
     return np.where(finite, queue / budget**2, 0.0) + least
 
 
-def solution_plan(planner: Planner, solution: Solution, policy: str, share: float) -> Plan:
+def solution_plan(solution: Solution, policy: str, share: float) -> Plan:
     """The solution in names and units that the rest of the product speaks."""
-    tables = planner.tables
-    scheduled = schedule_rows(tables, solution.chain, solution.allocation.times)
-    memory = peak_bytes(tables, solution.rows, planner.settings, scheduled.flight_rs)
-    clusters = tuple(
-        _cluster_plan(tables, solution, scheduled, m, memory[m]) for m in range(tables.num_clusters)
-    )
+    chain = solution.chain
+    depths, step_s = schedule_rows(chain, solution.allocation.times)
+    priced = price_clusters(chain, solution.priced.energy_j, depths, step_s)
+    clusters = tuple(_cluster_plan(solution, m, each, depths[m]) for m, each in enumerate(priced))
     return Plan(
-        round_index=tables.snapshot.round_index,
+        round_index=chain.tables.snapshot.round_index,
         policy=policy,
         clusters=clusters,
         latency_s=max(c.latency_s for c in clusters),
@@ -210,27 +189,23 @@ def solution_plan(planner: Planner, solution: Solution, policy: str, share: floa
     )
 
 
-def _cluster_plan(
-    tables: Tables, solution: Solution, scheduled: Scheduled, m: int, memory_s: Array
-) -> ClusterPlan:
-    rows, chain, cluster = solution.rows, solution.chain, tables.snapshot.clusters[m]
-    segments = segments_of(tables, rows, m)
-    names = stage_names(cluster, segments)
-    forward, backward = solution.powers[m, :, 0], solution.powers[m, :, 1]
-    step_s = float(scheduled.makespan_s[m])
+def _cluster_plan(solution: Solution, m: int, priced: PricedCluster, depths: Depths) -> ClusterPlan:
+    rows, chain = solution.rows, solution.chain
+    names = stage_names(chain.tables, rows, m)
+    forward, backward = solution.powers[m, :, 0].tolist(), solution.powers[m, :, 1].tolist()
     return ClusterPlan(
-        cluster_id=cluster.profile.cluster_id,
-        segments=segments,
+        cluster_id=priced.cluster_id,
+        segments=segments_of(chain.tables, rows, m),
         micro_batch_size=int(rows.micro_batch_size_r[m]),
         micro_batches=int(rows.micro_batches_r[m]),
-        warmup_depth=scheduled.depths[m],
+        warmup_depth=depths,
         local_steps=int(chain.steps_r[m]),
         bandwidth_hz=float(solution.allocation.edge_hz_r[m]),
-        tx_power_w={name: float(forward[k]) for k, name in enumerate(names)},
-        gradient_power_w={s.device_id: float(backward[k]) for k, s in enumerate(segments)},
-        latency_s=float(chain.fixed_s[m] + chain.steps_r[m] * step_s),
-        step_s=step_s,
-        energy_j=named_energy(cluster, names, solution.priced.energy_j[m]),
-        memory_bytes=named_memory(names, memory_s),
+        tx_power_w=dict(zip(names, forward, strict=False)),
+        gradient_power_w=dict(zip(names[1:], backward, strict=False)),
+        latency_s=priced.latency_s,
+        step_s=priced.step_s,
+        energy_j=priced.energy_j,
+        memory_bytes=priced.memory_bytes,
         hops=hop_plans(chain.hops, m),
     )

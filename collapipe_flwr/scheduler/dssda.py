@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collapipe_flwr.core.domain import (
     ClusterPlan,
@@ -26,6 +25,7 @@ from collapipe_flwr.core.domain import (
     Snapshot,
 )
 from collapipe_flwr.core.errors import InfeasibleError, ScheduleError
+from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.chain import price_rows
 from collapipe_flwr.costs.layouts import Layouts, of_members, rows_of_plans, with_codecs
 from collapipe_flwr.costs.radio import NOISE, SHARES, ladder
@@ -45,8 +45,6 @@ from collapipe_flwr.scheduler.protocol import (
     SchedulerState,
     reference_of,
 )
-
-Ints = NDArray[np.int64]
 
 MARGIN = 0.02  # what finer codecs may cost
 TINY = 1e-12  # relative
@@ -83,7 +81,7 @@ class Lifting:
         )
         return prices.latency_s, (self._prices * prices.energy_j).sum(1)
 
-    def allowed(self, codec_rh: Ints) -> NDArray[np.bool_]:
+    def allowed(self, codec_rh: Ints) -> Mask:
         """Clusters that keep both margins, (R,)."""
         latency, worth = self.priced(codec_rh)
         return np.asarray((latency <= self._most_s) & (worth <= self._most_worth))
@@ -115,9 +113,6 @@ def lifted(lifting: Lifting, steps: tuple[int, ...]) -> Ints:
         codec[picked] = [finer[c] for c in codec[picked].tolist()]
 
 
-Array = NDArray[np.float64]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """A solved round for some set of clusters that hold ``share`` of all examples."""
@@ -133,7 +128,7 @@ class Decision:
 
     def plan(self, policy: str) -> Plan:
         """In names and units."""
-        plan = solution_plan(self.planner, self.solution, policy, self.share)
+        plan = solution_plan(self.solution, policy, self.share)
         kept = [float(s) if np.isfinite(s) else None for s in self.model_share_m]
         clusters = (replace(c, model_share=s) for c, s in zip(plan.clusters, kept, strict=True))
         return replace(plan, clusters=tuple(clusters))

@@ -13,14 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from collapipe_flwr.costs.arrays import Array, Ints
 from collapipe_flwr.costs.radio import LN2, SHARES, exponent_near
 from collapipe_flwr.costs.tables import Tables
 
-Array = NDArray[np.float64]
-Ints = NDArray[np.int64]
-FORWARD, BACKWARD = 0, 1
 LEAST_SLOPE = 0.02  # of the latency price: even idle clusters do not waste time without limit
 NO_PRICE = 1e-30
 
@@ -69,30 +66,16 @@ def link_table(tables: Tables, prices: DualPrices, clusters: Ints, counts: Ints)
     width[:, :, -1] = prices.edge_hz_m[clusters, None]
     slope = np.maximum(prices.slack_price_m[clusters], LEAST_SLOPE * prices.latency_price)
     noise_w = width * (tables.snapshot.radio.noise_w_per_hz / gain)
-    edge_w = tables.snapshot.edge.tx_power_w
     coded = SHARES[tables.codec_mij[clusters]] / tables.share_mij[clusters]
-    ends = _Ends(tables.members.power_max_mi[clusters], prices.price_mi[clusters])
-    points = [
-        _Way(width, noise_w, coded, *ends.of(way, edge_w)).points(slope, counts)
-        for way in (FORWARD, BACKWARD)
-    ]
-    return LinkTable(quick=(points[0][0], points[1][0]), calm=(points[0][1], points[1][1]))
-
-
-@dataclass(frozen=True, slots=True)
-class _Ends:
-    """Power limits and energy prices of members, (M, I)."""
-
-    watt_mi: Array
-    price_mi: Array
-
-    def of(self, way: int, edge_w: float) -> tuple[Array, Array]:
-        """Those of whoever sends, to broadcast over (M, I, I + 1)."""
-        if way == FORWARD:
-            return self.watt_mi[:, :, None], self.price_mi[:, :, None]
-        last = ((0, 0), (0, 1))
-        watt = np.pad(self.watt_mi, last, constant_values=edge_w)
-        return watt[:, None, :], np.pad(self.price_mi, last)[:, None, :]
+    watt, price = tables.members.power_max_mi[clusters], prices.price_mi[clusters]
+    last = ((0, 0), (0, 1))  # the edge, whose energy costs nothing
+    back_w = np.pad(watt, last, constant_values=tables.snapshot.edge.tx_power_w)[:, None, :]
+    senders = (
+        (watt[:, :, None], price[:, :, None]),
+        (back_w, np.pad(price, last)[:, None, :]),
+    )
+    ahead, back = (_Way(width, noise_w, coded, *of).points(slope, counts) for of in senders)
+    return LinkTable(quick=(ahead[0], back[0]), calm=(ahead[1], back[1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +85,8 @@ class _Way:
     width: Array
     noise_w: Array  # power that gives 0 dB
     coded: Array  # bits sent for a bit, over the link's share
-    watt: Array
-    price: Array
+    watt: Array  # limit of whoever sends, to broadcast over (M, I, I + 1)
+    price: Array  # of whose joules
 
     def points(self, slope_m: Array, counts: Ints) -> tuple[Point, Point]:
         """The quick and, for every J, the calm point."""

@@ -17,14 +17,13 @@ every link, until measurements forecast well again.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import is_
 
 from collapipe_flwr.core.domain import (
     ChannelState,
-    ClusterProfile,
-    ClusterSnapshot,
     DeviceProfile,
     Plan,
     RoundOutcome,
@@ -60,9 +59,35 @@ def with_profiles(
     """
     if memory <= 0.0:
         return snapshot, ProfileEstimates()
-    books = _Averages(estimates, memory)
-    clusters = tuple(books.cluster(c) for c in snapshot.clusters)
-    return replace(snapshot, clusters=clusters), books.estimates()
+    claimed, shown = _copied(estimates.claimed), _copied(estimates.shown)
+    clusters = []
+    for cluster in snapshot.clusters:
+        old = cluster.profile
+        books = claimed.setdefault(old.cluster_id, {}), shown.get(old.cluster_id, {})
+        profile = old.with_members(partial(_planned, books=books, memory=memory))
+        same = all(map(is_, profile.members, old.members))
+        clusters.append(cluster if same else replace(cluster, profile=profile))
+    after = ProfileEstimates(claimed=claimed, shown=shown)
+    return replace(snapshot, clusters=tuple(clusters)), after
+
+
+def _planned(
+    device: DeviceProfile, *, books: tuple[dict[str, Pair], dict[str, Pair]], memory: float
+) -> DeviceProfile:
+    """The device as it is planned with, its claim noted; itself where nothing differs."""
+    name, speed, joule = device.device_id, device.speed_flop_per_s, device.energy_per_flop_j
+    if not (_usable(speed) and _usable(joule)):
+        return device
+    claimed, shown = books
+    fresh = (math.log(speed), math.log(joule))
+    before = claimed.get(name, fresh)
+    if before != fresh and _apart(before, fresh) > CHANGE:
+        shown.pop(name, None)
+    claimed[name] = fresh if before == fresh else _blend(before, fresh, memory)
+    mean = shown.get(name, claimed[name])
+    if mean == fresh or _apart(mean, fresh) < 1e-12:
+        return device
+    return replace(device, speed_flop_per_s=math.exp(mean[0]), energy_per_flop_j=math.exp(mean[1]))
 
 
 def profiles_learned(estimates: ProfileEstimates, outcome: RoundOutcome) -> ProfileEstimates:
@@ -76,44 +101,6 @@ def profiles_learned(estimates: ProfileEstimates, outcome: RoundOutcome) -> Prof
                 fresh = (math.log(speed), math.log(joule))
                 known[device] = _blend(known.get(device, fresh), fresh, SHOWN_MEMORY)
     return replace(estimates, shown=shown)
-
-
-class _Averages:
-    """Both books while a snapshot is read."""
-
-    def __init__(self, estimates: ProfileEstimates, memory: float) -> None:
-        self.claimed, self.shown = _copied(estimates.claimed), _copied(estimates.shown)
-        self.memory = memory
-
-    def estimates(self) -> ProfileEstimates:
-        return ProfileEstimates(claimed=self.claimed, shown=self.shown)
-
-    def cluster(self, cluster: ClusterSnapshot) -> ClusterSnapshot:
-        """The cluster with estimated members; itself where nothing differs."""
-        old = cluster.profile
-        profile = old.with_members(lambda device: self._device(old, device))
-        if all(map(is_, profile.members, old.members)):
-            return cluster
-        return replace(cluster, profile=profile)
-
-    def _device(self, profile: ClusterProfile, device: DeviceProfile) -> DeviceProfile:
-        name, speed, joule = device.device_id, device.speed_flop_per_s, device.energy_per_flop_j
-        if not (_usable(speed) and _usable(joule)):
-            return device
-        claimed = self.claimed.setdefault(profile.cluster_id, {})
-        shown = self.shown.get(profile.cluster_id, {})
-        fresh = (math.log(speed), math.log(joule))
-        before = claimed.get(name, fresh)
-        if before != fresh and _apart(before, fresh) > CHANGE:
-            shown.pop(name, None)
-        claimed[name] = fresh if before == fresh else _blend(before, fresh, self.memory)
-        return _estimated(device, fresh, shown.get(name, claimed[name]))
-
-
-def _estimated(device: DeviceProfile, fresh: Pair, mean: Pair) -> DeviceProfile:
-    if mean == fresh or _apart(mean, fresh) < 1e-12:
-        return device
-    return replace(device, speed_flop_per_s=math.exp(mean[0]), energy_per_flop_j=math.exp(mean[1]))
 
 
 def _blend(old: Pair, new: Pair, memory: float) -> Pair:
@@ -177,11 +164,12 @@ def robust(gains: RobustGains, snapshot: Snapshot) -> Snapshot:
     if not gains.careful:
         return snapshot
 
-    def cautious(cluster: ClusterSnapshot) -> ClusterSnapshot:
-        average = gains.average[cluster.profile.cluster_id]
-        return replace(cluster, channel=_scaled(average, CAUTION))
-
-    return replace(snapshot, clusters=tuple(cautious(c) for c in snapshot.clusters))
+    averages = (gains.average[c.profile.cluster_id] for c in snapshot.clusters)
+    cautious = tuple(
+        replace(cluster, channel=_each_gain(lambda gain: CAUTION * gain, average))
+        for cluster, average in zip(snapshot.clusters, averages, strict=True)
+    )
+    return replace(snapshot, clusters=cautious)
 
 
 def with_forecast(
@@ -208,19 +196,13 @@ def _mixed(old: ChannelState | None, new: ChannelState, rounds: int) -> ChannelS
     if old is None or len(old.edge_gain) != len(new.edge_gain):
         return new
     weight = 1.0 / rounds
-    d2d = zip(old.d2d_gain, new.d2d_gain, strict=True)
+    return _each_gain(lambda before, now: (1.0 - weight) * before + weight * now, old, new)
+
+
+def _each_gain(change: Callable[..., float], *channels: ChannelState) -> ChannelState:
+    """``change`` of every gain of ``channels`` of one shape."""
+    rows = zip(*(channel.d2d_gain for channel in channels), strict=True)
     return ChannelState(
-        d2d_gain=tuple(_row(one, other, weight) for one, other in d2d),
-        edge_gain=_row(old.edge_gain, new.edge_gain, weight),
-    )
-
-
-def _row(old: tuple[float, ...], new: tuple[float, ...], weight: float) -> tuple[float, ...]:
-    return tuple((1.0 - weight) * a + weight * b for a, b in zip(old, new, strict=True))
-
-
-def _scaled(channel: ChannelState, factor: float) -> ChannelState:
-    return ChannelState(
-        d2d_gain=tuple(tuple(factor * g for g in row) for row in channel.d2d_gain),
-        edge_gain=tuple(factor * g for g in channel.edge_gain),
+        d2d_gain=tuple(tuple(map(change, *row)) for row in rows),
+        edge_gain=tuple(map(change, *(channel.edge_gain for channel in channels))),
     )

@@ -7,14 +7,11 @@ from itertools import combinations, permutations
 from math import comb, perm
 
 import numpy as np
-from numpy.typing import NDArray
 
+from collapipe_flwr.costs.arrays import Array, Ints
 from collapipe_flwr.costs.layouts import UNUSED, Layouts, stack
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.work import PricingOptions, kept_bytes
-
-Array = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 def spread(weights_rs: Array, blocks: int) -> Ints:
@@ -48,6 +45,16 @@ def rows_from_weights(
     )
 
 
+def rows_by_weight(
+    cluster_r: Ints, weight_rn: Array, most: int, blocks: int, batch: tuple[int, int]
+) -> Layouts:
+    """Rows over the ``most`` devices of most weight, with segments in proportion to it."""
+    order = np.argsort(-weight_rn, axis=1, kind="stable")[:, :most]
+    ranked = np.take_along_axis(weight_rn, order, axis=1)
+    batches = np.tile(batch, (len(cluster_r), 1))
+    return rows_from_weights(cluster_r, order + 1, ranked, blocks, batches)
+
+
 def starting_rows(tables: Tables, which: Ints, devices_m: Ints, batches: Ints) -> Layouts:
     """For each of ``which``: the fastest or largest k devices for every k, shares by either.
 
@@ -56,28 +63,21 @@ def starting_rows(tables: Tables, which: Ints, devices_m: Ints, batches: Ints) -
     width = min(int(devices_m[which].max()), tables.num_blocks)
     speed, memory = tables.members.speed_mi[which, 1:], tables.members.memory_mi[which, 1:]
     present = tables.members.present_mi[which, 1:]
-    grid = batches
-    parts = []
+    members, weights = [], []
     for key, weight in ((speed, speed), (memory, memory), (speed, memory)):
         order = np.argsort(np.where(present, -key, np.inf), axis=1, kind="stable")[:, :width]
         ranked = np.take_along_axis(np.where(present, weight, 0.0), order, axis=1)
-        parts.append((order + 1, ranked))
-    members, weights, owners = [], [], []
-    for order, ranked in parts:
         for depth in range(1, width + 1):
-            keep = np.where(np.arange(width)[None, :] < depth, ranked, 0.0)
-            members.append(order)
-            weights.append(keep)
-            owners.append(which)
-    owner, member = np.concatenate(owners), np.concatenate(members)
-    weight = np.concatenate(weights)
-    repeat = np.repeat(np.arange(len(owner)), len(grid))
+            members.append(order + 1)
+            weights.append(np.where(np.arange(width) < depth, ranked, 0.0))
+    owner = np.tile(which, len(members))
+    repeat = np.repeat(np.arange(len(owner)), len(batches))
     return rows_from_weights(
         owner[repeat],
-        member[repeat],
-        weight[repeat],
+        np.concatenate(members)[repeat],
+        np.concatenate(weights)[repeat],
         tables.num_blocks,
-        np.tile(grid, (len(owner), 1)),
+        np.tile(batches, (len(owner), 1)),
     )
 
 

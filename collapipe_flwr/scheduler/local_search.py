@@ -11,13 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.layouts import UNUSED, Layouts, replaced, stack
 from collapipe_flwr.scheduler.dual_prices import best_of
 
-Array = NDArray[np.float64]
-Ints = NDArray[np.int64]
 SAME = 1e-9  # relative differences below this count as none
 FEW = 24  # so few candidates try everything at once: their sweeps cost the same, long or short
 SIZE_STEPS = np.array([-1, 1, 0, 0, -1, 1])
@@ -48,7 +46,7 @@ class Moves:
         """Every valid neighbour."""
         return stack([kind(self)[1] for kind in MOVE_KINDS])
 
-    def _spare(self) -> NDArray[np.bool_]:
+    def _spare(self) -> Mask:
         """Members that may come in, (R, I)."""
         cost = self.cost_mi[self.rows.cluster_r]
         row, slot = np.nonzero(self.members != UNUSED)
@@ -186,7 +184,7 @@ class Candidates:
     values: Array
     least: Array  # gains up to this are not worth a step
 
-    def step(self, moving: Ints, near: Neighbours, score: Score) -> NDArray[np.bool_]:
+    def step(self, moving: Ints, near: Neighbours, score: Score) -> Mask:
         """Move to better neighbours; says which of ``moving`` did."""
         parent, rows = near
         if not len(parent):

@@ -11,14 +11,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from collapipe_flwr.costs.layouts import Layouts
+from collapipe_flwr.costs.arrays import Array, Mask
 from collapipe_flwr.costs.tables import Tables
-from collapipe_flwr.costs.work import PricingOptions, peak_bytes, whole_bytes
+from collapipe_flwr.costs.work import PricingOptions, segment_bytes, whole_bytes
 from collapipe_flwr.scheduler.protocol import Reference, SchedulerConfig
-
-Array = NDArray[np.float64]
 
 WIDENING = 1.25  # of all caps at a time when the search finds no plan within them
 NO_CAP = 1.0  # a share from which on the devices' own memories are the only limit
@@ -59,22 +56,9 @@ def segment_needs(tables: Tables, settings: SchedulerConfig) -> Array:
     Infinite on and below the diagonal. For 1F1B only the one micro-batch in flight that no
     schedule can do without counts.
     """
-    blocks = tables.num_blocks
-    first, stop = np.triu_indices(blocks + 1, 1)
-    count = len(first)
-    # A layout of a segment and its neighbours prices every segment; the middle slot is the one.
-    rows = Layouts(
-        cluster_r=np.zeros(count, np.int64),
-        member_rs=np.ones((count, 3), np.int64),
-        stop_rs=np.stack([first, stop, np.full(count, blocks)], axis=1),
-        micro_batch_size_r=np.full(count, min(settings.micro_batch_sizes)),
-        micro_batches_r=np.full(count, min(settings.micro_batches)),
-    )
-    in_flight = min(settings.micro_batches) if settings.schedule == "gpipe" else 1
-    flight = np.full((count, 5), float(in_flight))
-    needs = np.full((blocks + 1, blocks + 1), np.inf)
-    needs[first, stop] = peak_bytes(tables, rows, settings, flight)[:, 2]
-    return needs
+    flight = min(settings.micro_batches) if settings.schedule == "gpipe" else 1
+    need = segment_bytes(tables.blocks, settings, min(settings.micro_batch_sizes), flight)
+    return np.where(np.tri(len(need), k=-1, dtype=bool).T, need, np.inf)
 
 
 def _whole(tables: Tables, reference: Reference) -> float:
@@ -88,7 +72,7 @@ def _room(tables: Tables, options: PricingOptions) -> Array:
     return np.where(members.present_mi[:, 1:], room, 0.0)
 
 
-def _plainly_fits(needs: Array, room_mn: Array) -> NDArray[np.bool_]:
+def _plainly_fits(needs: Array, room_mn: Array) -> Mask:
     """Clusters whose devices hold all blocks even if every block were the largest, (M,)."""
     blocks = len(needs) - 1
     largest = max(float(needs[k, k + 1]) for k in range(blocks))

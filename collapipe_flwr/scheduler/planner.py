@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collapipe_flwr.core.errors import InfeasibleError
+from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import Chain, RowPrices, chain_of, powers_for, price_rows
 from collapipe_flwr.costs.convergence import others_max
 from collapipe_flwr.costs.layouts import Layouts, key_of, of_members, replaced, stack
@@ -24,8 +24,6 @@ from collapipe_flwr.scheduler.problem import RoundProblem
 from collapipe_flwr.scheduler.radio.interior_point import Allocation, allocate
 from collapipe_flwr.scheduler.search import Search
 
-Array = NDArray[np.float64]
-Ints = NDArray[np.int64]
 FEW_CLUSTERS = 4  # up to here time allows planning from scratch and trying runners-up
 SEARCHES = 300  # searches of single clusters that alternating may cost
 OVERHEAD = 30  # what an alternation costs besides, in searches of single clusters
@@ -97,9 +95,7 @@ class Planner(RoundProblem):
         scorer = self.scorer(self.dual_prices(best), clusters)
         promises = []
         for size, count in self.batches():
-            rows = best.rows.with_batches(
-                np.full_like(clusters, size), np.full_like(clusters, count)
-            )
+            rows = best.rows.with_batches(size, count)
             latency, energy = scorer.estimates(rows)
             rho = self.learning.rho(self.tables, rows)
             value = self.latency_price * rho * float(latency.max()) + float(energy.sum())
@@ -230,7 +226,7 @@ def _relaxed(planner: Planner) -> Solution:
 def _openings(planner: Planner, best: Solution) -> Iterator[Solution]:
     """A search for each of the pairs with the fewest rounds."""
     pairs = _widest_pairs(planner)
-    rounds = [planner.learning.rho(planner.tables, _with(best.rows, pair)) for pair in pairs]
+    rounds = [planner.learning.rho(planner.tables, best.rows.with_batches(*pair)) for pair in pairs]
     for k in np.argsort(rounds, kind="stable")[:OPENINGS]:
         bound = _bound_to(planner, pairs[int(k)])
         try:
@@ -245,10 +241,6 @@ def _widest_pairs(planner: Planner) -> list[tuple[int, int]]:
     for size, count in sorted(planner.batches().tolist()):
         widest.setdefault(size * count, (size, count))
     return list(widest.values())
-
-
-def _with(rows: Layouts, pair: tuple[int, int]) -> Layouts:
-    return rows.with_batches(np.full(len(rows), pair[0]), np.full(len(rows), pair[1]))
 
 
 def _bound_to(planner: Planner, pair: tuple[int, int]) -> Planner:

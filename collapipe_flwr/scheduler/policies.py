@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collapipe_flwr.core.domain import Plan, Snapshot
 from collapipe_flwr.core.errors import ConfigError, InfeasibleError
+from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import chain_of
 from collapipe_flwr.costs.layouts import Layouts, stack
 from collapipe_flwr.costs.tables import Tables, tabulate
@@ -29,86 +29,51 @@ from collapipe_flwr.scheduler.base import (
     solution_plan,
 )
 from collapipe_flwr.scheduler.dssda import Dssda, usable_plans
-from collapipe_flwr.scheduler.initial_layouts import rows_from_weights
+from collapipe_flwr.scheduler.initial_layouts import rows_by_weight
 from collapipe_flwr.scheduler.planner import Planner, Solution
 from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerConfig, SchedulerState
 from collapipe_flwr.scheduler.radio.interior_point import equal_shares
 
-Array = NDArray[np.float64]
 Pairs = Sequence[tuple[int, int]]
 """Micro-batch sizes and counts, the preferred one first."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
-    """One cluster of a snapshot."""
-
-    tables: Tables
-    cluster: int
-    round_index: int
-
-    def present(self, values: Array) -> Array:
-        """``values`` of the devices, 0 for padding."""
-        return np.where(self.tables.members.present_mi[self.cluster, 1:], values, 0.0)
-
-    @property
-    def devices(self) -> int:
-        """Width of the device axis."""
-        return int(self.tables.members.speed_mi.shape[1]) - 1
+Rule = Callable[[Tables, int], Array]
+"""Candidate weights of the devices of cluster m, (C, N); the first that fits wins."""
 
 
-Rule = Callable[[Site], Array]
-"""Candidate weights of the devices, (C, N); the first that fits wins."""
+def _devices(tables: Tables, m: int, values_i: Array) -> Array:
+    """The devices' part of members' values, 0 for padding."""
+    return np.where(tables.members.present_mi[m, 1:], values_i[1:], 0.0)
 
 
-def _singles(key: Array) -> Array:
+def _singles(key_n: Array) -> Array:
     """One device each, best key first."""
-    order = [int(n) for n in np.argsort(-key, kind="stable") if key[n] > 0]
-    return np.eye(len(key))[order]
+    order = [int(n) for n in np.argsort(-key_n, kind="stable") if key_n[n] > 0]
+    return np.eye(len(key_n))[order]
 
 
-def fedavg_rule(site: Site) -> Array:
-    """The fastest single device that fits."""
-    return _singles(site.present(site.tables.members.speed_mi[site.cluster, 1:]))
+def _uniform(tables: Tables, m: int) -> Array:
+    return _devices(tables, m, np.ones_like(tables.members.speed_mi[m]))[None]
 
 
-def splitfed_rule(site: Site) -> Array:
-    """The single device with the best link to the edge that fits."""
-    return _singles(site.present(site.tables.gain_mij[site.cluster, 1:, site.tables.edge]))
-
-
-def uniform_rule(site: Site) -> Array:
-    """All devices, as equally as blocks allow."""
-    return site.present(np.ones(site.devices))[None, :]
-
-
-def memory_rule(site: Site) -> Array:
-    """All devices in proportion to memory."""
-    return site.present(site.tables.members.memory_mi[site.cluster, 1:])[None, :]
-
-
-def throughput_rule(site: Site) -> Array:
-    """All devices in proportion to speed."""
-    return site.present(site.tables.members.speed_mi[site.cluster, 1:])[None, :]
-
-
-def random_rule(site: Site) -> Array:
+def _random(tables: Tables, m: int) -> Array:
     """Random subsets with random proportions, the same for the same cluster and round."""
-    rng = np.random.default_rng([site.round_index, site.cluster])
-    devices = site.devices
-    weights = rng.uniform(0.05, 1.0, size=(64, devices)) * (rng.random((64, devices)) < 0.6)
-    weights = np.stack([site.present(row) for row in weights])
-    usable = weights[weights.sum(1) > 0]
-    return np.concatenate([usable, uniform_rule(site)])
+    rng = np.random.default_rng([tables.snapshot.round_index, m])
+    present = tables.members.present_mi[m, 1:]
+    shape = (64, len(present))
+    weights = rng.uniform(0.05, 1.0, size=shape) * (rng.random(shape) < 0.6)
+    weights = np.where(present, weights, 0.0)
+    return np.concatenate([weights[weights.sum(1) > 0], _uniform(tables, m)])
 
 
 RULES: dict[str, Rule] = {
-    "fedavg": fedavg_rule,
-    "splitfed": splitfed_rule,
-    "uniform": uniform_rule,
-    "memory": memory_rule,
-    "throughput": throughput_rule,
-    "random": random_rule,
+    "fedavg": lambda t, m: _singles(_devices(t, m, t.members.speed_mi[m])),
+    "splitfed": lambda t, m: _singles(_devices(t, m, t.gain_mij[m, :, t.edge])),
+    "uniform": _uniform,
+    "memory": lambda t, m: _devices(t, m, t.members.memory_mi[m])[None],
+    "throughput": lambda t, m: _devices(t, m, t.members.speed_mi[m])[None],
+    "random": _random,
 }
 
 
@@ -120,7 +85,10 @@ class RuleScheduler(Policy):
     first round tries the whole grid, and the pair with the least time to target stays.
     """
 
-    rule: Rule
+    @property
+    def rule(self) -> Rule:
+        """The rule of that name."""
+        return RULES[self.name]
 
     def step(self, state: SchedulerState, snapshot: Snapshot) -> tuple[Plan, SchedulerState]:
         """Apply the rule; raises InfeasibleError where nothing it names fits."""
@@ -137,7 +105,7 @@ class RuleScheduler(Policy):
                 for c in state.last_plan.clusters
             }
             solution = self._solution(planner, kept, grid)
-        plan = solution_plan(planner, solution, self.name, 1.0)
+        plan = solution_plan(solution, self.name, 1.0)
         budgets = known_budgets(state.budget_j, snapshot)
         return plan, replace(state, rounds=state.rounds + 1, budget_j=budgets, last_plan=plan)
 
@@ -157,15 +125,10 @@ class RuleScheduler(Policy):
 
     def _row(self, tables: Tables, m: int, pairs: Pairs) -> Layouts:
         """The first of the rule's candidates, at the first of ``pairs``, that fits."""
-        index = tables.snapshot.round_index
-        weights = self.rule(Site(tables=tables, cluster=m, round_index=index))
-        order = np.argsort(-weights, axis=1, kind="stable")
-        order = order[:, : min(order.shape[1], tables.num_blocks)]
-        ranked = np.take_along_axis(weights, order, axis=1)
-        for size, count in pairs:
-            batches = np.tile([size, count], (len(ranked), 1))
-            owner = np.full(len(ranked), m, dtype=np.int64)
-            rows = rows_from_weights(owner, order + 1, ranked, tables.num_blocks, batches)
+        weights, blocks = self.rule(tables, m), tables.num_blocks
+        owner = np.full(len(weights), m, dtype=np.int64)
+        for pair in pairs:
+            rows = rows_by_weight(owner, weights, blocks, blocks, pair)
             good = fits(tables, rows, self.settings)
             if good.any():
                 return rows.take(np.flatnonzero(good)[:1])
@@ -220,7 +183,7 @@ def make_scheduler(name: str, settings: SchedulerConfig | None = None) -> Schedu
     if name in _JOINT:
         return _JOINT[name](chosen)
     if name in RULES:
-        return RuleScheduler(chosen, name, RULES[name])
+        return RuleScheduler(chosen, name)
     if name == "brute-force":
         raise ConfigError(
             "brute-force is an oracle of the benchmarks, not a policy for runs: "

@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collapipe_flwr.core.errors import InfeasibleError
+from collapipe_flwr.costs.arrays import Array, Ints
 from collapipe_flwr.costs.convergence import (
-    BoundRow,
     LearningConstants,
     bound_sums,
     exchanged,
@@ -22,8 +21,6 @@ from collapipe_flwr.scheduler.dual_prices import DualPrices
 from collapipe_flwr.scheduler.protocol import Reference, SchedulerConfig
 from collapipe_flwr.scheduler.scorer import Scorer
 
-Array = NDArray[np.float64]
-Ints = NDArray[np.int64]
 NEVER = 1e3  # stands for "does not reach the target": finite, so that searches can cross it
 TARGET_FACTOR = 1.25  # the target stays this factor above the reference plan's own floor
 
@@ -32,7 +29,6 @@ TARGET_FACTOR = 1.25  # the target stays this factor above the reference plan's 
 class Learning:
     """Prices batch sizes by the rounds they cost; ``constants`` None prices nothing."""
 
-    examples_m: Array
     constants: LearningConstants | None
     reference_rounds: float
     reference: Reference
@@ -41,39 +37,35 @@ class Learning:
         """Rounds to the target over those of the reference plan."""
         if self.constants is None:
             return 1.0
-        weights = self.examples_m / self.examples_m.sum()
-        batch = (now.micro_batch_size_r * now.micro_batches_r).astype(np.float64)
-        sums = bound_sums(weights, steps_of(tables, now), batch)
+        sums = bound_sums(_shares(tables), steps_of(tables, now), now.batch_r)
         return min(float(sums.rounds(self.constants)) / self.reference_rounds, NEVER)
 
     def rho_rows(self, tables: Tables, rows: Layouts, now: Layouts) -> Array:
         """The same for rows that each replace their own cluster's row of ``now``."""
         if self.constants is None:
             return np.ones(len(rows))
-        weights = self.examples_m / self.examples_m.sum()
-        batch_m = (now.micro_batch_size_r * now.micro_batches_r).astype(np.float64)
-        batch_r = (rows.micro_batch_size_r * rows.micro_batches_r).astype(np.float64)
-        new = BoundRow(steps=steps_of(tables, rows), batches=batch_r)
-        sums = exchanged(weights, steps_of(tables, now), batch_m, rows.cluster_r, new)
+        old, new = ((steps_of(tables, each), each.batch_r) for each in (now, rows))
+        sums = exchanged(_shares(tables), old, rows.cluster_r, new)
         return np.minimum(sums.rounds(self.constants) / self.reference_rounds, NEVER)
+
+
+def _shares(tables: Tables) -> Array:
+    return np.asarray(tables.examples_m / tables.examples_m.sum())
 
 
 def learning_for(
     tables: Tables, constants: LearningConstants | None, reference: Reference
 ) -> Learning:
     """The bound around a snapshot, its target kept reachable for the reference plan."""
-    examples = tables.examples_m
     if constants is None:
-        return Learning(
-            examples_m=examples, constants=None, reference_rounds=1.0, reference=reference
-        )
-    size = np.full(examples.shape, float(reference.micro_batch_size))
-    count = np.full(examples.shape, float(reference.micro_batches))
-    sums = bound_sums(examples / examples.sum(), local_steps(examples, size, count), size * count)
+        return Learning(constants=None, reference_rounds=1.0, reference=reference)
+    batch = np.full(
+        tables.num_clusters, float(reference.micro_batch_size * reference.micro_batches)
+    )
+    sums = bound_sums(_shares(tables), local_steps(tables.examples_m, batch), batch)
     target = max(constants.target, TARGET_FACTOR * float(sums.floor(constants)))
     reachable = replace(constants, target=target)
     return Learning(
-        examples_m=examples,
         constants=reachable,
         reference_rounds=float(sums.rounds(reachable)),
         reference=reference,

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collapipe_flwr.core.domain import (
     ClusterPlan,
@@ -24,6 +23,7 @@ from collapipe_flwr.core.domain import (
 )
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.core.links import CODECS, LinkConfig
+from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.layouts import span_sums
 from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.scheduler.plans import dry_run_plan
@@ -36,7 +36,6 @@ from collapipe_flwr.scheduler.segment_dp import (
     in_order,
 )
 
-Array = NDArray[np.float64]
 MOST_IN_ANY_ORDER = 8  # beyond, all orders take too long: fastest first
 
 

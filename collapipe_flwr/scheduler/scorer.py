@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.layouts import Layouts, span_sums
 from collapipe_flwr.costs.radio import rate_bit_per_s
 from collapipe_flwr.costs.tables import Tables
@@ -25,9 +25,6 @@ from collapipe_flwr.costs.work import (
     steps_of,
 )
 from collapipe_flwr.scheduler.dual_prices import DualPrices, link_table
-
-Array = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 TRUST = 0.1  # share of the ceiling down to which dual prices are trusted
 BLOCK = 1000  # rows of similar depth scored at a time: few unused slots, and caches hold them
@@ -160,7 +157,7 @@ class Scorer:
             pace = np.maximum((forward + backward).max(0), links.max(0))
         return np.asarray(total + (count - 1.0) * pace)
 
-    def _fits(self, rows: Layouts, batch: _Batch, slots: _Slots) -> NDArray[np.bool_]:
+    def _fits(self, rows: Layouts, batch: _Batch, slots: _Slots) -> Mask:
         """As ``costs.work.fits``, slots first."""
         model, spans, depth = self.tables.snapshot.model, self.spans, slots.depth_r
         gpipe = self.options.schedule == "gpipe"

@@ -7,13 +7,13 @@ the descent's batch try to do better still.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collapipe_flwr.core.errors import InfeasibleError
+from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.layouts import UNUSED, Layouts, replaced, stack
 from collapipe_flwr.scheduler.dual_prices import LEAST_SLOPE, DualPrices, best_of
 from collapipe_flwr.scheduler.initial_layouts import (
@@ -33,8 +33,6 @@ from collapipe_flwr.scheduler.problem import RoundProblem
 from collapipe_flwr.scheduler.segment_dp import Path, any_order, best_path
 from collapipe_flwr.scheduler.segment_problem import Terms, segment_problem
 
-Array = NDArray[np.float64]
-Ints = NDArray[np.int64]
 Score = Callable[[Layouts], Array]
 
 ENUMERATED_ROWS = 20_000  # clusters with fewer candidates than this are searched completely
@@ -48,43 +46,6 @@ FRESH_STARTS = 6  # each of them from so many simple layouts
 EXACT_CLUSTERS = 3  # shortest paths cost up to seconds: for so many clusters at most
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RhoTable:
-    """Rounds to the target by cluster and batch, the other clusters as they are now."""
-
-    rho: Array  # flat over (cluster, size, count)
-    base_m: Ints
-    place_of_size: Ints
-    place_of_count: Ints
-
-    @classmethod
-    def of(cls, problem: RoundProblem, clusters: Ints, now: Layouts) -> RhoTable:
-        """One entry for every pair of the grid."""
-        batches = problem.batches()
-        rows = every_batch(now.take(clusters), batches)[1]
-        base = np.zeros(problem.tables.num_clusters, np.int64)
-        base[clusters] = len(batches) * np.arange(len(clusters))
-        sizes, counts = problem.settings.micro_batch_sizes, problem.settings.micro_batches
-        return cls(
-            rho=problem.learning.rho_rows(problem.tables, rows, now),
-            base_m=base,
-            place_of_size=_places(sizes) * len(counts),
-            place_of_count=_places(counts),
-        )
-
-    def at(self, rows: Layouts) -> Array:
-        """Of every row."""
-        at = self.place_of_size[rows.micro_batch_size_r] + self.place_of_count[rows.micro_batches_r]
-        return self.rho.take(self.base_m[rows.cluster_r] + at)
-
-
-def _places(values: Sequence[int]) -> Ints:
-    """Place of every value in ``values``."""
-    places = np.zeros(max(values) + 1, np.int64)
-    places[list(values)] = np.arange(len(values))
-    return places
-
-
 class Search:
     """Searches of one decision under successive dual prices."""
 
@@ -92,6 +53,8 @@ class Search:
         self.problem = problem
         self.counts, self.batches = problem.device_counts(), problem.batches()
         self.small = self._enumerable()
+        self.place_of_batch = np.zeros(self.batches.max(0) + 1, np.int64)
+        self.place_of_batch[*self.batches.T] = np.arange(len(self.batches))
 
     def choose(self, prices: DualPrices, now: Layouts | None) -> Layouts:
         """The best row found for every cluster, never worse than ``now``'s."""
@@ -119,12 +82,20 @@ class Search:
     def _score(self, clusters: Ints, now: Layouts) -> Score:
         """The objective of rows of ``clusters`` while other clusters stay as in ``now``."""
         scorer = self.problem.scorer(self.prices, clusters)
-        rho = RhoTable.of(self.problem, clusters, now)
-        return lambda rows: scorer.values(rows, rho.at(rows))
+        every = every_batch(now.take(clusters), self.batches)[1]
+        rho = self.problem.learning.rho_rows(self.problem.tables, every, now)
+        first_m = np.zeros(len(self.counts), np.int64)
+        first_m[clusters] = len(self.batches) * np.arange(len(clusters))
+
+        def score(rows: Layouts) -> Array:
+            place = self.place_of_batch[rows.micro_batch_size_r, rows.micro_batches_r]
+            return scorer.values(rows, rho.take(first_m[rows.cluster_r] + place))
+
+        return score
 
     # -- small clusters ---------------------------------------------------------------------
 
-    def _enumerable(self) -> NDArray[np.bool_]:
+    def _enumerable(self) -> Mask:
         grid, blocks = len(self.batches), self.problem.tables.num_blocks
         most = min(ENUMERATED_ROWS, ENUMERATED_IN_ALL // len(self.counts))
         counts = {int(n): count_layouts(int(n), blocks) for n in set(self.counts.tolist())}

@@ -19,11 +19,9 @@ from heapq import heappop, heappush
 from itertools import count
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collapipe_flwr.core.errors import InfeasibleError
-
-Array = NDArray[np.float64]
+from collapipe_flwr.costs.arrays import Array, Places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,36 +123,21 @@ def _capped(problem: SegmentProblem, caps: tuple[float, float]) -> SegmentProble
 
 def describe(problem: SegmentProblem, devices: Sequence[int], stops: Sequence[int]) -> Path:
     """Costs and bottlenecks of a path."""
-    cost, slowest = 0.0, [problem.floor[0], problem.floor[1]]
-    member, at = 0, 0
-    for device, stop in zip(devices, stops, strict=True):
-        hop, stage = (member, device + 1, at), (device, at, stop)
-        cost += float(problem.hop_cost_ijl[hop] + problem.stage_cost_nlk[stage])
-        _slow(slowest, problem, hop, stage)
-        member, at = device + 1, stop
-    last = (member, problem.devices + 1, at)
-    cost += float(problem.hop_cost_ijl[last])
-    slowest[0] = max(slowest[0], float(problem.hop_forward_ijl[last]))
-    slowest[1] = max(slowest[1], float(problem.hop_backward_ijl[last]))
+    p, members = problem, [0, *(device + 1 for device in devices), problem.devices + 1]
+    hops = list(zip(members, members[1:], (0, *stops), strict=False))
+    stages = list(zip(devices, (0, *stops), stops, strict=False))
+    cost = 0.0
+    for hop, stage in zip(hops, stages, strict=False):
+        cost += float(p.hop_cost_ijl[hop] + p.stage_cost_nlk[stage])
+    forward = [p.hop_forward_ijl[hop] for hop in hops] + [p.stage_forward_nlk[s] for s in stages]
+    backward = [p.hop_backward_ijl[hop] for hop in hops] + [p.stage_backward_nlk[s] for s in stages]
     return Path(
         devices=tuple(devices),
         stops=tuple(stops),
-        cost=cost,
-        forward_s=slowest[0],
-        backward_s=slowest[1],
+        cost=cost + float(p.hop_cost_ijl[hops[-1]]),
+        forward_s=float(max(problem.floor[0], *forward)),
+        backward_s=float(max(problem.floor[1], *backward)),
     )
-
-
-def _slow(
-    slowest: list[float],
-    problem: SegmentProblem,
-    hop: tuple[int, int, int],
-    stage: tuple[int, int, int],
-) -> None:
-    forward = (problem.hop_forward_ijl[hop], problem.stage_forward_nlk[stage])
-    backward = (problem.hop_backward_ijl[hop], problem.stage_backward_nlk[stage])
-    slowest[0] = max(slowest[0], *(float(t) for t in forward))
-    slowest[1] = max(slowest[1], *(float(t) for t in backward))
 
 
 def in_order(order: Sequence[int]) -> Shortest:
@@ -163,7 +146,7 @@ def in_order(order: Sequence[int]) -> Shortest:
     def shortest(p: SegmentProblem) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         blocks = p.blocks
         reached = np.full((len(order), blocks + 1), np.inf)
-        came: list[tuple[NDArray[np.intp], NDArray[np.intp]]] = []
+        came: list[tuple[Places, Places]] = []
         for position, device in enumerate(order):
             start = np.full(blocks + 1, np.inf)
             start[0] = p.hop_cost_ijl[0, device + 1, 0]
@@ -223,7 +206,7 @@ class _SubsetTable:
             for device in range(self.n):
                 self._extend(masks[(masks >> device) & 1 == 0], device)
 
-    def _extend(self, masks: NDArray[np.intp], device: int) -> None:
+    def _extend(self, masks: Places, device: int) -> None:
         """Append ``device`` to every path over ``masks``."""
         p = self.p
         if not len(masks):

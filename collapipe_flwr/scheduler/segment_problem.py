@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.layouts import span_sums
 from collapipe_flwr.costs.radio import SHARES, power_for_time_w, send_time_s, thrifty_time_s
 from collapipe_flwr.costs.tables import Tables
@@ -18,12 +18,10 @@ from collapipe_flwr.costs.work import (
     OPTIMISER_FLOP_PER_BYTE,
     PricingOptions,
     edge_speed,
-    kept_bytes,
     local_steps,
+    segment_bytes,
 )
 from collapipe_flwr.scheduler.segment_dp import SegmentProblem
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +55,7 @@ class _Builder:
         self.price = terms.price_i[: self.members]
         size, count = float(terms.micro_batch_size), float(terms.micro_batches)
         self.size, self.count = size, count
-        self.steps = float(local_steps(tables.examples_m[m], np.array(size), np.array(count)))
+        self.steps = float(local_steps(tables.examples_m[m], size * count))
         self.edge_speed = edge_speed(tables, options)
         self.noise = tables.snapshot.radio.noise_w_per_hz
 
@@ -97,7 +95,11 @@ class _Builder:
         flop = self.steps * (self.size * self.count * (ahead + back) + update)
         out, home, radio_j = self._bulk(8.0 * weights)
         cost = terms.slope * (time + out + home) + price * joule * flop + radio_j
-        allowed = (ahead >= 0) & np.tri(len(ahead), k=-1, dtype=bool).T & self._fits()
+        in_flight = self.count if self.options.schedule == "gpipe" else 1.0
+        need = segment_bytes(blocks, self.options, self.size, in_flight)
+        room = self.tables.members.memory_mi[terms.cluster, 1 : self.members, None, None]
+        allowed = np.tri(len(ahead), k=-1, dtype=bool).T
+        allowed = allowed & (need <= (1.0 - self.options.memory_margin) * room)
         return forward, backward, np.where(allowed, cost, np.inf)
 
     def _bulk(self, bits: Array) -> tuple[Array, Array, Array]:
@@ -112,15 +114,6 @@ class _Builder:
         joules = self.price[0] * self.watt[0] * out
         joules = joules + (self.price[1:] * self.watt[1:])[:, None, None] * home
         return out, home, joules
-
-    def _fits(self) -> NDArray[np.bool_]:
-        blocks, options = self.tables.blocks, self.options
-        kept_l, once = kept_bytes(blocks, options)
-        flight = self.count if options.schedule == "gpipe" else 1.0
-        need = span_sums(blocks.state_bytes_l) + self.size * flight * span_sums(kept_l)
-        need = need + self.size * once
-        room = self.tables.members.memory_mi[self.terms.cluster, 1 : self.members]
-        return np.asarray(need[None] <= (1.0 - options.memory_margin) * room[:, None, None])
 
     def _hops(self) -> tuple[Array, Array, Array]:
         """Times and costs between any two parties, (N + 1, N + 2 receivers, L + 1)."""

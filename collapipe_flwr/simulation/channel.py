@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collapipe_flwr.core.domain import ChannelState
 from collapipe_flwr.core.errors import ConfigError
-
-Array = NDArray[np.float64]
+from collapipe_flwr.costs.arrays import Array
 
 LIGHT_M_PER_S = 2.998e8
 NEAREST_M = 1.0
 FADE_FLOOR = 1e-2  # links that fade deeper than 20 dB are retried within the round
+PERIOD_ROUNDS = 40.0
 CHANNEL_MODELS = ("static", "block-fading", "mobility", "trace:FILE")
 
 
@@ -39,64 +38,44 @@ class Placement:
     exponent: float
 
 
-class ChannelModel(Protocol):
-    """Gains of one cluster in one round."""
-
-    def state(self, placement: Placement, seed: int, round_index: int) -> ChannelState:
-        """The channel; equal arguments give equal results."""
-        ...
+ChannelModel = Callable[[Placement, int, int], ChannelState]
+"""The gains of one cluster by seed and round; equal arguments give equal results."""
 
 
-@dataclass(frozen=True, slots=True)
-class Static:
-    """Path loss only."""
-
-    def state(self, placement: Placement, seed: int, round_index: int) -> ChannelState:
-        """The same gains in every round."""
-        del seed, round_index
-        return _channel(*_gains(placement, placement.member_m))
+def static(placement: Placement, seed: int, round_index: int) -> ChannelState:
+    """Path loss only: the same gains in every round."""
+    del seed, round_index
+    return _channel(*_gains(placement, placement.member_m))
 
 
-@dataclass(frozen=True, slots=True)
-class BlockFading:
-    """Rayleigh fading: independent from round to round, constant within one."""
-
-    def state(self, placement: Placement, seed: int, round_index: int) -> ChannelState:
-        """Path loss times reciprocal exponential fades."""
-        d2d, edge = _gains(placement, placement.member_m)
-        rng = _rng(placement, seed, round_index)
-        fade = np.maximum(rng.exponential(size=d2d.shape), FADE_FLOOR)
-        fade = np.triu(fade) + np.triu(fade, 1).T
-        fade_edge = np.maximum(rng.exponential(size=edge.shape), FADE_FLOOR)
-        return _channel(d2d * fade, edge * fade_edge)
+def block_fading(placement: Placement, seed: int, round_index: int) -> ChannelState:
+    """Rayleigh fading, independent from round to round: path loss times exponential fades."""
+    d2d, edge = _gains(placement, placement.member_m)
+    rng = _rng(placement, seed, round_index)
+    fade = np.maximum(rng.exponential(size=d2d.shape), FADE_FLOOR)
+    fade = np.triu(fade) + np.triu(fade, 1).T
+    fade_edge = np.maximum(rng.exponential(size=edge.shape), FADE_FLOOR)
+    return _channel(d2d * fade, edge * fade_edge)
 
 
-@dataclass(frozen=True, slots=True)
-class Mobility:
-    """Members circle around their places, one turn in ``period_rounds``."""
-
-    period_rounds: float = 40.0
-
-    def state(self, placement: Placement, seed: int, round_index: int) -> ChannelState:
-        """Path loss at the positions of this round."""
-        phases = _rng(placement, seed, 0).uniform(0.0, 2.0 * math.pi, len(placement.orbit_m))
-        angle = phases + 2.0 * math.pi * round_index / self.period_rounds
-        offset = placement.orbit_m[:, None] * np.stack([np.cos(angle), np.sin(angle)], axis=1)
-        return _channel(*_gains(placement, placement.member_m + offset))
+def mobility(placement: Placement, seed: int, round_index: int) -> ChannelState:
+    """Path loss while members circle around their places, one turn in ``PERIOD_ROUNDS``."""
+    phases = _rng(placement, seed, 0).uniform(0.0, 2.0 * math.pi, len(placement.orbit_m))
+    angle = phases + 2.0 * math.pi * round_index / PERIOD_ROUNDS
+    offset = placement.orbit_m[:, None] * np.stack([np.cos(angle), np.sin(angle)], axis=1)
+    return _channel(*_gains(placement, placement.member_m + offset))
 
 
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """Recorded factors on the static gains, one per round, repeated from the start at the end."""
+def trace(factors: Sequence[float]) -> ChannelModel:
+    """Path loss times recorded factors, one per round, from the start again at the end."""
 
-    factors: tuple[float, ...]
-
-    def state(self, placement: Placement, seed: int, round_index: int) -> ChannelState:
-        """Path loss times this round's factor."""
+    def state(placement: Placement, seed: int, round_index: int) -> ChannelState:
         del seed
         d2d, edge = _gains(placement, placement.member_m)
-        factor = self.factors[(round_index - 1) % len(self.factors)]
+        factor = factors[(round_index - 1) % len(factors)]
         return _channel(d2d * factor, edge * factor)
+
+    return state
 
 
 def channel_model(name: str) -> ChannelModel:
@@ -104,15 +83,11 @@ def channel_model(name: str) -> ChannelModel:
 
     The file holds a JSON list of positive factors.
     """
-    plain: dict[str, ChannelModel] = {
-        "static": Static(),
-        "block-fading": BlockFading(),
-        "mobility": Mobility(),
-    }
+    plain = {"static": static, "block-fading": block_fading, "mobility": mobility}
     if name in plain:
         return plain[name]
     if name.startswith("trace:"):
-        return Trace(_read_trace(Path(name.removeprefix("trace:"))))
+        return trace(_read_trace(Path(name.removeprefix("trace:"))))
     raise ConfigError(f"unknown channel {name!r}: choose one of {', '.join(CHANNEL_MODELS)}")
 
 

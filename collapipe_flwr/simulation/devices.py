@@ -23,9 +23,9 @@ import json
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from collapipe_flwr.core.domain import DeviceProfile
 from collapipe_flwr.core.errors import ConfigError
@@ -33,7 +33,10 @@ from collapipe_flwr.core.errors import ConfigError
 GIGA = 1e9
 
 
-def _preset(
+MEGA = 1e6
+
+
+def _board(
     kind: str, gflop_per_s: float, gib: float, load_w: float, tx_power_w: float
 ) -> DeviceProfile:
     """A class of board: a profile without a name and without an energy budget."""
@@ -51,17 +54,17 @@ def _preset(
 _PRESETS = (
     # 4x Cortex-A72 at 1.5 GHz: 24 GFLOP/s HPL-class fp32 peak 48; 4 GB board; 3.5 W over idle
     # (raspberrypi.com product brief; published Linpack and power reviews). Wi-Fi about 20 dBm.
-    _preset("raspberry-pi-4", 12.0, 3.0, 3.5, 0.1),
+    _board("raspberry-pi-4", 12.0, 3.0, 3.5, 0.1),
     # 4x Cortex-A76 at 2.4 GHz: fp32 peak 154, HPL 30 fp64; 8 GB board; 6 W over idle
     # (raspberrypi.com product brief; published Linpack and power reviews).
-    _preset("raspberry-pi-5", 35.0, 6.5, 6.0, 0.1),
+    _board("raspberry-pi-5", 35.0, 6.5, 6.0, 0.1),
     # 128-core Maxwell: 236 GFLOP/s fp32 peak; 4 GB shared; 10 W mode (NVIDIA data sheet).
-    _preset("jetson-nano", 80.0, 2.8, 6.5, 0.1),
+    _board("jetson-nano", 80.0, 2.8, 6.5, 0.1),
     # 1024-core Ampere: 1.28 TFLOP/s fp32 peak; 8 GB shared; 15 W mode (NVIDIA data sheet).
-    _preset("jetson-orin-nano", 450.0, 6.0, 10.0, 0.1),
+    _board("jetson-orin-nano", 450.0, 6.0, 10.0, 0.1),
     # Mid-range phone SoC on its big CPU cores: 100-200 fp32 peak, thermally limited to about
     # 3.5 W; 3GPP power class 3 is 23 dBm = 0.2 W.
-    _preset("phone", 50.0, 2.0, 3.5, 0.2),
+    _board("phone", 50.0, 2.0, 3.5, 0.2),
 )
 
 PRESETS: dict[str, DeviceProfile] = {preset.kind: preset for preset in _PRESETS}
@@ -123,7 +126,6 @@ def radio_preset(kind: str) -> RadioPreset:
     return RADIOS[kind]
 
 
-MEGA = 1e6
 FIELDS = ("speed_gflop_per_s", "memory_gib", "load_w", "tx_power_w")
 
 
@@ -152,43 +154,35 @@ def read_fleet(path: Path) -> tuple[FleetCluster, ...]:
 
 
 def _fleet(values: object) -> tuple[FleetCluster, ...]:
-    if not isinstance(values, Mapping) or not _is_list(values.get("clusters")):
+    clusters = values.get("clusters") if isinstance(values, Mapping) else None
+    if not isinstance(values, Mapping) or not isinstance(clusters, list) or not clusters:
         raise ConfigError('needs a list "clusters" with at least one entry')
     own = values.get("kinds", {})
     if not isinstance(own, Mapping):
         raise ConfigError('"kinds" must map names to boards')
     kinds = PRESETS | {name: _kind(str(name), board) for name, board in own.items()}
-    clusters = tuple(_cluster(m, entry, kinds) for m, entry in enumerate(values["clusters"]))
-    if len({c.cluster_id for c in clusters}) < len(clusters):
+    fleet = tuple(_cluster(m, entry, kinds) for m, entry in enumerate(clusters))
+    if len({cluster.cluster_id for cluster in fleet}) < len(fleet):
         raise ConfigError('every cluster needs an "id" of its own')
-    return clusters
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, list) and bool(value)
+    return fleet
 
 
 def _kind(name: str, board: Any) -> DeviceProfile:
     numbers: list[Any] = [board.get(f) for f in FIELDS] if isinstance(board, Mapping) else [None]
-    if not all(_is_number(n) and 0 < n < float("inf") for n in numbers):
+    if not all(map(_is_positive, numbers)):
         raise ConfigError(f"kind {name!r} needs numbers > 0 for {', '.join(FIELDS)}")
-    speed, memory, load, power = (float(n) for n in numbers)
     narrow = board.get("d2d_mhz")
-    if narrow is not None and not (_is_number(narrow) and 0 < narrow < float("inf")):
+    if narrow is not None and not _is_positive(narrow):
         raise ConfigError(f"kind {name!r}: d2d_mhz must be a number > 0, got {narrow!r}")
-    return DeviceProfile(
-        device_id="",
-        kind=name,
-        speed_flop_per_s=speed * GIGA,
-        memory_bytes=int(memory * 2**30),
-        energy_per_flop_j=load / (speed * GIGA),
-        tx_power_max_w=power,
-        energy_budget_j=math.inf,
-        d2d_bandwidth_hz=None if narrow is None else narrow * MEGA,
-    )
+    kind = _board(name, *map(float, numbers))
+    return kind if narrow is None else replace(kind, d2d_bandwidth_hz=narrow * MEGA)
 
 
-def _is_number(value: object) -> bool:
+def _is_positive(value: object) -> bool:
+    return _is_number(value) and 0 < value < math.inf
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -1,13 +1,12 @@
 """One simulated setting: clusters, model, radio, budgets and how policies may plan.
 
-There are named presets, over which `Choices` lays what a user chose on the command line.
+There are named presets, over which `overridden` lays what a user chose on the command line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from collapipe_flwr.core.domain import DeviceProfile, ModelProfile
@@ -153,72 +152,46 @@ def preset(name: str | None) -> Setting:
 
 _SETTING = ("clusters", "devices", "examples", "rounds", "channel", "radio")
 _MODEL = ("blocks", "width", "tokens")
-_PLANNING = ("penalty_weight", "schedule", "memory_margin", "max_model_share")
-_SWITCHES = ("best_batches", "half_duplex", "edge_shared", "recompute")
+_PLANNING = (
+    *("penalty_weight", "schedule", "memory_margin", "max_model_share"),
+    *("best_batches", "half_duplex", "edge_shared", "recompute"),
+)
 _DISTORTION = {"profile_error": "error", "profile_error_kind": "kind", "profile_delay": "delay"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
-    """Every field is an option of the same name; None or False leaves the preset as it is."""
+def overridden(base: Setting, **options: Any) -> Setting:
+    """``base`` with what was chosen; raises ConfigError or ScheduleError.
 
-    clusters: int | None = None
-    devices: int | None = None
-    examples: int | None = None
-    rounds: int | None = None
-    channel: str | None = None
-    radio: str | None = None
-    blocks: int | None = None
-    width: int | None = None
-    tokens: int | None = None
-    penalty_weight: float | None = None
-    schedule: str | None = None
-    memory_margin: float | None = None
-    max_model_share: float | None = None
-    best_batches: bool = False
-    half_duplex: bool = False
-    edge_shared: bool = False
-    recompute: bool = False
-    profile_error: float | None = None
-    profile_error_kind: str | None = None
-    profile_delay: int | None = None
-    seeds: str | None = None
-    policies: str | None = None
-    kinds: str | None = None
-    micro_batch_sizes: str | None = None
-    micro_batches: str | None = None
-    codecs: str | None = None
-    energy_budget: str | None = None
-    devices_from: Path | None = None
+    ``options`` are those of ``collapipe simulate`` by name. What is missing, None or False leaves
+    ``base`` as it is.
+    """
+    given = {n: value for n, value in options.items() if value is not None and value is not False}
 
-    def over(self, base: Setting) -> Setting:
-        """``base`` with everything that was chosen; raises ConfigError or ScheduleError."""
-        changes = self._given(_SETTING)
-        changes["model"] = replace(base.model, **self._given(_MODEL))
-        planning = self._given(_PLANNING)
-        planning |= {name: True for name in _SWITCHES if getattr(self, name)}
-        for name in ("micro_batch_sizes", "micro_batches"):
-            if (text := getattr(self, name)) is not None:
-                planning[name] = whole_numbers(name, text)
-        if self.codecs is not None:
-            planning["codecs"] = _words(self.codecs)
-            changes["model"] = replace(changes["model"], wire_bytes=4)
-        changes["settings"] = replace(base.settings, **planning)
-        seen = {_DISTORTION[n]: value for n, value in self._given(tuple(_DISTORTION)).items()}
-        changes["distortion"] = replace(base.distortion, **seen)
-        if self.seeds is not None:
-            changes["seeds"] = whole_numbers("seeds", self.seeds)
-        for name in ("policies", "kinds"):
-            if (text := getattr(self, name)) is not None:
-                changes[name] = _words(text)
-        if self.energy_budget is not None:
-            changes["budget"] = energy_budget(self.energy_budget)
-        if self.devices_from is not None:
-            changes["fleet"] = read_fleet(self.devices_from)
-        return replace(base, **changes)
+    def chosen(names: Iterable[str]) -> dict[str, Any]:
+        return {name: given[name] for name in names if name in given}
 
-    def _given(self, names: tuple[str, ...]) -> dict[str, Any]:
-        return {n: value for n in names if (value := getattr(self, n)) is not None}
+    changes, model, planning = chosen(_SETTING), chosen(_MODEL), chosen(_PLANNING)
+    for name, text in chosen(("micro_batch_sizes", "micro_batches")).items():
+        planning[name] = whole_numbers(name, text)
+    if "codecs" in given:
+        planning["codecs"] = _words(given["codecs"])
+        model["wire_bytes"] = 4
+    if "seeds" in given:
+        changes["seeds"] = whole_numbers("seeds", given["seeds"])
+    for name, text in chosen(("policies", "kinds")).items():
+        changes[name] = _words(text)
+    if "energy_budget" in given:
+        changes["budget"] = energy_budget(given["energy_budget"])
+    if "devices_from" in given:
+        changes["fleet"] = read_fleet(given["devices_from"])
+    seen = {_DISTORTION[name]: value for name, value in chosen(_DISTORTION).items()}
+    return replace(
+        base,
+        model=replace(base.model, **model),
+        settings=replace(base.settings, **planning),
+        distortion=replace(base.distortion, **seen),
+        **changes,
+    )
 
 
 def _words(text: str) -> tuple[str, ...]:

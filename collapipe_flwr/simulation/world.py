@@ -49,9 +49,7 @@ class World:
     ) -> Snapshot:
         """What the scheduler sees in that round; ``present`` restricts it to those clusters."""
         clusters = tuple(
-            ClusterSnapshot(
-                profile=profile, channel=self.channel.state(place, self.seed, round_index)
-            )
+            ClusterSnapshot(profile=profile, channel=self.channel(place, self.seed, round_index))
             for profile, place in zip(self.clusters, self.placements, strict=True)
             if present is None or profile.cluster_id in present
         )

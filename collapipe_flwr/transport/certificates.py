@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from collapipe_flwr.config.cluster_file import MEMBER_NAME
-from collapipe_flwr.core.durable import draft, publish, sync
+from collapipe_flwr.core.durable import draft, own_folder, publish, sync
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.transport.tls import check_pair
@@ -44,11 +44,10 @@ class Authority:
     """
 
     def __init__(self, folder: Path, *, days: int = 825, new_ca: bool = False) -> None:
-        self.folder = folder
+        self.folder = own_folder(folder, "the folder")
         self.ca = folder / f"{AUTHORITY}.pem"
         self._days = days
         self._ca_key_path = folder / f"{AUTHORITY}.key"
-        _make_private(folder)
         if new_ca or not (self.ca.exists() or self._ca_key_path.exists()):
             self._make_ca()
         else:
@@ -66,8 +65,7 @@ class Authority:
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .add_extension(x509.ExtendedKeyUsage(_USES), critical=False)
         )
-        signed = builder.sign(self._key, hashes.SHA256())
-        replace_pair(key_path, _private_pem(key), certificate_path, _pem(signed))
+        self._write(builder, key, key_path, certificate_path)
         return files
 
     def check(self, name: str) -> None:
@@ -108,8 +106,21 @@ class Authority:
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(usage, critical=True)
         )
+        self._write(builder, self._key, self._ca_key_path, self.ca)
+
+    def _write(
+        self,
+        builder: x509.CertificateBuilder,
+        key: ec.EllipticCurvePrivateKey,
+        key_path: Path,
+        certificate_path: Path,
+    ) -> None:
+        """Sign, and put the certificate and its key in their places."""
+        pem = serialization.Encoding.PEM
+        private = serialization.PrivateFormat.PKCS8
+        key_pem = key.private_bytes(pem, private, serialization.NoEncryption())
         signed = builder.sign(self._key, hashes.SHA256())
-        replace_pair(self._ca_key_path, _private_pem(self._key), self.ca, _pem(signed))
+        replace_pair(key_path, key_pem, certificate_path, signed.public_bytes(pem))
 
     def _builder(
         self, subject: x509.Name, public_key: ec.EllipticCurvePublicKey, days: int
@@ -231,25 +242,6 @@ def _read_ca(certificate: Path, key: Path) -> tuple[ec.EllipticCurvePrivateKey, 
     if not isinstance(private, ec.EllipticCurvePrivateKey):
         raise ConfigError(f"{key} is no key of `collapipe certs`: choose another folder")
     return private, found.subject
-
-
-def _make_private(folder: Path) -> None:
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make the folder {folder}: {error.strerror}") from error
-
-
-def _pem(certificate: x509.Certificate) -> bytes:
-    return certificate.public_bytes(serialization.Encoding.PEM)
-
-
-def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
-    )
 
 
 def _general_name(host: str) -> x509.GeneralName:

@@ -102,7 +102,6 @@ class Session:
         *,
         with_optimizer: bool = False,
         keys: tuple[str, ...] | None = None,
-        most_bytes: int = _MOST_BYTES,
     ) -> dict[str, Tensor]:
         """The weights that the session's part has now, with optimiser slots where asked for.
 
@@ -114,7 +113,7 @@ class Session:
             answers = methods.FETCH_WEIGHTS.on(client.channel)(
                 request, timeout=client.transfer_s, metadata=self._metadata(with_optimizer)
             )
-            return gather_weights((decode_frame(a, client.limits) for a in answers), most_bytes)
+            return gather_weights((decode_frame(a) for a in answers), _MOST_BYTES)
 
         return client.patiently(fetch)
 
@@ -199,7 +198,6 @@ class Session:
                 codec=config.codec,
                 rate_bit_per_s=config.forward_bit_per_s,
                 stream_id=stream_id,
-                limits=client.limits,
             ),
             client.translate,
             hang_up=lambda in_order: _hang_up(call_slot, reader, in_order),

@@ -17,32 +17,21 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, FrameKind
-from collapipe_flwr.transport.methods import FrameLimits
+from collapipe_flwr.transport.methods import LIMITS, FrameLimits
 from collapipe_flwr.transport.quantize import WIRE_CODECS, WireCodec
 
 _MAGIC = b"CPF1"
 _PREFIX = struct.Struct("<4sI")
 _ALIGN = 16
 _REMEMBERED = 32  # lists of tensors, of at most ``FrameLimits.header_bytes`` each
-_DTYPES: dict[str, torch.dtype] = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "int64": torch.int64,
-    "int32": torch.int32,
-    "int16": torch.int16,
-    "int8": torch.int8,
-    "uint8": torch.uint8,
-    "bool": torch.bool,
-}
+_NAMES = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool"
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split()}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -61,21 +50,16 @@ _Described = tuple[str, str, torch.Size, str, int]  # name, dtype, shape, codec,
 _compact = json.JSONEncoder(separators=(",", ":"))
 
 
-class _Layout(NamedTuple):
-    """The tensors of a frame, checked."""
-
-    entries: tuple[_Entry, ...]
-    size_bytes: int  # with what pads them
-
-
 def encode_frame(frame: Frame, codec: str = "fp32") -> bytes:
     """The frame as bytes; `codec` applies to hidden states and gradients, all else is exact."""
     described: list[_Described] = []
     chunks: list[bytes | memoryview] = []
     for name, tensor in frame.tensors.items():
+        if tensor.dtype not in _DTYPE_NAMES:
+            raise ProtocolError(f"tensors of {tensor.dtype} cannot travel")
         wire = codec if name in (HIDDEN, GRAD) and tensor.is_floating_point() else "fp32"
         raw = WIRE_CODECS[wire].pack(tensor.detach())
-        described.append((name, _dtype_name(tensor), tensor.shape, wire, len(raw)))
+        described.append((name, _DTYPE_NAMES[tensor.dtype], tensor.shape, wire, len(raw)))
         chunks += [raw, b"\0" * (-len(raw) % _ALIGN)]
     fields = [int(frame.kind), frame.step, frame.micro_batch, dict(frame.scalars), frame.text]
     header = b"%b\n%b" % (_compact.encode(fields).encode(), _tensors_line(tuple(described)))
@@ -83,20 +67,19 @@ def encode_frame(frame: Frame, codec: str = "fp32") -> bytes:
     return b"".join([_PREFIX.pack(_MAGIC, len(header)), header, *chunks])
 
 
-def decode_frame(data: bytes, limits: FrameLimits | None = None) -> Frame:
+def decode_frame(data: bytes, limits: FrameLimits = LIMITS) -> Frame:
     """The frame in `data`; tensors own writable memory. Raises ProtocolError on anything odd."""
-    limits = limits or FrameLimits()
     header, start = _header(data, limits)
     line, _, tensors_line = header.partition(b"\n")
     kind, step, micro_batch, scalars, text = _fields(_parsed(line))
-    layout = _layout(tensors_line, limits)
-    if start + layout.size_bytes != len(data):
+    entries = _entries(tensors_line, limits)
+    if start + sum(_padded(entry.wire_bytes) for entry in entries) != len(data):
         raise ProtocolError(f"a frame of {len(data)} bytes, which is not what its header says")
     return Frame(
         kind=kind,
         step=step,
         micro_batch=micro_batch,
-        tensors=_tensors(memoryview(data), start, layout.entries),
+        tensors=_tensors(memoryview(data), start, entries),
         scalars=scalars,
         text=text,
     )
@@ -108,7 +91,7 @@ def _tensors_line(described: tuple[_Described, ...]) -> bytes:
 
 
 @lru_cache(_REMEMBERED)
-def _layout(line: bytes, limits: FrameLimits) -> _Layout:
+def _entries(line: bytes, limits: FrameLimits) -> tuple[_Entry, ...]:
     """What the second line of a header says. Raises ProtocolError on anything odd."""
     raw_entries = _parsed(line)
     if not isinstance(raw_entries, list):
@@ -120,7 +103,7 @@ def _layout(line: bytes, limits: FrameLimits) -> _Layout:
     entries = tuple(_entry(raw, limits) for raw in raw_entries)
     if len({e.name for e in entries}) < len(entries):
         raise ProtocolError("a frame names a tensor twice")
-    return _Layout(entries, sum(_padded(e.wire_bytes) for e in entries))
+    return entries
 
 
 def _header(data: bytes, limits: FrameLimits) -> tuple[bytes, int]:
@@ -155,14 +138,11 @@ def _fields(fields: object) -> tuple[FrameKind, int, int, Mapping[str, float], s
         raise ProtocolError("a frame whose scalars or text have the wrong type")
     if not all(type(v) in (int, float) for v in scalars.values()):
         raise ProtocolError("a frame with a scalar that is no number")
-    return FrameKind(kind), step, micro_batch, _floats(scalars), text
-
-
-def _floats(scalars: Mapping[str, int | float]) -> dict[str, float]:
     try:
-        return {name: float(value) for name, value in scalars.items()}
+        floats = {name: float(value) for name, value in scalars.items()}
     except OverflowError as error:
         raise ProtocolError("a frame with a scalar beyond the range of a float") from error
+    return FrameKind(kind), step, micro_batch, floats, text
 
 
 def _entry(raw: object, limits: FrameLimits) -> _Entry:
@@ -202,12 +182,6 @@ def _tensors(data: memoryview, start: int, entries: tuple[_Entry, ...]) -> dict[
         tensors[entry.name] = entry.codec.unpack(raw, entry.dtype).reshape(entry.shape)
         start += _padded(entry.wire_bytes)
     return tensors
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    if tensor.dtype not in _DTYPE_NAMES:
-        raise ProtocolError(f"tensors of {tensor.dtype} cannot travel")
-    return _DTYPE_NAMES[tensor.dtype]
 
 
 def _padded(size: int) -> int:

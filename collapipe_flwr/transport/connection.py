@@ -21,7 +21,7 @@ from collapipe_flwr.core.errors import (
 from collapipe_flwr.core.links import Heartbeat, TlsFiles
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.keepalive import Keepalive, keepalive_options
-from collapipe_flwr.transport.methods import FrameLimits, Metadata, Method
+from collapipe_flwr.transport.methods import Metadata, Method
 from collapipe_flwr.transport.tls import open_channel
 
 Answer = TypeVar("Answer")
@@ -60,17 +60,15 @@ class Connection:
         deadline_s: float = 20.0,
         transfer_s: float = 600.0,
         patience_s: float = 0.0,
-        limits: FrameLimits | None = None,
         heartbeat: Heartbeat | None = None,
     ) -> None:
         self.address = address
         self.peer = f"{what} at {address}"
         self.deadline_s = deadline_s
         self.transfer_s = transfer_s
-        self.limits = limits or FrameLimits()
         self._patience_s = patience_s
         named = methods.name_options(certificate_name)
-        options = [*methods.channel_options(self.limits), *named]
+        options = [*methods.channel_options(), *named]
         self._connect = partial(open_channel, address, tls, options)
         self.channel = self._connect()
         self._heartbeat = heartbeat

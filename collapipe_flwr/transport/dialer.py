@@ -25,7 +25,6 @@ class Dialer:
 
     name: str
     tls: TlsFiles | None = None
-    deadline_s: float = 20.0
 
     @contextmanager
     def __call__(self, hop: NextHop) -> Iterator[Link]:
@@ -35,7 +34,6 @@ class Dialer:
             what=hop.name,
             tls=self.tls,
             certificate_name=hop.certificate_name,
-            deadline_s=self.deadline_s,
             heartbeat=hop.heartbeat,
         ) as client:
             link = client.session(hop.key).stream(name=self.name, config=hop.link)

@@ -20,7 +20,6 @@ from collapipe_flwr.core.errors import (
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.transport.authorizer import Authorizer
 from collapipe_flwr.transport.methods import (
-    FrameLimits,
     Method,
     channel_options,
     decode_message,
@@ -101,12 +100,10 @@ class TextServer(Server):
                 request = decode_message(GenerateRequest, only_message(messages, context))
                 for text in self._write(request):
                     yield encode_message(Chunk(text=text))
-            except ProtocolError as error:
-                context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-            except LinkError as error:
-                context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
             except CollaPipeError as error:
-                context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+                broken = isinstance(error, LinkError) and not isinstance(error, ProtocolError)
+                code = grpc.StatusCode.UNAVAILABLE if broken else grpc.StatusCode.INVALID_ARGUMENT
+                context.abort(code, str(error))
 
 
 class TextClient:
@@ -122,7 +119,7 @@ class TextClient:
     ) -> None:
         self._peer = f"text server at {address}"
         self._deadline_s = deadline_s
-        options = [*channel_options(FrameLimits()), *name_options(certificate_name)]
+        options = [*channel_options(), *name_options(certificate_name)]
         self._channel = open_channel(address, tls, options)
 
     def write(self, request: GenerateRequest) -> Iterator[str]:

@@ -11,7 +11,7 @@ from collapipe_flwr.core.errors import ConfigError
 
 _KIB = 1024
 _MOST_PAYLOAD_BYTES = 16 * 2**20
-_MOST_DEADLINE_S = 60.0
+_MOST_DEADLINE_S = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,16 +40,12 @@ class ProbeRequest:
     deadline_s: float = 10.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.payload_bytes <= _MOST_PAYLOAD_BYTES:
-            raise ConfigError(
-                f"payload_bytes of a probe must be > 0 and <= {_MOST_PAYLOAD_BYTES}, got "
-                f"{self.payload_bytes}"
-            )
-        if not 0 < self.deadline_s <= _MOST_DEADLINE_S:
-            raise ConfigError(
-                f"deadline_s of a probe must be > 0 and <= {_MOST_DEADLINE_S:g}, got "
-                f"{self.deadline_s}"
-            )
+        for name, most in (
+            ("payload_bytes", _MOST_PAYLOAD_BYTES),
+            ("deadline_s", _MOST_DEADLINE_S),
+        ):
+            if not 0 < (value := getattr(self, name)) <= most:
+                raise ConfigError(f"{name} of a probe must be > 0 and <= {most}, got {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,20 +58,17 @@ class ProbeAnswer:
 
 def status_here(*, awake: bool, stopping: bool) -> HostStatus:
     """Of this process."""
+    try:
+        installed = version("collapipe-flwr")
+    except PackageNotFoundError:  # a checkout that nobody installed
+        installed = ""
     return HostStatus(
         resident_bytes=_resident_bytes(),
         awake=awake,
         stopping=stopping,
         unix_s=time.time(),
-        version=_version(),
+        version=installed,
     )
-
-
-def _version() -> str:
-    try:
-        return version("collapipe-flwr")
-    except PackageNotFoundError:  # a checkout that nobody installed
-        return ""
 
 
 def _resident_bytes() -> int:

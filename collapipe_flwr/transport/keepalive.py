@@ -17,13 +17,13 @@ from typing import Self
 import grpc
 
 from collapipe_flwr.core.links import LEAST_PERIOD_S, Heartbeat
+from collapipe_flwr.transport.methods import Options
 
-PricingOptions = list[tuple[str, object]]
 _RECONNECT_MS = 100
 _UNWATCHED_S = 10.0  # gRPC looks five times a second who still listens, unless it is starved of CPU
 
 
-def keepalive_options(heartbeat: Heartbeat) -> PricingOptions:
+def keepalive_options(heartbeat: Heartbeat) -> Options:
     """Of the connection that is pinged: a ping a period, which has a period to be answered."""
     period_ms = round(1000 * heartbeat.period_s)
     return [
@@ -39,7 +39,7 @@ def keepalive_options(heartbeat: Heartbeat) -> PricingOptions:
     ]
 
 
-def server_keepalive_options() -> PricingOptions:
+def server_keepalive_options() -> Options:
     """Of a server that lets itself be pinged."""
     return [
         ("grpc.keepalive_permit_without_calls", 1),

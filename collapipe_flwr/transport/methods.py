@@ -30,6 +30,7 @@ MOST_CONNECTIONS = 512
 MESSAGE_BYTES = 4 * 2**20  # more than any model config needs
 
 Metadata = tuple[tuple[str, str], ...]
+Options = list[tuple[str, object]]
 Message = TypeVar("Message")
 
 
@@ -97,6 +98,9 @@ class FrameLimits:
     dimensions: int = 8
 
 
+LIMITS = FrameLimits()
+
+
 def encode_message(message: object) -> bytes:
     """A dataclass instance as JSON bytes."""
     return to_json(message).encode()
@@ -113,15 +117,15 @@ def decode_message(kind: type[Message], data: bytes) -> Message:
     return from_json(kind, text, kind.__name__)
 
 
-def channel_options(limits: FrameLimits) -> list[tuple[str, object]]:
+def channel_options() -> Options:
     """Both sides: message limits, and pings that notice a machine that vanished.
 
     The pings stand in line behind tensors, so they are given much time; see `keepalive` for quick
     ones. A message in frames of the usual 16 KiB costs about an eighth more CPU time.
     """
     return [
-        ("grpc.max_receive_message_length", limits.frame_bytes),
-        ("grpc.max_send_message_length", limits.frame_bytes),
+        ("grpc.max_receive_message_length", LIMITS.frame_bytes),
+        ("grpc.max_send_message_length", LIMITS.frame_bytes),
         ("grpc.http2.max_frame_size", HTTP2_FRAME_BYTES),
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 20_000),
@@ -131,6 +135,6 @@ def channel_options(limits: FrameLimits) -> list[tuple[str, object]]:
     ]
 
 
-def name_options(certificate_name: str) -> list[tuple[str, object]]:
+def name_options(certificate_name: str) -> Options:
     """A client that gives ``certificate_name`` expects that name instead of the peer's address."""
     return [("grpc.ssl_target_name_override", certificate_name)] if certificate_name else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,13 +15,15 @@ from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.transport.keepalive import server_keepalive_options
 from collapipe_flwr.transport.methods import (
     MOST_CONNECTIONS,
-    FrameLimits,
     Method,
+    Options,
     channel_options,
 )
 from collapipe_flwr.transport.tls import bind
 
+_log = logging.getLogger(__name__)
 _MESSAGE_S = 60.0
+_END_S = 10.0
 
 
 class Server:
@@ -39,13 +42,12 @@ class Server:
         threads: int,
         most_calls: int,
         tls: TlsFiles | None = None,
-        limits: FrameLimits | None = None,
     ) -> None:
         self._callers = ThreadPoolExecutor(threads, thread_name_prefix="rpc")
         self._server = grpc.server(
             self._callers,
             options=[
-                *channel_options(limits or FrameLimits()),
+                *channel_options(),
                 *_peer_options(most_calls),
                 *server_keepalive_options(),
                 ("grpc.so_reuseport", 0),
@@ -68,11 +70,20 @@ class Server:
     def stop(self, grace_s: float = 1.0) -> None:
         """Refuse new calls, give running ones `grace_s`, then break them off."""
         self._server.stop(grace_s).wait(grace_s + 5.0)
-        self._callers.shutdown(wait=True)
+        self._let_go()
+        end_threads(self._callers, "calls")
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until the server is stopped; whether it was."""
-        return not self._server.wait_for_termination(timeout_s)
+    def _let_go(self) -> None:
+        """End what calls that are broken off may wait for."""
+
+
+def end_threads(pool: ThreadPoolExecutor, what: str) -> None:
+    """Wait for the threads of a pool; the log says when some do not end in time."""
+    waiting = threading.Thread(target=pool.shutdown, name="end-threads", daemon=True)
+    waiting.start()
+    waiting.join(_END_S)
+    if waiting.is_alive():
+        _log.error("%s that were told to end have not for %g s: left behind", what, _END_S)
 
 
 @contextmanager
@@ -97,7 +108,7 @@ def only_message(messages: Iterator[bytes], context: grpc.ServicerContext) -> by
     return message
 
 
-def _peer_options(most_calls: int) -> list[tuple[str, object]]:
+def _peer_options(most_calls: int) -> Options:
     """What keeps one peer, or many who never say a word, from filling a server's memory."""
     return [
         ("grpc.server_handshake_timeout_ms", 10_000),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 
@@ -21,96 +20,35 @@ from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, Link, memory_pair
 from collapipe_flwr.transport.quantize import WIRE_CODECS
 from collapipe_flwr.transport.stream import RateLimiter
 
-Clock = Callable[[], float]
-
 
 def simulated_pair(left: str, right: str, link: LinkConfig) -> tuple[Link, Link]:
-    """Two joined ends: the first is held by ``left``, which sends forward."""
-    one, other = (simulated_codec(end, link.codec) for end in memory_pair(left, right))
-    return rate_limited_pair(one, other, link)
+    """Two joined ends that behave as ``link``; the first is held by ``left``, and sends forward."""
+    return simulated(*memory_pair(left, right), link)
 
 
-def simulated_codec(link: Link, codec: str) -> Link:
-    """The link with a codec on what is sent; the link itself where the codec is exact."""
-    return link if codec == "fp32" else SimulatedCodecLink(link, codec)
-
-
-def rate_limited_pair(left: Link, right: Link, link: LinkConfig) -> tuple[Link, Link]:
-    """The same two joined ends with the rates of ``link``; ``left`` sends forward."""
-    if link.forward_bit_per_s is None and link.backward_bit_per_s is None:
+def simulated(left: Link, right: Link, link: LinkConfig) -> tuple[Link, Link]:
+    """The same two joined ends, as they are where ``link`` is exact and without a rate."""
+    if link == LinkConfig():
         return left, right
     ahead, back = Wire(link.forward_bit_per_s), Wire(link.backward_bit_per_s)
-    return RateLimitedLink(left, ahead, back), RateLimitedLink(right, back, ahead)
-
-
-class _Wrapped:
-    """A link around another one, to which it leaves what it does not change."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-
-    @property
-    def peer(self) -> str:
-        """See `Link.peer`."""
-        return self._link.peer
-
-    @property
-    def received(self) -> LinkTraffic:
-        """See `Link.received`; the other end has coded and delayed it."""
-        return self._link.received
-
-    def receive(self, *, deadline_s: float) -> Frame:
-        """See `Link.receive`."""
-        return self._link.receive(deadline_s=deadline_s)
-
-    def close(self, error: str = "") -> None:
-        """See `Link.close`."""
-        self._link.close(error)
-
-
-class SimulatedCodecLink(_Wrapped):
-    """Writes hidden states and gradients as ``codec`` would, and reads them back.
-
-    What it sent is counted as it would be on a wire, without the headers.
-    """
-
-    def __init__(self, link: Link, codec: str) -> None:
-        super().__init__(link)
-        self._codec = WIRE_CODECS[codec]
-        self._saved_bytes = 0
-
-    @property
-    def sent(self) -> LinkTraffic:
-        """See `Link.sent`."""
-        sent = self._link.sent
-        return replace(sent, bytes=sent.bytes - self._saved_bytes)
-
-    def send(self, frame: Frame, *, deadline_s: float) -> None:
-        """See `Link.send`."""
-        tensors = {name: self._written(name, t) for name, t in frame.tensors.items()}
-        self._link.send(replace(frame, tensors=tensors), deadline_s=deadline_s)
-
-    def _written(self, name: str, tensor: Tensor) -> Tensor:
-        if name not in (HIDDEN, GRAD) or not tensor.is_floating_point():
-            return tensor
-        raw = bytearray(self._codec.pack(tensor.detach()))
-        self._saved_bytes += tensor.numel() * tensor.element_size() - len(raw)
-        return self._codec.unpack(raw, tensor.dtype).reshape(tensor.shape)
+    return (
+        SimulatedLink(left, link.codec, ahead, back),
+        SimulatedLink(right, link.codec, back, ahead),
+    )
 
 
 class Wire:
     """One direction: when each frame in flight arrives."""
 
-    def __init__(self, rate_bit_per_s: float | None, clock: Clock = time.monotonic) -> None:
+    def __init__(self, rate_bit_per_s: float | None) -> None:
         self.busy_s = 0.0  # of carrying
         self.cut = threading.Event()  # nothing arrives any more
         self._limiter = RateLimiter(rate_bit_per_s)
-        self._clock = clock
         self._arrivals: SimpleQueue[float] = SimpleQueue()
 
     def put(self, size_bytes: int) -> None:
         """A frame of that size was sent."""
-        now_s = self._clock()
+        now_s = time.monotonic()
         self._arrivals.put(now_s + self._limiter.delay_s(size_bytes, now_s))
         self.busy_s += self._limiter.carrying_s(size_bytes)
 
@@ -120,38 +58,56 @@ class Wire:
             due_s = self._arrivals.get(timeout=deadline_s)
         except Empty as error:
             raise LinkTimeout(f"{peer} announced a frame and did not send it") from error
-        waits_s = due_s - self._clock()
+        waits_s = due_s - time.monotonic()
         if waits_s > 0:
             self.cut.wait(waits_s)
 
 
-class RateLimitedLink(_Wrapped):
-    """One end of `rate_limited_pair`."""
+class SimulatedLink:
+    """One end of `simulated`: a `Link` around another one.
 
-    def __init__(self, link: Link, there: Wire, back: Wire) -> None:
-        super().__init__(link)
+    Hidden states and gradients are written as ``codec`` would, and read back. What was sent is
+    counted as on a wire, without the headers; the other end has coded and delayed what is received.
+    """
+
+    def __init__(self, link: Link, codec: str, there: Wire, back: Wire) -> None:
+        self.peer = link.peer
+        self._link = link
+        self._codec = WIRE_CODECS[codec]
+        self._is_exact = codec == "fp32"
+        self._saved_bytes = 0
         self._there, self._back = there, back
 
     @property
     def sent(self) -> LinkTraffic:
-        """See `Link.sent`."""
-        return replace(self._link.sent, sending_s=self._there.busy_s)
+        sent = self._link.sent
+        return replace(sent, bytes=sent.bytes - self._saved_bytes, sending_s=self._there.busy_s)
+
+    @property
+    def received(self) -> LinkTraffic:
+        return self._link.received
 
     def send(self, frame: Frame, *, deadline_s: float) -> None:
-        """See `Link.send`."""
-        before = self._link.sent.bytes
-        self._link.send(frame, deadline_s=deadline_s)
-        self._there.put(self._link.sent.bytes - before)
+        before = self.sent.bytes
+        tensors = {name: self._written(name, t) for name, t in frame.tensors.items()}
+        self._link.send(replace(frame, tensors=tensors), deadline_s=deadline_s)
+        self._there.put(self.sent.bytes - before)
 
     def receive(self, *, deadline_s: float) -> Frame:
-        """See `Link.receive`; the time that the wire takes is no silence of the peer."""
+        """The time that the wire takes is no silence of the peer."""
         frame = self._link.receive(deadline_s=deadline_s)
         self._back.await_frame(self.peer, deadline_s)
         return frame
 
     def close(self, error: str = "") -> None:
-        """See `Link.close`."""
         if error:
             self._there.cut.set()
             self._back.cut.set()
         self._link.close(error)
+
+    def _written(self, name: str, tensor: Tensor) -> Tensor:
+        if self._is_exact or name not in (HIDDEN, GRAD) or not tensor.is_floating_point():
+            return tensor
+        raw = bytearray(self._codec.pack(tensor.detach()))
+        self._saved_bytes += tensor.numel() * tensor.element_size() - len(raw)
+        return self._codec.unpack(raw, tensor.dtype).reshape(tensor.shape)

@@ -13,17 +13,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 import grpc
 
 from collapipe_flwr.core.errors import ConfigError, LinkError
-from collapipe_flwr.core.links import LinkTraffic
+from collapipe_flwr.core.links import QUEUE_FRAMES, LinkTraffic
 from collapipe_flwr.pipeline.link import Frame, FrameKind, Mailbox
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
-from collapipe_flwr.transport.methods import FrameLimits
 
 _SENTENCE = 1000  # characters of an error that travel
+_QUEUE_BYTES = 512 * 2**20  # of each direction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,15 +32,12 @@ class StreamConfig:
     """How one end of a stream behaves.
 
     `rate_bit_per_s` limits what this end sends (None: as fast as it goes): a frame leaves when a
-    wire of that rate would have carried it. Both ends note frames under `stream_id` (`FrameLog`).
+    wire of that rate would have carried it. Both ends note frames under `stream_id`.
     """
 
     codec: str = "fp32"
     rate_bit_per_s: float | None = None
     stream_id: int = 0
-    limits: FrameLimits = field(default_factory=FrameLimits)
-    queue_frames: int = 64
-    queue_bytes: int = 512 * 2**20
 
 
 class RateLimiter:
@@ -82,27 +80,21 @@ class StreamLink:
         self._config = config
         self._translate = translate
         self._hang_up = hang_up
-        self._inbox: Mailbox[Frame] = Mailbox(
-            config.queue_frames, peer, most_bytes=config.queue_bytes
-        )
-        self._outbox: Mailbox[bytes] = Mailbox(
-            config.queue_frames, peer, most_bytes=config.queue_bytes
-        )
+        bounded = partial(Mailbox, QUEUE_FRAMES, peer, most_bytes=_QUEUE_BYTES)
+        self._inbox: Mailbox[Frame] = bounded()
+        self._outbox: Mailbox[bytes] = bounded()
         self._limiter = RateLimiter(config.rate_bit_per_s)
         self._over = threading.Event()
 
     def send(self, frame: Frame, *, deadline_s: float) -> None:
-        """See `Link.send`."""
         data = encode_frame(frame, self._config.codec)
         self._outbox.put(data, deadline_s, size_bytes=len(data))
         self.sent.bytes += len(data)
 
     def receive(self, *, deadline_s: float) -> Frame:
-        """See `Link.receive`."""
         return self._inbox.get(deadline_s)
 
     def close(self, error: str = "") -> None:
-        """See `Link.close`."""
         if error:
             self._give_up(LinkError(error))
         self._outbox.end()
@@ -147,7 +139,7 @@ class StreamLink:
 
     def _accept(self, data: bytes) -> None:
         self.received.note(self._config.stream_id, time.monotonic(), len(data))
-        frame = decode_frame(data, self._config.limits)
+        frame = decode_frame(data)
         self.received.bytes += len(data)
         if frame.kind is FrameKind.ERROR:
             self.broken(LinkError(f"{self.peer} failed: {frame.text[:_SENTENCE]}"))

@@ -12,7 +12,7 @@ import base64
 import binascii
 import re
 import ssl
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,13 +21,13 @@ import grpc
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.links import TlsFiles
+from collapipe_flwr.transport.methods import Options
 
 _ANEW = (
     "take both from one run of `collapipe certs`, or make both anew by `collapipe certs --renew`"
 )
 _PEM = re.compile(rb"-----BEGIN CERTIFICATE-----(.+?)-----END CERTIFICATE-----", re.DOTALL)
 _VERSION, _UTC_TIME = 0xA0, 0x17
-PricingOptions = Sequence[tuple[str, object]]
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
@@ -72,7 +72,9 @@ def bind(server: grpc.Server, listen: str, tls: TlsFiles | None) -> str:
     return f"{host}:{port}"
 
 
-def open_channel(address: str, tls: TlsFiles | None, options: PricingOptions = ()) -> grpc.Channel:
+def open_channel(
+    address: str, tls: TlsFiles | None, options: Options | None = None
+) -> grpc.Channel:
     """A channel to ``address``, in plain text without ``tls``; nothing is sent yet."""
     if tls is None:
         return grpc.insecure_channel(address, options)

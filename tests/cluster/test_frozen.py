@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
 from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder
@@ -20,7 +20,6 @@ from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import parse_cluster
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService, build_transformers_part
-from collapipe_flwr.host.session import HostedPart
 from collapipe_flwr.host.weight_cache import WeightCache
 from collapipe_flwr.models import LoraConfig, Splitter, make_spec, save_whole
 from collapipe_flwr.pipeline.config import NextHop, SessionRequest
@@ -43,7 +42,7 @@ from tests.power_cuts import rebuilt, watched
 CUT = Cut(stops=(2, 5), micro_batches=(2, 2))
 
 
-def _elsewhere(request: SessionRequest, weights: Mapping[str, Tensor]) -> HostedPart:
+def _elsewhere(request: SessionRequest, weights: Mapping[str, Tensor]) -> nn.Module:
     """The builder of a board on which the checkpoint's folder does not exist."""
     values = {**json.loads(request.spec_json), "pretrained": "/no/such/folder"}
     return build_transformers_part(replace(request, spec_json=json.dumps(values)), weights)
@@ -124,7 +123,10 @@ def test_what_was_not_used_for_longest_makes_room(tmp_path: Path) -> None:
     assert set(cache.find({"a": digests["a"]})) == {"a"}  # used now, so b is the older one
     cache.keep({"c": tensors["c"]})
     assert set(cache.find(digests)) == {"a", "c"}
-    assert cache.find({"a": "../../etc/passwd"}) == {}
+    (tmp_path / "x" / "abc.safetensors").write_bytes(b"")
+    for asked in ("../../etc/passwd", "abc", digests["a"].upper(), f"{digests['a']}0"):
+        assert cache.find({"a": asked}) == {}
+    assert (tmp_path / "x" / "abc.safetensors").exists()  # it was not even looked for
 
 
 def _head(address: str, splitter: Splitter, weights: Mapping[str, Tensor]) -> NextHop:

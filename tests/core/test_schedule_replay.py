@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.schedule import StepTimes, replay
-from collapipe_flwr.costs.makespan import PassTimes, gpipe_makespan_s
+from collapipe_flwr.costs.makespan import gpipe_makespan_s
 
 
 def random_times(seed: int, stages: int, *, half_duplex: bool = False) -> StepTimes:
@@ -28,11 +28,7 @@ def random_times(seed: int, stages: int, *, half_duplex: bool = False) -> StepTi
 
 
 def closed_form(times: StepTimes, count: int) -> float:
-    passes = [
-        PassTimes(stage_s=np.array(times.stage_s[d]), hop_s=np.array(times.hop_s[d]))
-        for d in (0, 1)
-    ]
-    return float(gpipe_makespan_s(passes[0], passes[1], np.array(float(count))))
+    return float(gpipe_makespan_s(times.stage_s, times.hop_s, count))
 
 
 @settings(max_examples=150)

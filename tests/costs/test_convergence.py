@@ -7,7 +7,6 @@ import pytest
 
 from collapipe_flwr.core.domain import ClusterOutcome, GradientNoise, RoundOutcome
 from collapipe_flwr.costs.convergence import (
-    BoundRow,
     LearningConstants,
     LearningState,
     Prior,
@@ -57,11 +56,11 @@ def test_exchanging_one_cluster_equals_the_whole_sum() -> None:
     shares = rng.dirichlet(np.ones(5))
     steps, batches = rng.integers(1, 30, 5).astype(float), rng.integers(1, 64, 5).astype(float)
     cluster = np.array([3, 0, 3])
-    new = BoundRow(steps=np.array([2.0, 50.0, 7.0]), batches=np.array([32.0, 1.0, 8.0]))
-    fast = exchanged(shares, steps, batches, cluster, new).rounds(CONSTANTS)
+    new = (np.array([2.0, 50.0, 7.0]), np.array([32.0, 1.0, 8.0]))
+    fast = exchanged(shares, (steps, batches), cluster, new).rounds(CONSTANTS)
     for i, m in enumerate(cluster):
         h, b = steps.copy(), batches.copy()
-        h[m], b[m] = new.steps[i], new.batches[i]
+        h[m], b[m] = new[0][i], new[1][i]
         assert fast[i] == pytest.approx(float(bound_sums(shares, h, b).rounds(CONSTANTS)))
 
 

@@ -14,12 +14,13 @@ from collapipe_flwr.costs.chain import (
     chain_of,
     choose_depths,
     deepest,
+    flight_table,
     full_power_times,
     schedule_rows,
     step_times,
 )
 from collapipe_flwr.costs.layouts import Layouts
-from collapipe_flwr.costs.tables import Tables, tabulate
+from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.costs.work import PricingOptions, capacity_bytes, peak_bytes
 from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.world import make_world
@@ -27,7 +28,7 @@ from collapipe_flwr.simulation.world import make_world
 OPTIONS = PricingOptions(schedule="1f1b", memory_margin=0.0)
 
 
-def a_chain(memory_share: tuple[float, ...], count: int = 8) -> tuple[Tables, Chain]:
+def a_chain(memory_share: tuple[float, ...], count: int = 8) -> Chain:
     """Three devices; each one's memory allows its state and that many micro-batches in flight."""
     model = ModelShape(blocks=6, decoder_blocks=6, width=256, tokens=64).profile()
     kinds = ["raspberry-pi-5", "raspberry-pi-4", "raspberry-pi-4", "raspberry-pi-4"]
@@ -46,34 +47,34 @@ def a_chain(memory_share: tuple[float, ...], count: int = 8) -> tuple[Tables, Ch
         micro_batch_size_r=np.array([4]),
         micro_batches_r=np.array([count]),
     )
-    return tables, chain_of(tables, rows, OPTIONS)
+    return chain_of(tables, rows, OPTIONS)
 
 
 @pytest.mark.parametrize("share", [(8.0, 8.0, 8.0), (2.5, 8.0, 8.0), (8.0, 1.2, 3.0), (1.0,) * 3])
 def test_chosen_depths_never_block_and_fit(share: tuple[float, ...]) -> None:
-    tables, chain = a_chain(share)
+    chain = a_chain(share)
     times = full_power_times(chain, np.array([8e7]))
-    depths, makespan = choose_depths(tables, chain, times, 0)
+    depths, makespan = choose_depths(chain, times, 0)
     step = step_times(chain, times, 0)
     assert replay(step, depths, 8).makespan_s == makespan
     assert list(depths) == sorted(depths, reverse=True)
-    flight = schedule_rows(tables, chain, times).flight_rs
-    need = peak_bytes(tables, chain.rows, OPTIONS, flight)
-    assert (need <= capacity_bytes(tables, chain.rows, OPTIONS) * (1 + 1e-9)).all()
+    flight = flight_table(chain, schedule_rows(chain, times)[0])
+    need = peak_bytes(chain.tables, chain.rows, OPTIONS, flight)
+    assert (need <= capacity_bytes(chain.tables, chain.rows, OPTIONS) * (1 + 1e-9)).all()
 
 
 def test_a_stage_deeper_than_the_one_before_it_blocks() -> None:
-    tables, chain = a_chain((8.0, 8.0, 8.0))
+    chain = a_chain((8.0, 8.0, 8.0))
     step = step_times(chain, full_power_times(chain, np.array([8e7])), 0)
     with pytest.raises(ScheduleError, match="blocks"):
         replay(step, [3, 1, 2, 1, 1], 4)
-    assert max(deepest(tables, chain, 0)) <= 8
+    assert max(deepest(chain, 0)) <= 8
 
 
 def test_deeper_is_not_chosen_without_gain() -> None:
-    tables, chain = a_chain((8.0, 8.0, 8.0))
+    chain = a_chain((8.0, 8.0, 8.0))
     times = full_power_times(chain, np.array([8e7]))
-    depths, makespan = choose_depths(tables, chain, times, 0)
+    depths, makespan = choose_depths(chain, times, 0)
     step = step_times(chain, times, 0)
     assert makespan <= replay(step, [8] * 5, 8).makespan_s * 1.001
     shallower = [max(d - 1, 1) for d in depths]

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from collapipe_flwr.config.schema import parse
-from collapipe_flwr.data.reader import TableTask, load_task
+from collapipe_flwr.data.tasks import load_task
 
 SCRIPT = Path(__file__).parents[2] / "examples/capitals.py"
 
@@ -23,7 +23,6 @@ def test_words_lose_capitals_and_commas_and_tags_keep_them(tmp_path: Path) -> No
     subprocess.run([sys.executable, str(SCRIPT), str(table), "de", str(out)], check=True)
     config = parse({"data.task": "token-classification", "data.train": str(out)})
     task = load_task(config.data)
-    assert isinstance(task, TableTask)
     rows = task.every_row.to_list()
     assert [" ".join(row["tokens"]) for row in rows] == [
         "ich glaube dass tom mein freund brot isst",

@@ -11,8 +11,7 @@ from datasets import ClassLabel, Dataset, Features, List, Value
 
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.data.config import DataConfig
-from collapipe_flwr.data.reader import load_task
-from collapipe_flwr.data.tasks import Task
+from collapipe_flwr.data.tasks import Task, load_task
 
 NAMES = ["world", "art", "sport"]  # not in the order of the alphabet
 WORDS = {"tokens": ["Anna", "saw", "Rome"], "tags": [1, 0, 2]}

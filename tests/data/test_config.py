@@ -9,7 +9,7 @@ import pytest
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.data.config import DataConfig, key_of
-from collapipe_flwr.data.reader import load_task
+from collapipe_flwr.data.tasks import load_task
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import pytest
 
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.data.config import DataConfig
-from collapipe_flwr.data.reader import load_task
 from collapipe_flwr.data.seq2seq import NUMBERS, generate_number_words, spell
+from collapipe_flwr.data.tasks import load_task
 
 
 def read(words: str) -> int:

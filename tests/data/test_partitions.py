@@ -6,8 +6,8 @@ import pytest
 from datasets import Dataset
 
 from collapipe_flwr.core.errors import DataError
+from collapipe_flwr.data.batches import partition_rows
 from collapipe_flwr.data.config import DataConfig
-from collapipe_flwr.data.partitions import partition_rows
 
 LABELS = ["a", "b", "c", "d", "e", "f"]
 EXAMPLES = Dataset.from_dict({"group": [LABELS[row % 6] for row in range(120)]})

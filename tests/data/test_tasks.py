@@ -17,8 +17,7 @@ from transformers import AutoImageProcessor
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.core.keys import Value
 from collapipe_flwr.data.config import TASK_CLASSES, DataConfig
-from collapipe_flwr.data.reader import load_task
-from collapipe_flwr.data.tasks import Task
+from collapipe_flwr.data.tasks import Task, load_task
 from collapipe_flwr.data.tokenizer import Vocabulary
 
 MOODS = ["bad", "fine", "good"]
@@ -119,23 +118,22 @@ def test_inputs_are_padded_to_the_longest_and_masked(task: Task) -> None:
 def test_a_perfect_model_scores_best(task: Task) -> None:
     examples = task.examples(task.test).to_list()
     batch = task.collate(examples)
-    predictions = task.decode(perfect_outputs(task, batch["labels"]), batch)
+    predictions = task.read(perfect_guesses(task, batch["labels"]), batch)
     references = task.references(examples, batch)
     assert predictions == references
     wrong = [" ".join("?" for _ in reference.split()) for reference in references]
-    best, worst = task.score(predictions, references), task.score(wrong, references)
+    best, worst = (task.score(task.count(p, references)) for p in (predictions, wrong))
     main = task.metric_name if task.metric_name in best else "accuracy"
     assert best[main] > worst[main]
     assert task.metric_name in {**best, **task.score_loss(1.0)}
 
 
-def perfect_outputs(task: Task, labels: torch.Tensor) -> torch.Tensor:
+def perfect_guesses(task: Task, labels: torch.Tensor) -> torch.Tensor:
     if task.model_task == "seq2seq":
         return labels.masked_fill(labels < 0, task.tokenizer.pad_token_id)
     if task.model_task == "causal-lm":
-        labels = labels.roll(-1, dims=1)  # scores at a place are for the next token
-    classes = len(task.labels) or len(task.tokenizer)
-    return torch.nn.functional.one_hot(labels.clamp(min=0), classes).float()
+        labels = labels.roll(-1, dims=1)  # the guess at a place is for the next token
+    return labels.clamp(min=0)
 
 
 def test_a_control_unit_with_the_vocabulary_makes_the_same_inputs(task: Task) -> None:
@@ -256,9 +254,10 @@ def test_a_tag_stands_at_the_first_token_of_its_word(tmp_path: Path) -> None:
         DataConfig(task="token-classification", train=task.settings.train, max_source_length=4),
         task.vocabulary,
     )
-    seen = cut.decode(torch.zeros(1, 4, len(task.labels)), cut.collate([example]))
+    seen = cut.read(torch.zeros(1, 4, dtype=torch.long), cut.collate([example]))
     assert 0 < len(seen[0].split()) < 4
-    assert cut.score(["B-PER"], ["B-PER B-LOC"]) == {"f1": pytest.approx(2 / 3), "accuracy": 0.5}
+    found = cut.score(cut.count(["B-PER"], ["B-PER B-LOC"]))
+    assert found == {"f1": pytest.approx(2 / 3), "accuracy": 0.5}
 
 
 def test_conll_files_and_json_lines_mean_the_same(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = (
     *sorted((ROOT / "docs").rglob("*.md")),
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
-    ROOT / "examples/quickstart-strategy/README.md",
+    *sorted((ROOT / "examples").glob("*/README.md")),
 )
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _INDENTED = re.compile(r"(?:^    .+\n)+", re.MULTILINE)

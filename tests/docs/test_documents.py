@@ -115,7 +115,7 @@ def test_cluster_files_are_accepted(tmp_path: Path) -> None:
     shown = [
         block for block in pages.blocks("toml") if re.search(r"^\[\[device\]\]", block.text, re.M)
     ]
-    assert len(shown) == 5
+    assert len(shown) == 7
     for block in shown:
         file = tmp_path / "cluster.toml"
         file.write_text(block.text)

@@ -20,7 +20,7 @@ from collapipe_flwr.federation.records import (
     write_telemetry,
 )
 from collapipe_flwr.federation.rounds import Outcome, RoundPlan
-from collapipe_flwr.federation.split import SplitModel
+from collapipe_flwr.federation.split import SplitSetup
 from collapipe_flwr.federation.strategy import CollaPipe
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
@@ -123,7 +123,7 @@ def failing(message, context):
 
 
 def wrapped(edge, planner, records, inner=None) -> CollaPipe:
-    split = SplitModel(
+    split = SplitSetup(
         edge=edge,
         edge_keys=EDGE_KEYS,
         constant_keys=frozenset({CONSTANT}),

@@ -124,7 +124,7 @@ def test_a_round_is_priced_by_the_plan_that_it_ended_with():
 
 def test_channels_follow_their_devices():
     planner = rounds()
-    snapshot = planner._world.snapshot(1, planner._model, list(NODES.values()))
+    snapshot = planner.world.snapshot(1, planner._model, list(NODES.values()))
     before = snapshot.clusters[0]
     after = without_absent(snapshot, {"cluster-0": ("cluster-0/d1",)}).clusters[0]
     assert [d.device_id for d in after.profile.devices] == ["cluster-0/d2"]

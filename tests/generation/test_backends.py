@@ -23,9 +23,6 @@ from collapipe_flwr.generation.backends import (
     ServedModel,
     edge_session,
     edge_thread,
-    even_plan,
-    open_driver,
-    serving_order,
 )
 from collapipe_flwr.models import SegmentPart, Splitter, make_spec
 from collapipe_flwr.pipeline import generation, generation_driver
@@ -114,17 +111,20 @@ def case(request: pytest.FixtureRequest) -> Case:
     return Case(request.param)
 
 
+def served(case: Case, slots: int, deadline_s: float = 20.0) -> ServedModel:
+    return ServedModel(
+        splitter=case.splitter, weights=case.weights, slots=slots, deadline_s=deadline_s
+    )
+
+
 @contextmanager
 def local(
     case: Case, slots: int = 2, devices: int = 2, deadline_s: float = 20.0
 ) -> Iterator[GenerationDriver]:
-    plan = even_plan(case.splitter.num_blocks, [f"d{i}" for i in range(devices)])
-    order = serving_order(plan, case.weights, deadline_s=deadline_s)
+    model, names = served(case, slots, deadline_s), [f"d{i}" for i in range(devices)]
     with (
-        edge_thread(case.splitter, case.weights, deadline_s) as link,
-        open_driver(
-            case.splitter, order, ThreadFleet(lambda _: nullcontext(link)), slots=slots
-        ) as driver,
+        edge_thread(model) as link,
+        model.over(ThreadFleet(lambda _: nullcontext(link)), names) as driver,
     ):
         yield driver
 
@@ -219,10 +219,10 @@ def test_daemons_write_the_same_text_and_keep_nothing(model_type: str) -> None:
     case = Case(model_type)
     with daemons(2) as (cluster, edge), EdgeClient(edge) as client:
         names = [cluster.device_id(device) for device in cluster.devices]
-        order = serving_order(even_plan(case.splitter.num_blocks, names), case.weights, 20.0)
-        with edge_session(client, case.splitter, case.weights, 20.0) as hop:
+        model = served(case, slots=2)
+        with edge_session(client, model) as hop:
             fleet = RemoteFleet(cluster=cluster, edge=hop)
-            with open_driver(case.splitter, order, fleet, slots=2) as driver:
+            with model.over(fleet, names) as driver:
                 found = [written(driver, prompt, case.settings()) for prompt in PROMPTS]
         assert found == [case.unsplit(prompt) for prompt in PROMPTS]
         for member in cluster.devices:
@@ -234,8 +234,7 @@ def test_daemons_write_the_same_text_and_keep_nothing(model_type: str) -> None:
 @contextmanager
 def on_daemons(case: Case) -> Iterator[GenerationDriver]:
     with daemons(2) as (cluster, edge):
-        served = ServedModel(splitter=case.splitter, weights=case.weights, slots=2, deadline_s=20.0)
-        site = DaemonBackend(served=served, cluster=cluster, edge_address=edge)
+        site = DaemonBackend(served(case, slots=2), cluster, edge)
         with site.chain(site.device_ids) as driver:
             yield driver
 

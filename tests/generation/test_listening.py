@@ -15,12 +15,13 @@ from typer.testing import CliRunner
 from collapipe_flwr.cli import app
 from collapipe_flwr.core.errors import ConfigError, ModelError
 from collapipe_flwr.data.tokenizer import train_tokenizer
-from collapipe_flwr.generation.text_generator import TextModel, cluster_generator, local_generator
+from collapipe_flwr.generation.text_generator import cluster_generator, local_generator
+from collapipe_flwr.generation.text_model import TextModel
 from collapipe_flwr.models import Splitter, make_spec, save_whole
 from collapipe_flwr.transport.generation import GenerateRequest
 from tests.cluster.hosted import daemons
-from tests.data.test_sound import npy, wav
 from tests.generation.test_backends import SEQ2SEQ, lively
+from tests.generation.test_sound import npy, wav
 
 RATE, BINS, FRAMES, NEW = 16000, 8, 40, 9
 SHAPES = {"num_mel_bins": BINS, "max_source_positions": FRAMES // 2, "max_target_positions": 32}
@@ -64,7 +65,7 @@ def samples(seed: int) -> np.ndarray:
 
 def unsplit(run_dir: Path, features: torch.Tensor) -> str:
     model: Any = AutoModelForSpeechSeq2Seq.from_pretrained(run_dir / "model")
-    tokenizer: Any = TextModel.load(run_dir).processor.tokenizer
+    tokenizer: Any = TextModel.load(run_dir).tokenizer
     output = model.generate(features, max_new_tokens=NEW)
     text: str = tokenizer.decode(output[0], skip_special_tokens=True)
     return text

@@ -14,7 +14,8 @@ import pytest
 from collapipe_flwr.config.cluster_file import read_cluster
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.core.links import TlsFiles
-from collapipe_flwr.generation.text_generator import TextModel, cluster_generator
+from collapipe_flwr.generation.text_generator import cluster_generator
+from collapipe_flwr.generation.text_model import TextModel
 from collapipe_flwr.transport.certificates import sign_all
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.generation import GenerateRequest, TextClient

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.core.errors import LinkError
-from collapipe_flwr.generation.backends import ServedModel, ThreadBackend
+from collapipe_flwr.generation.backends import ThreadBackend
 from collapipe_flwr.generation.resilient import MOST_REPLAYS, ResilientGenerator
 from collapipe_flwr.models import SegmentPart
 from collapipe_flwr.pipeline.generation import GeneratingEdge
 from collapipe_flwr.pipeline.generation_driver import GenerationDriver
 from collapipe_flwr.pipeline.link import Frame, FrameKind
-from tests.generation.test_backends import PROMPTS, Case
+from tests.generation.test_backends import PROMPTS, Case, served
 from tests.threads import none_left
 
 PROMPT = torch.tensor([PROMPTS[0]])
@@ -31,8 +31,7 @@ def case() -> Case:
 
 
 def site(case: Case, devices: int = 3, slots: int = 3) -> ThreadBackend:
-    served = ServedModel(splitter=case.splitter, weights=case.weights, slots=slots, deadline_s=20.0)
-    return ThreadBackend(served, devices)
+    return ThreadBackend(served(case, slots), devices)
 
 
 def written(chain: ResilientGenerator, prompt: list[int], settings: str) -> list[int]:

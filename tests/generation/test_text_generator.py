@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 from collapipe_flwr.cli import app
 from collapipe_flwr.core.errors import ConfigError, LinkError, ModelError
 from collapipe_flwr.data.tokenizer import train_tokenizer
-from collapipe_flwr.generation.text_generator import TextModel, cluster_generator, local_generator
+from collapipe_flwr.generation.text_generator import cluster_generator, local_generator
+from collapipe_flwr.generation.text_model import TextModel
 from collapipe_flwr.models import make_spec, save_whole
 from collapipe_flwr.transport.generation import GenerateRequest, TextClient, TextServer
 from tests.cluster.hosted import daemons

@@ -45,7 +45,7 @@ def session_key(session_id: str = "c1") -> SessionKey:
 
 
 def request(session_id: str = "c1", token: str = TOKEN, **options: Any) -> SessionRequest:
-    """PricingOptions are fields of the request, of its stage, its execution or its placement."""
+    """Options are fields of the request, of its stage, its execution or its placement."""
 
     def own(kind: type) -> dict[str, Any]:
         return {f.name: options.pop(f.name) for f in fields(kind) if f.name in options}

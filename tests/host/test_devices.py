@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 
 import pytest
 import torch
+from torch import Tensor
 
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.core.links import LinkConfig
@@ -15,6 +19,7 @@ from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.pipeline.config import NextHop
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage
+from collapipe_flwr.transport import server
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.dialer import Dialer
 from tests.closeness import assert_near, near
@@ -123,6 +128,50 @@ def test_a_lost_host_is_heard_at_the_control_unit(lost):
                 first.train_step(make_batch((3, 2)))
         assert time.monotonic() - start < DEADLINE_S / 2
         link.close()
+
+
+class StuckHead(Head):
+    """Never comes back from its forward pass until it is `freed`."""
+
+    entered, freed = threading.Event(), threading.Event()
+
+    def forward(self, hidden_BTD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+        self.entered.set()
+        assert self.freed.wait(DEADLINE_S)
+        return super().forward(hidden_BTD, context)
+
+
+def test_a_device_stops_while_the_next_host_says_nothing(monkeypatch, caplog):
+    parts = make_parts((1,))
+    monkeypatch.setattr(server, "_END_S", 5.0)
+
+    def build_stuck(_asked, weights):
+        head = StuckHead()
+        head.load_weights(weights)
+        return head
+
+    with ExitStack() as stack:
+        edge = stack.enter_context(EdgeServer("127.0.0.1:0", EdgeService(build_stuck)))
+        stack.callback(StuckHead.freed.set)
+        service = EdgeService(build, connect=Dialer(name="device 1"))
+        device = stack.enter_context(EdgeServer("127.0.0.1:0", service))
+        hop = NextHop(address=edge.address, key=session_key())
+        for host, part, placed in ((edge, parts[2], {}), (device, parts[1], {"next_hop": hop})):
+            client = stack.enter_context(EdgeClient(host.address))
+            session = client.open_session(request(**placed))
+            session.push_weights(part.state_dict())
+        first = first_stage(parts[0], stack.enter_context(closing(session.stream())))
+        with ThreadPoolExecutor(1) as pool:
+            step = pool.submit(first.train_step, make_batch((3,)))
+            assert StuckHead.entered.wait(DEADLINE_S)
+            start = time.monotonic()
+            device.stop(grace_s=0.1)
+            assert time.monotonic() - start < 20.0
+            with pytest.raises(LinkError):
+                step.result(DEADLINE_S)
+        assert "told to end" not in caplog.text
+        edge.stop(grace_s=0.1)
+        assert "stages that were told to end have not for 5 s" in caplog.text
 
 
 def test_a_next_host_that_is_not_there_is_named_at_the_control_unit():

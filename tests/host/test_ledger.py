@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from collapipe_flwr.core.errors import LinkError
-from collapipe_flwr.generation.backends import even_plan, serving_order
+from collapipe_flwr.generation.backends import STATELESS
 from collapipe_flwr.host import session as sessions
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
 from collapipe_flwr.host.service import EdgeService
@@ -256,7 +256,7 @@ def test_a_benchmark_tells_what_the_next_plan_may_have(
 def test_a_part_that_only_generates_reserves_no_optimiser() -> None:
     """Twice its weights: they are copied as they come."""
     ledger = Ledger()
-    host, order = opened(ledger), serving_order(even_plan(2, ["d"]), {}, deadline_s=1.0)
-    host.open(request("a", optimizer=order.learning.optimizer))
+    host = opened(ledger)
+    host.open(request("a", optimizer=STATELESS))
     host.push_weights(session_key("a"), HEAD)
     assert ledger.held_bytes == ledger.peak_bytes == 2 * WEIGHTS

@@ -22,14 +22,6 @@ from tests.host.test_devices import build
 from tests.pipeline.chains import make_parts
 
 
-class Told:
-    def __init__(self) -> None:
-        self.powers_w: list[float] = []
-
-    def apply(self, tx_power_w: float) -> None:
-        self.powers_w.append(tx_power_w)
-
-
 @pytest.mark.parametrize(("watts", "expected"), [(0.1, 2000), (1e-3, 0), (0.2, 2301), (0.0, 0)])
 def test_watts_become_hundredths_of_dbm(watts: float, expected: int) -> None:
     assert mbm(watts) == expected
@@ -64,8 +56,8 @@ def test_a_daemon_leaves_its_radio_alone_unless_an_interface_is_named(
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     settings = HostSettings(listen="127.0.0.1:0", name="d", radio_interface=interface)
-    if settings.power is not None:
-        settings.power.apply(0.1)
+    if settings.set_power is not None:
+        settings.set_power(0.1)
     lines = heard.read_text().splitlines() if heard.exists() else []
     assert lines == ["dev wlan0 set txpower fixed 2000"] * calls
 
@@ -76,13 +68,13 @@ def test_a_strange_interface_is_refused() -> None:
 
 
 def test_a_device_applies_the_power_of_its_session_when_its_stream_begins() -> None:
-    told, parts = Told(), make_parts((2,))
-    service = EdgeService(build, connect=Dialer(name="device 1"), power=told)
+    told, parts = list[float](), make_parts((2,))
+    service = EdgeService(build, connect=Dialer(name="device 1"), set_power=told.append)
     hop = NextHop(address="127.0.0.1:1", key=session_key())
     with EdgeServer("127.0.0.1:0", service) as server, EdgeClient(server.address) as client:
         client.open_session(request(blocks=(0, 2), next_hop=hop, tx_power_w=0.05))
         client.session(session_key()).push_weights(parts[1].state_dict())
-        assert told.powers_w == []
+        assert told == []
         with suppress(LinkError):  # the next hop is not there, which may be heard at once
             client.session(session_key()).stream().close()
-    assert told.powers_w == [0.05]
+    assert told == [0.05]

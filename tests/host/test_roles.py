@@ -13,7 +13,7 @@ from collapipe_flwr.config.cluster_file import parse_cluster
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.host.ledger import Ledger
-from collapipe_flwr.host.server import Listener, ListenerConfig
+from collapipe_flwr.host.server import Listener
 from collapipe_flwr.host.servicer import Servicer, ServicerConfig
 from collapipe_flwr.pipeline.benchmark import BenchmarkRequest
 from collapipe_flwr.pipeline.config import SessionKey
@@ -71,9 +71,10 @@ def host(name: str, certificates, *, on_edge: bool) -> Iterator[Host]:
     access = access_control(CONFIGS if on_edge else CONFIGS[:1])
     guests = access.control_units if on_edge else frozenset()
     servicing = ServicerConfig(guests=guests, sessions_of_guest=2)
-    settings = ListenerConfig(tls=certificates[name], access=access, on_edge=on_edge)
     servicer = Servicer(service(ledger=Ledger(12 * HEAD_BYTES)), servicing)
-    with Listener("127.0.0.1:0", lambda: servicer, settings) as listener:
+    with Listener(
+        "127.0.0.1:0", lambda: servicer, tls=certificates[name], access=access, on_edge=on_edge
+    ) as listener:
         yield Host(listener.address, name, certificates)
 
 

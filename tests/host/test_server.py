@@ -17,7 +17,6 @@ from collapipe_flwr.pipeline.link import Frame, FrameKind
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
-from collapipe_flwr.transport.methods import FrameLimits
 from collapipe_flwr.transport.tls import TlsFiles, client_credentials, server_credentials
 from tests.closeness import assert_near, near
 from tests.host.certificates import Authority
@@ -293,9 +292,11 @@ def test_every_call_needs_session_and_token(server, client, name, key):
     assert client.health().sessions == 1
 
 
-def test_an_oversized_message_is_refused():
-    limits = FrameLimits(frame_bytes=10_000)
-    with EdgeServer("127.0.0.1:0", service(), limits=limits) as server:
+def test_an_oversized_message_is_refused(monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(methods, "LIMITS", methods.FrameLimits(frame_bytes=10_000))
+        small = EdgeServer("127.0.0.1:0", service())
+    with small as server:
         with EdgeClient(server.address) as client:
             open_session(client, Head())
         with pytest.raises(grpc.RpcError) as caught:

@@ -16,7 +16,7 @@ import pytest
 
 from collapipe_flwr.config.schema import EdgeConfig
 from collapipe_flwr.core.errors import CollaPipeError
-from collapipe_flwr.federation.run_strategy import open_edge
+from collapipe_flwr.federation.rpc_gateway import open_edge
 from collapipe_flwr.transport.client import EdgeClient
 from tests.cluster.daemon_processes import Daemon, running, where_torch_never_loads
 from tests.integration.conftest import RunApp

@@ -30,7 +30,7 @@ from collapipe_flwr.pipeline.config import SessionKey, SessionRequest
 from collapipe_flwr.pipeline.link import Frame, FrameKind
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.codec import encode_frame
-from collapipe_flwr.transport.methods import FrameLimits, encode_message
+from collapipe_flwr.transport.methods import encode_message
 from collapipe_flwr.transport.tls import open_channel
 from collapipe_flwr.transport.weights import weight_frames
 
@@ -64,7 +64,7 @@ def attackers(
             ca=guest / "ca.pem", certificate=folder / f"{name}.pem", key=folder / f"{name}.key"
         )
         expected = "d0" if address.endswith("#d0") else "edge"
-        options = [*methods.channel_options(FrameLimits()), *methods.name_options(expected)]
+        options = [*methods.channel_options(), *methods.name_options(expected)]
         return stack.enter_context(open_channel(target, files, options))
 
     target = address.partition("#")[0]

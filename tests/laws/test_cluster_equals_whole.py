@@ -184,9 +184,9 @@ def _edge(
 
 
 def _micro_batches(splitter: Splitter, steps: Sequence[Sequence[Batch]]) -> list[list[MicroBatch]]:
-    count = splitter.task.targets
+    count = splitter.weight_of
     return [
-        [MicroBatch(inputs=b, context=splitter.context(b), weight=count(b["labels"])) for b in step]
+        [MicroBatch(inputs=b, context=splitter.context(b), weight=count(b)) for b in step]
         for step in steps
     ]
 
@@ -219,7 +219,7 @@ def _train_unsplit(
 ) -> tuple[tuple[float, ...], dict[str, Tensor]]:
     model = splitter.build_whole(weights)
     optimizer = Optimizer(rule, model.named_parameters())
-    losses = train_unsplit(model, optimizer, steps, splitter.task.targets)
+    losses = train_unsplit(splitter, model, optimizer, steps)
     return losses, {key: model.state_dict()[key] for key in weights}
 
 
@@ -289,7 +289,9 @@ def test_a_micro_batch_without_labels_counts_nothing(splitter: Splitter) -> None
 
 
 @pytest.mark.parametrize(
-    "guessing", [None, PredictionConfig(most_tokens=4)], ids=["loss", "guesses"]
+    "guessing",
+    [None, PredictionConfig(most_tokens=4), PredictionConfig(logits=True)],
+    ids=["loss", "guesses", "logits"],
 )
 def test_a_test_set_without_labels_has_no_loss(splitter: Splitter, guessing) -> None:
     """And guesses all the same, which are those of the unsplit model."""
@@ -304,11 +306,14 @@ def test_a_test_set_without_labels_has_no_loss(splitter: Splitter, guessing) -> 
         fleet = ThreadFleet(lambda _: nullcontext(link))
         batches = _micro_batches(splitter, steps)
         found = evaluate_batches(splitter, order, batches, fleet, wanted=guessing)
-    whole = evaluate_unsplit(splitter.build_whole(weights), steps, splitter.task, guessing)
+    whole = evaluate_unsplit(splitter, splitter.build_whole(weights), steps, guessing)
     assert (found.loss, found.targets) == (whole.loss, whole.targets) == (0.0, 0.0)
     ours, theirs = ([ids for step in of.predictions for ids in step] for of in (found, whole))
     assert len(ours) == len(theirs) == (0 if guessing is None else 2 * len(cut.micro_batches))
-    if not splitter.decodes:  # generated texts are padded in their own ways
+    if guessing is not None and guessing.logits:
+        assert all(left.dtype == torch.float32 for left in ours)
+        assert_near(dict(enumerate(ours)), dict(enumerate(theirs)))
+    elif not splitter.decodes:  # generated texts are padded in their own ways
         assert all(map(torch.equal, ours, theirs))
 
 

@@ -18,13 +18,13 @@ from torch import Tensor
 from collapipe_flwr.cluster.control_unit import train_round
 from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder, ThreadFleet
 from collapipe_flwr.cluster.unsplit import train_unsplit
+from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models import Splitter
 from collapipe_flwr.pipeline.config import Execution, SessionRequest, StageConfig
-from collapipe_flwr.pipeline.link import memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.step import MicroBatch
-from collapipe_flwr.transport.simulated_link import simulated_codec
+from collapipe_flwr.transport.simulated_link import simulated_pair
 from tests.closeness import near
 from tests.laws.test_cluster_equals_whole import (
     SGD,
@@ -76,9 +76,7 @@ def split(
     )
     keys = (*splitter.edge_keys(), *splitter.shared_keys)
     service.push_weights(session_key("A"), {key: weights[key] for key in keys})
-    ours, theirs = (
-        simulated_codec(end, execution.codec) for end in memory_pair("last device", "edge")
-    )
+    ours, theirs = simulated_pair("last device", "edge", LinkConfig(codec=execution.codec))
     thread = threading.Thread(target=service.run, args=(session_key("A"), theirs), daemon=True)
     thread.start()
     order = RoundOrder(
@@ -88,9 +86,9 @@ def split(
             optimizer=SGD, schedule=CUT.schedule, deadline_s=20.0, execution=execution
         ),
     )
-    count = splitter.task.targets
+    count = splitter.weight_of
     batches = [
-        [MicroBatch(inputs=b, context=splitter.context(b), weight=count(b["labels"])) for b in step]
+        [MicroBatch(inputs=b, context=splitter.context(b), weight=count(b)) for b in step]
         for step in steps
     ]
     result = train_round(splitter, order, batches, ThreadFleet(lambda _: nullcontext(ours)))
@@ -107,7 +105,7 @@ def unsplit(
     model = splitter.build_whole(weights)
     model.config.use_cache = False
     optimizer = Optimizer(SGD, model.named_parameters())
-    losses = train_unsplit(model, optimizer, steps, splitter.task.targets, execution)
+    losses = train_unsplit(splitter, model, optimizer, steps, execution)
     return losses, {key: model.state_dict()[key] for key in weights}
 
 

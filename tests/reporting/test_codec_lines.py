@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collapipe_flwr.reporting.simulation import codec_lines
-from collapipe_flwr.simulation.setting import Choices, Setting
+from collapipe_flwr.simulation.setting import Setting, overridden
 from collapipe_flwr.simulation.simulate import simulate
 
-SMALL = Choices(
+SMALL = overridden(
+    Setting(),
     clusters=1,
     devices=2,
     rounds=1,
@@ -21,9 +22,8 @@ SMALL = Choices(
 
 
 def test_chosen_codecs_are_counted_and_rules_use_the_coarsest() -> None:
-    setting = SMALL.over(Setting())
-    assert codec_lines(simulate(setting)) == []
-    several = Choices(codecs="fp32,int8").over(setting)
+    assert codec_lines(simulate(SMALL)) == []
+    several = overridden(SMALL, codecs="fp32,int8")
     ours, rule = codec_lines(simulate(several))
     assert ours.startswith("codecs of dssda: ") and "fp16" not in ours
     assert rule.startswith("codecs of uniform: int8 ") and "fp32" not in rule

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.reporting.simulation import Outputs, run_simulation
+from collapipe_flwr.reporting.simulation import run_simulation
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.setting import Setting
@@ -26,7 +26,7 @@ SMALL = Setting(
 
 def test_plot_writes_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    run_simulation(SMALL, Outputs(plot_dir=tmp_path / "plots"))
+    run_simulation(SMALL, plot_dir=tmp_path / "plots")
     made = sorted(path.name for path in (tmp_path / "plots").iterdir())
     assert made == ["latency.png", "queues.png", "segments.png", "tradeoff.png"]
     shown = capsys.readouterr().out
@@ -38,4 +38,4 @@ def test_plot_without_matplotlib_says_how_to_get_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"pip install 'collapipe-flwr\[plot\]'"):
-        run_simulation(SMALL, Outputs(plot_dir=tmp_path))
+        run_simulation(SMALL, plot_dir=tmp_path)

@@ -12,7 +12,7 @@ from collapipe_flwr import cli
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.simulation.devices import read_fleet
 from collapipe_flwr.simulation.models import ModelShape
-from collapipe_flwr.simulation.setting import PRESETS, Choices, Setting, preset
+from collapipe_flwr.simulation.setting import Setting, overridden, preset
 from collapipe_flwr.simulation.world import EnergyBudget, energy_budget, make_world, mixed_devices
 
 BOARD = {"speed_gflop_per_s": 20, "memory_gib": 3, "load_w": 4, "tx_power_w": 0.1}
@@ -98,12 +98,14 @@ def test_energy_budgets_read_as_written() -> None:
 
 
 def test_choices_change_a_preset_and_leave_the_rest() -> None:
-    chosen = Choices(clusters=3, blocks=6, seeds="1,2", policies="dssda", micro_batches="2")
-    setting = chosen.over(preset("paper"))
+    base = preset("paper")
+    setting = overridden(
+        base, clusters=3, blocks=6, seeds="1,2", policies="dssda", micro_batches="2"
+    )
     assert (setting.clusters, setting.model.blocks, setting.seeds) == (3, 6, (1, 2))
     assert setting.settings.micro_batches == (2,)
-    assert setting.devices == PRESETS["paper"].devices
-    assert Choices().over(preset(None)) == Setting()
+    assert setting.devices == base.devices
+    assert overridden(preset(None), recompute=False, radio=None) == Setting()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from collapipe_flwr.transport import generation
 from collapipe_flwr.transport import server as servers
 from collapipe_flwr.transport.certificates import Authority, sign_all
 from collapipe_flwr.transport.generation import GenerateRequest, TextClient, TextServer
-from collapipe_flwr.transport.methods import FrameLimits, channel_options
+from collapipe_flwr.transport.methods import channel_options
 
 
 def echo(request: GenerateRequest) -> Iterator[str]:
@@ -89,7 +89,7 @@ def test_a_caller_that_never_says_what_it_wants_frees_its_place(
 
     with (
         TextServer("127.0.0.1:0", echo, most=1) as server,
-        grpc.insecure_channel(server.address, channel_options(FrameLimits())) as channel,
+        grpc.insecure_channel(server.address, channel_options()) as channel,
     ):
         call = channel.stream_stream("/collapipe.Texts/Write", None, None)(nothing())
         with TextClient(server.address, deadline_s=15) as client:

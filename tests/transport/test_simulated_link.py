@@ -11,7 +11,7 @@ import torch
 from collapipe_flwr.core.errors import LinkError, LinkTimeout
 from collapipe_flwr.core.links import LinkConfig, slower
 from collapipe_flwr.pipeline.link import Frame, FrameKind, memory_pair
-from collapipe_flwr.transport.simulated_link import Wire, rate_limited_pair
+from collapipe_flwr.transport.simulated_link import Wire, simulated
 
 FRAME = Frame(kind=FrameKind.ACTIVATION, tensors={"hidden": torch.zeros(250)})  # 1000 bytes
 PACE = LinkConfig(forward_bit_per_s=8_000.0, backward_bit_per_s=4_000.0)
@@ -19,7 +19,7 @@ DEADLINE_S = 60.0
 
 
 def test_frames_arrive_when_the_wire_has_carried_them():
-    left, right = rate_limited_pair(*memory_pair("left", "right"), PACE)
+    left, right = simulated(*memory_pair("left", "right"), PACE)
     for sender, receiver, rate in ((left, right, 1000.0), (right, left, 500.0)):
         started_s = time.monotonic()
         for _ in range(2):
@@ -32,7 +32,7 @@ def test_frames_arrive_when_the_wire_has_carried_them():
 
 
 def test_a_frame_that_was_there_already_is_not_held_back():
-    left, right = rate_limited_pair(*memory_pair("left", "right"), PACE)
+    left, right = simulated(*memory_pair("left", "right"), PACE)
     left.send(FRAME, deadline_s=DEADLINE_S)
     threading.Event().wait(1.1)
     started_s = time.monotonic()
@@ -42,7 +42,7 @@ def test_a_frame_that_was_there_already_is_not_held_back():
 
 def test_an_error_overtakes_what_is_on_its_way():
     slow = LinkConfig(forward_bit_per_s=80.0, backward_bit_per_s=80.0)
-    left, right = rate_limited_pair(*memory_pair("left", "right"), slow)
+    left, right = simulated(*memory_pair("left", "right"), slow)
     left.send(FRAME, deadline_s=1.0)
     threading.Timer(0.1, left.close, ("broken",)).start()
     started_s = time.monotonic()
@@ -54,7 +54,7 @@ def test_an_error_overtakes_what_is_on_its_way():
 
 def test_links_without_a_rate_stay_as_they_are():
     pair = memory_pair("left", "right")
-    assert rate_limited_pair(*pair, LinkConfig()) == pair
+    assert simulated(*pair, LinkConfig()) == pair
 
 
 def test_a_wire_that_was_promised_a_frame_does_not_wait_for_ever():

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import Chain, full_power_times
-from collapipe_flwr.scheduler.radio.newton import Curvature, NewtonSystem
+from collapipe_flwr.scheduler.radio.newton import NewtonSystem
 from collapipe_flwr.scheduler.radio.problem import (
     Evaluation,
     Point,
@@ -24,7 +24,6 @@ from collapipe_flwr.scheduler.radio.problem import (
 )
 from collapipe_flwr.scheduler.radio.warm_start import warm_start
 
-Array = NDArray[np.float64]
 MAX_STEPS = 80
 TOLERANCE = 1e-4  # relative distance from the optimum
 REACH = 0.995  # share of the way to the boundary that a step may take
@@ -52,11 +51,11 @@ class InteriorPoint:
 
     def solve(self, tolerance: float = TOLERANCE) -> Optimum:
         """Newton steps until the repaired point is good enough, or the step limit."""
-        terms, start = self.terms, warm_start(self.terms.problem, self.hops)
-        point = start.point
+        terms = self.terms
+        point, price = warm_start(terms)
         terms.scale = 1.0 / terms.objective(point)
         value = terms.evaluate(point)
-        duals = self._first_duals(value, start.latency_price_r * np.exp(point.tau))
+        duals = self._first_duals(value, price * np.exp(point.tau))
         slack = np.maximum(value.margin, FIRST_GAP / self.index.count / np.maximum(duals, 1e-300))
         slack[self.index.idle] = 1.0
         settled, error, steps = point, 1.0, 0
@@ -120,7 +119,7 @@ class InteriorPoint:
         """
         mean = float(np.vdot(duals, slack)) / self.index.count
         mask, curve, missed = self.index.mask, duals / slack, slack - value.margin
-        system = NewtonSystem(self.hops, self._curvature(value, duals, curve))
+        system = self._system(value, duals, curve)
 
         def towards(aim: Array) -> tuple[Point, Array, Array]:
             step = system.solve(self._gradient(value, aim / slack + curve * missed))
@@ -152,26 +151,9 @@ class InteriorPoint:
         flat[self.index.idle] = 0.0
         return flat
 
-    def _curvature(self, value: Evaluation, duals: Array, curve: Array) -> Curvature:
+    def _system(self, value: Evaluation, duals: Array, curve: Array) -> NewtonSystem:
         y, k = self.index.parts(duals), self.index.parts(curve)
-        edge = self.hops.edge_r2
-        return Curvature(
-            bend=value.energy_2,
-            own=y.late[self.hops.row_h] * value.share_x,
-            k_power=k.power,
-            k_cap=k.cap,
-            share_x=value.share_x,
-            slope=value.slope,
-            low_bend=y.power[edge] * value.low_bend,
-            omega=y.band[0] * value.width,
-            cap=k.stage + y.late[:, None] * value.share_cap + self.index.unbound,
-            share_cap=value.share_cap,
-            late=y.late,
-            k_late=k.late,
-            width=value.width,
-            k_band=float(k.band[0]),
-            tau=value.objective_tau,
-        )
+        return NewtonSystem(self.hops, self.index, value, y, k)
 
 
 def to_boundary(values: Array, step: Array) -> float:
@@ -217,7 +199,7 @@ def allocate(
     every[solver.hops.flat_h] = np.exp(best.point.x)
     return Allocation(
         edge_hz_r=np.exp(best.point.omega),
-        times=_split(every.reshape(problem.used_rh.shape)),
+        times=np.stack(np.split(every.reshape(problem.used_rh.shape), 2, axis=1), axis=2),
         latency_price_r=best.latency_price_r,
     )
 
@@ -247,8 +229,3 @@ def equal_shares(chain: Chain, bandwidth_hz: float) -> Allocation:
         times=full_power_times(chain, width),
         latency_price_r=np.zeros(count),
     )
-
-
-def _split(values_rh: Array) -> Array:
-    half = values_rh.shape[1] // 2
-    return np.stack([values_rh[:, :half], values_rh[:, half:]], axis=2)

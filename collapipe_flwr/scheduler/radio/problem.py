@@ -25,15 +25,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from collapipe_flwr.costs.arrays import Array, Ints, Mask, Places
 from collapipe_flwr.costs.chain import Chain
 from collapipe_flwr.costs.radio import LN2
 
-Array = NDArray[np.float64]
-Mask = NDArray[np.bool_]
 EXPONENT_MAX = 300.0
-Ints = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,14 +48,9 @@ class RadioProblem:
     cap_weight_r2: Array  # H (J - 1): how often the slowest resource counts, phi and beta
     fixed_s_r: Array  # latency outside hops and slowest resources
     stage_max_r2: Array  # slowest compute stage that phi and beta bound
-    cap_of_h: NDArray[np.int64]  # which of phi (0) and beta (1) bounds a hop-direction
+    cap_of_h: Ints  # which of phi (0) and beta (1) bounds a hop-direction
     latency_price: float
     bandwidth_hz: float
-
-    @property
-    def hops(self) -> int:
-        """Number of forward hops, S + 1."""
-        return int(self.used_rh.shape[1]) // 2
 
 
 def radio_problem(
@@ -66,10 +58,13 @@ def radio_problem(
 ) -> RadioProblem:
     """The radio block of one row per cluster; ``price_rs`` per joule of CU and slots (R, S + 1)."""
     hops, count = chain.hops, chain.rows.micro_batches_r.astype(np.float64)
+    forward, backward = chain.forward_stage_s, chain.backward_stage_s
     backward_price = np.concatenate([price_rs[:, 1:], np.zeros((len(chain.rows), 1))], axis=1)
     backward_price = np.where(hops.to_edge, 0.0, backward_price)
-    sends = (chain.steps_r * count)[:, None]
-    compute = chain.forward_stage_s.sum(1) + chain.backward_stage_s.sum(1)
+    sends, further = (chain.steps_r * count)[:, None], chain.steps_r * (count - 1.0)
+    # Under 1F1B one slowest resource, phi, paces both passes; under GPipe each has its own.
+    overlaps = chain.options.schedule == "1f1b"
+    slowest = [(forward + backward).max(1)] * 2 if overlaps else [forward.max(1), backward.max(1)]
 
     def both(values: Array) -> Array:
         return np.concatenate([values, values], axis=1)
@@ -83,31 +78,13 @@ def radio_problem(
         d2d_hz_rh=both(chain.d2d_hz_rh),
         price_rh=np.concatenate([price_rs, backward_price], axis=1) * sends,
         weight_r=chain.steps_r,
-        cap_weight_r2=_cap_weights(chain),
-        fixed_s_r=chain.fixed_s + chain.steps_r * compute,
-        stage_max_r2=_slowest_stages(chain),
-        cap_of_h=np.repeat([0, 0 if _overlaps(chain) else 1], hops.used.shape[1]),
+        cap_weight_r2=np.stack([further, further * (not overlaps)], axis=1),
+        fixed_s_r=chain.fixed_s + chain.steps_r * (forward.sum(1) + backward.sum(1)),
+        stage_max_r2=np.stack(slowest, axis=1),
+        cap_of_h=np.repeat([0, 0 if overlaps else 1], hops.used.shape[1]),
         latency_price=latency_price,
         bandwidth_hz=bandwidth_hz,
     )
-
-
-def _overlaps(chain: Chain) -> bool:
-    """Under 1F1B one slowest resource, phi, paces both passes; under GPipe each has its own."""
-    return chain.options.schedule == "1f1b"
-
-
-def _cap_weights(chain: Chain) -> Array:
-    further = chain.steps_r * (chain.rows.micro_batches_r - 1.0)
-    return np.stack([further, further * (not _overlaps(chain))], axis=1)
-
-
-def _slowest_stages(chain: Chain) -> Array:
-    forward, backward = chain.forward_stage_s, chain.backward_stage_s
-    if _overlaps(chain):
-        both = (forward + backward).max(1)
-        return np.stack([both, both], axis=1)
-    return np.stack([forward.max(1), backward.max(1)], axis=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,11 +98,11 @@ class FlatHops:
 
     rows: int
     sides: int  # caps per row: phi and beta, or phi alone
-    flat_h: Ints  # position in the problem's (R, 2(S+1)) arrays
-    row_h: Ints
-    cap_h: Ints
-    starts_c: Ints  # where the stretch of each cap begins
-    edge_r2: Ints  # position of each row's two hops over the shared bandwidth
+    flat_h: Places  # position in the problem's (R, 2(S+1)) arrays
+    row_h: Places
+    cap_h: Places
+    starts_c: Places  # where the stretch of each cap begins
+    edge_r2: Places  # position of each row's two hops over the shared bandwidth
     log_bits_h: Array
     worth_h: Array  # objective of sending at vanishing power
     weight_h: Array

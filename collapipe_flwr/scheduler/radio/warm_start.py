@@ -11,12 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.radio import log_exponent_near
-from collapipe_flwr.scheduler.radio.problem import FlatHops, Point, RadioProblem
+from collapipe_flwr.scheduler.radio.problem import Point, RadioTerms
 
-Array = NDArray[np.float64]
 ROUNDS = 5
 ELASTICITY = 0.5  # fall of ln(time) per ln(price) while noise, not bandwidth, limits a hop
 BANDWIDTH_ELASTICITY = 1.5  # fall of ln(worth of a hertz) per ln(bandwidth)
@@ -38,40 +37,32 @@ class Response:
     demand: Array  # ln(what a relative change of its bandwidth is worth)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmStart:
-    """A point within all bounds, and each cluster's price of a second."""
+def warm_start(terms: RadioTerms) -> tuple[Point, Array]:
+    """A point within all bounds, and each cluster's price of a second, (R,).
 
-    point: Point
-    latency_price_r: Array
-
-
-def warm_start(problem: RadioProblem, hops: FlatHops) -> WarmStart:
-    """Adjust prices and bandwidth from equal bandwidth and the full price for everyone."""
-    adjustment = _PriceAdjustment(problem, hops)
-    price, omega = adjustment.dearest, np.full(hops.rows, adjustment.log_band - np.log(hops.rows))
+    Prices and bandwidth are adjusted from equal bandwidth and the full price for everyone.
+    """
+    adjustment, rows = _PriceAdjustment(terms), terms.hops.rows
+    price, omega = adjustment.dearest, np.full(rows, adjustment.log_band - np.log(rows))
     response = adjustment.response(price, omega)
     for _ in range(ROUNDS):
         price, omega = adjustment.adjusted(price, omega, response)
         response = adjustment.response(price, omega)
     tau = float(np.log(response.latency_s.max())) + AHEAD
-    return WarmStart(
-        point=Point(x=response.x, omega=omega, cap=response.cap, tau=tau),
-        latency_price_r=np.exp(price) / problem.weight_r,
-    )
+    point = Point(x=response.x, omega=omega, cap=response.cap, tau=tau)
+    return point, np.exp(price) / terms.problem.weight_r
 
 
 class _PriceAdjustment:
     """One problem's constants in logarithms."""
 
-    def __init__(self, problem: RadioProblem, hops: FlatHops) -> None:
-        self.p, self.hops = problem, hops
-        self.cap_weight = problem.cap_weight_r2[:, : hops.sides]
-        self.log_stage = np.log(np.maximum(problem.stage_max_r2[:, : hops.sides], 1e-12))
-        self.dearest = np.log(problem.latency_price * problem.weight_r)
-        self.log_band = float(np.log(problem.bandwidth_hz))
-        self.log_worth = np.log(np.maximum(hops.worth_h, 1e-200))
-        self.repeats = np.log1p(self.cap_weight[:, 0] / problem.weight_r)[hops.row_h]
+    def __init__(self, terms: RadioTerms) -> None:
+        self.p, self.hops = terms.problem, terms.hops
+        self.cap_weight, self.log_stage = terms.cap_weight, terms.log_stage
+        self.dearest = np.log(self.p.latency_price * self.p.weight_r)
+        self.log_band = float(np.log(self.p.bandwidth_hz))
+        self.log_worth = np.log(np.maximum(self.hops.worth_h, 1e-200))
+        self.repeats = np.log1p(self.cap_weight[:, 0] / self.p.weight_r)[self.hops.row_h]
 
     def response(self, price: Array, omega: Array) -> Response:
         """Best times at ln(price of a second of hops) and ln(bandwidth), both (R,)."""

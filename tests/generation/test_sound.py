@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from collapipe_flwr.core.errors import DataError
-from collapipe_flwr.data.sound import read_sound
+from collapipe_flwr.generation.text_model import read_sound
 
 
 def wav(samples: np.ndarray, rate: int = 16000) -> bytes:

@@ -1,0 +1,114 @@
+"""The user's own batches, cut into the micro-batches of a plan.
+
+Plans choose only the cut: a step is one batch of the user's loader, whatever the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collapipe_flwr.core.errors import DataError
+from collapipe_flwr.models.tasks import IGNORED_LABEL
+
+INPUTS, LABELS = "inputs", "labels"  # the two tensors of a batch that is a pair
+
+
+@dataclass(slots=True, kw_only=True)
+class LoaderSteps:
+    """The batches of ``loader``, each as its micro-batches, ``epochs`` times over.
+
+    ``micro_batch_size`` is the plan's. A plan is made and priced for batches of ``batch_size``
+    examples (None: any size will do); other batches raise DataError, but for a smaller one at the
+    end of an epoch. ``examples`` counts those of the epoch that was last iterated over.
+    """
+
+    loader: Iterable[Any]
+    micro_batch_size: int
+    batch_size: int | None = None
+    epochs: int = 1
+    examples: int = field(default=0, init=False)
+
+    def __iter__(self) -> Iterator[list[dict[str, Tensor]]]:
+        for _ in range(self.epochs):
+            self.examples, smaller = 0, 0
+            for batch in self.loader:
+                tensors = batch_tensors(batch)
+                size = examples_of(tensors)
+                self._check(smaller or size, is_last=not smaller)
+                smaller = size if self.batch_size and size < self.batch_size else 0
+                self.examples += size
+                yield cut(tensors, size, self.micro_batch_size)
+
+    def _check(self, size: int, *, is_last: bool) -> None:
+        """Raise DataError for a batch that the plan was not made for."""
+        planned = self.batch_size
+        if planned is None or size == planned or (is_last and size < planned):
+            return
+        raise DataError(
+            f"the loader yields a batch of {size} examples, but the round was planned for batches "
+            f"of {planned}: set SplitModel(..., batch_size={size}) in the ServerApp, or "
+            f"DataLoader(..., batch_size={planned}) in the ClientApp"
+        )
+
+
+def batch_tensors(batch: Any) -> dict[str, Tensor]:
+    """The tensors of a batch by name; a pair is ``inputs`` and ``labels``. Raises DataError."""
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        batch = {INPUTS: batch[0], LABELS: batch[1]}
+    if not isinstance(batch, Mapping):
+        raise DataError(
+            "a batch must be a dict of tensors or a pair (inputs, labels), got "
+            f"{type(batch).__name__}: give the DataLoader a collate_fn that makes one"
+        )
+    tensors = {str(name): value for name, value in batch.items() if isinstance(value, Tensor)}
+    if not tensors:
+        raise DataError(
+            f"a batch with the keys {', '.join(map(str, batch))} holds no tensor: give the "
+            "DataLoader a collate_fn that makes tensors"
+        )
+    return tensors
+
+
+def examples_of(tensors: Mapping[str, Tensor]) -> int:
+    """How many examples a batch has: the common length of its tensors. Raises DataError."""
+    sizes = {name: len(tensor) for name, tensor in tensors.items() if tensor.dim()}
+    if len(set(sizes.values())) != 1:
+        raise DataError(f"the tensors of a batch differ in their numbers of examples: {sizes}")
+    return next(iter(sizes.values()))
+
+
+def cut(tensors: Mapping[str, Tensor], size: int, micro_batch_size: int) -> list[dict[str, Tensor]]:
+    """Consecutive rows of a batch of ``size`` examples, ``micro_batch_size`` at a time."""
+    return [
+        {name: tensor[start : start + micro_batch_size] for name, tensor in tensors.items()}
+        for start in range(0, size, micro_batch_size)
+    ]
+
+
+def joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """All examples of ``parts`` in one batch.
+
+    Where sequences differ in length, shorter ones are padded behind their end: labels by -100,
+    which counts as no label, other tensors by 0.
+    """
+    names = parts[0] if parts else ()
+    return {name: stacked([part[name] for part in parts], name) for name in names}
+
+
+def stacked(tensors: Sequence[Tensor], name: str = "") -> Tensor:
+    """The rows of ``tensors`` (B, T, ...) one below the other, padded to the longest T."""
+    longest = max((tensor.shape[1] for tensor in tensors if tensor.dim() > 1), default=0)
+    filling = IGNORED_LABEL if name == LABELS else 0
+    return torch.cat([_padded(tensor, longest, filling) for tensor in tensors])
+
+
+def _padded(tensor: Tensor, length: int, filling: int) -> Tensor:
+    if tensor.dim() < 2 or tensor.shape[1] == length:
+        return tensor
+    room = tensor.new_full((tensor.shape[0], length - tensor.shape[1], *tensor.shape[2:]), filling)
+    return torch.cat([tensor, room], dim=1)

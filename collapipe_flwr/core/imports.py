@@ -1,0 +1,120 @@
+"""Classes and functions by import path (``my_app.task:Net``), from modules that are allowed.
+
+Models and losses of users travel by name, never as code. A peer may name only what stands in a
+module that was allowed here, by ``--import`` of a daemon or by the app that runs in this process,
+and the layers and models of torch.nn and transformers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from importlib import import_module
+from types import FunctionType
+from typing import Any
+
+from collapipe_flwr.core.errors import ConfigError, ModelError
+
+_LIBRARIES = ("torch.nn", "transformers")  # of these classes only
+_allowed: set[str] = set()
+
+
+def allow(*modules: str) -> None:
+    """Let paths lead into these modules and those below them, and import them now.
+
+    Raises ConfigError for one that cannot be imported.
+    """
+    for name in modules:
+        try:
+            import_module(name)
+        except Exception as cause:  # whatever the module does at its top
+            why = f"{type(cause).__name__}: {cause}"
+            raise ConfigError(
+                f"--import {name}: the module cannot be imported ({why}); install it here, or "
+                "start this process where it can be found"
+            ) from cause
+        _allowed.add(name)
+
+
+def load_class(path: str, base: type) -> type:
+    """The subclass of ``base`` that a path leads to; raises ModelError."""
+    found = _load(path)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ModelError(f"{path!r} is no class of {base.__module__}.{base.__qualname__}")
+    return found
+
+
+def load_function(path: str) -> Any:
+    """The function that a path leads to; raises ModelError."""
+    found = _load(path)
+    if not isinstance(found, FunctionType) or _is_within(found.__module__, _LIBRARIES):
+        raise ModelError(f"{path!r} is no function of a module that --import names")
+    return found
+
+
+def load_builder(path: str, base: type) -> Any:
+    """A subclass of ``base``, or a function that may return one; raises ModelError."""
+    return load_class(path, base) if isinstance(_load(path), type) else load_function(path)
+
+
+def path_of(thing: object, what: str) -> str:
+    """The path that leads to a class or function in any process.
+
+    ``what`` it is for begins the sentence of the ModelError that is raised where no path does.
+    """
+    name = getattr(thing, "__qualname__", "")
+    module = getattr(thing, "__module__", None)
+    if not isinstance(thing, (type, FunctionType)) or not module:
+        raise ModelError(f"{what} must be a class or a function, got {type(thing).__name__}")
+    if "<" in name or module == "__main__":
+        place = "a script that is run" if module == "__main__" else "a function or lambda"
+        raise ModelError(
+            f"{what} {name!r} stands in {place}, where other machines cannot import it: move it "
+            "to the top of a module of your app"
+        )
+    path = f"{module}:{name}"
+    if _attribute(sys.modules.get(module), name) is not thing:
+        raise ModelError(f"{what} {name!r} is not what {path!r} leads to: give it that name there")
+    return path
+
+
+def allow_own(thing: object) -> None:
+    """Allow the module that holds a class or function of this very process."""
+    module = getattr(thing, "__module__", "")
+    if module and not _is_within(module, _LIBRARIES):
+        _allowed.add(module)
+
+
+def _load(path: str) -> object:
+    module, colon, name = path.partition(":")
+    if not (colon and module and name):
+        raise ModelError(f"{path!r} is no import path: write it like 'my_app.task:Net'")
+    if not _is_within(module, (*_allowed, *_LIBRARIES)):
+        raise _refusal(path, module)
+    try:
+        found = _attribute(import_module(module), name)
+    except ImportError as cause:
+        raise ModelError(f"{path!r} cannot be imported here: {cause}") from cause
+    if found is None:
+        raise ModelError(f"{path!r} leads nowhere: {module} has no {name!r} here")
+    home = inspect.getmodule(found)
+    if home is None or not _is_within(home.__name__, (*_allowed, *_LIBRARIES)):
+        raise _refusal(path, home.__name__ if home else type(found).__module__)
+    return found
+
+
+def _attribute(module: Any, name: str) -> Any:
+    for part in name.split("."):
+        module = getattr(module, part, None)
+    return module
+
+
+def _is_within(module: str, roots: tuple[str, ...]) -> bool:
+    return any(module == root or module.startswith(f"{root}.") for root in roots)
+
+
+def _refusal(path: str, module: str) -> ModelError:
+    return ModelError(
+        f"{path!r} leads into {module}, which this host does not import: start it with "
+        f"--import {module}"
+    )

@@ -1,0 +1,153 @@
+"""Plans for clusters that describe themselves when they are first seen.
+
+Nodes of a user's own project come and go as its strategy samples them. A node that has not said
+what its cluster is made of is asked before its first round; one that cannot say is not planned for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, runtime_checkable
+
+from flwr.app import ArrayRecord
+from flwr.serverapp import Grid
+
+from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
+from collapipe_flwr.core.errors import RunError
+from collapipe_flwr.federation.checkpoint import Memory
+from collapipe_flwr.federation.members import described
+from collapipe_flwr.federation.planner import ScheduledRounds
+from collapipe_flwr.federation.rounds import ClosedRound, Outcome, RoundPlan
+from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerConfig
+from collapipe_flwr.simulation.world import EnergyBudget, budgeted, make_world
+
+log = logging.getLogger("flwr.collapipe")
+DESCRIBE_S = 60.0  # for nodes to describe their clusters; halved by every wait in vain
+LEAST_DESCRIBE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planning:
+    """How rounds are planned: by which policy, with which choices, in which surroundings.
+
+    ``policy`` is a scheduler or its name. ``radio``, ``channel`` and ``seed`` place simulated
+    clusters around the edge. Every device may spend ``budget`` per round on average. ``paced`` says
+    that senders keep to planned rates.
+    """
+
+    policy: str | Scheduler = "dssda"
+    settings: SchedulerConfig = field(default_factory=SchedulerConfig)
+    radio: str = "wifi"
+    channel: str = "static"
+    seed: int = 0
+    budget: EnergyBudget = field(default_factory=EnergyBudget)
+    paced: bool = False
+
+    def for_batches(self, size: int) -> Planning:
+        """The same, for steps of ``size`` examples: plans choose only how they are cut."""
+        count = next(count for count in (4, 3, 2, 1) if size % count == 0)
+        cuts = replace(self.settings, micro_batch_sizes=(size // count,), micro_batches=(count,))
+        return replace(self, settings=cuts)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler; raises ConfigError for an unknown name."""
+        if isinstance(self.policy, str):
+            return make_scheduler(self.policy, self.settings)
+        return self.policy
+
+    def rounds(
+        self, profiles: Sequence[ClusterProfile], names: Mapping[int, str], model: ModelProfile
+    ) -> ScheduledRounds:
+        """The planner for described clusters; ``names`` are theirs by node, at any time.
+
+        Raises ConfigError for unknown names.
+        """
+        world = make_world(
+            cluster_devices=[profile.members for profile in profiles],
+            examples=[profile.examples for profile in profiles],
+            cluster_ids=[profile.cluster_id for profile in profiles],
+            radio=self.radio,
+            channel=self.channel,
+            seed=self.seed,
+        )
+        described = tuple(budgeted(profile, self.budget, model) for profile in profiles)
+        return ScheduledRounds(
+            self.scheduler,
+            replace(world, clusters=described),
+            model,
+            names,
+            options=self.settings,
+            paced=self.paced,
+        )
+
+
+@runtime_checkable
+class Meets(Protocol):
+    """A planner that has to be shown the nodes before it can plan for them."""
+
+    def meet(self, grid: Grid, nodes: Sequence[int]) -> None:
+        """Ask those that it does not know."""
+
+
+class DescribedClusters:
+    """A :class:`RoundPlanner` that learns the clusters from their nodes, and DSSDA behind it."""
+
+    def __init__(self, planning: Planning, model: Callable[[], ModelProfile]) -> None:
+        self._planning = planning
+        self._model = model
+        self._profiles: dict[str, ClusterProfile] = {}  # by cluster id
+        self._names: dict[int, str] = {}  # by node
+        self._rounds: ScheduledRounds | None = None
+        self._loaded = Memory()
+        self._wait_s = DESCRIBE_S
+
+    def meet(self, grid: Grid, nodes: Sequence[int]) -> None:
+        """Ask the nodes that are new; raises RunError if no node is known then."""
+        strangers = [node for node in nodes if node not in self._names]
+        if strangers:
+            found = described(grid, strangers, self._wait_s)
+            self._welcome(found)
+            if len(found) < len(strangers):
+                self._wait_s = max(self._wait_s / 2, LEAST_DESCRIBE_S)
+        if nodes and not any(node in self._names for node in nodes):
+            raise RunError(
+                f"none of {len(nodes)} nodes describes a cluster: make a collapipe_flwr.Cluster "
+                "from the ClientApp, and look into the clients' logs"
+            )
+
+    def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
+        """See `RoundPlanner.plan`; nodes that described nothing take no part."""
+        return self._known().plan(server_round, nodes, arrays)
+
+    def settle(self, closed: ClosedRound) -> Outcome:
+        """See `RoundPlanner.settle`."""
+        return self._known().settle(closed)
+
+    def dump(self) -> Memory:
+        """The memory of the planner behind."""
+        return self._rounds.dump() if self._rounds else self._loaded
+
+    def load(self, memory: Memory) -> None:
+        """Go on from a checkpoint, once the clusters are known."""
+        self._rounds, self._loaded = None, memory
+
+    def _welcome(self, found: Mapping[int, ClusterProfile]) -> None:
+        for node, profile in found.items():
+            name = profile.cluster_id
+            for before in [n for n, known in self._names.items() if known == name]:
+                del self._names[before]
+            self._names[node] = name
+            if name not in self._profiles:
+                self._profiles[name], self._loaded = profile, self.dump()
+                self._rounds = None
+
+    def _known(self) -> ScheduledRounds:
+        if self._rounds is None:
+            profiles = [self._profiles[name] for name in sorted(self._profiles)]
+            self._rounds = self._planning.rounds(profiles, self._names, self._model())
+            self._rounds.load(self._loaded)
+        return self._rounds

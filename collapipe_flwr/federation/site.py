@@ -1,0 +1,118 @@
+"""The devices of a Flower node, and how it reaches the edge: in this process, or on boards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from collapipe_flwr.cluster.fleet import Fleet, ThreadFleet
+from collapipe_flwr.cluster.profile import profile_of
+from collapipe_flwr.cluster.recovery import Recovery
+from collapipe_flwr.cluster.remote import RemoteFleet
+from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
+from collapipe_flwr.config.schema import EdgeConfig
+from collapipe_flwr.core.domain import ClusterProfile
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.federation.records import SplitTask
+from collapipe_flwr.models.profile import profile_model
+from collapipe_flwr.models.splitter import Splitter
+from collapipe_flwr.pipeline.config import NextHop
+from collapipe_flwr.transport.client import EdgeClient, Session
+
+CLUSTER_KEY = "cluster"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundDevices:
+    """Who works in one round, and how it goes on when some of them are lost."""
+
+    fleet: Fleet
+    recovery: Recovery
+    edge: Session
+
+    def absent(self) -> tuple[str, ...]:
+        """The devices that do not answer, of all that the cluster has."""
+        ours = [device.device_id for device in self.recovery.profile.devices]
+        return tuple(sorted(self.fleet.missing(ours)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """The devices of one node: those of a ``cluster`` file, or ``simulated`` ones in threads.
+
+    ``simulated`` describes them for rounds of so many examples. ``edge`` says how a node without a
+    file reaches the edge.
+    """
+
+    edge: EdgeConfig
+    cluster: ClusterConfig | None
+    simulated: Callable[[int], ClusterProfile]
+
+    def profile(self, examples: int) -> ClusterProfile:
+        """The cluster as the planner sees it, for rounds of so many examples."""
+        return profile_of(self.cluster, examples) if self.cluster else self.simulated(examples)
+
+    @contextmanager
+    def devices(self, task: SplitTask, splitter: Splitter, examples: int) -> Iterator[RoundDevices]:
+        """The devices, joined to the edge session of ``task``, for a round of so many examples."""
+        with self._client(task) as client:
+            edge = client.session(task.session)
+            fleet = remote_fleet(self.cluster, task) if self.cluster else ThreadFleet(edge.connect)
+            recovery = Recovery(
+                profile=self.profile(examples),
+                model=lambda: profile_model(
+                    splitter, task.shape, task.learning.optimizer.state_bytes
+                ),
+                edge=edge,
+                snapshot_every=task.learning.snapshot_every,
+            )
+            yield RoundDevices(fleet=fleet, recovery=recovery, edge=edge)
+
+    def _client(self, task: SplitTask) -> EdgeClient:
+        """How the control unit itself reaches the edge; one that restarts is waited for."""
+        address, name = task.edge_address, self.edge.certificate_name
+        tls = self.edge.tls()
+        if self.cluster is not None:
+            address, name = _edge_of(self.cluster, task)
+            tls = self.cluster.tls_files(self.cluster.control_unit.name)
+        return EdgeClient(
+            address,
+            tls=tls,
+            certificate_name=name,
+            deadline_s=task.learning.deadline_s,
+            patience_s=task.learning.deadline_s,
+            heartbeat=task.learning.heartbeat,
+        )
+
+
+def cluster_file(node_config: Mapping[str, object]) -> ClusterConfig | None:
+    """The cluster named by ``--node-config "cluster='FILE' ..."``; None for a simulated one."""
+    path = node_config.get(CLUSTER_KEY, "")
+    if not isinstance(path, str):
+        raise ConfigError(f"node-config cluster must be the path of a file, got {path!r}")
+    return _read(Path(path)) if path else None
+
+
+@lru_cache(maxsize=4)
+def _read(path: Path) -> ClusterConfig:
+    return read_cluster(path)
+
+
+def remote_fleet(cluster: ClusterConfig, task: SplitTask) -> RemoteFleet:
+    """The daemons of a cluster file, joined to the edge session of ``task``."""
+    address, name = _edge_of(cluster, task)
+    return RemoteFleet(
+        cluster=cluster,
+        edge=NextHop(address=address, key=task.session, certificate_name=name),
+        deadline_s=task.learning.deadline_s,
+        heartbeat=task.learning.heartbeat,
+    )
+
+
+def _edge_of(cluster: ClusterConfig, task: SplitTask) -> tuple[str, str]:
+    """Address and certificate name of the edge, as this cluster reaches it."""
+    name = cluster.edge.name if cluster.tls else ""
+    return cluster.edge.address or task.edge_address, name

@@ -1,0 +1,228 @@
+"""A trained model that writes text: its weights, its inputs and its generation settings."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import secrets
+import wave
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import AutoConfig, AutoFeatureExtractor, AutoTokenizer, GenerationConfig
+
+from collapipe_flwr.core.errors import ConfigError, DataError, ModelError
+from collapipe_flwr.generation.backends import Weights
+from collapipe_flwr.models import Splitter, make_spec
+from collapipe_flwr.models.generation import SEED
+from collapipe_flwr.models.validation import first_lines
+from collapipe_flwr.transport.generation import GenerateRequest
+
+_SOUND = "input_features"
+_SEEDS = 2**31
+_WAV_MARK, _NPY_MARK = b"RIFF", b"\x93NUMPY"
+_INT16_MOST = 32768.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextModel:
+    """A trained model; ``settings`` is its own generation configuration.
+
+    ``feature_extractor`` is that of a model of speech.
+    """
+
+    splitter: Splitter
+    weights: Weights
+    tokenizer: Any
+    settings: GenerationConfig
+    feature_extractor: Any = None
+
+    @staticmethod
+    def load(folder: Path, *, edge_blocks: int = 0) -> TextModel:
+        """The model of a run directory, or of any folder or hub name that transformers loads.
+
+        ``edge_blocks`` upper blocks of a decoder-only model stay at the edge. Raises ModelError
+        for a model that writes no text.
+        """
+        source = _source(folder)
+        try:
+            config = AutoConfig.from_pretrained(source)
+            tokenizer = AutoTokenizer.from_pretrained(source)
+        except (OSError, ValueError, KeyError) as cause:
+            raise ModelError(
+                f"--run {str(folder)!r} holds no model with a tokenizer: {first_lines(cause)}"
+            ) from cause
+        task = "seq2seq" if config.is_encoder_decoder else "causal-lm"
+        spec = make_spec(task, pretrained=source, edge_blocks=edge_blocks)
+        splitter = Splitter(spec)
+        if not splitter.generates:
+            raise ModelError(
+                f"--run {str(folder)!r} holds a model of type {spec.model_type!r}, which cannot "
+                "generate token by token when split: only its training is known"
+            )
+        return TextModel(
+            splitter=splitter,
+            weights=splitter.initial_weights(seed=0),
+            tokenizer=tokenizer,
+            settings=_own_settings(source, config),
+            feature_extractor=_feature_extractor(splitter.input_name, source),
+        )
+
+    def prompt(self, request: GenerateRequest) -> Tensor:
+        """Token ids (1, T), or features (1, bins, frames).
+
+        Raises ConfigError for an empty request or one for another kind of model, DataError for a
+        sound that cannot be read, ModelError for what the model cannot take.
+        """
+        if self.feature_extractor is not None:
+            return self._features(request)
+        if request.sound:
+            raise ConfigError("--audio is for models of speech; this one reads --text")
+        ids = self._ids(request.text)
+        room = self.splitter.most_tokens
+        needed = len(ids) if self.splitter.decodes else len(ids) + request.max_new_tokens
+        if room is not None and needed > room:
+            raise ModelError(
+                f"the text has {len(ids)} tokens and {request.max_new_tokens} are to follow, but "
+                f"the model has {room} positions: shorten the text or lower --max-new-tokens"
+            )
+        return torch.tensor([ids])
+
+    def settings_for(self, request: GenerateRequest) -> tuple[str, tuple[str, ...]]:
+        """Generation settings as JSON, and strings after which the text ends; it contains them.
+
+        Sampling always has a seed, so that the text can be generated again when a chain breaks.
+        Raises ConfigError for stop strings beside beams, which know their text at the end only.
+        """
+        values: dict[str, Any] = {**self.settings.to_dict(), **_changes(request)}
+        own = values.pop("stop_strings", None) or ()
+        stops = request.stop or ((own,) if isinstance(own, str) else tuple(own))
+        if stops and (values.get("num_beams") or 1) > 1:
+            raise ConfigError("--stop needs --num-beams 1: beams know their text at its end only")
+        if values.get("do_sample"):
+            values[SEED] = secrets.randbelow(_SEEDS) if request.seed is None else request.seed
+        return json.dumps(values), stops
+
+    def _ids(self, text: str) -> list[int]:
+        """The prompt's tokens, without the end token where the model continues the text."""
+        if not text.strip():
+            raise ConfigError("--text is empty: give some words to start from")
+        ids: list[int] = list(self.tokenizer(text)["input_ids"])
+        end = self.tokenizer.eos_token_id
+        if not self.splitter.decodes and len(ids) > 1 and ids[-1] == end:
+            ids.pop()
+        return ids
+
+    def _features(self, request: GenerateRequest) -> Tensor:
+        if not request.sound:
+            raise ConfigError("this model hears: give --audio FILE instead of --text")
+        try:
+            data = base64.b64decode(request.sound, validate=True)
+        except binascii.Error as cause:
+            raise ConfigError("the sound of a request must be a file in base64") from cause
+        rate, most = self.feature_extractor.sampling_rate, self.feature_extractor.n_samples
+        sound = read_sound(data, rate)
+        if sound.ndim == 2:
+            return torch.from_numpy(sound)[None]
+        if len(sound) > most:
+            raise ModelError(
+                f"the sound lasts {len(sound) / rate:.1f} s, the model hears {most / rate:g} s at "
+                "once: cut it into pieces"
+            )
+        heard = self.feature_extractor(sound, sampling_rate=rate, return_tensors="pt")
+        features: Tensor = heard[_SOUND]
+        return features
+
+
+def _source(folder: Path) -> str:
+    """Where transformers finds the model; raises ModelError for a folder that cannot hold one."""
+    if (folder / "model").is_dir():
+        return str(folder / "model")
+    if runs := sorted(run.parent for run in folder.glob("*/model")):
+        raise ModelError(f"--run {str(folder)!r} is a folder of runs: name one, such as {runs[-1]}")
+    is_path = folder.is_absolute() or (folder.parent != Path() and folder.parent.is_dir())
+    if is_path and not folder.exists():  # else it may be the name of a hub repository
+        raise ModelError(f"--run {str(folder)!r}: there is no such folder")
+    return str(folder)
+
+
+def _own_settings(source: str, config: Any) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(source)
+    except OSError:  # no file of its own: the library reads the model's configuration
+        found: GenerationConfig = GenerationConfig.from_model_config(config)
+        return found
+
+
+def _feature_extractor(input_name: str, source: str) -> Any:
+    """What turns sound into features; None for a model of text."""
+    if input_name == "input_ids":
+        return None
+    if input_name != _SOUND:
+        raise ModelError(f"a model that reads {input_name} writes no text")
+    try:
+        return AutoFeatureExtractor.from_pretrained(source)  # type: ignore[no-untyped-call]
+    except (OSError, ValueError, KeyError) as cause:
+        raise ModelError(
+            f"--run {source!r} has no feature extractor: {first_lines(cause)}"
+        ) from cause
+
+
+def _changes(request: GenerateRequest) -> dict[str, Any]:
+    """What ``request`` asks for; a number that only sampling reads asks for sampling, too."""
+    names = ("max_new_tokens", "num_beams", "temperature", "top_k", "top_p")
+    changes: dict[str, Any] = {name: v for name in names if (v := getattr(request, name))}
+    if request.sample is not None:
+        changes["do_sample"] = request.sample
+    elif changes.keys() & {"temperature", "top_k", "top_p"}:
+        changes["do_sample"] = True
+    return changes
+
+
+def read_sound(data: bytes, rate_hz: int) -> NDArray[np.float32]:
+    """The bytes of a .wav (16 bits) or .npy file: samples (N,) at ``rate_hz``.
+
+    Two dimensions in a .npy file are features (bins, frames). Raises DataError.
+    """
+    if data.startswith(_WAV_MARK):
+        return _read_wav(data, rate_hz)
+    if data.startswith(_NPY_MARK):
+        return _read_npy(data)
+    raise DataError("--audio needs a .wav or .npy file; ffmpeg makes the first of anything else")
+
+
+def _read_wav(data: bytes, rate_hz: int) -> NDArray[np.float32]:
+    try:
+        with wave.open(BytesIO(data)) as sound:
+            channels, width, rate, *_ = sound.getparams()
+            frames = sound.readframes(sound.getnframes())
+    except (wave.Error, EOFError) as cause:
+        raise DataError(f"the .wav file cannot be read: {cause}") from cause
+    if rate != rate_hz or width != 2:
+        raise DataError(
+            f"the .wav file has {rate} Hz and {8 * width} bits, the model hears {rate_hz} Hz and "
+            f"16 bits: `ffmpeg -i FILE -ar {rate_hz} -sample_fmt s16 OUT.wav` converts it"
+        )
+    samples = np.frombuffer(frames, dtype="<i2").reshape(-1, channels).mean(axis=1)
+    return np.asarray(samples / _INT16_MOST, dtype=np.float32)
+
+
+def _read_npy(data: bytes) -> NDArray[np.float32]:
+    try:
+        found: Any = np.load(BytesIO(data), allow_pickle=False)
+        numbers = np.asarray(found, dtype=np.float32)
+    except (ValueError, TypeError, EOFError, OSError) as cause:
+        raise DataError(f"the .npy file cannot be read: {cause}") from cause
+    if numbers.ndim not in (1, 2) or not np.isfinite(numbers).all():
+        raise DataError(
+            f"the .npy file must hold samples (N,) or features (bins, frames), finite ones, got "
+            f"shape {numbers.shape}"
+        )
+    return numbers

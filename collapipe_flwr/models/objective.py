@@ -1,0 +1,92 @@
+"""What a model minimises: a mean loss, and what it is a mean over.
+
+The step of a batch that is cut into micro-batches is that of the mean over the whole batch: each
+micro-batch counts with its share of the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.core.imports import load_function
+
+Batch = Mapping[str, Tensor]
+Loss = Callable[[Any, Batch], Tensor]  # outputs of the model's forward, batch -> scalar mean
+
+LABELS = "labels"
+EXAMPLES = "examples"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """A loss and its weight.
+
+    ``weight`` is what the mean runs over: ``labels`` (those that ``targets`` counts), ``examples``,
+    or the name of a tensor of the batch, whose sum it is. ``loss`` None is the model's own.
+    """
+
+    weight: str
+    targets: Callable[[Tensor], int]
+    loss: Loss | None = None
+
+    def weight_of(self, batch: Batch) -> float:
+        """What the mean loss of this batch runs over; raises ModelError if a tensor is missing."""
+        if self.weight == EXAMPLES:
+            return len(batch[LABELS] if LABELS in batch else _any(batch))
+        if self.weight == LABELS:
+            return self.targets(_tensor(batch, LABELS))
+        return float(_tensor(batch, self.weight).sum(dtype=torch.float64))
+
+    def loss_of(self, outputs: Any, batch: Batch) -> Tensor:
+        """The mean loss, a scalar; raises ModelError where there is none."""
+        if self.loss is None:
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+            if loss is None:
+                raise ModelError(
+                    "the model returned no loss: give the batch labels, or name a loss"
+                )
+        else:
+            loss = self.loss(outputs, batch)
+        if not isinstance(loss, Tensor) or loss.dim():
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ModelError(f"the loss must be one number, the mean over the batch, got {shape}")
+        return loss
+
+
+def named_loss(path: str) -> Loss | None:
+    """The loss that an import path leads to; None for an empty one. Raises ModelError."""
+    found: Loss | None = load_function(path) if path else None
+    return found
+
+
+def scores_of(outputs: Any) -> Tensor:
+    """The logits among what a model's forward returns; raises ModelError."""
+    if isinstance(outputs, Mapping):
+        outputs = outputs.get("logits")
+    elif isinstance(outputs, (tuple, list)) and outputs:
+        outputs = outputs[0]
+    if not isinstance(outputs, Tensor):
+        raise ModelError("the model's outputs hold no logits: let it return them as 'logits'")
+    return outputs
+
+
+def _any(batch: Batch) -> Tensor:
+    for key in sorted(batch):
+        return batch[key]
+    raise _missing(LABELS)
+
+
+def _tensor(batch: Batch, name: str) -> Tensor:
+    if name not in batch:
+        raise _missing(name)
+    return batch[name]
+
+
+def _missing(name: str) -> ModelError:
+    return ModelError(f"the edge needs the tensor {name!r} to compute a loss")

@@ -1,0 +1,1 @@
+"""Federated fine-tuning of a Hugging Face text classifier."""

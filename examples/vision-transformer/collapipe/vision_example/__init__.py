@@ -1,0 +1,1 @@
+"""Federated training of a vision transformer in plain torch."""

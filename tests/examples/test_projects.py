@@ -1,0 +1,90 @@
+"""The example projects: a few changed lines, and the same weights through Flower's own command."""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from collapipe_flwr.federation.launcher import private_environment, private_superlink
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PROJECTS = {"huggingface": "huggingface_example", "vision-transformer": "vision_example"}
+MARK = "  # CollaPipe"
+LINES = 12
+TOLERANCE = 1e-6
+LIMIT_S = 240.0
+NODES = "num-supernodes=2 client-resources-num-cpus=1 init-args-num-cpus=2"
+
+
+def sources(project: Path) -> dict[str, list[str]]:
+    files = (*project.rglob("*.py"), project / "pyproject.toml")
+    return {file.relative_to(project).as_posix(): file.read_text().splitlines() for file in files}
+
+
+def changed_lines(name: str) -> list[str]:
+    """The lines of the CollaPipe version that the plain one does not have, blank ones aside."""
+    plain = sources(EXAMPLES / name / "plain")
+    split = sources(EXAMPLES / name / "collapipe")
+    assert plain.keys() == split.keys()
+    compared = (line for file in plain for line in difflib.ndiff(plain[file], split[file]))
+    return [line[2:] for line in compared if line.startswith("+ ") and line[2:].strip()]
+
+
+@pytest.mark.parametrize("name", PROJECTS)
+def test_at_most_twelve_lines_change_and_each_is_marked(name: str) -> None:
+    changed = changed_lines(name)
+    assert len(changed) <= LINES
+    assert all(line.endswith(MARK) for line in changed)
+
+
+@pytest.mark.parametrize("name", PROJECTS)
+def test_model_data_and_metrics_stay_as_they_are(name: str) -> None:
+    task = Path(PROJECTS[name]) / "task.py"
+    plain, split = (EXAMPLES / name / version / task for version in ("plain", "collapipe"))
+    assert plain.read_text() == split.read_text()
+
+
+@pytest.mark.parametrize("name", PROJECTS)
+def test_the_readme_shows_every_changed_line(name: str) -> None:
+    readme = (EXAMPLES / name / "README.md").read_text()
+    shown = {line[1:].strip() for line in readme.splitlines() if line.startswith("+")} - {""}
+    assert shown == {line.removesuffix(MARK).strip() for line in changed_lines(name)}
+
+
+@pytest.mark.parametrize("name", PROJECTS)
+def test_the_plain_project_knows_nothing_of_collapipe(name: str) -> None:
+    plain = sources(EXAMPLES / name / "plain")
+    assert not [file for file, lines in plain.items() if "collapipe_flwr" in "".join(lines)]
+
+
+@pytest.mark.timeout(2 * LIMIT_S)
+@pytest.mark.parametrize("name", PROJECTS)
+def test_plain_and_split_end_with_the_same_weights(name: str, tmp_path: Path) -> None:
+    plain = final_model(EXAMPLES / name / "plain", tmp_path / "plain")
+    split = final_model(EXAMPLES / name / "collapipe", tmp_path / "collapipe")
+    assert list(plain) == list(split)
+    for key, tensor in plain.items():
+        assert tensor.dtype == split[key].dtype
+        torch.testing.assert_close(split[key], tensor, rtol=0, atol=TOLERANCE, msg=key)
+
+
+def final_model(source: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """The weights behind two rounds of `flwr run` on a SuperLink of its own."""
+    project, output = folder / "project", folder / "final_model.pt"
+    shutil.copytree(source, project, ignore=shutil.ignore_patterns("__pycache__"))
+    flwr = Path(sys.executable).parent / "flwr"
+    command = [str(flwr), "run", ".", "--stream", "--federation-config", NODES]
+    command += ["--run-config", f'num-server-rounds=2 output="{output}"']
+    env = private_environment(folder)
+    with private_superlink(project, env):
+        done = subprocess.run(
+            command, cwd=project, env=env, capture_output=True, text=True, timeout=LIMIT_S
+        )
+    assert output.exists(), done.stdout[-3000:] + done.stderr[-3000:]
+    return torch.load(output, weights_only=True)
