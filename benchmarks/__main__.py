@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from collapipe_flwr.cli.running import run_commands
+from collapipe_flwr.cli import run_commands
 
 app = typer.Typer(
     name="bench",
@@ -91,12 +91,10 @@ def bench_demo(
     from benchmarks.demo import measure_demo, readme_row
     from collapipe_flwr.reporting.output import prepare, write_json
 
-    if json_file is not None:
-        prepare("--json", json_file)
+    prepare("--json", json_file)
     with Console(stderr=True).status("the demo"):
         cost = measure_demo(project.resolve())
-    if json_file is not None:
-        write_json(json_file, asdict(cost))
+    write_json(json_file, asdict(cost))
     typer.echo(readme_row(cost))
 
 

@@ -35,8 +35,7 @@ _HEAD = f"| {' | '.join(_COLUMNS + _NUMBERS)} |\n|{'---|' * len(_COLUMNS)}{'---:
 
 def run_pipeline_bench(plan: BenchPlan, json_file: Path | None) -> None:
     """Measure with a progress bar, print tables, write a file."""
-    if json_file is not None:
-        prepare("--json", json_file)
+    prepare("--json", json_file)
     with terminable(), progress(plan.ticks) as tick:
         result = bench(plan, tick, measure_recovery)
     console = Console(highlight=False)
@@ -45,21 +44,18 @@ def run_pipeline_bench(plan: BenchPlan, json_file: Path | None) -> None:
     console.print(codec_table(cast("Sequence[Json]", result["codecs"])))
     for sentence in sentences(result):
         console.print(sentence, markup=False)
-    if json_file is not None:
-        write_json(json_file, result)
+    write_json(json_file, result)
 
 
 def run_codec_bench(case: CodecTask, json_file: Path | None) -> None:
     """Train with a progress bar, print a table, write a file."""
-    if json_file is not None:
-        prepare("--json", json_file)
+    prepare("--json", json_file)
     torch.set_num_threads(1)  # the hosts are threads of this process, a core each
     with progress(case.ticks) as tick:
         rows: tuple[Trained, ...] = train_with_codecs(case, tick)
     values = cast("list[Json]", plain(rows))
     Console(highlight=False).print(codec_table(values))
-    if json_file is not None:
-        write_json(json_file, {"settings": plain(case), "codecs": values})
+    write_json(json_file, {"settings": plain(case), "codecs": values})
 
 
 def case_table(title: str, cases: Sequence[Json]) -> Table:

@@ -20,8 +20,7 @@ def run_memory_bench(
     sizes: list[ModelSize], modes: list[str], limit_gib: float, json_file: Path | None
 ) -> None:
     """Measure, show and write."""
-    if json_file is not None:
-        prepare("--json", json_file)
+    prepare("--json", json_file)
     console = Console()
     with (
         terminable(),
@@ -35,8 +34,7 @@ def run_memory_bench(
     for case in cases:
         if case.left_out:
             console.print(f"left out: {case.model} {case.mode} {case.role} {case.left_out}")
-    if json_file is not None:
-        write_json(json_file, {"cases": [asdict(case) for case in cases], "limit_gib": limit_gib})
+    write_json(json_file, {"cases": [asdict(case) for case in cases], "limit_gib": limit_gib})
 
 
 def _table(cases: list[MemoryCase]) -> Table:

@@ -14,13 +14,11 @@ from collapipe_flwr.reporting.output import prepare, progress, write_json
 def run_bench(clusters: tuple[int, ...], instances: int, json_file: Path | None) -> None:
     """Measure with a progress bar, print a table, write a file."""
     plan = bench_plan(clusters, instances)
-    if json_file is not None:
-        prepare("--json", json_file)
+    prepare("--json", json_file)
     with progress(plan.steps) as tick:
         result = bench(plan, tick)
     Console(highlight=False).print(bench_table(result))
-    if json_file is not None:
-        write_json(json_file, result.as_json())
+    write_json(json_file, result.as_json())
 
 
 def bench_table(result: BenchResult) -> Table:

@@ -13,8 +13,8 @@ from collapipe_flwr.cli.generate import generate
 from collapipe_flwr.cli.hosting import device, edge
 from collapipe_flwr.cli.profile import profile
 from collapipe_flwr.cli.run import compare, run
-from collapipe_flwr.cli.running import run_commands
 from collapipe_flwr.cli.simulate import simulate
+from collapipe_flwr.core.errors import CollaPipeError
 
 app = typer.Typer(
     name="collapipe",
@@ -31,6 +31,15 @@ app.command(
     add_help_option=False,
 )(bench)
 app.add_typer(clusters, name="cluster")
+
+
+def run_commands(commands: typer.Typer) -> None:
+    """Run ``commands``; a CollaPipeError becomes one sentence on stderr and exit code 1."""
+    try:
+        commands()
+    except CollaPipeError as error:
+        typer.secho(f"Error: {error}", fg=typer.colors.RED, err=True)
+        raise SystemExit(1) from error
 
 
 def main() -> None:

@@ -46,16 +46,14 @@ def check(
     from collapipe_flwr.reporting.output import prepare, progress, write_json
 
     config = read_cluster(file)
-    if json_file is not None:
-        prepare("--json", json_file)
+    prepare("--json", json_file)
     block = BenchmarkRequest(width=width, seconds=seconds)
     settings = CheckSettings(block=block, deadline_s=deadline_s, most_links=most_links)
     members = len(config.devices) + 1 + bool(config.edge.address)
     with progress(members + len(measured_ways(config, settings))) as on_done:
         found = check_cluster(config, settings, on_done)
     show_measurements(found, Console())
-    if json_file is not None:
-        write_json(json_file, plain(found))
+    write_json(json_file, plain(found))
     raise typer.Exit(1 if found.faults else 0)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import base64
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,8 +15,9 @@ from collapipe_flwr.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collapipe_flwr.config.access_control import AccessControl
+    from collapipe_flwr.config.cluster_file import ClusterConfig
     from collapipe_flwr.core.links import TlsFiles
-    from collapipe_flwr.transport.generation import GenerateRequest, Write
+    from collapipe_flwr.transport.generation import GenerateRequest, TextServer, Write
 
 
 def generate(
@@ -68,7 +69,7 @@ def generate(
     Without --cluster, everything runs in this process, cut as on a cluster. With --listen, the
     model is loaded once and serves many clients; --at sends texts to such a server.
     """
-    from collapipe_flwr.transport.generation import GenerateRequest, TextClient
+    from collapipe_flwr.transport.generation import GenerateRequest, TextClient, TextServer
 
     blank = GenerateRequest(
         max_new_tokens=max_new_tokens,
@@ -91,37 +92,26 @@ def generate(
         return
     if run is None:
         raise ConfigError("--run is missing: name a run directory, or a server with --at")
-    serving = _Serving(listen=listen, slots=slots, tls=tls, access=_access(cluster, allow))
-    if allow and tls is None:
-        raise ConfigError("--allow needs TLS: only a peer with a certificate can be told apart")
-    serving.check()
-    with _writing(run, edge_blocks, devices, cluster, edge, slots) as write:
-        _print(write, requests, stream, slots)
-        if listen:
-            serving.run(write)
 
-
-@contextmanager
-def _writing(
-    run: Path, edge_blocks: int, devices: int, cluster: Path | None, edge: str, slots: int
-) -> Iterator[Write]:
     from collapipe_flwr.config.cluster_file import read_cluster
     from collapipe_flwr.generation.text_generator import cluster_generator, local_generator
     from collapipe_flwr.generation.text_model import TextModel
 
+    config = None if cluster is None else read_cluster(cluster)
+    access = _access(config, allow, listen, tls)
     model = TextModel.load(run, edge_blocks=edge_blocks)
     place = (
         local_generator(model, devices=devices, slots=slots)
-        if cluster is None
-        else cluster_generator(model, read_cluster(cluster), edge_address=edge, slots=slots)
+        if config is None
+        else cluster_generator(model, config, edge_address=edge, slots=slots)
     )
     with place as writer:
-        yield writer.write
+        _print(writer.write, requests, stream, slots)
+        if listen:
+            _serve(TextServer(listen, writer.write, most=slots, tls=tls, access=access))
 
 
 def _print(write: Write, requests: list[GenerateRequest], stream: bool, slots: int) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     if stream:
         for request in requests:
             for piece in write(request):
@@ -133,50 +123,35 @@ def _print(write: Write, requests: list[GenerateRequest], stream: bool, slots: i
             typer.echo(written)
 
 
-def _access(cluster: Path | None, allow: list[str] | None) -> AccessControl | None:
-    """Who may ask for texts over TLS; None where nobody was named."""
+def _access(
+    config: ClusterConfig | None, allow: list[str] | None, listen: str, tls: TlsFiles | None
+) -> AccessControl | None:
+    """Who may ask a server for texts; None: whoever the CA signed. Raises ConfigError."""
     from collapipe_flwr.config.access_control import access_control
-    from collapipe_flwr.config.cluster_file import read_cluster
+    from collapipe_flwr.host.daemon import is_loopback
 
-    access = access_control([] if cluster is None else [read_cluster(cluster)], allow or ())
-    return access if access.callers else None
+    access = access_control([] if config is None else [config], allow or ())
+    if allow and tls is None:
+        raise ConfigError("--allow needs TLS: only a peer with a certificate can be told apart")
+    if listen and tls is None and not is_loopback(listen):
+        raise ConfigError(
+            f"--listen {listen} without TLS would let anybody in the network use the "
+            "model: give --tls-ca, --tls-cert and --tls-key"
+        )
+    return access if tls and access.callers else None
 
 
 def _sound(path: Path) -> str:
-    import base64
-
     try:
         return base64.b64encode(path.read_bytes()).decode()
     except OSError as error:
         raise ConfigError(f"--audio {path} cannot be read: {error.strerror}") from error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Serving:
-    """A server of texts, as the user typed it."""
+def _serve(server: TextServer) -> None:
+    """Until SIGTERM or Ctrl-C."""
+    from collapipe_flwr.core.processes import stopping
 
-    listen: str
-    slots: int
-    tls: TlsFiles | None
-    access: AccessControl | None
-
-    def check(self) -> None:
-        """Before a model is loaded; raises ConfigError."""
-        from collapipe_flwr.host.daemon import is_loopback
-
-        if self.listen and self.tls is None and not is_loopback(self.listen):
-            raise ConfigError(
-                f"--listen {self.listen} without TLS would let anybody in the network use the "
-                "model: give --tls-ca, --tls-cert and --tls-key"
-            )
-
-    def run(self, write: Write) -> None:
-        """Serve until SIGTERM or Ctrl-C."""
-        from collapipe_flwr.core.processes import stopping
-        from collapipe_flwr.transport.generation import TextServer
-
-        access = self.access if self.tls is not None else None
-        server = TextServer(self.listen, write, most=self.slots, tls=self.tls, access=access)
-        with stopping() as stop, server:
-            typer.echo(f"text server on {server.address}")
-            stop.wait()
+    with stopping() as stop, server:
+        typer.echo(f"text server on {server.address}")
+        stop.wait()

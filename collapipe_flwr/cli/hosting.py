@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
-    from collapipe_flwr.config.access_control import AccessControl
-    from collapipe_flwr.config.cluster_file import ClusterConfig
     from collapipe_flwr.core.links import TlsFiles
+    from collapipe_flwr.host.daemon import HostSettings
 
 
 Listen = Annotated[
@@ -30,9 +28,6 @@ Allow = Annotated[
 Ca = Annotated[Path | None, typer.Option("--tls-ca", help="PEM: who signs the peers.")]
 Certificate = Annotated[Path | None, typer.Option("--tls-cert", help="PEM: our certificate.")]
 Key = Annotated[Path | None, typer.Option("--tls-key", help="PEM: its private key.")]
-StateDir = Annotated[
-    Path | None, typer.Option(help="Keep sessions here, so that a restart goes on with them.")
-]
 MemoryMb = Annotated[
     float,
     typer.Option(
@@ -52,49 +47,6 @@ Imports = Annotated[
 Grace = Annotated[float, typer.Option(help="Seconds that open sessions get on a stop.", min=0)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Membership:
-    """What cluster files say of one of their members; ``access`` None: whoever the CA signed."""
-
-    address: str
-    tls: TlsFiles | None
-    access: AccessControl | None
-
-
-def membership(
-    name: str, paths: list[Path] | None, allow: list[str] | None, own_tls: TlsFiles | None
-) -> Membership:
-    """The member called ``name``; the files of `--tls-*` win over those of `--cluster`.
-
-    ``paths`` are cluster files, and folders whose files count where they list this member. Raises
-    ConfigError.
-    """
-    from collapipe_flwr.config.access_control import access_control
-
-    clusters = _clusters(name, paths or [])
-    tls = own_tls or next((c.tls_files(name) for c in clusters), None)
-    access = access_control(clusters, allow or ())
-    return Membership(
-        address=next((a for c in clusters if (a := c.member(name).address)), ""),
-        tls=tls,
-        access=access if tls and access.callers else None,
-    )
-
-
-def memory_bytes(memory_mb: float) -> int:
-    """What models may hold in all; 0 means as much as is free now."""
-    from collapipe_flwr.pipeline.benchmark import available_memory_bytes
-
-    return int(memory_mb * 1e6) or available_memory_bytes()
-
-
-def _clusters(name: str, paths: list[Path]) -> list[ClusterConfig]:
-    from collapipe_flwr.config.cluster_file import clusters_in, read_cluster
-
-    files = [read_cluster(path) for path in paths if not path.is_dir()]
-    return files + [c for p in paths if p.is_dir() for c in clusters_in(p, name)]
-
-
 def tls_files(ca: Path | None, certificate: Path | None, key: Path | None) -> TlsFiles | None:
     """All three files or none; raises ConfigError for less, so that TLS is always mutual."""
     from collapipe_flwr.core.errors import ConfigError
@@ -109,11 +61,44 @@ def tls_files(ca: Path | None, certificate: Path | None, key: Path | None) -> Tl
     return TlsFiles(ca=ca, certificate=certificate, key=key)
 
 
-def importable(modules: list[str] | None) -> tuple[str, ...]:
-    """The modules of ``--import``, which may also stand where the command is given."""
-    if modules:
-        sys.path.insert(0, os.getcwd())
-    return tuple(modules or ())
+def _settings(
+    listen: str,
+    name: str,
+    cluster: list[Path] | None,
+    allow: list[str] | None,
+    own_tls: TlsFiles | None,
+    memory_mb: float,
+    default: str,
+    imports: list[str] | None,
+    **options: Any,
+) -> HostSettings:
+    """The host called ``name``; options win over what its cluster files say.
+
+    Those are ``cluster``: files, and folders whose files count where they list this member. Raises
+    ConfigError.
+    """
+    from collapipe_flwr.config.access_control import access_control
+    from collapipe_flwr.config.cluster_file import clusters_in, read_cluster
+    from collapipe_flwr.host.daemon import HostSettings
+    from collapipe_flwr.pipeline.benchmark import available_memory_bytes
+
+    paths = cluster or []
+    clusters = [read_cluster(path) for path in paths if not path.is_dir()]
+    clusters += [c for path in paths if path.is_dir() for c in clusters_in(path, name)]
+    addresses = [listen, *(c.member(name).address for c in clusters), default]
+    tls = own_tls or next((c.tls_files(name) for c in clusters), None)
+    access = access_control(clusters, allow or ())
+    if imports:
+        sys.path.insert(0, os.getcwd())  # modules may also stand where the command is given
+    return HostSettings(
+        listen=next(filter(None, addresses)),
+        name=name,
+        tls=tls,
+        access=access if tls and access.callers else None,  # None: whoever the CA signed
+        memory_bytes=int(memory_mb * 1e6) or available_memory_bytes(),
+        imports=tuple(imports or ()),
+        **options,
+    )
 
 
 def device(
@@ -138,29 +123,26 @@ def device(
     ] = "",
 ) -> None:
     """Train the segments that a control unit places here until SIGTERM or Ctrl-C."""
-    from collapipe_flwr.host.daemon import HostSettings, serve
+    from collapipe_flwr.host.daemon import serve
 
-    member = membership(name, cluster, allow, tls_files(ca, certificate, key))
-    settings = HostSettings(
-        listen=listen or member.address or "127.0.0.1:50071",
-        name=name,
-        tls=member.tls,
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    settings = _settings(
+        listen,
+        name,
+        cluster,
+        allow,
+        tls_files(ca, certificate, key),
+        memory_mb,
+        default="127.0.0.1:50071",
         insecure=insecure,
-        access=member.access,
-        cache_dir=cache_dir or _cache_folder(),
+        cache_dir=cache_dir or user_cache / "collapipe" / "frozen",
         cache_bytes=int(cache_mb * 1e6),
-        memory_bytes=memory_bytes(memory_mb),
         radio_interface=radio_interface,
+        imports=imports,
         threads=threads,
-        imports=importable(imports),
         grace_s=grace_s,
     )
     serve(settings, passes_on=True, announce=lambda a: typer.echo(f"{name} on {a}"))
-
-
-def _cache_folder() -> Path:
-    """Where programs of this user keep what they could get again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "collapipe" / "frozen"
 
 
 def edge(
@@ -176,26 +158,29 @@ def edge(
     threads: Threads = 0,
     imports: Imports = None,
     grace_s: Grace = 10.0,
-    state_dir: StateDir = None,
+    state_dir: Annotated[
+        Path | None, typer.Option(help="Keep sessions here, so that a restart goes on with them.")
+    ] = None,
 ) -> None:
     """Serve decoders (or heads) to clusters until SIGTERM or Ctrl-C.
 
     Point a run at it with the run-config key `edge.address`.
     """
-    from collapipe_flwr.host.daemon import HostSettings, serve
+    from collapipe_flwr.host.daemon import serve
 
-    member = membership(name, cluster, allow, tls_files(ca, certificate, key))
-    settings = HostSettings(
-        listen=listen or member.address or "127.0.0.1:50061",
-        name=name,
-        tls=member.tls,
+    settings = _settings(
+        listen,
+        name,
+        cluster,
+        allow,
+        tls_files(ca, certificate, key),
+        memory_mb,
+        default="127.0.0.1:50061",
         insecure=insecure,
-        access=member.access,
         state_dir=state_dir,
         cache_bytes=0,
-        memory_bytes=memory_bytes(memory_mb),
+        imports=imports,
         threads=threads,
-        imports=importable(imports),
         grace_s=grace_s,
     )
     serve(settings, passes_on=False, announce=lambda a: typer.echo(f"edge server on {a}"))

@@ -68,8 +68,7 @@ def profile(
 
     if not assignments().holds(overrides):
         raise ConfigError(f"--overrides {assignments().says}, got {overrides!r}")
-    if json_file is not None:
-        prepare("--json", json_file)
+    prepare("--json", json_file)
     request = ModelChoice(
         model=model,
         task=task,
@@ -93,8 +92,7 @@ def profile(
         seconds=seconds,
     )
     show_forecast(found, Console())
-    if json_file is not None:
-        write_json(json_file, as_json(found))
+    write_json(json_file, as_json(found))
     raise typer.Exit(1 if place is not None and found.plan is None else 0)
 
 

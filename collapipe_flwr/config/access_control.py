@@ -94,19 +94,15 @@ def access_control(clusters: Iterable[ClusterConfig], allow: Iterable[str] = ())
     callers = {name: Caller(name=name) for name in allow}
     named: dict[str, Caller] = {}
     for config in clusters:
-        for name, role in _roles(config):
-            named[name] = _joined(named.get(name), name, role, config.id)
+        members = [
+            (config.control_unit, Role.CONTROL_UNIT),
+            *((device, Role.DEVICE) for device in config.devices),
+            (config.edge, Role.EDGE),
+            (config.server, Role.SERVER),
+        ]
+        for member, role in members:
+            named[member.name] = _joined(named.get(member.name), member.name, role, config.id)
     return AccessControl({**callers, **named})
-
-
-def _roles(config: ClusterConfig) -> list[tuple[str, Role]]:
-    devices = [(device.name, Role.DEVICE) for device in config.devices]
-    return [
-        (config.control_unit.name, Role.CONTROL_UNIT),
-        *devices,
-        (config.edge.name, Role.EDGE),
-        (config.server.name, Role.SERVER),
-    ]
 
 
 def _joined(known: Caller | None, name: str, role: Role, cluster_id: str) -> Caller:

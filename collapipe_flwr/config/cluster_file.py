@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from collapipe_flwr.config.parsing import key_names, parse_section, refuse_unknown
+from collapipe_flwr.config.parsing import flatten_section, parse_section, refuse_unknown
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import above, at_least, key, matches, one_of
 from collapipe_flwr.core.links import CODECS, TlsFiles
@@ -159,13 +159,12 @@ def parse_cluster(values: Mapping[str, Any], folder: Path) -> ClusterConfig:
         folder=folder,
         control_unit=_member(values, "control-unit"),
         devices=tuple(
-            _section(MemberConfig(), f"device[{i}].", _as_table(f"device[{i}]", table))
-            for i, table in enumerate(devices, 1)
+            _section(MemberConfig(), f"device[{i}]", table) for i, table in enumerate(devices, 1)
         ),
         edge=_member(values, "edge"),
         server=_member(values, "server"),
-        links=_section(ClusterLinks(), "links.", _table(values, "links")),
-        tls=_section(TlsConfig(), "tls.", _table(values, "tls")) if "tls" in values else None,
+        links=_section(ClusterLinks(), "links", values.get("links", {})),
+        tls=_section(TlsConfig(), "tls", values["tls"]) if "tls" in values else None,
         measured=folder / top.measured if top.measured else None,
     )
     _check_members(config)
@@ -180,27 +179,18 @@ class _Top:
 
 def _member(values: Mapping[str, Any], name: str) -> MemberConfig:
     """A member that needs no table; its name is that of its role unless the file says another."""
-    return _section(MemberConfig(), f"{name}.", {"name": name, **_table(values, name)})
+    return _section(MemberConfig(name=name), name, values.get(name, {}))
 
 
-def _table(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    return _as_table(name, values.get(name, {}))
-
-
-def _as_table(name: str, value: object) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{name} must be a table, [{name}], got {value!r}")
-    return value
-
-
-def _section(default: T, prefix: str, table: Mapping[str, Any]) -> T:
+def _section(default: T, name: str, table: object) -> T:
     """One table as one dataclass: `parse_section` on keys with the table's name in front."""
-    named = {prefix + name: value for name, value in table.items()}
-    known = key_names(default, prefix)
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{name} must be a table, [{name}], got {table!r}")
+    prefix = f"{name}." if name else ""
+    known = flatten_section(default, prefix)
+    named = {prefix + k: value for k, value in table.items()}
     refuse_unknown(named, known, "key")
-    for required in known & {"id", f"{prefix}name"}:
-        named.setdefault(required, "")  # which its rule refuses
-    return parse_section(default, prefix, named)
+    return parse_section(default, prefix, {**known, **named})
 
 
 def _check_members(config: ClusterConfig) -> None:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import Field, fields, replace
 from typing import Any, TypeVar
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.keys import Rule, Text, Value, check, is_inline, is_key, name_of, rule_of
+from collapipe_flwr.core.keys import Value, check, is_inline, is_key, name_of, rule_of
 
 T = TypeVar("T")
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
-
-
-def key_names(section: Any, prefix: str) -> set[str]:
-    """Every key of a section, those of the dataclasses that it is composed of included."""
-    return {name for name, _, _ in _keys(section, prefix)}
 
 
 def parse_section(default: T, prefix: str, values: Mapping[str, Value]) -> T:
@@ -32,14 +27,17 @@ def parse_section(default: T, prefix: str, values: Mapping[str, Value]) -> T:
 
 
 def flatten_section(section: Any, prefix: str) -> dict[str, Value]:
-    """The values that :func:`parse_section` reads as ``section``."""
-    return {
-        name: _written(getattr(owner, field_.name), rule_of(field_))
-        for name, field_, owner in _keys(section, prefix)
-    }
+    """The values that :func:`parse_section` reads as ``section``; they have all of its keys."""
+    values = {}
+    for name, field_, owner in _keys(section, prefix):
+        rule, value = rule_of(field_), getattr(owner, field_.name)
+        values[name] = value if rule is None or rule.text is None else rule.text.write(value)
+    return values
 
 
-def refuse_unknown(values: Iterable[str], known: set[str], what: str = "run-config key") -> None:
+def refuse_unknown(
+    values: Iterable[str], known: Collection[str], what: str = "run-config key"
+) -> None:
     """Raise ConfigError for the first key that no section declares."""
     for name in values:
         if name not in known:
@@ -59,22 +57,19 @@ def _keys(section: Any, prefix: str) -> Iterator[tuple[str, Field[Any], Any]]:
 
 def _parsed(name: str, value: Value, field_: Field[Any]) -> object:
     rule = rule_of(field_)
-    if rule is not None and rule.text is not None:
-        return _read(name, str(_typed(name, value, "str")), rule, rule.text)
-    typed = _typed(name, value, str(field_.type).removesuffix(" | None"))
-    check(name, typed, rule)
-    return typed
-
-
-def _read(name: str, text: str, rule: Rule, form: Text) -> object:
+    if rule is None or rule.text is None:
+        typed = _typed(name, value, str(field_.type).removesuffix(" | None"))
+        check(name, typed, rule)
+        return typed
+    text = str(_typed(name, value, "str"))
     try:
-        value = form.read(text)
-        good = rule.holds(value)
+        parsed = rule.text.read(text)
+        good = rule.holds(parsed)
     except ValueError:
         good = False
     if not good:
         raise ConfigError(f"{name} {rule.says}, got {text!r}")
-    return value
+    return parsed
 
 
 def _typed(name: str, value: Value, wanted: str) -> Value:
@@ -84,8 +79,3 @@ def _typed(name: str, value: Value, wanted: str) -> Value:
     if type(value).__name__ != wanted:
         raise ConfigError(f"{name} must be {_WORDS.get(wanted, 'a string')}, got {value!r}")
     return value
-
-
-def _written(value: Any, rule: Rule | None) -> Value:
-    written: Value = value if rule is None or rule.text is None else rule.text.write(value)
-    return written

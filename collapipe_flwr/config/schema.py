@@ -16,12 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from collapipe_flwr.config.parsing import (
-    flatten_section,
-    key_names,
-    parse_section,
-    refuse_unknown,
-)
+from collapipe_flwr.config.parsing import flatten_section, parse_section, refuse_unknown
 from collapipe_flwr.core.keys import (
     Value,
     above,
@@ -202,7 +197,7 @@ class AppConfig:
         return replace(self.train.execution, codec=codec, paced=self.links.paced)
 
     def optimizer(self, server_round: int) -> OptimizerConfig:
-        """The clusters' optimiser in one round, from 1: linear warm-up, then the chosen decay."""
+        """The clusters' optimizer in one round, from 1: linear warm-up, then the chosen decay."""
         train, rounds = self.train, self.run.num_server_rounds
         rate = train.optimizer.learning_rate
         if server_round <= train.warmup_rounds:
@@ -224,7 +219,7 @@ class AppConfig:
 
 def known_keys() -> set[str]:
     """Every key that a run-config may hold."""
-    return {k for prefix, section in _sections(AppConfig()) for k in key_names(section, prefix)}
+    return set(flatten(AppConfig()))
 
 
 def parse(values: Mapping[str, Value]) -> AppConfig:

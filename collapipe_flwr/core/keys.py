@@ -133,7 +133,13 @@ def assignments() -> Rule:
 
 def read_assignments(text: str) -> dict[str, object]:
     """``"d_model=64 act=gelu"`` as a mapping; a value is JSON where it can be, else a string."""
-    return {name: _json_or_text(value) for name, _, value in _assigned(text)}
+    found: dict[str, object] = {}
+    for name, _, value in _assigned(text):
+        try:
+            found[name] = json.loads(value)
+        except json.JSONDecodeError:
+            found[name] = value
+    return found
 
 
 def key(default: T, rule: Rule | None = None, *, name: str = "") -> T:
@@ -203,11 +209,3 @@ def _whole_numbers(text: str) -> tuple[int, ...]:
 
 def _assigned(text: str) -> list[tuple[str, str, str]]:
     return [word.partition("=") for word in text.split()]
-
-
-def _json_or_text(value: str) -> object:
-    try:
-        parsed: object = json.loads(value)
-    except json.JSONDecodeError:
-        return value
-    return parsed

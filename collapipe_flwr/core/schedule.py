@@ -77,10 +77,10 @@ class Schedule:
         """The actions done in every time slot by stage; an action sees only earlier slots."""
         progress = _Progress(self.actions, queue_frames)
         slots: list[dict[int, Action]] = []
-        while not progress.finished():
-            ready = progress.ready()
+        while blockers := progress.blockers():
+            ready = [stage for stage, reason in blockers.items() if not reason]
             if not ready:
-                raise ScheduleError(f"schedule {self.name} blocks: {progress.reasons()}")
+                raise ScheduleError(f"schedule {self.name} blocks: {'; '.join(blockers.values())}")
             slots.append({stage: progress.advance(stage) for stage in ready})
         return slots
 
@@ -145,12 +145,13 @@ class _Progress:
         self._stashed: list[set[int]] = [set() for _ in actions]
         self._links: dict[tuple[int, int], list[int]] = {}  # (from, to) -> micro-batches inside
 
-    def finished(self) -> bool:
-        return all(n == len(a) for n, a in zip(self._next, self._actions, strict=True))
-
-    def ready(self) -> list[int]:
-        """Stages that can do their next action now."""
-        return [s for s in self._stages if self._current(s) and self._blocker(s) is None]
+    def blockers(self) -> dict[int, str]:
+        """Why each stage that has actions left cannot do the next one now; empty where it can."""
+        return {
+            stage: self._blocker(stage, actions[at])
+            for stage, (actions, at) in enumerate(zip(self._actions, self._next, strict=True))
+            if at < len(actions)
+        }
 
     def advance(self, stage: int) -> Action:
         action = self._actions[stage][self._next[stage]]
@@ -164,18 +165,7 @@ class _Progress:
         self._next[stage] += 1
         return action
 
-    def reasons(self) -> str:
-        return "; ".join(filter(None, map(self._blocker, self._stages)))
-
-    def _current(self, stage: int) -> Action | None:
-        position = self._next[stage]
-        return self._actions[stage][position] if position < len(self._actions[stage]) else None
-
-    def _blocker(self, stage: int) -> str | None:
-        """Why the stage cannot do its next action now, or None."""
-        action = self._current(stage)
-        if action is None:
-            return None
+    def _blocker(self, stage: int, action: Action) -> str:
         source, target = self._route(stage, action)
         if source in self._stages:
             inside = self._links.get((source, stage), [])
@@ -186,7 +176,7 @@ class _Progress:
             return f"stage {stage} cannot send {action} to stage {target}, whose queue is full"
         if action.op is Op.BACKWARD and action.micro_batch not in self._stashed[stage]:
             return f"stage {stage} has {action} before its forward"
-        return None
+        return ""
 
     def _route(self, stage: int, action: Action) -> tuple[int, int]:
         step = 1 if action.op is Op.FORWARD else -1

@@ -120,58 +120,53 @@ class LearningState:
     update_norm: float | None = None  # of the last round
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prior:
-    """Sane values before anything is measured, and the target."""
-
-    learning_rate: float = 0.01
-    smoothness: float = 1.0
-    noise: float = 4.0
-    drift: float = 0.1
-    loss_gap: float = 2.0
-    gradient_square: float = 1.0
-    target_share: float = 0.1  # eps as a share of the first squared gradient norm
+# Sane values before anything is measured, in the place of what would be.
+PRIOR = LearningState(
+    gradient_square=1.0, noise=4.0, smoothness=1.0, drift=0.1, loss=2.0, first_gradient_square=1.0
+)
+TARGET_SHARE = 0.1  # eps as a share of the first squared gradient norm
 
 
 def update(
     state: LearningState, outcome: RoundOutcome, *, learning_rate: float, mean_steps: float
 ) -> LearningState:
     """Fold one round's telemetry in; fields that were not measured change nothing."""
-    state = _with_loss(_with_noise(state, outcome), outcome)
+    state = _with_noise(state, outcome)
+    losses = [c.loss for c in outcome.clusters if c.loss is not None and _usable(c.loss)]
+    if losses:
+        state = replace(state, loss=_blend(state.loss, sum(losses) / len(losses)))
     travelled = learning_rate * max(mean_steps, 1.0)
-    last, change, spread = state.update_norm, outcome.update_change_norm, outcome.update_spread
-    if last and change is not None and _usable(change):
-        secant = change / (travelled * last)
+    change, moved, spread = outcome.update_change_norm, outcome.update_norm, outcome.update_spread
+    if state.update_norm and change is not None and _usable(change):
+        secant = change / (travelled * state.update_norm)
         state = replace(state, smoothness=_blend(state.smoothness, secant))
-    if outcome.update_norm is not None and _usable(outcome.update_norm):
-        state = replace(state, update_norm=outcome.update_norm)
+    if moved is not None and _usable(moved):
+        state = replace(state, update_norm=moved)
     if spread is not None and _usable(spread):
-        drift = _drift(state, spread, outcome.update_norm, travelled)
+        # In units of squared gradients. Beside the measured gradient the update itself is the
+        # yardstick: an adaptive optimiser moves much further than the rate times the gradient.
+        # Without one, plain SGD is assumed.
+        drift = spread / travelled**2
+        if moved and state.gradient_square:
+            drift = spread / moved**2 * state.gradient_square
         state = replace(state, drift=_blend(state.drift, drift))
     return state
 
 
-def _drift(state: LearningState, spread: float, moved: float | None, travelled: float) -> float:
-    """The spread of updates in units of squared gradients.
-
-    Beside the measured gradient the update itself is the yardstick: an adaptive optimiser moves
-    much further than the rate times the gradient. Without one, plain SGD is assumed.
-    """
-    if moved and state.gradient_square:
-        return spread / moved**2 * state.gradient_square
-    return spread / travelled**2
-
-
-def constants_of(state: LearningState, prior: Prior) -> LearningConstants:
+def constants_of(state: LearningState, learning_rate: float) -> LearningConstants:
     """Estimates where there are some, the prior elsewhere."""
-    first = state.first_gradient_square or prior.gradient_square
+
+    def known(name: str) -> float:
+        value = getattr(state, name)
+        return float(value if value is not None and value > 0 else getattr(PRIOR, name))
+
     return LearningConstants(
-        learning_rate=prior.learning_rate,
-        smoothness=_or(state.smoothness, prior.smoothness),
-        noise=_or(state.noise, prior.noise),
-        drift=_or(state.drift, prior.drift),
-        loss_gap=_or(state.loss, prior.loss_gap),
-        target=prior.target_share * first,
+        learning_rate=learning_rate,
+        smoothness=known("smoothness"),
+        noise=known("noise"),
+        drift=known("drift"),
+        loss_gap=known("loss"),
+        target=TARGET_SHARE * known("first_gradient_square"),
     )
 
 
@@ -202,19 +197,8 @@ def _noise_pair(cluster: ClusterOutcome) -> tuple[float, float] | None:
     return signal, excess / (1.0 / g.small_examples - 1.0 / g.big_examples)
 
 
-def _with_loss(state: LearningState, outcome: RoundOutcome) -> LearningState:
-    losses = [c.loss for c in outcome.clusters if c.loss is not None and _usable(c.loss)]
-    if not losses:
-        return state
-    return replace(state, loss=_blend(state.loss, sum(losses) / len(losses)))
-
-
 def _blend(old: float | None, new: float) -> float:
     return new if old is None else MEMORY * old + (1.0 - MEMORY) * new
-
-
-def _or(value: float | None, prior: float) -> float:
-    return prior if value is None or not value > 0 else value
 
 
 def _usable(value: float) -> bool:

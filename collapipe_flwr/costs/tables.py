@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from collapipe_flwr.core.domain import BlockCost, ClusterSnapshot, DeviceProfile, Snapshot
+from collapipe_flwr.core.domain import ClusterSnapshot, ModelProfile, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.radio import codec_index
@@ -89,7 +89,7 @@ def tabulate(snapshot: Snapshot, codec: str = "fp32") -> Tables:
     d2d_hz = _d2d(clusters)
     return Tables(
         snapshot=snapshot,
-        blocks=_blocks(snapshot),
+        blocks=block_table(snapshot.model),
         members=_members(clusters),
         gain_mij=np.maximum(_links(gains, d2d_hz.shape, TINY_GAIN), TINY_GAIN),
         d2d_hz_mij=d2d_hz,
@@ -100,19 +100,20 @@ def tabulate(snapshot: Snapshot, codec: str = "fp32") -> Tables:
     )
 
 
-def _blocks(snapshot: Snapshot) -> BlockTable:
-    blocks = snapshot.model.blocks
-    cuts = [snapshot.model.embedding.output_bytes, *(b.output_bytes for b in blocks)]
+def block_table(model: ModelProfile) -> BlockTable:
+    """Prefix sums over the blocks of ``model``."""
 
-    def prefix(values: list[float]) -> Array:
+    def prefix(cost: str) -> Array:
+        values = [float(getattr(block, cost)) for block in model.blocks]
         return np.concatenate([[0.0], np.cumsum(np.array(values, dtype=np.float64))])
 
+    cuts = [model.embedding.output_bytes, *(block.output_bytes for block in model.blocks)]
     return BlockTable(
-        forward_flop_l=prefix([b.forward_flop for b in blocks]),
-        backward_flop_l=prefix([b.backward_flop for b in blocks]),
-        parameter_bytes_l=prefix([float(b.parameter_bytes) for b in blocks]),
-        state_bytes_l=prefix([float(b.state_bytes) for b in blocks]),
-        stash_bytes_l=prefix([b.stash_bytes for b in blocks]),
+        forward_flop_l=prefix("forward_flop"),
+        backward_flop_l=prefix("backward_flop"),
+        parameter_bytes_l=prefix("parameter_bytes"),
+        state_bytes_l=prefix("state_bytes"),
+        stash_bytes_l=prefix("stash_bytes"),
         cut_bytes_l=np.array(cuts, dtype=np.float64),
     )
 
@@ -161,64 +162,39 @@ def _d2d(clusters: tuple[ClusterSnapshot, ...]) -> Array:
 
 
 def _check(snapshot: Snapshot) -> None:
+    radio, edge, model = snapshot.radio, snapshot.edge, snapshot.model
     if not snapshot.clusters:
         raise ScheduleError("no cluster is connected: nothing can be planned; start a cluster")
-    if not snapshot.model.blocks:
+    if not model.blocks:
         raise ScheduleError("the model has no encoder blocks: choose a model with at least one")
-    ids = [c.profile.cluster_id for c in snapshot.clusters]
-    if len(set(ids)) != len(ids):
-        raise ScheduleError(f"cluster ids must differ, got {ids}: rename one")
-    radio, edge = snapshot.radio, snapshot.edge
-    _positive("the radio's bandwidth_hz", radio.bandwidth_hz)
-    _positive("the radio's noise_w_per_hz", radio.noise_w_per_hz)
-    _positive("the edge's speed_flop_per_s", edge.speed_flop_per_s)
-    _positive("the edge's tx_power_w", edge.tx_power_w)
-    model = snapshot.model
-    for name, cost in (("embedding", model.embedding), ("decoder", model.decoder)):
-        _check_cost(name, cost)
-    for index, block in enumerate(model.blocks):
-        _check_cost(f"block {index}", block)
+    _distinct("cluster ids", [c.profile.cluster_id for c in snapshot.clusters])
+    _positive("the radio's", radio, "bandwidth_hz", "noise_w_per_hz")
+    _positive("the edge's", edge, "speed_flop_per_s", "tx_power_w")
+    blocks = {f"block {index}": block for index, block in enumerate(model.blocks)}
+    for name, cost in {"embedding": model.embedding, "decoder": model.decoder, **blocks}.items():
+        for field in ("forward_flop", "backward_flop", "stash_bytes", "output_bytes"):
+            _not_negative(f"{name}: {field}", getattr(cost, field))
     for cluster in snapshot.clusters:
-        _check_cluster(cluster)
+        _check_cluster(f"cluster {cluster.profile.cluster_id!r}", cluster)
 
 
-def _check_cost(name: str, cost: BlockCost) -> None:
-    for field in ("forward_flop", "backward_flop", "stash_bytes", "output_bytes"):
-        value = float(getattr(cost, field))
-        if not (math.isfinite(value) and value >= 0):
-            raise ScheduleError(f"{name}: {field} must be finite and >= 0, got {value}")
-
-
-def _check_cluster(cluster: ClusterSnapshot) -> None:
-    profile = cluster.profile
-    where = f"cluster {profile.cluster_id!r}"
+def _check_cluster(where: str, cluster: ClusterSnapshot) -> None:
+    profile, members = cluster.profile, cluster.profile.members
     if not profile.devices:
         raise ScheduleError(
             f"{where} has no devices: connect at least one besides its control unit"
         )
-    members = cluster.profile.members
-    ids = [member.device_id for member in members]
-    if len(set(ids)) != len(ids):
-        raise ScheduleError(f"{where}: device ids must differ, got {ids}: rename one")
-    _positive(f"{where}: examples", float(profile.examples))
-    _positive(f"{where}: d2d_bandwidth_hz", profile.d2d_bandwidth_hz)
-    _positive(f"{where}: server_rate_bit_per_s", profile.server_rate_bit_per_s)
+    _distinct(f"{where}: device ids", [member.device_id for member in members])
+    _positive(f"{where}:", profile, "examples", "d2d_bandwidth_hz", "server_rate_bit_per_s")
     for member in members:
-        _check_member(f"{where}, device {member.device_id!r}", member)
+        name = f"{where}, device {member.device_id!r}:"
+        _positive(name, member, "speed_flop_per_s", "tx_power_max_w")
+        if member.d2d_bandwidth_hz is not None:
+            _positive(name, member, "d2d_bandwidth_hz")
+        if not member.energy_budget_j > 0:
+            raise ScheduleError(f"{name} energy_budget_j must be > 0, got {member.energy_budget_j}")
+        _not_negative(f"{name} energy_per_flop_j", member.energy_per_flop_j)
     _check_channel(where, cluster, len(members))
-
-
-def _check_member(where: str, member: DeviceProfile) -> None:
-    _positive(f"{where}: speed_flop_per_s", member.speed_flop_per_s)
-    _positive(f"{where}: tx_power_max_w", member.tx_power_max_w)
-    if member.d2d_bandwidth_hz is not None:
-        _positive(f"{where}: d2d_bandwidth_hz", member.d2d_bandwidth_hz)
-    if not member.energy_budget_j > 0:
-        raise ScheduleError(f"{where}: energy_budget_j must be > 0, got {member.energy_budget_j}")
-    if not (math.isfinite(member.energy_per_flop_j) and member.energy_per_flop_j >= 0):
-        raise ScheduleError(
-            f"{where}: energy_per_flop_j must be finite and >= 0, got {member.energy_per_flop_j}"
-        )
 
 
 def _check_channel(where: str, cluster: ClusterSnapshot, members: int) -> None:
@@ -230,12 +206,23 @@ def _check_channel(where: str, cluster: ClusterSnapshot, members: int) -> None:
             f"expected ({members}, {members}) and ({members},)"
         )
     off_diagonal = d2d[~np.eye(members, dtype=bool)]
-    if not (np.isfinite(off_diagonal).all() and (off_diagonal >= 0).all()):
-        raise ScheduleError(f"{where}: channel gains between devices must be finite and >= 0")
-    if not (np.isfinite(edge).all() and (edge >= 0).all()):
-        raise ScheduleError(f"{where}: channel gains to the edge must be finite and >= 0")
+    for ends, gains in (("between devices", off_diagonal), ("to the edge", edge)):
+        if not (np.isfinite(gains).all() and (gains >= 0).all()):
+            raise ScheduleError(f"{where}: channel gains {ends} must be finite and >= 0")
 
 
-def _positive(what: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ScheduleError(f"{what} must be finite and > 0, got {value}")
+def _distinct(what: str, ids: list[str]) -> None:
+    if len(set(ids)) != len(ids):
+        raise ScheduleError(f"{what} must differ, got {ids}: rename one")
+
+
+def _not_negative(what: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise ScheduleError(f"{what} must be finite and >= 0, got {value}")
+
+
+def _positive(whose: str, profile: object, *fields: str) -> None:
+    for field in fields:
+        value = getattr(profile, field)
+        if not (math.isfinite(value) and value > 0):
+            raise ScheduleError(f"{whose} {field} must be finite and > 0, got {value}")

@@ -1,7 +1,7 @@
 """Examples that get one of several labels: texts and pictures.
 
 A picture comes as a file in a folder of its label, as a column of a data set, as a file name in a
-table, or as nested lists of grey or colour values 0 .. 255. It is resized with Pillow; the model
+table, or as nested lists of gray or color values 0 .. 255. It is resized with Pillow; the model
 is built for the size and the channels that the run-config names.
 """
 
@@ -172,17 +172,18 @@ class ImageClassification(Labelled):
 
     @cached_property
     def _scale(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        mean = self._per_channel("image-mean", self.settings.image_mean)
-        return mean, self._per_channel("image-std", self.settings.image_std)
-
-    def _per_channel(self, key: str, values: Sequence[float]) -> np.ndarray[Any, Any]:
-        text = ",".join(f"{value:g}" for value in values)
-        if len(values) not in (1, self.settings.image_channels):
-            raise ConfigError(
-                f"data.{key} must hold one number, or one for each of "
-                f'{self.settings.image_channels} channels, got "{text}"'
-            )
-        return np.array(values, dtype=np.float32)
+        """Mean and deviation, one number or one per channel."""
+        channels = self.settings.image_channels
+        scale = (self.settings.image_mean, self.settings.image_std)
+        for key, values in zip(("image-mean", "image-std"), scale, strict=True):
+            if len(values) not in (1, channels):
+                text = ",".join(f"{value:g}" for value in values)
+                raise ConfigError(
+                    f"data.{key} must hold one number, or one for each of {channels} channels, "
+                    f'got "{text}"'
+                )
+        mean, std = (np.array(values, dtype=np.float32) for values in scale)
+        return mean, std
 
 
 def open_picture(value: Any) -> Pictures.Image:

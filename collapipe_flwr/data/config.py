@@ -32,7 +32,7 @@ TRAIN_TOKENIZER = "train"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """What is learnt from: the built-in task, or your own files or hub data set.
+    """What is learned from: the built-in task, or your own files or hub data set.
 
     ``seed`` is the run's. Raises ConfigError, naming the key, for unusable values.
     """
@@ -49,14 +49,14 @@ class DataConfig:
     label_names: tuple[str, ...] = key((), words())  # of numbered labels, from 0: "O B-PER I-PER"
     image_column: str = key("image")  # pictures, file names or nested lists of 0 .. 255
     image_size: int = key(32, at_least(1))  # pixels; pictures are resized to a square
-    image_channels: int = key(3, one_of(1, 3))  # grey or colour
+    image_channels: int = key(3, one_of(1, 3))  # gray or color
     image_mean: tuple[float, ...] = key((0.5,), numbers())  # subtracted from 0 .. 1; or per channel
     image_std: tuple[float, ...] = key((0.5,), numbers())
     mask_share: float = key(0.15, between(0, 1))  # masked-lm: tokens to guess
     partition: str = key("auto", one_of("auto", "natural", "iid", "dirichlet"))
     partition_column: str = key("")  # what natural and dirichlet go by; empty: the task's choice
     alpha: float = key(0.5, above(0))  # dirichlet: small is more skewed
-    tokenizer: str = key(TRAIN_TOKENIZER)  # byte-level BPE learnt on the spot; else folder or name
+    tokenizer: str = key(TRAIN_TOKENIZER)  # byte-level BPE learned on the spot; else folder or name
     vocab_size: int = key(384, at_least(260))
     max_source_length: int = key(64, at_least(2))  # causal-lm: tokens of a block
     max_target_length: int = key(64, at_least(2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from typing import ClassVar
@@ -128,13 +128,14 @@ class CausalLM(LanguageModel):
     starts_with_bos: ClassVar[bool] = False
 
     def examples(self, rows: Dataset) -> Dataset:
-        texts = rows["text"][:]
+        texts, length = rows["text"][:], self.settings.max_source_length
         groups = rows["group"][:] if "group" in rows.column_names else [""] * len(texts)
         order = sorted(range(len(texts)), key=lambda row: groups[row])
         blocks: list[list[int]] = []
         for _, members in groupby(order, key=lambda row: groups[row]):
             tokens = [token for ids in self._ids([texts[r] for r in members]) for token in ids]
-            blocks += _cut(tokens, self.settings.max_source_length)
+            cut = (tokens[start : start + length] for start in range(0, len(tokens), length))
+            blocks += [block for block in cut if len(block) > 1]  # it has a token to guess
         if not blocks:
             raise DataError("data.train has no text of two tokens or more to learn from")
         return Dataset.from_dict({"ids": blocks})
@@ -165,13 +166,6 @@ class CausalLM(LanguageModel):
             )
         for ids in self.tokenizer(texts, return_attention_mask=False)["input_ids"]:
             yield ids if ids and ids[-1] == end else [*ids, end]
-
-
-def _cut(tokens: Sequence[int], length: int) -> Iterator[list[int]]:
-    """Blocks of ``length`` tokens; the last may be shorter, but has a token to guess."""
-    for start in range(0, len(tokens), length):
-        if len(block := list(tokens[start : start + length])) > 1:
-            yield block
 
 
 def _at_targets(ids_BT: Tensor, labels_BT: Tensor) -> list[str]:

@@ -92,9 +92,10 @@ def find_entities(tags: Sequence[str]) -> set[Entity]:
     start, before = 0, ("O", "")
     for place, tag in enumerate((*tags, OUTSIDE)):
         prefix, kind = _split(tag)
-        if before[0] != OUTSIDE and _ends(before, prefix, kind):
+        begins = _begins(before, prefix, kind)
+        if before[0] != OUTSIDE and (prefix == OUTSIDE or begins):
             found.add((before[1], start, place))
-        if prefix != OUTSIDE and _begins(before, prefix, kind):
+        if prefix != OUTSIDE and begins:
             start = place
         before = (prefix, kind)
     return found
@@ -109,13 +110,11 @@ def _count_entities(predictions: Texts, references: Texts) -> Counts:
     return [float(hits), float(guessed + wanted)]
 
 
-def _f1_of(counts: list[float]) -> float:
-    hits, both = counts
-    return 2 * hits / both if both else 1.0
-
-
 # micro-averaged F1, 0 .. 1, of exact spans and types
-entity_f1 = Measure(count=_count_entities, value=_f1_of)
+entity_f1 = Measure(
+    count=_count_entities,
+    value=lambda counts: 2 * counts[0] / counts[1] if counts[1] else 1.0,
+)
 
 
 def _split(tag: str) -> tuple[str, str]:
@@ -127,10 +126,6 @@ def _split(tag: str) -> tuple[str, str]:
 
 def _begins(before: tuple[str, str], prefix: str, kind: str) -> bool:
     return prefix in "BS" or before[0] in (OUTSIDE, "E", "S") or before[1] != kind
-
-
-def _ends(before: tuple[str, str], prefix: str, kind: str) -> bool:
-    return prefix == OUTSIDE or _begins(before, prefix, kind)
 
 
 _WORD = re.compile(r"\w+")

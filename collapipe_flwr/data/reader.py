@@ -66,7 +66,11 @@ def column(table: Dataset, name: str, *, key: str, of: str) -> list[str]:
     Raises DataError, naming ``key``, if the column is not there or a row of it is empty.
     """
     texts = sparse_column(table, name, key=key, of=of)
-    _refuse_empty(texts, f'{key} "{name}" of "{of}"')
+    if empty := [row for row, text in enumerate(texts, start=1) if not text.strip()]:
+        raise DataError(
+            f'{key} "{name}" of "{of}" is empty in {len(empty)} of {len(texts)} rows, first in row '
+            f"{empty[0]}: fill or remove these rows"
+        )
     return texts
 
 
@@ -102,15 +106,6 @@ def _refuse_nested(values: list[Any], what: str, name: str) -> None:
         raise DataError(f"{what} holds lists: name a column with one text or number in each row")
 
 
-def _refuse_empty(texts: list[str], what: str) -> None:
-    empty = [row for row, text in enumerate(texts, start=1) if not text.strip()]
-    if empty:
-        raise DataError(
-            f"{what} is empty in {len(empty)} of {len(texts)} rows, first in row {empty[0]}: "
-            "fill or remove these rows"
-        )
-
-
 def list_column(table: Dataset, name: str, *, key: str, of: str) -> list[list[str]]:
     """A column of lists as texts, the names of class labels instead of their numbers.
 
@@ -121,7 +116,10 @@ def list_column(table: Dataset, name: str, *, key: str, of: str) -> list[list[st
     rows = [row.split() if isinstance(row, str) else list(row or ()) for row in table[name][:]]
     if names := class_names(table, name):
         what = f'{key} "{name}" of "{of}"'
-        return [[_named(value, names, what) for value in row] for row in rows]
+        return [
+            [IGNORED_TAG if v == IGNORED_LABEL else name_of(v, names, what) for v in row]
+            for row in rows
+        ]
     odd = next((value for row in rows for value in row if not isinstance(value, _PLAIN)), 0)
     if odd is None or odd:
         raise DataError(
@@ -129,7 +127,3 @@ def list_column(table: Dataset, name: str, *, key: str, of: str) -> list[list[st
             "a list of texts in every row"
         )
     return [[IGNORED_TAG if v == IGNORED_LABEL else str(v) for v in row] for row in rows]
-
-
-def _named(value: Any, names: Sequence[str], what: str) -> str:
-    return IGNORED_TAG if value == IGNORED_LABEL else name_of(value, names, what)

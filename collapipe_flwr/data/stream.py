@@ -60,7 +60,7 @@ class StreamPlace:
 class Stream:
     """One cluster's folder.
 
-    ``read`` gives the rows of a file and ``examples`` what is learnt from rows; both raise
+    ``read`` gives the rows of a file and ``examples`` what is learned from rows; both raise
     DataError.
     """
 
@@ -86,7 +86,8 @@ class Stream:
         DataError if a file of which rows were read is gone or has changed other than by growing.
         """
         known = {file.name: file for file in before.files}
-        names = {path.name for path in self._folder.iterdir() if _finished(path)}
+        names = {path.name for path in self._folder.glob("[!.]*") if path.is_file()}
+        names = {name for name in names if not name.endswith(_UNFINISHED)}
         for file in before.files:
             if file.read and file.name not in names:
                 raise DataError(
@@ -129,10 +130,6 @@ class Stream:
             raise DataError("it is being written")
         place = replace(before, pieces=pieces, size=size, sha256=digest)
         return place, concatenate_datasets(examples) if examples else None
-
-
-def _finished(path: Path) -> bool:
-    return path.is_file() and path.name[0] != "." and not path.name.endswith(_UNFINISHED)
 
 
 def _continues(path: Path, before: FilePlace) -> bool:

@@ -86,7 +86,8 @@ class TokenClassification(Task):
         return super().count(ours, references)
 
     def checked(self, examples: Dataset, key: str) -> Dataset:
-        examples = _without_empty(examples)
+        rows = zip(examples["tokens"], examples["tags"], strict=True)
+        examples = examples.select([row for row, pair in enumerate(rows) if any(pair)])
         rows = zip(examples["tokens"], examples["tags"], strict=True)
         for number, (words, tags) in enumerate(rows, start=1):
             if len(words) != len(tags) or not all(w.strip() for w in words):
@@ -101,11 +102,6 @@ class TokenClassification(Task):
                     "training examples of it, or remove its rows"
                 )
         return examples
-
-
-def _without_empty(table: Dataset) -> Dataset:
-    rows = zip(table["tokens"], table["tags"], strict=True)
-    return table.select([row for row, (words, tags) in enumerate(rows) if words or tags])
 
 
 def _as_long_as(predicted: str, reference: str) -> str:

@@ -182,11 +182,8 @@ def _encoded(
 
 
 def _first_places(words: Sequence[int | None]) -> list[int]:
-    seen: dict[int, int] = {}
-    for place, word in enumerate(words):
-        if word is not None:
-            seen.setdefault(word, place)
-    return [seen[word] for word in sorted(seen)]
+    first = {word: place for place, word in reversed(list(enumerate(words))) if word is not None}
+    return [first[word] for word in sorted(first)]
 
 
 def _has_gap(words: Sequence[int | None]) -> bool:

@@ -46,11 +46,14 @@ class Planning:
     budget: EnergyBudget = field(default_factory=EnergyBudget)
     paced: bool = False
 
-    def for_batches(self, size: int) -> Planning:
-        """The same, for steps of ``size`` examples: plans choose only how they are cut."""
-        count = next(count for count in (4, 3, 2, 1) if size % count == 0)
-        cuts = replace(self.settings, micro_batch_sizes=(size // count,), micro_batches=(count,))
-        return replace(self, settings=cuts)
+    def for_batches(self, size: int, *, cut: bool = True) -> Planning:
+        """The same, for steps of ``size`` examples: plans choose only how they are ``cut``."""
+        counts = tuple(n for n in range(1, size + 1 if cut else 2) if size % n == 0)
+        sizes = tuple(size // count for count in reversed(counts))
+        settings = replace(
+            self.settings, batch_size=size, micro_batch_sizes=sizes, micro_batches=counts
+        )
+        return replace(self, settings=settings)
 
     @property
     def scheduler(self) -> Scheduler:

@@ -44,7 +44,7 @@ class Detokenizer:
             return ""
         self.pending, self._shown = "", len(decoded)
         first = self._tokenizer.convert_ids_to_tokens(self._window[self._told])
-        if not first.startswith(_BYTE):
+        if not str(first).startswith(_BYTE):  # None: a number that only the model knows
             del self._window[: self._told]
             self._shown = len(self._decode())
         self._told = len(self._window)

@@ -70,8 +70,15 @@ class Parts:
     def part(self, session: Session) -> tuple[nn.Module, Optimizer]:
         """The part and its optimiser, built from the snapshot after a failure or a restart."""
         if session.part is None and session.saved is not None:
-            with session.account.passing(_NEW):
-                self._rebuild(session, session.saved.state)
+            state, account = session.saved.state, session.account
+            with account.passing(_NEW):
+                before, copied = account.size(PART), bytes_of(state.weights.values())
+                account.reserve({PART: 0, _NEW: max(before, copied)})
+                part = self._build(session.request, state.weights)
+                optimizer = Optimizer(session.request.optimizer, part.named_parameters())
+                account.reserve({PART: state_bytes(part, optimizer), _NEW: 0})
+                load_optimizer_state(optimizer, state.optimizer)
+                session.part, session.optimizer = part, optimizer
         if session.part is None or session.optimizer is None:
             raise SessionRefused("the session has no weights yet: push them first")
         return session.part, session.optimizer
@@ -99,16 +106,6 @@ class Parts:
             told = part.state_dict()
             self._cache.keep({key: t for key, t in pushed.items() if key not in told})
         return part
-
-    def _rebuild(self, session: Session, state: PartState) -> None:
-        before, copied = session.account.size(PART), bytes_of(state.weights.values())
-        session.account.reserve({PART: 0, _NEW: max(before, copied)})
-        part = self._build(session.request, state.weights)
-        optimizer = Optimizer(session.request.optimizer, part.named_parameters())
-        needed = state_bytes(part, optimizer)
-        session.account.reserve({PART: needed, _NEW: 0})
-        load_optimizer_state(optimizer, state.optimizer)
-        session.part, session.optimizer = part, optimizer
 
     def _saved(
         self,

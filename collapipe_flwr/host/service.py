@@ -256,8 +256,11 @@ class EdgeService:
 
     def health(self) -> Health:
         """How many sessions there are, and what they hold."""
-        return replace(
-            self._sessions.health(),
+        sessions = self._sessions.all()
+        return Health(
+            sessions=len(sessions),
+            running=sum(session.running for session in sessions),
+            most_sessions=self._sessions.most_sessions,
             held_bytes=self._ledger.held_bytes,
             most_bytes=self._ledger.most_bytes,
         )

@@ -205,7 +205,7 @@ class Servicer:
 
     def stream(self, messages: Iterator[bytes], call: Call) -> Iterator[bytes]:
         """Three threads: this one sends, a reader receives, a worker computes."""
-        config = self._stream_config(call.metadata)
+        config = _stream_config(call.metadata)
         stream = self._service.claim(call.key)
         try:
             link, work = self._begun(stream, config, call)
@@ -230,33 +230,24 @@ class Servicer:
         work.add_done_callback(lambda w: _finish(w, session_id, link))
         return link, work
 
-    def _stream_config(self, metadata: Mapping[str, str]) -> StreamConfig:
-        codec = metadata.get(methods.CODEC_KEY, "fp32")
-        if codec not in WIRE_CODECS:
-            raise SessionRefused(f"codec must be one of {', '.join(WIRE_CODECS)}, got {codec[:20]}")
-        return StreamConfig(
-            codec=codec,
-            rate_bit_per_s=_rate(metadata.get(methods.RATE_KEY, "0")),
-            stream_id=_stream_id(metadata.get(methods.STREAM_KEY, "0")),
-        )
 
-
-def _rate(text: str) -> float | None:
-    """Bits per second that this end keeps to; None for as fast as it goes."""
+def _stream_config(metadata: Mapping[str, str]) -> StreamConfig:
+    """What the other end asks of this one. Raises SessionRefused for what makes no sense."""
+    codec = metadata.get(methods.CODEC_KEY, "fp32")
+    rate, stream_id = metadata.get(methods.RATE_KEY, "0"), metadata.get(methods.STREAM_KEY, "0")
+    if codec not in WIRE_CODECS:
+        raise SessionRefused(f"codec must be one of {', '.join(WIRE_CODECS)}, got {codec[:20]}")
     try:
-        rate = float(text)
+        bit_per_s = float(rate)
     except ValueError as error:
-        raise SessionRefused(f"the rate of a link must be a number, got {text[:20]!r}") from error
-    if not 0 <= rate < math.inf:
-        raise SessionRefused(f"the rate of a link must be finite and >= 0, got {rate}")
-    return rate or None
-
-
-def _stream_id(text: str) -> int:
-    """How the other end calls the stream in its notes."""
-    if not (text.isdecimal() and len(text) < 19):
-        raise SessionRefused(f"the id of a stream must be a whole number >= 0, got {text[:20]!r}")
-    return int(text)
+        raise SessionRefused(f"the rate of a link must be a number, got {rate[:20]!r}") from error
+    if not 0 <= bit_per_s < math.inf:
+        raise SessionRefused(f"the rate of a link must be finite and >= 0, got {bit_per_s}")
+    if not (stream_id.isdecimal() and len(stream_id) < 19):
+        raise SessionRefused(
+            f"the id of a stream must be a whole number >= 0, got {stream_id[:20]!r}"
+        )
+    return StreamConfig(codec=codec, rate_bit_per_s=bit_per_s or None, stream_id=int(stream_id))
 
 
 def _finish(work: Future[None], session_id: str, link: StreamLink) -> None:

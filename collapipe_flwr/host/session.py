@@ -86,10 +86,10 @@ class Session:
     saved: Snapshot | None = None  # where a recoverable session goes back to
     found: dict[str, Tensor] = field(default_factory=dict)  # here, for the next push, by digest
     wanted: Mapping[str, str] = field(default_factory=dict)  # digests that `missing` was asked for
+    closed: str = ""  # why no use begins any more; one may still be about to end
     _life: Life = Life.REST
     _epoch: int = 0
     _stream: Stream | None = None
-    _closed: str = ""  # why no use begins any more
     _turn: threading.Condition = field(default_factory=threading.Condition)
     _dropped: threading.Event = field(default_factory=threading.Event)
 
@@ -97,11 +97,6 @@ class Session:
     def running(self) -> bool:
         """Whether a stream has the part."""
         return self._life in (Life.CLAIMED, Life.RUNNING)
-
-    @property
-    def closed(self) -> bool:
-        """Whether no use begins any more; one may still be about to end."""
-        return bool(self._closed)
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
@@ -129,11 +124,9 @@ class Session:
     def begin(self, stream: Stream, upstream: Link) -> None:
         """A claimed stream begins. Raises SessionRefused when it was broken off before."""
         with self._turn:
-            if stream.broken:
-                raise SessionRefused(stream.broken)
+            self.add_link(stream, upstream)
             assert (self._life, self._epoch) == (Life.CLAIMED, stream.epoch)
             self._life = Life.RUNNING
-            stream.links.append(upstream)
 
     def add_link(self, stream: Stream, link: Link) -> None:
         """What a stream that is broken off must close besides.
@@ -152,7 +145,7 @@ class Session:
     def fail(self, why: str) -> None:
         """Close the session from within its stream, which drops it when it ends."""
         with self._turn:
-            self._closed = self._closed or why
+            self.closed = self.closed or why
 
     def break_off(self, why: str) -> None:
         """End a stream that has the part; a step in progress is not applied.
@@ -183,7 +176,7 @@ class Session:
         """
         with self._turn:
             self._refuse_if_closed()
-            self._closed = why
+            self.closed = why
             whole = self._life in (Life.REST, Life.CLAIMED)
             if whole:
                 self._end_stream(why)
@@ -201,9 +194,9 @@ class Session:
     def retire(self) -> bool:
         """Close a session that nobody uses, without `drop`; whether nobody did."""
         with self._turn:
-            if self._life is not Life.REST or self._closed:
+            if self._life is not Life.REST or self.closed:
                 return False
-            self._closed, self._life = "nobody used it", Life.GONE
+            self.closed, self._life = "nobody used it", Life.GONE
             self.empty()
             return True
 
@@ -244,7 +237,7 @@ class Session:
         with self._turn:
             if epoch != self._epoch or self._life in (Life.REST, Life.GONE):
                 return
-            self._life = Life.GONE if self._closed else Life.REST
+            self._life = Life.GONE if self.closed else Life.REST
             self._stream = None
             self._turn.notify_all()
             last = self._life is Life.GONE
@@ -259,5 +252,5 @@ class Session:
             self._dropped.set()
 
     def _refuse_if_closed(self) -> None:
-        if self._closed:
-            raise SessionRefused(f"the session ended: {self._closed}")
+        if self.closed:
+            raise SessionRefused(f"the session ended: {self.closed}")

@@ -8,7 +8,7 @@ from secrets import compare_digest
 
 from collapipe_flwr.host.ledger import Account
 from collapipe_flwr.host.session import Session, SessionRefused
-from collapipe_flwr.pipeline.config import Health, SessionKey, SessionRequest
+from collapipe_flwr.pipeline.config import SessionKey, SessionRequest
 
 
 class SessionTable:
@@ -26,7 +26,7 @@ class SessionTable:
         clock: Callable[[], float],
         let_go: Callable[[Session], None],
     ) -> None:
-        self._most_sessions = most_sessions
+        self.most_sessions = most_sessions
         self._forget_after_s = forget_after_s
         self._clock = clock
         self._let_go = let_go
@@ -80,14 +80,6 @@ class SessionTable:
         with self._lock:
             self._remove(session)
 
-    def health(self) -> Health:
-        """How many sessions there are."""
-        with self._lock:
-            running = sum(s.running for s in self._sessions.values())
-            return Health(
-                sessions=len(self._sessions), running=running, most_sessions=self._most_sessions
-            )
-
     def _remove(self, session: Session) -> None:
         del self._sessions[session.request.key.session_id]
         self._let_go(session)
@@ -118,11 +110,11 @@ class SessionTable:
                 self._retire(session)
 
     def _make_room(self) -> None:
-        if len(self._sessions) < self._most_sessions:
+        if len(self._sessions) < self.most_sessions:
             return
         oldest_s = self._clock() - self._forget_after_s
         for session in tuple(self._sessions.values()):
             if session.used_s < oldest_s:
                 self._retire(session)
-        if len(self._sessions) >= self._most_sessions:
-            raise SessionRefused(f"the host holds {self._most_sessions} sessions, its limit")
+        if len(self._sessions) >= self.most_sessions:
+            raise SessionRefused(f"the host holds {self.most_sessions} sessions, its limit")

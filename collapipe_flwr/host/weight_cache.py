@@ -82,7 +82,8 @@ class WeightCache:
 
     def find(self, digests: Mapping[str, str]) -> dict[str, Tensor]:
         """The tensors with these digests, under the keys that they are wanted for."""
-        found = {key: self._read(digest) for key, digest in digests.items()}
+        asked = {k: d for k, d in digests.items() if _DIGEST.fullmatch(d)}  # by a stranger
+        found = {key: self._read(digest) for key, digest in asked.items()}
         return {key: tensor for key, tensor in found.items() if tensor is not None}
 
     def keep(self, tensors: Mapping[str, Tensor]) -> None:
@@ -98,7 +99,7 @@ class WeightCache:
 
     def _read(self, digest: str) -> Tensor | None:
         path = self._path(digest)
-        if path is None or not path.is_file():
+        if not path.is_file():
             return None
         try:
             tensor: Tensor | None = load_file(path).get(_NAME)
@@ -114,7 +115,6 @@ class WeightCache:
 
     def _write(self, tensor: Tensor, written: Path) -> None:
         path = self._path(digest_of(tensor))
-        assert path is not None
         if not path.is_file():
             save_file({_NAME: tensor.detach().contiguous()}, written)
             written.replace(path)
@@ -128,6 +128,5 @@ class WeightCache:
             path.unlink(missing_ok=True)
             left -= stat.st_size
 
-    def _path(self, digest: str) -> Path | None:
-        """None for what is no digest: it came over the network."""
-        return self._folder / f"{digest}{_SUFFIX}" if _DIGEST.fullmatch(digest) else None
+    def _path(self, digest: str) -> Path:
+        return self._folder / f"{digest}{_SUFFIX}"

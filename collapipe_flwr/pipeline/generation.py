@@ -161,7 +161,12 @@ class GeneratingEdge:
         elif frame.kind is FrameKind.STOP:
             text.stop()
         else:
-            self._answer(text, frame)
+            try:
+                text.answers.put(frame, 0.0)
+            except LinkTimeout as error:
+                raise ProtocolError(
+                    f"{peer} answered more of text {number} than was asked"
+                ) from error
 
     def _begin(self, frame: Frame, before: _Text | None, pool: ThreadPoolExecutor) -> None:
         number, peer = frame.micro_batch, self._up.peer
@@ -175,14 +180,6 @@ class GeneratingEdge:
         text = _Text(number, Mailbox(1, peer=peer))  # a text asks for one answer at a time
         self._texts[number % self._most] = text
         pool.submit(self._run, text, frame)
-
-    def _answer(self, text: _Text, frame: Frame) -> None:
-        try:
-            text.answers.put(frame, 0.0)
-        except LinkTimeout as error:
-            raise ProtocolError(
-                f"{self._up.peer} answered more of text {text.number} than was asked"
-            ) from error
 
     def _run(self, text: _Text, prompt: Frame) -> None:
         """Generate one text; its last frame carries its error, and the others go on."""

@@ -100,7 +100,10 @@ class GenerationDriver:
         finally:
             if not text.over.is_set():
                 self._stop(text)
-            self._end(text)
+            with self._lock:
+                del self._texts[text.number]
+                if self._broken is None:
+                    self._free.put(text.number + self._slots, 0.0)
 
     def finish(self) -> None:
         """End the generation; returns when the chain has ended."""
@@ -156,13 +159,6 @@ class GenerationDriver:
                 )
         except LinkError as error:
             self._break(error)
-
-    def _end(self, text: _Text) -> None:
-        """Forget a text and free its slot."""
-        with self._lock:
-            del self._texts[text.number]
-            if self._broken is None:
-                self._free.put(text.number + self._slots, 0.0)
 
     def _break(self, error: LinkError) -> None:
         """Give the chain up and tell all its stages why."""

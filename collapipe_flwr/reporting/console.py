@@ -27,7 +27,7 @@ class RoundPrinter:
         self._console.print(text, markup=False)
 
     def show(self, event: RoundEvent) -> None:
-        """One round: what was learnt, then where."""
+        """One round: what was learned, then where."""
         loss = "-" if event.loss is None else f"{event.loss:.4f}"
         scores = "  ".join(f"test {name} {value:.4g}" for name, value in event.metrics.items())
         numbers = f"round {event.round_index:>3}/{self._rounds}  {event.wall_s:5.1f} s"
@@ -36,8 +36,10 @@ class RoundPrinter:
         if event.prequential_loss is not None:
             fresh = f"{event.fresh_examples} fresh, loss before {event.prequential_loss:.4f}"
         self.say("  ".join(filter(None, (numbers, fresh, f"train loss {loss}", scores, clusters))))
-        plan = "  ".join(filter(None, (_plan_text(event.plan), _queue_text(event.queues_j))))
-        if plan:
+        queue = ""
+        if event.queues_j:
+            queue = f"| energy queue at most {max(event.queues_j.values()):.2g} J"
+        if plan := "  ".join(filter(None, (_plan_text(event.plan), queue))):
             self.say(f"    {plan}")
         for failure in event.failures:
             self.say(f"    lost: {failure}")
@@ -51,11 +53,6 @@ def _clusters_text(event: RoundEvent) -> str:
     return f"clusters' test loss {event.clusters_loss:.4g}{scores}"
 
 
-def _short(device_id: str) -> str:
-    """The device without its cluster."""
-    return device_id.rpartition("/")[2]
-
-
 def _plan_text(plan: Mapping[str, Any] | None) -> str:
     """``plan A pi5:0-3 nano:4-5 8x4 | B ... | predicted 3.1 s``: blocks, micro-batches."""
     if plan is None:
@@ -63,7 +60,7 @@ def _plan_text(plan: Mapping[str, Any] | None) -> str:
     clusters = []
     for cluster in plan["clusters"]:
         segments = " ".join(
-            f"{_short(s['device_id'])}:{s['first_block']}-{s['stop_block'] - 1}"
+            f"{s['device_id'].rpartition('/')[2]}:{s['first_block']}-{s['stop_block'] - 1}"
             for s in cluster["segments"]
         )
         clusters.append(
@@ -77,13 +74,6 @@ def _codecs_text(cluster: Mapping[str, Any]) -> str:
     """`` fp32-int8-int8``, hop by hop; nothing where all are exact."""
     codecs = [hop["codec"] for hop in cluster.get("hops", ())]
     return "" if set(codecs) <= {"fp32"} else " " + "-".join(codecs)
-
-
-def _queue_text(queues_j: Mapping[str, float]) -> str:
-    if not queues_j:
-        return ""
-    worst = max(queues_j, key=lambda device: queues_j[device])
-    return f"| energy queue at most {queues_j[worst]:.2g} J"
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:

@@ -94,7 +94,7 @@ def show_forecast(found: Forecast, console: Console) -> None:
 
 
 def cost_table(found: Forecast) -> Table:
-    """One line per piece, equal neighbours together; costs are per example."""
+    """One line per piece, equal neighbors together; costs are per example."""
     size = f"{found.parameter_bytes / _MEGA:.1f} MB of weights"
     title = f"{found.model_type} for {found.task}: {size}, costs per example"
     table = number_table(title, ("piece",), _COLUMNS)

@@ -85,6 +85,10 @@ class RunStory:
         """The content of ``summary.json``."""
         total = sum((e.bytes for e in self.events), LinkBytes())
         asked = [e for e in self.events if e.clusters_loss is not None]
+        # loss and metrics on the clusters' shares of the test set
+        clusters = (
+            {"loss": asked[-1].clusters_loss, **asked[-1].clusters_metrics} if asked else None
+        )
         scored = [e.metrics[self.metric_name] for e in self.events if e.metrics]
         summary = {
             "status": status,
@@ -97,7 +101,7 @@ class RunStory:
                 "final": scored[-1] if scored else None,
                 "curve": scored,
             },
-            "clusters": _found_by_clusters(asked[-1]) if asked else None,
+            "clusters": clusters,
             "loss": [e.loss for e in self.events],
             "wall_s": round(wall_s, 3),
             "predicted_latency_s": [e.predicted_latency_s for e in self.events],
@@ -128,11 +132,6 @@ class RunStory:
             for role, size in event.memory_bytes.items():
                 peaks[role] = max(peaks.get(role, 0), size)
         return peaks
-
-
-def _found_by_clusters(event: RoundEvent) -> dict[str, float | None]:
-    """Loss and metrics on the clusters' shares of the test set."""
-    return {"loss": event.clusters_loss, **event.clusters_metrics}
 
 
 def link_json(report: LinkReport) -> dict[str, Any]:

@@ -24,8 +24,10 @@ if TYPE_CHECKING:  # matplotlib is an optional extra
 DPI = 120
 
 
-def prepare(option: str, path: Path) -> None:
-    """Make the folder of ``path``; raises ConfigError that names the option."""
+def prepare(option: str, path: Path | None) -> None:
+    """Make the folder of ``path``, if one was given; raises ConfigError that names the option."""
+    if path is None:
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -34,8 +36,13 @@ def prepare(option: str, path: Path) -> None:
         raise ConfigError(f"{option} {path}: cannot be written; choose another file")
 
 
-def write_json(path: Path, values: object) -> None:
-    """Replace ``path``; numbers that JSON does not know become null. Raises ConfigError."""
+def write_json(path: Path | None, values: object) -> None:
+    """Replace ``path``, if one was given; numbers that JSON does not know become null.
+
+    Raises ConfigError.
+    """
+    if path is None:
+        return
     text = json.dumps(finite(values), indent=2, allow_nan=False)
     try:
         write_text(path, text + "\n")

@@ -85,16 +85,15 @@ class RunDirectory:
 
     def append_event(self, event: Json) -> None:
         """Add one line to ``events.jsonl``."""
-        self._write(append_text, _EVENTS, json.dumps(event, allow_nan=False) + "\n")
+        self._write(append_text, _EVENTS, _line(event))
 
     def rewrite_events(self, events: Iterable[Json]) -> None:
         """Replace ``events.jsonl``."""
-        lines = (json.dumps(event, allow_nan=False) + "\n" for event in events)
-        self._replace(_EVENTS, "".join(lines))
+        self._replace(_EVENTS, "".join(map(_line, events)))
 
     def write_pending(self, event: Json) -> None:
         """Keep a round that is not evaluated yet, in case this process dies before it is."""
-        self._replace(_PENDING, json.dumps(event, allow_nan=False) + "\n")
+        self._replace(_PENDING, _line(event))
 
     def write_summary(self, summary: Json) -> None:
         """Replace ``summary.json``."""
@@ -115,6 +114,10 @@ class RunDirectory:
                 f"the run directory {self.path} cannot be written ({error}); make room, then "
                 "resume the run"
             ) from error
+
+
+def _line(event: Json) -> str:
+    return json.dumps(event, allow_nan=False) + "\n"
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:

@@ -15,7 +15,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import ConfigError, extra
 from collapipe_flwr.core.links import CODECS
 from collapipe_flwr.reporting.output import (
@@ -75,8 +74,7 @@ def run_simulation(
 
     Raises ConfigError before the work where a file cannot be written or matplotlib is missing.
     """
-    if json_file is not None:
-        prepare("--json", json_file)
+    prepare("--json", json_file)
     if plot_dir is not None:
         check_plot(plot_dir)
     steps = setting.rounds * len(setting.seeds) * len(setting.policies)
@@ -90,8 +88,7 @@ def run_simulation(
     compared = comparison(summaries(simulation))
     if compared is not None:
         console.print(claims_table(cast("dict[str, Json]", compared["claims"])))
-    if json_file is not None:
-        write_json(json_file, simulation_json(simulation))
+    write_json(json_file, simulation_json(simulation))
     if plot_dir is not None:
         for path in save_figures(simulation, _tradeoff(simulation), plot_dir):
             console.print(str(path), markup=False, soft_wrap=True)
@@ -134,14 +131,14 @@ def codec_lines(simulation: Simulation) -> list[str]:
 def _cells(row: Summary) -> list[str]:
     hours = row.time_to_target_s / 3600
     return [
-        f"{row.latency_mean_s:.1f}",
-        f"{row.latency_p95_s:.1f}",
+        f"{row.latency_s['mean']:.1f}",
+        f"{row.latency_s['p95']:.1f}",
         f"{row.compute_efficiency:.3f}",
         f"{row.capacity_used:.3f}",
         f"{row.peak_device_memory_bytes / 2**20:.0f}",
         f"{row.energy_over_budget_max:.3f}",
         f"{hours:.1f}" if isfinite(hours) else "never",
-        f"{1e3 * row.decision_median_s:.1f}",
+        f"{1e3 * row.decision_s['median']:.1f}",
     ]
 
 
@@ -244,18 +241,14 @@ def _segments(ran: Sequence[PolicyResult]) -> Figure:
         f"Segments of cluster {plans[0][1].cluster_id!r} in the last round", "block", ""
     )
     for row, (_, plan) in enumerate(plans):
-        _bars(axes, row, plan)
+        for segment in plan.segments:
+            device = segment.device_id.rpartition("/")[2]
+            left, width = segment.first_block, segment.stop_block - segment.first_block
+            color = f"C{sum(map(ord, device)) % 10}"
+            axes.barh(row, width, left=left, color=color, edgecolor="white")
+            axes.text(left + width / 2, row, device, ha="center", va="center")
     labels = [f"{policy} ({p.micro_batch_size}x{p.micro_batches})" for policy, p in plans]
     axes.set_yticks(range(len(plans)), labels)
     axes.set_xlim(0, max(plan.segments[-1].stop_block for _, plan in plans))
     axes.invert_yaxis()
     return figure
-
-
-def _bars(axes: Axes, row: int, plan: ClusterPlan) -> None:
-    for segment in plan.segments:
-        device = segment.device_id.rpartition("/")[2]
-        width = segment.stop_block - segment.first_block
-        color = f"C{sum(map(ord, device)) % 10}"
-        axes.barh(row, width, left=segment.first_block, color=color, edgecolor="white")
-        axes.text(segment.first_block + width / 2, row, device, ha="center", va="center")

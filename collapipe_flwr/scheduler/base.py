@@ -9,7 +9,7 @@ import numpy as np
 from collapipe_flwr.core.domain import ClusterPlan, Plan, RoundOutcome, Snapshot
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import chain_of, makespan_of, schedule_rows
-from collapipe_flwr.costs.convergence import Prior, constants_of, update
+from collapipe_flwr.costs.convergence import constants_of, update
 from collapipe_flwr.costs.layouts import Layouts, hop_plans, replaced, segments_of, stage_names
 from collapipe_flwr.costs.makespan import Depths
 from collapipe_flwr.costs.price import PricedCluster, price_clusters
@@ -28,8 +28,6 @@ from collapipe_flwr.scheduler.protocol import (
     advance_energy,
     advance_participation,
     reference_of,
-    spent_of,
-    took_part,
 )
 from collapipe_flwr.scheduler.radio.interior_point import equal_shares
 
@@ -50,17 +48,17 @@ class Policy:
     def observe(self, state: SchedulerState, plan: Plan, outcome: RoundOutcome) -> SchedulerState:
         """Queues by realised energy, estimates by telemetry; rules keep them for reporting."""
         settings, steps = self.settings, [c.local_steps for c in plan.clusters]
+        spent_j = {cluster.cluster_id: cluster.energy_j for cluster in outcome.clusters}
+        connected = {*state.budget_j, *spent_j, *(c.cluster_id for c in plan.clusters)}
         return replace(
             state,
             energy_queue_j=advance_energy(
-                state.energy_queue_j,
-                state.budget_j,
-                spent_of(outcome),
-                margin=settings.budget_margin,
+                state.energy_queue_j, state.budget_j, spent_j, margin=settings.budget_margin
             ),
             participation_queue=advance_participation(
                 state.participation_queue,
-                took_part(state, plan, outcome),
+                connected,
+                spent_j,
                 floor=settings.participation_floor,
             ),
             beliefs=profiles_learned(state.beliefs, outcome),
@@ -124,6 +122,7 @@ def middle_first(settings: SchedulerConfig) -> list[tuple[int, int]]:
         (abs(i - len(sizes) // 2) + abs(j - len(counts) // 2), size * count, size, count)
         for i, size in enumerate(sizes)
         for j, count in enumerate(counts)
+        if (size, count) in settings.batches
     ]
     return [(size, count) for _, _, size, count in sorted(grid)]
 
@@ -139,8 +138,7 @@ def known_budgets(before: Nested, snapshot: Snapshot) -> dict[str, dict[str, flo
 
 def learning_in(tables: Tables, state: SchedulerState, settings: SchedulerConfig) -> Learning:
     """The bound with today's estimates, or none where it is switched off."""
-    prior = Prior(learning_rate=settings.learning_rate)
-    constants = constants_of(state.learning, prior) if settings.bound else None
+    constants = constants_of(state.learning, settings.learning_rate) if settings.bound else None
     return learning_for(tables, constants, reference_of(state))
 
 

@@ -12,18 +12,12 @@ objective is at most 1 + 2 MARGIN times that of coarse links. Our own rule.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
-from collapipe_flwr.core.domain import (
-    ClusterPlan,
-    ClusterSnapshot,
-    Plan,
-    Snapshot,
-)
+from collapipe_flwr.core.domain import ClusterPlan, Plan, Snapshot
 from collapipe_flwr.core.errors import InfeasibleError, ScheduleError
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.chain import price_rows
@@ -31,20 +25,11 @@ from collapipe_flwr.costs.layouts import Layouts, of_members, rows_of_plans, wit
 from collapipe_flwr.costs.radio import NOISE, SHARES, ladder
 from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.work import fits
-from collapipe_flwr.scheduler.base import (
-    Policy,
-    known_budgets,
-    planner_for,
-    solution_plan,
-)
+from collapipe_flwr.scheduler.base import Policy, known_budgets, planner_for, solution_plan
 from collapipe_flwr.scheduler.estimates import robust, with_averages, with_forecast, with_profiles
 from collapipe_flwr.scheduler.model_share import capped, least_shares, widened
 from collapipe_flwr.scheduler.planner import Planner, Solution, multistart
-from collapipe_flwr.scheduler.protocol import (
-    SchedulerConfig,
-    SchedulerState,
-    reference_of,
-)
+from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState, reference_of
 
 MARGIN = 0.02  # what finer codecs may cost
 TINY = 1e-12  # relative
@@ -122,13 +107,9 @@ class Decision:
     share: float
     model_share_m: Array
 
-    def refined(self) -> Decision:
-        """The same with codecs no coarser than they must be."""
-        return replace(self, solution=refined(self.planner, self.solution))
-
     def plan(self, policy: str) -> Plan:
-        """In names and units."""
-        plan = solution_plan(self.solution, policy, self.share)
+        """In names and units, with codecs no coarser than they must be."""
+        plan = solution_plan(refined(self.planner, self.solution), policy, self.share)
         kept = [float(s) if np.isfinite(s) else None for s in self.model_share_m]
         clusters = (replace(c, model_share=s) for c, s in zip(plan.clusters, kept, strict=True))
         return replace(plan, clusters=tuple(clusters))
@@ -158,61 +139,45 @@ class Dssda(Policy):
         best = self._decide(state, snapshot, 1.0)
         if self.settings.participation_floor < 1.0 and len(snapshot.clusters) > 1:
             best = self._without_stragglers(state, snapshot, best)
-        return best.refined().plan(self.name)
+        return best.plan(self.name)
 
     def _decide(self, state: SchedulerState, snapshot: Snapshot, share: float) -> Decision:
         """The best plan in which exactly the clusters of ``snapshot`` take part."""
-        tables = tabulate(snapshot, self.settings.coarsest)
-        caps = least_shares(tables, reference_of(state), self.settings)
+        tables, reference = tabulate(snapshot, self.settings.coarsest), reference_of(state)
+        caps = least_shares(tables, reference, self.settings)
         while True:
+            limited = capped(tables, caps, reference, self.settings)
+            planner = planner_for(limited, state, self.settings, share)
             try:
-                return self._decide_within(caps, tables, state, share)
+                solution = self._settle(planner, state)
             except InfeasibleError:
                 if not np.isfinite(caps).any():
                     raise
-            caps = widened(caps)
-
-    def _decide_within(
-        self, model_share_m: Array, tables: Tables, state: SchedulerState, share: float
-    ) -> Decision:
-        """The same where no device of cluster m takes more than that share of the model."""
-        limited = capped(tables, model_share_m, reference_of(state), self.settings)
-        planner = planner_for(limited, state, self.settings, share)
-        return Decision(
-            planner=planner,
-            solution=self._settle(planner, state),
-            share=share,
-            model_share_m=model_share_m,
-        )
+                caps = widened(caps)
+                continue
+            return Decision(planner=planner, solution=solution, share=share, model_share_m=caps)
 
     def _without_stragglers(
         self, state: SchedulerState, snapshot: Snapshot, best: Decision
     ) -> Decision:
-        """Leave the slowest cluster out, and the next, while that is worth their absence."""
-        examples = {c.profile.cluster_id: c.profile.examples for c in snapshot.clusters}
-        value = best.solution.objective
+        """Leave the slowest cluster out, and the next, while that is worth their absence.
+
+        Their participation queues price it.
+        """
+        examples = sum(c.profile.examples for c in snapshot.clusters)
+        value, deficit = best.solution.objective, 0.0
         while len(best.planner.tables.snapshot.clusters) > 1:
             here = best.planner.tables.snapshot.clusters
             slowest = int(np.argmax(best.solution.priced.latency_s))
             rest = tuple(c for m, c in enumerate(here) if m != slowest)
-            share = sum(c.profile.examples for c in rest) / sum(examples.values())
+            share = sum(c.profile.examples for c in rest) / examples
             fewer = self._decide(state, replace(snapshot, clusters=rest), share)
-            cost = fewer.solution.objective + self._absence(state, examples, rest)
+            deficit += state.participation_queue.get(here[slowest].profile.cluster_id, 0.0)
+            cost = fewer.solution.objective + self.settings.penalty_weight * deficit
             if not cost < value:
                 break
             best, value = fewer, cost
         return best
-
-    def _absence(
-        self,
-        state: SchedulerState,
-        examples: Mapping[str, int],
-        present: Sequence[ClusterSnapshot],
-    ) -> float:
-        """The participation queues' price of everyone who is left out."""
-        absent = set(examples) - {c.profile.cluster_id for c in present}
-        deficit = sum(state.participation_queue.get(cluster, 0.0) for cluster in absent)
-        return self.settings.penalty_weight * deficit
 
     def _settle(self, planner: Planner, state: SchedulerState) -> Solution:
         """The new optimum, unless the segments in place are nearly as good."""

@@ -22,13 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import is_
 
-from collapipe_flwr.core.domain import (
-    ChannelState,
-    DeviceProfile,
-    Plan,
-    RoundOutcome,
-    Snapshot,
-)
+from collapipe_flwr.core.domain import ChannelState, DeviceProfile, Plan, RoundOutcome, Snapshot
 from collapipe_flwr.costs.price import price
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.costs.work import PricingOptions

@@ -35,7 +35,7 @@ Senders that kept to a plan's pace show no more than that the link is as fast as
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import is_
 from statistics import median
@@ -57,19 +57,6 @@ FEWEST = 3  # large frames
 SHORTEST_S = 1e-6
 
 
-@dataclass(slots=True)
-class _Run:
-    """Frames between two idle moments of the wire."""
-
-    begin_s: float
-    end_s: float
-    bytes: int
-
-    @property
-    def busy_s(self) -> float:
-        return self.end_s - self.begin_s
-
-
 def carried_bit_per_s(sent: Sequence[Note], arrived: Sequence[Note]) -> float | None:
     """The rate of one direction of a link; None where too few frames were noted at both ends."""
     streams = _streams(sent, arrived)
@@ -78,9 +65,13 @@ def carried_bit_per_s(sent: Sequence[Note], arrived: Sequence[Note]) -> float | 
     if sum(size >= LARGE * most for frames in telling for _, _, size in frames) < FEWEST:
         return None
     runs = [run for frames in telling for run in _runs(frames)]
-    small = [run.busy_s for run in runs if run.bytes <= SMALL * most]
+    small = [busy_s for busy_s, size in runs if size <= SMALL * most]
     overhead_s = median(small) if small else 0.0
-    return median(_rate(run, overhead_s) for run in runs if run.bytes >= LARGE * most)
+    return median(
+        8.0 * size / max(busy_s - overhead_s, busy_s / 2, SHORTEST_S)
+        for busy_s, size in runs
+        if size >= LARGE * most
+    )
 
 
 def _streams(sent: Sequence[Note], arrived: Sequence[Note]) -> list[list[_Frame]]:
@@ -94,23 +85,16 @@ def _streams(sent: Sequence[Note], arrived: Sequence[Note]) -> list[list[_Frame]
     return list(found.values())
 
 
-def _rate(run: _Run, overhead_s: float) -> float:
-    return 8.0 * run.bytes / max(run.busy_s - overhead_s, run.busy_s / 2, SHORTEST_S)
-
-
-def _runs(frames: Sequence[_Frame]) -> Iterator[_Run]:
-    """Of one stream."""
+def _runs(frames: Sequence[_Frame]) -> list[tuple[float, int]]:
+    """Runs of one stream's frames between two idle moments of the wire: busy seconds, bytes."""
     offset_s = min(there - here for here, there, _ in frames)
-    run: _Run | None = None
-    for here, there, size in frames:
-        if run is not None and here + offset_s < run.end_s:
-            run.end_s, run.bytes = there, run.bytes + size
-            continue
-        if run is not None:
-            yield run
-        run = _Run(here + offset_s, there, size)
-    if run is not None:
-        yield run
+    runs: list[list[_Frame]] = []
+    for frame in frames:
+        if runs and frame[0] + offset_s < runs[-1][-1][1]:
+            runs[-1].append(frame)
+        else:
+            runs.append([frame])
+    return [(run[-1][1] - (run[0][0] + offset_s), sum(f[2] for f in run)) for run in runs]
 
 
 AGREES = math.log(1.25)  # in ln(share): what is closer to the estimate confirms it

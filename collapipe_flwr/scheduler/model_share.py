@@ -28,7 +28,9 @@ def least_shares(tables: Tables, reference: Reference, settings: SchedulerConfig
         return np.full(tables.num_clusters, np.inf)
     whole = _whole(tables, reference)
     needs = segment_needs(tables, settings)
-    room = _room(tables, settings)
+    members = tables.members
+    room = (1.0 - settings.memory_margin) * members.memory_mi[:, 1:]
+    room = np.where(members.present_mi[:, 1:], room, 0.0)
     shares = np.full(tables.num_clusters, share)
     for m in np.flatnonzero(~_plainly_fits(needs, np.minimum(room, share * whole))):
         shares[m] = max(share, _least_cap(needs, room[m][room[m] > 0.0]) / whole)
@@ -56,20 +58,15 @@ def segment_needs(tables: Tables, settings: SchedulerConfig) -> Array:
     Infinite on and below the diagonal. For 1F1B only the one micro-batch in flight that no
     schedule can do without counts.
     """
-    flight = min(settings.micro_batches) if settings.schedule == "gpipe" else 1
-    need = segment_bytes(tables.blocks, settings, min(settings.micro_batch_sizes), flight)
+    size, count = min(settings.batches)
+    flight = count if settings.schedule == "gpipe" else 1
+    need = segment_bytes(tables.blocks, settings, size, flight)
     return np.where(np.tri(len(need), k=-1, dtype=bool).T, need, np.inf)
 
 
 def _whole(tables: Tables, reference: Reference) -> float:
     batch = reference.micro_batch_size * reference.micro_batches
     return whole_bytes(tables.snapshot.model, batch)
-
-
-def _room(tables: Tables, options: PricingOptions) -> Array:
-    members = tables.members
-    room = (1.0 - options.memory_margin) * members.memory_mi[:, 1:]
-    return np.where(members.present_mi[:, 1:], room, 0.0)
 
 
 def _plainly_fits(needs: Array, room_mn: Array) -> Mask:

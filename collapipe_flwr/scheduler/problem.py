@@ -9,11 +9,7 @@ import numpy as np
 
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.costs.arrays import Array, Ints
-from collapipe_flwr.costs.convergence import (
-    LearningConstants,
-    bound_sums,
-    exchanged,
-)
+from collapipe_flwr.costs.convergence import LearningConstants, bound_sums, exchanged
 from collapipe_flwr.costs.layouts import Layouts
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.work import local_steps, steps_of
@@ -93,9 +89,7 @@ class RoundProblem:
 
     def batches(self) -> Ints:
         """All (size, count) pairs."""
-        settings = self.settings
-        grid = [(b, j) for b in settings.micro_batch_sizes for j in settings.micro_batches]
-        return np.array(grid, dtype=np.int64)
+        return np.array(self.settings.batches, dtype=np.int64)
 
     def device_counts(self) -> Ints:
         """Devices of every cluster, control units not counted."""

@@ -10,8 +10,9 @@ cost.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Protocol
 
 from collapipe_flwr.core.domain import Plan, RoundOutcome, Snapshot
@@ -98,25 +99,27 @@ def advance_energy(
 
 
 def advance_participation(
-    queues: Mapping[str, float], clusters: Mapping[str, bool], *, floor: float
+    queues: Mapping[str, float], connected: Collection[str], done: Collection[str], *, floor: float
 ) -> dict[str, float]:
-    """Participation deficits after a round over the clusters that were connected."""
+    """Participation deficits after a round that some of the connected clusters finished."""
     return {
-        cluster: max(queues.get(cluster, 0.0) + floor - float(took_part), 0.0)
-        for cluster, took_part in clusters.items()
+        cluster: max(queues.get(cluster, 0.0) + floor - float(cluster in done), 0.0)
+        for cluster in sorted(connected)
     }
 
 
-def spent_of(outcome: RoundOutcome) -> dict[str, dict[str, float]]:
-    """Realised energy by cluster and device."""
-    return {c.cluster_id: dict(c.energy_j) for c in outcome.clusters}
-
-
-def took_part(state: SchedulerState, plan: Plan, outcome: RoundOutcome) -> dict[str, bool]:
-    """Which of the connected clusters finished the round."""
-    done = {c.cluster_id for c in outcome.clusters}
-    known = set(state.budget_j) | done | {c.cluster_id for c in plan.clusters}
-    return {cluster: cluster in done for cluster in sorted(known)}
+_PART = Rule(lambda v: 0 <= v < 1, "must be in [0, 1)")
+_RULES = {
+    "penalty_weight": above(0),
+    "learning_rate": above(0),
+    "participation_floor": between(0, 1),
+    "memory_margin": _PART,
+    "max_model_share": Rule(lambda v: 0 < v <= 1, "must be in (0, 1]"),
+    "budget_margin": _PART,
+    "profile_memory": _PART,
+    "hysteresis": at_least(0),
+    "schedule": one_of(*SCHEDULES),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +129,7 @@ class SchedulerConfig(PricingOptions):
     penalty_weight: float = key(5.0, above(0))  # V: latency against queues, up to V budgets
     micro_batch_sizes: tuple[int, ...] = key((1, 2, 4, 8, 16), counts())
     micro_batches: tuple[int, ...] = key((1, 2, 4, 8), counts())
+    batch_size: int = 0  # examples of a step, however it is cut; 0: any pair of the two grids
     participation_floor: float = key(1.0, between(0, 1))  # long-term share of rounds; 1: keep all
     learning_rate: float = 0.01
     bound: bool = True  # plan for rounds-to-target, not only for the latency of a round
@@ -139,7 +143,25 @@ class SchedulerConfig(PricingOptions):
     rounds_of_search: int = 6  # alternations at most
 
     def __post_init__(self) -> None:
-        _check(self)
+        for name, rule in _RULES.items():
+            value = getattr(self, name)
+            if not rule.holds(value):
+                key_ = name.replace("_", "-")
+                raise ScheduleError(f"scheduler.{key_} {rule.says}, got {value!r}")
+        if not self.codecs or not set(self.codecs) <= set(CODECS):
+            raise ScheduleError(f"links.codecs must list some of {CODECS}, got {self.codecs!r}")
+        for name in ("micro_batch_sizes", "micro_batches"):
+            if min(grid := getattr(self, name), default=0) < 1:
+                raise ScheduleError(
+                    f"scheduler.{name.replace('_', '-')} needs at least one value, all >= 1, "
+                    f"got {grid!r}"
+                )
+
+    @property
+    def batches(self) -> tuple[tuple[int, int], ...]:
+        """All pairs (size, count) of micro-batches that a plan may choose."""
+        pairs = product(self.micro_batch_sizes, self.micro_batches)
+        return tuple(p for p in pairs if not self.batch_size or p[0] * p[1] == self.batch_size)
 
     @property
     def coarsest(self) -> str:
@@ -166,34 +188,3 @@ class Scheduler(Protocol):
     def observe(self, state: SchedulerState, plan: Plan, outcome: RoundOutcome) -> SchedulerState:
         """Learn from what the round really cost."""
         ...
-
-
-_PART = Rule(lambda v: 0 <= v < 1, "must be in [0, 1)")
-_RULES = {
-    "penalty_weight": above(0),
-    "learning_rate": above(0),
-    "participation_floor": between(0, 1),
-    "memory_margin": _PART,
-    "max_model_share": Rule(lambda v: 0 < v <= 1, "must be in (0, 1]"),
-    "budget_margin": _PART,
-    "profile_memory": _PART,
-    "hysteresis": at_least(0),
-    "schedule": one_of(*SCHEDULES),
-}
-
-
-def _check(settings: SchedulerConfig) -> None:
-    for name, rule in _RULES.items():
-        value = getattr(settings, name)
-        if not rule.holds(value):
-            raise ScheduleError(f"scheduler.{name.replace('_', '-')} {rule.says}, got {value!r}")
-    if not settings.codecs or not set(settings.codecs) <= set(CODECS):
-        raise ScheduleError(f"links.codecs must list some of {CODECS}, got {settings.codecs!r}")
-    for name, grid in (
-        ("micro-batch-sizes", settings.micro_batch_sizes),
-        ("micro-batches", settings.micro_batches),
-    ):
-        if not grid or min(grid) < 1:
-            raise ScheduleError(
-                f"scheduler.{name} needs at least one value, all >= 1, got {grid!r}"
-            )

@@ -25,7 +25,8 @@ from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.core.links import CODECS, LinkConfig
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.layouts import span_sums
-from collapipe_flwr.costs.work import PricingOptions
+from collapipe_flwr.costs.tables import block_table
+from collapipe_flwr.costs.work import PricingOptions, segment_bytes
 from collapipe_flwr.scheduler.plans import dry_run_plan
 from collapipe_flwr.scheduler.segment_dp import (
     Path,
@@ -75,18 +76,17 @@ def replan(plan: ClusterPlan, rest: ReplanInput) -> ClusterPlan:
 
 def _problem(plan: ClusterPlan, rest: ReplanInput) -> SegmentProblem:
     """Seconds of one step, per device, first block and block behind."""
-    devices, size = rest.devices, plan.micro_batch_size
+    devices, blocks, size = rest.devices, block_table(rest.model), plan.micro_batch_size
     speed = np.array([d.speed_flop_per_s for d in devices])[:, None, None]
-    ahead = size * _spans(rest.model, "forward_flop") / speed
-    back = size * _spans(rest.model, "backward_flop") / speed
+    ahead = size * span_sums(blocks.forward_flop_l) / speed
+    back = size * span_sums(blocks.backward_flop_l) / speed
     if rest.options.recompute:
         back = back + ahead
     room = np.array([d.memory_bytes for d in devices])[:, None, None]
-    blocks = len(rest.model.blocks)
-    allowed = np.triu(np.ones((blocks + 1, blocks + 1), dtype=bool), k=1)
     need = _segment_bytes(plan, rest)
+    allowed = np.tri(len(need), k=-1, dtype=bool).T
     allowed = allowed & (need <= room * (1.0 - rest.options.memory_margin))
-    hops = np.zeros((len(devices) + 1, len(devices) + 2, blocks + 1))
+    hops = np.zeros((len(devices) + 1, len(devices) + 2, len(need)))
     overlaps = rest.options.schedule == "1f1b"
     embedding, own = rest.model.embedding, rest.profile.control_unit.speed_flop_per_s
     ends = (size * embedding.forward_flop / own, size * embedding.backward_flop / own)
@@ -104,49 +104,37 @@ def _problem(plan: ClusterPlan, rest: ReplanInput) -> SegmentProblem:
 
 
 def _segment_bytes(plan: ClusterPlan, rest: ReplanInput) -> Array:
-    """Peak bytes of every span of blocks, (1, L + 1, L + 1), at the most micro-batches in flight.
-
-    With re-computation each block keeps its input, and one block at a time its activations.
-    """
-    model, size = rest.model, plan.micro_batch_size
+    """Peak bytes of every span of blocks, (L + 1, L + 1), at the most micro-batches in flight."""
     flight = plan.micro_batches
     if rest.options.schedule == "1f1b":
         flight = min(flight, plan.warmup_depth[-1] + len(rest.devices))
-    state = _spans(model, "state_bytes")
-    if not rest.options.recompute:
-        return state + size * flight * _spans(model, "stash_bytes")
-    largest = size * max(block.stash_bytes for block in model.blocks)
-    return state + size * flight * _spans(model, "output_bytes") + largest
-
-
-def _spans(model: ModelProfile, field: str) -> Array:
-    """Sums of one cost over blocks l..k-1, (1, L + 1, L + 1)."""
-    values = [float(getattr(block, field)) for block in model.blocks]
-    return span_sums(np.concatenate([[0.0], np.cumsum(values)]))[None]
+    return segment_bytes(block_table(rest.model), rest.options, plan.micro_batch_size, flight)
 
 
 def _with_segments(plan: ClusterPlan, rest: ReplanInput, path: Path, step_s: float) -> ClusterPlan:
     """The plan in names; predictions are those of computing alone."""
     chosen = [rest.devices[n] for n in path.devices]
-    starts = (0, *path.stops[:-1])
-    spans = list(zip(starts, path.stops, strict=True))
-    need = _segment_bytes(plan, rest)[0]
-    control = rest.profile.control_unit
-    members = (control, *chosen)
-    power = {m.device_id: plan.tx_power_w.get(m.device_id, m.tx_power_max_w) for m in members}
-    back = {d.device_id: plan.gradient_power_w.get(d.device_id, d.tx_power_max_w) for d in chosen}
+    spans = list(zip((0, *path.stops[:-1]), path.stops, strict=True))
+    need = _segment_bytes(plan, rest)
+    members = (rest.profile.control_unit, *chosen)
+    # One more per stage upstream of the edge, whose depth is fixed while its session is open.
+    edge = plan.warmup_depth[-1]
     return replace(
         plan,
         segments=tuple(
             Segment(device_id=device.device_id, first_block=first, stop_block=stop)
             for device, (first, stop) in zip(chosen, spans, strict=True)
         ),
-        warmup_depth=_depths(plan, len(chosen) + 2),
-        tx_power_w=power,
-        gradient_power_w=back,
+        warmup_depth=tuple(range(edge + len(members), edge - 1, -1)),
+        tx_power_w={
+            m.device_id: plan.tx_power_w.get(m.device_id, m.tx_power_max_w) for m in members
+        },
+        gradient_power_w={
+            d.device_id: plan.gradient_power_w.get(d.device_id, d.tx_power_max_w) for d in chosen
+        },
         latency_s=plan.local_steps * step_s,
         step_s=step_s,
-        energy_j=_energy_j(plan, rest, members, ((0, 0), *spans)),
+        energy_j=_energy_j(plan, rest, members, spans),
         memory_bytes={
             device.device_id: int(need[span]) for device, span in zip(chosen, spans, strict=True)
         },
@@ -169,12 +157,6 @@ def _neighbours(device_ids: Sequence[str]) -> list[tuple[str, str]]:
     return list(pairwise(["", *device_ids, ""]))
 
 
-def _depths(plan: ClusterPlan, stages: int) -> tuple[int, ...]:
-    """One more per stage upstream of the edge, whose depth is fixed while its session is open."""
-    edge = plan.warmup_depth[-1]
-    return tuple(edge + stages - 1 - stage for stage in range(stages))
-
-
 def _energy_j(
     plan: ClusterPlan,
     rest: ReplanInput,
@@ -183,16 +165,16 @@ def _energy_j(
 ) -> dict[str, float]:
     """Joules of computing in the whole round; the control unit comes first."""
     examples = plan.local_steps * plan.micro_batches * plan.micro_batch_size
-    work = _spans(rest.model, "forward_flop")[0] + _spans(rest.model, "backward_flop")[0]
-    embedding = rest.model.embedding.forward_flop + rest.model.embedding.backward_flop
-    flops = [embedding, *(float(work[span]) for span in spans[1:])]
+    blocks, embedding = block_table(rest.model), rest.model.embedding
+    work = span_sums(blocks.forward_flop_l) + span_sums(blocks.backward_flop_l)
+    flops = [embedding.forward_flop + embedding.backward_flop, *(float(work[s]) for s in spans)]
     pairs = zip(members, flops, strict=True)
     return {m.device_id: m.energy_per_flop_j * flop * examples for m, flop in pairs}
 
 
 def _refusal(plan: ClusterPlan, rest: ReplanInput) -> str:
     gone = [d.device_id for d in rest.profile.devices if d.device_id not in rest.present]
-    need = float(_segment_bytes(plan, rest)[0, 0, -1]) / 2**20
+    need = float(_segment_bytes(plan, rest)[0, -1]) / 2**20
     room = sum(device.memory_bytes for device in rest.devices) / 2**20
     return (
         f"cluster {plan.cluster_id!r}: without {', '.join(gone) or 'any device'} no plan fits the "

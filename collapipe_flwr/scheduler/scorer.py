@@ -9,8 +9,6 @@ are much faster. Suffixes as in ``costs.layouts``; ``_n`` is a cluster's place i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
@@ -47,8 +45,8 @@ class Scorer:
         self.place_m = np.zeros(tables.num_clusters, np.int64)
         self.place_m[clusters] = np.arange(len(clusters))
         self.links_per_count = len(clusters) * int(np.prod(tables.gain_mij.shape[1:]))
-        self.spans = _Spans(tables, options)
-        self.members = _Members(tables, options, prices, clusters)
+        self.spans = SpanTable(tables, options)
+        self.members = MemberPrices(tables, options, prices.price_mi[clusters], clusters)
         self.edge_speed = edge_speed(tables, options)
 
     def values(self, rows: Layouts, rho_r: Array) -> Array:
@@ -64,7 +62,7 @@ class Scorer:
     def estimates(self, rows: Layouts) -> tuple[Array, Array]:
         """Round latency and priced energy of every row, infinite where memory forbids it."""
         batch = _Batch(self.tables, rows)
-        slots = _Slots(rows, self.place_m, self.members.width, self.spans.edge)
+        slots = _Slots(rows, self.place_m, self.members.width, self.tables.edge)
         latency, worth = self._price(rows, batch, slots)
         return latency, np.where(self._fits(rows, batch, slots), worth, np.inf)
 
@@ -80,8 +78,8 @@ class Scorer:
         """Round latency and priced energy of every row."""
         members, spans, at = self.members, self.spans, slots.member_at_sr
         slowness = members.slowness.take(at)
-        ahead, back = spans.forward.take(slots.span_sr), spans.backward.take(slots.span_sr)
-        weights = spans.weights.take(slots.span_sr)
+        ahead, back = spans.forward_lk.take(slots.span_sr), spans.backward_lk.take(slots.span_sr)
+        weights = spans.weights_lk.take(slots.span_sr)
         head_f, head_b, head_update = self._ends(rows)
         forward = np.concatenate([head_f, ahead * slowness]) * batch.size
         backward = np.concatenate([head_b, back * slowness]) * batch.size
@@ -163,8 +161,8 @@ class Scorer:
         gpipe = self.options.schedule == "gpipe"
         ahead = depth + 1.0 - np.arange(len(slots.stop_sr))[:, None]
         flight = batch.count if gpipe else np.minimum(np.maximum(ahead, 1.0), batch.count)
-        need = batch.size * (flight * spans.kept.take(slots.span_sr) + spans.once)
-        need += spans.state.take(slots.span_sr)
+        need = batch.size * (flight * spans.kept_lk.take(slots.span_sr) + spans.once)
+        need += spans.state_lk.take(slots.span_sr)
         good = ((need <= self.members.room.take(slots.member_at_sr)) | ~slots.used).all(0)
         first = batch.count if gpipe else np.minimum(depth + 2.0, batch.count)
         own = self.members.room.take(self.place_m[rows.cluster_r] * self.members.width)
@@ -186,50 +184,40 @@ class _Batch:
         self.steps = steps_of(tables, rows)
 
 
-def _flat(prefix_l: Array) -> Array:
-    return span_sums(prefix_l).ravel()
-
-
-class _Spans:
-    """Sums over blocks ``l .. k-1``, flat over (l, k)."""
+class SpanTable:
+    """Sums over blocks ``l .. k-1``, (L + 1, L + 1)."""
 
     def __init__(self, tables: Tables, options: PricingOptions) -> None:
         blocks = tables.blocks
         kept_l, self.once = kept_bytes(blocks, options)
-        self.forward, self.backward = _flat(blocks.forward_flop_l), _flat(blocks.backward_flop_l)
+        self.forward_lk = span_sums(blocks.forward_flop_l)
+        self.backward_lk = span_sums(blocks.backward_flop_l)
         if options.recompute:
-            self.backward = self.backward + self.forward
-        self.weights, self.state = _flat(blocks.parameter_bytes_l), _flat(blocks.state_bytes_l)
-        self.kept, self.edge = _flat(kept_l), tables.edge
+            self.backward_lk = self.backward_lk + self.forward_lk
+        self.weights_lk = span_sums(blocks.parameter_bytes_l)
+        self.state_lk, self.kept_lk = span_sums(blocks.state_bytes_l), span_sums(kept_l)
 
 
-@dataclass(slots=True, init=False)
-class _Members:
+class MemberPrices:
     """Per member, flat over (n, i): seconds per operation, bytes to use, and what things cost."""
 
-    width: int
-    slowness: Array
-    room: Array
-    flop_worth: Array
-    bulk_seconds: Array  # per byte of weights, handed out and collected
-    bulk_worth: Array
-
     def __init__(
-        self, tables: Tables, options: PricingOptions, prices: DualPrices, clusters: Ints
+        self, tables: Tables, options: PricingOptions, price_ni: Array, clusters: Ints
     ) -> None:
-        members, price = tables.members, prices.price_mi[clusters]
-        self.width = int(price.shape[1])
+        members = tables.members
+        self.width = int(price_ni.shape[1])
         self.slowness = 1.0 / members.speed_mi[clusters].ravel()
         self.room = (1.0 - options.memory_margin) * members.memory_mi[clusters].ravel()
-        self.flop_worth = (price * members.energy_per_flop_mi[clusters]).ravel()
+        self.flop_worth = (price_ni * members.energy_per_flop_mi[clusters]).ravel()
         noise = tables.snapshot.radio.noise_w_per_hz
         width, watt = tables.d2d_hz_mij[clusters, 0, :-1], members.power_max_mi[clusters]
         gain = tables.gain_mij[clusters]
         bits = 8.0 / tables.share_mij[clusters, 0, :-1]
         out = bits / rate_bit_per_s(width, watt[:, :1] * gain[:, 0, :-1] / noise)
         home = bits / rate_bit_per_s(width, watt * gain[:, :, 0] / noise)
+        # Per byte of weights, handed out and collected.
         self.bulk_seconds = (out + home).ravel()
-        self.bulk_worth = ((price * watt)[:, :1] * out + price * watt * home).ravel()
+        self.bulk_worth = ((price_ni * watt)[:, :1] * out + price_ni * watt * home).ravel()
 
 
 class _Slots:

@@ -14,7 +14,7 @@ import numpy as np
 
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
-from collapipe_flwr.costs.layouts import UNUSED, Layouts, replaced, stack
+from collapipe_flwr.costs.layouts import Layouts, replaced, stack
 from collapipe_flwr.scheduler.dual_prices import LEAST_SLOPE, DualPrices, best_of
 from collapipe_flwr.scheduler.initial_layouts import (
     all_layouts,
@@ -23,14 +23,9 @@ from collapipe_flwr.scheduler.initial_layouts import (
     rows_for,
     starting_rows,
 )
-from collapipe_flwr.scheduler.local_search import (
-    Candidates,
-    Neighbourhood,
-    descend,
-    every_batch,
-)
+from collapipe_flwr.scheduler.local_search import Candidates, Neighbourhood, descend, every_batch
 from collapipe_flwr.scheduler.problem import RoundProblem
-from collapipe_flwr.scheduler.segment_dp import Path, any_order, best_path
+from collapipe_flwr.scheduler.segment_dp import any_order, best_path
 from collapipe_flwr.scheduler.segment_problem import Terms, segment_problem
 
 Score = Callable[[Layouts], Array]
@@ -53,7 +48,7 @@ class Search:
         self.problem = problem
         self.counts, self.batches = problem.device_counts(), problem.batches()
         self.small = self._enumerable()
-        self.place_of_batch = np.zeros(self.batches.max(0) + 1, np.int64)
+        self.place_of_batch = np.full(self.batches.max(0) + 1, -1)  # -1: no plan may choose it
         self.place_of_batch[*self.batches.T] = np.arange(len(self.batches))
 
     def choose(self, prices: DualPrices, now: Layouts | None) -> Layouts:
@@ -89,7 +84,8 @@ class Search:
 
         def score(rows: Layouts) -> Array:
             place = self.place_of_batch[rows.micro_batch_size_r, rows.micro_batches_r]
-            return scorer.values(rows, rho.take(first_m[rows.cluster_r] + place))
+            found = scorer.values(rows, rho.take(first_m[rows.cluster_r] + place))
+            return np.where(place < 0, np.inf, found)
 
         return score
 
@@ -158,12 +154,11 @@ class Search:
         cost = slope[:, None] / members.speed_mi + prices.price_mi * members.energy_per_flop_mi
         cost[~members.present_mi] = np.inf
         cost[:, 0] = np.inf
-        settings = self.problem.settings
         return Neighbourhood(
             cost_mi=cost,
             spares=SPARES,
-            sizes=np.unique(settings.micro_batch_sizes),
-            counts=np.unique(settings.micro_batches),
+            sizes=np.unique(self.batches[:, 0]),
+            counts=np.unique(self.batches[:, 1]),
         )
 
     def _starts(self, clusters: Ints, score: Score, each: int) -> Layouts:
@@ -172,7 +167,7 @@ class Search:
         batches = np.array(
             [
                 [reference.micro_batch_size, reference.micro_batches],
-                [self.batches[:, 0].min(), self.batches[:, 1].min()],
+                min(self.batches, key=lambda pair: (pair[0] * pair[1], pair[0])),
             ]
         )
         tables, options = self.problem.tables, self.problem.settings
@@ -200,33 +195,27 @@ class Search:
 
     def _exact(self, rows: Layouts, m: int) -> Layouts:
         """The shortest path at the present batch, for both slopes of the objective."""
-        if int(self.counts[m]) > self.problem.settings.exact_devices:
+        problem, prices = self.problem, self.prices
+        if int(self.counts[m]) > problem.settings.exact_devices:
             return rows
-        slopes = {self.prices.latency_price, float(self.prices.slack_price_m[m])}
+        slopes = {prices.latency_price, float(prices.slack_price_m[m])}
         for slope in sorted(s for s in slopes if s > 0):
-            path = self._path(rows, m, slope)
-            if path is not None:
-                rows = self._better(rows, self._row(rows, m, path))
+            terms = Terms(
+                cluster=m,
+                micro_batch_size=int(rows.micro_batch_size_r[m]),
+                micro_batches=int(rows.micro_batches_r[m]),
+                slope=slope,
+                price_i=prices.price_mi[m],
+                edge_hz=float(prices.edge_hz_m[m]),
+            )
+            try:
+                path = best_path(
+                    segment_problem(problem.tables, problem.settings, terms), any_order
+                )
+            except InfeasibleError:  # this batch fits nowhere; the descent's row stands
+                continue
+            members = np.array([[device + 1 for device in path.devices]])
+            stops = np.array([path.stops])
+            rival = replace(rows.take(np.array([m])), member_rs=members, stop_rs=stops)
+            rows = self._better(rows, rival)
         return rows
-
-    def _path(self, rows: Layouts, m: int, slope: float) -> Path | None:
-        terms = Terms(
-            cluster=m,
-            micro_batch_size=int(rows.micro_batch_size_r[m]),
-            micro_batches=int(rows.micro_batches_r[m]),
-            slope=slope,
-            price_i=self.prices.price_mi[m],
-            edge_hz=float(self.prices.edge_hz_m[m]),
-        )
-        problem = self.problem
-        try:
-            return best_path(segment_problem(problem.tables, problem.settings, terms), any_order)
-        except InfeasibleError:  # this batch fits nowhere; the descent's row stands
-            return None
-
-    def _row(self, rows: Layouts, m: int, path: Path) -> Layouts:
-        return replace(
-            rows.take(np.array([m])),
-            member_rs=np.array([[device + 1 for device in path.devices] or [UNUSED]]),
-            stop_rs=np.array([path.stops]),
-        )

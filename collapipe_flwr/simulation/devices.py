@@ -90,11 +90,10 @@ class RadioPreset:
     d2d_bandwidth_hz: float  # each hop inside a cluster
     carrier_hz: float
     path_loss_exponent: float
-    noise_w_per_hz: float
+    # Thermal noise -174 dBm/Hz and a receiver's noise figure of 7 dB: -167 dBm/Hz = 2e-20 W/Hz.
+    noise_w_per_hz: float = 2e-20
 
 
-# Thermal noise -174 dBm/Hz plus a receiver's noise figure of 7 dB is -167 dBm/Hz = 2e-20 W/Hz.
-_NOISE_W_PER_HZ = 2e-20
 _RADIOS = (
     # 802.11ac: 80 MHz channels at 5.2 GHz to the access point, 20 MHz Wi-Fi Direct between devices.
     RadioPreset(
@@ -103,7 +102,6 @@ _RADIOS = (
         d2d_bandwidth_hz=20e6,
         carrier_hz=5.2e9,
         path_loss_exponent=3.0,
-        noise_w_per_hz=_NOISE_W_PER_HZ,
     ),
     # 5G NR n78: 100 MHz at 3.5 GHz (3GPP TS 38.101-1); 10 MHz sidelink between devices.
     RadioPreset(
@@ -112,7 +110,6 @@ _RADIOS = (
         d2d_bandwidth_hz=10e6,
         carrier_hz=3.5e9,
         path_loss_exponent=3.2,
-        noise_w_per_hz=_NOISE_W_PER_HZ,
     ),
 )
 

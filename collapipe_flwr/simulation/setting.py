@@ -62,16 +62,19 @@ class Setting:
 
     def world(self, seed: int, profile: ModelProfile) -> World:
         """The world of one seed; raises ConfigError for unknown kinds, radios and channels."""
-        rows = self.fleet or _drawn(self, seed)
+        fleet = self.fleet
+        for kind in () if fleet else self.kinds:
+            device_preset(kind)
+        drawn = mixed_devices(self.clusters, self.devices, seed, self.kinds)
         return make_world(
-            cluster_devices=[row.members for row in rows],
-            examples=[row.examples or self.examples for row in rows],
+            cluster_devices=[cluster.members for cluster in fleet] or drawn,
+            examples=[c.examples or self.examples for c in fleet] or [self.examples] * len(drawn),
             radio=self.radio,
             channel=self.channel,
             seed=seed,
             budget=self.budget,
             model=profile,
-            cluster_ids=[row.cluster_id for row in rows],
+            cluster_ids=[cluster.cluster_id for cluster in fleet],
         )
 
     def as_json(self) -> dict[str, object]:
@@ -94,21 +97,6 @@ def _check_names(policies: Sequence[str]) -> None:
             raise ConfigError(f"--policies: unknown policy {name!r}; choose {', '.join(POLICIES)}")
     if len(set(policies)) < len(policies):
         raise ConfigError(f"--policies names one twice: {', '.join(policies)}")
-
-
-def _drawn(setting: Setting, seed: int) -> tuple[FleetCluster, ...]:
-    """Random kinds behind a fixed control unit."""
-    for kind in setting.kinds:
-        device_preset(kind)
-    rows = mixed_devices(setting.clusters, setting.devices, seed, setting.kinds)
-    return tuple(
-        FleetCluster(
-            cluster_id=f"cluster-{m}",
-            members=tuple(device_preset(str(kind)) for kind in row),
-            examples=None,
-        )
-        for m, row in enumerate(rows)
-    )
 
 
 PRESETS: dict[str, Setting] = {

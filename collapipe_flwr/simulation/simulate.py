@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,7 +11,7 @@ from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.work import whole_model
 from collapipe_flwr.scheduler.policies import make_scheduler
-from collapipe_flwr.simulation.episode import EpisodeRound, run_episode
+from collapipe_flwr.simulation.episode import run_episode
 from collapipe_flwr.simulation.score import Score, score, target_in
 from collapipe_flwr.simulation.setting import Setting
 from collapipe_flwr.simulation.world import World
@@ -71,25 +71,21 @@ def _policy(
 ) -> PolicyResult:
     scores = []
     trained = whole_model(profile) if name == WHOLE else profile
+    scheduler, settings = make_scheduler(name, setting.settings), setting.settings
     for seed, world in worlds:
+        seen, rounds = setting.distortion.view(world, trained), []
+        episode = run_episode(
+            world, scheduler, trained, setting.rounds, options=settings, seen=seen
+        )
         try:
-            rounds = list(_rounds(setting, name, trained, world, tick))
+            for done in episode:
+                tick(name)
+                rounds.append(done)
         except ScheduleError as error:
             return PolicyResult(policy=name, scores=(), refusal=f"seed {seed}: {error}")
-        target = target_in(world, profile, setting.settings)
+        target = target_in(world, profile, settings)
         scores.append(score(world, trained, seed, rounds, target))
     return PolicyResult(policy=name, scores=tuple(scores))
-
-
-def _rounds(
-    setting: Setting, name: str, profile: ModelProfile, world: World, tick: Tick
-) -> Iterator[EpisodeRound]:
-    scheduler, options = make_scheduler(name, setting.settings), setting.settings
-    seen = setting.distortion.view(world, profile)
-    episode = run_episode(world, scheduler, profile, setting.rounds, options=options, seen=seen)
-    for done in episode:
-        tick(name)
-        yield done
 
 
 FACTORS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)

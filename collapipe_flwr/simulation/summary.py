@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from operator import ge, le, lt
@@ -27,44 +27,36 @@ class Summary:
     """One policy averaged over seeds, except that energy is that of the worst seed."""
 
     policy: str
-    latency_mean_s: float
-    latency_p95_s: float
+    latency_s: Mapping[str, float]  # mean, p95
     compute_efficiency: float
     capacity_used: float
     peak_device_memory_bytes: int
     energy_over_budget_max: float
     time_to_target_s: float
-    decision_median_s: float
+    decision_s: Mapping[str, float]  # median
     fallbacks: int
 
     def as_json(self) -> Json:
         """The keys of ``policies.NAME``."""
-        return {
-            "latency_s": {"mean": self.latency_mean_s, "p95": self.latency_p95_s},
-            "compute_efficiency": self.compute_efficiency,
-            "capacity_used": self.capacity_used,
-            "peak_device_memory_bytes": self.peak_device_memory_bytes,
-            "energy_over_budget_max": self.energy_over_budget_max,
-            "time_to_target_s": _or_null(self.time_to_target_s),
-            "decision_s": {"median": self.decision_median_s},
-            "fallbacks": self.fallbacks,
-        }
+        values: Json = plain(self) | {"time_to_target_s": _or_null(self.time_to_target_s)}
+        del values["policy"]
+        return values
 
 
 def summarise(result: PolicyResult) -> Summary:
     """Averages over seeds; percentiles over all rounds; the worst seed against budgets."""
     scores = result.scores
     latency = np.concatenate([s.latency_s for s in scores])
+    decision = np.concatenate([s.decision_s for s in scores])
     return Summary(
         policy=result.policy,
-        latency_mean_s=float(latency.mean()),
-        latency_p95_s=float(np.percentile(latency, 95)),
+        latency_s={"mean": float(latency.mean()), "p95": float(np.percentile(latency, 95))},
         compute_efficiency=_mean([s.compute_efficiency for s in scores]),
         capacity_used=_mean([s.capacity_used for s in scores]),
         peak_device_memory_bytes=round(_mean([s.peak_device_memory_bytes for s in scores])),
         energy_over_budget_max=max(s.energy_over_budget for s in scores),
         time_to_target_s=_mean([s.time_to_target_s for s in scores]),
-        decision_median_s=float(np.median(np.concatenate([s.decision_s for s in scores]))),
+        decision_s={"median": float(np.median(decision))},
         fallbacks=sum(s.fallbacks for s in scores),
     )
 
@@ -117,8 +109,8 @@ def comparison(rows: tuple[Summary, ...]) -> Json | None:
 
 def _against(ours: Summary, other: Summary) -> Json:
     return {
-        "latency_lower_percent": _lower(ours.latency_mean_s, other.latency_mean_s),
-        "latency_p95_lower_percent": _lower(ours.latency_p95_s, other.latency_p95_s),
+        "latency_lower_percent": _lower(ours.latency_s["mean"], other.latency_s["mean"]),
+        "latency_p95_lower_percent": _lower(ours.latency_s["p95"], other.latency_s["p95"]),
         "time_to_target_lower_percent": _lower(ours.time_to_target_s, other.time_to_target_s),
         "efficiency_higher_percent": _higher(ours, other),
         "peak_memory_share": _memory_share(ours, other),
@@ -128,7 +120,7 @@ def _against(ours: Summary, other: Summary) -> Json:
 def _claims(ours: Summary, others: dict[str, Summary]) -> Json:
     """Each claim with its threshold and what came out; None where its baselines did not run."""
     latency = [
-        _lower(ours.latency_mean_s, others[n].latency_mean_s)
+        _lower(ours.latency_s["mean"], others[n].latency_s["mean"])
         for n in PAPER_BASELINES
         if n in others
     ]

@@ -17,12 +17,8 @@ from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.transport.methods import Method
 
 _COMMON_NAME = "x509_common_name"
-MOST_AT_ONCE = {
-    "transfers": 2,
-    "streams": 16,
-    "texts": 16,
-    "calls": 8,
-}  # of one peer; a cluster needs half
+# Of one peer; a cluster needs half.
+MOST_AT_ONCE = {"transfers": 2, "streams": 16, "texts": 16, "calls": 8}
 
 
 class PeerRefused(LinkError):
@@ -57,32 +53,24 @@ class Authorizer:
 
     @contextmanager
     def admitted(self, context: grpc.ServicerContext, method: Method) -> Iterator[Caller | None]:
-        """`entered`, where a refusal ends the call with its gRPC status."""
+        """The caller (None: nobody in particular) while its call runs.
+
+        Ends the call as UNAUTHENTICATED for a stranger or a wrong role, as RESOURCE_EXHAUSTED
+        beyond what the caller may have at once.
+        """
         try:
-            with self.entered(context, method) as caller:
+            caller = self._known(peer_name(context))
+            if caller is not None and not caller.may_call(method.name, on_edge=self._on_edge):
+                assert caller.role is not None
+                raise PeerRefused(
+                    f"{caller.name} is a {caller.role.value}: it may not call {method.name}"
+                )
+            with self._counted(caller, method.counts_as):
                 yield caller
         except PeerRefused as error:
             context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
         except PeerBusy as error:
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-
-    @contextmanager
-    def entered(self, context: grpc.ServicerContext, method: Method) -> Iterator[Caller | None]:
-        """The caller (None: nobody in particular) while its call runs.
-
-        Raises PeerRefused for a stranger or a wrong role, PeerBusy beyond what it may have at once.
-        """
-        caller = self._known(peer_name(context))
-        if caller is None:
-            yield None
-            return
-        if not caller.may_call(method.name, on_edge=self._on_edge):
-            assert caller.role is not None
-            raise PeerRefused(
-                f"{caller.name} is a {caller.role.value}: it may not call {method.name}"
-            )
-        with self._counted(caller.name, method.counts_as):
-            yield caller
 
     def _known(self, name: str | None) -> Caller | None:
         if name == "":
@@ -96,7 +84,11 @@ class Authorizer:
         return caller
 
     @contextmanager
-    def _counted(self, name: str, kind: str) -> Iterator[None]:
+    def _counted(self, caller: Caller | None, kind: str) -> Iterator[None]:
+        if caller is None:
+            yield
+            return
+        name = caller.name
         with self._lock:
             if self._under_way[name, kind] >= MOST_AT_ONCE[kind]:
                 raise PeerBusy(f"{name} has {MOST_AT_ONCE[kind]} {kind} under way, its limit here")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import grpc
 from torch import Tensor
 
 from collapipe_flwr.core.errors import LinkError, ProtocolError
@@ -135,22 +134,19 @@ class Session:
 
     def missing(self, digests: Mapping[str, str]) -> tuple[str, ...]:
         """Which of these weights a push must bring; the host kept the others."""
-        found = self.client.call(
-            methods.MISSING,
-            Digests(digests=digests),
-            Keys,
-            metadata=self._metadata(),
-            within_s=self.client.transfer_s,
+        wanted, within_s = Digests(digests=digests), self.client.transfer_s
+        return (
+            self.client.call(
+                methods.MISSING, wanted, Keys, metadata=self._metadata(), within_s=within_s
+            ).keys
+            or ()
         )
-        return found.keys or ()
 
     def digests(self, *, with_optimizer: bool = False) -> dict[str, str]:
         """The content digests of what `fetch_weights` would bring."""
+        metadata, within_s = self._metadata(with_optimizer), self.client.transfer_s
         found = self.client.call(
-            methods.DIGESTS,
-            answer=Digests,
-            metadata=self._metadata(with_optimizer),
-            within_s=self.client.transfer_s,
+            methods.DIGESTS, answer=Digests, metadata=metadata, within_s=within_s
         )
         return dict(found.digests)
 
@@ -191,17 +187,20 @@ class Session:
         """
         config, client = config or LinkConfig(), self.client
         stream_id = secrets.randbits(_STREAM_BITS)
-        call_slot: list[grpc.Call] = []
-        stream = StreamLink(
-            client.peer,
-            StreamConfig(
-                codec=config.codec,
-                rate_bit_per_s=config.forward_bit_per_s,
-                stream_id=stream_id,
-            ),
-            client.translate,
-            hang_up=lambda in_order: _hang_up(call_slot, reader, in_order),
+
+        def read() -> None:
+            stream.feed(call)
+            stream.stop_sending()
+
+        def hang_up(in_order: bool) -> None:
+            """Let the stream end, then cancel what is left of it."""
+            reader.join(_DRAIN_S if in_order else _ABORT_S)
+            call.cancel()
+
+        sending = StreamConfig(
+            codec=config.codec, rate_bit_per_s=config.forward_bit_per_s, stream_id=stream_id
         )
+        stream = StreamLink(client.peer, sending, client.translate, hang_up)
         metadata = (
             *self._metadata(),
             (methods.CODEC_KEY, config.codec),
@@ -210,8 +209,7 @@ class Session:
             (methods.STREAM_KEY, str(stream_id)),
         )
         call = methods.STREAM.on(client.channel)(stream.outgoing(), metadata=metadata)
-        call_slot.append(call)
-        reader = threading.Thread(target=_read, args=(stream, call), name="reader", daemon=True)
+        reader = threading.Thread(target=read, name="reader", daemon=True)
         reader.start()
         self._await_hello(stream)
         return stream
@@ -236,15 +234,3 @@ class Session:
         slots = ((methods.SLOTS_KEY, "1"),) if with_optimizer else ()
         session_id, token = self.key.session_id, self.key.token
         return ((methods.SESSION_KEY, session_id), (methods.TOKEN_KEY, token), *slots)
-
-
-def _read(stream: StreamLink, call: Iterable[bytes]) -> None:
-    stream.feed(call)
-    stream.stop_sending()
-
-
-def _hang_up(calls: list[grpc.Call], reader: threading.Thread, in_order: bool) -> None:
-    """Let the stream end, then cancel what is left of it."""
-    reader.join(_DRAIN_S if in_order else _ABORT_S)
-    for call in calls:
-        call.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
+from contextlib import suppress
 from datetime import UTC, datetime
 
 from cryptography import x509
@@ -103,9 +104,8 @@ def _their_view(shaken: ssl.SSLSocket) -> str:
 
 def _names(certificate: x509.Certificate) -> tuple[str, ...]:
     common = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-    try:
+    found = [str(entry.value) for entry in common]
+    with suppress(x509.ExtensionNotFound):
         other = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
-        return tuple(str(entry.value) for entry in common)
-    found = [*(str(entry.value) for entry in common), *other.get_values_for_type(x509.DNSName)]
+        found += other.get_values_for_type(x509.DNSName)
     return tuple(dict.fromkeys(found))

@@ -39,8 +39,10 @@ class Dialer:
             link = client.session(hop.key).stream(name=self.name, config=hop.link)
             try:
                 yield link
-            finally:
-                link.close()
+            except BaseException as error:  # the next host is not waited for
+                link.close(str(error) or type(error).__name__)
+                raise
+            link.close()
 
     def probe(self, request: ProbeRequest) -> ProbeAnswer:
         """Measure the way from here; raises LinkError when the other host does not answer."""
@@ -56,21 +58,20 @@ class Dialer:
 
 def measure_way(client: EdgeClient, payload_bytes: int) -> ProbeAnswer:
     """The median of a few echoes, after one that connects; of fewer bytes where they take long."""
+
+    def seconds(size_bytes: int, echoes: int = _ECHOES) -> float:
+        payload, took_s = bytes(size_bytes), []
+        for _ in range(echoes):
+            start_s = time.perf_counter()
+            client.echo(payload)
+            took_s.append(time.perf_counter() - start_s)
+        return median(took_s)
+
     client.echo()
-    empty_s = _seconds(client, b"")
+    empty_s = seconds(0)
     size = min(payload_bytes, _SAMPLE_BYTES)
-    if _once(client, bytes(size)) * payload_bytes / size < _LONG_S:
+    if seconds(size, echoes=1) * payload_bytes / size < _LONG_S:
         size = payload_bytes
-    full_s = _seconds(client, bytes(size))
+    full_s = seconds(size)
     rate_bit_per_s = 8 * size / max(full_s - empty_s, 1e-9)
     return ProbeAnswer(rate_bit_per_s=rate_bit_per_s, delay_s=empty_s / 2)
-
-
-def _seconds(client: EdgeClient, payload: bytes) -> float:
-    return median(_once(client, payload) for _ in range(_ECHOES))
-
-
-def _once(client: EdgeClient, payload: bytes) -> float:
-    start_s = time.perf_counter()
-    client.echo(payload)
-    return time.perf_counter() - start_s

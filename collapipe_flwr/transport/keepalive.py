@@ -9,7 +9,6 @@ do not stand in line behind tensors.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Self
@@ -98,20 +97,11 @@ class Keepalive:
 
     @contextmanager
     def _connection(self) -> Iterator[None]:
-        """A fresh connection, closed when gRPC has ceased to watch it: closed before, it trips."""
-        channel, note = self._connect(), self._born()
-        channel.subscribe(note, try_to_connect=True)
-        yield
-        channel.unsubscribe(note)
-        closing = threading.Timer(_UNWATCHED_S, channel.close)
-        closing.daemon = True
-        closing.start()
+        """A fresh connection, closed when gRPC has ceased to watch it: closed before, it trips.
 
-    def _born(self) -> Callable[[grpc.ChannelConnectivity], None]:
-        """What a new connection tells its states to; the one before it is not heard any more."""
-        life = object()
-        with self._changed:
-            self._life, self._beats = life, False
+        The one before it is not heard any more.
+        """
+        life, channel = object(), self._connect()
 
         def note(state: grpc.ChannelConnectivity) -> None:
             with self._changed:
@@ -119,14 +109,17 @@ class Keepalive:
                     self._beats = state is grpc.ChannelConnectivity.READY
                     self._changed.notify_all()
 
-        return note
+        with self._changed:
+            self._life, self._beats = life, False
+        channel.subscribe(note, try_to_connect=True)
+        yield
+        channel.unsubscribe(note)
+        closing = threading.Timer(_UNWATCHED_S, channel.close)
+        closing.daemon = True
+        closing.start()
 
     def _wait(self, *, beating: bool, limit_s: float | None) -> bool:
         """Until the peer beats, or does not; whether it came to that in time."""
-        until_s = None if limit_s is None else time.monotonic() + limit_s
         with self._changed:
-            while self._beats is not beating and not self._over:
-                left_s = None if until_s is None else until_s - time.monotonic()
-                if not self._changed.wait(left_s):
-                    return False
-            return not self._over
+            self._changed.wait_for(lambda: self._over or self._beats is beating, limit_s)
+            return not self._over and self._beats is beating

@@ -16,7 +16,6 @@ from collapipe_flwr.transport.keepalive import server_keepalive_options
 from collapipe_flwr.transport.methods import (
     MOST_CONNECTIONS,
     Method,
-    Options,
     channel_options,
 )
 from collapipe_flwr.transport.tls import bind
@@ -48,9 +47,13 @@ class Server:
             self._callers,
             options=[
                 *channel_options(),
-                *_peer_options(most_calls),
                 *server_keepalive_options(),
                 ("grpc.so_reuseport", 0),
+                # One peer, or many who never say a word, must not fill this server's memory.
+                ("grpc.server_handshake_timeout_ms", 10_000),
+                ("grpc.max_allowed_incoming_connections", MOST_CONNECTIONS),
+                ("grpc.max_concurrent_streams", most_calls),  # of one connection
+                ("grpc.max_metadata_size", 16 * 2**10),
             ],
             maximum_concurrent_rpcs=most_calls,
         )
@@ -106,13 +109,3 @@ def only_message(messages: Iterator[bytes], context: grpc.ServicerContext) -> by
         context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a call without its message")
     assert message is not None
     return message
-
-
-def _peer_options(most_calls: int) -> Options:
-    """What keeps one peer, or many who never say a word, from filling a server's memory."""
-    return [
-        ("grpc.server_handshake_timeout_ms", 10_000),
-        ("grpc.max_allowed_incoming_connections", MOST_CONNECTIONS),
-        ("grpc.max_concurrent_streams", most_calls),  # of one connection
-        ("grpc.max_metadata_size", 16 * 2**10),
-    ]

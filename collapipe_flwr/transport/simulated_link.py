@@ -38,22 +38,26 @@ def simulated(left: Link, right: Link, link: LinkConfig) -> tuple[Link, Link]:
 
 
 class Wire:
-    """One direction: when each frame in flight arrives."""
+    """One direction: when each frame in flight arrives; without a rate that is at once."""
 
     def __init__(self, rate_bit_per_s: float | None) -> None:
         self.busy_s = 0.0  # of carrying
         self.cut = threading.Event()  # nothing arrives any more
+        self._is_limited = rate_bit_per_s is not None
         self._limiter = RateLimiter(rate_bit_per_s)
         self._arrivals: SimpleQueue[float] = SimpleQueue()
 
     def put(self, size_bytes: int) -> None:
         """A frame of that size was sent."""
-        now_s = time.monotonic()
-        self._arrivals.put(now_s + self._limiter.delay_s(size_bytes, now_s))
-        self.busy_s += self._limiter.carrying_s(size_bytes)
+        if self._is_limited:
+            now_s = time.monotonic()
+            self._arrivals.put(now_s + self._limiter.delay_s(size_bytes, now_s))
+            self.busy_s += self._limiter.carrying_s(size_bytes)
 
     def await_frame(self, peer: str, deadline_s: float) -> None:
         """Wait until the next frame is there, or the wire is cut; raises LinkTimeout."""
+        if not self._is_limited:
+            return
         try:
             due_s = self._arrivals.get(timeout=deadline_s)
         except Empty as error:

@@ -72,7 +72,10 @@ def gather_weights(
         if key not in weights:
             size_bytes = math.prod(shape) * piece.element_size()
             held_bytes += size_bytes
-            _check_room(len(weights), held_bytes, most_bytes)
+            if len(weights) >= MOST_TENSORS:
+                raise ProtocolError(f"weights of more than {MOST_TENSORS} tensors are not accepted")
+            if held_bytes > most_bytes:
+                raise ProtocolError(f"weights of more than {most_bytes} bytes are not accepted")
             reserve(size_bytes)
             weights[key] = torch.empty(shape, dtype=piece.dtype)
             filled[key] = 0
@@ -92,13 +95,6 @@ def _piece(frame: Frame) -> tuple[str, Tensor, list[int]]:
         raise ProtocolError("weights with a malformed shape")
     ((key, piece),) = frame.tensors.items()
     return key, piece, shape
-
-
-def _check_room(tensors: int, held_bytes: int, most_bytes: int) -> None:
-    if tensors >= MOST_TENSORS:
-        raise ProtocolError(f"weights of more than {MOST_TENSORS} tensors are not accepted")
-    if held_bytes > most_bytes:
-        raise ProtocolError(f"weights of more than {most_bytes} bytes are not accepted")
 
 
 def _fill(target: Tensor, key: str, piece: Tensor, frame: Frame, filled: dict[str, int]) -> None:

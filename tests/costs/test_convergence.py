@@ -9,7 +9,6 @@ from collapipe_flwr.core.domain import ClusterOutcome, GradientNoise, RoundOutco
 from collapipe_flwr.costs.convergence import (
     LearningConstants,
     LearningState,
-    Prior,
     bound_sums,
     constants_of,
     exchanged,
@@ -82,7 +81,7 @@ def test_noise_estimator_recovers_sigma_from_two_batch_sizes() -> None:
     state = update(LearningState(), outcome(noise), learning_rate=0.1, mean_steps=1.0)
     assert state.noise == pytest.approx(sigma2)
     assert state.gradient_square == pytest.approx(signal)
-    assert constants_of(state, Prior()).noise == pytest.approx(sigma2)
+    assert constants_of(state, 0.01).noise == pytest.approx(sigma2)
 
 
 def test_noise_estimator_on_sampled_gradients() -> None:

@@ -7,12 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collapipe_flwr.costs.radio import (
-    power_for_time_w,
-    send_time_s,
-    solve_exponent,
-    thrifty_time_s,
-)
+from collapipe_flwr.costs.radio import power_for_time_w, send_time_s, solve_exponent, thrifty_time_s
 
 NOISE = 2e-20
 

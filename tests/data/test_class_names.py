@@ -76,7 +76,7 @@ def test_names_that_the_names_lack_are_one_sentence(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("known", "labels"),
     [
-        (("10", "2", "1"), ("10", "2", "1")),  # the head has learnt this order
+        (("10", "2", "1"), ("10", "2", "1")),  # the head has learned this order
         (("2", "1", "10", "7"), ("2", "1", "10", "7")),  # and one more
         (("2", "1"), ("1", "2", "10")),
         (("LABEL_0", "LABEL_1", "LABEL_2"), ("1", "2", "10")),

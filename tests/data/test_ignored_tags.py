@@ -1,4 +1,4 @@
-"""Words with the tag -100 are read, and are neither learnt, nor guessed, nor a class."""
+"""Words with the tag -100 are read, and are neither learned, nor guessed, nor a class."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def test_an_ignored_word_is_no_target_and_no_class(
     assert task.labels == labels
     examples = task.train.to_list()[:2]
     batch = task.collate(examples)
-    learnt = [label for label in batch["labels"][0].tolist() if label != -100]
-    assert len(learnt) == 3 and set(learnt) == {0, 1, 2}
+    learned = [label for label in batch["labels"][0].tolist() if label != -100]
+    assert len(learned) == 3 and set(learned) == {0, 1, 2}
     references = task.references(examples, batch)
     assert len(references[0].split()) == 3
     assert task.read(batch["labels"], batch) == references

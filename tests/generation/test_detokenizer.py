@@ -113,10 +113,10 @@ def test_texts_come_out_as_they_would_all_anew(tokenizer: Any, text: str, skip: 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_whatever_a_model_writes_comes_out_as_it_would_all_anew(tokenizer: Any, seed: int) -> None:
-    """Random tokens: broken characters, special tokens, spaces at the wrong places."""
+    """Random tokens: broken characters, special and unknown tokens, odd spaces."""
     chance = random.Random(seed)
     steps = [
-        [chance.randrange(len(tokenizer)) for _ in range(chance.choice([1, 1, 1, 0, 3]))]
+        [chance.randrange(len(tokenizer) + 9) for _ in range(chance.choice([1, 1, 1, 0, 3]))]
         for _ in range(120)
     ]
     for skip in (True, False):

@@ -10,11 +10,7 @@ import numpy as np
 import pytest
 
 from collapipe_flwr.core.domain import ClusterOutcome, RoundOutcome, Snapshot
-from collapipe_flwr.scheduler.estimates import (
-    ProfileEstimates,
-    profiles_learned,
-    with_profiles,
-)
+from collapipe_flwr.scheduler.estimates import ProfileEstimates, profiles_learned, with_profiles
 
 
 def with_speed(snapshot: Snapshot, factor: float) -> Snapshot:

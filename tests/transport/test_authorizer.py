@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import grpc
 import pytest
 
 from collapipe_flwr.config.access_control import AccessControl, Caller
 from collapipe_flwr.transport import methods
-from collapipe_flwr.transport.authorizer import MOST_AT_ONCE, Authorizer, PeerBusy, PeerRefused
+from collapipe_flwr.transport.authorizer import MOST_AT_ONCE, Authorizer
+
+
+class Aborted(Exception):
+    """The status of a call that was ended."""
 
 
 class Context:
@@ -20,6 +25,9 @@ class Context:
             self._found["x509_common_name"] = [name.encode()]
             self._found["x509_subject_alternative_name"] = [host.encode() for host in hosts]
 
+    def abort(self, code: grpc.StatusCode, details: str) -> None:
+        raise Aborted(f"{code.name}: {details}")
+
     def auth_context(self) -> Mapping[str, Iterable[bytes]]:
         return self._found
 
@@ -27,25 +35,27 @@ class Context:
 def test_a_member_is_known_by_its_common_name_only() -> None:
     access = AccessControl({"pi-1": Caller(name="pi-1")})
     gate = Authorizer(access, on_edge=False)
-    with gate.entered(Context("pi-1", ["10.0.0.1", "pi-2"]), methods.ECHO) as caller:
+    with gate.admitted(Context("pi-1", ["10.0.0.1", "pi-2"]), methods.ECHO) as caller:
         assert caller == Caller(name="pi-1")
     for name in ("pi-2", "PI-1", "pi-1.", "pi-1\0", "", None):
         with (
-            pytest.raises(PeerRefused, match=r"is no member here|has no common name"),
-            gate.entered(Context(name, ["pi-1"]), methods.ECHO),
+            pytest.raises(
+                Aborted, match=r"UNAUTHENTICATED: .*(is no member here|has no common name)"
+            ),
+            gate.admitted(Context(name, ["pi-1"]), methods.ECHO),
         ):
             pass
 
 
 def test_without_a_roster_a_nameless_certificate_is_refused_and_plain_text_is_nobody() -> None:
     gate = Authorizer(None, on_edge=True)
-    with gate.entered(Context(), methods.ECHO) as caller:
+    with gate.admitted(Context(), methods.ECHO) as caller:
         assert caller is None
-    with gate.entered(Context("laptop"), methods.ECHO) as caller:
+    with gate.admitted(Context("laptop"), methods.ECHO) as caller:
         assert caller == Caller(name="laptop")
     with (
-        pytest.raises(PeerRefused, match="has no common name"),
-        gate.entered(Context("", ["laptop"]), methods.ECHO),
+        pytest.raises(Aborted, match=r"UNAUTHENTICATED: .* has no common name"),
+        gate.admitted(Context("", ["laptop"]), methods.ECHO),
     ):
         pass
 
@@ -53,12 +63,12 @@ def test_without_a_roster_a_nameless_certificate_is_refused_and_plain_text_is_no
 def test_calls_are_counted_by_name_whatever_hosts_are_listed() -> None:
     gate = Authorizer(None, on_edge=True)
     entered = [
-        gate.entered(Context("pi-1", [f"host-{n}"]), methods.PUSH_WEIGHTS)
+        gate.admitted(Context("pi-1", [f"host-{n}"]), methods.PUSH_WEIGHTS)
         for n in range(MOST_AT_ONCE["transfers"] + 1)
     ]
     for call in entered[:-1]:
         call.__enter__()
-    with pytest.raises(PeerBusy, match="pi-1 has 2 transfers under way"):
+    with pytest.raises(Aborted, match="RESOURCE_EXHAUSTED: pi-1 has 2 transfers under way"):
         entered[-1].__enter__()
     for call in entered[:-1]:
         call.__exit__(None, None, None)
