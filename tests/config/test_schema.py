@@ -39,6 +39,11 @@ def test_flatten_then_parse_is_identity() -> None:
     assert known_keys() == set(flatten(config))
 
 
+def test_a_configuration_can_be_a_key() -> None:
+    values = {"train.optimizer": "RMSprop", "train.optimizer-arguments": "alpha=0.9"}
+    assert len({parse(values), parse(values), parse({})}) == 2
+
+
 def test_whole_number_serves_where_a_float_is_asked() -> None:
     assert parse({"train.learning-rate": 1}).train.optimizer.learning_rate == 1.0
 
