@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig, predict_unsplit
+from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.objective import scores_of
-from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.backward import fuse_accumulation
 from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.optimizer import Optimizer
@@ -22,7 +22,7 @@ CONSTANT = repeat(1.0)
 
 
 def train_unsplit(
-    splitter: Splitter,
+    splitter: AnySplitter,
     model: nn.Module,
     optimizer: Optimizer,
     batches: Iterable[Sequence[Mapping[str, Tensor]]],
@@ -61,7 +61,7 @@ def train_unsplit(
 
 
 def evaluate_unsplit(
-    splitter: Splitter,
+    splitter: AnySplitter,
     model: nn.Module,
     batches: Iterable[Sequence[Mapping[str, Tensor]]],
     wanted: PredictionConfig | None = None,
@@ -78,7 +78,7 @@ def evaluate_unsplit(
 
 
 def _evaluate(
-    splitter: Splitter,
+    splitter: AnySplitter,
     model: nn.Module,
     micro_batch: Mapping[str, Tensor],
     wanted: PredictionConfig | None,

@@ -17,6 +17,7 @@ from collapipe_flwr.federation.records import (
     read_assignment,
     read_progress,
 )
+from collapipe_flwr.federation.rounds import Outcome
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from tests.federation.memory_edge import MemoryEdge
 from tests.federation.split_clusters import (
@@ -227,6 +228,16 @@ def test_a_strategy_that_sends_more_than_the_model_is_refused_with_a_split_model
     strategy = wrapped(MemoryEdge(), FixedPlanner("c1", "c2"), [], Controlled())
     with pytest.raises(ProtocolError, match="exactly one ArrayRecord, got 2: leave out the split"):
         strategy.start(grid, encode_tensors(model()))
+
+
+def test_a_strategy_that_trains_nobody_opens_no_session():
+    edge, records = MemoryEdge(), []
+    grid = LocalGrid({1: failing, 2: failing})
+    inner = FedAvg(fraction_train=0.0)
+    strategy = wrapped(edge, FixedPlanner("c1", "c2"), records, inner)
+    assert len(strategy.start(grid, encode_tensors(model()), num_rounds=1).arrays) == 0
+    assert grid.sent == []
+    assert records[0].outcome == Outcome()
 
 
 def test_a_node_that_is_evaluated_without_a_plan_of_its_own_is_passed_over():
