@@ -19,6 +19,7 @@ from flwr.serverapp.strategy import (
     Strategy,
 )
 
+from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors, load_into
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.records import (
@@ -29,6 +30,7 @@ from collapipe_flwr.federation.records import (
     read_profile,
     write_profile,
 )
+from collapipe_flwr.federation.strategy import CollaPipe
 from tests.federation.memory_edge import MemoryEdge
 from tests.federation.split_clusters import EDGE_KEYS, FixedPlanner, model, trainer, wrapped
 from tests.federation.strategies import AVERAGING, PRIVATE
@@ -222,6 +224,14 @@ def test_clipping_at_the_server_around_collapipe_never_bounds_parts_in_silence()
         strategy.start(grid, floats(), num_rounds=1)
     strategy.strategy.close()
     assert edge.replicas == {}
+
+
+def test_a_model_to_split_is_refused_inside_another_strategy():
+    inside = CollaPipe(FedAvg(), model=object(), scheduler=FixedPlanner("c1", "c2"))
+    strategy = DifferentialPrivacyServerSideFixedClipping(inside, 0.0, NORM, 2)
+    grid = LocalGrid({n: trainer(MemoryEdge(), float(n), 10) for n in (1, 2)})
+    with pytest.raises(RunError, match=r"put that inside, CollaPipe\(OtherStrategy\(FedAvg\(\)"):
+        strategy.start(grid, floats(), num_rounds=1)
 
 
 def test_a_description_says_whether_a_cluster_is_whole():

@@ -293,7 +293,7 @@ def test_the_proximal_term_of_shared_weights_counts_once() -> None:
     model.config.use_cache = False
     optimizer = Optimizer(config, model.named_parameters())
     execution = Execution(clip_norm=0.7)
-    losses = train_unsplit(model, optimizer, steps, splitter.task.targets, execution)
+    losses = train_unsplit(splitter, model, optimizer, steps, execution)
     expected = {key: model.state_dict()[key] for key in weights}
     result, found = Cluster(splitter, config, cut, clip_norm=0.7).train(weights, steps)
     assert result.losses == near(losses)
