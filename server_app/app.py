@@ -22,6 +22,7 @@ from collapipe_flwr.federation.run_strategy import (
     make_planner,
     run_strategy,
 )
+from collapipe_flwr.federation.strategy_names import make_strategy
 from collapipe_flwr.models import save_adapter, save_whole
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.reporting.console import RoundPrinter
@@ -46,6 +47,7 @@ def main(grid: Grid, context: Context) -> None:
 def run(grid: Grid, config: AppConfig) -> None:
     """Everything is checked before the run directory is made."""
     torch.set_num_threads(config.train.threads)  # the edge sums as the clusters do
+    make_strategy(config)  # refuses wrong arguments
     learner = make_learner(config)
     evaluator = Evaluator(learner.splitter, learner.task, config.evaluation.batch_size)
     members, planner = _clusters(grid, config, learner)
@@ -73,7 +75,7 @@ def _clusters(
     members = DeadlineGrid(grid, names, RoundClock(slack)) if slack else Members(grid, names)
     if config.run.runtime != "pipeline":
         return members, None
-    model = profile_model(learner.splitter, learner.shape)
+    model = profile_model(learner.splitter, learner.shape, config.train.optimizer.state_bytes)
     return members, make_planner(config, model, clusters, members.clusters)
 
 
@@ -111,11 +113,10 @@ def _train(
     if drawn:
         recorder.say(drawn_sentence(config.model.pretrained, drawn))
     inner = inner_strategy(
-        config.run.strategy,
+        config,
         learner.task,
         lambda loss: recorder.on_training(loss, members.take_train_bytes()),
         recorder.on_clusters,
-        evaluates=config.evaluation.federated,
     )
     made = run_strategy(inner, config, learner, planner, recorder, folder.directory.run_id)
     with made as (strategy, train_config):

@@ -29,7 +29,7 @@ from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.links import QUEUE_FRAMES
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.pipeline.meter import StageReport
-from collapipe_flwr.pipeline.state import OptimizerState
+from collapipe_flwr.pipeline.state import OptimizerState, between_rounds
 from collapipe_flwr.pipeline.step import MicroBatch
 from collapipe_flwr.scheduler.plans import check_cluster_plan, dry_run_plan
 from collapipe_flwr.transport.weights import TransferStats
@@ -83,7 +83,7 @@ def train_round(
         course.run(batches, probe)
         intervals, plan, incidents = course.intervals, course.order.plan, course.incidents
     return RoundResult(
-        slots=intervals[-1].state.optimizer if order.keep_optimizer else {},
+        slots=between_rounds(intervals[-1].state.optimizer) if order.keep_optimizer else {},
         weights={k: t for interval in intervals for k, t in interval.state.weights.items()},
         losses=tuple(loss for interval in intervals for loss in interval.losses),
         probe=intervals[0].probe,

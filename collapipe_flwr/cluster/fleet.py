@@ -64,6 +64,8 @@ class RoundOrder:
     slots: OptimizerState = field(default_factory=dict)  # empty: the optimizer starts anew
     keep_optimizer: bool = False  # give the slots back at the end of the round
     first_step: int = 0  # the number of the first step; not 0 in the middle of a round
+    updates: int = 0  # optimizer steps of the round so far
+    batches: int = 0  # of the whole round; 0: not known in advance
 
     @property
     def hops(self) -> tuple[LinkConfig, ...]:

@@ -136,6 +136,10 @@ class RoundExamples:
     chosen: list[Example]
     fresh: list[Example] = field(default_factory=list)
 
+    def num_batches(self, batch_size: int) -> int:
+        """Those of the round; the last one may be smaller."""
+        return -(-len(self.chosen) // batch_size)
+
     def steps(self, *, batch_size: int, micro_batch_size: int) -> Iterator[list[dict[str, Tensor]]]:
         """The micro-batches of each optimiser step."""
         sizes = {"batch_size": batch_size, "micro_batch_size": micro_batch_size}

@@ -67,6 +67,7 @@ class ReplayInterval:
             weights={**order.weights, **self.state.weights},
             slots=self.state.optimizer,
             first_step=self.next_step,
+            updates=order.updates + len(self.losses),
         )
 
 
@@ -97,6 +98,7 @@ def run_interval(
             downstream=chain.link,
             shared=splitter.sums_shared,
             first_step=order.first_step,
+            rates=order.learning.optimizer.rates(first=order.updates, batches=order.batches),
         )
         with first.telling_neighbours():
             tested = EvalResult.mean(_losses(first.evaluate(batch) for batch in probe))
@@ -104,10 +106,10 @@ def run_interval(
             first.finish()
         segments = chain.collect(keep_optimizer=keep_optimizer)
     own = {key: tensor.detach() for key, tensor in embedding.state_dict().items()}
-    kept = segments.state.optimizer
+    slots = optimizer_state_of(optimizer) if keep_optimizer() else {}
     state = PartState(
         weights={**own, **segments.state.weights},
-        optimizer={**optimizer_state_of(optimizer), **kept} if kept else {},
+        optimizer={**slots, **segments.state.optimizer},
     )
     return ReplayInterval(
         losses=tuple(step.loss for step in steps if step.weight),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.stage import computing_in
 
 PLAIN = Execution()
+CONSTANT = repeat(1.0)
 
 
 def train_unsplit(
@@ -25,12 +27,13 @@ def train_unsplit(
     optimizer: Optimizer,
     batches: Iterable[Sequence[Mapping[str, Tensor]]],
     execution: Execution = PLAIN,
+    rates: Iterator[float] = CONSTANT,
 ) -> tuple[float, ...]:
     """One optimiser step per batch of micro-batches that has labels; the loss of each step.
 
     ``model`` is what ``splitter`` built. A micro-batch counts with its share of the weight that the
     mean loss runs over, so a step's gradient is that of the mean over the whole batch however it is
-    cut.
+    cut. ``rates`` are the factors of the learning rates, one per step.
     """
     model.train()
     fuse_accumulation(model)  # as stages do
@@ -48,9 +51,10 @@ def train_unsplit(
                 loss: Any = splitter.loss_of(outputs, micro_batch) * (count / sum(counts))
             loss.backward()
             step_loss += float(loss.detach())
+        optimizer.add_proximal()
         if execution.clip_norm:
             torch.nn.utils.clip_grad_norm_(optimizer.parameters, execution.clip_norm)
-        optimizer.step()
+        optimizer.step(next(rates))
         optimizer.zero_grad()
         losses.append(step_loss)
     return tuple(losses)

@@ -20,6 +20,7 @@ from collapipe_flwr.config.parsing import flatten_section, parse_section, refuse
 from collapipe_flwr.core.keys import (
     Value,
     above,
+    assignments,
     at_least,
     between,
     inline,
@@ -38,6 +39,22 @@ from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 
 AUTO = "auto"
+STRATEGIES = (
+    "fedavg",
+    "fedavgm",
+    "fedadam",
+    "fedadagrad",
+    "fedyogi",
+    "fedprox",
+    "qfedavg",
+    "fedmedian",
+    "fedtrimmedavg",
+    "krum",
+    "multikrum",
+    "bulyan",
+    "dp-fixed-clipping",
+    "dp-adaptive-clipping",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +68,8 @@ class RunConfig:
     run_name: str = key("")  # folder inside output-dir; empty: named after the start time
     resume: str = key("")  # folder of a run to go on with, from its newest checkpoint
     checkpoint_every: int = key(1, at_least(0))  # rounds; 0: none, so the run cannot be resumed
-    strategy: str = key("fedavg", one_of("fedavg", "fedavgm", "fedadam"))
+    strategy: str = key("fedavg", one_of(*STRATEGIES))
+    strategy_arguments: str = key("", assignments())  # of the strategy's class
     runtime: str = key("pipeline", one_of("pipeline", "whole"))  # whole: plain FedAvg, no split
     node_timeout_s: float = key(300.0, above(0))  # wait this long for the clusters to connect
     round_timeout_s: float = key(900.0, above(0))

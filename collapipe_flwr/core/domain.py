@@ -80,6 +80,7 @@ class ClusterProfile:
     server_rate_bit_per_s: float  # control unit <-> Flower server
     link_codec: str = ""  # that its links are bound to; empty: as the run says
     real_links: bool = False  # machines: what their links carried corrects the planned rates
+    whole: bool = False  # its app has mods: the whole model in messages and replies, not its part
 
     @property
     def members(self) -> tuple[DeviceProfile, ...]:

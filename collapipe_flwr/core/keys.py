@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -38,6 +39,7 @@ class Rule:
     holds: Callable[[Any], bool]
     says: str
     text: Text | None = None
+    names: tuple[str, ...] = ()  # the values, where there are only so many
 
 
 def at_least(low: float) -> Rule:
@@ -62,7 +64,8 @@ def off_or_at_least(limit: float) -> Rule:
 
 def one_of(*names: str | int) -> Rule:
     """Accept one of a few names or numbers."""
-    return Rule(lambda v: v in names, "must be one of " + ", ".join(map(str, names)))
+    says = "must be one of " + ", ".join(map(str, names))
+    return Rule(lambda v: v in names, says, names=tuple(map(str, names)))
 
 
 def matches(pattern: str, says: str) -> Rule:
@@ -178,7 +181,9 @@ def rule_of(field_: Field[Any]) -> Rule | None:
 def check(name: str, value: object, rule: Rule | None) -> None:
     """Raise ConfigError, naming the key, for a value against the rule."""
     if rule is not None and not rule.holds(value):
-        raise ConfigError(f"{name} {rule.says}, got {value!r}")
+        near = get_close_matches(str(value), rule.names, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"{name} {rule.says}, got {value!r}{hint}")
 
 
 def check_keys(section: Any, prefix: str) -> None:

@@ -55,11 +55,11 @@ def with_content(reply: Message, content: RecordDict) -> Message:
     return changed
 
 
-def only_arrays(content: RecordDict, what: str) -> tuple[str, ArrayRecord]:
+def only_arrays(content: RecordDict, what: str, advice: str = "") -> tuple[str, ArrayRecord]:
     """Name and arrays of the one ArrayRecord; raises ProtocolError if there is not just one."""
     found = list(content.array_records.items())
     if len(found) != 1:
-        raise ProtocolError(f"{what} must hold exactly one ArrayRecord, got {len(found)}")
+        raise ProtocolError(f"{what} must hold exactly one ArrayRecord, got {len(found)}{advice}")
     return found[0]
 
 

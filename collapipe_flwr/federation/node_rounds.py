@@ -37,7 +37,7 @@ from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.specs import splitter_of
 from collapipe_flwr.pipeline.optimizer import Optimizer
-from collapipe_flwr.pipeline.state import load_optimizer_state, optimizer_state_of
+from collapipe_flwr.pipeline.state import between_rounds, load_optimizer_state, optimizer_state_of
 from collapipe_flwr.pipeline.step import MicroBatch
 
 Weights = Mapping[str, Tensor]
@@ -68,6 +68,7 @@ class PipelineRound:
             examples.steps(**self.sizes),
             examples.probe(**self.sizes),
             examples=examples.data.examples_per_round,
+            batches=examples.num_batches(self.sizes["batch_size"]),
             memory=memory,
         )
         content = reply(result.weights, result.losses, len(examples.chosen))
@@ -86,15 +87,17 @@ class PipelineRound:
         probe: Batches = (),
         *,
         examples: int,
+        batches: int = 0,
         memory: OptimizerMemory | None = None,
     ) -> tuple[RoundResult, tuple[str, ...]]:
         """One optimizer step per batch of micro-batches; also the devices absent at the end.
 
-        ``probe`` is evaluated before the first step. Raises as `train_round`.
+        ``probe`` is evaluated before the first step. ``batches`` are those of the round, 0 where
+        their number is not known. Raises as `train_round`.
         """
         splitter = _splitter(self.task.model_spec_json)
         with site.devices(self.task, splitter, examples) as devices:
-            order = self._order(splitter, weights)
+            order = replace(self._order(splitter, weights), batches=batches)
             if memory is not None:
                 order = replace(order, slots=memory.recall(), keep_optimizer=memory.keep)
             result = train_round(
@@ -182,8 +185,9 @@ class WholeRound:
         optimizer = Optimizer(self.task.optimizers[self.server_round - 1], model.named_parameters())
         load_optimizer_state(optimizer, memory.recall())
         steps = examples.steps(**self.sizes)
-        losses = train_unsplit(splitter, model, optimizer, steps, self.task.execution)
-        memory.remember(optimizer_state_of(optimizer))
+        rates = optimizer.settings.rates(batches=examples.num_batches(self.task.batch_size))
+        losses = train_unsplit(splitter, model, optimizer, steps, self.task.execution, rates)
+        memory.remember(between_rounds(optimizer_state_of(optimizer)))
         return reply(splitter.trained_weights(model), losses, len(examples.chosen))
 
     def evaluate(self, node: Node, weights: Weights, data: LocalData) -> MetricRecord:

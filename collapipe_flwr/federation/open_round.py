@@ -40,6 +40,7 @@ from collapipe_flwr.federation.split import SplitRound
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 
 log = logging.getLogger("flwr.collapipe")
+_ONE_MODEL = ": leave out the split model, or choose a strategy that sends the model and no more"
 
 
 class OpenRound:
@@ -114,9 +115,9 @@ class OpenRound:
         content = restored(message.content, self.template, self._hidden, exact=exact)
         task = None
         if self._split is not None:
-            name, arrays = only_arrays(content, "the inner strategy's message")
-            task = self._split.open(cluster_id, arrays, edge_depth(plan))
-            content[name] = self._split.for_cluster(arrays)
+            name, arrays = only_arrays(content, "the inner strategy's message", _ONE_MODEL)
+            task = self._split.open(cluster_id, name, content, edge_depth(plan))
+            content[name] = self._split.for_cluster(cluster_id, arrays)
         assignment = RoundAssignment(
             server_round=self.plan.server_round,
             cluster_id=cluster_id,

@@ -97,7 +97,13 @@ class ScheduledRounds:
         del arrays
         names = {node: self._clusters.get(node, f"node-{node}") for node in nodes}
         plan = self._step(server_round, [n for n in names.values() if n in self._known()])
-        return RoundPlan(server_round=server_round, plan=plan, cluster_ids=names, binding=True)
+        return RoundPlan(
+            server_round=server_round,
+            plan=plan,
+            cluster_ids=names,
+            binding=True,
+            whole=frozenset(p.cluster_id for p in self.world.clusters if p.whole),
+        )
 
     def settle(self, closed: ClosedRound) -> Outcome:
         """Price the finished part of the plan and let the scheduler observe it, if there is any."""

@@ -8,15 +8,16 @@ which is taken out before the inner strategy looks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from collapipe_flwr.cluster.fleet import LearningSettings
 from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile
-from collapipe_flwr.core.errors import ProtocolError, ScheduleError
+from collapipe_flwr.core.errors import ConfigError, ProtocolError, ScheduleError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.federation.rounds import Progress
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
@@ -32,6 +33,8 @@ EXAMPLES = "num-examples"
 QUERY_DESCRIBE = "query.describe"
 
 _FLOWER_ROUND = "server-round"  # as Flower's strategies spell it
+_PROXIMAL = "proximal-mu"  # as FedProx does
+_RATES = ("lr", "learning-rate")  # as Flower's examples do
 _ROUND = "collapipe.server-round"
 _PROGRESS = "collapipe.progress"
 _PLAN = "collapipe.plan"
@@ -59,6 +62,7 @@ class SplitTask:
     session: SessionKey
     learning: LearningSettings
     shape: BatchShape = SHORT  # of what is learned from
+    whole: bool = False  # the message holds the edge's arrays as well, and so must the reply
 
     @property
     def run_id(self) -> str:
@@ -183,7 +187,23 @@ def read_unsplit_task(content: RecordDict) -> UnsplitTask | None:
     """The task in a message of a plain strategy, or None; raises ProtocolError if malformed."""
     config = _holder(content, _UNSPLIT)
     text = _text(config, _UNSPLIT) if config is not None else None
-    return None if text is None else from_json(UnsplitTask, text, _UNSPLIT)
+    if text is None:
+        return None
+    task = from_json(UnsplitTask, text, _UNSPLIT)
+    return replace(task, optimizers=tuple(asked_optimizer(content, o) for o in task.optimizers))
+
+
+def asked_optimizer(content: RecordDict, optimizer: OptimizerConfig) -> OptimizerConfig:
+    """``optimizer`` with what the strategy that made a message asks for in its config.
+
+    ``proximal-mu`` (FedProx) is the weight of the proximal term, ``lr`` or ``learning-rate`` the
+    learning rate. Raises ConfigError for values that are none.
+    """
+    mu = _number(content, _PROXIMAL)
+    if mu is not None:
+        optimizer = replace(optimizer, proximal_mu=mu)
+    rate = next((r for r in (_number(content, key) for key in _RATES) if r is not None), None)
+    return optimizer if rate is None else optimizer.with_learning_rate(rate)
 
 
 def write_profile(profile: ClusterProfile) -> RecordDict:
@@ -262,6 +282,17 @@ def _configured(content: RecordDict, values: Mapping[str, str | int]) -> RecordD
 def _holder(content: RecordDict, key: str) -> ConfigRecord | None:
     """The first ConfigRecord that has the key."""
     return next((c for c in content.config_records.values() if key in c), None)
+
+
+def _number(content: RecordDict, key: str) -> float | None:
+    """A number >= 0 in a config, None where there is none; raises ConfigError for others."""
+    config = _holder(content, key)
+    value = None if config is None else config[key]
+    if value is None:
+        return None
+    if type(value) not in (int, float) or not 0 <= cast(float, value) < math.inf:
+        raise ConfigError(f"the strategy's config sets {key} to {value!r}: set a number >= 0")
+    return float(cast(float, value))
 
 
 def _read(content: RecordDict, name: str, kind: type[T]) -> T | None:

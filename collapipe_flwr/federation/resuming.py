@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -58,10 +58,10 @@ class Checkpointed(Strategy):
         checkpoints: Checkpoints,
         others: Mapping[str, Resumable] | None = None,
     ) -> None:
-        ours = strategy if isinstance(strategy, CollaPipe) else None
         self._strategy = strategy
-        self._inner = strategy if ours is None else ours.inner_strategy
-        self._parts = {**({} if ours is None else ours.resumable), **(others or {})}
+        self._ours = strategy if isinstance(strategy, CollaPipe) else None
+        self._inner = strategy if self._ours is None else self._ours.inner_strategy
+        self._others = dict(others or {})
         self._checkpoints = checkpoints
         self._first_state = encode_state(self._inner, {})
         self._arrays = ArrayRecord()
@@ -87,9 +87,8 @@ class Checkpointed(Strategy):
 
         Raises RunError if the checkpoint cannot be read or is of another model or strategy.
         """
-        arrays = self._resume(initial_arrays)
-        ours = self._strategy if isinstance(self._strategy, CollaPipe) else None
-        with closing(ours) if ours is not None else nullcontext():
+        with self._ours.running() if self._ours is not None else nullcontext():
+            arrays = self._resume(initial_arrays)
             result = driver(self._inner, self).start(
                 grid,
                 arrays,
@@ -100,6 +99,10 @@ class Checkpointed(Strategy):
                 self._counted(evaluate_fn),
             )
         return self._renumbered(result, arrays)
+
+    @property
+    def _parts(self) -> dict[str, Resumable]:
+        return {**(self._ours.resumable if self._ours is not None else {}), **self._others}
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

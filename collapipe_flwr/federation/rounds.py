@@ -103,6 +103,7 @@ class RoundPlan:
     plan: Plan | None
     cluster_ids: Mapping[int, str]
     binding: bool
+    whole: frozenset[str] = frozenset()  # clusters that describe themselves so, see ClusterProfile
 
     def cluster_plan(self, node_id: int) -> ClusterPlan | None:
         """The plan of one node's cluster, None where it has none."""

@@ -21,7 +21,7 @@ from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.models.split_model import SplitModel
 from collapipe_flwr.pipeline.config import SessionKey, SessionRequest, StageConfig
 from collapipe_flwr.pipeline.meter import StageReport
-from collapipe_flwr.pipeline.state import OptimizerState, PartState
+from collapipe_flwr.pipeline.state import OptimizerState, PartState, between_rounds
 from collapipe_flwr.transport.client import EdgeClient
 
 log = logging.getLogger("flwr.collapipe")
@@ -131,7 +131,7 @@ class RpcEdgeGateway:
         found = self._client.session(session.key).fetch_weights(with_optimizer=keep)
         state = PartState.of_tensors(found)
         if keep:
-            self._fetched[session.key] = state.optimizer
+            self._fetched[session.key] = between_rounds(state.optimizer)
         return dict(state.weights)
 
     def accept(self, session: EdgeSession) -> None:

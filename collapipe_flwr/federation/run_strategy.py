@@ -11,12 +11,12 @@ from operator import mul
 from typing import cast
 
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
-from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, Strategy
+from flwr.serverapp.strategy import Strategy
 
 from collapipe_flwr.cluster.fleet import LearningSettings
 from collapipe_flwr.config.schema import AppConfig
 from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
-from collapipe_flwr.core.errors import ConfigError, blaming
+from collapipe_flwr.core.errors import blaming
 from collapipe_flwr.data.metrics import added
 from collapipe_flwr.data.tasks import Task
 from collapipe_flwr.federation.described import Planning
@@ -30,14 +30,10 @@ from collapipe_flwr.federation.records import (
 )
 from collapipe_flwr.federation.rpc_gateway import open_edge, split_setup
 from collapipe_flwr.federation.strategy import RAISE, CollaPipe
+from collapipe_flwr.federation.strategy_names import make_strategy
 from collapipe_flwr.simulation.world import EnergyBudget
 
 log = logging.getLogger("flwr.collapipe")
-_STRATEGIES: dict[str, Callable[..., Strategy]] = {
-    "fedavg": FedAvg,
-    "fedavgm": FedAvgM,
-    "fedadam": FedAdam,
-}
 Aggregate = Callable[[list[RecordDict], str], MetricRecord]
 Tell = Callable[[float], None]
 TellScores = Callable[[Mapping[str, float]], None]
@@ -134,19 +130,18 @@ def make_planner(
 
 
 def inner_strategy(
-    name: str, task: Task, on_training: Tell, on_evaluation: TellScores, *, evaluates: bool
+    config: AppConfig, task: Task, on_training: Tell, on_evaluation: TellScores
 ) -> Strategy:
     """The Flower strategy that CollaPipe wraps; it goes on with the clusters that are connected.
 
     The run as a whole has waited for all of them before.
 
     ``on_training`` gets the mean training loss of a round, ``on_evaluation`` loss and metrics of
-    the clusters on the test set, where the run ``evaluates`` there. Raises ConfigError.
+    the clusters on the test set, where the run evaluates there. Raises ConfigError.
     """
-    if name not in _STRATEGIES:
-        raise ConfigError(f"strategy must be one of {', '.join(_STRATEGIES)}")
-    return _STRATEGIES[name](
-        fraction_evaluate=float(evaluates),
+    return make_strategy(
+        config,
+        fraction_evaluate=float(config.evaluation.federated),
         min_train_nodes=1,
         min_evaluate_nodes=1,
         min_available_nodes=1,

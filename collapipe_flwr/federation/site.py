@@ -65,7 +65,9 @@ class Site:
             fleet = remote_fleet(self.cluster, task) if self.cluster else ThreadFleet(edge.connect)
             recovery = Recovery(
                 profile=self.profile(examples),
-                model=lambda: profile_model(splitter, task.shape),
+                model=lambda: profile_model(
+                    splitter, task.shape, task.learning.optimizer.state_bytes
+                ),
                 edge=edge,
                 snapshot_every=task.learning.snapshot_every,
             )

@@ -3,22 +3,26 @@
 The embedding and the encoder blocks go to the clusters in Flower messages; a decoder replica per
 cluster goes to the edge. When a cluster replies, both halves become one whole model again, every
 key exactly once, so that any Flower strategy can aggregate it.
+
+A cluster whose ClientApp has mods, which clip or noise what the client changed, gets the whole
+model in its message instead. Its control unit fetches what its decoder replica learnt and replies
+with the whole, so that no mod sees a part of an update.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, RecordDict
 
 from collapipe_flwr.cluster.fleet import LearningSettings
 from collapipe_flwr.core.errors import LinkError, ProtocolError, RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors, is_floating
-from collapipe_flwr.federation.records import SHORT, SplitTask
+from collapipe_flwr.federation.records import SHORT, SplitTask, asked_optimizer
 from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.pipeline.config import SessionKey
 from collapipe_flwr.pipeline.meter import StageReport
@@ -89,14 +93,21 @@ class SplitSetup:
 class SplitRound:
     """The edge sessions of one round, by cluster; :meth:`close` ends all of them."""
 
-    def __init__(self, model: SplitSetup, server_round: int) -> None:
+    def __init__(self, model: SplitSetup, server_round: int, whole: Collection[str] = ()) -> None:
+        """``whole`` are the clusters that get and return the whole model."""
         self._model = model
         self._server_round = server_round
+        self._whole = whole
         self._sessions: dict[str, EdgeSession] = {}
         self.constant_keys = model.constant_keys
 
-    def open(self, cluster_id: str, arrays: ArrayRecord, depth: int) -> SplitTask:
-        """Give ``cluster_id`` its decoder replica; raises LinkError or RunError."""
+    def open(self, cluster_id: str, name: str, content: RecordDict, depth: int) -> SplitTask:
+        """Give ``cluster_id`` its decoder replica of the model ``content[name]``.
+
+        It learns as the model's settings and the config in ``content`` say. Raises LinkError,
+        RunError or ConfigError.
+        """
+        arrays = content.array_records[name]
         missing = sorted(self._model.edge_keys - set(arrays))
         if missing:
             raise RunError(
@@ -106,6 +117,7 @@ class SplitRound:
         if cluster_id in self._sessions:
             raise RunError(f"cluster {cluster_id} is asked twice in one round: give it one node")
         learning = self._model.learning(self._server_round)
+        learning = replace(learning, optimizer=asked_optimizer(content, learning.optimizer))
         order = DecoderOrder(
             cluster_id=cluster_id,
             server_round=self._server_round,
@@ -123,12 +135,13 @@ class SplitRound:
             session=session.key,
             learning=learning,
             shape=self._model.shape,
+            whole=cluster_id in self._whole,
         )
 
-    def for_cluster(self, arrays: ArrayRecord) -> ArrayRecord:
-        """The arrays of embedding and encoder blocks."""
-        at_edge = self._model.edge_keys | self._model.aliases.keys()
-        return ArrayRecord({key: array for key, array in arrays.items() if key not in at_edge})
+    def for_cluster(self, cluster_id: str, arrays: ArrayRecord) -> ArrayRecord:
+        """The arrays that Flower carries: of embedding and encoder blocks, or all of them."""
+        elsewhere = self._elsewhere(cluster_id)
+        return ArrayRecord({key: array for key, array in arrays.items() if key not in elsewhere})
 
     def join(self, cluster_id: str, reply: ArrayRecord, template: ArrayRecord) -> ArrayRecord:
         """The whole model of one cluster in the order of ``template``.
@@ -136,16 +149,13 @@ class SplitRound:
         Raises ProtocolError if a key is missing, unknown or twice, or if an array is not like the
         one that was sent or holds infinities; LinkError if the edge fails.
         """
-        replica = self._model.edge.fetch(self._sessions[cluster_id])
-        copies = self._model.shared_keys - self._model.edge_keys
-        decoder = encode_tensors({k: v for k, v in replica.items() if k not in copies})
-        owned = set(template) - self._model.edge_keys - self._model.aliases.keys()
-        check_keys(set(reply), owned, f"cluster {cluster_id}")
-        check_keys(set(decoder), set(self._model.edge_keys), f"the edge for cluster {cluster_id}")
+        elsewhere = self._elsewhere(cluster_id)
+        decoder = self._fetched(cluster_id)
+        check_keys(set(reply), set(template) - elsewhere, f"cluster {cluster_id}")
         whole = ArrayRecord()
         for key, array in template.items():
             source = self._model.aliases.get(key, key)
-            whole[key] = decoder[source] if source in decoder else reply[source]
+            whole[key] = decoder[source] if source in elsewhere else reply[source]
             check_like(key, whole[key], array, cluster_id)
         check_finite(whole, cluster_id)
         return whole
@@ -170,6 +180,20 @@ class SplitRound:
                 self._model.edge.close(session)
             except LinkError as error:
                 log.info("the edge session of cluster %s is gone: %s", cluster_id, error)
+
+    def _elsewhere(self, cluster_id: str) -> frozenset[str]:
+        """The arrays that do not travel between this cluster and the Flower server."""
+        if cluster_id in self._whole:
+            return frozenset()
+        return self._model.edge_keys.union(self._model.aliases)
+
+    def _fetched(self, cluster_id: str) -> ArrayRecord:
+        """The trained decoder; fetched of every cluster, since its optimizer may be kept."""
+        replica = self._model.edge.fetch(self._sessions[cluster_id])
+        copies = self._model.shared_keys - self._model.edge_keys
+        decoder = encode_tensors({k: v for k, v in replica.items() if k not in copies})
+        check_keys(set(decoder), set(self._model.edge_keys), f"the edge for cluster {cluster_id}")
+        return decoder
 
     def _decoder(self, arrays: ArrayRecord) -> ArrayRecord:
         at_edge = self._model.edge_keys | self._model.shared_keys

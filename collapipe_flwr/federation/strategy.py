@@ -13,7 +13,7 @@ whatever else is asked of a `CollaPipe` is the inner strategy's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -37,6 +37,7 @@ from collapipe_flwr.federation.records import take_telemetry
 from collapipe_flwr.federation.rounds import (
     AcceptedRounds,
     ClosedRound,
+    Outcome,
     RoundPlan,
     RoundPlanner,
     RoundRecord,
@@ -51,8 +52,11 @@ from collapipe_flwr.scheduler.protocol import Scheduler
 
 log = logging.getLogger("flwr.collapipe")
 
-PROXIMAL = "proximal-mu"  # as FedProx spells it
 CONTINUE, RAISE = "continue", "raise"
+_NOT_RUNNING = (
+    "a CollaPipe with a model to split does not run as the inside of another strategy, which would "
+    "see parts of updates: put that inside, CollaPipe(OtherStrategy(FedAvg(), ...), model=...)"
+)
 
 
 class CollaPipe(Strategy):
@@ -141,17 +145,25 @@ class CollaPipe(Strategy):
 
         Edge sessions, and an edge of its own, end with it in any case.
         """
-        with self._edge_open():
+        with self.running():
             return driver(self.inner_strategy, self).start(*args, **kwargs)
 
     @contextmanager
-    def _edge_open(self) -> Iterator[None]:
+    def running(self) -> Iterator[None]:
+        """Hold open what the rounds of a run need: the way to the edge, and its sessions.
+
+        :meth:`start` does it; whoever calls the hooks without it has to. Raises LinkError.
+        """
         with ExitStack() as stack:
             if self._model is not None:
                 opening = open_split(self._model, self._edge, self._learning)
                 self._split = stack.enter_context(opening)
+                stack.callback(self._forget_split)
             stack.callback(self.close)
             yield
+
+    def _forget_split(self) -> None:
+        self._split = None
 
     @property
     def _constant_keys(self) -> frozenset[str]:
@@ -168,21 +180,18 @@ class CollaPipe(Strategy):
     ) -> list[Message]:
         """The inner strategy's messages, each with its own plan and its part of the model.
 
-        Raises ScheduleError if nothing can be planned, LinkError if the edge cannot be reached,
-        and ConfigError for a split model that should be trained with a proximal term.
+        A split model learns as their config asks (`asked_optimizer`). Raises ScheduleError if
+        nothing can be planned, LinkError if the edge cannot be reached, ConfigError for settings
+        that make no sense, and RunError outside :meth:`running`.
         """
+        if self._model is not None and self._split is None:
+            raise RunError(_NOT_RUNNING)
         self.close()
         view = inner_view(arrays, self._constant_keys)
         messages = list(self.inner_strategy.configure_train(server_round, view, config, grid))
-        if self._split:
-            refuse_proximal_term(messages)
         nodes = [message.metadata.dst_node_id for message in messages]
-        if isinstance(self.planner, Meets):
-            self.planner.meet(grid, nodes)
-        plan = self.planner.plan(server_round, nodes, arrays)
-        split = SplitRound(self._split, server_round) if self._split else None
-        self._planned = plan
-        return self._opened(OpenRound(plan, arrays, split, self._accepted), messages)
+        self._planned = self._plan(server_round, nodes, arrays, grid)
+        return self._opened(self._new_round(self._planned, server_round, arrays), messages)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -221,8 +230,7 @@ class CollaPipe(Strategy):
         if self._planned is None:
             raise RunError(f"round {server_round}: configure_evaluate needs configure_train first")
         self.close()
-        split = SplitRound(self._split, server_round)
-        return self._opened(OpenRound(self._planned, arrays, split, self._accepted), messages)
+        return self._opened(self._new_round(self._planned, server_round, arrays), messages)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -243,6 +251,19 @@ class CollaPipe(Strategy):
             return narrow_raw(arrays, before)
         return load_into(before, arrays)
 
+    def _plan(
+        self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord, grid: Grid
+    ) -> RoundPlan:
+        if not nodes:  # the inner strategy trains nobody in this round
+            return RoundPlan(server_round=server_round, plan=None, cluster_ids={}, binding=True)
+        if isinstance(self.planner, Meets):
+            self.planner.meet(grid, nodes)
+        return self.planner.plan(server_round, nodes, arrays)
+
+    def _new_round(self, plan: RoundPlan, server_round: int, arrays: ArrayRecord) -> OpenRound:
+        split = SplitRound(self._split, server_round, plan.whole) if self._split else None
+        return OpenRound(plan, arrays, split, self._accepted)
+
     def _opened(self, opened: OpenRound, messages: Iterable[Message]) -> list[Message]:
         """Messages of a round that is open from now on; closed again if one cannot be made."""
         self._round = opened
@@ -260,7 +281,7 @@ class CollaPipe(Strategy):
             failures=closed.failures,
             train_metrics=metrics_as_dict(metrics),
             telemetry=closed.telemetry,
-            outcome=self.planner.settle(closed),
+            outcome=self.planner.settle(closed) if closed.plan.cluster_ids else Outcome(),
             flower_bytes_sent=sum(sent.content_bytes for sent in closed.sent),
             flower_bytes_received=closed.received_bytes,
         )
@@ -295,20 +316,6 @@ def learning_of(optimizer: OptimizerConfig | None, learning: Learning | None) ->
     if callable(learning):
         return lambda server_round: replace(learning(server_round), optimizer=optimizer)
     return replace(learning, optimizer=optimizer)
-
-
-def refuse_proximal_term(messages: Iterable[Message]) -> None:
-    """Raise ConfigError where FedProx asks clients for a term that a split cluster lacks.
-
-    Silently left out, the run would be one of FedAvg under another name.
-    """
-    records = (c for message in messages for c in message.content.config_records.values())
-    asked = next((record[PROXIMAL] for record in records if record.get(PROXIMAL)), None)
-    if asked is not None:
-        raise ConfigError(
-            f"{PROXIMAL} is {asked!r}, but the loss of a split model has no proximal term: use "
-            "FedAvg, FedAvgM or FedAdam inside CollaPipe, or FedProx without split"
-        )
 
 
 def _without_telemetry(reply: Message) -> Message:

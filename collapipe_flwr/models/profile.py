@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils.flop_counter import FlopCounterMode
 
 from collapipe_flwr.core.domain import BlockCost, ModelProfile
@@ -28,19 +29,30 @@ from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.models.splitter import Splitter
 
 Weights = Mapping[str, Tensor]
+Sizes = Mapping[str, tuple[torch.Size, torch.dtype]]  # of parameters, by key
+StateBytes = Callable[[Sizes], int]  # of an optimizer, for the parameters that it trains
 Output = Tensor | Mapping[str, Tensor]  # hidden states, or logits by that name
 
 ACTIVATION_BYTES = 4  # activations cross the network in single precision
-ADAMW_MOMENTS = 2
+_ADAMW_MOMENTS = 2
 
 
-def profile_model(splitter: AnySplitter, shape: BatchShape) -> ModelProfile:
+def adamw_bytes(parameters: Sizes) -> int:
+    """Bytes of two moments for each parameter."""
+    return _ADAMW_MOMENTS * sum(
+        size.numel() * dtype.itemsize for size, dtype in parameters.values()
+    )
+
+
+def profile_model(
+    splitter: AnySplitter, shape: BatchShape, optimizer_bytes: StateBytes = adamw_bytes
+) -> ModelProfile:
     """Costs of embedding, every block and the edge for examples of ``shape``."""
     with shapes_only():
-        return _profile(splitter, shape)
+        return _profile(splitter, shape, optimizer_bytes)
 
 
-def _profile(splitter: AnySplitter, shape: BatchShape) -> ModelProfile:
+def _profile(splitter: AnySplitter, shape: BatchShape, optimizer_bytes: StateBytes) -> ModelProfile:
     weights = {
         key: torch.empty(size, dtype=dtype) for key, (size, dtype) in splitter.shapes.items()
     }
@@ -51,11 +63,11 @@ def _profile(splitter: AnySplitter, shape: BatchShape) -> ModelProfile:
     hidden_BTD = embedding(batch)
     context = {**splitter.context(batch), **embedding.block_context()}
     edge: Any = splitter.build_edge(weights)
-    blocks, behind_BTD = _block_costs(splitter, weights, hidden_BTD, context)
+    blocks, behind_BTD = _block_costs(splitter, weights, hidden_BTD, context, optimizer_bytes)
     costs = (
-        _cost(embedding, lambda: embedding(batch)),
+        _cost(embedding, lambda: embedding(batch), optimizer_bytes),
         *blocks,
-        _cost(edge, lambda: {"logits": edge.scores(_leaf(behind_BTD), context)}),
+        _cost(edge, lambda: {"logits": edge.scores(_leaf(behind_BTD), context)}, optimizer_bytes),
     )
     first, *middle, last = (_per_example(cost, examples) for cost in costs)
     return ModelProfile(embedding=first, blocks=tuple(middle), decoder=last)
@@ -76,30 +88,41 @@ def _learns(part: Part) -> bool:
 
 
 def _block_costs(
-    splitter: AnySplitter, weights: Weights, hidden_BTD: Tensor, context: Weights
+    splitter: AnySplitter,
+    weights: Weights,
+    hidden_BTD: Tensor,
+    context: Weights,
+    optimizer_bytes: StateBytes,
 ) -> tuple[tuple[BlockCost, ...], Tensor]:
     """Every block's costs, and hidden states like those behind the last one.
 
-    Blocks with equal tensor shapes cost the same and are measured once.
+    Blocks with equal tensor shapes, and as much of the optimizer, cost the same and are measured
+    once.
     """
     known: dict[object, BlockCost] = {}
     costs = []
     for index in range(splitter.num_blocks):
-        shapes = tuple(splitter.shapes[key] for key in splitter.held_keys(index))
-        kind = (hidden_BTD.requires_grad, shapes)
+        keys = splitter.held_keys(index)
+        shapes = tuple(splitter.shapes[key] for key in keys)
+        trained = {k: splitter.shapes[k] for k in keys if k not in splitter.constant_keys}
+        with unset_fake_temporarily():
+            kind = (hidden_BTD.requires_grad, shapes, optimizer_bytes(trained))
         if kind not in known:
             block = splitter.build_segment(index, index + 1, weights)
-            known[kind] = _cost(block, partial(block, _leaf(hidden_BTD), context))
+            known[kind] = _cost(block, partial(block, _leaf(hidden_BTD), context), optimizer_bytes)
             learns = hidden_BTD.requires_grad or _learns(block)
             hidden_BTD = hidden_BTD.detach().requires_grad_(learns)
         costs.append(known[kind])
     return tuple(costs), hidden_BTD
 
 
-def _cost(part: Part, run: Callable[[], Output]) -> BlockCost:
+def _cost(part: Part, run: Callable[[], Output], optimizer_bytes: StateBytes) -> BlockCost:
     parameters = list(part.parameters())
     output, forward_flop, stash_bytes = _measure(run, parameters)
-    trained = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
+    trained = {k: (p.shape, p.dtype) for k, p in part.named_parameters() if p.requires_grad}
+    gradients = sum(size.numel() * dtype.itemsize for size, dtype in trained.values())
+    with unset_fake_temporarily():
+        kept = optimizer_bytes(trained)
     backward = 2 * forward_flop
     if not all(parameter.requires_grad for parameter in parameters):
         backward = _backward_flop(run)
@@ -107,7 +130,7 @@ def _cost(part: Part, run: Callable[[], Output]) -> BlockCost:
         forward_flop=forward_flop,
         backward_flop=backward,
         parameter_bytes=sum(t.numel() * t.element_size() for t in part.state_dict().values()),
-        state_bytes=part.held_bytes() + (1 + ADAMW_MOMENTS) * trained,
+        state_bytes=part.held_bytes() + gradients + kept,
         stash_bytes=stash_bytes,
         output_bytes=output.numel() * ACTIVATION_BYTES if isinstance(output, Tensor) else 0,
     )

@@ -8,15 +8,19 @@ whole model's state dict, which are the same however it is cut.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
+from itertools import count
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from collapipe_flwr.core.errors import ConfigError, ModelError
 from collapipe_flwr.core.keys import Rule, Text, above, at_least, key, read_assignments
+from collapipe_flwr.pipeline.learning_rate import check_schedule, factor_of
 from collapipe_flwr.pipeline.update_rules import (
     FUSED,
     Argument,
@@ -30,6 +34,7 @@ from collapipe_flwr.pipeline.update_rules import (
     number,
 )
 
+START = "start/"  # no module path holds a slash
 _OWNERS = {"betas": "adamw", "eps": "adamw", "momentum": "sgd"}  # fields of one rule only
 
 
@@ -79,6 +84,11 @@ class OptimizerConfig:
     default, and adamw and sgd 0.01. A parameter belongs to the first of ``groups`` that matches its
     key. ``betas``, ``eps`` are for adamw, ``momentum`` for sgd.
 
+    All learning rates are multiplied by the factor of ``schedule`` (see `learning_rate`), whose
+    ``total_steps`` are the batches of the round if they are 0. ``proximal_mu`` is that of FedProx:
+    the loss of every step has the term mu/2 * |w - w0|^2, where w0 are the weights that the round
+    began with.
+
     Raises ConfigError for a name or an argument that does not exist or cannot be used.
     """
 
@@ -90,9 +100,21 @@ class OptimizerConfig:
     momentum: float = 0.0
     arguments: Mapping[str, Argument] = key({}, _ARGUMENTS, name="optimizer-arguments")
     groups: tuple[ParameterGroup, ...] = ()
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    total_steps: int = 0
+    proximal_mu: float = 0.0
 
     def __post_init__(self) -> None:
         check_name(self.name)
+        check_schedule(self.schedule)
+        if not (self.warmup_steps >= 0 and self.total_steps >= 0):
+            raise ConfigError(
+                f"warmup_steps and total_steps must be >= 0, got {self.warmup_steps} and "
+                f"{self.total_steps}"
+            )
+        if not 0 <= self.proximal_mu < math.inf:
+            raise ConfigError(f"proximal_mu must be >= 0, got {self.proximal_mu}")
         if self.name not in FUSED:
             self._check_fields()
         for keywords in (self._keywords(None), *map(self._keywords, self.groups)):
@@ -104,6 +126,14 @@ class OptimizerConfig:
         """The arguments, ``lr`` included, that hold for the parameter with this key."""
         return self._keywords(next((g for g in self.groups if g.matches(name)), None))
 
+    def rates(self, *, first: int = 0, batches: int = 0) -> Iterator[float]:
+        """The factors of a round's steps from number ``first`` on; 0 ``batches``: unknown.
+
+        Raises ConfigError as `factor_of`.
+        """
+        total = self.total_steps or batches
+        return map(factor_of(self.schedule, self.warmup_steps, total), count(first))
+
     def with_learning_rate(self, rate: float) -> OptimizerConfig:
         """The same with another rate; those of groups keep their ratio to it."""
         groups = tuple(
@@ -113,6 +143,11 @@ class OptimizerConfig:
             for group in self.groups
         )
         return replace(self, learning_rate=rate, groups=groups)
+
+    def state_bytes(self, parameters: Mapping[str, tuple[torch.Size, torch.dtype]]) -> int:
+        """Of the optimizer for such parameters, without its counters of a few bytes each."""
+        kept = empty_states(self, parameters).values()
+        return sum(tensor.nbytes for tensors in kept for tensor in tensors if tensor.dim())
 
     def _keywords(self, group: ParameterGroup | None) -> Keywords:
         own = {name: getattr(self, name) for name, owner in _OWNERS.items() if owner == self.name}
@@ -148,10 +183,27 @@ class Optimizer:
             raise ModelError("two parameters have the same name")
         self.parameters = tuple(self.by_name.values())
         self._rule = make_rule(settings.name, _groups(settings, self.by_name))
+        self._start: dict[str, Tensor] = {}  # the round's first weights, where they are needed
 
-    def step(self) -> None:
-        """Apply the accumulated gradients once."""
-        self._rule.step(1.0)
+    def step(self, rate: float = 1.0) -> None:
+        """Apply the accumulated gradients once, with ``rate`` times the learning rates."""
+        self._rule.step(rate)
+
+    def add_proximal(self, names: Iterable[str] | None = None) -> None:
+        """Add the gradients of the proximal term; None stands for all parameters.
+
+        As autograd would, it gives those without gradient one, too. To be called before every step,
+        also before the first one, whose weights are those that the round began with.
+        """
+        mu = self.settings.proximal_mu
+        if not mu:
+            return
+        for name in self.by_name.keys() - self._start.keys():
+            self._start[name] = self.by_name[name].detach().clone()
+        for name in self.by_name if names is None else names:
+            parameter = self.by_name[name]
+            pull = torch.sub(parameter.detach(), self._start[name]).mul_(mu)
+            parameter.grad = pull if parameter.grad is None else parameter.grad.add_(pull)
 
     def zero_grad(self) -> None:
         """Free the accumulated gradients."""
@@ -159,9 +211,13 @@ class Optimizer:
             parameter.grad = None
 
     def state_tensors(self) -> dict[str, tuple[Tensor, ...]]:
-        """The state by key: for adamw (step, mean, square), for sgd (buffer)."""
+        """The state by key: for adamw (step, mean, square), for sgd (buffer).
+
+        With a proximal term also the weights that the round began with, by `START` and key.
+        """
         found = ((name, self._rule.state_of(p)) for name, p in self.by_name.items())
-        return {name: state for name, state in found if state is not None}
+        begun = {START + name: (tensor,) for name, tensor in self._start.items()}
+        return {**{name: state for name, state in found if state is not None}, **begun}
 
     def load_state_tensors(
         self, state: Mapping[str, tuple[Tensor, ...]], *, copy: bool = True
@@ -169,12 +225,29 @@ class Optimizer:
         """Continue from an earlier `state_tensors`; without `copy`, in the given tensors."""
         for name, tensors in state.items():
             own = tuple(t.clone() for t in tensors) if copy else tensors
-            self._rule.set_state(self.by_name[name], own)
+            if name.startswith(START):
+                (self._start[name.removeprefix(START)],) = own
+            else:
+                self._rule.set_state(self.by_name[name], own)
 
     def empty_state(self) -> dict[str, tuple[Tensor, ...]]:
         """The state of every parameter as meta tensors, for its shapes and dtypes."""
-        rule, keywords = self.settings.name, self.settings.keywords
-        return {name: empty_state(rule, keywords(name), p) for name, p in self.by_name.items()}
+        kinds = {name: (p.shape, p.dtype) for name, p in self.by_name.items()}
+        return empty_states(self.settings, kinds)
+
+
+def empty_states(
+    settings: OptimizerConfig, parameters: Mapping[str, tuple[torch.Size, torch.dtype]]
+) -> dict[str, tuple[Tensor, ...]]:
+    """`Optimizer.empty_state` for parameters that do not exist yet."""
+    found = {
+        name: empty_state(settings.name, settings.keywords(name), shape, dtype)
+        for name, (shape, dtype) in parameters.items()
+    }
+    if settings.proximal_mu:
+        for name, (shape, dtype) in parameters.items():
+            found[START + name] = (torch.empty(shape, dtype=dtype, device="meta"),)
+    return found
 
 
 def _given(config: OptimizerConfig | ParameterGroup) -> dict[str, Argument]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import repeat
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from collapipe_flwr.pipeline.step import LOGITS, MicroBatch, Step, StepResult
 
 _SAME_SUM = 1e-6  # of weights, relative: another machine may add them up in another order
 _SQUARE_NORM, _FACTOR = "square_norm", "factor"
+_CONSTANT = repeat(1.0)
 _PREDICTIONS = "guesses."  # and the number of a micro-batch: tensors of TOTALS
 
 
@@ -68,7 +70,7 @@ class FirstStage(_Leader):
     With `shared` the stages add up the gradients of parameters that several of them hold. With a
     `clip_norm` in its settings all stages scale their gradients so that the norm over the whole
     model is at most that (as `torch.nn.utils.clip_grad_norm_`), and none applies a step before all
-    are done.
+    are done. `rates` are the factors of the learning rates, one per optimizer step.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class FirstStage(_Leader):
         downstream: Link,
         shared: bool = False,
         first_step: int = 0,
+        rates: Iterator[float] = _CONSTANT,
     ) -> None:
         super().__init__(part, optimizer, settings, downstream=downstream)
         self._shared = shared
@@ -88,6 +91,7 @@ class FirstStage(_Leader):
         self._batch: Sequence[MicroBatch] = ()
         self._loss = 0.0
         self.next_step = first_step  # evaluations count as well
+        self._rates = rates
 
     def train_step(self, batch: Sequence[MicroBatch]) -> StepResult:
         """Run one optimizer step of all stages; none, and loss 0, for a batch without any label.
@@ -122,6 +126,7 @@ class FirstStage(_Leader):
             weight=weight,
             settle=train and (self._shared or self._clip_norm > 0),
             predict=predict,
+            rate=next(self._rates) if train else 1.0,
             seed=self.settings.seed,
             rows=ties.wanted_rows(self.part, (m.inputs for m in batch)),
         )
@@ -171,7 +176,7 @@ class FirstStage(_Leader):
 
     def _settle(self, step: Step, square_norm: float) -> float:
         totals = self._receive(self.downstream, FrameKind.TOTALS, step.index, 0)
-        shared = ties.add_shared(self.part, totals.tensors)
+        shared = ties.add_shared(self.part, totals.tensors, self.optimizer)
         ties.take_shared(self.part, shared)
         of_shared = sum(float(gradient.square().sum()) for gradient in shared.values())
         norm = (square_norm + _scalar(totals, _SQUARE_NORM) + of_shared) ** 0.5
@@ -232,7 +237,7 @@ class _Follower(Stage):
         behind = self._totals(step)
         totals = replace(
             behind,
-            tensors=ties.add_shared(self.part, behind.tensors),
+            tensors=ties.add_shared(self.part, behind.tensors, self.optimizer),
             scalars={_SQUARE_NORM: square_norm + _scalar(behind, _SQUARE_NORM)},
         )
         self._send(self.upstream, totals)

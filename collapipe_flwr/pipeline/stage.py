@@ -305,12 +305,14 @@ class Stage(ABC):
             self._return_rows(step)
         with self.recorder.span("optimizer", step.index):
             norm = square_norm(self._gradients())
+            shared = shared_parameters(self.part) if step.settle else {}  # see `ties.add_shared`
+            self.optimizer.add_proximal(n for n in self.optimizer.by_name if n not in shared)
         factor = self._settle(step, self._square_norm_alone()) if step.settle else 1.0
         with self.recorder.span("optimizer", step.index):
             if factor != 1.0 and (gradients := self._gradients()):
                 torch._foreach_mul_(gradients, factor)
             self._norms.note_step(norm)
-            self.optimizer.step()
+            self.optimizer.step(step.rate)
             self._note_fixed()
             self.optimizer.zero_grad()
         self._note_fixed()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.pipeline.meter import bytes_of
-from collapipe_flwr.pipeline.optimizer import Optimizer
+from collapipe_flwr.pipeline.optimizer import START, Optimizer
 
 OptimizerState = Mapping[str, tuple[Tensor, ...]]  # by parameter; see `Optimizer.state_tensors`
 _PREFIX = "optimizer/"  # no module path holds a slash
@@ -68,7 +68,12 @@ class PartState:
             raise ModelError(f"the weights lack {missing!r}; pass all keys of this part")
         return PartState(
             weights={key: self.weights[key] for key in wanted},
-            optimizer={key: self.optimizer[key] for key in wanted if key in self.optimizer},
+            optimizer={
+                name: self.optimizer[name]
+                for key in wanted
+                for name in (key, START + key)
+                if name in self.optimizer
+            },
         )
 
 
@@ -83,6 +88,11 @@ def live_state(part: nn.Module, optimizer: Optimizer) -> PartState:
 def optimizer_state_of(optimizer: Optimizer) -> dict[str, tuple[Tensor, ...]]:
     """A copy of the optimizer state, by the keys of the part."""
     return _copied(optimizer.state_tensors())
+
+
+def between_rounds(state: OptimizerState) -> OptimizerState:
+    """What another round continues from: all but the weights that this one began with."""
+    return {key: tensors for key, tensors in state.items() if not key.startswith(START)}
 
 
 def state_bytes(part: nn.Module, optimizer: Optimizer) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from collapipe_flwr.pipeline.link import Frame, FrameKind
 from collapipe_flwr.pipeline.ties import ROWS
 
 _PREDICT = "guesses"  # on the wire
+_RATE = "rate"  # on the wire; 1 where it is missing
 CLASSES, LOGITS = "classes", "logits"
 PREDICTIONS = ("", CLASSES, LOGITS)  # the place is the number on the wire
 _MOST_MICRO_BATCHES = 65536
@@ -26,7 +28,8 @@ class Step:
 
     With `settle` the stages add up their gradient norms, and the gradients of what they share,
     before anyone applies the step. In an evaluation the last stage also returns what `predict`
-    asks for (`PREDICTIONS`): the best classes, or all logits.
+    asks for (`PREDICTIONS`): the best classes, or all logits. All learning rates are multiplied by
+    `rate`.
     """
 
     index: int
@@ -35,6 +38,7 @@ class Step:
     weight: float
     settle: bool = False
     predict: str = ""
+    rate: float = 1.0
     seed: int | None = None  # of all random operations; None leaves them to chance
     rows: Mapping[str, Tensor] = field(default_factory=dict)  # ids of borrowed rows, by table
 
@@ -47,6 +51,8 @@ class Step:
             "settle": float(self.settle),
             _PREDICT: float(PREDICTIONS.index(self.predict)),
         }
+        if self.rate != 1.0:
+            scalars[_RATE] = self.rate
         if self.seed is not None:
             scalars["seed"] = float(self.seed)
         tensors = {ROWS + key: ids for key, ids in self.rows.items()}
@@ -62,6 +68,9 @@ class Step:
         weighs = weight > 0 or (weight == 0 and not train)  # 0: predictions only
         if not (1 <= count <= _MOST_MICRO_BATCHES and count == int(count) and weighs):
             raise ProtocolError(f"a BEGIN frame with {count} micro-batches of weight {weight}")
+        rate = frame.scalars.get(_RATE, 1.0)
+        if not 0 <= rate < math.inf:
+            raise ProtocolError(f"a BEGIN frame with the learning rate times {rate}")
         return Step(
             index=frame.step,
             micro_batches=int(count),
@@ -69,6 +78,7 @@ class Step:
             weight=weight,
             settle=bool(settle),
             predict=_prediction(frame),
+            rate=rate,
             seed=_seed(frame),
             rows=_row_ids(frame),
         )

@@ -21,6 +21,8 @@ from collapipe_flwr.core.errors import ProtocolError
 if TYPE_CHECKING:
     from torch import nn
 
+    from collapipe_flwr.pipeline.optimizer import Optimizer
+
 _SHARED = "shared/"
 ROWS = "rows/"  # and the key of a table: tensors of BEGIN and ROWS frames
 
@@ -46,12 +48,19 @@ def shared_parameters(part: nn.Module) -> dict[str, nn.Parameter]:
     return cast("dict[str, nn.Parameter]", find())
 
 
-def add_shared(part: nn.Module, behind: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Gradients of shared parameters, summed over this stage and those behind, by frame name."""
+def add_shared(
+    part: nn.Module, behind: Mapping[str, Tensor], optimizer: Optimizer
+) -> dict[str, Tensor]:
+    """Gradients of shared parameters, summed over this stage and those behind, by frame name.
+
+    The sum begins with the proximal term, which counts once and not on every stage.
+    """
     total = {name: tensor for name, tensor in behind.items() if name.startswith(_SHARED)}
     for key, parameter in shared_parameters(part).items():
-        own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         name = _SHARED + key
+        if name not in total:
+            optimizer.add_proximal((key,))
+        own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         total[name] = total[name] + own if name in total else own.clone()
     return total
 

@@ -9,7 +9,6 @@ board) that neither needs; see `_light`.
 from __future__ import annotations
 
 import inspect
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -115,13 +114,15 @@ def check_arguments(name: str, keywords: Keywords) -> None:
     make_rule(_OF_TORCH.get(name, name), [Group((matrix,), keywords)])
 
 
-def empty_state(name: str, keywords: Keywords, weight: Tensor) -> tuple[Tensor, ...]:
+def empty_state(
+    name: str, keywords: Keywords, shape: torch.Size, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
     """The state of one parameter as meta tensors, for its shapes and dtypes."""
     if name in FUSED:
         rule = make_rule(name, ())
         assert isinstance(rule, _Fused)
-        return rule.initial(weight.to("meta"), keywords)
-    kept = _kept(name, keywords, weight)
+        return rule.initial(torch.empty(shape, dtype=dtype, device="meta"), keywords)
+    kept = _kept(name, keywords, shape, dtype)
     return tuple(torch.empty(size, dtype=dtype, device="meta") for _, size, dtype in kept)
 
 
@@ -272,7 +273,8 @@ class TorchRule(UpdateRule):
     def set_state(self, parameter: Tensor, state: tuple[Tensor, ...]) -> None:
         """See `UpdateRule.set_state`."""
         assert self._optimizer is not None
-        kept = _kept(self._name, self._keywords[parameter], parameter)
+        keywords = self._keywords[parameter]
+        kept = _kept(self._name, keywords, parameter.shape, parameter.dtype)
         names = [name for name, _, _ in kept]
         self._optimizer.state[parameter] = dict(zip(names, state, strict=True))
 
@@ -303,9 +305,11 @@ def _light(kind: Any) -> Any:
     return type(kind.__name__, (kind,), members)
 
 
-def _kept(name: str, keywords: Keywords, weight: Tensor) -> tuple[_Slot, ...]:
+def _kept(
+    name: str, keywords: Keywords, shape: torch.Size, dtype: torch.dtype
+) -> tuple[_Slot, ...]:
     """All that a class of torch.optim keeps for one parameter."""
-    return _probed(name, tuple(sorted(keywords.items())), tuple(weight.shape), weight.dtype)
+    return _probed(name, tuple(sorted(keywords.items())), tuple(shape), dtype)
 
 
 @cache
@@ -349,8 +353,3 @@ def _alike(weights: Sequence[Tensor]) -> list[list[Tensor]]:
     for weight in weights:
         groups.setdefault((weight.dtype, weight.device), []).append(weight)
     return list(groups.values())
-
-
-def state_bytes(tensors: Sequence[Tensor]) -> int:
-    """Bytes of a state without its counters, which are a few per parameter."""
-    return sum(math.prod(t.shape) * t.element_size() for t in tensors if t.dim())

@@ -6,130 +6,30 @@ from dataclasses import replace
 
 import pytest
 import torch
-from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.serverapp.strategy import FedAvg, FedProx
+from flwr.app import ConfigRecord
+from flwr.serverapp.strategy import FedAvg, FedProx, Strategy
 
-from collapipe_flwr.cluster.fleet import LearningSettings
-from collapipe_flwr.core.domain import ClusterPlan, Plan, Segment
-from collapipe_flwr.core.errors import ConfigError, LinkError, RunError
+from collapipe_flwr.core.errors import ConfigError, LinkError, ProtocolError, RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.records import (
     ARRAYS,
-    EXAMPLES,
-    METRICS,
     read_assignment,
     read_progress,
-    write_telemetry,
 )
-from collapipe_flwr.federation.rounds import Outcome, RoundPlan
-from collapipe_flwr.federation.split import SplitSetup
-from collapipe_flwr.federation.strategy import CollaPipe
-from collapipe_flwr.federation.telemetry import ClusterTelemetry
+from collapipe_flwr.federation.rounds import Outcome
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from tests.federation.memory_edge import MemoryEdge
-
-EDGE_KEYS = frozenset({"decoder.weight", "decoder.steps"})
-CONSTANT = "embed.sinusoid"
-
-
-def model() -> dict[str, torch.Tensor]:
-    return {
-        "embed.weight": torch.ones(3, 2),
-        CONSTANT: torch.full((3,), 0.1),
-        "blocks.0.weight": torch.ones(2, 2, dtype=torch.bfloat16),
-        "decoder.weight": torch.ones(2, 2),
-        "decoder.steps": torch.tensor(4),
-    }
-
-
-def cluster_plan(name: str) -> ClusterPlan:
-    return ClusterPlan(
-        cluster_id=name,
-        segments=(Segment(device_id=f"{name}/d1", first_block=0, stop_block=1),),
-        micro_batch_size=4,
-        micro_batches=2,
-        warmup_depth=(3, 2, 1),
-        local_steps=5,
-        bandwidth_hz=1e6,
-        tx_power_w={f"{name}/d1": 0.1},
-        gradient_power_w={f"{name}/d1": 0.1},
-        latency_s=1.0,
-        step_s=0.2,
-        energy_j={f"{name}/d1": 2.0},
-        memory_bytes={f"{name}/d1": 1000},
-    )
-
-
-class FixedPlanner:
-    """Plans the named clusters and nobody else; node n is cluster cn."""
-
-    def __init__(self, *planned: str) -> None:
-        self.planned = planned
-        self.settled: list[RoundPlan] = []
-
-    def plan(self, server_round, nodes, arrays):
-        del arrays
-        clusters = tuple(cluster_plan(name) for name in self.planned)
-        plan = Plan(
-            round_index=server_round, policy="fixed", clusters=clusters, latency_s=1.0, rho=1.0
-        )
-        names = {node: f"c{node}" for node in nodes}
-        return RoundPlan(server_round=server_round, plan=plan, cluster_ids=names, binding=True)
-
-    def settle(self, closed):
-        self.settled.append(closed.plan)
-        return Outcome(latency_s=2.0)
-
-
-def trainer(edge: MemoryEdge, step: float, examples: int, **change):
-    """A cluster that adds ``step`` to its half and to its replica at the edge."""
-
-    def train(message: Message, context) -> Message:
-        del context
-        task = read_assignment(message.content)
-        replica = edge.replicas[task.split.session.session_id]
-        for key, tensor in replica.items():
-            replica[key] = tensor + int(step) if key.endswith("steps") else tensor + step
-        half = decode_tensors(message.content[ARRAYS])
-        half = {k: v if k == CONSTANT else v + step for k, v in half.items()}
-        half |= change.get("extra", {})
-        half = {k: v for k, v in half.items() if k != change.get("missing")}
-        content = RecordDict(
-            {
-                ARRAYS: encode_tensors(half),
-                METRICS: MetricRecord({"loss": step, EXAMPLES: change.get("weight", examples)}),
-            }
-        )
-        telemetry = ClusterTelemetry(
-            cluster_id=change.get("telemetry", task.cluster_id),
-            examples=examples,
-            wall_s=0.1,
-            losses=(step,),
-        )
-        return Message(write_telemetry(content, telemetry), reply_to=message)
-
-    return train
-
-
-def failing(message, context):
-    del message
-    raise LinkError(f"device d2 of node {context.node_id} does not answer; restart it")
-
-
-def wrapped(edge, planner, records, inner=None) -> CollaPipe:
-    split = SplitSetup(
-        edge=edge,
-        edge_keys=EDGE_KEYS,
-        constant_keys=frozenset({CONSTANT}),
-        model_spec_json="{}",
-        vocabulary_json="{}",
-        learning=lambda r: LearningSettings(optimizer=OptimizerConfig(learning_rate=0.1 * r)),
-    )
-    inner = inner or FedAvg(fraction_evaluate=0.0)
-    return CollaPipe(
-        inner, scheduler=planner, split=split, on_round=records.append, on_total_failure="raise"
-    )
+from tests.federation.split_clusters import (
+    CONSTANT,
+    EDGE_KEYS,
+    FixedPlanner,
+    cluster_plan,
+    failing,
+    model,
+    trainer,
+    wrapped,
+)
 
 
 def test_two_clusters_average_whole_models_and_leave_no_session(wire):
@@ -163,7 +63,7 @@ def test_a_message_holds_only_its_own_plan_its_half_and_its_session():
     edge = MemoryEdge()
     grid = LocalGrid({1: failing, 2: failing})
     strategy = wrapped(edge, FixedPlanner("c1", "c2"), [])
-    config = ConfigRecord({"lr": 0.5})
+    config = ConfigRecord({"batch": 5})
     sent = strategy.configure_train(3, encode_tensors(model()), config, grid)
     tasks = {m.metadata.dst_node_id: read_assignment(m.content) for m in sent}
     for node, other in ((1, "c2"), (2, "c1")):
@@ -280,16 +180,74 @@ def test_an_edge_that_refuses_the_second_cluster_closes_the_first():
     assert edge.replicas == {}
 
 
-def test_a_proximal_term_is_refused_rather_than_left_out():
+def asked(edge: MemoryEdge, inner: Strategy, config: ConfigRecord, server_round: int = 3):
+    """The optimizers of clusters and edge in one round."""
+    strategy = wrapped(edge, FixedPlanner("c1", "c2"), [], inner)
+    grid = LocalGrid({1: failing, 2: failing})
+    sent = strategy.configure_train(server_round, encode_tensors(model()), config, grid)
+    tasks = [read_assignment(message.content).split for message in sent]
+    edges = [edge.orders[task.session.session_id].learning.optimizer for task in tasks]
+    strategy.close()
+    return [task.learning.optimizer for task in tasks] + edges
+
+
+def test_a_proximal_term_reaches_clusters_and_edge():
+    inner = FedProx(fraction_evaluate=0.0, proximal_mu=0.1)
+    for optimizer in asked(MemoryEdge(), inner, ConfigRecord()):
+        assert optimizer == OptimizerConfig(learning_rate=0.1 * 3, proximal_mu=0.1)
+
+
+@pytest.mark.parametrize("key", ["lr", "learning-rate"])
+def test_the_inner_strategys_learning_rate_goes_first(key):
+    class Halving(FedAvg):
+        def configure_train(self, server_round, arrays, config, grid):
+            config[key] = 0.8 / server_round
+            return super().configure_train(server_round, arrays, config, grid)
+
+    for server_round in (1, 2):
+        found = asked(MemoryEdge(), Halving(), ConfigRecord({key: 0.8}), server_round)
+        assert {optimizer.learning_rate for optimizer in found} == {0.8 / server_round}
+
+
+@pytest.mark.parametrize(("key", "value"), [("lr", "fast"), ("lr", -1.0), ("proximal-mu", [0.1])])
+def test_learning_that_makes_no_sense_is_refused(key, value):
+    edge = MemoryEdge()
+    with pytest.raises(ConfigError, match=rf"config sets {key} to .*: set a number >= 0"):
+        asked(edge, FedAvg(), ConfigRecord({key: value}))
+    assert edge.replicas == {}
+
+
+def test_a_strategy_that_sends_more_than_the_model_is_refused_with_a_split_model():
+    class Controlled(FedAvg):
+        def configure_train(self, server_round, arrays, config, grid):
+            for message in super().configure_train(server_round, arrays, config, grid):
+                message.content["controls"] = arrays.copy()
+                yield message
+
+    grid = LocalGrid({1: failing, 2: failing})
+    strategy = wrapped(MemoryEdge(), FixedPlanner("c1", "c2"), [], Controlled())
+    with pytest.raises(ProtocolError, match="exactly one ArrayRecord, got 2: leave out the split"):
+        strategy.start(grid, encode_tensors(model()))
+
+
+def test_a_strategy_that_trains_nobody_opens_no_session():
+    edge, records = MemoryEdge(), []
+    grid = LocalGrid({1: failing, 2: failing})
+    inner = FedAvg(fraction_train=0.0)
+    strategy = wrapped(edge, FixedPlanner("c1", "c2"), records, inner)
+    assert len(strategy.start(grid, encode_tensors(model()), num_rounds=1).arrays) == 0
+    assert grid.sent == []
+    assert records[0].outcome == Outcome()
+
+
+def test_a_node_that_is_evaluated_without_a_plan_of_its_own_is_passed_over():
     edge = MemoryEdge()
     grid = LocalGrid({1: trainer(edge, 1.0, 10), 2: trainer(edge, 3.0, 30)})
-    planner = FixedPlanner("c1", "c2")
-    with pytest.raises(ConfigError, match=r"proximal-mu is 0\.1, .* FedProx without split"):
-        strategy = wrapped(edge, planner, [], FedProx(fraction_evaluate=0.0, proximal_mu=0.1))
-        strategy.start(grid, encode_tensors(model()))
-    assert edge.replicas == {}
-    strategy = wrapped(edge, planner, [], FedProx(fraction_evaluate=0.0, proximal_mu=0.0))
-    assert strategy.start(grid, encode_tensors(model()), num_rounds=1).arrays
+    inner = FedAvg(fraction_train=0.5, min_train_nodes=1)
+    strategy = wrapped(edge, FixedPlanner("c1", "c2"), [], inner)
+    strategy.start(grid, encode_tensors(model()), num_rounds=1)
+    trained, tested = grid.sent
+    assert trained.metadata.dst_node_id == tested.metadata.dst_node_id
 
 
 def test_a_cluster_behind_two_nodes_is_refused():

@@ -17,7 +17,7 @@ from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.core.keys import Value
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.models import BatchShape, Splitter
-from collapipe_flwr.models.profile import profile_model
+from collapipe_flwr.models.profile import StateBytes, profile_model
 from server_app.app import run
 from tests.skeletons import skeletons_are_copied  # noqa: F401
 
@@ -46,13 +46,14 @@ RunApp = Callable[..., Path]
 
 @pytest.fixture(scope="session", autouse=True)
 def _each_model_is_profiled_once() -> Iterator[None]:
-    """Costs follow from model and shape alone, and many runs here have the same."""
-    known: dict[tuple[str, BatchShape], ModelProfile] = {}
+    """Costs follow from model, shape and optimizer alone, and many runs here have the same."""
+    known: dict[tuple[str, BatchShape, int], ModelProfile] = {}
 
-    def profile(splitter: Splitter, shape: BatchShape) -> ModelProfile:
-        key = (splitter.spec.to_json(), shape)
+    def profile(splitter: Splitter, shape: BatchShape, optimizer_bytes: StateBytes) -> ModelProfile:
+        trained = {k: s for k, s in splitter.shapes.items() if k not in splitter.constant_keys}
+        key = (splitter.spec.to_json(), shape, optimizer_bytes(trained))
         if key not in known:
-            known[key] = profile_model(splitter, shape)
+            known[key] = profile_model(splitter, shape, optimizer_bytes)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:

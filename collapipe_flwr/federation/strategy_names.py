@@ -1,0 +1,126 @@
+"""The Flower strategies that a run-config names, with their arguments.
+
+What the app itself decides is not for the run-config: which nodes there must be, the names of
+records, and how metrics are joined. Strategies of boosted trees and those that need a mod in the
+ClientApp have no name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from inspect import Parameter, signature
+from typing import Any
+
+from flwr.serverapp.strategy import (
+    Bulyan,
+    DifferentialPrivacyServerSideAdaptiveClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+    FedAdagrad,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedMedian,
+    FedProx,
+    FedTrimmedAvg,
+    FedYogi,
+    Krum,
+    MultiKrum,
+    QFedAvg,
+    Strategy,
+)
+
+from collapipe_flwr.config.schema import AppConfig
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.keys import read_assignments
+
+_KINDS: Mapping[str, type[Any]] = {
+    "fedavg": FedAvg,
+    "fedavgm": FedAvgM,
+    "fedadam": FedAdam,
+    "fedadagrad": FedAdagrad,
+    "fedyogi": FedYogi,
+    "fedprox": FedProx,
+    "qfedavg": QFedAvg,
+    "fedmedian": FedMedian,
+    "fedtrimmedavg": FedTrimmedAvg,
+    "krum": Krum,
+    "multikrum": MultiKrum,
+    "bulyan": Bulyan,
+    "dp-fixed-clipping": DifferentialPrivacyServerSideFixedClipping,
+    "dp-adaptive-clipping": DifferentialPrivacyServerSideAdaptiveClipping,
+}
+_OURS = {"strategy", "accountant", "selection_rule", "fraction_evaluate", "train_loss_key"}
+_OUR_ENDINGS = ("_nodes", "_key", "_aggr_fn")
+_COUNT = "num_malicious_nodes"
+
+
+def make_strategy(config: AppConfig, **own: Any) -> Strategy:
+    """The strategy of a run; ``own`` are the arguments that every FedAvg gets.
+
+    Raises ConfigError for arguments that its class does not take or refuses.
+    """
+    name = config.run.strategy
+    kind = _KINDS[name]
+    given = read_assignments(config.run.strategy_arguments)
+    _check_arguments(name, given)
+    _check_clusters(name, given, config.run.clusters)
+    chosen = {**_suited(name, config), **given}
+    try:
+        made: Strategy = (
+            kind(**own, **chosen) if issubclass(kind, FedAvg) else kind(FedAvg(**own), **chosen)
+        )
+    except ValueError as error:
+        raise ConfigError(f"strategy-arguments: {error}") from error
+    return made
+
+
+def known_arguments(name: str) -> dict[str, Parameter]:
+    """What the run-config may set of a strategy, by argument."""
+    parameters = signature(_KINDS[name].__init__).parameters.items()
+    return {k: p for k, p in parameters if k != "self" and not _is_ours(k)}
+
+
+def _is_ours(argument: str) -> bool:
+    return argument in _OURS or (argument.endswith(_OUR_ENDINGS) and argument != _COUNT)
+
+
+def _suited(name: str, config: AppConfig) -> dict[str, Any]:
+    """Arguments that follow from the rest of the run-config, unless they are given."""
+    if name.startswith("dp-"):
+        return {"num_sampled_clients": config.run.clusters}
+    if name == "qfedavg":
+        rate = config.train.optimizer.learning_rate
+        return {"client_learning_rate": rate, "train_loss_key": "loss"}
+    return {}
+
+
+def _check_arguments(name: str, given: Mapping[str, object]) -> None:
+    known = known_arguments(name)
+    for argument, value in given.items():
+        if argument not in known:
+            raise ConfigError(
+                f"strategy-arguments: {name} has no argument {argument}; known: {', '.join(known)}"
+            )
+        whole = type(known[argument].default) is int
+        if type(value) not in ((int,) if whole else (int, float)):
+            wanted = "a whole number" if whole else "a number"
+            raise ConfigError(f"strategy-arguments: {argument} must be {wanted}, got {value!r}")
+    missing = [k for k, p in known.items() if p.default is p.empty and k not in given]
+    missing = [k for k in missing if k not in ("num_sampled_clients", "client_learning_rate")]
+    if missing:
+        raise ConfigError(
+            f"strategy {name} needs {' and '.join(missing)}: set "
+            f'strategy-arguments="{" ".join(f"{k}=..." for k in missing)}"'
+        )
+
+
+def _check_clusters(name: str, given: Mapping[str, object], clusters: int) -> None:
+    """Raise ConfigError where Bulyan would drop every round: it needs 4 f + 3 replies."""
+    if name != "bulyan":
+        return
+    malicious = int(str(given.get(_COUNT, 0)))
+    if clusters < (needed := 4 * malicious + 3):
+        raise ConfigError(
+            f"strategy bulyan with {_COUNT}={malicious} needs {needed} clusters, clusters is "
+            f"{clusters}: use more, or krum"
+        )

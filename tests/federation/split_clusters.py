@@ -1,0 +1,137 @@
+"""A small split model and clusters that train it by hand, for tests of split rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from flwr.app import Message, MetricRecord, RecordDict
+from flwr.serverapp.strategy import FedAvg
+
+from collapipe_flwr.cluster.fleet import LearningSettings
+from collapipe_flwr.core.domain import ClusterPlan, Plan, Segment
+from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
+from collapipe_flwr.federation.records import (
+    ARRAYS,
+    EXAMPLES,
+    METRICS,
+    read_assignment,
+    write_telemetry,
+)
+from collapipe_flwr.federation.rounds import Outcome, RoundPlan
+from collapipe_flwr.federation.split import SplitSetup
+from collapipe_flwr.federation.strategy import CollaPipe
+from collapipe_flwr.federation.telemetry import ClusterTelemetry
+from collapipe_flwr.pipeline.optimizer import OptimizerConfig
+from tests.federation.memory_edge import MemoryEdge
+
+EDGE_KEYS = frozenset({"decoder.weight", "decoder.steps"})
+CONSTANT = "embed.sinusoid"
+
+
+def model() -> dict[str, torch.Tensor]:
+    return {
+        "embed.weight": torch.ones(3, 2),
+        CONSTANT: torch.full((3,), 0.1),
+        "blocks.0.weight": torch.ones(2, 2, dtype=torch.bfloat16),
+        "decoder.weight": torch.ones(2, 2),
+        "decoder.steps": torch.tensor(4),
+    }
+
+
+def cluster_plan(name: str) -> ClusterPlan:
+    return ClusterPlan(
+        cluster_id=name,
+        segments=(Segment(device_id=f"{name}/d1", first_block=0, stop_block=1),),
+        micro_batch_size=4,
+        micro_batches=2,
+        warmup_depth=(3, 2, 1),
+        local_steps=5,
+        bandwidth_hz=1e6,
+        tx_power_w={f"{name}/d1": 0.1},
+        gradient_power_w={f"{name}/d1": 0.1},
+        latency_s=1.0,
+        step_s=0.2,
+        energy_j={f"{name}/d1": 2.0},
+        memory_bytes={f"{name}/d1": 1000},
+    )
+
+
+class FixedPlanner:
+    """Plans the named clusters and nobody else; node n is cluster cn."""
+
+    def __init__(self, *planned: str, whole: Collection[str] = ()) -> None:
+        self.planned = planned
+        self.whole = frozenset(whole)
+        self.settled: list[RoundPlan] = []
+
+    def plan(self, server_round, nodes, arrays):
+        del arrays
+        clusters = tuple(cluster_plan(name) for name in self.planned)
+        plan = Plan(
+            round_index=server_round, policy="fixed", clusters=clusters, latency_s=1.0, rho=1.0
+        )
+        names = {node: f"c{node}" for node in nodes}
+        return RoundPlan(
+            server_round=server_round,
+            plan=plan,
+            cluster_ids=names,
+            binding=True,
+            whole=self.whole,
+        )
+
+    def settle(self, closed):
+        self.settled.append(closed.plan)
+        return Outcome(latency_s=2.0)
+
+
+def trainer(edge: MemoryEdge, step: float, examples: int, **change):
+    """A cluster that adds ``step`` to its half and to its replica at the edge."""
+
+    def train(message: Message, context) -> Message:
+        del context
+        task = read_assignment(message.content)
+        replica = edge.replicas[task.split.session.session_id]
+        for key, tensor in replica.items():
+            replica[key] = tensor + int(step) if key.endswith("steps") else tensor + step
+        sent = decode_tensors(message.content[ARRAYS])
+        half = {k: v if k == CONSTANT else v + step for k, v in sent.items()}
+        half |= {key: tensor for key, tensor in replica.items() if key in sent}  # all, if whole
+        half |= change.get("extra", {})
+        half = {k: v for k, v in half.items() if k != change.get("missing")}
+        content = RecordDict(
+            {
+                ARRAYS: encode_tensors(half),
+                METRICS: MetricRecord({"loss": step, EXAMPLES: change.get("weight", examples)}),
+            }
+        )
+        telemetry = ClusterTelemetry(
+            cluster_id=change.get("telemetry", task.cluster_id),
+            examples=examples,
+            wall_s=0.1,
+            losses=(step,),
+        )
+        return Message(write_telemetry(content, telemetry), reply_to=message)
+
+    return train
+
+
+def failing(message, context):
+    del message
+    raise LinkError(f"device d2 of node {context.node_id} does not answer; restart it")
+
+
+def wrapped(edge, planner, records, inner=None) -> CollaPipe:
+    split = SplitSetup(
+        edge=edge,
+        edge_keys=EDGE_KEYS,
+        constant_keys=frozenset({CONSTANT}),
+        model_spec_json="{}",
+        vocabulary_json="{}",
+        learning=lambda r: LearningSettings(optimizer=OptimizerConfig(learning_rate=0.1 * r)),
+    )
+    inner = inner or FedAvg(fraction_evaluate=0.0)
+    return CollaPipe(
+        inner, scheduler=planner, split=split, on_round=records.append, on_total_failure="raise"
+    )
