@@ -85,7 +85,8 @@ def _own(path: str) -> Factor:
 
 
 def _load(path: str) -> Any:
-    """The function at ``module:name``; the only place here that imports what a user names."""
+    """The function at ``module:name``: the one place here that imports what a user names."""
+    # The seam for `core.imports.load_function`, which knows what this host may import.
     module, _, name = path.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)

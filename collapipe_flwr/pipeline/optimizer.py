@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.core.errors import ConfigError, ModelError
-from collapipe_flwr.core.keys import Rule, Text, above, at_least, key, read_assignments
+from collapipe_flwr.core.keys import Rule, Text, above, assignments, at_least, key, read_assignments
 from collapipe_flwr.pipeline.learning_rate import check_schedule, factor_of
 from collapipe_flwr.pipeline.update_rules import (
     FUSED,
@@ -43,6 +43,8 @@ def _frozen(value: Any) -> Argument:
 
 
 def _read_arguments(text: str) -> dict[str, Argument]:
+    if not assignments().holds(text):
+        raise ValueError(text)
     return {name: _frozen(value) for name, value in read_assignments(text).items()}
 
 
@@ -52,7 +54,7 @@ def _write_arguments(arguments: Keywords) -> str:
 
 
 _ARGUMENTS = Rule(
-    lambda found: all(found),
+    lambda _: True,
     'must read like "momentum=0.9 nesterov=true betas=[0.9,0.95]"',
     Text(read=_read_arguments, write=_write_arguments),
 )

@@ -45,6 +45,17 @@ def test_equal_run_configs_are_one_key_of_a_cache() -> None:
     assert parse(values) != parse({"train.optimizer": "sgd"})
 
 
+def test_an_optimizer_is_named_with_its_arguments() -> None:
+    rule = "train.optimizer-arguments"
+    config = parse({"train.optimizer": "SGD", rule: "momentum=0.9 nesterov=true"})
+    assert config.train.optimizer.arguments == {"momentum": 0.9, "nesterov": True}
+    assert parse(flatten(config)) == config
+    config = parse({"train.optimizer": "Adafactor", rule: "eps=[null,0.001]", "seed": 3})
+    assert config.train.optimizer.arguments == {"eps": (None, 0.001)}
+    assert parse(flatten(config)) == config
+    assert config.optimizer(1).arguments == {"eps": (None, 0.001)}
+
+
 def test_whole_number_serves_where_a_float_is_asked() -> None:
     assert parse({"train.learning-rate": 1}).train.optimizer.learning_rate == 1.0
 
@@ -64,6 +75,9 @@ def test_assignments_are_json_where_they_can_be() -> None:
         ({"train.learning-rat": 0.1}, "train.learning-rat is unknown; did you mean"),
         ({"train.learning-rate": -1}, "train.learning-rate must be > 0, got -1.0"),
         ({"train.learning-rate": "fast"}, "train.learning-rate must be a number, got 'fast'"),
+        ({"train.optimizer": "Adm"}, "optimizer 'Adm' is unknown; did you mean Adam"),
+        ({"train.optimizer-arguments": "fast"}, "train.optimizer-arguments must read like"),
+        ({"train.optimizer-arguments": "beta=0.9"}, "has no argument 'beta'; it knows betas, eps"),
         ({"clusters": 0}, "clusters must be at least 1, got 0"),
         ({"clusters": True}, "clusters must be a whole number, got True"),
         ({"data.task": "summaries"}, "data.task must be one of number-words, classification"),
