@@ -321,4 +321,6 @@ def rehearse(splitter: Splitter) -> None:
     except (ModelError, *UNFIT) as cause:
         if splitter.decodes and splitter.config.decoder_start_token_id is None:
             raise refusal(splitter.spec, _NO_START) from cause
+        if splitter.spec.model_class and isinstance(cause, ModelError):
+            raise refusal(splitter.spec, str(cause)) from cause
         raise refusal(splitter.spec, _NOT_APART) from cause

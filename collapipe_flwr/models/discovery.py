@@ -239,7 +239,8 @@ def _requires_grad(value: Any) -> bool:
 
 def refusal(spec: ModelSpec, reason: str) -> ModelError:
     """Why no cut of this model type is exact."""
-    return ModelError(f"model type {spec.model_type!r} cannot be split: {reason}")
+    what = spec.model_class or f"model type {spec.model_type!r}"
+    return ModelError(f"{what} cannot be split: {reason}")
 
 
 def _is_recorded(family: Family, spec: ModelSpec) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -106,11 +107,11 @@ class ModuleSegment(Part):
         self._template = json.loads(spec.call_json)
         self._blocks = [*blocks_of(model, spec.blocks)[slice(*blocks)]]
         self._updated = [p[0] for key, p in holdings.owned.items() if key in spec.updated]
-        self._again: Around | None = None
+        self._around: Around | None = None
 
     def compute_again(self, around: Around | None) -> bool:
         """See ``SegmentPart``; a second computation leaves buffers as the first one did."""
-        self._again = around and (lambda: self._keeping(around))
+        self._around = around
         return True
 
     def forward(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Tensor:
@@ -118,10 +119,11 @@ class ModuleSegment(Part):
         arguments = unpack(context, self._template)
         with as_in_training(self.model):
             for block in self._blocks:
-                if self._again is None:
+                if self._around is None:
                     hidden = output_of(block(hidden, **arguments))
                 else:
-                    hidden = checkpointed(block, self._again, hidden, arguments)
+                    again = partial(self._keeping, self._around)
+                    hidden = checkpointed(block, again, hidden, arguments)
         return hidden
 
     @contextmanager
@@ -172,10 +174,6 @@ class ModuleEdge(Lender):
     def weight_of(self, context: Mapping[str, Tensor]) -> float:
         """What the loss is a mean over: examples, target tokens, or the sum of their weights."""
         return self._objective.weight_of(context)
-
-    def scores(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Tensor:
-        """The logits among the outputs."""
-        return scores_of(self.outputs(hidden, context))
 
     def outputs(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Any:
         """What the model's forward returns."""

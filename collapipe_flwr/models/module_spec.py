@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+import torch
+
 from collapipe_flwr.core.errors import ModelError
 
 Example = tuple[str, str, tuple[int, ...]]  # tensor of a batch, dtype, shape
@@ -47,6 +49,12 @@ class ModuleSpec:
     weight: str = ""
 
     def __post_init__(self) -> None:
+        for text in (self.arguments_json, self.call_json):
+            if not isinstance(json.loads(text), dict):
+                raise ModelError(f"{text[:80]!r} holds no arguments by name")
+        for name, dtype, _ in self.example:
+            if not isinstance(getattr(torch, dtype, None), torch.dtype):
+                raise ModelError(f"the example's {name!r} is of no type that torch has: {dtype!r}")
         if not 0 < self.num_blocks <= _MOST_BLOCKS:
             raise ModelError(f"a module of {self.num_blocks} blocks cannot be cut")
         if not 0 <= self.edge_blocks < self.num_blocks:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import load_function
@@ -74,6 +75,12 @@ def scores_of(outputs: Any) -> Tensor:
     if not isinstance(outputs, Tensor):
         raise ModelError("the model's outputs hold no logits: let it return them as 'logits'")
     return outputs
+
+
+def numbers_of(outputs: Any) -> list[Tensor]:
+    """All floating tensors that a forward returns, in order."""
+    leaves = tree_leaves(dict(outputs) if isinstance(outputs, Mapping) else outputs)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def labels_of(batch: Batch) -> Tensor:

@@ -186,10 +186,6 @@ class EdgePart(Lender):
             return self._call_own(hidden_BTD, known)
         return self._call(**{self._stack.family.entry: hidden_BTD}, **known)
 
-    def scores(self, hidden_BTD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
-        """The logits among the outputs."""
-        return scores_of(self.outputs(hidden_BTD, context))
-
     def generate(self, prompt: Prompt, emit: Emit, ask: Ask) -> Tensor:
         """The new token ids (T,) of one text; see ``generating.generate``."""
         return generate(self.model, self._stack, prompt, emit, ask)

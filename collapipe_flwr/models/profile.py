@@ -22,7 +22,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils.flop_counter import FlopCounterMode
 
 from collapipe_flwr.core.domain import BlockCost, ModelProfile
+from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.any_splitter import AnySplitter
+from collapipe_flwr.models.objective import numbers_of, scores_of
 from collapipe_flwr.models.part import Part
 from collapipe_flwr.models.skeleton import shapes_only
 from collapipe_flwr.models.spec import BatchShape
@@ -31,7 +33,7 @@ from collapipe_flwr.models.splitter import Splitter
 Weights = Mapping[str, Tensor]
 Sizes = Mapping[str, tuple[torch.Size, torch.dtype]]  # of parameters, by key
 StateBytes = Callable[[Sizes], int]  # of an optimizer, for the parameters that it trains
-Output = Tensor | Mapping[str, Tensor]  # hidden states, or logits by that name
+Output = Tensor | Mapping[str, Tensor]  # hidden states, or the numbers of a head
 
 ACTIVATION_BYTES = 4  # activations cross the network in single precision
 _ADAMW_MOMENTS = 2
@@ -67,10 +69,24 @@ def _profile(splitter: AnySplitter, shape: BatchShape, optimizer_bytes: StateByt
     costs = (
         _cost(embedding, lambda: embedding(batch), optimizer_bytes),
         *blocks,
-        _cost(edge, lambda: {"logits": edge.scores(_leaf(behind_BTD), context)}, optimizer_bytes),
+        _cost(
+            edge,
+            lambda: {"numbers": _numbers(edge.outputs(_leaf(behind_BTD), context))},
+            optimizer_bytes,
+        ),
     )
     first, *middle, last = (_per_example(cost, examples) for cost in costs)
     return ModelProfile(embedding=first, blocks=tuple(middle), decoder=last)
+
+
+def _numbers(outputs: Any) -> Tensor:
+    """What a head computes: its logits, or whatever tensors it returns."""
+    if isinstance(outputs, Mapping) and "logits" in outputs:
+        return scores_of(outputs)
+    found = numbers_of(outputs)
+    if not found:
+        raise ModelError("the model's outputs hold no numbers")
+    return found[0] if len(found) == 1 else torch.stack([tensor.sum() for tensor in found])
 
 
 def _per_example(cost: BlockCost, examples: int) -> BlockCost:
@@ -160,7 +176,7 @@ def _measure(
 def _backward_flop(run: Callable[[], Output]) -> float:
     """Multiply-adds of the backward pass that autograd really runs."""
     output = run()
-    result: Any = output if isinstance(output, Tensor) else output["logits"]
+    result: Any = output if isinstance(output, Tensor) else output["numbers"]
     if not result.requires_grad:
         return 0.0
     with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter:

@@ -20,6 +20,7 @@ from collapipe_flwr.models.module_build import build_module
 from collapipe_flwr.models.module_call import arguments_of
 from collapipe_flwr.models.module_describing import describe_module, few
 from collapipe_flwr.models.module_spec import ModuleSpec
+from collapipe_flwr.models.objective import numbers_of
 from collapipe_flwr.models.skeleton import example_inputs
 from collapipe_flwr.models.spec import BatchShape, ModelSpec
 from collapipe_flwr.models.specs import splitter_of
@@ -205,9 +206,9 @@ def check_exact(
     """Raise ModelError unless all parts together compute the live model's scores."""
     weights = splitter.travelling(state)
     with _evaluating(model), torch.no_grad():
-        expected = _scores(splitter.run_whole(model, batch))
+        expected = numbers_of(splitter.run_whole(model, batch))
     try:
-        found = _scores(_through_parts(splitter, weights, batch))
+        found = numbers_of(_through_parts(splitter, weights, batch))
     except CollaPipeError:
         raise
     except Exception as cause:
@@ -215,15 +216,19 @@ def check_exact(
             f"{type(model).__name__} cannot be split: its parts do not run apart from each other "
             f"({str(cause).splitlines()[0] if str(cause) else type(cause).__name__})"
         ) from cause
-    for ours, theirs in zip(found, expected, strict=True):
-        scale = float(theirs.abs().max()) if theirs.numel() else 0.0
-        difference = float((ours - theirs).abs().max()) if theirs.numel() else 0.0
-        if not difference <= _CLOSE * max(scale, 1.0):
-            raise ModelError(
-                f"{type(model).__name__} cannot be split: its parts together compute other numbers "
-                f"than the model ({difference:.1e} apart); what stands behind its blocks may read "
-                "more than their result, or it is built with other arguments elsewhere"
-            )
+    if len(found) != len(expected) or not all(map(_close, found, expected)):
+        raise ModelError(
+            f"{type(model).__name__} cannot be split: its parts together compute other numbers "
+            "than the model; what stands behind its blocks may read more than their result, or it "
+            "is built with other arguments elsewhere"
+        )
+
+
+def _close(ours: Tensor, theirs: Tensor) -> bool:
+    """Up to the rounding of numbers as large as the largest one."""
+    if ours.shape != theirs.shape or not theirs.numel():
+        return ours.shape == theirs.shape
+    return float((ours - theirs).abs().max()) <= _CLOSE * max(float(theirs.abs().max()), 1.0)
 
 
 def _through_parts(
@@ -238,14 +243,6 @@ def _through_parts(
         hidden = embedding(batch)
         context = {**splitter.context(batch), **embedding.block_context()}
         return edge.outputs(segment(hidden, context), context)
-
-
-def _scores(outputs: Any) -> list[Tensor]:
-    """The numbers among outputs."""
-    leaves = outputs.values() if isinstance(outputs, Mapping) else outputs
-    if isinstance(outputs, Tensor):
-        leaves = [outputs]
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 @contextmanager

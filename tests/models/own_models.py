@@ -342,3 +342,18 @@ class NeedsSize(NoBlocks):
 def makes_a_number() -> int:
     """No module."""
     return 3
+
+
+class Wrapped(nn.Module):
+    """A module around a body of the library, as many people write them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = BertModel(bert_config(), add_pooling_layer=False)
+        self.head = nn.Linear(32, 3)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Token ids and mask (B, T) to logits (B, C)."""
+        found = self.body(input_ids=input_ids, attention_mask=attention_mask)
+        logits: Tensor = self.head(found.last_hidden_state[:, 0])
+        return logits

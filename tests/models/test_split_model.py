@@ -268,6 +268,62 @@ def test_what_cannot_be_built_elsewhere_is_refused(
         SplitModel(model, example=numbers(), **choices)
 
 
+def test_a_live_model_of_the_library_keeps_its_record() -> None:
+    model = own_models.BertForSequenceClassification(own_models.bert_config())
+    model.bert.embeddings.requires_grad_(False)
+    split_model = SplitModel(model, batch_size=8, length=16)
+    splitter = split_model.splitter
+    assert split_model.spec.model_class == "" and splitter.has_record
+    assert (split_model.batch_size, split_model.shape.source_length) == (8, 16)
+    assert "bert.embeddings.word_embeddings.weight" in splitter.constant_keys
+    embedding = splitter.build_embedding(split_model.weights())
+    assert not any(parameter.requires_grad for parameter in embedding.parameters())
+
+
+def test_a_live_own_head_is_called_as_its_user_does() -> None:
+    model = own_models.TwoHeads(own_models.bert_config())
+    split_model = SplitModel(
+        model, batch_size=8, length=16, loss=own_models.two_losses, weight="sample_weight"
+    )
+    assert split_model.spec.model_class == "tests.models.own_models:TwoHeads"
+    assert split_model.spec.loss == "tests.models.own_models:two_losses"
+    with pytest.raises(ModelError, match=r"AllStates cannot be split: .*output_hidden_states"):
+        SplitModel(own_models.AllStates(own_models.bert_config()), batch_size=8, length=16)
+
+
+def test_a_module_around_a_body_of_the_library_is_cut() -> None:
+    """Whether its blocks get a mask depends on whether there is padding."""
+    torch.manual_seed(4)
+    model = own_models.Wrapped()
+    random = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 50, (6, 8), generator=random)
+    mask = torch.ones(6, 8, dtype=torch.long)
+    full = {"input_ids": ids, "attention_mask": mask, "labels": torch.arange(6) % 3}
+    mask = mask.clone()
+    mask[0, 4:] = 0
+    padded = {**full, "attention_mask": mask}
+    splitter = SplitModel(model, example=full).splitter
+    weights = {k: t.clone() for k, t in splitter.travelling(model.state_dict()).items()}
+    steps = [cut_up(full, (3, 3)), cut_up(padded, (3, 3))]
+    losses, split = _train_split(splitter, weights, CUTS[1], steps, CALM)
+
+    def loss_of(model: Any, step: Mapping[str, Tensor]) -> Tensor:
+        logits = model(step["input_ids"], step["attention_mask"])
+        return functional.cross_entropy(logits, step["labels"])
+
+    assert losses == near(tuple(by_hand(model, loss_of, [full, padded], adamw=True)))
+    assert_near(splitter.whole_state(split), dict(model.state_dict()), depth=2)
+
+
+def test_tied_keys_of_a_live_model_come_back() -> None:
+    _, split_model = live(own_models.Decoder, writings)
+    assert split_model.aliases == {"out.weight": "embed.weight"}
+    whole = split_model.splitter.whole_state(split_model.weights())
+    assert list(whole) == list(split_model.model.state_dict())
+    with pytest.raises(ModelError, match=r"lack 'embed\.weight'"):
+        split_model.splitter.travelling({})
+
+
 def test_an_example_is_asked_for() -> None:
     with pytest.raises(ModelError, match=r"example=next\(iter\(loader\)\)"):
         SplitModel(own_models.VisionTransformer())
