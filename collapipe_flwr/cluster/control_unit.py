@@ -27,7 +27,7 @@ from collapipe_flwr.cluster.recovery import (
 )
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.links import QUEUE_FRAMES
-from collapipe_flwr.models.splitter import Splitter
+from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.state import OptimizerState
 from collapipe_flwr.pipeline.step import MicroBatch
@@ -54,7 +54,7 @@ class RoundResult:
 
 
 def train_round(
-    splitter: Splitter,
+    splitter: AnySplitter,
     order: RoundOrder,
     batches: Iterable[Sequence[MicroBatch]],
     fleet: Fleet,
@@ -96,7 +96,7 @@ def train_round(
 
 
 def evaluate_batches(
-    splitter: Splitter,
+    splitter: AnySplitter,
     order: RoundOrder,
     batches: Iterable[Sequence[MicroBatch]],
     fleet: Fleet,

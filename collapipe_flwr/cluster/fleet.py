@@ -19,7 +19,7 @@ from torch import Tensor
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import CollaPipeError, LinkError, LinkTimeout
 from collapipe_flwr.core.links import Heartbeat, LinkConfig
-from collapipe_flwr.models.splitter import Splitter
+from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.pipeline.config import Execution, StageConfig
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.meter import StageReport
@@ -122,7 +122,7 @@ class Chain(Protocol):
 class Fleet(Protocol):
     """The devices of one cluster."""
 
-    def chain(self, splitter: Splitter, order: RoundOrder) -> AbstractContextManager[Chain]:
+    def chain(self, splitter: AnySplitter, order: RoundOrder) -> AbstractContextManager[Chain]:
         """Place the segments of ``order`` and join them; nothing of it is left afterwards.
 
         Raises LinkError when a device or the edge cannot be reached or refuses. ``order`` is
@@ -152,7 +152,7 @@ class ThreadFleet:
         self._crashed: set[str] = set()
 
     @contextmanager
-    def chain(self, splitter: Splitter, order: RoundOrder) -> Iterator[ThreadChain]:
+    def chain(self, splitter: AnySplitter, order: RoundOrder) -> Iterator[ThreadChain]:
         """See `Fleet.chain`; every thread has ended afterwards."""
         with ExitStack() as edge:
             downstream = edge.enter_context(self._connect(order.hops[-1]))
@@ -260,7 +260,7 @@ class DeviceThread:
 
 
 def _join(
-    splitter: Splitter, order: RoundOrder, edge: Link, make_stage: MakeStage
+    splitter: AnySplitter, order: RoundOrder, edge: Link, make_stage: MakeStage
 ) -> tuple[Link, list[MiddleStage]]:
     """The control unit's link, and a stage per segment with its links, the last one to ``edge``."""
     pairs = [

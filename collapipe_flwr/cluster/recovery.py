@@ -30,7 +30,8 @@ from collapipe_flwr.cluster.fleet import Fleet, RoundOrder
 from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.costs.work import PricingOptions
-from collapipe_flwr.models.splitter import Splitter
+from collapipe_flwr.models.any_splitter import AnySplitter
+from collapipe_flwr.models.parts import EmbeddingPart
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage
@@ -70,7 +71,7 @@ class ReplayInterval:
 
 
 def run_interval(
-    splitter: Splitter,
+    splitter: AnySplitter,
     order: RoundOrder,
     batches: Iterable[Sequence[MicroBatch]],
     fleet: Fleet,
@@ -119,7 +120,7 @@ def run_interval(
 
 
 def evaluate_chain(
-    splitter: Splitter,
+    splitter: AnySplitter,
     order: RoundOrder,
     batches: Iterable[Sequence[MicroBatch]],
     fleet: Fleet,
@@ -136,6 +137,7 @@ def evaluate_chain(
             results = [first.evaluate(batch, predict=predict) for batch in taken]
             predictions = tuple(result.predictions for result in results)
             if wanted is not None and generates:
+                assert isinstance(embedding, EmbeddingPart)
                 predictions = generate_texts(
                     embedding, chain.link, order.settings(0), taken, wanted
                 )
@@ -194,7 +196,7 @@ class RecoveringRound:
     """One round of one cluster in intervals; ``order`` is what is left to do, with its plan."""
 
     def __init__(
-        self, splitter: Splitter, order: RoundOrder, fleet: Fleet, recovery: Recovery
+        self, splitter: AnySplitter, order: RoundOrder, fleet: Fleet, recovery: Recovery
     ) -> None:
         self.order = order
         self.intervals: list[ReplayInterval] = []

@@ -16,7 +16,7 @@ from collapipe_flwr.cluster.fleet import CONTROL_UNIT, RoundOrder, Segments
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.core.errors import ConfigError, FrozenWanted, LinkError
 from collapipe_flwr.core.links import Heartbeat, LinkConfig
-from collapipe_flwr.models.splitter import Splitter
+from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.pipeline.config import NextHop, Placement, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.state import PartState
@@ -47,7 +47,7 @@ class RemoteFleet:
     heartbeat: Heartbeat | None = None
 
     @contextmanager
-    def chain(self, splitter: Splitter, order: RoundOrder) -> Iterator[RemoteChain]:
+    def chain(self, splitter: AnySplitter, order: RoundOrder) -> Iterator[RemoteChain]:
         """See `Fleet.chain`; every session is closed afterwards, as far as devices answer."""
         with ExitStack() as stack:
             members = [
@@ -146,7 +146,7 @@ class Hosted:
         """How the daemon is asked for it."""
         return self.client.session(self.request.key)
 
-    def open(self, splitter: Splitter, order: RoundOrder) -> None:
+    def open(self, splitter: AnySplitter, order: RoundOrder) -> None:
         """Make the session and give it its weights."""
         assert self.request.placement is not None
         blocks = self.request.placement.blocks
@@ -207,7 +207,7 @@ class RemoteChain:
 
 
 def _requests(
-    splitter: Splitter, order: RoundOrder, hops: Sequence[NextHop]
+    splitter: AnySplitter, order: RoundOrder, hops: Sequence[NextHop]
 ) -> list[SessionRequest]:
     """A session per segment; ``hops`` are those sessions and the one of the edge."""
     return [

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig, predict_unsplit
+from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.objective import scores_of
-from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.backward import fuse_accumulation
 from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.optimizer import Optimizer
@@ -20,7 +20,7 @@ PLAIN = Execution()
 
 
 def train_unsplit(
-    splitter: Splitter,
+    splitter: AnySplitter,
     model: nn.Module,
     optimizer: Optimizer,
     batches: Iterable[Sequence[Mapping[str, Tensor]]],
@@ -57,7 +57,7 @@ def train_unsplit(
 
 
 def evaluate_unsplit(
-    splitter: Splitter,
+    splitter: AnySplitter,
     model: nn.Module,
     batches: Iterable[Sequence[Mapping[str, Tensor]]],
     wanted: PredictionConfig | None = None,
@@ -74,7 +74,7 @@ def evaluate_unsplit(
 
 
 def _evaluate(
-    splitter: Splitter,
+    splitter: AnySplitter,
     model: nn.Module,
     micro_batch: Mapping[str, Tensor],
     wanted: PredictionConfig | None,

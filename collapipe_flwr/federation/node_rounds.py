@@ -34,8 +34,8 @@ from collapipe_flwr.federation.node_state import OptimizerMemory
 from collapipe_flwr.federation.records import SplitTask, UnsplitTask
 from collapipe_flwr.federation.site import Site
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
-from collapipe_flwr.models.spec import ModelSpec
-from collapipe_flwr.models.splitter import Splitter
+from collapipe_flwr.models.any_splitter import AnySplitter
+from collapipe_flwr.models.specs import splitter_of
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.state import load_optimizer_state, optimizer_state_of
 from collapipe_flwr.pipeline.step import MicroBatch
@@ -144,7 +144,7 @@ class PipelineRound:
                 wanted=wanted,
             )
 
-    def _order(self, splitter: Splitter, weights: Weights) -> RoundOrder:
+    def _order(self, splitter: AnySplitter, weights: Weights) -> RoundOrder:
         return RoundOrder(
             plan=self.plan,
             weights=weights,
@@ -152,7 +152,7 @@ class PipelineRound:
             dropout_seed=self._dropout_seed(splitter),
         )
 
-    def _dropout_seed(self, splitter: Splitter) -> int | None:
+    def _dropout_seed(self, splitter: AnySplitter) -> int | None:
         """One per run, cluster and round; None for a model that drops nothing, which is faster."""
         if not splitter.drops:
             return None
@@ -209,7 +209,7 @@ def round_of(content: RecordDict) -> PipelineRound | WholeRound:
     )
 
 
-def _micro_batches(splitter: Splitter, steps: Batches) -> Iterator[list[MicroBatch]]:
+def _micro_batches(splitter: AnySplitter, steps: Batches) -> Iterator[list[MicroBatch]]:
     for step in steps:
         yield [
             MicroBatch(
@@ -255,5 +255,5 @@ def _test_record(
 
 
 @lru_cache(maxsize=4)
-def _splitter(model_spec_json: str) -> Splitter:
-    return Splitter(ModelSpec.from_json(model_spec_json))
+def _splitter(model_spec_json: str) -> AnySplitter:
+    return splitter_of(model_spec_json)

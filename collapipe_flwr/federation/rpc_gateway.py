@@ -16,9 +16,9 @@ from collapipe_flwr.federation.checkpoint import Memory
 from collapipe_flwr.federation.split import DecoderOrder, EdgeSession, SplitSetup
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.models.split_model import SplitModel
-from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.config import SessionKey, SessionRequest, StageConfig
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.state import OptimizerState, PartState
@@ -73,7 +73,7 @@ def open_split(
 
 def split_setup(
     client: EdgeClient,
-    splitter: Splitter,
+    splitter: AnySplitter,
     shape: BatchShape,
     learning: Callable[[int], LearningSettings],
     *,
@@ -86,6 +86,7 @@ def split_setup(
         edge_keys=frozenset(splitter.edge_keys()),
         shared_keys=frozenset(splitter.shared_keys),
         constant_keys=splitter.constant_keys,
+        aliases=splitter.aliases,
         model_spec_json=splitter.spec.to_json(),
         vocabulary_json=vocabulary_json,
         learning=learning,

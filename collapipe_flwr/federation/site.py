@@ -17,8 +17,8 @@ from collapipe_flwr.config.schema import EdgeConfig
 from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.federation.records import SplitTask
+from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.profile import profile_model
-from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.config import NextHop
 from collapipe_flwr.transport.client import EdgeClient, Session
 
@@ -56,7 +56,9 @@ class Site:
         return profile_of(self.cluster, examples) if self.cluster else self.simulated(examples)
 
     @contextmanager
-    def devices(self, task: SplitTask, splitter: Splitter, examples: int) -> Iterator[RoundDevices]:
+    def devices(
+        self, task: SplitTask, splitter: AnySplitter, examples: int
+    ) -> Iterator[RoundDevices]:
         """The devices, joined to the edge session of ``task``, for a round of so many examples."""
         with self._client(task) as client:
             edge = client.session(task.session)

@@ -282,9 +282,8 @@ def planner_of(
         planning = Planning(policy=scheduler or ("dssda" if model else "fedavg"))
     if model is None:
         return DefaultProfilePlanner(planning.scheduler)
-    return DescribedClusters(
-        planning.for_batches(model.batch_size), lambda: profile_model(model.splitter, model.shape)
-    )
+    fixed = planning.for_batches(model.batch_size, cut=not model.splitter.whole_batches)
+    return DescribedClusters(fixed, lambda: profile_model(model.splitter, model.shape))
 
 
 def learning_of(optimizer: OptimizerConfig | None, learning: Learning | None) -> Learning:

@@ -44,10 +44,9 @@ _log = logging.getLogger(__name__)
 
 def build_transformers_part(request: SessionRequest, weights: Mapping[str, Tensor]) -> nn.Module:
     """A segment of a transformers model, or its last part where no blocks are placed."""
-    from collapipe_flwr.models.spec import ModelSpec  # slow imports: only when needed
-    from collapipe_flwr.models.splitter import Splitter
+    from collapipe_flwr.models.specs import splitter_of  # slow imports: only when needed
 
-    splitter = Splitter(ModelSpec.from_json(request.spec_json))
+    splitter = splitter_of(request.spec_json)
     if request.placement is None:
         return splitter.build_edge(weights)
     return splitter.build_segment(*request.placement.blocks, weights)

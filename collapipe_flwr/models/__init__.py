@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collapipe_flwr.models.profile import profile_model
     from collapipe_flwr.models.saving import save_adapter, save_whole
     from collapipe_flwr.models.spec import BatchShape, LoraConfig, ModelConfig, ModelSpec
+    from collapipe_flwr.models.specs import splitter_of
+    from collapipe_flwr.models.split_model import SplitModel
     from collapipe_flwr.models.splitter import Splitter
 
 __all__ = [
@@ -25,17 +27,21 @@ __all__ = [
     "ModelConfig",
     "ModelSpec",
     "SegmentPart",
+    "SplitModel",
     "Splitter",
     "make_spec",
     "profile_model",
     "save_adapter",
     "save_whole",
+    "splitter_of",
 ]
 _MODULES = {
     "describing": ("make_spec",),
     "parts": ("EdgePart", "EmbeddingPart", "SegmentPart"),
     "profile": ("profile_model",),
     "saving": ("save_adapter", "save_whole"),
+    "specs": ("splitter_of",),
+    "split_model": ("SplitModel",),
     "spec": ("BatchShape", "LoraConfig", "ModelConfig", "ModelSpec"),
     "splitter": ("Splitter",),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
@@ -11,6 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.core.imports import allow_own, path_of
 from collapipe_flwr.models.checkpoint import published_skeleton, read_pretrained_config
 from collapipe_flwr.models.discovery import ON_VALUES, VALUES_ASKED, refusal
 from collapipe_flwr.models.families import FAMILIES
@@ -19,7 +21,14 @@ from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.skeleton import build_skeleton
 from collapipe_flwr.models.spec import BatchShape, LoraConfig, ModelSpec
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.models.tasks import find_task
+from collapipe_flwr.models.tasks import (
+    OWN_TASK,
+    auto_class,
+    built_class,
+    find_task,
+    has_head,
+    known_task,
+)
 from collapipe_flwr.models.validation import LAYERDROPS, UNFIT, first_lines, needs_token
 
 _SPECIAL_TOKENS = (
@@ -94,10 +103,52 @@ def make_spec(
     )
     splitter = Splitter(spec)  # fails here, not on a device
     if not splitter.has_record:
-        _rehearse(splitter)
+        rehearse(splitter)
     if pretrained is not None and splitter.decodes:
         spec = replace(spec, untied=splitter.untied_by_checkpoint())
     return _adapted(spec, lora) if lora and lora.rank else spec
+
+
+def describe_live(
+    model: PreTrainedModel, *, loss: str, weight: str, ties: str, shared: str, edge_blocks: int
+) -> ModelSpec:
+    """Describe a model as it is, own heads and what its user froze included.
+
+    Its weights do not travel in the description. Raises ModelError if it cannot be split.
+    """
+    kind = type(model)
+    config: PreTrainedConfig = deepcopy(model.config)
+    config.dtype = "float32"
+    config.return_dict = True
+    if ties == "untie":
+        _untie(config)
+    task = known_task(kind)
+    own = task == OWN_TASK.name or not _is_tasks_own(kind, task, config)
+    if own:
+        allow_own(kind)
+    spec = ModelSpec(
+        task=task,
+        config_json=config.to_json_string(use_diff=False),
+        edge_blocks=edge_blocks,
+        ties=ties,
+        shared=shared,
+        model_class=path_of(kind, "the model") if own else "",
+        loss=loss,
+        weight=weight,
+    )
+    splitter = Splitter(spec)
+    trained = {name for name, tensor in model.named_parameters() if tensor.requires_grad}
+    held = {name for name, _ in model.named_parameters()}
+    frozen = tuple(k for k in splitter.all_keys() if k in held and k not in trained)
+    spec = replace(spec, frozen=tuple(k for k in frozen if k not in splitter.constant_keys))
+    if own or not splitter.has_record:
+        rehearse(splitter)
+    return spec
+
+
+def _is_tasks_own(kind: type, task: str, config: PreTrainedConfig) -> bool:
+    """Whether the task's Auto class would build exactly this class."""
+    return has_head(task, config) and built_class(auto_class(task, config), config) is kind
 
 
 def _adapted(spec: ModelSpec, lora: LoraConfig) -> ModelSpec:
@@ -261,7 +312,7 @@ def _untie(config: PreTrainedConfig) -> None:
         config.tie_word_embeddings = False
 
 
-def _rehearse(splitter: Splitter) -> None:
+def rehearse(splitter: Splitter) -> None:
     """Run all parts once, on shapes only, and let them complain."""
     try:
         profile_model(splitter, BatchShape(source_length=2, target_length=2))

@@ -110,7 +110,7 @@ def make_layout(model: PreTrainedModel, family: Family, spec: ModelSpec) -> Layo
         ties=ties,
         shared_keys=shared_keys,
         constants=constants,
-        frozen=frozenset(shared_keys if spec.shared == "freeze" else ()),
+        frozen=frozenset((*spec.frozen, *(shared_keys if spec.shared == "freeze" else ()))),
         resident=constants.difference(spec.absent) if reads_checkpoint else frozenset(),
         frozen_dtype=spec.lora.frozen_dtype if spec.lora else "float32",
     )

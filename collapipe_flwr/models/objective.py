@@ -38,9 +38,9 @@ class Objective:
     def weight_of(self, batch: Batch) -> float:
         """What the mean loss of this batch runs over; raises ModelError if a tensor is missing."""
         if self.weight == EXAMPLES:
-            return len(batch[LABELS] if LABELS in batch else _any(batch))
+            return _examples(batch)
         if self.weight == LABELS:
-            return self.targets(_tensor(batch, LABELS))
+            return self.targets(labels_of(batch))
         return float(_tensor(batch, self.weight).sum(dtype=torch.float64))
 
     def loss_of(self, outputs: Any, batch: Batch) -> Tensor:
@@ -76,9 +76,21 @@ def scores_of(outputs: Any) -> Tensor:
     return outputs
 
 
-def _any(batch: Batch) -> Tensor:
-    for key in sorted(batch):
-        return batch[key]
+def labels_of(batch: Batch) -> Tensor:
+    """The labels of a batch, as transformers or data sets call them; raises ModelError."""
+    return _tensor(batch, "label" if LABELS not in batch and "label" in batch else LABELS)
+
+
+def _examples(batch: Batch) -> int:
+    """From the labels, or else from any tensor of a batch, or the shape of one that stays."""
+    if LABELS in batch or "label" in batch:
+        return len(labels_of(batch))
+    own = sorted(key for key in batch if "/" not in key)
+    shapes = sorted(key for key in batch if key.startswith("shape/"))
+    if own:
+        return len(batch[own[0]])
+    if shapes:
+        return int(batch[shapes[0]][0])
     raise _missing(LABELS)
 
 

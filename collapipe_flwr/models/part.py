@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.layout import Holdings
@@ -26,11 +25,9 @@ class Part(nn.Module):
     ``state_dict`` does not (their owner reports them), nor what stays with its part.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, holdings: Holdings, weights: Mapping[str, Tensor]
-    ) -> None:
+    def __init__(self, model: nn.Module, holdings: Holdings, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.model = model
+        self.model: Any = model
         self._holdings = holdings
         self._layout = holdings.layout
         _drop_all_but(model, holdings)
@@ -55,6 +52,10 @@ class Part(nn.Module):
         owned = self._holdings.owned
         told = {key: owned[key][0] for key in self._layout.travelling(owned)}
         return {key: read_tensor(self.model, path).detach() for key, path in told.items()}
+
+    def block_context(self) -> dict[str, Tensor]:
+        """What blocks read beside hidden states, found by the last forward of an embedding."""
+        return {}
 
     def held_bytes(self) -> int:
         """Bytes of all owned tensors, whether they travel or stay."""
@@ -101,6 +102,11 @@ class Part(nn.Module):
         for module in others:
             share_quantized(module, first)
         return True
+
+
+def normalises_batches(model: nn.Module) -> bool:
+    """Whether any layer computes with the mean of the whole batch."""
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
 def _drop_all_but(model: nn.Module, holdings: Holdings) -> None:

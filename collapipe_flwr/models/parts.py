@@ -1,12 +1,4 @@
-"""The three kinds of part: embedding (control unit), segment (device), edge (decoder or head).
-
-Output layers often reuse the embedding table. With ``ties = "rows"`` the edge keeps the only
-copy and its optimiser state. At the beginning of a step the control unit fetches the rows of the
-tokens that occur (``rows_needed`` -> ``rows`` -> ``load_rows``), at its end it returns their
-gradients (``row_gradients`` -> ``add_row_gradients``), before the edge's optimiser moves. The
-sum is exact; per step 2 U D numbers travel for U distinct tokens instead of 2 V D. Rows may not
-be kept for the next step: the output layer's gradient moves every row.
-"""
+"""The three kinds of part: embedding (control unit), segment (device), edge (decoder or head)."""
 
 from __future__ import annotations
 
@@ -15,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.block_inputs import PartCache
+from collapipe_flwr.models.borrowed import Borrower, Lender, Ties
 from collapipe_flwr.models.generation import FEEDING, Ask, Emit, Prompt, generate
 from collapipe_flwr.models.layout import Holdings
 from collapipe_flwr.models.objective import LABELS, Objective, scores_of
@@ -31,7 +23,6 @@ from collapipe_flwr.models.tasks import Task, best_class
 from collapipe_flwr.models.validation import first_lines, misfit_of_inputs, misfit_of_labels
 
 Weights = Mapping[str, Tensor]
-Ties = Mapping[str, tuple[str, ...]]
 _LIMITS = ("vocab_size", "max_position_embeddings", "image_size", "max_source_positions")
 
 
@@ -49,7 +40,7 @@ def _leave(hidden_BTD: Tensor, *args: object, **kwargs: object) -> NoReturn:
     raise _FirstBlockReached(hidden_BTD)
 
 
-class EmbeddingPart(Part):
+class EmbeddingPart(Borrower):
     """Token, patch or audio embedding: the library's own forward, left at the first block.
 
     Tables that the edge owns (``ties``) hold no rows until ``load_rows``.
@@ -60,10 +51,7 @@ class EmbeddingPart(Part):
     ) -> None:
         super().__init__(stack.model, holdings, weights)
         self._stack = stack.module
-        self._borrowed = {
-            key: [BorrowedTable(_owner_of(stack.model, path)) for path in paths]
-            for key, paths in (ties or {}).items()
-        }
+        self.borrow(ties or {}, dict.fromkeys(ties or {}, "input_ids"))
         self._accepted = accepted_arguments(self._stack)
         stack.entrance.forward = _leave
 
@@ -84,24 +72,6 @@ class EmbeddingPart(Part):
                 "check the tokenizer and the maximum length"
             ) from cause
         raise ModelError("the model returned without running its first block")
-
-    @property
-    def borrowed_keys(self) -> tuple[str, ...]:
-        """The tables of the edge that this part reads row by row."""
-        return tuple(self._borrowed)
-
-    def rows_needed(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The rows to fetch from the edge for a whole step's inputs: key to token ids."""
-        return {key: torch.unique(inputs["input_ids"]) for key in self._borrowed}
-
-    def load_rows(self, key: str, ids: Tensor, rows: Tensor) -> None:
-        """Take the rows that the edge's ``rows`` gave for ``ids``."""
-        for table in self._borrowed[key]:
-            table.load(ids, rows)
-
-    def row_gradients(self, key: str) -> Tensor:
-        """The gradients (U, D) of the loaded rows, for the edge's ``add_row_gradients``."""
-        return torch.stack([table.gradients() for table in self._borrowed[key]]).sum(0)
 
     def _describe(self, inputs: Mapping[str, Tensor]) -> str:
         config = self.model.config
@@ -145,7 +115,7 @@ class SegmentPart(Part):
         return self._stack.run_blocks(hidden_BTD, {}, cache)
 
 
-class EdgePart(Part):
+class EdgePart(Lender):
     """What stands behind the devices: upper blocks and a head, or a whole decoder.
 
     A head that is no class of the library (``own_head``) may call its base model in any way, so it
@@ -200,20 +170,6 @@ class EdgePart(Part):
         """What the loss is a mean over: examples, target tokens, or the sum of their weights."""
         return self._objective.weight_of(context)
 
-    def rows(self, key: str, ids: Tensor) -> Tensor:
-        """A copy of these rows (U, D) of a table that the embedding borrows."""
-        return self._table(key).detach()[ids].clone()
-
-    def add_row_gradients(self, key: str, ids: Tensor, gradients: Tensor) -> None:
-        """Add what the embedding's use of the rows contributes; call before the step."""
-        table = self._table(key)
-        if table.grad is None:
-            table.grad = torch.zeros_like(table)
-        table.grad.index_add_(0, ids, gradients.to(table.grad.dtype))
-
-    def _table(self, key: str) -> nn.Parameter:
-        return dict(self.named_parameters())[key]
-
     def outputs(self, hidden_BTD: Tensor, context: Mapping[str, Tensor]) -> ModelOutput:
         """The task head's full output: ``logits``, and ``loss`` where there are labels."""
         hidden_BTD = self._stack.run_blocks(hidden_BTD, context)
@@ -224,6 +180,10 @@ class EdgePart(Part):
         if self._own_head:
             return self._call_own(hidden_BTD, known)
         return self._call(**{self._stack.family.entry: hidden_BTD}, **known)
+
+    def scores(self, hidden_BTD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+        """The logits among the outputs."""
+        return scores_of(self.outputs(hidden_BTD, context))
 
     def generate(self, prompt: Prompt, emit: Emit, ask: Ask) -> Tensor:
         """The new token ids (T,) of one text; see ``generating.generate``."""
@@ -284,59 +244,3 @@ def _alive(edge: weakref.ref[EdgePart]) -> EdgePart:
     part = edge()
     assert part is not None, "the head outlived its part"
     return part
-
-
-def _owner_of(model: nn.Module, path: str) -> nn.Module:
-    return model.get_submodule(path.rpartition(".")[0])
-
-
-class BorrowedTable:
-    """An embedding module that holds only the rows of one step."""
-
-    def __init__(self, module: nn.Module) -> None:
-        assert isinstance(module, nn.Embedding)
-        self._module = module
-        self._padding_id = module.padding_idx
-        self._ids: Tensor | None = None
-        module.register_forward_pre_hook(self._translate)
-
-    def load(self, ids: Tensor, rows: Tensor) -> None:
-        """Take the rows (U, D) of the ascending token ids (U,); earlier rows are forgotten."""
-        if rows.shape != (len(ids), self._module.embedding_dim):
-            raise ModelError(
-                f"{len(ids)} rows of width {self._module.embedding_dim} were asked for, "
-                f"got shape {tuple(rows.shape)}"
-            )
-        self._ids = ids
-        self._module.weight = nn.Parameter(rows.detach().clone())
-        self._module.padding_idx = self._padding_row(ids)
-
-    def gradients(self) -> Tensor:
-        """The gradients (U, D) of the rows last loaded, zero where no loss reached them."""
-        rows = self._module.weight
-        if self._ids is None:
-            raise ModelError("no rows were loaded, so there are no gradients to return")
-        return torch.zeros_like(rows) if rows.grad is None else rows.grad
-
-    def _padding_row(self, ids: Tensor) -> int | None:
-        """Padding keeps having no gradient under its number within the rows."""
-        if self._padding_id is None or self._holds_all(ids):
-            return self._padding_id
-        place = (ids == self._padding_id).nonzero()
-        return int(place[0]) if len(place) else None
-
-    def _holds_all(self, ids: Tensor) -> bool:
-        return len(ids) == self._module.num_embeddings
-
-    def _translate(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """From token ids to row numbers, ahead of the library's own lookup."""
-        del module
-        if self._ids is None:
-            raise ModelError("load the rows of this step before the embedding runs")
-        if self._holds_all(self._ids):
-            return inputs
-        ids, *rest = inputs
-        rows = torch.searchsorted(self._ids, ids).clamp(max=len(self._ids) - 1)
-        if not torch.equal(self._ids[rows], ids):
-            raise ModelError("a token occurs whose row was not loaded for this step")
-        return (rows, *rest)

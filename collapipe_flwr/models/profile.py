@@ -11,46 +11,64 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers.utils.generic import ModelOutput
 
 from collapipe_flwr.core.domain import BlockCost, ModelProfile
+from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.part import Part
-from collapipe_flwr.models.skeleton import example_inputs, shapes_only
+from collapipe_flwr.models.skeleton import shapes_only
 from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.models.splitter import Splitter
 
 Weights = Mapping[str, Tensor]
+Output = Tensor | Mapping[str, Tensor]  # hidden states, or logits by that name
 
 ACTIVATION_BYTES = 4  # activations cross the network in single precision
 ADAMW_MOMENTS = 2
 
 
-def profile_model(splitter: Splitter, shape: BatchShape) -> ModelProfile:
+def profile_model(splitter: AnySplitter, shape: BatchShape) -> ModelProfile:
     """Costs of embedding, every block and the edge for examples of ``shape``."""
     with shapes_only():
-        weights = {
-            key: torch.empty(size, dtype=dtype) for key, (size, dtype) in splitter.shapes.items()
-        }
-        batch = _example(splitter, shape)
-        context = splitter.context(batch)
-        embedding = splitter.build_embedding(weights)
-        for key in splitter.ties:
-            embedding.load_rows(key, torch.arange(len(weights[key])), weights[key])
-        hidden_BTD = embedding(batch)
-        edge = splitter.build_edge(weights)
-        blocks, behind_BTD = _block_costs(splitter, weights, hidden_BTD, context)
-        return ModelProfile(
-            embedding=_cost(embedding, lambda: embedding(batch)),
-            blocks=blocks,
-            decoder=_cost(edge, lambda: edge.outputs(_leaf(behind_BTD), context)),
-        )
+        return _profile(splitter, shape)
+
+
+def _profile(splitter: AnySplitter, shape: BatchShape) -> ModelProfile:
+    weights = {
+        key: torch.empty(size, dtype=dtype) for key, (size, dtype) in splitter.shapes.items()
+    }
+    batch, examples = splitter.example(shape)
+    embedding: Any = splitter.build_embedding(weights)
+    for key in splitter.ties:
+        embedding.load_rows(key, torch.arange(len(weights[key])), weights[key])
+    hidden_BTD = embedding(batch)
+    context = {**splitter.context(batch), **embedding.block_context()}
+    edge: Any = splitter.build_edge(weights)
+    blocks, behind_BTD = _block_costs(splitter, weights, hidden_BTD, context)
+    costs = (
+        _cost(embedding, lambda: embedding(batch)),
+        *blocks,
+        _cost(edge, lambda: {"logits": edge.scores(_leaf(behind_BTD), context)}),
+    )
+    first, *middle, last = (_per_example(cost, examples) for cost in costs)
+    return ModelProfile(embedding=first, blocks=tuple(middle), decoder=last)
+
+
+def _per_example(cost: BlockCost, examples: int) -> BlockCost:
+    return replace(
+        cost,
+        forward_flop=cost.forward_flop / examples,
+        backward_flop=cost.backward_flop / examples,
+        stash_bytes=cost.stash_bytes / examples,
+        output_bytes=cost.output_bytes / examples,
+    )
 
 
 def _learns(part: Part) -> bool:
@@ -58,7 +76,7 @@ def _learns(part: Part) -> bool:
 
 
 def _block_costs(
-    splitter: Splitter, weights: Weights, hidden_BTD: Tensor, context: Weights
+    splitter: AnySplitter, weights: Weights, hidden_BTD: Tensor, context: Weights
 ) -> tuple[tuple[BlockCost, ...], Tensor]:
     """Every block's costs, and hidden states like those behind the last one.
 
@@ -78,7 +96,7 @@ def _block_costs(
     return tuple(costs), hidden_BTD
 
 
-def _cost(part: Part, run: Callable[[], Tensor | ModelOutput]) -> BlockCost:
+def _cost(part: Part, run: Callable[[], Output]) -> BlockCost:
     parameters = list(part.parameters())
     output, forward_flop, stash_bytes = _measure(run, parameters)
     trained = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
@@ -96,8 +114,8 @@ def _cost(part: Part, run: Callable[[], Tensor | ModelOutput]) -> BlockCost:
 
 
 def _measure(
-    run: Callable[[], Tensor | ModelOutput], parameters: Iterable[nn.Parameter]
-) -> tuple[Tensor | ModelOutput, float, int]:
+    run: Callable[[], Output], parameters: Iterable[nn.Parameter]
+) -> tuple[Output, float, int]:
     """Run once; the output, operations, and the bytes of the storages that autograd keeps."""
     weights = {parameter.untyped_storage()._cdata for parameter in parameters}
     kept: dict[int, int] = {}
@@ -116,10 +134,10 @@ def _measure(
     return output, float(counter.get_total_flops()), sum(kept.values())
 
 
-def _backward_flop(run: Callable[[], Tensor | ModelOutput]) -> float:
+def _backward_flop(run: Callable[[], Output]) -> float:
     """Multiply-adds of the backward pass that autograd really runs."""
     output = run()
-    result = output if isinstance(output, Tensor) else output["logits"]
+    result: Any = output if isinstance(output, Tensor) else output["logits"]
     if not result.requires_grad:
         return 0.0
     with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter:
@@ -151,15 +169,6 @@ _CPU_ATTENTION = {
 
 def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def _example(splitter: Splitter, shape: BatchShape) -> dict[str, Tensor]:
-    """One example of the task. A single class label is left out: its loss costs nothing."""
-    inputs = example_inputs(splitter.input_config, splitter.input_name, shape.source_length)
-    if splitter.task.label_per_example:
-        return inputs
-    length = shape.target_length if splitter.decodes else shape.source_length
-    return {**inputs, "labels": torch.ones(1, length, dtype=torch.long)}
 
 
 _SPREAD = 0.02  # of the drawn weights: any will do, but none may overflow

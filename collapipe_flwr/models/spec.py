@@ -22,7 +22,7 @@ from collapipe_flwr.core.keys import (
 TIE_POLICIES = ("untie", "rows")
 SHARED_POLICIES = ("freeze", "sum")
 FROZEN_DTYPES = ("float32", "bfloat16", "int8")
-_YOUNG = ("model_class", "loss", "weight")
+_YOUNG = ("model_class", "loss", "weight", "frozen")
 _DEMO = (
     "d_model=64 encoder_layers=6 decoder_layers=2 encoder_attention_heads=4 "
     "decoder_attention_heads=4 encoder_ffn_dim=128 decoder_ffn_dim=128 "
@@ -103,7 +103,7 @@ class ModelSpec:
     ``model_class`` is the import path of a transformers class, own heads included; empty: that of
     the task. ``loss`` is that of a function of outputs and batch; empty: the model's own. The mean
     runs over ``weight`` (see ``Objective``; empty: labels, or examples where the loss or the head
-    is an own one).
+    is an own one). ``frozen`` are keys that the user does not train.
 
     With ``lora`` only adapters (and ``modules_to_save``) train. What is frozen is read by every
     part from ``pretrained`` itself, but for the keys ``absent`` there, which travel.
@@ -121,6 +121,7 @@ class ModelSpec:
     model_class: str = ""
     loss: str = ""
     weight: str = ""
+    frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _require_choice("ties", self.ties, TIE_POLICIES)

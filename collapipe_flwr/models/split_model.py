@@ -1,23 +1,299 @@
-"""A user's live model, described so that it can be split: what `CollaPipe(model=...)` takes."""
+"""A live model as its user has it, described so that it can be cut and rebuilt anywhere."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
 
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from collapipe_flwr.core.errors import CollaPipeError, ModelError
+from collapipe_flwr.core.imports import allow_own, path_of
+from collapipe_flwr.models.any_splitter import AnySplitter
+from collapipe_flwr.models.describing import describe_live
+from collapipe_flwr.models.module_build import build_module
+from collapipe_flwr.models.module_call import arguments_of
+from collapipe_flwr.models.module_describing import describe_module, few
+from collapipe_flwr.models.module_spec import ModuleSpec
+from collapipe_flwr.models.skeleton import example_inputs
 from collapipe_flwr.models.spec import BatchShape, ModelSpec
+from collapipe_flwr.models.specs import splitter_of
 from collapipe_flwr.models.splitter import Splitter
+
+Batch = Mapping[str, Any] | tuple[Any, ...] | list[Any]
+_CLOSE = 1e-5  # of the largest number: sums may be added up in another order
+INPUTS, LABELS = "inputs", "labels"  # what a batch of two tensors is made of
 
 
 class SplitModel:
-    """Stand-in until the real one is merged."""
+    """Describes ``model`` for training in parts; raises ModelError saying why it cannot be cut.
 
-    def __init__(self, model: PreTrainedModel, *, batch_size: int, length: int) -> None:
-        tasks = {"ForSequenceClassification": "sequence-classification"}
-        task = next(t for end, t in tasks.items() if type(model).__name__.endswith(end))
-        config = json.dumps(model.config.to_dict())
-        self.spec = ModelSpec(task=task, config_json=config, ties="rows", shared="sum")
-        self.splitter = Splitter(self.spec)
-        self.shape = BatchShape(source_length=length)
-        self.batch_size = batch_size
+    ``model`` is a live model, or what builds one with ``arguments`` (JSON). Models of transformers
+    need ``batch_size`` and the ``length`` of texts; other modules an ``example``, which is a batch
+    of the user's loader: a mapping of tensors, or inputs and labels.
+
+    ``blocks`` is the path of the list of blocks. ``embed`` and ``head`` name modules or tensors
+    that belong before and behind it where a trace cannot tell. ``loss(outputs, batch)`` returns the
+    mean loss; None is the model's own, or cross entropy. That mean runs over ``weight``:
+    "examples", "labels", or the sum of a tensor of the batch. ``inputs`` names what forward reads
+    of a batch. ``personal`` parameters (modules or tensors) are never averaged.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[..., nn.Module],
+        *,
+        example: Batch | None = None,
+        batch_size: int | None = None,
+        length: int | None = None,
+        blocks: str = "",
+        embed: Sequence[str] = (),
+        head: Sequence[str] = (),
+        loss: Callable[[Any, Mapping[str, Tensor]], Tensor] | str | None = None,
+        weight: str = "",
+        inputs: Sequence[str] | None = None,
+        arguments: Mapping[str, object] | None = None,
+        ties: str = "rows",
+        shared: str = "sum",
+        edge_blocks: int = 0,
+        personal: Sequence[str] = (),
+    ) -> None:
+        self._build, self._arguments = _builder(model, arguments)
+        self.model = model if isinstance(model, nn.Module) else self._built()
+        self._example = None if example is None else as_batch(example)
+        loss_path = _loss_path(loss)
+        if isinstance(self.model, PreTrainedModel):
+            self.spec: ModelSpec | ModuleSpec = describe_live(
+                self.model,
+                loss=loss_path,
+                weight=weight,
+                ties=ties,
+                shared=shared,
+                edge_blocks=edge_blocks,
+            )
+        else:
+            self.spec = self._described(blocks, embed, head, inputs, loss_path, weight, edge_blocks)
+        self.batch_size = self._batch_size(batch_size)
+        self.shape = self._shape(length)
+        self.personal = self._personal(personal)
+        self._check()
+
+    @cached_property
+    def splitter(self) -> AnySplitter:
+        """Cuts the model, here and in every process that gets ``spec``."""
+        return splitter_of(self.spec.to_json())
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Keys of the model's ``state_dict`` that travel under another one."""
+        return self.splitter.aliases
+
+    def weights(self) -> dict[str, Tensor]:
+        """The live model's tensors that travel."""
+        return self.splitter.travelling({k: t.detach() for k, t in self._state().items()})
+
+    def _built(self) -> nn.Module:
+        allow_own(self._build)
+        arguments_json = _as_json(self._arguments)
+        return build_module(path_of(self._build, "the model"), arguments_json)
+
+    def _state(self) -> dict[str, Tensor]:
+        return self.model.state_dict()
+
+    def _described(
+        self,
+        blocks: str,
+        embed: Sequence[str],
+        head: Sequence[str],
+        inputs: Sequence[str] | None,
+        loss: str,
+        weight: str,
+        edge_blocks: int,
+    ) -> ModuleSpec:
+        if self._example is None:
+            raise ModelError(
+                f"SplitModel needs an example to cut {type(self.model).__name__}: pass one batch "
+                "of your loader, example=next(iter(loader))"
+            )
+        allow_own(self._build)
+        return describe_module(
+            self.model,
+            build=path_of(self._build, "the model"),
+            arguments_json=_as_json(self._arguments),
+            example=self._example,
+            blocks=blocks,
+            embed=embed,
+            head=head,
+            inputs=tuple(inputs) if inputs is not None else self._inputs(),
+            loss=loss,
+            weight=weight,
+            edge_blocks=edge_blocks,
+        )
+
+    def _inputs(self) -> tuple[str, ...]:
+        assert self._example is not None
+        if set(self._example) == {INPUTS, LABELS}:
+            return (INPUTS,)
+        named = tuple(key for key in arguments_of(self.model) if key in self._example)
+        if not named:
+            raise ModelError(
+                f"no tensor of the example ({', '.join(map(repr, self._example))}) is an argument "
+                f"of {type(self.model).__name__}.forward: name what it reads by inputs=(...)"
+            )
+        return named
+
+    def _batch_size(self, given: int | None) -> int:
+        if given is None and self._example is not None:
+            given = len(next(iter(self._example.values())))
+        if given is None or given < 1:
+            raise ModelError("SplitModel needs the batch_size of your loader")
+        return given
+
+    def _shape(self, length: int | None) -> BatchShape:
+        if isinstance(self.spec, ModuleSpec):
+            return BatchShape(source_length=length or 1)
+        name = str(self.model.main_input_name)
+        if length is None and self._example is not None and name == "input_ids":
+            length = self._example[name].shape[-1]
+        if length is None and name == "input_ids":
+            raise ModelError("SplitModel needs the length of texts in tokens: length=128, say")
+        return BatchShape(source_length=length or 1, target_length=length or 1)
+
+    def _personal(self, names: Sequence[str]) -> tuple[str, ...]:
+        for name in names:
+            if not any(k == name or k.startswith(f"{name}.") for k in self.splitter.all_keys()):
+                raise ModelError(f"personal names {name!r}, which is no part of the model")
+        return tuple(names)
+
+    def _check(self) -> None:
+        """Raise ModelError unless the parts compute what the model does."""
+        batch, splitter = self._example, self.splitter
+        if batch is None and isinstance(splitter, Splitter) and splitter.spec.model_class:
+            batch = _drawn(splitter, self.shape)
+        if batch is not None and not splitter.decodes:
+            check_exact(self.model, splitter, self._state(), few(batch))
+
+
+def as_batch(batch: Batch) -> dict[str, Tensor]:
+    """A batch of any loader as a mapping of tensors; raises ModelError for another kind."""
+    if isinstance(batch, Mapping):  # transformers' BatchEncoding is one, too
+        found = {str(key): value for key, value in batch.items()}
+    elif isinstance(batch, (tuple, list)) and len(batch) == 2:
+        found = dict(zip((INPUTS, LABELS), batch, strict=True))
+    else:
+        raise ModelError(
+            "a batch must be a mapping of tensors, or a pair of inputs and labels, got "
+            f"{type(batch).__name__}"
+        )
+    wrong = next((key for key, value in found.items() if not isinstance(value, Tensor)), None)
+    if wrong is not None:
+        raise ModelError(f"the batch holds {wrong!r}, a {type(found[wrong]).__name__}: no tensor")
+    return found
+
+
+def check_exact(
+    model: nn.Module,
+    splitter: AnySplitter,
+    state: Mapping[str, Tensor],
+    batch: Mapping[str, Tensor],
+) -> None:
+    """Raise ModelError unless all parts together compute the live model's scores."""
+    weights = splitter.travelling(state)
+    with _evaluating(model), torch.no_grad():
+        expected = _scores(splitter.run_whole(model, batch))
+    try:
+        found = _scores(_through_parts(splitter, weights, batch))
+    except CollaPipeError:
+        raise
+    except Exception as cause:
+        raise ModelError(
+            f"{type(model).__name__} cannot be split: its parts do not run apart from each other "
+            f"({str(cause).splitlines()[0] if str(cause) else type(cause).__name__})"
+        ) from cause
+    for ours, theirs in zip(found, expected, strict=True):
+        scale = float(theirs.abs().max()) if theirs.numel() else 0.0
+        difference = float((ours - theirs).abs().max()) if theirs.numel() else 0.0
+        if not difference <= _CLOSE * max(scale, 1.0):
+            raise ModelError(
+                f"{type(model).__name__} cannot be split: its parts together compute other numbers "
+                f"than the model ({difference:.1e} apart); what stands behind its blocks may read "
+                "more than their result, or it is built with other arguments elsewhere"
+            )
+
+
+def _through_parts(
+    splitter: AnySplitter, weights: Mapping[str, Tensor], batch: Mapping[str, Tensor]
+) -> Any:
+    embedding: Any = splitter.build_embedding(weights).train(False)
+    segment = splitter.build_segment(0, splitter.num_blocks, weights).train(False)
+    edge: Any = splitter.build_edge(weights).train(False)
+    for key in splitter.ties:
+        embedding.load_rows(key, torch.arange(len(weights[key])), weights[key])
+    with torch.no_grad():
+        hidden = embedding(batch)
+        context = {**splitter.context(batch), **embedding.block_context()}
+        return edge.outputs(segment(hidden, context), context)
+
+
+def _scores(outputs: Any) -> list[Tensor]:
+    """The numbers among outputs."""
+    leaves = outputs.values() if isinstance(outputs, Mapping) else outputs
+    if isinstance(outputs, Tensor):
+        leaves = [outputs]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """In evaluation mode, and afterwards each module as it was."""
+    modes = {module: module.training for module in model.modules()}
+    model.train(False)
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _builder(
+    model: Any, arguments: Mapping[str, object] | None
+) -> tuple[Any, Mapping[str, object]]:
+    if isinstance(model, nn.Module):
+        if arguments is not None:
+            raise ModelError("arguments belong to what builds a model: SplitModel(Net, arguments=)")
+        return type(model), {}
+    if isinstance(model, type) and issubclass(model, PreTrainedModel):
+        raise ModelError(f"SplitModel needs a live {model.__name__}, not the class: load it first")
+    if isinstance(model, type) and not issubclass(model, nn.Module):
+        raise ModelError(f"SplitModel needs an nn.Module, got the class {model.__name__}")
+    if not callable(model):
+        raise ModelError(f"SplitModel needs an nn.Module, got {type(model).__name__}")
+    return model, arguments or {}
+
+
+def _as_json(arguments: Mapping[str, object]) -> str:
+    try:
+        return json.dumps(dict(arguments), sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError) as cause:
+        raise ModelError(
+            f"arguments of SplitModel must be JSON, since other machines get them: {cause}"
+        ) from cause
+
+
+def _loss_path(loss: Any) -> str:
+    if loss is None or isinstance(loss, str):
+        return loss or ""
+    path = path_of(loss, "the loss")
+    allow_own(loss)
+    return path
+
+
+def _drawn(splitter: Splitter, shape: BatchShape) -> dict[str, Tensor]:
+    """A batch to try a transformers model with."""
+    one = example_inputs(splitter.input_config, splitter.input_name, min(shape.source_length, 8))
+    return {key: torch.cat([value, value]) for key, value in one.items()}

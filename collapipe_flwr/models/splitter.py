@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.models.any_splitter import AnySplitter, Weights, shapes_of
 from collapipe_flwr.models.checkpoint import (
     CheckpointSource,
     Completed,
@@ -20,32 +21,22 @@ from collapipe_flwr.models.checkpoint import (
 )
 from collapipe_flwr.models.discovery import family_for
 from collapipe_flwr.models.families import find_blocks, stack_path
-from collapipe_flwr.models.layout import (
-    EDGE,
-    EMBEDDING,
-    Holdings,
-    Layout,
-    make_layout,
-)
-from collapipe_flwr.models.lora import first_adapter, is_adapter, key_of
+from collapipe_flwr.models.layout import EDGE, EMBEDDING, Holdings, make_layout
+from collapipe_flwr.models.lora import first_adapter, is_adapter, is_superseded, key_of
 from collapipe_flwr.models.objective import EXAMPLES, LABELS, Objective, named_loss
-from collapipe_flwr.models.part import Part
+from collapipe_flwr.models.part import Part, normalises_batches
 from collapipe_flwr.models.parts import EdgePart, EmbeddingPart, SegmentPart
-from collapipe_flwr.models.skeleton import build_random, build_skeleton, read_tensor
-from collapipe_flwr.models.spec import ModelSpec
+from collapipe_flwr.models.skeleton import build_random, build_skeleton, example_inputs
+from collapipe_flwr.models.spec import BatchShape, ModelSpec
 from collapipe_flwr.models.stack import ReplayedStack, Stack, accepted_arguments
 from collapipe_flwr.models.tasks import OWN_TASK, Task, find_task
 from collapipe_flwr.models.validation import blocks_for_devices, most_positions, refuse_inexact
 
-Weights = Mapping[str, Tensor]
-TensorShape = tuple[torch.Size, torch.dtype]
 _LARGE_INPUTS = ("pixel_values", "input_features")  # they stay on the control unit
 
 
-class Splitter:
-    """Cuts one model, described by ``spec``, into parts that hold only their own tensors.
-
-    Numbers do not depend on the cut: loss and gradients equal those of ``build_whole``.
+class Splitter(AnySplitter):
+    """Cuts a transformers model, described by ``spec``, into parts with only their own tensors.
 
     With adapters (``spec.lora``) over a checkpoint, the frozen weights are *resident*: each part
     reads its own from the checkpoint on its machine. The keys below then name what travels.
@@ -53,7 +44,7 @@ class Splitter:
     """
 
     def __init__(self, spec: ModelSpec) -> None:
-        self.spec = spec
+        self.spec: ModelSpec = spec
         self.task = find_task(spec.task)
         self.objective = _objective(spec, self.task)
         self._family = family_for(spec)
@@ -68,8 +59,12 @@ class Splitter:
         stack = skeleton.get_submodule(stack_path(skeleton, self._family))
         self.input_config = stack.config  # of pictures and sound: their part's own
         self._body_inputs, self._head_inputs = map(accepted_arguments, (stack, skeleton))
-        self.shapes = _shapes(skeleton, self._layout)
+        self.shapes = shapes_of(skeleton.state_dict(), self._layout)
+        self.state_keys = tuple(
+            key_of(path) for path in skeleton.state_dict() if not is_superseded(path)
+        )
         self._drops = _drops(skeleton, spec)
+        self._whole_batches = normalises_batches(skeleton)
 
     @property
     def has_record(self) -> bool:
@@ -92,52 +87,14 @@ class Splitter:
         return self._drops
 
     @property
+    def whole_batches(self) -> bool:
+        """See ``AnySplitter``; own heads may normalise over the batch."""
+        return self._whole_batches
+
+    @property
     def most_tokens(self) -> int | None:
         """The longest sequence that the model reads; None where it sets no limit."""
         return most_positions(self.config)
-
-    # Keys
-
-    def all_keys(self) -> tuple[str, ...]:
-        """All keys of the model: the union of all parts' keys."""
-        return self._layout.travelling(self._layout.owners)
-
-    def embedding_keys(self) -> tuple[str, ...]:
-        """What the control unit owns."""
-        return self._layout.travelling(self._layout.keys_of(EMBEDDING))
-
-    def segment_keys(self, first_block: int, stop_block: int) -> tuple[str, ...]:
-        """What a device with these blocks owns."""
-        self._check_range(first_block, stop_block)
-        return self._layout.travelling(self._layout.keys_of(*range(first_block, stop_block)))
-
-    def held_keys(self, block: int) -> tuple[str, ...]:
-        """Everything that a device with this block holds for it, frozen weights included."""
-        return self._layout.keys_of(block)
-
-    def edge_keys(self) -> tuple[str, ...]:
-        """What the edge owns."""
-        return self._layout.travelling(self._layout.keys_of(EDGE))
-
-    @property
-    def shared_keys(self) -> tuple[str, ...]:
-        """Parameters that every block reads; ``build_segment`` needs them besides its own."""
-        return self._layout.travelling(self._layout.shared_keys)
-
-    @property
-    def sums_shared(self) -> bool:
-        """Whether parts must add up gradients of what they share before each step."""
-        return any(key not in self.constant_keys for key in self._layout.shared_keys)
-
-    @property
-    def constant_keys(self) -> frozenset[str]:
-        """Keys that never train (sinusoids, buffers, frozen shared parameters): no averaging."""
-        return self._layout.constants | self._layout.frozen
-
-    @property
-    def ties(self) -> Mapping[str, tuple[str, ...]]:
-        """Tables of the edge that the embedding reads row by row: key to embedding's paths."""
-        return self._layout.ties
 
     @property
     def context_keys(self) -> frozenset[str]:
@@ -162,12 +119,6 @@ class Splitter:
         own = self.spec.loss or self.spec.model_class or key == self.spec.weight
         return bool(own) and key not in self._body_inputs
 
-    # Loss
-
-    def weight_of(self, batch: Mapping[str, Tensor]) -> float:
-        """What the mean loss of ``batch`` runs over; raises ModelError if a tensor is missing."""
-        return self.objective.weight_of(self.context(batch))
-
     def run_whole(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
         """The outputs of what ``build_whole`` built; see ``loss_of`` and ``scores_of``."""
         known = {key: value for key, value in batch.items() if key in self._head_inputs}
@@ -175,15 +126,15 @@ class Splitter:
             known.pop(LABELS, None)
         return model(**known)
 
-    def loss_of(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """The mean loss of these outputs for ``batch``, a scalar; raises ModelError."""
-        return self.objective.loss_of(outputs, self.context(batch))
+    def example(self, shape: BatchShape) -> tuple[dict[str, Tensor], int]:
+        """One example of the task. A single class label is left out: its loss costs nothing."""
+        inputs = example_inputs(self.input_config, self.input_name, shape.source_length)
+        if self.task.label_per_example:
+            return inputs, 1
+        length = shape.target_length if self.decodes else shape.source_length
+        return {**inputs, "labels": torch.ones(1, length, dtype=torch.long)}, 1
 
     # Weights
-
-    def initial_weights(self, seed: int) -> dict[str, Tensor]:
-        """First values of all keys; see ``first_weights``."""
-        return self.first_weights(seed)[0]
 
     def first_weights(self, seed: int) -> tuple[dict[str, Tensor], tuple[str, ...]]:
         """First values of all keys: from ``spec.pretrained``, else drawn from ``seed``.
@@ -221,19 +172,9 @@ class Splitter:
             if key in self._layout.constants and key not in self._source and key not in derivable
         )
 
-    def resident_keys_of_segment(self, first_block: int, stop_block: int) -> frozenset[str]:
-        """What a device with these blocks reads from the checkpoint, if it has one."""
-        holdings = self._layout.holdings(*range(first_block, stop_block), runs_blocks=True)
-        return self.resident_keys.intersection(holdings.all)
-
     def read_resident(self, keys: Iterable[str]) -> dict[str, Tensor]:
         """These frozen weights, for a member without the checkpoint; raises ModelError."""
         return {key: self._source.read(key) for key in keys}
-
-    def trained_weights(self, model: PreTrainedModel) -> dict[str, Tensor]:
-        """What travels of a model that ``build_whole`` built, as it is now."""
-        places = self._layout.places
-        return {key: read_tensor(model, places[key][0]).detach() for key in self.all_keys()}
 
     # Parts
 
@@ -319,13 +260,6 @@ class Splitter:
     def _source(self) -> CheckpointSource:
         return CheckpointSource(self.spec)
 
-    def _check_range(self, first_block: int, stop_block: int) -> None:
-        if not 0 <= first_block < stop_block <= self.num_blocks:
-            raise ModelError(
-                f"blocks {first_block}..{stop_block - 1} do not exist; "
-                f"devices may hold blocks 0..{self.num_blocks - 1}"
-            )
-
 
 def _objective(spec: ModelSpec, task: Task) -> Objective:
     own = spec.loss or task is OWN_TASK
@@ -340,10 +274,3 @@ def _drops(skeleton: PreTrainedModel, spec: ModelSpec) -> bool:
     if spec.model_class:
         shares += [m.p for m in skeleton.modules() if isinstance(m, nn.Dropout)]
     return any(share > 0 for share in (*shares, spec.lora.dropout if spec.lora else 0.0))
-
-
-def _shapes(skeleton: PreTrainedModel, layout: Layout) -> dict[str, TensorShape]:
-    found = skeleton.state_dict()
-    return {
-        key: (found[paths[0]].shape, found[paths[0]].dtype) for key, paths in layout.places.items()
-    }

@@ -43,41 +43,42 @@ def best_class(scores: Tensor) -> Tensor:
     return scores.argmax(dim=-1)
 
 
-def _labels(labels: Tensor) -> int:
+def count_labels(labels: Tensor) -> int:
+    """How many there are, without those that are ignored."""
     return int((labels != IGNORED_LABEL).sum())
 
 
 def _next_labels(labels_BT: Tensor) -> int:
-    return _labels(labels_BT[:, 1:])
+    return count_labels(labels_BT[:, 1:])
 
 
 _TASKS = (
     Task(
         name="sequence-classification",
         auto_classes=(AutoModelForSequenceClassification,),
-        targets=_labels,
+        targets=count_labels,
         labelled=True,
         label_per_example=True,
     ),
     Task(
         name="token-classification",
         auto_classes=(AutoModelForTokenClassification,),
-        targets=_labels,
+        targets=count_labels,
         labelled=True,
     ),
     Task(
         name="image-classification",
         auto_classes=(AutoModelForImageClassification,),
-        targets=_labels,
+        targets=count_labels,
         labelled=True,
         label_per_example=True,
     ),
-    Task(name="masked-lm", auto_classes=(AutoModelForMaskedLM,), targets=_labels),
+    Task(name="masked-lm", auto_classes=(AutoModelForMaskedLM,), targets=count_labels),
     Task(name="causal-lm", auto_classes=(AutoModelForCausalLM,), targets=_next_labels),
     Task(
         name="seq2seq",
         auto_classes=(AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq),
-        targets=_labels,
+        targets=count_labels,
     ),
 )
 TASKS: Mapping[str, Task] = {task.name: task for task in _TASKS}
@@ -125,6 +126,13 @@ def known_task(kind: type) -> str:
             if any(names.intersection((h,) if isinstance(h, str) else h) for h in heads):
                 return task.name
     return OWN_TASK.name
+
+
+def built_class(auto_class: Any, config: PreTrainedConfig) -> type:
+    """The class that an Auto class builds for a configuration."""
+    found: Any = auto_class._model_mapping[type(config)]
+    first: type = found[0] if isinstance(found, tuple) else found
+    return first
 
 
 def is_librarys(kind: type) -> bool:

@@ -157,6 +157,11 @@ class FirstStage(_Leader):
         output: Tensor = self.part(self._batch[frame.micro_batch].inputs)
         return output
 
+    def _emit(self, frame: Frame, output: Tensor) -> None:
+        """What blocks read beside hidden states goes along, where the part says that they do."""
+        found: dict[str, Tensor] = getattr(self.part, "block_context", dict)()
+        super()._emit(replace(frame, tensors={**frame.tensors, **found}), output)
+
     def _emit_gradient(self, frame: Frame) -> None:
         self._loss += frame.scalars["loss"]
 

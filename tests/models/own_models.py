@@ -92,3 +92,253 @@ class AllStates(BertPreTrainedModel):
         mean_BTD = torch.stack(found.hidden_states).mean(0)
         logits = self.classifier(mean_BTD[:, 0])
         return {"logits": logits, "loss": functional.cross_entropy(logits, labels)}
+
+
+class TextClassifier(nn.Module):
+    """torch's encoder with a padding mask, learned positions, and a mean over the tokens."""
+
+    def __init__(self, blocks: int = 4, width: int = 32, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width, padding_idx=0)
+        self.positions = nn.Parameter(torch.randn(16, width) * 0.02)
+        layer = nn.TransformerEncoderLayer(width, 2, 48, dropout, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, blocks, norm=nn.LayerNorm(width))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Token ids (B, T), 0 is padding, to logits (B, C)."""
+        padding_BT = tokens == 0
+        hidden_BTD = self.embed(tokens) + self.positions[: tokens.shape[1]]
+        hidden_BTD = self.encoder(hidden_BTD, src_key_padding_mask=padding_BT)
+        kept_BT = (~padding_BT).unsqueeze(-1).to(hidden_BTD.dtype)
+        logits: Tensor = self.head((hidden_BTD * kept_BT).sum(1) / kept_BT.sum(1))
+        return logits
+
+
+class VisionTransformer(nn.Module):
+    """As torchvision's: a convolution, a class token, learned positions, blocks in a Sequential."""
+
+    def __init__(self, blocks: int = 4, width: int = 32, classes: int = 3) -> None:
+        super().__init__()
+        self.conv_proj = nn.Conv2d(3, width, kernel_size=4, stride=4)
+        self.class_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.pos_embedding = nn.Parameter(torch.randn(1, 17, width) * 0.02)
+        self.layers = nn.Sequential(*(PreNormBlock(width) for _ in range(blocks)))
+        self.ln = nn.LayerNorm(width)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Pictures (B, 3, 16, 16) to logits (B, C)."""
+        patches_BTD = self.conv_proj(x).flatten(2).transpose(1, 2)
+        first_BTD = self.class_token.expand(len(x), -1, -1)
+        hidden_BTD = torch.cat([first_BTD, patches_BTD], dim=1) + self.pos_embedding
+        logits: Tensor = self.head(self.ln(self.layers(hidden_BTD))[:, 0])
+        return logits
+
+
+class PreNormBlock(nn.Module):
+    """Attention and a small network, each behind a norm."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(width, 48), nn.GELU(), nn.Linear(48, width))
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        """(B, T, D) to the same."""
+        normed_BTD = self.ln_1(hidden_BTD)
+        hidden_BTD = hidden_BTD + self.attention(normed_BTD, normed_BTD, normed_BTD)[0]
+        changed: Tensor = hidden_BTD + self.mlp(self.ln_2(hidden_BTD))
+        return changed
+
+
+class Dropping(TextClassifier):
+    """The same with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.2)
+
+
+class NormBlock(nn.Module):
+    """A layer whose result depends on the other examples of the batch."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(width), nn.Linear(width, width)
+
+    def forward(self, hidden_BD: Tensor) -> Tensor:
+        """(B, D) to the same."""
+        changed: Tensor = hidden_BD + self.linear(self.norm(hidden_BD).relu())
+        return changed
+
+
+class BatchNormed(nn.Module):
+    """BatchNorm ahead of the blocks, in them and behind."""
+
+    def __init__(self, width: int = 12, blocks: int = 4) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(5, width), nn.BatchNorm1d(width))
+        self.blocks = nn.ModuleList(NormBlock(width) for _ in range(blocks))
+        self.norm = nn.BatchNorm1d(width)
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features (B, 5) to logits (B, C)."""
+        hidden_BD = self.stem(x)
+        for block in self.blocks:
+            hidden_BD = block(hidden_BD)
+        logits: Tensor = self.head(self.norm(hidden_BD))
+        return logits
+
+
+class Decoder(nn.Module):
+    """Writes on: a causal mask that all blocks get, tied tables, and a loss of its own."""
+
+    def __init__(self, width: int = 32, blocks: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 2, 48, 0.0, batch_first=True) for _ in range(blocks)
+        )
+        self.register_buffer("angles", torch.arange(16.0)[:, None] / width, persistent=False)
+        self.out = nn.Linear(width, VOCABULARY, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Token ids (B, T) to logits (B, T, V) and the mean loss of the labels."""
+        length = input_ids.shape[1]
+        causal_mask = nn.Transformer.generate_square_subsequent_mask(length)
+        hidden_BTD = self.embed(input_ids) + self.angles[:length].sin()
+        for layer in self.layers:
+            hidden_BTD = layer(hidden_BTD, src_mask=causal_mask, is_causal=True)
+        logits = self.out(hidden_BTD)
+        return {"logits": logits, "loss": functional.cross_entropy(logits.mT, labels)}
+
+
+# What cannot be cut
+
+
+class Skips(VisionTransformer):
+    """Its head reads the embedding as well."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Pictures (B, 3, 16, 16) to logits (B, C)."""
+        hidden_BTD = self.conv_proj(x).flatten(2).transpose(1, 2)
+        logits: Tensor = self.head(self.layers(hidden_BTD)[:, 0] + hidden_BTD[:, 0])
+        return logits
+
+
+class CollectsStates(VisionTransformer):
+    """Its head reads the results of all blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Pictures (B, 3, 16, 16) to logits (B, C)."""
+        hidden_BTD, states = self.conv_proj(x).flatten(2).transpose(1, 2), []
+        for layer in self.layers:
+            hidden_BTD = layer(hidden_BTD)
+            states.append(hidden_BTD)
+        logits: Tensor = self.head(torch.stack(states).mean(0)[:, 0])
+        return logits
+
+
+class Repeats(VisionTransformer):
+    """One block that runs four times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = PreNormBlock(32)
+        self.layers = nn.Sequential(*(block for _ in range(4)))
+
+
+class SharesHalf(VisionTransformer):
+    """Blocks that have a layer in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.mlp[0] = self.layers[0].mlp[0]
+
+
+class Decides(VisionTransformer):
+    """Takes one of two ways."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Pictures (B, 3, 16, 16) to logits (B, C)."""
+        if x.mean() > 0:
+            x = -x
+        return super().forward(x)
+
+
+class Interferes(VisionTransformer):
+    """Does something between its blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Pictures (B, 3, 16, 16) to logits (B, C)."""
+        hidden_BTD = self.conv_proj(x).flatten(2).transpose(1, 2)
+        for layer in self.layers:
+            hidden_BTD = layer(hidden_BTD) * 0.5
+        logits: Tensor = self.head(hidden_BTD[:, 0])
+        return logits
+
+
+class LearnsBias(nn.Module):
+    """Its blocks read a bias that is learned ahead of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(32, 2, 48, 0.0, batch_first=True) for _ in range(3)
+        )
+        self.bias = nn.Parameter(torch.zeros(4, 4))
+        self.head = nn.Linear(32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features (B, 4, 32) to logits (B, C)."""
+        for layer in self.layers:
+            x = layer(x, src_mask=self.bias)
+        logits: Tensor = self.head(x[:, 0])
+        return logits
+
+
+class ResidualNetwork(nn.Module):
+    """Stages of different widths, as ResNet has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(
+            nn.Sequential(*(nn.Conv2d(3, 3, 3, padding=1) for _ in range(2))) for _ in range(2)
+        )
+        self.first = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        self.narrows = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 8) to (B, 2)."""
+        found: Tensor = self.narrows(self.first(x))
+        return found
+
+
+class NoBlocks(nn.Module):
+    """No list of anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 8) to (B, 3)."""
+        found: Tensor = self.two(self.one(x).relu())
+        return found
+
+
+class NeedsSize(NoBlocks):
+    """Cannot be built without arguments."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+
+def makes_a_number() -> int:
+    """No module."""
+    return 3

@@ -18,9 +18,9 @@ from collapipe_flwr.core import imports
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models import ModelSpec, Splitter
 from collapipe_flwr.models.tasks import known_task
+from collapipe_flwr.pipeline.optimizer import OptimizerSettings
 from tests.closeness import assert_near, near
 from tests.laws.test_cluster_equals_whole import (
-    ADAMW,
     SGD,
     Cut,
     _edge,
@@ -34,6 +34,10 @@ CUTS = (
     Cut(stops=(1, 4), micro_batches=(3, 3)),
     Cut(stops=(1, 2, 4), micro_batches=(2, 2, 2), schedule="1f1b"),
 )
+
+# Attention's keys have biases whose true gradient is 0; a rule that divides by its size would make
+# a direction of what rounding leaves.
+CALM = OptimizerSettings(name="adamw", learning_rate=1e-3, eps=1e-4)
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +78,7 @@ def by_hand(
     model: nn.Module, loss_of: Callable[[Any, Any], Tensor], steps: Sequence[Any], adamw: bool
 ) -> list[float]:
     """The loop that a user has now."""
-    rates = {"lr": ADAMW.learning_rate, "weight_decay": ADAMW.weight_decay}
+    rates = {"lr": CALM.learning_rate, "weight_decay": CALM.weight_decay, "eps": CALM.eps}
     optimizer: Any = torch.optim.AdamW(model.parameters(), **rates)
     if not adamw:
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -138,7 +142,7 @@ def test_three_steps_equal_the_users_own_loop(case: str, cut: Cut) -> None:
     assert set(weights) == set(splitter.all_keys())
     steps = [batch(seed) for seed in range(3)]
     cut_steps = [cut_up(step, cut.micro_batches) for step in steps]
-    losses, split = _train_split(splitter, weights, cut, cut_steps, ADAMW)
+    losses, split = _train_split(splitter, weights, cut, cut_steps, CALM)
     assert losses == near(tuple(by_hand(model, loss_of, steps, adamw=True)))
     assert_near(split, dict(model.state_dict()))
 

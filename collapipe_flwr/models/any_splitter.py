@@ -1,0 +1,211 @@
+"""What the pipeline asks of a cut model, whatever kind of model it is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.models.layout import EDGE, EMBEDDING, Layout
+from collapipe_flwr.models.lora import key_of
+from collapipe_flwr.models.objective import Batch, Objective
+from collapipe_flwr.models.part import Part
+from collapipe_flwr.models.skeleton import read_tensor
+
+if TYPE_CHECKING:
+    from collapipe_flwr.models.module_spec import ModuleSpec
+    from collapipe_flwr.models.spec import BatchShape, ModelSpec
+
+Weights = Mapping[str, Tensor]
+TensorShape = tuple[torch.Size, torch.dtype]
+
+
+class AnySplitter(ABC):
+    """Cuts one model into embedding, segments of blocks, and edge.
+
+    Numbers do not depend on the cut: loss and gradients equal those of ``build_whole``. Keys are
+    those of the unsplit model's ``state_dict``; ``aliases`` are those that travel under another
+    key. ``state_keys`` are all of them, in its order.
+    """
+
+    spec: ModelSpec | ModuleSpec
+    num_blocks: int  # that devices may hold
+    shapes: Mapping[str, TensorShape]
+    objective: Objective
+    resident_keys: frozenset[str]  # read from a checkpoint on each machine
+    state_keys: tuple[str, ...]
+    _layout: Layout
+
+    # Kind
+
+    @property
+    @abstractmethod
+    def decodes(self) -> bool:
+        """Whether a decoder, not just a head, stands at the edge."""
+
+    @property
+    @abstractmethod
+    def generates(self) -> bool:
+        """Whether its parts can write a text token by token."""
+
+    @property
+    @abstractmethod
+    def drops(self) -> bool:
+        """Whether it leaves anything out by chance while it trains."""
+
+    @property
+    @abstractmethod
+    def whole_batches(self) -> bool:
+        """Whether results depend on how a batch is cut (BatchNorm): plan one micro-batch only."""
+
+    # Keys
+
+    def all_keys(self) -> tuple[str, ...]:
+        """All keys of the model: the union of all parts' keys."""
+        return self._layout.travelling(self._layout.owners)
+
+    def embedding_keys(self) -> tuple[str, ...]:
+        """What the control unit owns."""
+        return self._layout.travelling(self._layout.keys_of(EMBEDDING))
+
+    def segment_keys(self, first_block: int, stop_block: int) -> tuple[str, ...]:
+        """What a device with these blocks owns."""
+        self._check_range(first_block, stop_block)
+        return self._layout.travelling(self._layout.keys_of(*range(first_block, stop_block)))
+
+    def held_keys(self, block: int) -> tuple[str, ...]:
+        """Everything that a device with this block holds for it, frozen weights included."""
+        return self._layout.keys_of(block)
+
+    def edge_keys(self) -> tuple[str, ...]:
+        """What the edge owns."""
+        return self._layout.travelling(self._layout.keys_of(EDGE))
+
+    @property
+    def shared_keys(self) -> tuple[str, ...]:
+        """Parameters that every block reads; ``build_segment`` needs them besides its own."""
+        return self._layout.travelling(self._layout.shared_keys)
+
+    @property
+    def sums_shared(self) -> bool:
+        """Whether parts must add up gradients of what they share before each step."""
+        return any(key not in self.constant_keys for key in self._layout.shared_keys)
+
+    @property
+    def constant_keys(self) -> frozenset[str]:
+        """Keys that never change in training (sinusoids, frozen parameters): no averaging."""
+        return self._layout.constants | self._layout.frozen
+
+    @property
+    def ties(self) -> Mapping[str, tuple[str, ...]]:
+        """Tables of the edge that the embedding reads row by row: key to embedding's paths."""
+        return self._layout.ties
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Keys of the unsplit ``state_dict`` that travel under another one: a tied table's."""
+        return {
+            key_of(path): key
+            for key, paths in self._layout.all_places().items()
+            for path in paths
+            if key_of(path) != key
+        }
+
+    def travelling(self, state: Weights) -> dict[str, Tensor]:
+        """What travels of the unsplit model's ``state_dict``; raises ModelError for another's."""
+        for key in self.all_keys():
+            if key not in state:
+                raise ModelError(f"the weights lack {key!r}: pass the state_dict of this model")
+            if state[key].shape != self.shapes[key][0]:
+                raise ModelError(
+                    f"the weights hold {key!r} with shape {tuple(state[key].shape)}, the model "
+                    f"needs {tuple(self.shapes[key][0])}"
+                )
+        return {key: state[key] for key in self.all_keys()}
+
+    def whole_state(self, weights: Weights) -> dict[str, Tensor]:
+        """The unsplit model's ``state_dict`` of what travels, every alias included."""
+        aliases = self.aliases
+        return {key: weights[aliases.get(key, key)] for key in self.state_keys}
+
+    # Loss
+
+    @abstractmethod
+    def context(self, batch: Batch) -> dict[str, Tensor]:
+        """The part of ``batch`` that segments and edge need."""
+
+    @abstractmethod
+    def run_whole(self, model: nn.Module, batch: Batch) -> Any:
+        """The outputs of what ``build_whole`` built; see ``loss_of`` and ``scores_of``."""
+
+    def weight_of(self, batch: Batch) -> float:
+        """What the mean loss of ``batch`` runs over; raises ModelError if a tensor is missing."""
+        return self.objective.weight_of(self.context(batch))
+
+    def loss_of(self, outputs: Any, batch: Batch) -> Tensor:
+        """The mean loss of these outputs for ``batch``, a scalar; raises ModelError."""
+        return self.objective.loss_of(outputs, self.context(batch))
+
+    @abstractmethod
+    def example(self, shape: BatchShape) -> tuple[dict[str, Tensor], int]:
+        """A batch to measure costs with, and how many examples it holds."""
+
+    # Weights
+
+    def initial_weights(self, seed: int) -> dict[str, Tensor]:
+        """First values of all keys; see ``first_weights``."""
+        return self.first_weights(seed)[0]
+
+    @abstractmethod
+    def first_weights(self, seed: int) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+        """First values of all keys; behind them the keys of what a checkpoint lacks."""
+
+    def trained_weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """What travels of a model that ``build_whole`` built, as it is now."""
+        places = self._layout.places
+        return {key: read_tensor(model, places[key][0]).detach() for key in self.all_keys()}
+
+    def resident_keys_of_segment(self, first_block: int, stop_block: int) -> frozenset[str]:
+        """What a device with these blocks reads from the checkpoint, if it has one."""
+        holdings = self._layout.holdings(*range(first_block, stop_block), runs_blocks=True)
+        return self.resident_keys.intersection(holdings.all)
+
+    def read_resident(self, keys: Iterable[str]) -> dict[str, Tensor]:
+        """These frozen weights, for a member without the checkpoint; raises ModelError."""
+        raise ModelError(f"nothing is read from a checkpoint here, but {next(iter(keys))!r} is")
+
+    # Parts
+
+    @abstractmethod
+    def build_embedding(self, weights: Weights) -> Part:
+        """The control unit's part; ``weights`` must hold ``embedding_keys``."""
+
+    @abstractmethod
+    def build_segment(self, first_block: int, stop_block: int, weights: Weights) -> Part:
+        """A device's part; ``weights`` must hold its ``segment_keys`` and ``shared_keys``."""
+
+    @abstractmethod
+    def build_edge(self, weights: Weights) -> Part:
+        """The edge's part; ``weights`` must hold ``edge_keys`` (and ``shared_keys``)."""
+
+    @abstractmethod
+    def build_whole(self, weights: Weights, *, trains: bool = False) -> Any:
+        """The unsplit model with these weights, in evaluation mode."""
+
+    def _check_range(self, first_block: int, stop_block: int) -> None:
+        if not 0 <= first_block < stop_block <= self.num_blocks:
+            raise ModelError(
+                f"blocks {first_block}..{stop_block - 1} do not exist; "
+                f"devices may hold blocks 0..{self.num_blocks - 1}"
+            )
+
+
+def shapes_of(state: Weights, layout: Layout) -> dict[str, TensorShape]:
+    """Shape and dtype of every key."""
+    return {
+        key: (state[paths[0]].shape, state[paths[0]].dtype) for key, paths in layout.places.items()
+    }

@@ -1,0 +1,223 @@
+"""From a live torch module to a ``ModuleSpec``."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.models.module_build import build_module
+from collapipe_flwr.models.module_spec import ModuleSpec
+from collapipe_flwr.models.module_splitter import (
+    block_index,
+    block_names,
+    tensors_by_key,
+    under,
+)
+from collapipe_flwr.models.module_trace import ModuleTrace, trace_module
+from collapipe_flwr.models.part import normalises_batches
+from collapipe_flwr.models.validation import first_lines
+
+_LISTS = (nn.ModuleList, nn.Sequential)
+_TRACED = 2  # examples
+
+
+def describe_module(
+    model: nn.Module,
+    *,
+    build: str,
+    arguments_json: str,
+    example: Mapping[str, Tensor],
+    blocks: str,
+    embed: Sequence[str],
+    head: Sequence[str],
+    inputs: tuple[str, ...],
+    loss: str,
+    weight: str,
+    edge_blocks: int,
+) -> ModuleSpec:
+    """Rebuild ``model`` as others will, and trace it; raises ModelError if no cut is exact."""
+    _refuse_arguments(model, arguments_json)
+    twin = _twin(model, build, arguments_json)
+    try:
+        blocks = blocks or _find_blocks(model)
+        names = _names_of_blocks(model, blocks)
+        _refuse_shared(model, names)
+        trace = trace_module(twin, blocks, inputs, few(example))
+        keys = tensors_by_key(model)
+        owners = _owners(model, keys, names, trace, embed, head)
+    except ModelError as error:
+        raise ModelError(f"{type(model).__name__} cannot be split: {error}") from error
+    tied = _tied(keys, owners)
+    ids = {key: _ids_of(model, key, keys[key], trace) for key in tied}
+    trained = {key for key, tensor in model.named_parameters() if tensor.requires_grad}
+    parameters = dict(model.named_parameters())
+    return ModuleSpec(
+        build=build,
+        arguments_json=arguments_json,
+        blocks=blocks,
+        num_blocks=len(names),
+        before=tuple(key for key in keys if owners.get(key) == {"embed"}),
+        tied=tuple(ids.items()),
+        updated=trace.updated,
+        frozen=tuple(key for key in keys if key in parameters and key not in trained),
+        inputs=inputs,
+        tail=tuple(name for name in inputs if name in trace.tail),
+        call_json=json.dumps(trace.template, sort_keys=True),
+        results=trace.results,
+        example=tuple(
+            (k, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for k, t in example.items()
+        ),
+        drops=trace.drops,
+        whole_batches=normalises_batches(model) or bool(trace.updated),
+        edge_blocks=edge_blocks,
+        loss=loss,
+        weight=weight,
+    )
+
+
+def _refuse_arguments(model: nn.Module, arguments_json: str) -> None:
+    """Raise ModelError for a live instance whose class cannot be called without arguments."""
+    if arguments_json != "{}":
+        return
+    parameters = inspect.signature(type(model)).parameters.values()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
+    if needed:
+        name = type(model).__name__
+        raise ModelError(
+            f"{name} needs {', '.join(needed)} to be built on other machines: pass "
+            f"SplitModel({name}, arguments={{{needed[0]!r}: ...}})"
+        )
+
+
+def _twin(model: nn.Module, build: str, arguments_json: str) -> nn.Module:
+    """The model as others build it, with the live one's weights."""
+    twin = build_module(build, arguments_json, seed=0)
+    name = type(model).__name__
+    way_out = f"pass SplitModel({name}, arguments={{...}}) with what the live one was built with"
+    ours, theirs = model.state_dict(), twin.state_dict()
+    differing = [
+        key
+        for key in (*ours, *theirs)
+        if key not in theirs or key not in ours or _kind(ours[key]) != _kind(theirs[key])
+    ]
+    if differing:
+        raise ModelError(
+            f"{name} cannot be split: other machines build another one, which differs in "
+            f"{differing[0]!r}: {way_out}"
+        )
+    try:
+        twin.load_state_dict(ours)
+    except RuntimeError as cause:
+        raise ModelError(f"{name} cannot be split: {first_lines(cause)}") from cause
+    return twin
+
+
+def _kind(tensor: Any) -> Any:
+    return (tensor.shape, tensor.dtype) if isinstance(tensor, Tensor) else type(tensor)
+
+
+def few(example: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The first of its examples, where all tensors hold equally many."""
+    sizes = {len(tensor) if tensor.dim() else -1 for tensor in example.values()}
+    if len(sizes) != 1:
+        return dict(example)
+    return {key: tensor[:_TRACED] for key, tensor in example.items()}
+
+
+def _find_blocks(model: nn.Module) -> str:
+    """The only list of two or more equal modules that stands in no other such list."""
+    found: list[str] = []
+    for path, module in model.named_modules():
+        kinds = [type(child) for child in module._modules.values()] if _is_list(module) else []
+        equal = len(kinds) > 1 and len(set(kinds)) == 1
+        if equal and not under(path, found):
+            found.append(path)
+    if not found:
+        raise ModelError(
+            "it has no list of equal blocks (nn.ModuleList or nn.Sequential): put its blocks into "
+            "one, or name it by blocks='...'"
+        )
+    if len(found) > 1:
+        raise ModelError(
+            f"it has {len(found)} lists of equal blocks ({', '.join(map(repr, found))}): name one "
+            "by blocks='...'"
+        )
+    return found[0]
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, _LISTS)
+
+
+def _names_of_blocks(model: nn.Module, blocks: str) -> list[str]:
+    names = block_names(model, blocks)
+    if not names or not _is_list(model.get_submodule(blocks)):
+        raise ModelError(f"blocks={blocks!r} is no list of blocks in it")
+    return names
+
+
+def _refuse_shared(model: nn.Module, names: Sequence[str]) -> None:
+    """Raise ModelError for a tensor of a block that another place holds too."""
+    for paths in tensors_by_key(model).values():
+        holders = {block_index(path, names) for path in paths}
+        if len(holders) > 1:
+            raise ModelError(
+                f"{paths[0]!r} and {paths[-1]!r} are one parameter, and blocks may share none"
+            )
+    blocks = [model.get_submodule(name) for name in names]
+    if len({id(block) for block in blocks}) < len(blocks):
+        raise ModelError(
+            "one of its blocks stands in the list twice: blocks may share no parameter"
+        )
+
+
+def _owners(
+    model: nn.Module,
+    keys: Mapping[str, tuple[str, ...]],
+    names: Sequence[str],
+    trace: ModuleTrace,
+    embed: Sequence[str],
+    head: Sequence[str],
+) -> dict[str, set[str]]:
+    """Where each tensor outside of blocks is read: "embed", "head", or both."""
+    for name in (*embed, *head):
+        if not any(under(path, [name]) for paths in keys.values() for path in paths):
+            raise ModelError(f"embed or head names {name!r}, which holds no tensor of it")
+    parameters = {key for key, _ in model.named_parameters()}
+    found: dict[str, set[str]] = {}
+    for key in keys:
+        if block_index(key, names) is not None:
+            continue
+        places = {"embed"} if key in trace.ahead else set()
+        places |= {"head"} if key in trace.behind else set()
+        if under(key, embed):
+            places = {"embed"}
+        elif under(key, head):
+            places = {"head"}
+        if len(places) > 1 and key not in parameters:
+            raise ModelError(f"the buffer {key!r} is read both before and behind its blocks")
+        found[key] = places
+    return found
+
+
+def _tied(keys: Iterable[str], owners: Mapping[str, set[str]]) -> list[str]:
+    return [key for key in keys if len(owners.get(key, ())) > 1]
+
+
+def _ids_of(model: nn.Module, key: str, paths: Sequence[str], trace: ModuleTrace) -> str:
+    """The input that holds the row numbers of a table that is read on both sides."""
+    holders = [model.get_submodule(path.rpartition(".")[0]) for path in paths]
+    found = trace.ids_of.get(key, {None})
+    (name,) = found if len(found) == 1 else {None}
+    if name is None or not any(isinstance(holder, nn.Embedding) for holder in holders):
+        raise ModelError(
+            f"{type(model).__name__} cannot be split: {key!r} is read both before and behind its "
+            "blocks, and is no nn.Embedding of an input's tokens: use two parameters"
+        )
+    return name

@@ -1,0 +1,223 @@
+"""The parts of a torch module: its own forward, with other forwards in place of its blocks.
+
+The embedding leaves the model's forward where block 0 is called. Segments call their blocks in a
+row. The edge runs the whole forward: ahead of the blocks on zeros of the right shapes, through
+blocks that hand on what came over the network, and behind them on that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.models.borrowed import Borrower, Lender, Ties
+from collapipe_flwr.models.layout import Holdings
+from collapipe_flwr.models.module_call import (
+    SHAPE,
+    as_in_training,
+    call,
+    handing_on,
+    output_of,
+    pack,
+    split_arguments,
+    unpack,
+)
+from collapipe_flwr.models.module_spec import ModuleSpec
+from collapipe_flwr.models.objective import Objective, scores_of
+from collapipe_flwr.models.part import Part
+from collapipe_flwr.models.skeleton import place_tensor, read_tensor
+from collapipe_flwr.models.stack import Around, checkpointed
+from collapipe_flwr.models.tasks import best_class
+from collapipe_flwr.models.validation import UNFIT, first_lines
+
+Weights = Mapping[str, Tensor]
+
+
+class FirstBlockCalled(Exception):
+    """Ends the model's forward where the blocks would begin."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__("first block called")
+        self.arguments = args, kwargs
+
+
+def _leave(*args: Any, **kwargs: Any) -> NoReturn:
+    raise FirstBlockCalled(args, kwargs)
+
+
+def blocks_of(model: nn.Module, path: str) -> list[nn.Module]:
+    """The blocks in order."""
+    return [block for block in model.get_submodule(path)._modules.values() if block is not None]
+
+
+class ModuleEmbedding(Borrower):
+    """What runs ahead of the blocks."""
+
+    def __init__(
+        self, model: nn.Module, spec: ModuleSpec, holdings: Holdings, weights: Weights, ties: Ties
+    ) -> None:
+        super().__init__(model, holdings, weights)
+        self._spec, self._template = spec, json.loads(spec.call_json)
+        self._found: dict[str, Tensor] = {}
+        self._first = blocks_of(model, spec.blocks)[0]
+        self._first.forward = _leave
+        self.borrow(ties, dict(spec.tied))
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Hidden states from the tensors of a batch; raises ModelError if they do not fit."""
+        try:
+            with as_in_training(self.model):
+                call(self.model, self._spec.inputs, inputs)
+        except FirstBlockCalled as reached:
+            hidden, others = split_arguments(self._first, *reached.arguments)
+            self._found = pack(others, self._template)
+            return hidden
+        except UNFIT as cause:
+            shapes = {key: tuple(inputs[key].shape) for key in self._spec.inputs if key in inputs}
+            raise ModelError(
+                f"the embedding cannot read inputs of shape {shapes}: {first_lines(cause)}"
+            ) from cause
+        raise ModelError("the model returned without calling its first block")
+
+    def block_context(self) -> dict[str, Tensor]:
+        """See ``Part``."""
+        return self._found
+
+
+class ModuleSegment(Part):
+    """Consecutive blocks on one device."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: ModuleSpec,
+        holdings: Holdings,
+        weights: Weights,
+        blocks: tuple[int, int],
+    ) -> None:
+        super().__init__(model, holdings, weights)
+        self._template = json.loads(spec.call_json)
+        self._blocks = [*blocks_of(model, spec.blocks)[slice(*blocks)]]
+        self._updated = [p[0] for key, p in holdings.owned.items() if key in spec.updated]
+        self._again: Around | None = None
+
+    def compute_again(self, around: Around | None) -> bool:
+        """See ``SegmentPart``; a second computation leaves buffers as the first one did."""
+        self._again = around and (lambda: self._keeping(around))
+        return True
+
+    def forward(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+        """Hidden states behind this segment's last block."""
+        arguments = unpack(context, self._template)
+        with as_in_training(self.model):
+            for block in self._blocks:
+                if self._again is None:
+                    hidden = output_of(block(hidden, **arguments))
+                else:
+                    hidden = checkpointed(block, self._again, hidden, arguments)
+        return hidden
+
+    @contextmanager
+    def _keeping(self, around: Around) -> Iterator[None]:
+        kept = {path: read_tensor(self.model, path).clone() for path in self._updated}
+        with around():
+            yield
+        for path, value in kept.items():
+            read_tensor(self.model, path).copy_(value)
+
+
+class ModuleEdge(Lender):
+    """What stands behind the devices: upper blocks, head and loss."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: ModuleSpec,
+        holdings: Holdings,
+        weights: Weights,
+        objective: Objective,
+    ) -> None:
+        absent = {path: _zeros_like(t) for path, t in _ahead(model, holdings).items()}
+        super().__init__(model, holdings, weights)
+        for path, zeros in absent.items():
+            place_tensor(model, path, zeros)
+        self._spec, self._template = spec, json.loads(spec.call_json)
+        self._objective = objective
+        self._blocks = blocks_of(model, spec.blocks)
+        self._dtypes = {name: getattr(torch, dtype) for name, dtype, _ in spec.example}
+
+    def forward(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+        """The mean loss, a scalar; 0 over nothing."""
+        if self.weight_of(context) == 0:
+            return hidden.sum() * 0.0
+        return self._objective.loss_of(self.outputs(hidden, context), context)
+
+    def judge(
+        self, hidden: Tensor, context: Mapping[str, Tensor], *, scores: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """The loss, and the ids that the head holds for best, or all its scores."""
+        found = self.outputs(hidden, context)
+        nothing = self.weight_of(context) == 0
+        loss = hidden.sum() * 0.0 if nothing else self._objective.loss_of(found, context)
+        logits = scores_of(found)
+        return loss, logits if scores else best_class(logits)
+
+    def weight_of(self, context: Mapping[str, Tensor]) -> float:
+        """What the loss is a mean over: examples, target tokens, or the sum of their weights."""
+        return self._objective.weight_of(context)
+
+    def scores(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+        """The logits among the outputs."""
+        return scores_of(self.outputs(hidden, context))
+
+    def outputs(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Any:
+        """What the model's forward returns."""
+        with as_in_training(self.model):
+            if self._spec.edge_blocks:
+                arguments = unpack(context, self._template)
+                for block in self._blocks[-self._spec.edge_blocks :]:
+                    hidden = output_of(block(hidden, **arguments))
+            stand_in = handing_on(hidden, self._spec.results)
+            try:
+                for block in self._blocks:
+                    block.forward = stand_in
+                return call(self.model, self._spec.inputs, self._inputs(context))
+            finally:
+                for block in self._blocks:
+                    del block.forward
+
+    def _inputs(self, context: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those that came, and zeros in place of the others."""
+        with unset_fake_temporarily():
+            shapes = {
+                name: context[SHAPE + name].tolist()
+                for name in self._spec.inputs
+                if SHAPE + name in context
+            }
+        zeros = {
+            name: torch.zeros(shape, dtype=self._dtypes[name]) for name, shape in shapes.items()
+        }
+        return {**{name: context[name] for name in self._spec.inputs if name in context}, **zeros}
+
+
+def _ahead(model: nn.Module, holdings: Holdings) -> dict[str, Tensor]:
+    """What other parts hold and the forward reads ahead of the blocks."""
+    layout = holdings.layout
+    absent = set(layout.owners) - set(holdings.owned)
+    paths = [path for key in absent if layout.owners[key] < 0 for path in layout.places[key]]
+    return {path: read_tensor(model, path) for path in paths}
+
+
+def _zeros_like(tensor: Tensor) -> Tensor:
+    """A parameter takes no memory; a buffer may be written to."""
+    if not isinstance(tensor, nn.Parameter):
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    zeros = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+    return nn.Parameter(zeros, requires_grad=False)

@@ -1,0 +1,84 @@
+"""What a torch module is that knows no library: how it is built, and where it may be cut."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from collapipe_flwr.core.errors import ModelError
+
+Example = tuple[str, str, tuple[int, ...]]  # tensor of a batch, dtype, shape
+_TEXTS = ("build", "blocks", "arguments_json", "call_json", "loss", "weight")
+_MOST_BLOCKS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleSpec:
+    """One torch module by the import path of what ``build``s it, without weights.
+
+    ``before`` are the keys that the control unit owns, ``tied`` those tables among the edge's that
+    the embedding reads too, with the input that holds the ids. ``updated`` are buffers that
+    training changes, ``frozen`` parameters that it does not.
+
+    ``inputs`` are the tensors of a batch that forward takes; ``tail`` those that travel because
+    what stands behind the blocks reads them. ``call_json`` says how blocks are called beside hidden
+    states, ``results`` how long the tuple is that they return (0: bare hidden states). ``example``
+    is the shape of one batch. A trace of the live model found all this (`module_trace`).
+    """
+
+    build: str
+    arguments_json: str = "{}"
+    blocks: str
+    num_blocks: int
+    before: tuple[str, ...]
+    tied: tuple[tuple[str, str], ...] = ()
+    updated: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+    inputs: tuple[str, ...]
+    tail: tuple[str, ...] = ()
+    call_json: str = "{}"
+    results: int = 0
+    example: tuple[Example, ...]
+    drops: bool = True
+    whole_batches: bool = False
+    edge_blocks: int = 0
+    loss: str = ""
+    weight: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.num_blocks <= _MOST_BLOCKS:
+            raise ModelError(f"a module of {self.num_blocks} blocks cannot be cut")
+        if not 0 <= self.edge_blocks < self.num_blocks:
+            raise ModelError(
+                f"edge_blocks must be below the model's {self.num_blocks} blocks, got "
+                f"{self.edge_blocks}"
+            )
+
+    @property
+    def batch_size(self) -> int:
+        """Examples in the example; 0 where its tensors do not agree."""
+        sizes = {shape[0] if shape else 0 for _, _, shape in self.example}
+        return sizes.pop() if len(sizes) == 1 else 0
+
+    def to_json(self) -> str:
+        """One string; the inverse of ``from_json``."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> ModuleSpec:
+        """Rebuild a spec; raises ModelError if ``text`` is not one."""
+        try:
+            values = json.loads(text)
+            given = {key: _tuples(value) for key, value in values.items()}
+            if set(given) - {field.name for field in fields(cls)}:
+                raise ValueError(f"unknown keys {sorted(given)}")
+            if not all(isinstance(given.get(key, ""), str) for key in _TEXTS):
+                raise ValueError(f"{', '.join(_TEXTS)} must be texts")
+            return cls(**given)
+        except (ValueError, TypeError, AttributeError) as cause:
+            raise ModelError(f"the description of a module cannot be read: {cause}") from cause
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

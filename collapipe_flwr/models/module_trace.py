@@ -1,0 +1,286 @@
+"""Where a torch module may be cut: one forward pass in training mode, every operation watched.
+
+A cut is sound if a block reads nothing of the model but its own tensors, the hidden states of the
+block before it, and arguments that are the same for all blocks; and if what stands behind the
+blocks reads the last hidden states, its own tensors, and otherwise only inputs of the batch. The
+trace proves that or says what stands against it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.models.module_call import call, describe, output_of, split_arguments
+from collapipe_flwr.models.module_splitter import block_index, block_names, tensors_by_key
+from collapipe_flwr.models.validation import UNFIT, first_lines
+
+_AHEAD, _BETWEEN, _BEHIND = -1, -2, -3  # where the pass is, or the number of a block
+_ASKS_VALUES = ("_local_scalar_dense", "is_nonzero", "equal")
+_READS_SHAPE = ("_like", "new_")  # in names of operations that read no values
+Label = tuple[str, str]  # "input" | "owned" | "block", and its name
+
+
+@dataclass(slots=True, kw_only=True)
+class ModuleTrace:
+    """What the pass showed.
+
+    ``ahead`` and ``behind`` are the keys read there, ``ids_of`` the inputs that tables ahead are
+    looked up with (None: something else), ``tail`` the inputs that are read behind the blocks.
+    """
+
+    ahead: set[str] = field(default_factory=set)
+    behind: set[str] = field(default_factory=set)
+    ids_of: dict[str, set[str | None]] = field(default_factory=dict)
+    tail: set[str] = field(default_factory=set)
+    template: dict[str, Any] = field(default_factory=dict)
+    results: int = 0
+    updated: tuple[str, ...] = ()
+    drops: bool = False
+    tokens: int = 1  # hidden states of an example
+
+
+def trace_module(
+    model: nn.Module, blocks: str, inputs: Sequence[str], batch: Mapping[str, Tensor]
+) -> ModuleTrace:
+    """Watch one forward pass; buffers of ``model`` change. Raises ModelError if no cut is exact."""
+    batch = {name: tensor.clone() for name, tensor in batch.items()}  # apart, not views of one
+    watch = _Watch(model, blocks, {name: batch[name] for name in inputs if name in batch})
+    model.train()
+    before = {key: buffer.clone() for key, buffer in model.named_buffers()}
+    hooks = [hook for i, b in enumerate(watch.blocks) for hook in watch.hooks(i, b)]
+    try:
+        with torch.random.fork_rng(devices=()), torch.no_grad(), watch:
+            call(model, inputs, batch)
+    except UNFIT as cause:
+        raise ModelError(f"it cannot read the example: {first_lines(cause)}") from cause
+    finally:
+        for hook in hooks:
+            hook.remove()
+    watch.check_end()
+    keys = {path: key for key, paths in tensors_by_key(model).items() for path in paths}
+    watch.found.updated = tuple(
+        keys[path]
+        for path, buffer in model.named_buffers()
+        if path in keys and not torch.equal(buffer, before[path])
+    )
+    return watch.found
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows every tensor of a forward pass from where it comes to where it is read."""
+
+    def __init__(self, model: nn.Module, blocks: str, inputs: Mapping[str, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = ModuleTrace()
+        self._names = block_names(model, blocks)
+        self.blocks = [model.get_submodule(name) for name in self._names]
+        self._place = _AHEAD
+        self._calls: list[tuple[Tensor, dict[str, Any]]] = []
+        self._hidden: Any = None  # that the last block returned
+        self._alive: list[Tensor] = [*inputs.values()]  # or their memory would be used again
+        self._inputs = {_storage(tensor): name for name, tensor in inputs.items()}
+        self._labels: dict[int, frozenset[Label]] = {
+            at: frozenset({("input", name)}) for at, name in self._inputs.items()
+        }
+        state = model.state_dict(keep_vars=True)
+        self._owned = {
+            _storage(state[key]): key for key in tensors_by_key(model) if state[key].numel()
+        }
+        for at, key in self._owned.items():
+            self._labels[at] = frozenset({("owned", key)})
+        self._early: set[int] = set()  # what was there before the last block was done
+        self._open: set[int] = set()  # what the block that runs may read
+
+    def hooks(self, index: int, block: nn.Module) -> tuple[Any, ...]:
+        """Hooks that tell where the pass is."""
+        return (
+            block.register_forward_pre_hook(
+                lambda _, args, kwargs: self._begin(index, args, kwargs), with_kwargs=True
+            ),
+            block.register_forward_hook(lambda _, __, result: self._end(index, result)),
+        )
+
+    def check_end(self) -> None:
+        """Raise ModelError unless every block ran."""
+        if len(self._calls) != len(self.blocks):
+            raise ModelError(
+                f"its {len(self.blocks)} blocks ran {len(self._calls)} times, not once each"
+            )
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        del types
+        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if any(word in name for word in _READS_SHAPE):
+            return result
+        labels = frozenset[Label]().union(*(self._labels.get(_storage(t), ()) for t in read))
+        self._judge(name, read, labels)
+        self.found.drops |= _draws(func, args, kwargs or {})
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._alive.append(leaf)
+                at = _storage(leaf)
+                self._labels[at] = self._labels.get(at, frozenset()) | labels
+                if self._place >= 0:
+                    self._open.add(at)
+        return result
+
+    def _judge(self, name: str, read: Sequence[Tensor], labels: frozenset[Label]) -> None:
+        chooses = name in _ASKS_VALUES and any(kind != "owned" for kind, _ in labels)
+        if chooses and not (self._place == _AHEAD and _makes_mask()):
+            raise ModelError(
+                "which way its forward takes depends on values of the batch (an `if`, `.item()` or "
+                "`bool()` of a tensor): compute both ways and choose with torch.where"
+            )
+        if name == "embedding" and self._place == _AHEAD and _storage(read[0]) in self._owned:
+            table = self._owned[_storage(read[0])]
+            self.found.ids_of.setdefault(table, set()).add(self._inputs.get(_storage(read[1])))
+        for tensor in read:
+            self._note_read(_storage(tensor))
+
+    def _note_read(self, at: int) -> None:
+        key = self._owned.get(at)
+        if key is not None:
+            self._note_owned(key)
+        elif self._place >= 0 and at not in self._open and self._labels.get(at):
+            raise ModelError(
+                f"block {self._place} reads {_told(self._labels[at])} besides what it is called "
+                "with: pass it to all blocks as an argument"
+            )
+        elif self._place == _BEHIND and at in self._early:
+            self._note_tail(self._labels.get(at, frozenset()))
+
+    def _note_owned(self, key: str) -> None:
+        holder = block_index(key, self._names)
+        if holder is not None and holder != self._place:
+            where = "outside it" if self._place < 0 else f"in block {self._place}"
+            raise ModelError(f"{key!r} of block {holder} is read {where}, on another machine")
+        if holder is None and self._place >= 0:
+            raise ModelError(
+                f"block {self._place} reads {key!r}, which is not its own: blocks may share "
+                "no parameters"
+            )
+        if holder is None:
+            (self.found.behind if self._place == _BEHIND else self.found.ahead).add(key)
+
+    def _note_tail(self, labels: frozenset[Label]) -> None:
+        for kind, name in sorted(labels):
+            if kind != "input":
+                what = _told(frozenset({(kind, name)}))
+                raise ModelError(
+                    f"what stands behind its blocks reads {what}, which is on another machine: "
+                    "only the result of the last block and inputs of the batch may be read there"
+                )
+            self.found.tail.add(name)
+
+    def _begin(self, index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        hidden, others = split_arguments(self.blocks[index], args, kwargs)
+        if index != len(self._calls):
+            raise ModelError(f"its block {index} is called out of turn, or more than once")
+        if index and hidden is not self._hidden:
+            raise ModelError(f"something happens between its blocks {index - 1} and {index}")
+        if index == 0:
+            self.found.template = describe(others)
+            shape = tuple(hidden.shape)
+            self.found.tokens = shape[1] if len(shape) > 2 else 1
+        self._refuse_other_arguments(index, hidden, others)
+        tensors = [leaf for leaf in tree_leaves(others) if isinstance(leaf, Tensor)]
+        for tensor in tensors:
+            self._refuse_learned(tensor)
+        self._calls.append((hidden, others))
+        self._open = {_storage(tensor) for tensor in (hidden, *tensors)}
+        self._place = index
+
+    def _refuse_learned(self, tensor: Tensor) -> None:
+        learned = [name for kind, name in self._labels.get(_storage(tensor), ()) if kind == "owned"]
+        if learned:
+            raise ModelError(
+                f"blocks read a tensor made from {sorted(learned)[0]!r} besides hidden states, "
+                "which is learned on another machine"
+            )
+
+    def _refuse_other_arguments(
+        self, index: int, hidden: Tensor, others: Mapping[str, Any]
+    ) -> None:
+        first_hidden, first = self._calls[0] if self._calls else (hidden, others)
+        if hidden.shape != first_hidden.shape:
+            raise ModelError(
+                f"block {index - 1} changes the shape of hidden states from "
+                f"{tuple(first_hidden.shape)} to {tuple(hidden.shape)}"
+            )
+        ours, theirs = tree_leaves(dict(others)), tree_leaves(dict(first))
+        if describe(others) != self.found.template or not all(map(_same, ours, theirs)):
+            raise ModelError(f"block {index} is called with other arguments than block 0")
+
+    def _end(self, index: int, result: Any) -> None:
+        hidden = output_of(result)
+        given = self._calls[-1][0]
+        if not isinstance(hidden, Tensor) or hidden.shape != given.shape:
+            shape = tuple(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
+            raise ModelError(
+                f"block {index} changes the shape of hidden states from {tuple(given.shape)} to "
+                f"{shape}"
+            )
+        self.found.results = 0 if isinstance(result, Tensor) else len(result)
+        self._hidden = hidden
+        self._alive.append(hidden)
+        is_last = index == len(self.blocks) - 1
+        self._place = _BEHIND if is_last else _BETWEEN
+        if is_last:
+            self._early = set(self._labels) - {_storage(hidden)}
+        self._labels[_storage(hidden)] = frozenset({("block", str(index))})
+
+
+def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation draws random numbers; attention without dropout does not."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return "dropout_p" not in names or bool(given.get("dropout_p"))
+
+
+def _makes_mask() -> bool:
+    """Whether transformers looks if a padding mask is needed at all: blocks get it, or None."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_globals.get("__name__") == "transformers.masking_utils":
+            return True
+    return False
+
+
+def _storage(tensor: Tensor) -> int:
+    at: int = tensor.untyped_storage()._cdata
+    return at
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        with _disable_current_modes():
+            return left is right or torch.equal(left, right)
+    return bool(left == right)
+
+
+def _told(labels: frozenset[Label]) -> str:
+    """The most telling of the places that a tensor comes from."""
+    order = ("block", "owned", "input")
+    kind, name = min(labels, key=lambda label: (order.index(label[0]), label[1]))
+    told = {
+        "block": f"the result of block {name}",
+        "owned": f"a tensor made from {name!r}",
+        "input": f"the input {name!r}",
+    }
+    return told[kind]

@@ -1,0 +1,281 @@
+"""Torch modules of any kind: split over threads they train as their user's own loop does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from collapipe_flwr.cluster.control_unit import evaluate_batches
+from collapipe_flwr.cluster.evaluation import PredictionConfig
+from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder, ThreadFleet
+from collapipe_flwr.cluster.unsplit import evaluate_unsplit
+from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.models import SplitModel, profile_model, splitter_of
+from tests.closeness import assert_near, near
+from tests.laws.test_cluster_equals_whole import (
+    SGD,
+    Cut,
+    _edge,
+    _micro_batches,
+    _train_split,
+    _train_unsplit,
+)
+from tests.models import own_models
+from tests.models.test_own_models import CALM, CUTS, by_hand, cut_up
+
+WHOLE = Cut(stops=(2, 4), micro_batches=(6,))
+
+
+def texts(seed: int) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1, 50, (6, 9), generator=random)
+    lengths = torch.randint(3, 10, (6,), generator=random)
+    tokens[torch.arange(9)[None] >= lengths[:, None]] = 0
+    return {"inputs": tokens, "labels": torch.randint(0, 3, (6,), generator=random)}
+
+
+def pictures(seed: int) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, 3, (6,), generator=random)
+    return {"x": torch.randn(6, 3, 16, 16, generator=random), "labels": labels}
+
+
+def features(seed: int) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, 3, (6,), generator=random)
+    return {"x": torch.randn(6, 5, generator=random), "labels": labels}
+
+
+def writings(seed: int) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 50, (6, 8), generator=random)
+    return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+
+def hand_loss(model: Any, step: Mapping[str, Tensor]) -> Tensor:
+    if isinstance(model, own_models.Decoder):
+        return model(**step)["loss"]
+    (name,) = set(step) - {"labels"}
+    return functional.cross_entropy(model(step[name]), step["labels"])
+
+
+CASES = {
+    "text": (own_models.TextClassifier, texts),
+    "vision": (own_models.VisionTransformer, pictures),
+    "decoder": (own_models.Decoder, writings),
+}
+
+
+def live(kind: type[nn.Module], batches: Any, **choices: Any) -> tuple[nn.Module, SplitModel]:
+    torch.manual_seed(11)
+    model = kind()
+    return model, SplitModel(model, example=batches(0), **choices)
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_three_steps_equal_the_users_own_loop(case: str, cut: Cut) -> None:
+    kind, batches = CASES[case]
+    model, split_model = live(kind, batches)
+    splitter = splitter_of(split_model.spec.to_json())
+    weights = {key: tensor.clone() for key, tensor in split_model.weights().items()}
+    steps = [batches(seed) for seed in range(1, 4)]
+    cut_steps = [cut_up(step, cut.micro_batches) for step in steps]
+    losses, split = _train_split(splitter, weights, cut, cut_steps, CALM)
+    assert losses == near(tuple(by_hand(model, hand_loss, steps, adamw=True)))
+    assert_near(splitter.whole_state(split), dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("edge_blocks", [0, 1])
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_equal_the_users_own(case: str, edge_blocks: int) -> None:
+    kind, batches = CASES[case]
+    model, split_model = live(kind, batches, edge_blocks=edge_blocks)
+    splitter = split_model.splitter
+    weights = {key: tensor.clone() for key, tensor in split_model.weights().items()}
+    cut = Cut(stops=(1, 4 - edge_blocks), micro_batches=(4, 2))
+    _, split = _train_split(splitter, weights, cut, [cut_up(batches(5), (4, 2))], SGD)
+    by_hand(model, hand_loss, [batches(5)], adamw=False)
+    assert_near(splitter.whole_state(split), dict(model.state_dict()))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("case", CASES)
+def test_logits_come_back(case: str) -> None:
+    kind, batches = CASES[case]
+    model, split_model = live(kind, batches)
+    splitter, weights = split_model.splitter, split_model.weights()
+    cut, whole = CUTS[1], batches(9)
+    steps = [cut_up(whole, cut.micro_batches)]
+    settings = LearningSettings(optimizer=SGD, deadline_s=20.0)
+    order = RoundOrder(plan=cut.plan(), weights=weights, learning=settings)
+    wanted = PredictionConfig(logits=True)
+    if not splitter.ties:
+        with _edge(splitter, weights, cut, SGD) as (link, _):
+            fleet = ThreadFleet(lambda _: nullcontext(link))
+            batches_cut = _micro_batches(splitter, steps)
+            found = evaluate_batches(splitter, order, batches_cut, fleet, wanted=wanted)
+    unsplit = evaluate_unsplit(splitter, splitter.build_whole(weights), steps, wanted)
+    model.train(False)
+    with torch.no_grad():
+        loss = float(hand_loss(model, whole))
+    assert unsplit.loss == near(loss) and unsplit.targets == 6
+    if not splitter.ties:
+        assert found.loss == near(loss) and found.targets == 6
+        ours, theirs = (torch.cat(of.predictions[0]) for of in (found, unsplit))
+        assert_near({"": ours}, {"": theirs})
+
+
+def test_dropout_does_not_depend_on_the_cut() -> None:
+    _, split_model = live(own_models.Dropping, texts)
+    splitter, weights = split_model.splitter, split_model.weights()
+    assert splitter.drops
+    steps, cuts = [cut_up(texts(3), (3, 3))], [(4,), (1, 2, 4)]
+    found = [
+        _train_split(
+            splitter, weights, Cut(stops=stops, micro_batches=(3, 3)), steps, SGD, dropout_seed=7
+        )
+        for stops in cuts
+    ]
+    assert found[0][0] == near(found[1][0])
+    assert_near(found[0][1], found[1][1])
+    assert not SplitModel(own_models.TextClassifier(), example=texts(0)).splitter.drops
+
+
+def test_running_statistics_come_back() -> None:
+    model, split_model = live(own_models.BatchNormed, features)
+    splitter, weights = split_model.splitter, split_model.weights()
+    assert splitter.whole_batches
+    assert "norm.running_mean" not in splitter.constant_keys
+    steps = [features(seed) for seed in range(1, 4)]
+    losses, split = _train_split(splitter, weights, WHOLE, [[step] for step in steps], CALM)
+    assert losses == near(tuple(by_hand(model, hand_loss, steps, adamw=True)))
+    assert_near(
+        {key: tensor for key, tensor in split.items() if tensor.is_floating_point()},
+        {key: t for key, t in model.state_dict().items() if t.is_floating_point()},
+    )
+    assert int(split["norm.num_batches_tracked"]) == 3
+    assert int(split["blocks.1.norm.num_batches_tracked"]) == 3
+
+
+def test_recomputed_blocks_count_a_batch_once() -> None:
+    _, split_model = live(own_models.BatchNormed, features)
+    segment = split_model.splitter.build_segment(0, 4, split_model.weights())
+    segment.compute_again(nullcontext)
+    hidden = torch.randn(6, 12, requires_grad=True)
+    segment(hidden, {}).sum().backward()
+    assert int(segment.state_dict()["blocks.0.norm.num_batches_tracked"]) == 1
+
+
+def test_arguments_build_the_model_everywhere() -> None:
+    split_model = SplitModel(
+        own_models.VisionTransformer, arguments={"blocks": 2, "width": 16}, example=pictures(0)
+    )
+    splitter = splitter_of(split_model.spec.to_json())
+    assert splitter.num_blocks == 2
+    assert tuple(splitter.state_keys) == tuple(split_model.model.state_dict())
+    costs = profile_model(splitter, split_model.shape)
+    assert costs.blocks[0].output_bytes == 17 * 16 * 4
+
+
+def test_unsplit_training_is_the_same() -> None:
+    model, split_model = live(own_models.VisionTransformer, pictures)
+    splitter, weights = split_model.splitter, split_model.weights()
+    steps = [cut_up(pictures(1), (4, 2))]
+    _, whole = _train_unsplit(splitter, weights, steps, SGD)
+    by_hand(model, hand_loss, [pictures(1)], adamw=False)
+    assert_near(whole, dict(model.state_dict()))
+
+
+def test_what_the_user_froze_stays() -> None:
+    model = own_models.VisionTransformer()
+    for parameter in model.layers[0].parameters():
+        parameter.requires_grad = False
+    splitter = SplitModel(model, example=pictures(0)).splitter
+    assert "layers.0.ln_1.weight" in splitter.constant_keys
+    segment = splitter.build_segment(0, 1, splitter.travelling(model.state_dict()))
+    assert not any(parameter.requires_grad for parameter in segment.parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (own_models.Skips, r"behind its blocks reads a tensor made from 'conv_proj\.bias'"),
+        (own_models.CollectsStates, "behind its blocks reads the result of block 0"),
+        (own_models.Repeats, "are one parameter, and blocks may share none"),
+        (own_models.SharesHalf, "are one parameter, and blocks may share none"),
+        (own_models.Decides, "depends on values of the batch"),
+        (own_models.Interferes, "something happens between its blocks 0 and 1"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_says_why(kind: type[nn.Module], reason: str) -> None:
+    with pytest.raises(ModelError, match=f"{kind.__name__} cannot be split: .*{reason}") as caught:
+        SplitModel(kind(), example=pictures(0))
+    assert "\n" not in str(caught.value)
+
+
+def test_blocks_that_read_something_learned_are_refused() -> None:
+    with pytest.raises(ModelError, match="'bias'"):
+        SplitModel(own_models.LearnsBias(), example=(torch.randn(6, 4, 32), torch.zeros(6).long()))
+
+
+def numbers() -> tuple[Tensor, Tensor]:
+    return torch.randn(6, 8), torch.zeros(6).long()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "reason"),
+    [
+        ("", "3 lists of equal blocks.*name one by blocks="),
+        ("narrows", "block 0 changes the shape of hidden states"),
+        ("nothing", "blocks='nothing' is no list of blocks"),
+    ],
+)
+def test_the_list_of_blocks_must_be_clear(blocks: str, reason: str) -> None:
+    with pytest.raises(ModelError, match=reason):
+        SplitModel(own_models.ResidualNetwork(), example=numbers(), blocks=blocks)
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    with pytest.raises(ModelError, match="no list of equal blocks"):
+        SplitModel(own_models.NoBlocks(), example=numbers())
+
+
+@pytest.mark.parametrize(
+    ("model", "choices", "reason"),
+    [
+        (3, {}, "needs an nn.Module, got int"),
+        (dict, {}, "needs an nn.Module, got the class dict"),
+        (own_models.makes_a_number, {}, "must return an nn.Module, got int"),
+        (lambda: nn.Linear(1, 1), {}, "stands in a function or lambda"),
+        (own_models.NeedsSize, {"arguments": {"size": torch.ones(1)}}, "must be JSON"),
+        (own_models.NeedsSize, {}, "cannot be built: .*size"),
+        (own_models.NeedsSize(3), {}, r"pass SplitModel\(NeedsSize, arguments="),
+        (own_models.VisionTransformer(blocks=2), {}, "other machines build another one"),
+        (own_models.NoBlocks(), {"arguments": {}}, "arguments belong to what builds"),
+    ],
+)
+def test_what_cannot_be_built_elsewhere_is_refused(
+    model: Any, choices: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ModelError, match=reason):
+        SplitModel(model, example=numbers(), **choices)
+
+
+def test_an_example_is_asked_for() -> None:
+    with pytest.raises(ModelError, match=r"example=next\(iter\(loader\)\)"):
+        SplitModel(own_models.VisionTransformer())
+
+
+def test_a_class_within_a_function_is_refused() -> None:
+    class Inner(own_models.VisionTransformer):
+        pass
+
+    with pytest.raises(ModelError, match="move it to the top of a module of your app"):
+        SplitModel(Inner(), example=pictures(0))

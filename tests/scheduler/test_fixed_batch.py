@@ -1,0 +1,47 @@
+"""Where the batch is the user's, plans choose only how it is cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from collapipe_flwr.federation.described import Planning
+from collapipe_flwr.scheduler.policies import POLICIES, make_scheduler
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
+
+BATCH = 24
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_keeps_the_batch(policy: str, a_snapshot) -> None:
+    settings = Planning().for_batches(BATCH).settings
+    scheduler = make_scheduler(policy, settings)
+    for seed in range(3):
+        snapshot = a_snapshot(seed, clusters=3, devices=4)
+        plan, _ = scheduler.step(scheduler.init(snapshot), snapshot)
+        assert {c.micro_batch_size * c.micro_batches for c in plan.clusters} == {BATCH}
+
+
+def test_no_fixed_cut_is_better_than_the_chosen_one(a_snapshot) -> None:
+    settings = Planning().for_batches(BATCH).settings
+    for seed in range(8):
+        snapshot = a_snapshot(seed, clusters=1, devices=3)
+        chosen = latency_of(settings, snapshot)
+        fixed = [
+            latency_of(
+                replace(settings, micro_batch_sizes=(size,), micro_batches=(count,)), snapshot
+            )
+            for size, count in settings.batches
+        ]
+        assert chosen <= min(fixed) * (1 + 1e-9)
+
+
+def latency_of(settings: SchedulerConfig, snapshot) -> float:
+    scheduler = make_scheduler("dssda", settings)
+    plan, _ = scheduler.step(scheduler.init(snapshot), snapshot)
+    return plan.latency_s
+
+
+def test_a_batch_that_may_not_be_cut_is_one_micro_batch() -> None:
+    assert Planning().for_batches(BATCH, cut=False).settings.batches == ((BATCH, 1),)
