@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -24,6 +25,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def pytest_report_header() -> str:
     """Kernels round in different ways, see `closeness`; ATEN_CPU_CAPABILITY chooses others."""
     return f"torch {torch.__version__}, CPU kernels: {torch.backends.cpu.get_cpu_capability()}"
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests live to the end; the garbage collector need not visit them again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -85,13 +85,13 @@ def _settings(
     paths = cluster or []
     clusters = [read_cluster(path) for path in paths if not path.is_dir()]
     clusters += [c for path in paths if path.is_dir() for c in clusters_in(path, name)]
-    addresses = [listen, *(c.member(name).address for c in clusters), default]
+    address = next((a for c in clusters if (a := c.member(name).address)), default)
     tls = own_tls or next((c.tls_files(name) for c in clusters), None)
     access = access_control(clusters, allow or ())
     if imports:
         sys.path.insert(0, os.getcwd())  # modules may also stand where the command is given
     return HostSettings(
-        listen=next(filter(None, addresses)),
+        listen=listen or address,
         name=name,
         tls=tls,
         access=access if tls and access.callers else None,  # None: whoever the CA signed

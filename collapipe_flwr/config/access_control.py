@@ -80,10 +80,6 @@ class AccessControl:
         """Their names."""
         return frozenset(n for n, c in self.callers.items() if c.role is Role.CONTROL_UNIT)
 
-    def find(self, name: str) -> Caller | None:
-        """The caller of that name."""
-        return self.callers.get(name)
-
 
 def access_control(clusters: Iterable[ClusterConfig], allow: Iterable[str] = ()) -> AccessControl:
     """Everybody in these files, and whoever is allowed besides.

@@ -142,8 +142,8 @@ def read_assignments(text: str) -> dict[str, object]:
 def key(default: T, rule: Rule | None = None, *, name: str = "") -> T:
     """Declare one key: its default, the rule that its values obey, its name if not the field's."""
     metadata = {_RULE: rule, _NAME: name}
-    if isinstance(default, dict):
-        return cast(T, field(default_factory=default.copy, metadata=metadata))
+    if isinstance(default, dict):  # compared, but not hashed: a dict cannot be
+        return cast(T, field(default_factory=default.copy, hash=False, metadata=metadata))
     declared: T = field(default=default, metadata=metadata)
     return declared
 

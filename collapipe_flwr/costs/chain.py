@@ -23,7 +23,7 @@ from collapipe_flwr.costs.makespan import (
     WarmUp,
     choose_warm_up,
     gpipe_makespan_s,
-    overlapped_makespan_s,
+    step_makespan_s,
 )
 from collapipe_flwr.costs.radio import power_for_time_w, send_time_s
 from collapipe_flwr.costs.tables import Tables
@@ -137,9 +137,7 @@ def makespan_of(chain: Chain, times: Array) -> Array:
     stage_s = (chain.forward_stage_s, chain.backward_stage_s)
     hop_s = (times[:, :, 0], times[:, :, 1])
     count = chain.rows.micro_batches_r.astype(np.float64)
-    if chain.options.schedule == "gpipe":
-        return gpipe_makespan_s(stage_s, hop_s, count)
-    return overlapped_makespan_s(stage_s, hop_s, count, half_duplex=chain.options.half_duplex)
+    return step_makespan_s(chain.options, stage_s, hop_s, count)
 
 
 def step_times(chain: Chain, times: Array, row: int) -> StepTimes:

@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike
 
 from collapipe_flwr.core.schedule import StepTimes, replay
 from collapipe_flwr.costs.arrays import Array
+from collapipe_flwr.costs.work import PricingOptions
 
 AS_GOOD = 1e-3  # relative makespan
 Depths = tuple[int, ...]
@@ -29,32 +30,41 @@ Both = Sequence[ArrayLike]
 """Seconds per micro-batch of the forward and the backward pass."""
 
 
-def gpipe_makespan_s(stage_s: Both, hop_s: Both, micro_batches: ArrayLike) -> Array:
+def step_makespan_s(
+    options: PricingOptions, stage_s: Both, hop_s: Both, micro_batches: Array, axis: int = -1
+) -> Array:
+    """One step's makespan by ``options.schedule``: GPipe's exactly, 1F1B's lower bound."""
+    if options.schedule == "gpipe":
+        return gpipe_makespan_s(stage_s, hop_s, micro_batches, axis)
+    return _overlapped_makespan_s(options, stage_s, hop_s, micro_batches, axis)
+
+
+def gpipe_makespan_s(stage_s: Both, hop_s: Both, micro_batches: ArrayLike, axis: int = -1) -> Array:
     """Exact makespan of one GPipe step: two permutation flow shops, one after the other.
 
-    In either pass a micro-batch alone takes all stages (..., K + 2) and hops (..., K + 1), and
-    every further one as long as the slowest of them.
+    In either pass a micro-batch alone takes all stages (K + 2 along ``axis``) and hops (K + 1),
+    and every further one as long as the slowest of them.
     """
     further = np.asarray(micro_batches, dtype=np.float64) - 1.0
     makespan = np.zeros(())
     for stage, hop in zip(map(np.asarray, stage_s), map(np.asarray, hop_s), strict=True):
-        makespan = makespan + (stage.sum(-1) + hop.sum(-1))
-        makespan = makespan + further * np.maximum(stage.max(-1), hop.max(-1))
+        makespan = makespan + (stage.sum(axis) + hop.sum(axis))
+        makespan = makespan + further * np.maximum(stage.max(axis), hop.max(axis))
     return makespan
 
 
-def overlapped_makespan_s(
-    stage_s: Sequence[Array], hop_s: Sequence[Array], micro_batches: Array, *, half_duplex: bool
+def _overlapped_makespan_s(
+    options: PricingOptions, stage_s: Both, hop_s: Both, micro_batches: Array, axis: int
 ) -> Array:
     """What a step cannot undercut when passes overlap (1F1B): trip plus J - 1 busiest periods.
 
     A lower bound of every schedule, approached when warm-up is deep; see ``choose_warm_up``.
     """
-    further = np.asarray(micro_batches, dtype=np.float64) - 1.0
-    hops = hop_s[0] + hop_s[1] if half_duplex else np.maximum(hop_s[0], hop_s[1])
-    period = np.maximum((stage_s[0] + stage_s[1]).max(-1), hops.max(-1))
-    trips = [stage.sum(-1) + hop.sum(-1) for stage, hop in zip(stage_s, hop_s, strict=True)]
-    return np.asarray(trips[0] + trips[1] + further * period)
+    (ahead, back), (there, home) = map(np.asarray, stage_s), map(np.asarray, hop_s)
+    hops = there + home if options.half_duplex else np.maximum(there, home)
+    period = np.maximum((ahead + back).max(axis), hops.max(axis))
+    trip = (ahead.sum(axis) + there.sum(axis)) + (back.sum(axis) + home.sum(axis))
+    return np.asarray(trip + (micro_batches - 1.0) * period)
 
 
 class WarmUp(NamedTuple):

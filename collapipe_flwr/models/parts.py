@@ -87,6 +87,11 @@ class SegmentPart(Part):
         super().__init__(stack.model, holdings, weights)
         self._stack = stack
 
+    @property
+    def block_range(self) -> range:
+        """The blocks that this part holds, counted from 0 over the whole model."""
+        return range(self._stack.first_block, self._stack.stop_block)
+
     def compute_again(self, around: Around | None) -> bool:
         """Keep only the inputs of blocks between forward and backward, or with None all again.
 

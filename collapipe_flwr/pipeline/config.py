@@ -30,7 +30,8 @@ class Execution:
     inputs of their blocks for a micro-batch in flight (or just the input of a part that does not
     know its blocks) and compute the forward pass again for the backward. ``clip_norm`` bounds the
     norm of all gradients together (0: not at all); it counts on the first stage, which tells the
-    others. ``codec`` is that of hidden states and gradients on links for which the plan chose none.
+    others. ``check_finite`` ends the step at the first stage that makes finite numbers infinite or
+    NaN. ``codec`` is that of hidden states and gradients on links for which the plan chose none.
     ``paced`` makes senders keep to the planned rates. ``keep_spans`` records what every stage did
     when.
     """
@@ -38,6 +39,7 @@ class Execution:
     precision: str = key("fp32", one_of(*PRECISIONS))
     recompute: bool = key(False)
     clip_norm: float = key(0.0, at_least(0))
+    check_finite: bool = key(False)
     codec: str = "fp32"
     keep_spans: bool = key(False, name="timeline")
     paced: bool = False

@@ -212,6 +212,7 @@ class Stage(ABC):
         keeps = step.train and self._keeps
         with self.recorder.span("forward", step.index, micro_batch):
             output = self._run_part(frame, hidden, grad=keeps)
+        self._check_finite("forward", frame, hidden, output)
         if step.train:
             self._stash[micro_batch] = InFlight(
                 frame=replace(frame, tensors=context_of(frame)),
@@ -250,6 +251,7 @@ class Stage(ABC):
         with self.recorder.span("backward", step.index, micro_batch):
             flight = self._stash.pop(micro_batch)
             gradient, deferred = self._backpropagate(flight, frame.tensors)
+        self._check_finite("backward", frame, frame.tensors.get(GRAD), gradient.get(GRAD))
         self._sent = []
         self._emit_gradient(replace(frame, tensors=gradient))
         if deferred is not None:
@@ -282,6 +284,21 @@ class Stage(ABC):
         if hidden is None or not wanted:
             return {}, deferred
         return {GRAD: torch.zeros_like(hidden) if hidden.grad is None else hidden.grad}, deferred
+
+    def _check_finite(
+        self, direction: str, frame: Frame, taken: Tensor | None, given: Tensor | None
+    ) -> None:
+        """Raise ModelError if a pass turned finite numbers into others and `check_finite` is on."""
+        if not self.settings.execution.check_finite or given is None:
+            return
+        if not given.isfinite().all() and (taken is None or taken.isfinite().all()):
+            blocks = getattr(self.part, "block_range", None)
+            holding = "" if blocks is None else f" (blocks {blocks[0]}-{blocks[-1]})"
+            raise ModelError(
+                f"the {direction} pass of {self.settings.name}{holding} in step {frame.step}, "
+                f"micro-batch {frame.micro_batch}, made finite numbers infinite or NaN: lower the "
+                "learning rate, or bound gradients with train.clip-norm"
+            )
 
     def _apply(self, step: Step) -> None:
         if step.rows:

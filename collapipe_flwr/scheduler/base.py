@@ -118,13 +118,13 @@ def _plain_rows(tables: Tables, settings: SchedulerConfig) -> Layouts:
 def middle_first(settings: SchedulerConfig) -> list[tuple[int, int]]:
     """The grid by distance from its middle, smaller batches first among equals."""
     sizes, counts = sorted(settings.micro_batch_sizes), sorted(settings.micro_batches)
-    grid = [
-        (abs(i - len(sizes) // 2) + abs(j - len(counts) // 2), size * count, size, count)
-        for i, size in enumerate(sizes)
-        for j, count in enumerate(counts)
-        if (size, count) in settings.batches
-    ]
-    return [(size, count) for _, _, size, count in sorted(grid)]
+
+    def distance(pair: tuple[int, int]) -> tuple[int, int, int]:
+        from_size = abs(sizes.index(pair[0]) - len(sizes) // 2)
+        from_count = abs(counts.index(pair[1]) - len(counts) // 2)
+        return from_size + from_count, pair[0] * pair[1], pair[0]
+
+    return sorted(settings.batches, key=distance)
 
 
 def known_budgets(before: Nested, snapshot: Snapshot) -> dict[str, dict[str, float]]:

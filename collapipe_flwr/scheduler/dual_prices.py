@@ -51,16 +51,14 @@ class Point:
     worth: Array  # objective
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkTable:
-    """Operating points; forward and backward each."""
-
-    quick: tuple[Point, Point]
-    calm: tuple[Point, Point]
+Points = tuple[Point, Point]
+"""Forward and backward."""
 
 
-def link_table(tables: Tables, prices: DualPrices, clusters: Ints, counts: Ints) -> LinkTable:
-    """Both points of every link of ``clusters`` in both directions, calm ones for every J."""
+def link_table(
+    tables: Tables, prices: DualPrices, clusters: Ints, counts: Ints
+) -> tuple[Points, Points]:
+    """Quick and calm points of every link of ``clusters``, calm ones for every J."""
     gain = tables.gain_mij[clusters]
     width = tables.d2d_hz_mij[clusters]
     width[:, :, -1] = prices.edge_hz_m[clusters, None]
@@ -75,7 +73,7 @@ def link_table(tables: Tables, prices: DualPrices, clusters: Ints, counts: Ints)
         (back_w, np.pad(price, last)[:, None, :]),
     )
     ahead, back = (_Way(width, noise_w, coded, *of).points(slope, counts) for of in senders)
-    return LinkTable(quick=(ahead[0], back[0]), calm=(ahead[1], back[1]))
+    return (ahead[0], back[0]), (ahead[1], back[1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import numpy as np
 
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.layouts import Layouts, span_sums
+from collapipe_flwr.costs.makespan import step_makespan_s
 from collapipe_flwr.costs.radio import rate_bit_per_s
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.work import (
@@ -41,13 +42,25 @@ class Scorer:
     ) -> None:
         self.tables, self.options, self.prices = tables, options, prices
         self.counts = np.unique(counts)
-        self.links = link_table(tables, prices, clusters, self.counts)
+        self.quick, self.calm = link_table(tables, prices, clusters, self.counts)
         self.place_m = np.zeros(tables.num_clusters, np.int64)
         self.place_m[clusters] = np.arange(len(clusters))
         self.links_per_count = len(clusters) * int(np.prod(tables.gain_mij.shape[1:]))
         self.spans = SpanTable(tables, options)
         self.members = MemberPrices(tables, options, prices.price_mi[clusters], clusters)
-        self.edge_speed = edge_speed(tables, options)
+        self._price_ends()
+
+    def _price_ends(self) -> None:
+        """Seconds of control unit and edge, (2, M) per example, their updates and the server's."""
+        tables, model = self.tables, self.tables.snapshot.model
+        own, edge = tables.members.speed_mi[:, 0], edge_speed(tables, self.options)
+        edge_m, first, last = np.full(len(own), edge), model.embedding, model.decoder
+        self.forward_2m = np.stack([first.forward_flop / own, last.forward_flop / edge_m])
+        self.backward_2m = np.stack([first.backward_flop / own, last.backward_flop / edge_m])
+        update = first.parameter_bytes / own + last.parameter_bytes / edge_m
+        self.update_s_m = OPTIMISER_FLOP_PER_BYTE * update
+        whole = first.parameter_bytes + tables.blocks.parameter_bytes_l[-1]
+        self.server_s_m = 16.0 * whole / tables.server_rate_m
 
     def values(self, rows: Layouts, rho_r: Array) -> Array:
         """The objective of every row, infinite where memory forbids it."""
@@ -80,30 +93,20 @@ class Scorer:
         slowness = members.slowness.take(at)
         ahead, back = spans.forward_lk.take(slots.span_sr), spans.backward_lk.take(slots.span_sr)
         weights = spans.weights_lk.take(slots.span_sr)
-        head_f, head_b, head_update = self._ends(rows)
-        forward = np.concatenate([head_f, ahead * slowness]) * batch.size
-        backward = np.concatenate([head_b, back * slowness]) * batch.size
+        cluster = rows.cluster_r
+        ends_f, ends_b = self.forward_2m.take(cluster, 1), self.backward_2m.take(cluster, 1)
+        forward = np.concatenate([ends_f, ahead * slowness]) * batch.size
+        backward = np.concatenate([ends_b, back * slowness]) * batch.size
         hop_s, hop_worth = self._hops(rows, batch, slots, (forward.max(0), backward.max(0)))
-        makespan = self._makespan(forward, backward, hop_s, batch.count)
+        makespan = step_makespan_s(self.options, (forward, backward), hop_s, batch.count, axis=0)
         update = OPTIMISER_FLOP_PER_BYTE * weights
-        fixed = (weights * members.bulk_seconds.take(at)).sum(0) + self._server(rows)
-        fixed += batch.steps * ((update * slowness).sum(0) + head_update)
+        fixed = (weights * members.bulk_seconds.take(at)).sum(0) + self.server_s_m[cluster]
+        fixed += batch.steps * ((update * slowness).sum(0) + self.update_s_m[cluster])
         flop = batch.examples * (ahead + back) + update
         worth = batch.steps * (flop * members.flop_worth.take(at)).sum(0)
         worth += (weights * members.bulk_worth.take(at)).sum(0)
         worth += batch.steps * (self._own_worth(rows, batch) + batch.count * hop_worth)
         return fixed + batch.steps * makespan, worth
-
-    def _ends(self, rows: Layouts) -> tuple[Array, Array, Array]:
-        """Seconds per example of control unit and edge, (2, R) twice, and of their optimisers."""
-        model = self.tables.snapshot.model
-        own = self.tables.members.speed_mi[rows.cluster_r, 0]
-        edge = np.full(len(rows), self.edge_speed)
-        first, last = model.embedding, model.decoder
-        forward = np.stack([first.forward_flop / own, last.forward_flop / edge])
-        backward = np.stack([first.backward_flop / own, last.backward_flop / edge])
-        update = first.parameter_bytes / own + last.parameter_bytes / edge
-        return forward, backward, OPTIMISER_FLOP_PER_BYTE * update
 
     def _own_worth(self, rows: Layouts, batch: _Batch) -> Array:
         """What a step costs the control unit in priced energy."""
@@ -112,11 +115,6 @@ class Scorer:
         flop = flop + OPTIMISER_FLOP_PER_BYTE * head.parameter_bytes
         own = self.place_m[rows.cluster_r] * self.members.width
         return np.asarray(flop * self.members.flop_worth.take(own))
-
-    def _server(self, rows: Layouts) -> Array:
-        whole = self.tables.snapshot.model.embedding.parameter_bytes
-        whole_bits = 16.0 * (whole + self.tables.blocks.parameter_bytes_l[-1])
-        return np.asarray(whole_bits / self.tables.server_rate_m[rows.cluster_r])
 
     def _hops(
         self, rows: Layouts, batch: _Batch, slots: _Slots, slowest: tuple[Array, Array]
@@ -127,33 +125,22 @@ class Scorer:
         bits = np.maximum(8.0 * batch.size * bits, 1.0) * slots.hop_used
         which = np.searchsorted(self.counts, rows.micro_batches_r)
         calm_link = link + self.links_per_count * which
-        quick = [bits * point.seconds.take(link) for point in self.links.quick]
+        quick = [bits * point.seconds.take(link) for point in self.quick]
         pace = [np.maximum(s, q.max(0)) for s, q in zip(slowest, quick, strict=True)]
         if self.options.schedule == "1f1b":
             pace = [np.maximum(slowest[0] + slowest[1], np.maximum(*pace))] * 2
         single = rows.micro_batches_r == 1
         worth, times = np.zeros(len(rows)), []
         for way in (0, 1):
-            calm = bits * self.links.calm[way].seconds.take(calm_link)
+            calm = bits * self.calm[way].seconds.take(calm_link)
             bound = np.where(single, np.inf, pace[way])
             time = np.minimum(calm, np.maximum(quick[way], bound))
             share = (time - quick[way]) / np.maximum(calm - quick[way], 1e-300)
-            fast = self.links.quick[way].worth.take(link)
-            slow = self.links.calm[way].worth.take(calm_link)
+            fast = self.quick[way].worth.take(link)
+            slow = self.calm[way].worth.take(calm_link)
             worth += (bits * (fast + share * (slow - fast))).sum(0)
             times.append(time)
         return times, worth
-
-    def _makespan(self, forward: Array, backward: Array, hop_s: list[Array], count: Array) -> Array:
-        total = forward.sum(0) + backward.sum(0) + hop_s[0].sum(0) + hop_s[1].sum(0)
-        if self.options.schedule == "gpipe":
-            pace = np.maximum(forward.max(0), hop_s[0].max(0))
-            pace = pace + np.maximum(backward.max(0), hop_s[1].max(0))
-        else:
-            both = self.options.half_duplex
-            links = hop_s[0] + hop_s[1] if both else np.maximum(hop_s[0], hop_s[1])
-            pace = np.maximum((forward + backward).max(0), links.max(0))
-        return np.asarray(total + (count - 1.0) * pace)
 
     def _fits(self, rows: Layouts, batch: _Batch, slots: _Slots) -> Mask:
         """As ``costs.work.fits``, slots first."""

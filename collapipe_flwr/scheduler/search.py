@@ -130,8 +130,7 @@ class Search:
         """The gain of every cluster that is worth a step; any where latency matters most."""
         clusters = len(self.counts)
         least = np.full(clusters, ENOUGH * self.problem.settings.penalty_weight / clusters)
-        order = np.argsort(-self.prices.slack_price_m, kind="stable")
-        least[order[:FRESH_CLUSTERS]] = 0.0
+        least[self._pressing(np.arange(clusters))] = 0.0
         return least
 
     def _walk(self, now: Layouts, clusters: Ints, fresh: Ints, only_fresh: bool) -> Layouts:

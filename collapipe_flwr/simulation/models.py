@@ -40,7 +40,8 @@ class ModelShape:
         """Costs per example, as the schedulers see them."""
         width, tokens, depth = self.width, self.tokens, self.decoder_blocks
         cut = float(tokens * width * self.wire_bytes)
-        one = _block(width, tokens, cut)
+        forward = tokens * (24.0 * width**2 + 4.0 * tokens * width)
+        one = _cost(12 * width**2, forward, tokens * width * STASH_BYTES_PER_UNIT, cut)
         table = self.vocabulary * width
         embedding = _cost(table, 2.0 * tokens * width, tokens * width * WEIGHT_BYTES, cut)
         head_flop = 2.0 * table * tokens
@@ -48,11 +49,6 @@ class ModelShape:
         weights = depth * one.parameter_bytes // WEIGHT_BYTES + table
         decoder = _cost(weights, depth * one.forward_flop + head_flop, stash, 0.0)
         return ModelProfile(embedding=embedding, blocks=(one,) * self.blocks, decoder=decoder)
-
-
-def _block(width: int, tokens: int, cut: float) -> BlockCost:
-    forward = tokens * (24.0 * width**2 + 4.0 * tokens * width)
-    return _cost(12 * width**2, forward, tokens * width * STASH_BYTES_PER_UNIT, cut)
 
 
 def _cost(weights: int, forward_flop: float, stash_bytes: float, cut: float) -> BlockCost:

@@ -103,17 +103,18 @@ class TradeoffPoint:
 
 def penalty_sweep(setting: Setting, tick: Tick = silent) -> tuple[TradeoffPoint, ...]:
     """One episode per factor on the setting's own penalty weight."""
-    return tuple(_point(setting, factor, tick) for factor in FACTORS)
-
-
-def _point(setting: Setting, factor: float, tick: Tick) -> TradeoffPoint:
-    weight = factor * setting.settings.penalty_weight
-    settings = replace(setting.settings, penalty_weight=weight)
-    one = replace(setting, policies=(OURS,), seeds=setting.seeds[:1], settings=settings)
-    result = simulate(one, tick).policies[0]
-    return TradeoffPoint(
-        penalty_weight=weight,
-        latency_mean_s=float(np.mean(result.scores[0].latency_s)),
-        queue_share_max=max(result.scores[0].queue_share),
-        energy_over_budget=result.scores[0].energy_over_budget,
-    )
+    points = []
+    for factor in FACTORS:
+        weight = factor * setting.settings.penalty_weight
+        settings = replace(setting.settings, penalty_weight=weight)
+        one = replace(setting, policies=(OURS,), seeds=setting.seeds[:1], settings=settings)
+        found = simulate(one, tick).policies[0].scores[0]
+        points.append(
+            TradeoffPoint(
+                penalty_weight=weight,
+                latency_mean_s=float(np.mean(found.latency_s)),
+                queue_share_max=max(found.queue_share),
+                energy_over_budget=found.energy_over_budget,
+            )
+        )
+    return tuple(points)

@@ -77,7 +77,7 @@ class Authorizer:
             raise PeerRefused("the peer's certificate has no common name, so it is nobody's here")
         if self._access is None:
             return None if name is None else Caller(name=name)
-        caller = None if name is None else self._access.find(name)
+        caller = None if name is None else self._access.callers.get(name)
         if caller is None:
             shown = "no name at all" if name is None else name[:80]
             raise PeerRefused(f"the peer's certificate names {shown}, which is no member here")

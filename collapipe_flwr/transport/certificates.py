@@ -173,7 +173,10 @@ def check_names(members: Hosts, signed: Hosts) -> None:
     for name, hosts in members.items():
         _check_name(name)
         for host in hosts:
-            _check_host(name, host)
+            if _address(host) is None and not _HOST.fullmatch(host):
+                raise ConfigError(
+                    f"{name} is reached at {host[:80]!r}: give an IP address or a host name"
+                )
     bearers = {_compared(name): name for name in signed} | {_compared(n): n for n in members}
     for name in (*signed, *members):
         other = bearers[_compared(name)]
@@ -255,11 +258,6 @@ def _check_name(name: str) -> None:
         return
     what = f"{MEMBER_NAME.says}, and not {AUTHORITY!r}, whose files are the CA's own"
     raise ConfigError(f"a member cannot be called {name[:80]!r}: its name {what}")
-
-
-def _check_host(name: str, host: str) -> None:
-    if _address(host) is None and not _HOST.fullmatch(host):
-        raise ConfigError(f"{name} is reached at {host[:80]!r}: give an IP address or a host name")
 
 
 def _check_no_host_is_a_member(members: Hosts, bearers: Mapping[str, str]) -> None:

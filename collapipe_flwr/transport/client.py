@@ -134,21 +134,11 @@ class Session:
 
     def missing(self, digests: Mapping[str, str]) -> tuple[str, ...]:
         """Which of these weights a push must bring; the host kept the others."""
-        wanted, within_s = Digests(digests=digests), self.client.transfer_s
-        return (
-            self.client.call(
-                methods.MISSING, wanted, Keys, metadata=self._metadata(), within_s=within_s
-            ).keys
-            or ()
-        )
+        return self._look(methods.MISSING, Digests(digests=digests), Keys).keys or ()
 
     def digests(self, *, with_optimizer: bool = False) -> dict[str, str]:
         """The content digests of what `fetch_weights` would bring."""
-        metadata, within_s = self._metadata(with_optimizer), self.client.transfer_s
-        found = self.client.call(
-            methods.DIGESTS, answer=Digests, metadata=metadata, within_s=within_s
-        )
-        return dict(found.digests)
+        return dict(self._look(methods.DIGESTS, None, Digests, with_optimizer).digests)
 
     def report(self) -> StageReport:
         """What the session measured over all steps that count; see `EdgeService.report`."""
@@ -213,6 +203,13 @@ class Session:
         reader.start()
         self._await_hello(stream)
         return stream
+
+    def _look(
+        self, method: Method, message: object, answer: type[Answer], with_optimizer: bool = False
+    ) -> Answer:
+        """A call for which the host reads all weights."""
+        metadata, within_s = self._metadata(with_optimizer), self.client.transfer_s
+        return self.client.call(method, message, answer, metadata=metadata, within_s=within_s)
 
     def _again(
         self, method: Method, message: object = None, answer: type[Answer] | None = None

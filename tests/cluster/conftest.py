@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from benchmarks.data_plane.recovery import Daemon, daemons
+from tests.skeletons import skeletons_are_copied  # noqa: F401
 
 Hosts = tuple[list[Daemon], Daemon]  # three devices and an edge
 WarmDaemons = Callable[[], Hosts]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -29,7 +27,7 @@ from collapipe_flwr.pipeline.benchmark import (
 )
 from collapipe_flwr.transport.certificates import sign_all
 from collapipe_flwr.transport.client import EdgeClient
-from tests.cluster.daemon_processes import ROOT, Daemon, running
+from tests.cluster.daemon_processes import Daemon, running
 
 
 def _cluster(folder: Path, *devices: str, more: str = "") -> Path:
@@ -123,11 +121,8 @@ def secured(tmp_path_factory):
 
 def test_a_whole_cluster_with_tls_ends_with_0_and_knows_every_link(secured: Path) -> None:
     found = secured.parent / "found.json"
-    command = [sys.executable, "-m", "collapipe_flwr.cli", *_words(secured, "--json", str(found))]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=280, cwd=ROOT, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = _check(secured, "--json", str(found))
+    assert done.exit_code == 0, done.stdout + done.stderr
     values = json.loads(found.read_text())
     found_ways = {(link["source"], link["target"]) for link in values["links"]}
     assert found_ways == {("pi-1", "pi-2"), ("pi-2", "pi-1"), ("pi-1", "edge"), ("pi-2", "edge")}

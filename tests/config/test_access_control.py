@@ -27,9 +27,7 @@ def access() -> AccessControl:
 
 
 def caller(access: AccessControl, name: str) -> Caller:
-    found = access.find(name)
-    assert found is not None
-    return found
+    return access.callers[name]
 
 
 def test_edge_and_server_belong_to_all_clusters_and_others_to_one(access: AccessControl) -> None:
@@ -37,7 +35,7 @@ def test_edge_and_server_belong_to_all_clusters_and_others_to_one(access: Access
     assert caller(access, "edge").role is Role.EDGE
     assert caller(access, "g1").clusters == {"g"}
     assert access.control_units == {"cu-g", "cu-w"}
-    assert access.find("stranger") is None
+    assert "stranger" not in access.callers
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,12 @@ def test_flatten_then_parse_is_identity() -> None:
     assert known_keys() == set(flatten(config))
 
 
+def test_equal_run_configs_are_one_key_of_a_cache() -> None:
+    values = {"train.optimizer": "sgd", "train.optimizer-arguments": "momentum=0.9"}
+    assert {parse(values): 1}[parse(values)] == 1
+    assert parse(values) != parse({"train.optimizer": "sgd"})
+
+
 def test_whole_number_serves_where_a_float_is_asked() -> None:
     assert parse({"train.learning-rate": 1}).train.optimizer.learning_rate == 1.0
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from collapipe_flwr.cli import app
 from collapipe_flwr.config.cluster_file import read_cluster
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.core.links import TlsFiles
@@ -93,10 +95,8 @@ def test_the_command_and_a_server_over_daemons(
     """A translation by the command alone; stories by a server, for whom it allows."""
     words = ["--run", str(translator), "--cluster", str(shed.file), "--max-new-tokens", str(NEW)]
     words += [word for text in TEXTS[:2] for word in ("--text", text)]
-    done = subprocess.run(
-        command(*words), capture_output=True, text=True, timeout=280, env=ENVIRONMENT, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(app, ["generate", *words], catch_exceptions=False)
+    assert done.exit_code == 0, done.stderr
     assert done.stdout == "".join(unsplit(translator, text) + "\n" for text in TEXTS[:2])
     assert shed.sessions() == 0
     _check_server(shed, storyteller)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from client_app.app import app as client_app
 from collapipe_flwr.config.schema import parse
@@ -16,6 +19,7 @@ from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.models import BatchShape, Splitter
 from collapipe_flwr.models.profile import profile_model
 from server_app.app import run
+from tests.skeletons import skeletons_are_copied  # noqa: F401
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -70,6 +74,27 @@ def runs_in(folder: Path) -> RunApp:
         return Path(config.run.output_dir) / config.run.run_name
 
     return start
+
+
+@pytest.fixture(scope="session")
+def shared_run(tmp_path_factory: pytest.TempPathFactory) -> RunApp:
+    """Undisturbed runs that nobody changes: once for all tests and workers that ask for the same.
+
+    A run is named ``run``, and its directory may only be read.
+    """
+    base = tmp_path_factory.getbasetemp()
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared-runs"
+    root.mkdir(exist_ok=True)
+
+    def find(overrides: dict[str, Value] | None = None, nodes: int | None = None) -> Path:
+        asked = json.dumps([overrides or {}, nodes], sort_keys=True)
+        folder = root / hashlib.sha256(asked.encode()).hexdigest()[:16]
+        with FileLock(f"{folder}.lock"):
+            if not (folder / "runs" / "run" / "model").exists():
+                runs_in(folder)(overrides, nodes)
+        return folder / "runs" / "run"
+
+    return find
 
 
 @pytest.fixture

@@ -23,8 +23,10 @@ def _summary(run_dir: Path) -> dict[str, Any]:
     return summary
 
 
-def test_a_run_leaves_summary_events_and_a_model_that_transformers_loads(run_app: RunApp) -> None:
-    run_dir = run_app()
+def test_a_run_leaves_summary_events_and_a_model_that_transformers_loads(
+    shared_run: RunApp,
+) -> None:
+    run_dir = shared_run()
     summary = _summary(run_dir)
     assert summary["status"] == "completed"
     assert summary["rounds"] == len(summary["loss"]) == len(summary["plans"]) == 2

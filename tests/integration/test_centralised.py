@@ -19,17 +19,17 @@ def _events(run_dir: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize("runtime", ["pipeline", "whole"])
-def test_spare_nodes_change_nothing(run_app: RunApp, runtime: str) -> None:
-    alone = run_app({**ALONE, "runtime": runtime, "run-name": "alone"}, nodes=1)
-    beside = run_app({**ALONE, "runtime": runtime, "run-name": "beside"}, nodes=3)
+def test_spare_nodes_change_nothing(run_app: RunApp, shared_run: RunApp, runtime: str) -> None:
+    alone = shared_run({**ALONE, "runtime": runtime}, nodes=1)
+    beside = run_app({**ALONE, "runtime": runtime}, nodes=3)
     found, expected = _events(beside), _events(alone)
     assert [e["metrics"] for e in found] == [e["metrics"] for e in expected]
     assert [e["loss"] for e in found] == [e["loss"] for e in expected]
 
 
-def test_a_plain_run_tells_its_training_loss_and_what_it_sent(run_app: RunApp) -> None:
-    plain = _events(run_app({**ALONE, "runtime": "whole", "run-name": "plain"}))
-    split = _events(run_app({**ALONE, "run-name": "split"}))
+def test_a_plain_run_tells_its_training_loss_and_what_it_sent(shared_run: RunApp) -> None:
+    plain = _events(shared_run({**ALONE, "runtime": "whole"}, nodes=1))
+    split = _events(shared_run({**ALONE, "runtime": "pipeline"}, nodes=1))
     for ours, theirs in zip(plain, split, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
         assert ours["bytes"]["flower"] > theirs["bytes"]["flower"] > 0  # no decoder in the latter

@@ -9,8 +9,8 @@ from tests.integration.conftest import RunApp
 ROUND = {"num-server-rounds": 1}
 
 
-def test_a_timeline_shows_every_stage_of_every_cluster(run_app: RunApp) -> None:
-    exact = run_app({**ROUND, "run-name": "exact"})
+def test_a_timeline_shows_every_stage_of_every_cluster(run_app: RunApp, shared_run: RunApp) -> None:
+    exact = shared_run(ROUND)
     run_dir = run_app(
         {
             **ROUND,

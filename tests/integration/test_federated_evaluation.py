@@ -65,13 +65,13 @@ def test_the_clusters_find_the_metrics_that_the_server_finds(
     assert any(found.values())
 
 
-def test_clusters_are_not_asked_by_default(run_app: RunApp) -> None:
-    assert [event["clusters_loss"] for event in events(run_app())] == [None, None]
+def test_clusters_are_not_asked_by_default(shared_run: RunApp) -> None:
+    assert [event["clusters_loss"] for event in events(shared_run())] == [None, None]
 
 
-def test_evaluating_changes_nothing_that_is_learnt(run_app: RunApp) -> None:
-    plain = events(run_app({"run-name": "plain"}))
-    asked = events(run_app({**FEDERATED, "run-name": "asked"}))
+def test_evaluating_changes_nothing_that_is_learnt(run_app: RunApp, shared_run: RunApp) -> None:
+    plain = events(shared_run())
+    asked = events(run_app(FEDERATED))
     assert [e["metrics"] for e in plain] == [e["metrics"] for e in asked]
 
 

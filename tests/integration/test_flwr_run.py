@@ -23,11 +23,16 @@ PROJECT = Path(__file__).parents[2]
 LIMIT_S = 240.0
 
 
+# Both clusters share an actor, which loads the libraries once.
+ONE_ACTOR = "num-supernodes = 2\nclient-resources-num-cpus = 2\ninit-args-num-cpus = 2\n"
+
+
 def _command(folder: Path, *more: str) -> list[str]:
-    config = folder / "tiny.toml"
+    config, federation = folder / "tiny.toml", folder / "sim.toml"
+    federation.write_text(ONE_ACTOR)
     write_overrides({key: value for key, value in TINY.items() if key != "run-name"}, config)
     command = [sys.executable, "-m", "collapipe_flwr.cli", "run", str(PROJECT)]
-    command += ["--federation-config", str(PROJECT / "sim.toml")]
+    command += ["--federation-config", str(federation)]
     return [*command, "--output-dir", str(folder / "runs"), "-c", str(config), *more]
 
 

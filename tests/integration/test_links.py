@@ -46,8 +46,8 @@ def test_hops_are_measured_and_senders_keep_to_the_plan(run_app: RunApp) -> None
         assert "-".join(hop["codec"] for hop in plans["cluster-0"]["hops"]) in text
 
 
-def test_a_run_without_a_pace_plans_no_rates(run_app: RunApp) -> None:
-    run_dir = run_app({"num-server-rounds": 1})
+def test_a_run_without_a_pace_plans_no_rates(shared_run: RunApp) -> None:
+    run_dir = shared_run({"num-server-rounds": 1})
     event = json.loads((run_dir / "events.jsonl").read_text())
     assert {link["codec"] for link in event["links"]} == {"fp32"}
     assert all(link["forward"]["planned_bit_per_s"] is None for link in event["links"])

@@ -22,7 +22,7 @@ from collapipe_flwr.federation.strategy import CollaPipe
 from collapipe_flwr.reporting.console import RoundPrinter
 from collapipe_flwr.reporting.events import RoundEvent, RunStory
 from collapipe_flwr.reporting.run_directory import RunDirectory, read_past
-from tests.integration.conftest import TINY, RunApp, runs_in
+from tests.integration.conftest import TINY, RunApp
 
 ROUNDS = 3
 ADAM: dict[str, Value] = {
@@ -50,9 +50,9 @@ def _dying(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, call: int) -
     monkeypatch.setattr(owner, name, die_at_last)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return runs_in(tmp_path_factory.mktemp("undisturbed"))(ADAM)
+@pytest.fixture
+def undisturbed(shared_run: RunApp) -> Path:
+    return shared_run(ADAM)
 
 
 MOMENTS = {
@@ -107,8 +107,8 @@ def test_checkpoints_every_second_round_lose_one_more_and_change_nothing(
     _assert_same_run(undisturbed, run_app({**values, "resume": str(folder)}))
 
 
-def test_a_run_resumes_only_as_itself(run_app: RunApp, tmp_path: Path) -> None:
-    run_dir = run_app({"num-server-rounds": 1})
+def test_a_run_resumes_only_as_itself(run_app: RunApp, shared_run: RunApp, tmp_path: Path) -> None:
+    run_dir = shared_run({"num-server-rounds": 1})
     resume: dict[str, Value] = {"num-server-rounds": 1, "resume": str(run_dir)}
     with pytest.raises(ConfigError, match=r"train\.learning-rate is 0\.5, but the run in .* 0\.00"):
         run_app({**resume, "train.learning-rate": 0.5})
@@ -119,9 +119,9 @@ def test_a_run_resumes_only_as_itself(run_app: RunApp, tmp_path: Path) -> None:
 
 
 def test_the_rounds_of_a_run_change_only_where_its_learning_rate_does_not_depend_on_them(
-    run_app: RunApp,
+    run_app: RunApp, shared_run: RunApp
 ) -> None:
-    run_dir = run_app({"num-server-rounds": 1, "train.decay": "linear"})
+    run_dir = shared_run({"num-server-rounds": 1})
     with pytest.raises(ConfigError, match=r"num-server-rounds is 2, but .* resume with .*=1, or"):
         run_app({"num-server-rounds": 2, "train.decay": "linear", "resume": str(run_dir)})
     steady: dict[str, Value] = {"train.decay": "none", "run-name": "steady"}

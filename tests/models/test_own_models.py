@@ -18,7 +18,7 @@ from collapipe_flwr.core import imports
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models import ModelSpec, Splitter
 from collapipe_flwr.models.tasks import known_task
-from collapipe_flwr.pipeline.optimizer import OptimizerSettings
+from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from tests.closeness import assert_near, near
 from tests.laws.test_cluster_equals_whole import (
     SGD,
@@ -37,7 +37,7 @@ CUTS = (
 
 # Attention's keys have biases whose true gradient is 0; a rule that divides by its size would make
 # a direction of what rounding leaves.
-CALM = OptimizerSettings(name="adamw", learning_rate=1e-3, eps=1e-4)
+CALM = OptimizerConfig(name="adamw", learning_rate=1e-3, eps=1e-4)
 
 
 @pytest.fixture(autouse=True)

@@ -48,6 +48,18 @@ def trained_weights(parts, make_settings, steps: int = 2):
     return losses, weights, [stage.report() for stage in chain.stages]
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_gradient_that_is_not_finite_names_the_stage_that_made_it(recompute):
+    parts = make_parts((1, 1, 1))
+    plain = parts[2].forward
+    # The root of 0 is 0, and its slope is infinite.
+    parts[2].forward = lambda hidden, context: plain(hidden + (hidden * 0).abs().sqrt(), context)
+    chain = Chain(parts, options(check_finite=True, recompute=recompute))
+    told = "backward pass of device 2 in step 0, micro-batch 0, made finite numbers"
+    with pytest.raises(LinkError, match=told), chain.running() as first:
+        first.train_step(make_batch(BATCH))
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("probability", [0.0, 0.3])
 def test_recomputing_changes_memory_and_no_bit_of_the_result(schedule, probability):

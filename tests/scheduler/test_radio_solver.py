@@ -15,7 +15,12 @@ from collapipe_flwr.costs.chain import Chain, chain_of, full_power_times, powers
 from collapipe_flwr.costs.layouts import Layouts
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.costs.work import PricingOptions
-from collapipe_flwr.scheduler.radio.interior_point import InteriorPoint, allocate, equal_shares
+from collapipe_flwr.scheduler.radio.interior_point import (
+    InteriorPoint,
+    NewtonSystem,
+    allocate,
+    equal_shares,
+)
 from collapipe_flwr.scheduler.radio.problem import Point, RadioProblem, RadioTerms, radio_problem
 
 MakeSnapshot = Callable[..., Snapshot]
@@ -141,7 +146,7 @@ def test_newton_steps_solve_the_linearised_conditions(
     slack = np.exp(rng.standard_normal(solver.index.length) - 3.0)
     duals = solver.index.mask * np.exp(rng.standard_normal(slack.shape) - 3.0)
     curve = duals / slack
-    system = solver._system(value, duals, curve)
+    system = NewtonSystem(solver.terms, value, duals, curve)
     step = system.solve(solver._gradient(value, duals))
     nudge = 1e-6
     moved = solver.terms.evaluate(point.moved(step, nudge))
