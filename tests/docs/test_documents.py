@@ -16,6 +16,7 @@ from typing import Any
 import click
 import pytest
 
+import collapipe_flwr
 from tests.docs import pages
 from tests.docs.pages import PAGES, ROOT, Said
 
@@ -150,6 +151,12 @@ def test_every_imported_or_documented_name_exists() -> None:
     names = {(page, n) for page in PAGES for n in dotted.findall(page.read_text(encoding="utf-8"))}
     names |= {(said.page, said.text) for said in pages.inline() if NAME.fullmatch(said.text)}
     assert not [(page.name, name) for page, name in names if not defines(name)]
+
+
+def test_the_api_page_shows_every_public_name() -> None:
+    page = (ROOT / "docs/reference/api.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"^::: collapipe_flwr\.(\w+)$", page, re.MULTILINE))
+    assert shown == {name for name in collapipe_flwr.__all__ if not name.startswith("_")}
 
 
 def test_links_lead_to_files_and_headings() -> None:

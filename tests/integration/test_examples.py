@@ -79,7 +79,7 @@ def test_wrapping_changes_two_lines_of_code():
     wrapped = (SOURCE / "wrapped_server_app.py").read_text().splitlines()[1:]
     added = [line for line in difflib.ndiff(plain, wrapped) if line.startswith("+ ")]
     assert added == [
-        "+ from collapipe_flwr.federation.strategy import CollaPipe",
+        "+ from collapipe_flwr import CollaPipe",
         "+     strategy = CollaPipe(FedAvg())",
     ]
     readme = (EXAMPLE / "README.md").read_text()

@@ -5,7 +5,7 @@ from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
-from collapipe_flwr.federation.strategy import CollaPipe
+from collapipe_flwr import CollaPipe
 from quickstart.task import Net
 
 app = ServerApp()
