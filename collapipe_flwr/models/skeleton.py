@@ -210,15 +210,19 @@ def shapes_only() -> Iterator[None]:
     # torch logs a traceback of what is then refused in one sentence
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     # transformers makes a few scalars that escape the mode (Gemma's embedding scale)
-    with FakeTensorMode(allow_non_fake_inputs=True), _OneExpert():
+    with FakeTensorMode(allow_non_fake_inputs=True), _WithoutValues():
         yield
 
 
-class _OneExpert(TorchFunctionMode):
-    """A mixture's product of every token with its expert, as if all went to the first.
+class _WithoutValues(TorchFunctionMode):
+    """Stands in for two functions that fake tensors cannot compute.
 
+    A mixture's product of every token with its expert is computed as if all went to the first.
     Shapes, operations and what autograd keeps are the same; the true product has no rule for
     fake tensors in single precision.
+
+    The random number that decides whether a block is skipped is 0: blocks are skipped where there
+    is any layerdrop, which has no exact cut, and some versions of transformers compare it with 0.
     """
 
     def __torch_function__(
@@ -232,6 +236,8 @@ class _OneExpert(TorchFunctionMode):
         if func is torch._grouped_mm:
             tokens, experts, *_ = args
             return tokens @ experts[0]
+        if func is torch.rand and args == ([],):
+            return torch.tensor(0.0)
         return func(*args, **(kwargs or {}))
 
 
