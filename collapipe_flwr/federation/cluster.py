@@ -11,7 +11,8 @@ def train(message, context):
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -78,6 +79,7 @@ class Cluster:
     def describe(self, message: Message, context: Context) -> Message:
         """Answer the server's question what the cluster is made of."""
         profile = self._site(context).profile(self._examples)
+        profile = replace(profile, whole=bool(mods_of(self._app)))
         return Message(records.write_profile(profile), reply_to=message)
 
     def train(
@@ -101,11 +103,18 @@ class Cluster:
             epochs=epochs,
         )
         with configured_malloc():
-            result, absent = asked.run(self._site(context), weights, steps, examples=self._examples)
+            result, absent = asked.run(
+                self._site(context),
+                weights,
+                steps,
+                examples=self._examples,
+                batches=epochs * len(batches) if isinstance(batches, Sized) else 0,
+            )
         told = telemetry(result, steps.examples * epochs, absent)
         loss = sum(result.losses) / max(len(result.losses), 1)
         metrics = MetricRecord({"train_loss": loss, records.EXAMPLES: steps.examples})
-        content = RecordDict({name: encode_tensors(result.weights), records.METRICS: metrics})
+        trained = asked.completed(weights, result.weights)
+        content = RecordDict({name: encode_tensors(trained), records.METRICS: metrics})
         return Message(records.write_telemetry(content, told), reply_to=message)
 
     def evaluate(
