@@ -32,12 +32,16 @@ def test_frames_arrive_when_the_wire_has_carried_them():
 
 
 def test_a_frame_that_was_there_already_is_not_held_back():
-    left, right = rate_limited_pair(*memory_pair("left", "right"), PACE)
-    left.send(FRAME, deadline_s=DEADLINE_S)
-    threading.Event().wait(1.1)
-    started_s = time.monotonic()
-    right.receive(deadline_s=DEADLINE_S)
-    assert time.monotonic() - started_s < 0.9  # a second is what it was on its way
+    now_s, waited_s = [0.0], []
+    wire = Wire(8_000.0, clock=lambda: now_s[0])
+    wire.cut.wait = waited_s.append
+    for _ in range(2):  # a second each
+        wire.put(1000)
+    now_s[0] = 1.1
+    wire.await_frame("left", DEADLINE_S)
+    assert waited_s == []
+    wire.await_frame("left", DEADLINE_S)
+    assert waited_s == [pytest.approx(0.9)]
 
 
 def test_an_error_overtakes_what_is_on_its_way():
