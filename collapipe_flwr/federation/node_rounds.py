@@ -112,7 +112,7 @@ class PipelineRound:
                 memory.remember(result.slots)
             if self.task.whole:
                 edge = devices.edge.fetch_weights()
-                result = replace(result, weights={**result.weights, **edge})
+                result = replace(result, weights={**edge, **result.weights})
             return result, devices.absent()
 
     def completed(self, sent: Weights, trained: dict[str, Tensor]) -> dict[str, Tensor]:
