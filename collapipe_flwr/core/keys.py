@@ -137,7 +137,8 @@ def key(default: T, rule: Rule | None = None, *, name: str = "") -> T:
     """Declare one key: its default, the rule that its values obey, its name if not the field's."""
     metadata = {_RULE: rule, _NAME: name}
     if isinstance(default, dict):
-        return cast(T, field(default_factory=default.copy, metadata=metadata))
+        # a mapping has no hash, but the configuration that holds it needs one
+        return cast(T, field(default_factory=default.copy, metadata=metadata, hash=False))
     declared: T = field(default=default, metadata=metadata)
     return declared
 

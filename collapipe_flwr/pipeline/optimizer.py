@@ -70,7 +70,7 @@ class ParameterGroup:
     patterns: tuple[str, ...]
     learning_rate: float | None = None
     weight_decay: float | None = None
-    arguments: Mapping[str, Argument] = field(default_factory=dict)
+    arguments: Mapping[str, Argument] = field(default_factory=dict, hash=False)
 
     def matches(self, name: str) -> bool:
         """Whether the parameter with this key belongs to the group."""
