@@ -73,12 +73,13 @@ class Cluster:
         self._examples = examples
         self._edge = edge or EdgeConfig()
         self._threads = threads
-        app.query("describe")(unexpected_as_run_error()(self.describe))
+        app.query("describe")(self.describe)
 
     def describe(self, message: Message, context: Context) -> Message:
         """Answer the server's question what the cluster is made of."""
-        profile = self._site(context).profile(self._examples)
-        return Message(records.write_profile(profile), reply_to=message)
+        with unexpected_as_run_error():
+            profile = self._site(context).profile(self._examples)
+            return Message(records.write_profile(profile), reply_to=message)
 
     def train(
         self, message: Message, context: Context, batches: Iterable[Any], *, epochs: int = 1
