@@ -219,8 +219,8 @@ def check_exact(
     if len(found) != len(expected) or not all(map(_close, found, expected)):
         raise ModelError(
             f"{type(model).__name__} cannot be split: its parts together compute other numbers "
-            "than the model; what stands behind its blocks may read more than their result, or it is "
-            "built with other arguments elsewhere"
+            "than the model; what stands behind its blocks may read more than their result, or it "
+            "is built with other arguments elsewhere"
         )
 
 

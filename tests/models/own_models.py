@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import BertConfig, BertForSequenceClassification, BertModel
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    ElectraConfig,
+    ElectraModel,
+    ElectraPreTrainedModel,
+)
 from transformers.models.bert.modeling_bert import BertPreTrainedModel
 
 VOCABULARY = 50
@@ -357,3 +364,72 @@ class Wrapped(nn.Module):
         found = self.body(input_ids=input_ids, attention_mask=attention_mask)
         logits: Tensor = self.head(found.last_hidden_state[:, 0])
         return logits
+
+
+class ScaledBody(BertModel):
+    """A body that does more than the library's own around its blocks."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config, add_pooling_layer=False)
+        self.scale = nn.Parameter(torch.full((config.hidden_size,), 0.5))
+
+    def forward(
+        self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        """Scales the last hidden states (B, T, D)."""
+        found = super().forward(input_ids, inputs_embeds=inputs_embeds, **kwargs)
+        found["last_hidden_state"] = found["last_hidden_state"] * self.scale
+        return found
+
+
+class OnScaledBody(BertPreTrainedModel):
+    """A head on it, that reads no attention mask."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.bert = ScaledBody(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        """Logits (B, C) and the mean loss."""
+        logits = self.classifier(self.bert(input_ids)["last_hidden_state"][:, 0])
+        found = {"logits": logits}
+        if labels is not None:
+            found["loss"] = functional.cross_entropy(logits, labels)
+        return found
+
+
+class OnElectra(ElectraPreTrainedModel):
+    """A head on a body without a record."""
+
+    def __init__(self, config: ElectraConfig) -> None:
+        super().__init__(config)
+        self.electra = ElectraModel(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Logits (B, C) and the mean loss."""
+        hidden_BTD = self.electra(input_ids, attention_mask).last_hidden_state
+        found = {"logits": self.classifier(hidden_BTD.mean(1))}
+        if labels is not None:
+            found["loss"] = functional.cross_entropy(found["logits"], labels)
+        return found
+
+
+def electra_config() -> ElectraConfig:
+    """A tiny one without dropout."""
+    return ElectraConfig(
+        vocab_size=VOCABULARY,
+        embedding_size=16,
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        intermediate_size=48,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=3,
+    )
