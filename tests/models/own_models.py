@@ -223,6 +223,54 @@ class Decoder(nn.Module):
         return {"logits": logits, "loss": functional.cross_entropy(logits.mT, labels)}
 
 
+class CausalEncoder(TextClassifier):
+    """torch looks at the values of the mask to find out that it is causal."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Token ids (B, T) to logits (B, C)."""
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        logits: Tensor = self.head(self.encoder(self.embed(tokens), mask=mask)[:, -1])
+        return logits
+
+
+class RotaryBlock(nn.Module):
+    """Turns hidden states by angles that come as complex numbers, and in a pair."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(
+        self, hidden_BTD: Tensor, turns: Tensor, pair: tuple[Tensor, Tensor], *, scale: float
+    ) -> tuple[Tensor, None]:
+        """(B, T, D) to the same, in a tuple."""
+        turned = torch.view_as_complex(hidden_BTD.unflatten(-1, (-1, 2))) * turns
+        changed_BTD = torch.view_as_real(turned).flatten(-2) * pair[0] + pair[1]
+        return hidden_BTD + self.linear(changed_BTD) * scale, None
+
+
+class Rotary(nn.Module):
+    """As language models of one's own are often written."""
+
+    def __init__(self, width: int = 16, blocks: int = 4) -> None:
+        super().__init__()
+        angles = torch.arange(16.0)[:, None] * torch.arange(1.0, width // 2 + 1)
+        self.turns = torch.polar(torch.ones_like(angles), angles)  # no buffer
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(RotaryBlock(width) for _ in range(blocks))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Token ids (B, T) to logits (B, C)."""
+        hidden_BTD = self.embed(tokens)
+        turns = self.turns[: tokens.shape[1]]
+        pair = (torch.full((1,), 0.5), torch.zeros(1))
+        for layer in self.layers:
+            hidden_BTD, _ = layer(hidden_BTD, turns, pair, scale=0.1)
+        logits: Tensor = self.head(hidden_BTD[:, -1])
+        return logits
+
+
 # What cannot be cut
 
 

@@ -72,6 +72,8 @@ CASES = {
     "text": (own_models.TextClassifier, texts),
     "vision": (own_models.VisionTransformer, pictures),
     "decoder": (own_models.Decoder, writings),
+    "causal": (own_models.CausalEncoder, texts),
+    "rotary": (own_models.Rotary, texts),
 }
 
 
