@@ -5,7 +5,6 @@ from __future__ import annotations
 from flwr.serverapp.strategy import FedXgbBagging, FedXgbCyclic, Strategy
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.federation.records import EXAMPLES
 
 _LEGACY = "flwr.server.strategy"
 _TREES = (FedXgbBagging, FedXgbCyclic)
@@ -53,9 +52,3 @@ def layers(strategy: Strategy) -> list[Strategy]:
         values = vars(layer).values()
         found += [v for v in values if isinstance(v, Strategy) and v not in found]
     return found
-
-
-def weight_key(strategy: Strategy) -> str:
-    """The metric by which a strategy, or the one that it wraps, weighs replies."""
-    keys = (getattr(layer, "weighted_by_key", None) for layer in layers(strategy))
-    return next((key for key in keys if isinstance(key, str)), EXAMPLES)

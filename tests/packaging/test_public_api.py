@@ -12,10 +12,12 @@ import collapipe_flwr
 PROJECT = Path(__file__).parents[2]
 MOST_S, MOST_MIB = 1.5, 120
 _MEASURE = """
-import resource, sys, time
+import re, sys, time
+from pathlib import Path
 begun = time.process_time()
 from collapipe_flwr import CollaPipe
-print(time.process_time() - begun, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+peak = re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())
+print(time.process_time() - begun, int(peak[1]) / 1024)
 print(*[name for name in ("torch", "transformers", "ray", "datasets") if name in sys.modules])
 """
 
