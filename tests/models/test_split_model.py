@@ -15,7 +15,7 @@ from collapipe_flwr.cluster.control_unit import evaluate_batches
 from collapipe_flwr.cluster.evaluation import PredictionConfig
 from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder, ThreadFleet
 from collapipe_flwr.cluster.unsplit import evaluate_unsplit
-from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.core.errors import ModelError, ScheduleError
 from collapipe_flwr.models import SplitModel, profile_model, splitter_of
 from collapipe_flwr.models.split_model import as_batch
 from collapipe_flwr.pipeline.config import Execution
@@ -167,6 +167,13 @@ def test_running_statistics_come_back() -> None:
     )
     assert int(split["norm.num_batches_tracked"]) == 3
     assert int(split["blocks.1.norm.num_batches_tracked"]) == 3
+
+
+def test_batches_that_such_a_model_sees_are_not_cut() -> None:
+    _, split_model = live(own_models.BatchNormed, features)
+    steps = [cut_up(features(1), (3, 3))]
+    with pytest.raises(ScheduleError, match=r"whole batches \(BatchNorm\): plan one"):
+        _train_split(split_model.splitter, split_model.weights(), CUTS[1], steps, SGD)
 
 
 def test_recomputed_blocks_count_a_batch_once() -> None:
