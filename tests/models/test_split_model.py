@@ -244,7 +244,15 @@ def test_batches_unlike_the_example_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ['{"build": 1}', '{"build": "a:b", "more": 1}', '{"build": "a:b"}']
+    "text",
+    [
+        '{"build": 1}',
+        '{"build": "a", "more": 1}',
+        '{"build": "a"}',
+        '{"build": "a", "before": [1]}',
+        '{"build": "a", "tied": ["a"]}',
+        '{"build": "a", "tied": 1}',
+    ],
 )
 def test_a_description_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ModelError, match="the description of a module cannot be read"):
