@@ -224,6 +224,27 @@ def test_what_a_trace_cannot_tell_is_named() -> None:
     assert named.splitter.weight_of(batch) == 6
 
 
+@pytest.mark.parametrize(
+    ("example", "choices", "reason"),
+    [
+        ({"x": pictures(0)["x"]}, {}, "needs the tensor 'labels' to compute a loss"),
+        (pictures(0), {"weight": "importance"}, "needs the tensor 'importance'"),
+        ({**pictures(0), "labels": torch.zeros(6, 2).long()}, {}, "cross_entropy fails: "),
+        (pictures(0), {"loss": "tests.models.own_models:nothing"}, "leads nowhere"),
+        (
+            pictures(0),
+            {"loss": "tests.models.own_models:two_losses"},
+            "two_losses fails: .*'labels'",
+        ),
+    ],
+)
+def test_a_loss_that_cannot_be_computed_is_refused(
+    example: dict[str, Tensor], choices: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ModelError, match=reason):
+        SplitModel(own_models.VisionTransformer(), example=example, **choices)
+
+
 def test_a_batch_is_a_mapping_or_a_pair() -> None:
     inputs, labels = texts(0).values()
     assert as_batch((inputs, labels)) == {"inputs": inputs, "labels": labels}
