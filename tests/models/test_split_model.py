@@ -185,6 +185,25 @@ def test_recomputed_blocks_count_a_batch_once() -> None:
     assert int(segment.state_dict()["blocks.0.norm.num_batches_tracked"]) == 1
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_parts_hold_their_own_tensors_only(case: str) -> None:
+    """The edge computes ahead of the blocks on zeros that take no memory."""
+    _, split_model = live(*CASES[case])
+    splitter, weights = split_model.splitter, split_model.weights()
+    parts = (
+        splitter.build_embedding(weights),
+        splitter.build_segment(1, 2, weights),
+        splitter.build_edge(weights),
+    )
+    for part in parts:
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in part.model.parameters()
+        }
+        owned = sum(tensor.numel() * 4 for tensor in part.state_dict().values())
+        assert sum(storages.values()) <= owned + 4 * len(splitter.all_keys())
+
+
 def test_arguments_build_the_model_everywhere() -> None:
     split_model = SplitModel(
         own_models.VisionTransformer, arguments={"blocks": 2, "width": 16}, example=pictures(0)
