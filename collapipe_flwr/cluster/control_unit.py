@@ -26,6 +26,7 @@ from collapipe_flwr.cluster.recovery import (
     run_interval,
 )
 from collapipe_flwr.core.domain import ClusterPlan
+from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.links import QUEUE_FRAMES
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.pipeline.meter import StageReport
@@ -72,6 +73,7 @@ def train_round(
     """
     start_s = time.perf_counter()
     check_cluster_plan(order.plan, splitter.num_blocks)
+    _refuse_cut_batches(splitter, order.plan)
     dry_run_plan(order.plan, order.learning.schedule, QUEUE_FRAMES)
     if recovery is None:
         interval = run_interval(
@@ -93,6 +95,15 @@ def train_round(
         plan=plan,
         incidents=tuple(incidents),
     )
+
+
+def _refuse_cut_batches(splitter: AnySplitter, plan: ClusterPlan) -> None:
+    """Raise ScheduleError where a layer would see parts of a batch for the whole of it."""
+    if splitter.whole_batches and plan.micro_batches > 1:
+        raise ScheduleError(
+            f"the plan cuts batches into {plan.micro_batches} micro-batches, but the model has "
+            "statistics of whole batches (BatchNorm): plan one micro-batch, or use LayerNorm"
+        )
 
 
 def evaluate_batches(

@@ -187,6 +187,10 @@ class ModuleEdge(Lender):
                 for block in self._blocks:
                     block.forward = stand_in
                 return call(self.model, self._spec.inputs, self._inputs(context))
+            except UNFIT as cause:
+                raise ModelError(
+                    f"the edge cannot compute its output: {first_lines(cause)}"
+                ) from cause
             finally:
                 for block in self._blocks:
                     del block.forward

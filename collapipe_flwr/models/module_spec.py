@@ -12,6 +12,7 @@ from collapipe_flwr.core.errors import ModelError
 
 Example = tuple[str, str, tuple[int, ...]]  # tensor of a batch, dtype, shape
 _TEXTS = ("build", "blocks", "arguments_json", "call_json", "loss", "weight")
+_NAMES = ("before", "updated", "frozen", "inputs", "tail")
 _MOST_BLOCKS = 4096
 
 
@@ -83,6 +84,10 @@ class ModuleSpec:
                 raise ValueError(f"unknown keys {sorted(given)}")
             if not all(isinstance(given.get(key, ""), str) for key in _TEXTS):
                 raise ValueError(f"{', '.join(_TEXTS)} must be texts")
+            if not all(isinstance(name, str) for key in _NAMES for name in given.get(key, ())):
+                raise ValueError(f"{', '.join(_NAMES)} must be lists of texts")
+            if not all(list(map(type, pair)) == [str, str] for pair in given.get("tied", ())):
+                raise ValueError("tied must be a list of pairs of texts")
             return cls(**given)
         except (ValueError, TypeError, AttributeError) as cause:
             raise ModelError(f"the description of a module cannot be read: {cause}") from cause

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import load_function
+from collapipe_flwr.models.validation import UNFIT, first_lines
 
 Batch = Mapping[str, Tensor]
 Loss = Callable[[Any, Batch], Tensor]  # outputs of the model's forward, batch -> scalar mean
@@ -53,11 +54,21 @@ class Objective:
                     "the model returned no loss: give the batch labels, or name a loss"
                 )
         else:
-            loss = self.loss(outputs, batch)
+            loss = _called(self.loss, outputs, batch)
         if not isinstance(loss, Tensor) or loss.dim():
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ModelError(f"the loss must be one number, the mean over the batch, got {shape}")
         return loss
+
+
+def _called(loss: Loss, outputs: Any, batch: Batch) -> Any:
+    try:
+        return loss(outputs, batch)
+    except UNFIT as cause:
+        raise ModelError(
+            f"the loss {loss.__module__}:{loss.__qualname__} fails: {type(cause).__name__}: "
+            f"{first_lines(cause)}; the batch holds {', '.join(sorted(map(repr, batch)))}"
+        ) from cause
 
 
 def named_loss(path: str) -> Loss | None:

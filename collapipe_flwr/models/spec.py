@@ -124,6 +124,9 @@ class ModelSpec:
     frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("model_class", "loss", "weight"):
+            if not isinstance(getattr(self, name), str):
+                raise ModelError(f"{name} must be a text, got {getattr(self, name)!r}")
         _require_choice("ties", self.ties, TIE_POLICIES)
         _require_choice("shared", self.shared, SHARED_POLICIES)
         if self.edge_blocks < 0:

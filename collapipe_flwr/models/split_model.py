@@ -189,6 +189,8 @@ class SplitModel:
             batch = _drawn(splitter, self.shape)
         if batch is not None and not splitter.decodes:
             check_exact(self.model, splitter, self._state(), few(batch))
+        if self._example is not None:
+            _check_loss(self.model, splitter, few(self._example))
 
 
 def as_batch(batch: Batch) -> dict[str, Tensor]:
@@ -206,6 +208,15 @@ def as_batch(batch: Batch) -> dict[str, Tensor]:
     if wrong is not None:
         raise ModelError(f"the batch holds {wrong!r}, a {type(found[wrong]).__name__}: no tensor")
     return found
+
+
+def _check_loss(model: nn.Module, splitter: AnySplitter, batch: Mapping[str, Tensor]) -> None:
+    """Raise ModelError unless the example has a loss and a weight."""
+    with _evaluating(model), torch.no_grad():
+        splitter.loss_of(splitter.run_whole(model, batch), batch)
+    weight = splitter.weight_of(batch)
+    if not weight >= 0:
+        raise ModelError(f"the example weighs {weight:g}: {splitter.spec.weight!r} must be >= 0")
 
 
 def _rehearse(model: nn.Module, splitter: AnySplitter, shape: BatchShape) -> None:
@@ -231,8 +242,13 @@ def check_exact(
 ) -> None:
     """Raise ModelError unless all parts together compute the live model's scores."""
     weights = splitter.travelling(state)
-    with _evaluating(model), torch.no_grad():
-        expected = numbers_of(splitter.run_whole(model, batch))
+    try:
+        with _evaluating(model), torch.no_grad():
+            expected = numbers_of(splitter.run_whole(model, batch))
+    except UNFIT as cause:
+        raise ModelError(
+            f"{type(model).__name__} cannot read the example: {first_lines(cause)}"
+        ) from cause
     try:
         found = numbers_of(_through_parts(splitter, weights, batch))
     except CollaPipeError:

@@ -70,7 +70,7 @@ class Splitter(AnySplitter):
             key_of(path) for path in skeleton.state_dict() if not is_superseded(path)
         )
         self._drops = _drops(skeleton, spec)
-        self._whole_batches = normalises_batches(skeleton)
+        self._whole_batches = bool(spec.model_class) and normalises_batches(skeleton)
 
     @property
     def has_record(self) -> bool:

@@ -134,7 +134,7 @@ class Placement:
 class SessionRequest:
     """Opens a session that callers with `key` may use.
 
-    `spec_json` is the model (`ModelSpec.to_json`). The edge, which is last, has no `placement`.
+    `spec_json` describes the model. The edge, which is last, has no `placement`.
     A `recoverable` session keeps a copy of its last snapshot (initially of its first weights) and
     returns to it when a stream fails, instead of ending. With `keep_optimizer` a device keeps the
     optimizer state with the weights for the next round.

@@ -15,7 +15,7 @@ from collapipe_flwr.cluster.control_unit import evaluate_batches
 from collapipe_flwr.cluster.evaluation import PredictionConfig
 from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder, ThreadFleet
 from collapipe_flwr.cluster.unsplit import evaluate_unsplit
-from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.core.errors import ModelError, ScheduleError
 from collapipe_flwr.models import SplitModel, profile_model, splitter_of
 from collapipe_flwr.models.split_model import as_batch
 from collapipe_flwr.pipeline.config import Execution
@@ -169,6 +169,13 @@ def test_running_statistics_come_back() -> None:
     assert int(split["blocks.1.norm.num_batches_tracked"]) == 3
 
 
+def test_batches_that_such_a_model_sees_are_not_cut() -> None:
+    _, split_model = live(own_models.BatchNormed, features)
+    steps = [cut_up(features(1), (3, 3))]
+    with pytest.raises(ScheduleError, match=r"whole batches \(BatchNorm\): plan one"):
+        _train_split(split_model.splitter, split_model.weights(), CUTS[1], steps, SGD)
+
+
 def test_recomputed_blocks_count_a_batch_once() -> None:
     _, split_model = live(own_models.BatchNormed, features)
     segment = split_model.splitter.build_segment(0, 4, split_model.weights())
@@ -176,6 +183,25 @@ def test_recomputed_blocks_count_a_batch_once() -> None:
     hidden = torch.randn(6, 12, requires_grad=True)
     segment(hidden, {}).sum().backward()
     assert int(segment.state_dict()["blocks.0.norm.num_batches_tracked"]) == 1
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parts_hold_their_own_tensors_only(case: str) -> None:
+    """The edge computes ahead of the blocks on zeros that take no memory."""
+    _, split_model = live(*CASES[case])
+    splitter, weights = split_model.splitter, split_model.weights()
+    parts = (
+        splitter.build_embedding(weights),
+        splitter.build_segment(1, 2, weights),
+        splitter.build_edge(weights),
+    )
+    for part in parts:
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in part.model.parameters()
+        }
+        owned = sum(tensor.numel() * 4 for tensor in part.state_dict().values())
+        assert sum(storages.values()) <= owned + 4 * len(splitter.all_keys())
 
 
 def test_arguments_build_the_model_everywhere() -> None:
@@ -217,6 +243,27 @@ def test_what_a_trace_cannot_tell_is_named() -> None:
     assert named.splitter.weight_of(batch) == 6
 
 
+@pytest.mark.parametrize(
+    ("example", "choices", "reason"),
+    [
+        ({"x": pictures(0)["x"]}, {}, "needs the tensor 'labels' to compute a loss"),
+        (pictures(0), {"weight": "importance"}, "needs the tensor 'importance'"),
+        ({**pictures(0), "labels": torch.zeros(6, 2).long()}, {}, "cross_entropy fails: "),
+        (pictures(0), {"loss": "tests.models.own_models:nothing"}, "leads nowhere"),
+        (
+            pictures(0),
+            {"loss": "tests.models.own_models:two_losses"},
+            "two_losses fails: .*'labels'",
+        ),
+    ],
+)
+def test_a_loss_that_cannot_be_computed_is_refused(
+    example: dict[str, Tensor], choices: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ModelError, match=reason):
+        SplitModel(own_models.VisionTransformer(), example=example, **choices)
+
+
 def test_a_batch_is_a_mapping_or_a_pair() -> None:
     inputs, labels = texts(0).values()
     assert as_batch((inputs, labels)) == {"inputs": inputs, "labels": labels}
@@ -237,7 +284,15 @@ def test_batches_unlike_the_example_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ['{"build": 1}', '{"build": "a:b", "more": 1}', '{"build": "a:b"}']
+    "text",
+    [
+        '{"build": 1}',
+        '{"build": "a", "more": 1}',
+        '{"build": "a"}',
+        '{"build": "a", "before": [1]}',
+        '{"build": "a", "tied": ["a"]}',
+        '{"build": "a", "tied": 1}',
+    ],
 )
 def test_a_description_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ModelError, match="the description of a module cannot be read"):
