@@ -11,7 +11,8 @@ def train(message, context):
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -74,11 +75,14 @@ class Cluster:
         self._edge = edge or EdgeConfig()
         self._threads = threads
         app.query("describe")(self.describe)
+        # Mods of the app expect messages with arrays, and refuse all others.
+        app._registered_funcs["query.describe"] = self.describe
 
     def describe(self, message: Message, context: Context) -> Message:
         """Answer the server's question what the cluster is made of."""
-        with unexpected_as_run_error():
+        with unexpected_as_run_error():  # the bound method is pickled, as Ray's workers need it
             profile = self._site(context).profile(self._examples)
+            profile = replace(profile, whole=bool(mods_of(self._app)))
             return Message(records.write_profile(profile), reply_to=message)
 
     def train(
@@ -102,11 +106,18 @@ class Cluster:
             epochs=epochs,
         )
         with configured_malloc():
-            result, absent = asked.run(self._site(context), weights, steps, examples=self._examples)
+            result, absent = asked.run(
+                self._site(context),
+                weights,
+                steps,
+                examples=self._examples,
+                batches=epochs * len(batches) if isinstance(batches, Sized) else 0,
+            )
         told = telemetry(result, steps.examples * epochs, absent)
         loss = sum(result.losses) / max(len(result.losses), 1)
         metrics = MetricRecord({"train_loss": loss, records.EXAMPLES: steps.examples})
-        content = RecordDict({name: encode_tensors(result.weights), records.METRICS: metrics})
+        trained = asked.completed(weights, result.weights)
+        content = RecordDict({name: encode_tensors(trained), records.METRICS: metrics})
         return Message(records.write_telemetry(content, told), reply_to=message)
 
     def evaluate(

@@ -95,6 +95,11 @@ class Meets(Protocol):
     def meet(self, grid: Grid, nodes: Sequence[int]) -> None:
         """Ask those that it does not know."""
 
+    def plan_evaluation(
+        self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord
+    ) -> RoundPlan:
+        """A plan for nodes that only evaluate; nothing is remembered of it."""
+
 
 class DescribedClusters:
     """A :class:`RoundPlanner` that learns the clusters from their nodes, and DSSDA behind it."""
@@ -121,6 +126,16 @@ class DescribedClusters:
                 f"none of {len(nodes)} nodes describes a cluster: make a collapipe_flwr.Cluster "
                 "from the ClientApp, and look into the clients' logs"
             )
+
+    def plan_evaluation(
+        self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord
+    ) -> RoundPlan:
+        """See `Meets.plan_evaluation`."""
+        rounds = self._known()
+        before = rounds.state
+        plan = rounds.plan(server_round, nodes, arrays)
+        rounds.state = before
+        return plan
 
     def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
         """See `RoundPlanner.plan`; nodes that described nothing take no part."""

@@ -110,7 +110,17 @@ class PipelineRound:
             )
             if memory is not None:
                 memory.remember(result.slots)
+            if self.task.whole:
+                edge = devices.edge.fetch_weights()
+                result = replace(result, weights={**edge, **result.weights})
             return result, devices.absent()
+
+    def completed(self, sent: Weights, trained: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the reply holds: what was trained, or all that was ``sent``, brought up to date."""
+        if not self.task.whole:
+            return trained
+        aliases = _splitter(self.task.model_spec_json).aliases
+        return {key: trained.get(aliases.get(key, key), tensor) for key, tensor in sent.items()}
 
     def evaluate(self, node: Node, weights: Weights, data: LocalData) -> MetricRecord:
         """Loss and metric counts of the pipeline on the cluster's share of the test set."""

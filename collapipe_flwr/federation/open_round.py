@@ -27,6 +27,7 @@ from collapipe_flwr.federation.messages import (
     viewed,
     with_content,
 )
+from collapipe_flwr.federation.personal import PersonalArrays
 from collapipe_flwr.federation.records import (
     RoundAssignment,
     content_bytes,
@@ -55,13 +56,15 @@ class OpenRound:
         template: ArrayRecord,
         split: SplitRound | None,
         accepted: AcceptedRounds,
+        personal: PersonalArrays,
     ) -> None:
         self.plan = plan
         self.template = template
-        self._hidden = split.constant_keys if split is not None else frozenset[str]()
+        self._hidden = split.hidden_keys if split is not None else frozenset[str]()
         self.sent: list[Sent] = []
         self._split = split
         self._accepted = accepted
+        self._personal = personal
 
     def address(self, messages: Iterable[Message]) -> list[Message]:
         """Make the message of every node that takes part; raises LinkError, RunError."""
@@ -97,9 +100,10 @@ class OpenRound:
 
     def accept(self, closed: ClosedRound) -> None:
         """Count the replies as part of the global model: clusters continue from this round."""
-        for cluster_id in closed.models:
+        for cluster_id, model in closed.models.items():
             if self._split is not None:
                 self._split.accept(cluster_id)
+                self._personal.keep(cluster_id, model, self._split.personal_keys)
             self._accepted.accept(cluster_id, self.plan.server_round)
 
     def close(self) -> None:
@@ -116,6 +120,7 @@ class OpenRound:
         task = None
         if self._split is not None:
             name, arrays = only_arrays(content, "the inner strategy's message", _ONE_MODEL)
+            content[name] = arrays = self._personal.insert(cluster_id, arrays)
             task = self._split.open(cluster_id, name, content, edge_depth(plan))
             content[name] = self._split.for_cluster(cluster_id, arrays)
         assignment = RoundAssignment(

@@ -67,6 +67,7 @@ def open_split(
             model.splitter,
             model.shape,
             learning if callable(learning) else lambda _: learning,
+            personal_keys=model.personal_keys,
             keep_optimizer=keep_optimizer,
         )
 
@@ -78,6 +79,7 @@ def split_setup(
     learning: Callable[[int], LearningSettings],
     *,
     vocabulary_json: str = "",
+    personal_keys: frozenset[str] = frozenset(),
     keep_optimizer: bool = False,
 ) -> SplitSetup:
     """What the strategy needs to train the model of ``splitter`` against the client's edge."""
@@ -87,6 +89,7 @@ def split_setup(
         shared_keys=frozenset(splitter.shared_keys),
         constant_keys=splitter.constant_keys,
         aliases=splitter.aliases,
+        personal_keys=personal_keys,
         model_spec_json=splitter.spec.to_json(),
         vocabulary_json=vocabulary_json,
         learning=learning,

@@ -76,7 +76,8 @@ class SplitSetup:
 
     ``shared_keys`` are read on both sides: clusters own them, the edge gets copies.
     ``constant_keys`` never train, so they are sent but not averaged. ``aliases`` are keys of the
-    global model that stay behind, because they repeat another, with that key.
+    global model that stay behind, because they repeat another, with that key. ``personal_keys`` are
+    trained by each cluster for itself.
     """
 
     edge: EdgeGateway
@@ -84,10 +85,16 @@ class SplitSetup:
     shared_keys: frozenset[str] = frozenset()
     constant_keys: frozenset[str] = frozenset()
     aliases: Mapping[str, str] = field(default_factory=dict)
+    personal_keys: frozenset[str] = frozenset()
     model_spec_json: str
     vocabulary_json: str = ""
     learning: Callable[[int], LearningSettings]  # by server round, from 1
     shape: BatchShape = SHORT
+
+    @property
+    def hidden_keys(self) -> frozenset[str]:
+        """Keys that the inner strategy does not see."""
+        return self.constant_keys | self.personal_keys
 
 
 class SplitRound:
@@ -99,7 +106,8 @@ class SplitRound:
         self._server_round = server_round
         self._whole = whole
         self._sessions: dict[str, EdgeSession] = {}
-        self.constant_keys = model.constant_keys
+        self.personal_keys = model.personal_keys
+        self.hidden_keys = model.hidden_keys
 
     def open(self, cluster_id: str, name: str, content: RecordDict, depth: int) -> SplitTask:
         """Give ``cluster_id`` its decoder replica of the model ``content[name]``.

@@ -33,6 +33,7 @@ from collapipe_flwr.federation.driving import driver
 from collapipe_flwr.federation.inner import check_inner, weight_key
 from collapipe_flwr.federation.messages import readdressed, restored, with_content
 from collapipe_flwr.federation.open_round import OpenRound
+from collapipe_flwr.federation.personal import PersonalArrays
 from collapipe_flwr.federation.records import take_telemetry
 from collapipe_flwr.federation.rounds import (
     AcceptedRounds,
@@ -48,6 +49,7 @@ from collapipe_flwr.federation.split import SplitRound, SplitSetup
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.split_model import SplitModel
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
+from collapipe_flwr.pipeline.user_optimizer import optimizer_config
 from collapipe_flwr.scheduler.protocol import Scheduler
 
 log = logging.getLogger("flwr.collapipe")
@@ -85,7 +87,7 @@ class CollaPipe(Strategy):
         *,
         model: SplitModel | None = None,
         scheduler: str | Scheduler | Planning | RoundPlanner | None = None,
-        optimizer: OptimizerConfig | None = None,
+        optimizer: object = None,
         learning: Learning | None = None,
         edge: str | EdgeConfig | None = None,
         split: SplitSetup | None = None,
@@ -98,10 +100,11 @@ class CollaPipe(Strategy):
                 f"on_total_failure must be {CONTINUE!r} or {RAISE!r}, got {on_total_failure!r}"
             )
         self._model = model
-        self._learning = learning_of(optimizer, learning)
+        self._learning = learning_of(optimizer, learning, model)
         self._edge = EdgeConfig(address=edge) if isinstance(edge, str) else edge or EdgeConfig()
-        self.planner = planner_of(scheduler, model)
+        self.planner = planner_of(scheduler, model, self._learning)
         self._accepted = AcceptedRounds()
+        self._personal = PersonalArrays()
         self._split = split
         self._on_round = on_round
         self._on_total_failure = on_total_failure
@@ -131,6 +134,7 @@ class CollaPipe(Strategy):
             "planner": self.planner,
             "edge": edge,
             "accepted": self._accepted,
+            "personal": self._personal if self._split and self._split.personal_keys else None,
         }
         return {name: part for name, part in parts.items() if isinstance(part, Resumable)}
 
@@ -166,8 +170,8 @@ class CollaPipe(Strategy):
         self._split = None
 
     @property
-    def _constant_keys(self) -> frozenset[str]:
-        return self._split.constant_keys if self._split else frozenset()
+    def _hidden_keys(self) -> frozenset[str]:
+        return self._split.hidden_keys if self._split else frozenset()
 
     def close(self) -> None:
         """End the edge sessions of a round that is still open."""
@@ -187,7 +191,7 @@ class CollaPipe(Strategy):
         if self._model is not None and self._split is None:
             raise RunError(_NOT_RUNNING)
         self.close()
-        view = inner_view(arrays, self._constant_keys)
+        view = inner_view(arrays, self._hidden_keys)
         messages = list(self.inner_strategy.configure_train(server_round, view, config, grid))
         nodes = [message.metadata.dst_node_id for message in messages]
         self._planned = self._plan(server_round, nodes, arrays, grid)
@@ -221,16 +225,20 @@ class CollaPipe(Strategy):
         """The inner strategy's messages, none of whose records is shared.
 
         A split model is evaluated as it was trained: by this round's plan, with the new decoder
-        at the edge, on the clusters that the plan asks.
+        at the edge, on the clusters that the plan asks; clusters that did not train get a plan.
         """
-        view = inner_view(arrays, self._constant_keys)
-        messages = self.inner_strategy.configure_evaluate(server_round, view, config, grid)
+        view = inner_view(arrays, self._hidden_keys)
+        messages = list(self.inner_strategy.configure_evaluate(server_round, view, config, grid))
         if self._split is None:
             return [readdressed(m, restored(m.content, arrays, (), exact=False)) for m in messages]
         if self._planned is None:
             raise RunError(f"round {server_round}: configure_evaluate needs configure_train first")
         self.close()
-        return self._opened(self._new_round(self._planned, server_round, arrays), messages)
+        plan, nodes = self._planned, [message.metadata.dst_node_id for message in messages]
+        if isinstance(self.planner, Meets) and not plan.cluster_ids.keys() >= set(nodes):
+            self.planner.meet(grid, nodes)
+            plan = self.planner.plan_evaluation(server_round, nodes, arrays)
+        return self._opened(self._new_round(plan, server_round, arrays), messages)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -262,7 +270,7 @@ class CollaPipe(Strategy):
 
     def _new_round(self, plan: RoundPlan, server_round: int, arrays: ArrayRecord) -> OpenRound:
         split = SplitRound(self._split, server_round, plan.whole) if self._split else None
-        return OpenRound(plan, arrays, split, self._accepted)
+        return OpenRound(plan, arrays, split, self._accepted, self._personal)
 
     def _opened(self, opened: OpenRound, messages: Iterable[Message]) -> list[Message]:
         """Messages of a round that is open from now on; closed again if one cannot be made."""
@@ -290,7 +298,9 @@ class CollaPipe(Strategy):
 
 
 def planner_of(
-    scheduler: str | Scheduler | Planning | RoundPlanner | None, model: SplitModel | None
+    scheduler: str | Scheduler | Planning | RoundPlanner | None,
+    model: SplitModel | None,
+    learning: Learning,
 ) -> RoundPlanner:
     """What plans rounds: a planner as it is; for a ``model`` one of clusters that describe
     themselves, else one of assumed clusters. Raises ConfigError for a bad name.
@@ -304,15 +314,19 @@ def planner_of(
     if model is None:
         return DefaultProfilePlanner(planning.scheduler)
     fixed = planning.for_batches(model.batch_size, cut=not model.splitter.whole_batches)
-    return DescribedClusters(fixed, lambda: profile_model(model.splitter, model.shape))
+    optimizer = (learning(1) if callable(learning) else learning).optimizer
+    return DescribedClusters(
+        fixed, lambda: profile_model(model.splitter, model.shape, optimizer.state_bytes)
+    )
 
 
-def learning_of(optimizer: OptimizerConfig | None, learning: Learning | None) -> Learning:
-    """How clusters learn, with ``optimizer`` where it is given."""
+def learning_of(given: object, learning: Learning | None, model: SplitModel | None) -> Learning:
+    """How clusters learn, with the optimizer that is ``given``, see `optimizer_config`."""
+    if given is None:
+        return learning or LearningSettings(optimizer=OptimizerConfig())
+    optimizer = optimizer_config(given, model.model if model else None)
     if learning is None:
-        return LearningSettings(optimizer=optimizer or OptimizerConfig())
-    if optimizer is None:
-        return learning
+        return LearningSettings(optimizer=optimizer)
     if callable(learning):
         return lambda server_round: replace(learning(server_round), optimizer=optimizer)
     return replace(learning, optimizer=optimizer)

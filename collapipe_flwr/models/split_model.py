@@ -94,6 +94,13 @@ class SplitModel:
         """Keys of the model's ``state_dict`` that travel under another one."""
         return self.splitter.aliases
 
+    @property
+    def personal_keys(self) -> frozenset[str]:
+        """All keys of the ``state_dict`` that ``personal`` names, aliases included."""
+        keys = self.splitter.state_keys
+        found = {k for k in keys for n in self.personal if k == n or k.startswith(f"{n}.")}
+        return frozenset(found)
+
     def weights(self) -> dict[str, Tensor]:
         """The live model's tensors that travel."""
         return self.splitter.travelling({k: t.detach() for k, t in self._state().items()})

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
+from glob import has_magic
 from itertools import count
 from typing import Any
 
@@ -74,7 +75,10 @@ class ParameterGroup:
 
     def matches(self, name: str) -> bool:
         """Whether the parameter with this key belongs to the group."""
-        return any(fnmatchcase(name, pattern) for pattern in self.patterns)
+        if name in self.patterns:
+            return True
+        # a user's instance names hundreds of parameters, and compiling a pattern is slow
+        return any(fnmatchcase(name, pattern) for pattern in self.patterns if has_magic(pattern))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,11 +141,16 @@ class OptimizerConfig:
         return map(factor_of(self.schedule, self.warmup_steps, total), count(first))
 
     def with_learning_rate(self, rate: float) -> OptimizerConfig:
-        """The same with another rate; those of groups keep their ratio to it."""
+        """The same with another rate; those of groups keep their ratio to it.
+
+        Raises ConfigError where groups have rates of their own and this one is 0.
+        """
+        if any(group.learning_rate for group in self.groups) and not self.learning_rate:
+            raise ConfigError("parameter groups cannot keep their ratio to a learning rate of 0")
         groups = tuple(
-            group
-            if group.learning_rate is None
-            else replace(group, learning_rate=group.learning_rate * rate / self.learning_rate)
+            replace(group, learning_rate=group.learning_rate * rate / self.learning_rate)
+            if group.learning_rate
+            else group
             for group in self.groups
         )
         return replace(self, learning_rate=rate, groups=groups)

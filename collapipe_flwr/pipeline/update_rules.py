@@ -85,6 +85,7 @@ def make_rule(name: str, groups: Sequence[Group]) -> UpdateRule:
     return FusedSgd(groups) if name == "sgd" else TorchRule(name, groups)
 
 
+@cache
 def known_arguments(name: str) -> tuple[str, ...]:
     """The keyword arguments of a rule, besides ``lr``."""
     if name in FUSED:

@@ -161,10 +161,10 @@ def test_the_cluster_file_stays_the_upper_limit(splitter: Splitter) -> None:
 
 
 def test_nobody_is_paced_unless_the_run_says_so(splitter: Splitter) -> None:
-    slow = _hops(((1e3, 1e3),) * 3)  # would take minutes
+    slow = _hops(((1e3, 1e3),) * 3)  # one of twelve frames would take two minutes
     for remote in (True, False):
         result, _ = _round(splitter, slow, remote=remote)
-        assert result.wall_s < 20
+        assert result.wall_s < 120
 
 
 @pytest.mark.parametrize("remote", [True, False], ids=["daemons", "threads"])

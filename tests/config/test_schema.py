@@ -54,6 +54,7 @@ def test_an_optimizer_is_named_with_its_arguments() -> None:
     assert config.train.optimizer.arguments == {"eps": (None, 0.001)}
     assert parse(flatten(config)) == config
     assert config.optimizer(1).arguments == {"eps": (None, 0.001)}
+    assert hash(config) == hash(parse(flatten(config)))
 
 
 def test_whole_number_serves_where_a_float_is_asked() -> None:

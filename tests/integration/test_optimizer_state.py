@@ -39,10 +39,18 @@ def distance(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> f
     return max(float((left[key] - right[key]).abs().max()) for key in left)
 
 
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"train.optimizer": "adamw"},
+        {"train.optimizer": "NAdam", "train.optimizer-arguments": "betas=[0.8,0.99]"},
+    ],
+    ids=lambda rule: rule["train.optimizer"],
+)
 def test_one_cluster_that_keeps_its_state_is_an_unsplit_model_with_one_optimiser(
-    run_app: RunApp,
+    run_app: RunApp, rule: dict[str, Value]
 ) -> None:
-    keep: dict[str, Value] = {**ALONE, "train.optimizer-state": "keep"}
+    keep: dict[str, Value] = {**ALONE, **rule, "train.optimizer-state": "keep"}
     split = run_app({**keep, "run-name": "split"})
     events = [json.loads(line) for line in (split / "events.jsonl").read_text().splitlines()]
     cuts = {
@@ -51,7 +59,7 @@ def test_one_cluster_that_keeps_its_state_is_an_unsplit_model_with_one_optimiser
     }
     assert len(cuts) > 1  # segments changed their owners
     whole = run_app({**keep, "runtime": "whole", "run-name": "whole"})
-    reset = run_app({**ALONE, "run-name": "reset"})
+    reset = run_app({**ALONE, **rule, "run-name": "reset"})
     apart = distance(weights_of(split), weights_of(whole))
     assert apart < 1e-4
     assert distance(weights_of(split), weights_of(reset)) > 20 * apart
@@ -78,14 +86,18 @@ def _started_again(values: dict[str, Value], *, dies_in: int | None = None) -> N
     run(Renewed({1: client_app}, node_configs={1: place}, run_config=values), parse(values))
 
 
-@pytest.mark.parametrize("runtime", ["pipeline", "whole"])
+@pytest.mark.parametrize(
+    ("runtime", "optimizer"),
+    [("pipeline", "adamw"), ("whole", "adamw"), ("pipeline", "Adafactor")],
+)
 def test_with_a_state_dir_neither_a_new_node_nor_a_resume_changes_a_bit(
-    tmp_path: Path, caplog, runtime: str
+    tmp_path: Path, caplog, runtime: str, optimizer: str
 ) -> None:
     keep: dict[str, Value] = {
         **TINY,
         **ALONE,
         "runtime": runtime,
+        "train.optimizer": optimizer,
         "train.optimizer-state": "keep",
         "output-dir": str(tmp_path),
     }

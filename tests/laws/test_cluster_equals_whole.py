@@ -219,7 +219,8 @@ def _train_unsplit(
 ) -> tuple[tuple[float, ...], dict[str, Tensor]]:
     model = splitter.build_whole(weights)
     optimizer = Optimizer(rule, model.named_parameters())
-    losses = train_unsplit(splitter, model, optimizer, steps)
+    rates = rule.rates(batches=len(steps))
+    losses = train_unsplit(splitter, model, optimizer, steps, rates=rates)
     return losses, {key: model.state_dict()[key] for key in weights}
 
 

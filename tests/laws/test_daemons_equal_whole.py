@@ -24,10 +24,12 @@ from collapipe_flwr.config.cluster_file import (
 from collapipe_flwr.core.errors import LinkError, Unreachable
 from collapipe_flwr.models import Splitter
 from collapipe_flwr.pipeline.config import NextHop, SessionRequest, StageConfig
+from collapipe_flwr.pipeline.optimizer import OptimizerConfig, ParameterGroup
 from collapipe_flwr.transport.certificates import sign_all
 from collapipe_flwr.transport.client import EdgeClient
 from tests.closeness import assert_near, near
 from tests.cluster.daemon_processes import Daemon, running
+from tests.cluster.test_recovery import recovery
 from tests.host.chain_to_edge import request as session_request
 from tests.laws.test_cluster_equals_whole import (
     ADAMW,
@@ -63,9 +65,12 @@ class Cluster:
         return EdgeClient(member.address, tls=self.config.tls_files("cu"), certificate_name=name)
 
     def train(
-        self, splitter: Splitter, order: RoundOrder, steps, between=lambda: None
+        self, splitter: Splitter, order: RoundOrder, steps, between=lambda: None, every: int = 0
     ) -> tuple[RoundResult, dict]:
-        """One round; the result and the weights of the edge. ``between`` runs before every step."""
+        """One round; the result and the weights of the edge. ``between`` runs before every step.
+
+        After ``every`` so many steps the segments come back and are placed again.
+        """
         fleet = RemoteFleet(cluster=self.config, edge=self.hop("A"))
         with self.client(self.config.edge) as edge:
             session = edge.open_session(
@@ -74,12 +79,14 @@ class Cluster:
                     spec_json=splitter.spec.to_json(),
                     stage=StageConfig(name="edge", schedule=order.learning.schedule),
                     optimizer=order.learning.optimizer,
+                    recoverable=every > 0,
                 )
             )
             try:
                 session.push_weights({k: order.weights[k] for k in splitter.edge_keys()})
                 batches = (b for b in _micro_batches(splitter, steps) if between() is None)
-                result = train_round(splitter, order, batches, fleet)
+                kept = recovery(splitter, session, every) if every else None
+                result = train_round(splitter, order, batches, fleet, recovery=kept)
                 return result, session.fetch_weights()
             finally:
                 session.close()
@@ -166,6 +173,29 @@ def test_a_round_on_daemons_equals_the_unsplit_model(cluster: Cluster, model_typ
     assert [report.name for report in result.reports] == ["control-unit", "A/d0", "A/d1", "A/d2"]
     assert all(report.steps == 2 for report in result.reports)
     assert cluster.sessions() == 0
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_whatever_the_optimizer_keeps_travels_between_daemons(cluster: Cluster, every: int) -> None:
+    rule = OptimizerConfig(
+        name="NAdam",
+        learning_rate=0.02,
+        arguments={"eps": 1e-2},
+        groups=(ParameterGroup(patterns=("*.bias",), learning_rate=0.01),),
+        schedule="linear",
+        warmup_steps=1,
+        proximal_mu=0.3,
+    )
+    splitter = make_splitter("bert", dropout=0.0)
+    weights = splitter.initial_weights(seed=2)
+    cut = Cut(stops=(1, 2, 5), micro_batches=(2, 2, 1), schedule="1f1b")
+    steps = _steps(splitter, cut, count=4)
+    order = _order(weights, cut, rule, batches=len(steps))
+    result, edge = cluster.train(splitter, order, steps, every=every)
+    losses, whole = _train_unsplit(splitter, weights, steps, rule)
+    assert result.losses == near(losses)
+    assert_near({**result.weights, **edge}, whole, depth=len(steps))
+    assert _largest_difference(whole, weights) > 1e-3
 
 
 def test_dropout_on_daemons_is_that_of_threads(cluster: Cluster) -> None:

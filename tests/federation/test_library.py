@@ -1,0 +1,256 @@
+"""A user's own model and loader through clusters of devices, against plain training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.clientapp.mod import fixedclipping_mod
+from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg, FedProx
+from torch.utils.data import DataLoader
+from transformers import BertConfig, BertForSequenceClassification
+
+from collapipe_flwr import Cluster, CollaPipe, LocalGrid, RunError, SplitModel
+
+CLASSES, BATCH, LENGTH, EXAMPLES = 3, 8, 6, 20
+NODES = (1, 2)
+RULE = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+CONFIG = BertConfig(
+    vocab_size=40,
+    hidden_size=16,
+    num_hidden_layers=3,
+    num_attention_heads=2,
+    intermediate_size=32,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+    num_labels=CLASSES,
+)
+Weights = dict[str, torch.Tensor]
+
+
+def new_model() -> BertForSequenceClassification:
+    torch.manual_seed(0)
+    return BertForSequenceClassification(CONFIG)
+
+
+def loader(node: int, batch_size: int = BATCH) -> DataLoader:
+    generator = torch.Generator().manual_seed(node)
+    ids = torch.randint(0, 40, (EXAMPLES, LENGTH), generator=generator)
+    mask = torch.ones_like(ids)
+    rows = [
+        {"input_ids": i, "attention_mask": m, "labels": i[0] % CLASSES}
+        for i, m in zip(ids, mask, strict=True)
+    ]
+    return DataLoader(rows, batch_size=batch_size)
+
+
+def assert_close(found: torch.Tensor, wanted: torch.Tensor, key: str) -> None:
+    """Equal but for sums that are added up in another order."""
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-6, msg=lambda m: f"{key}: {m}")
+
+
+def accuracy(logits: torch.Tensor, labels: torch.Tensor) -> float:
+    return float((logits.argmax(-1) == labels).float().mean())
+
+
+def client(mods: list | None = None, batch_size: int = BATCH, epochs: int = 1) -> ClientApp:
+    app = ClientApp(mods=mods)
+    cluster = Cluster(app)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        return cluster.train(message, context, loader(context.node_id, batch_size), epochs=epochs)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        return cluster.evaluate(message, context, loader(context.node_id + 10), metrics=accuracy)
+
+    return app
+
+
+def plain_client(mods: list | None = None, optimizer=RULE) -> ClientApp:
+    """What a Flower project does without CollaPipe."""
+    app = ClientApp(mods=mods)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        model = new_model()
+        model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+        loss = train_plainly(model, context.node_id, optimizer)
+        metrics = MetricRecord({"train_loss": loss, "num-examples": EXAMPLES})
+        content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics})
+        return Message(content, reply_to=message)
+
+    return app
+
+
+def train_plainly(model: torch.nn.Module, node: int, optimizer=RULE) -> float:
+    model.train()
+    rule, losses = optimizer(model.parameters()), []
+    for batch in loader(node):
+        loss = model(**batch).loss
+        loss.backward()
+        rule.step()
+        rule.zero_grad()
+        losses.append(loss.item())
+    return sum(losses) / len(losses)
+
+
+def grid(app: Callable[[], ClientApp] | ClientApp, nodes=NODES) -> LocalGrid:
+    make = app if isinstance(app, ClientApp) else None
+    places = {n: {"partition-id": i} for i, n in enumerate(nodes)}
+    return LocalGrid({n: make or app() for n in nodes}, node_configs=places)
+
+
+def run(strategy, app, rounds: int = 2, **options) -> tuple[Weights, object]:
+    start = ArrayRecord(new_model().state_dict())
+    result = strategy.start(grid=grid(app), initial_arrays=start, num_rounds=rounds, **options)
+    return result.arrays.to_torch_state_dict(), result
+
+
+def split(**options) -> SplitModel:
+    return SplitModel(new_model(), batch_size=BATCH, length=LENGTH, **options)
+
+
+def test_the_result_is_that_of_plain_flower() -> None:
+    found, result = run(CollaPipe(FedAvg(), model=split(), optimizer=RULE), client())
+    expected, plain = run(FedAvg(fraction_evaluate=0.0), plain_client())
+    assert list(found) == list(expected)
+    for key, tensor in expected.items():
+        assert_close(found[key], tensor, key)
+    losses = [dict(r.train_metrics_clientapp[2])["train_loss"] for r in (result, plain)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+def test_metrics_are_those_of_all_examples_at_once() -> None:
+    found, result = run(CollaPipe(FedAvg(), model=split(), optimizer=RULE), client(), rounds=1)
+    model = new_model()
+    model.load_state_dict(found)
+    model.train(False)
+    scores, losses = [], []
+    for node in NODES:
+        with torch.no_grad():
+            batches = [(model(**batch), batch) for batch in loader(node + 10)]
+        logits = torch.cat([output.logits for output, _ in batches])
+        scores.append(accuracy(logits, torch.cat([batch["labels"] for _, batch in batches])))
+        losses.append(sum(float(o.loss) * len(b["labels"]) for o, b in batches) / EXAMPLES)
+    told = dict(result.evaluate_metrics_clientapp[1])
+    assert told["accuracy"] == pytest.approx(sum(scores) / 2)
+    assert told["eval_loss"] == pytest.approx(sum(losses) / 2, abs=1e-6)
+
+
+def test_a_batch_of_another_size_than_planned_is_refused() -> None:
+    strategy = CollaPipe(FedAvg(), model=split(), on_total_failure="raise")
+    with pytest.raises(RunError, match=r"batch of 5 examples.*planned for batches of 8"):
+        run(strategy, client(batch_size=5), rounds=1)
+
+
+def test_plans_choose_only_the_cut() -> None:
+    records = []
+    run(CollaPipe(FedAvg(), model=split(), on_round=records.append), client(), rounds=1)
+    cuts = {c.micro_batch_size * c.micro_batches for r in records for c in r.plan.clusters}
+    assert cuts == {BATCH}
+    assert all(len(r.plan.clusters) == len(NODES) for r in records)
+
+
+def test_a_clipping_mod_bounds_the_whole_update() -> None:
+    norm, before = 0.1, new_model().state_dict()
+    inner = DifferentialPrivacyClientSideFixedClipping(
+        FedAvg(fraction_evaluate=0.0),
+        noise_multiplier=0.0,
+        clipping_norm=norm,
+        num_sampled_clients=2,
+    )
+    found, _ = run(
+        CollaPipe(inner, model=split(), optimizer=RULE), client([fixedclipping_mod]), rounds=1
+    )
+    moved = sum(float((found[k] - v).float().square().sum()) for k, v in before.items()) ** 0.5
+    assert 0.01 < moved <= norm * (1 + 1e-5)
+    expected, _ = run(deepcopy(inner), plain_client([fixedclipping_mod]), rounds=1)
+    for key, tensor in expected.items():
+        assert_close(found[key], tensor, key)
+
+
+def test_a_personal_head_is_trained_and_never_mixed() -> None:
+    strategy = CollaPipe(
+        FedAvg(fraction_evaluate=0.0), model=split(personal=("classifier",)), optimizer=RULE
+    )
+    found, _ = run(strategy, client(), rounds=2)
+    first = new_model().state_dict()
+    assert torch.equal(found["classifier.weight"], first["classifier.weight"])
+    expected = _with_personal_heads(rounds=2)
+    for key, tensor in expected.items():
+        if not key.startswith("classifier"):
+            assert_close(found[key], tensor, key)
+
+
+def _with_personal_heads(rounds: int) -> Weights:
+    shared = new_model().state_dict()
+    heads: dict[int, Weights] = {node: {} for node in NODES}
+    for _ in range(rounds):
+        ends = []
+        for node in NODES:
+            model = new_model()
+            model.load_state_dict({**shared, **heads[node]})
+            train_plainly(model, node)
+            ends.append({k: t.clone() for k, t in model.state_dict().items()})
+            heads[node] = {k: t for k, t in ends[-1].items() if k.startswith("classifier")}
+        shared = {k: (ends[0][k] + ends[1][k]) / 2 for k in ends[0]}
+    return shared
+
+
+def test_clusters_that_did_not_train_evaluate() -> None:
+    inner = FedAvg(fraction_train=0.5, fraction_evaluate=1.0, min_train_nodes=1)
+    _, result = run(CollaPipe(inner, model=split(), optimizer=RULE), client(), rounds=2)
+    assert set(result.evaluate_metrics_clientapp) == {1, 2}
+
+
+def test_the_learning_rate_of_the_train_config_is_followed() -> None:
+    config = ConfigRecord({"lr": 0.1})
+    found, _ = run(
+        CollaPipe(
+            FedAvg(fraction_evaluate=0.0),
+            model=split(),
+            optimizer=partial(torch.optim.SGD, lr=1.0, momentum=0.9),
+        ),
+        client(),
+        rounds=1,
+        train_config=config,
+    )
+    expected, _ = run(FedAvg(fraction_evaluate=0.0), plain_client(), rounds=1)
+    for key, tensor in expected.items():
+        assert_close(found[key], tensor, key)
+
+
+def test_the_proximal_term_of_fedprox_is_exact() -> None:
+    prox = partial(FedProx, proximal_mu=5.0, fraction_evaluate=0.0)
+    found, _ = run(CollaPipe(prox(), model=split(), optimizer=RULE), client(), rounds=1)
+    without, _ = run(
+        CollaPipe(FedAvg(fraction_evaluate=0.0), model=split(), optimizer=RULE), client(), rounds=1
+    )
+    ends = []
+    for node in NODES:
+        model = new_model()
+        first = [p.detach().clone() for p in model.parameters()]
+        rule = RULE(model.parameters())
+        for batch in loader(node):
+            pairs = zip(model.parameters(), first, strict=True)
+            term = sum(((p - q) ** 2).sum() for p, q in pairs)
+            (model(**batch).loss + 2.5 * term).backward()
+            rule.step()
+            rule.zero_grad()
+        ends.append(model.state_dict())
+    for key in found:
+        assert_close(found[key], (ends[0][key] + ends[1][key]) / 2, key)
+    assert any(not torch.allclose(found[k], without[k], atol=1e-4) for k in found)
+
+
+def test_a_client_without_a_cluster_is_named() -> None:
+    strategy = CollaPipe(FedAvg(), model=split())
+    with pytest.raises(RunError, match=r"none of 2 nodes describes a cluster"):
+        run(strategy, plain_client(), rounds=1)
