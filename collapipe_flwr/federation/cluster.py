@@ -11,6 +11,7 @@ def train(message, context):
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import replace
 from functools import partial
@@ -27,6 +28,7 @@ from collapipe_flwr.cluster.loader import LoaderSteps, joined, stacked
 from collapipe_flwr.cluster.profile import describe_cluster
 from collapipe_flwr.config.schema import EdgeConfig, WorldConfig
 from collapipe_flwr.core.errors import ConfigError, unexpected_as_run_error
+from collapipe_flwr.core.imports import allow
 from collapipe_flwr.federation import records
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.messages import only_arrays
@@ -49,7 +51,8 @@ class Cluster:
     the daemons in that. Rounds are planned for ``examples``. ``edge`` is how nodes without a
     cluster file reach an edge with TLS. ``threads`` are those of torch in this process.
 
-    Registers the query ``describe`` on ``app``, by which the server asks what the cluster is made
+    Models, losses and schedules of the package that makes it may be imported by name. Registers the
+    query ``describe`` on ``app``, by which the server asks what the cluster is made
     of. Raises ConfigError for unknown presets.
     """
 
@@ -74,13 +77,14 @@ class Cluster:
         self._examples = examples
         self._edge = edge or EdgeConfig()
         self._threads = threads
+        self._package = sys._getframe(1).f_globals["__name__"].partition(".")[0]
         app.query("describe")(self.describe)
         # Mods of the app expect messages with arrays, and refuse all others.
         app._registered_funcs["query.describe"] = self.describe
 
     def describe(self, message: Message, context: Context) -> Message:
         """Answer the server's question what the cluster is made of."""
-        with unexpected_as_run_error():  # the bound method is pickled, as Ray's workers need it
+        with unexpected_as_run_error():
             profile = self._site(context).profile(self._examples)
             profile = replace(profile, whole=bool(mods_of(self._app)))
             return Message(records.write_profile(profile), reply_to=message)
@@ -159,6 +163,8 @@ class Cluster:
     def _begin(self, message: Message) -> tuple[PipelineRound, str, dict[str, Tensor]]:
         """What is asked for, and the weights with the name of their record."""
         torch.set_num_threads(self._threads)
+        if self._package != "__main__":
+            allow(self._package)
         asked = round_of(message.content)
         if not isinstance(asked, PipelineRound):
             raise ConfigError("the server asks for an unsplit model: give CollaPipe a model")

@@ -43,16 +43,23 @@ def _leave(hidden_BTD: Tensor, *args: object, **kwargs: object) -> NoReturn:
 class EmbeddingPart(Borrower):
     """Token, patch or audio embedding: the library's own forward, left at the first block.
 
-    Tables that the edge owns (``ties``) hold no rows until ``load_rows``.
+    Tables that the edge owns (``ties``) hold no rows until ``load_rows``. Inputs that an own head
+    does not pass on are ``unread``.
     """
 
     def __init__(
-        self, stack: Stack, holdings: Holdings, weights: Weights, ties: Ties | None = None
+        self,
+        stack: Stack,
+        holdings: Holdings,
+        weights: Weights,
+        ties: Ties | None = None,
+        *,
+        unread: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__(stack.model, holdings, weights)
         self._stack = stack.module
         self.borrow(ties or {}, dict.fromkeys(ties or {}, "input_ids"))
-        self._accepted = accepted_arguments(self._stack)
+        self._accepted = accepted_arguments(self._stack) - unread
         stack.entrance.forward = _leave
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:

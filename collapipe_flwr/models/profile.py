@@ -24,11 +24,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from collapipe_flwr.core.domain import BlockCost, ModelProfile
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.any_splitter import AnySplitter
+from collapipe_flwr.models.discovery import VALUES_ASKED
+from collapipe_flwr.models.module_spec import ModuleSpec
 from collapipe_flwr.models.objective import numbers_of, scores_of
 from collapipe_flwr.models.part import Part
 from collapipe_flwr.models.skeleton import shapes_only
 from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.models.splitter import Splitter
+from collapipe_flwr.models.validation import UNFIT
 
 Weights = Mapping[str, Tensor]
 Sizes = Mapping[str, tuple[torch.Size, torch.dtype]]  # of parameters, by key
@@ -49,14 +52,22 @@ def adamw_bytes(parameters: Sizes) -> int:
 def profile_model(
     splitter: AnySplitter, shape: BatchShape, optimizer_bytes: StateBytes = adamw_bytes
 ) -> ModelProfile:
-    """Costs of embedding, every block and the edge for examples of ``shape``."""
-    with shapes_only():
-        return _profile(splitter, shape, optimizer_bytes)
+    """Costs of embedding, every block and the edge for examples of ``shape``.
+
+    A torch module that does not run on shapes alone runs on zeros. Raises ModelError if it cannot.
+    """
+    try:
+        with shapes_only():
+            return _profile(splitter, shape, optimizer_bytes)
+    except (ModelError, *VALUES_ASKED, *UNFIT):
+        if not isinstance(splitter.spec, ModuleSpec):
+            raise
+    return _profile(splitter, shape, optimizer_bytes)
 
 
 def _profile(splitter: AnySplitter, shape: BatchShape, optimizer_bytes: StateBytes) -> ModelProfile:
     weights = {
-        key: torch.empty(size, dtype=dtype) for key, (size, dtype) in splitter.shapes.items()
+        key: torch.zeros(size, dtype=dtype) for key, (size, dtype) in splitter.shapes.items()
     }
     batch, examples = splitter.example(shape)
     embedding: Any = splitter.build_embedding(weights)

@@ -21,10 +21,12 @@ from collapipe_flwr.models.module_call import arguments_of
 from collapipe_flwr.models.module_describing import describe_module, few
 from collapipe_flwr.models.module_spec import ModuleSpec
 from collapipe_flwr.models.objective import numbers_of
+from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.skeleton import example_inputs
 from collapipe_flwr.models.spec import BatchShape, ModelSpec
 from collapipe_flwr.models.specs import splitter_of
 from collapipe_flwr.models.splitter import Splitter
+from collapipe_flwr.models.validation import UNFIT, first_lines
 
 Batch = Mapping[str, Any] | tuple[Any, ...] | list[Any]
 _CLOSE = 1e-5  # of the largest number: sums may be added up in another order
@@ -181,6 +183,8 @@ class SplitModel:
     def _check(self) -> None:
         """Raise ModelError unless the parts compute what the model does."""
         batch, splitter = self._example, self.splitter
+        if isinstance(self.spec, ModuleSpec):
+            _rehearse(self.model, splitter, self.shape)
         if batch is None and isinstance(splitter, Splitter) and splitter.spec.model_class:
             batch = _drawn(splitter, self.shape)
         if batch is not None and not splitter.decodes:
@@ -204,6 +208,21 @@ def as_batch(batch: Batch) -> dict[str, Tensor]:
     return found
 
 
+def _rehearse(model: nn.Module, splitter: AnySplitter, shape: BatchShape) -> None:
+    """Raise ModelError unless each part can be measured by itself."""
+    try:
+        profile_model(splitter, shape)
+    except UNFIT as cause:
+        raise _not_apart(model, cause) from cause
+
+
+def _not_apart(model: nn.Module, cause: BaseException) -> ModelError:
+    return ModelError(
+        f"{type(model).__name__} cannot be split: its parts do not run apart from each other "
+        f"({first_lines(cause)})"
+    )
+
+
 def check_exact(
     model: nn.Module,
     splitter: AnySplitter,
@@ -219,10 +238,7 @@ def check_exact(
     except CollaPipeError:
         raise
     except Exception as cause:
-        raise ModelError(
-            f"{type(model).__name__} cannot be split: its parts do not run apart from each other "
-            f"({str(cause).splitlines()[0] if str(cause) else type(cause).__name__})"
-        ) from cause
+        raise _not_apart(model, cause) from cause
     if len(found) != len(expected) or not all(map(_close, found, expected)):
         raise ModelError(
             f"{type(model).__name__} cannot be split: its parts together compute other numbers "

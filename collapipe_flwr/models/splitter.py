@@ -28,10 +28,11 @@ from collapipe_flwr.models.part import Part, normalises_batches
 from collapipe_flwr.models.parts import EdgePart, EmbeddingPart, SegmentPart
 from collapipe_flwr.models.skeleton import build_random, build_skeleton, example_inputs
 from collapipe_flwr.models.spec import BatchShape, ModelSpec
-from collapipe_flwr.models.stack import ReplayedStack, Stack, accepted_arguments
+from collapipe_flwr.models.stack import ReplayedStack, Stack, accepted_arguments, passes_on
 from collapipe_flwr.models.tasks import OWN_TASK, Task, find_task
 from collapipe_flwr.models.validation import blocks_for_devices, most_positions, refuse_inexact
 
+_COMMON_INPUTS = frozenset({"attention_mask", "position_ids"})
 _LARGE_INPUTS = ("pixel_values", "input_features")  # they stay on the control unit
 
 
@@ -59,6 +60,11 @@ class Splitter(AnySplitter):
         stack = skeleton.get_submodule(stack_path(skeleton, self._family))
         self.input_config = stack.config  # of pictures and sound: their part's own
         self._body_inputs, self._head_inputs = map(accepted_arguments, (stack, skeleton))
+        if passes_on(skeleton):
+            self._head_inputs |= self._body_inputs
+        self._unread: frozenset[str] = frozenset()
+        if spec.model_class:
+            self._unread = (self._body_inputs | _COMMON_INPUTS) - self._head_inputs
         self.shapes = shapes_of(skeleton.state_dict(), self._layout)
         self.state_keys = tuple(
             key_of(path) for path in skeleton.state_dict() if not is_superseded(path)
@@ -112,6 +118,8 @@ class Splitter(AnySplitter):
 
     def _travels(self, key: str) -> bool:
         """Own heads get their own arguments, and own losses whatever the body does not read."""
+        if key in self._unread:
+            return False
         if key in self.context_keys:
             return True
         if self.spec.model_class and not self.decodes and key in self._head_inputs:
@@ -127,9 +135,12 @@ class Splitter(AnySplitter):
         return model(**known)
 
     def example(self, shape: BatchShape) -> tuple[dict[str, Tensor], int]:
-        """One example of the task. A single class label is left out: its loss costs nothing."""
+        """One example of the task.
+
+        A single class label is left out: its loss costs nothing. So are those of an own task.
+        """
         inputs = example_inputs(self.input_config, self.input_name, shape.source_length)
-        if self.task.label_per_example:
+        if self.task.label_per_example or self.task is OWN_TASK:
             return inputs, 1
         length = shape.target_length if self.decodes else shape.source_length
         return {**inputs, "labels": torch.ones(1, length, dtype=torch.long)}, 1
@@ -182,7 +193,11 @@ class Splitter(AnySplitter):
         """The control unit's part; ``weights`` must hold ``embedding_keys``."""
         stack = self._stack(0, 0)
         return EmbeddingPart(
-            stack, self._layout.holdings(EMBEDDING), self._completed(weights), self.ties
+            stack,
+            self._layout.holdings(EMBEDDING),
+            self._completed(weights),
+            self.ties,
+            unread=self._unread,
         )
 
     def build_segment(self, first_block: int, stop_block: int, weights: Weights) -> SegmentPart:

@@ -205,6 +205,12 @@ def accepted_arguments(module: nn.Module) -> frozenset[str]:
     )
 
 
+def passes_on(module: nn.Module) -> bool:
+    """Whether a module's own forward takes arguments that it does not name."""
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+
+
 class _LastBlockDone(Exception):
     """Ends the library's forward behind the last block of this part."""
 

@@ -8,13 +8,12 @@ evaluation makes none, and a step that is replayed after a failure has the numbe
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
 from difflib import get_close_matches
-from typing import Any
 
-from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.errors import ConfigError, ModelError
+from collapipe_flwr.core.imports import load_function
 
 SCHEDULES = ("constant", "linear", "cosine")
 Factor = Callable[[int], float]
@@ -73,7 +72,10 @@ def _cosine(step: int, warmup: int, total: int) -> float:
 
 
 def _own(path: str) -> Factor:
-    function = _load(path)
+    try:
+        function = load_function(path)
+    except ModelError as error:
+        raise ConfigError(f"schedule: {error}") from error
 
     def factor(step: int) -> float:
         found = function(step)
@@ -82,16 +84,3 @@ def _own(path: str) -> Factor:
         return float(found)
 
     return factor
-
-
-def _load(path: str) -> Any:
-    """The function at ``module:name``: the one place here that imports what a user names."""
-    # The seam for `core.imports.load_function`, which knows what this host may import.
-    module, _, name = path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"schedule {path} cannot be imported: {error}") from error
-    if not callable(found):
-        raise ConfigError(f"schedule {path} is no function")
-    return found

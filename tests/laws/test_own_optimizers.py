@@ -17,6 +17,7 @@ from transformers import get_scheduler
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
 from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder, ThreadFleet
 from collapipe_flwr.cluster.unsplit import train_unsplit
+from collapipe_flwr.core import imports
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models import Splitter
@@ -52,6 +53,15 @@ Steps = Sequence[Sequence[Batch]]
 
 def halving(step: int) -> float:
     return 0.5**step
+
+
+def falling_below_zero(step: int) -> float:
+    return 1.0 - step
+
+
+@pytest.fixture(autouse=True)
+def _own_module_is_allowed() -> None:
+    imports.allow(__name__)
 
 
 @pytest.fixture(scope="module")
@@ -248,10 +258,10 @@ def test_the_factors_are_those_of_the_libraries() -> None:
     ("schedule", "words"),
     [
         ("linear", "linear needs total_steps"),
-        ("tests.laws.test_own_optimizers:missing", "cannot be imported: .*missing"),
+        ("tests.laws.test_own_optimizers:missing", "leads nowhere: .*has no 'missing'"),
         ("tests.laws.test_own_optimizers:STEPS", "is no function"),
-        ("math:nan", "is no function"),
-        ("math:cos", "must return a number >= 0, got -0.4"),
+        ("math:nan", "start it with --import math"),
+        ("tests.laws.test_own_optimizers:falling_below_zero", "must return a number >= 0, got -1"),
     ],
 )
 def test_a_schedule_that_cannot_be_followed_is_refused(schedule: str, words: str) -> None:

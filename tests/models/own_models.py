@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import BertConfig, BertForSequenceClassification, BertModel
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    ElectraConfig,
+    ElectraModel,
+    ElectraPreTrainedModel,
+)
 from transformers.models.bert.modeling_bert import BertPreTrainedModel
 
 VOCABULARY = 50
@@ -216,6 +223,54 @@ class Decoder(nn.Module):
         return {"logits": logits, "loss": functional.cross_entropy(logits.mT, labels)}
 
 
+class CausalEncoder(TextClassifier):
+    """torch looks at the values of the mask to find out that it is causal."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Token ids (B, T) to logits (B, C)."""
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        logits: Tensor = self.head(self.encoder(self.embed(tokens), mask=mask)[:, -1])
+        return logits
+
+
+class RotaryBlock(nn.Module):
+    """Turns hidden states by angles that come as complex numbers, and in a pair."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(
+        self, hidden_BTD: Tensor, turns: Tensor, pair: tuple[Tensor, Tensor], *, scale: float
+    ) -> tuple[Tensor, None]:
+        """(B, T, D) to the same, in a tuple."""
+        turned = torch.view_as_complex(hidden_BTD.unflatten(-1, (-1, 2))) * turns
+        changed_BTD = torch.view_as_real(turned).flatten(-2) * pair[0] + pair[1]
+        return hidden_BTD + self.linear(changed_BTD) * scale, None
+
+
+class Rotary(nn.Module):
+    """As language models of one's own are often written."""
+
+    def __init__(self, width: int = 16, blocks: int = 4) -> None:
+        super().__init__()
+        angles = torch.arange(16.0)[:, None] * torch.arange(1.0, width // 2 + 1)
+        self.turns = torch.polar(torch.ones_like(angles), angles)  # no buffer
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(RotaryBlock(width) for _ in range(blocks))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Token ids (B, T) to logits (B, C)."""
+        hidden_BTD = self.embed(tokens)
+        turns = self.turns[: tokens.shape[1]]
+        pair = (torch.full((1,), 0.5), torch.zeros(1))
+        for layer in self.layers:
+            hidden_BTD, _ = layer(hidden_BTD, turns, pair, scale=0.1)
+        logits: Tensor = self.head(hidden_BTD[:, -1])
+        return logits
+
+
 # What cannot be cut
 
 
@@ -357,3 +412,72 @@ class Wrapped(nn.Module):
         found = self.body(input_ids=input_ids, attention_mask=attention_mask)
         logits: Tensor = self.head(found.last_hidden_state[:, 0])
         return logits
+
+
+class ScaledBody(BertModel):
+    """A body that does more than the library's own around its blocks."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config, add_pooling_layer=False)
+        self.scale = nn.Parameter(torch.full((config.hidden_size,), 0.5))
+
+    def forward(
+        self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        """Scales the last hidden states (B, T, D)."""
+        found = super().forward(input_ids, inputs_embeds=inputs_embeds, **kwargs)
+        found["last_hidden_state"] = found["last_hidden_state"] * self.scale
+        return found
+
+
+class OnScaledBody(BertPreTrainedModel):
+    """A head on it, that reads no attention mask."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.bert = ScaledBody(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        """Logits (B, C) and the mean loss."""
+        logits = self.classifier(self.bert(input_ids)["last_hidden_state"][:, 0])
+        found = {"logits": logits}
+        if labels is not None:
+            found["loss"] = functional.cross_entropy(logits, labels)
+        return found
+
+
+class OnElectra(ElectraPreTrainedModel):
+    """A head on a body without a record."""
+
+    def __init__(self, config: ElectraConfig) -> None:
+        super().__init__(config)
+        self.electra = ElectraModel(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Logits (B, C) and the mean loss."""
+        hidden_BTD = self.electra(input_ids, attention_mask).last_hidden_state
+        found = {"logits": self.classifier(hidden_BTD.mean(1))}
+        if labels is not None:
+            found["loss"] = functional.cross_entropy(found["logits"], labels)
+        return found
+
+
+def electra_config() -> ElectraConfig:
+    """A tiny one without dropout."""
+    return ElectraConfig(
+        vocab_size=VOCABULARY,
+        embedding_size=16,
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        intermediate_size=48,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=3,
+    )

@@ -16,7 +16,7 @@ from collapipe_flwr.cluster.evaluation import PredictionConfig
 from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder, ThreadFleet
 from collapipe_flwr.core import imports
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models import ModelSpec, Splitter
+from collapipe_flwr.models import ModelSpec, SplitModel, Splitter
 from collapipe_flwr.models.tasks import known_task
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from tests.closeness import assert_near, near
@@ -145,6 +145,27 @@ def test_three_steps_equal_the_users_own_loop(case: str, cut: Cut) -> None:
     losses, split = _train_split(splitter, weights, cut, cut_steps, CALM)
     assert losses == near(tuple(by_hand(model, loss_of, steps, adamw=True)))
     assert_near(split, dict(model.state_dict()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "reads"),
+    [
+        (own_models.OnElectra, own_models.electra_config, ("input_ids", "attention_mask")),
+        (own_models.OnScaledBody, own_models.bert_config, ("input_ids",)),
+    ],
+)
+def test_own_heads_on_bodies_without_a_record(
+    kind: Any, config: Callable[[], Any], reads: tuple[str, ...]
+) -> None:
+    model = kind(config())
+    split_model = SplitModel(model, batch_size=6, length=8)
+    assert not split_model.splitter.has_record
+    steps = [{key: batch(seed)[key] for key in (*reads, "labels")} for seed in range(3)]
+    cut_steps = [cut_up(batch(seed), (3, 3)) for seed in range(3)]  # with a mask that one ignores
+    weights = {key: tensor.clone() for key, tensor in split_model.weights().items()}
+    losses, split = _train_split(split_model.splitter, weights, CUTS[1], cut_steps, CALM)
+    assert losses == near(tuple(by_hand(model, two_heads_loss, steps, adamw=True)))
+    assert_near(split_model.splitter.whole_state(split), dict(model.state_dict()), depth=3)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -17,6 +17,8 @@ from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder, ThreadFle
 from collapipe_flwr.cluster.unsplit import evaluate_unsplit
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models import SplitModel, profile_model, splitter_of
+from collapipe_flwr.models.split_model import as_batch
+from collapipe_flwr.pipeline.config import Execution
 from tests.closeness import assert_near, near
 from tests.laws.test_cluster_equals_whole import (
     SGD,
@@ -26,6 +28,7 @@ from tests.laws.test_cluster_equals_whole import (
     _train_split,
     _train_unsplit,
 )
+from tests.laws.test_execution import split
 from tests.models import own_models
 from tests.models.test_own_models import CALM, CUTS, by_hand, cut_up
 
@@ -69,6 +72,8 @@ CASES = {
     "text": (own_models.TextClassifier, texts),
     "vision": (own_models.VisionTransformer, pictures),
     "decoder": (own_models.Decoder, writings),
+    "causal": (own_models.CausalEncoder, texts),
+    "rotary": (own_models.Rotary, texts),
 }
 
 
@@ -182,6 +187,61 @@ def test_arguments_build_the_model_everywhere() -> None:
     assert tuple(splitter.state_keys) == tuple(split_model.model.state_dict())
     costs = profile_model(splitter, split_model.shape)
     assert costs.blocks[0].output_bytes == 17 * 16 * 4
+
+
+def test_blocks_may_be_computed_again() -> None:
+    split_model = SplitModel(own_models.TextClassifier, arguments={"blocks": 5}, example=texts(0))
+    splitter, weights = split_model.splitter, split_model.weights()
+    steps = [cut_up(texts(3), (2, 2, 2))]
+    (kept, again) = (
+        split(splitter, weights, Execution(recompute=wanted), steps) for wanted in (False, True)
+    )
+    assert kept[0] == near(again[0])
+    assert_near(kept[1], again[1])
+
+
+def test_what_a_trace_cannot_tell_is_named() -> None:
+    model = own_models.VisionTransformer()
+    assert "head.bias" in SplitModel(model, example=pictures(0)).splitter.edge_keys()
+    with pytest.raises(ModelError, match="embed or head names 'neck', which holds no tensor"):
+        SplitModel(model, example=pictures(0), embed=("neck",))
+    with pytest.raises(ModelError, match="personal names 'neck'"):
+        SplitModel(model, example=pictures(0), personal=("neck",))
+    with pytest.raises(ModelError, match=r"name what it reads by inputs="):
+        SplitModel(model, example={"img": pictures(0)["x"], "labels": pictures(0)["labels"]})
+    named = SplitModel(
+        model, example={"img": pictures(0)["x"], "label": pictures(0)["labels"]}, inputs=("img",)
+    )
+    batch = {"img": pictures(1)["x"], "label": pictures(1)["labels"]}
+    assert set(named.splitter.context(batch)) == {"label", "shape/img"}
+    assert named.splitter.weight_of(batch) == 6
+
+
+def test_a_batch_is_a_mapping_or_a_pair() -> None:
+    inputs, labels = texts(0).values()
+    assert as_batch((inputs, labels)) == {"inputs": inputs, "labels": labels}
+    with pytest.raises(ModelError, match="a pair of inputs and labels, got tuple"):
+        as_batch((inputs, labels, labels))
+    with pytest.raises(ModelError, match="'names', a list: no tensor"):
+        as_batch({"inputs": inputs, "names": ["a"]})
+
+
+def test_batches_unlike_the_example_are_refused() -> None:
+    _, split_model = live(own_models.VisionTransformer, pictures)
+    embedding = split_model.splitter.build_embedding(split_model.weights())
+    with pytest.raises(ModelError, match=r"cannot read inputs of shape \{'x': \(2, 3, 8, 8\)\}"):
+        embedding({"x": torch.zeros(2, 3, 8, 8)})
+    with pytest.raises(ModelError, match="the batch has no tensor 'inputs'"):
+        _, texts_model = live(own_models.TextClassifier, texts)
+        texts_model.splitter.build_embedding(texts_model.weights())({"tokens": torch.zeros(1)})
+
+
+@pytest.mark.parametrize(
+    "text", ['{"build": 1}', '{"build": "a:b", "more": 1}', '{"build": "a:b"}']
+)
+def test_a_description_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ModelError, match="the description of a module cannot be read"):
+        splitter_of(text)
 
 
 def test_unsplit_training_is_the_same() -> None:
