@@ -78,7 +78,7 @@ def by_hand(
     model: nn.Module, loss_of: Callable[[Any, Any], Tensor], steps: Sequence[Any], adamw: bool
 ) -> list[float]:
     """The loop that a user has now."""
-    rates = {"lr": CALM.learning_rate, "weight_decay": CALM.weight_decay, "eps": CALM.eps}
+    rates = {"lr": CALM.learning_rate, "weight_decay": 0.01, "eps": CALM.eps}
     optimizer: Any = torch.optim.AdamW(model.parameters(), **rates)
     if not adamw:
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
