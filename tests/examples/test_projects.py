@@ -19,7 +19,7 @@ MARK = "  # CollaPipe"
 LINES = 12
 TOLERANCE = 1e-6
 LIMIT_S = 240.0
-NODES = "num-supernodes=2 client-resources-num-cpus=1 init-args-num-cpus=2"
+NODES = "num-supernodes=2 client-resources-num-cpus=1 init-args-num-cpus=1"  # one worker
 
 
 def sources(project: Path) -> dict[str, list[str]]:
