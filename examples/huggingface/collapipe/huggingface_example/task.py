@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-BATCH_SIZE = 16
+BATCH_SIZE = 32
 MAX_LENGTH = 16
 TEST_SHARE = 0.2
 
