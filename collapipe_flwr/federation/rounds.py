@@ -171,6 +171,18 @@ class RoundRecord:
     flower_bytes_sent: int
     flower_bytes_received: int
 
+    def __str__(self) -> str:
+        """A line for the round, and one for each cluster: who held what, how batches were cut."""
+        numbers = (f"{k} {v:.4g}" for k, v in self.train_metrics.items() if isinstance(v, float))
+        lines = [f"round {self.server_round}: {', '.join(numbers) or 'nothing was aggregated'}"]
+        for plan in filter(None, map(self.executed, self.asked)):
+            held = ", ".join(
+                f"{s.device_id} blocks {s.first_block}-{s.stop_block - 1}" for s in plan.segments
+            )
+            cut = f"{plan.micro_batches} x {plan.micro_batch_size} examples"
+            lines.append(f"  {plan.cluster_id}: {held}; {cut}, predicted {plan.latency_s:.3g} s")
+        return "\n".join([*lines, *(f"  {name} failed: {w}" for name, w in self.failures.items())])
+
     @property
     def link_bytes(self) -> dict[str, int]:
         """Bytes on the links of all clusters, by kind ("d2d", "d2e")."""

@@ -156,6 +156,9 @@ def test_plans_choose_only_the_cut() -> None:
     cuts = {c.micro_batch_size * c.micro_batches for r in records for c in r.plan.clusters}
     assert cuts == {BATCH}
     assert all(len(r.plan.clusters) == len(NODES) for r in records)
+    first, *lines = str(records[0]).splitlines()
+    assert first.startswith("round 1: train_loss ")
+    assert [line.split(":")[0] for line in lines] == ["  cluster-0", "  cluster-1"]
 
 
 def test_a_clipping_mod_bounds_the_whole_update() -> None:
