@@ -1,6 +1,6 @@
 """CollaPipe for Flower: a cluster of weak devices trains a transformer as one Flower client.
 
-Names are imported on first use, so that a strategy does not load torch before a model is split.
+Names are imported on first use: importing the strategy loads no torch, making one does.
 """
 
 from __future__ import annotations
