@@ -54,11 +54,15 @@ class Caller:
             case Role.EDGE:
                 return method in ASK
 
-    def may_use(self, method: str, *, cluster_id: str, opener: str) -> bool:
-        """Whether it may do this to a session of ``cluster_id`` that ``opener`` opened."""
+    def may_use(self, method: str, *, cluster_id: str, opener: str, readable: bool = False) -> bool:
+        """Whether it may do this to a session of ``cluster_id`` that ``opener`` opened.
+
+        The weights of a ``readable`` one are for its cluster's control unit, too.
+        """
         if self.role in (None, Role.SERVER):
             return True
-        return cluster_id in self.clusters and (method in _USE or self.name == opener)
+        reads = readable and method == "FetchWeights"
+        return cluster_id in self.clusters and (method in _USE or reads or self.name == opener)
 
     def cluster_of(self, wanted: str) -> str:
         """The cluster of a session that it opens; raises ConfigError for another's."""

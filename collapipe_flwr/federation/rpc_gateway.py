@@ -203,5 +203,6 @@ def _request(order: DecoderOrder, key: SessionKey) -> SessionRequest:
         ),
         optimizer=learning.optimizer,
         recoverable=True,
+        readable=order.whole,
         cluster_id=order.cluster_id,
     )

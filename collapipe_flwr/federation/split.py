@@ -40,6 +40,7 @@ class DecoderOrder:
     model_spec_json: str
     learning: LearningSettings
     depth: int = 1  # planned micro-batches in flight at the edge
+    whole: bool = False  # the cluster returns the decoder itself, so it may fetch it
     weights: Weights = field(repr=False)
 
 
@@ -132,6 +133,7 @@ class SplitRound:
             model_spec_json=self._model.model_spec_json,
             learning=learning,
             depth=depth,
+            whole=cluster_id in self._whole,
             weights=decode_tensors(self._decoder(arrays)),
         )
         session = self._model.edge.open(order)

@@ -108,7 +108,10 @@ class Servicer:
         """Whether a caller may do this to a session; what is unknown is refused by the method."""
         request = self._service.request(session_id)
         return request is None or caller.may_use(
-            method.name, cluster_id=request.cluster_id, opener=request.opener
+            method.name,
+            cluster_id=request.cluster_id,
+            opener=request.opener,
+            readable=request.readable,
         )
 
     def answer(

@@ -139,7 +139,8 @@ class SessionRequest:
     returns to it when a stream fails, instead of ending. With `keep_optimizer` a device keeps the
     optimizer state with the weights for the next round.
 
-    Members of `cluster_id` may use it; the host records which one was its `opener`. Both count only
+    Members of `cluster_id` may use it, and its control unit may fetch the weights of a `readable`
+    one; the host records which one was its `opener`. Both count only
     where certificates identify callers.
     """
 
@@ -150,6 +151,7 @@ class SessionRequest:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     keep_optimizer: bool = False
     recoverable: bool = False
+    readable: bool = False
     cluster_id: str = ""
     opener: str = ""
 

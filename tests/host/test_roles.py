@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from collapipe_flwr.config.access_control import access_control
 from collapipe_flwr.config.cluster_file import parse_cluster
@@ -147,6 +148,21 @@ def test_another_cluster_cannot_touch_a_session_even_with_its_token(shared: Host
     shared.refuses("w1", call, "no session s-g with this token|it may not call")
     with shared.seen_by("server") as server:
         assert set(server.session(session_key("s-g")).fetch_weights()) == set(Head().state_dict())
+
+
+def test_a_session_that_the_server_made_readable_is_for_its_control_unit_alone(edge: Host) -> None:
+    def fetch(client: EdgeClient) -> dict[str, Tensor]:
+        return client.session(session_key("s-g")).fetch_weights()
+
+    with edge.seen_by("server") as server:
+        server.open_session(request("s-g", cluster_id="g", recoverable=True, readable=True))
+        server.session(session_key("s-g")).push_weights(Head().state_dict())
+    with edge.seen_by("cu-g") as unit:
+        assert set(fetch(unit)) == set(Head().state_dict())
+        with pytest.raises(LinkError, match="no session s-g with this token"):
+            unit.session(session_key("s-g")).push_weights({})
+    edge.refuses("g1", fetch, "it may not call")
+    edge.refuses("cu-w", fetch, "no session s-g with this token")
 
 
 def test_a_cluster_uses_its_session_but_its_weights_are_the_servers(shared: Host) -> None:
