@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.core.errors import DataError
+from collapipe_flwr.models.split_model import LABELS, as_batch
 from collapipe_flwr.models.tasks import IGNORED_LABEL
-
-INPUTS, LABELS = "inputs", "labels"  # the two tensors of a batch that is a pair
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,7 +36,7 @@ class LoaderSteps:
         for _ in range(self.epochs):
             self.examples, smaller = 0, 0
             for batch in self.loader:
-                tensors = batch_tensors(batch)
+                tensors = as_batch(batch)
                 size = examples_of(tensors)
                 self._check(smaller or size, is_last=not smaller)
                 smaller = size if self.batch_size and size < self.batch_size else 0
@@ -54,24 +53,6 @@ class LoaderSteps:
             f"of {planned}: set SplitModel(..., batch_size={size}) in the ServerApp, or "
             f"DataLoader(..., batch_size={planned}) in the ClientApp"
         )
-
-
-def batch_tensors(batch: Any) -> dict[str, Tensor]:
-    """The tensors of a batch by name; a pair is ``inputs`` and ``labels``. Raises DataError."""
-    if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        batch = {INPUTS: batch[0], LABELS: batch[1]}
-    if not isinstance(batch, Mapping):
-        raise DataError(
-            "a batch must be a dict of tensors or a pair (inputs, labels), got "
-            f"{type(batch).__name__}: give the DataLoader a collate_fn that makes one"
-        )
-    tensors = {str(name): value for name, value in batch.items() if isinstance(value, Tensor)}
-    if not tensors:
-        raise DataError(
-            f"a batch with the keys {', '.join(map(str, batch))} holds no tensor: give the "
-            "DataLoader a collate_fn that makes tensors"
-        )
-    return tensors
 
 
 def examples_of(tensors: Mapping[str, Tensor]) -> int:

@@ -175,7 +175,7 @@ class RoundRecord:
         """A line for the round, and one for each cluster: who held what, how batches were cut."""
         numbers = (f"{k} {v:.4g}" for k, v in self.train_metrics.items() if isinstance(v, float))
         lines = [f"round {self.server_round}: {', '.join(numbers) or 'nothing was aggregated'}"]
-        for plan in filter(None, map(self.executed, self.asked)):
+        for plan in filter(None, map(self.executed, sorted(self.asked))):
             held = ", ".join(
                 f"{s.device_id} blocks {s.first_block}-{s.stop_block - 1}" for s in plan.segments
             )

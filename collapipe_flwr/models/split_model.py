@@ -202,11 +202,14 @@ def as_batch(batch: Batch) -> dict[str, Tensor]:
     else:
         raise ModelError(
             "a batch must be a mapping of tensors, or a pair of inputs and labels, got "
-            f"{type(batch).__name__}"
+            f"{type(batch).__name__}: give the DataLoader a collate_fn that makes one"
         )
     wrong = next((key for key, value in found.items() if not isinstance(value, Tensor)), None)
     if wrong is not None:
-        raise ModelError(f"the batch holds {wrong!r}, a {type(found[wrong]).__name__}: no tensor")
+        raise ModelError(
+            f"the batch holds {wrong!r}, a {type(found[wrong]).__name__}: no tensor; give the "
+            "DataLoader a collate_fn that leaves it out or makes one of it"
+        )
     return found
 
 
