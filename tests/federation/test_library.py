@@ -15,7 +15,7 @@ from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, 
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForSequenceClassification
 
-from collapipe_flwr import Cluster, CollaPipe, LocalGrid, RunError, SplitModel
+from collapipe_flwr import Cluster, CollaPipe, LocalGrid, RunError, ScheduleError, SplitModel
 
 CLASSES, BATCH, LENGTH, EXAMPLES = 3, 8, 6, 20
 NODES = (1, 2)
@@ -58,9 +58,11 @@ def accuracy(logits: torch.Tensor, labels: torch.Tensor) -> float:
     return float((logits.argmax(-1) == labels).float().mean())
 
 
-def client(mods: list | None = None, batch_size: int = BATCH, epochs: int = 1) -> ClientApp:
+def client(
+    mods: list | None = None, batch_size: int = BATCH, epochs: int = 1, **described
+) -> ClientApp:
     app = ClientApp(mods=mods)
-    cluster = Cluster(app)
+    cluster = Cluster(app, **described)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
@@ -159,6 +161,20 @@ def test_plans_choose_only_the_cut() -> None:
     first, *lines = str(records[0]).splitlines()
     assert first.startswith("round 1: train_loss ")
     assert [line.split(":")[0] for line in lines] == ["  cluster-0", "  cluster-1"]
+
+
+def test_described_memories_count() -> None:
+    strategy = CollaPipe(FedAvg(), model=split())
+    with pytest.raises(ScheduleError, match=r"no plan fits its memories .*add a device"):
+        run(strategy, client(memory_share=1e-6), rounds=1)
+
+
+def test_described_devices_hold_the_blocks() -> None:
+    records = []
+    strategy = CollaPipe(FedAvg(), model=split(), on_round=records.append)
+    run(strategy, client(devices="phone;jetson-nano"), rounds=1)
+    held = {c.cluster_id: [s.device_id for s in c.segments] for c in records[0].plan.clusters}
+    assert held == {"cluster-0": ["cluster-0/1-phone"], "cluster-1": ["cluster-1/1-jetson-nano"]}
 
 
 def test_a_clipping_mod_bounds_the_whole_update() -> None:
