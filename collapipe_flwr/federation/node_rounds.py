@@ -217,7 +217,10 @@ def round_of(content: RecordDict) -> PipelineRound | WholeRound:
         return WholeRound(server_round=records.flower_round(content), task=whole)
     assignment = records.read_assignment(content)
     if assignment.split is None or assignment.plan is None:
-        raise ProtocolError("the server sent neither a plan with an edge nor a whole task")
+        raise ProtocolError(
+            "the server sent neither a plan with an edge nor a whole task: its strategy needs a model "
+            "to split, CollaPipe(..., model=SplitModel(...))"
+        )
     return PipelineRound(
         server_round=assignment.server_round, plan=assignment.plan, task=assignment.split
     )

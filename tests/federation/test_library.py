@@ -163,6 +163,11 @@ def test_plans_choose_only_the_cut() -> None:
     assert [line.split(":")[0] for line in lines] == ["  cluster-0", "  cluster-1"]
 
 
+def test_a_server_without_a_model_to_split_is_told() -> None:
+    with pytest.raises(RunError, match=r"needs a model to split"):
+        run(CollaPipe(FedAvg(), on_total_failure="raise"), client(), rounds=1)
+
+
 def test_described_memories_count() -> None:
     strategy = CollaPipe(FedAvg(), model=split())
     with pytest.raises(ScheduleError, match=r"no plan fits its memories .*add a device"):
