@@ -218,8 +218,8 @@ def round_of(content: RecordDict) -> PipelineRound | WholeRound:
     assignment = records.read_assignment(content)
     if assignment.split is None or assignment.plan is None:
         raise ProtocolError(
-            "the server sent neither a plan with an edge nor a whole task: its strategy needs a model "
-            "to split, CollaPipe(..., model=SplitModel(...))"
+            "the server sent neither a plan with an edge nor a whole task: its strategy needs a "
+            "model to split, CollaPipe(..., model=SplitModel(...))"
         )
     return PipelineRound(
         server_round=assignment.server_round, plan=assignment.plan, task=assignment.split
