@@ -25,6 +25,7 @@ from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerConfig
 from collapipe_flwr.simulation.world import EnergyBudget, budgeted, make_world
 
 log = logging.getLogger("flwr.collapipe")
+MOST_MICRO_BATCHES = 8  # of a user's batch: prices know of no overhead that each of them has
 DESCRIBE_S = 60.0  # for nodes to describe their clusters; halved by every wait in vain
 LEAST_DESCRIBE_S = 2.0
 
@@ -48,7 +49,8 @@ class Planning:
 
     def for_batches(self, size: int, *, cut: bool = True) -> Planning:
         """The same, for steps of ``size`` examples: plans choose only how they are ``cut``."""
-        counts = tuple(n for n in range(1, size + 1 if cut else 2) if size % n == 0)
+        most = min(size, MOST_MICRO_BATCHES) if cut else 1
+        counts = tuple(n for n in range(1, most + 1) if size % n == 0)
         sizes = tuple(size // count for count in reversed(counts))
         settings = replace(
             self.settings, batch_size=size, micro_batch_sizes=sizes, micro_batches=counts
