@@ -32,7 +32,7 @@ from collapipe_flwr.core.imports import allow
 from collapipe_flwr.federation import records
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.messages import only_arrays
-from collapipe_flwr.federation.node_rounds import PipelineRound, round_of, telemetry
+from collapipe_flwr.federation.pipeline_round import PipelineRound, telemetry
 from collapipe_flwr.federation.site import Site, cluster_file
 from collapipe_flwr.host.allocator import configured_malloc
 
@@ -165,9 +165,7 @@ class Cluster:
         torch.set_num_threads(self._threads)
         if self._package != "__main__":
             allow(self._package)
-        asked = round_of(message.content)
-        if not isinstance(asked, PipelineRound):
-            raise ConfigError("the server asks for an unsplit model: give CollaPipe a model")
+        asked = PipelineRound.of(message.content)
         name, arrays = only_arrays(message.content, "the server's message")
         return asked, name, decode_tensors(arrays)
 

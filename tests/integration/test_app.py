@@ -154,7 +154,7 @@ def test_a_run_that_ends_by_an_unknown_error_says_what_and_where(
     owner = (
         "server_app.app._save_model"
         if place == "server"
-        else "collapipe_flwr.federation.node_rounds.train_round"
+        else "collapipe_flwr.federation.pipeline_round.train_round"
     )
     monkeypatch.setattr(owner, broken)
     told = r"unexpected KeyError \('x'\) in \w+/(\w+/)*\w+\.py, line \d+"
