@@ -33,7 +33,7 @@ class LoaderSteps:
     examples: int = field(default=0, init=False)
 
     def __iter__(self) -> Iterator[list[dict[str, Tensor]]]:
-        for _ in range(self.epochs):
+        for epoch in range(1, self.epochs + 1):
             self.examples, smaller = 0, 0
             for batch in self.loader:
                 tensors = as_batch(batch)
@@ -42,6 +42,11 @@ class LoaderSteps:
                 smaller = size if self.batch_size and size < self.batch_size else 0
                 self.examples += size
                 yield cut(tensors, size, self.micro_batch_size)
+            if not self.examples:
+                raise DataError(
+                    f"the loader yields no batch in epoch {epoch}: give one with examples, that "
+                    "can be iterated over anew (a DataLoader, no generator)"
+                )
 
     def _check(self, size: int, *, is_last: bool) -> None:
         """Raise DataError for a batch that the plan was not made for."""

@@ -15,7 +15,18 @@ from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, 
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForSequenceClassification
 
-from collapipe_flwr import Cluster, CollaPipe, LocalGrid, RunError, ScheduleError, SplitModel
+from collapipe_flwr import (
+    Cluster,
+    CollaPipe,
+    DataError,
+    LocalGrid,
+    RunError,
+    ScheduleError,
+    SplitModel,
+)
+from collapipe_flwr.cluster.loader import LoaderSteps
+from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
+from collapipe_flwr.federation.personal import PersonalArrays
 
 CLASSES, BATCH, LENGTH, EXAMPLES = 3, 8, 6, 20
 NODES = (1, 2)
@@ -150,6 +161,24 @@ def test_a_batch_of_another_size_than_planned_is_refused() -> None:
     strategy = CollaPipe(FedAvg(), model=split(), on_total_failure="raise")
     with pytest.raises(RunError, match=r"batch of 5 examples.*planned for batches of 8"):
         run(strategy, client(batch_size=5), rounds=1)
+
+
+@pytest.mark.parametrize(("loader", "epoch"), [([], 1), (iter(loader(1)), 2)])
+def test_an_epoch_without_a_batch_is_refused(loader, epoch: int) -> None:
+    steps = LoaderSteps(loader=loader, micro_batch_size=BATCH, epochs=2)
+    with pytest.raises(DataError, match=f"no batch in epoch {epoch}"):
+        list(steps)
+
+
+def test_personal_arrays_survive_a_checkpoint() -> None:
+    model = encode_tensors({"head": torch.ones(2, dtype=torch.bfloat16), "body": torch.ones(2)})
+    kept, resumed = PersonalArrays(), PersonalArrays()
+    kept.keep("shed", model, {"head"})
+    resumed.load(kept.dump())
+    first = encode_tensors({"head": torch.zeros(2, dtype=torch.bfloat16), "body": torch.zeros(2)})
+    found = decode_tensors(resumed.insert("shed", first))
+    assert torch.equal(found["head"], torch.ones(2, dtype=torch.bfloat16))
+    assert torch.equal(found["body"], torch.zeros(2))
 
 
 def test_plans_choose_only_the_cut() -> None:
