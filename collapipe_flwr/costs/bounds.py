@@ -81,7 +81,7 @@ class ClusterBound:
         updates_s = sum(part.parameter_bytes / c for part, c in zip(parts, speed, strict=True))
         updates_s += self._blocks.parameter_bytes_l[-1] / self.speed_n.max()
         size_p, count_p = batches[:, 0].astype(float), batches[:, 1].astype(float)
-        steps_p = local_steps(float(tables.examples_m[m]), size_p * count_p)
+        steps_p = local_steps(np.asarray(tables.examples_m[m]), size_p * count_p)
         self._examples_p, self._singles_p = steps_p * size_p * count_p, steps_p * size_p
         self._update_s_p = steps_p * OPTIMISER_FLOP_PER_BYTE * updates_s
 
@@ -261,7 +261,7 @@ def _air(tables: Tables, m: int, here: Ints) -> Air:
         (here, np.full_like(here, edge)),
         np.full(len(here), tables.snapshot.radio.bandwidth_hz),
     )
-    beam = tables.snapshot.edge.tx_power_w
+    beam = np.asarray(tables.snapshot.edge.tx_power_w)
     last = [seconds(cut[-1], up, band, p) for p in (power[here], beam)]
     between = 0.0
     if len(here) > 1 and len(cut) > 2:

@@ -18,7 +18,7 @@ from math import inf
 import numpy as np
 
 from collapipe_flwr.core.domain import DeviceProfile, ModelProfile, Plan
-from collapipe_flwr.costs.convergence import LearningConstants, bound_sums
+from collapipe_flwr.costs.convergence import LearningConstants, NoiseScale, bound_sums
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import initial_state, learning_in
 from collapipe_flwr.scheduler.problem import NEVER
@@ -29,9 +29,9 @@ from collapipe_flwr.simulation.world import World
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The bound with its prior constants, its target kept reachable for the reference plan."""
+    """Progress by prior constants; the bound's target is kept reachable for the reference plan."""
 
-    constants: LearningConstants
+    constants: LearningConstants | NoiseScale
     reference_rounds: float
     examples: Mapping[str, int]
 
@@ -42,7 +42,7 @@ class Target:
         batches = [c.micro_batch_size * c.micro_batches for c in plan.clusters]
         sums = bound_sums(examples / examples.sum(), steps, np.array(batches, float))
         share = examples.sum() / sum(self.examples.values())
-        needed = float(sums.rounds(self.constants))
+        needed = float(self.constants.rounds(sums))
         return inf if needed >= NEVER * self.reference_rounds else needed / share
 
     def time_s(self, rounds: Sequence[EpisodeRound]) -> float:

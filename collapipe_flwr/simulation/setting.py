@@ -47,6 +47,7 @@ class Setting:
     settings: SchedulerConfig = field(
         default_factory=lambda: SchedulerConfig(
             micro_batches=(1, 2, 4, 8, 16),
+            progress="bound",  # nothing is trained: there is no noise to measure
             schedule="1f1b",
             max_model_share=0.5,
             best_batches=True,
