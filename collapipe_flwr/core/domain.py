@@ -39,7 +39,11 @@ class ModelProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProfile:
-    """One device: effective (measured) speed, usable memory, energy and radio limits."""
+    """One device: effective (measured) speed, usable memory, energy and radio limits.
+
+    A micro-batch of s examples takes ``s FLOP / speed_flop_per_s`` plus ``overhead_s`` for every
+    block, forward and backward together (`costs.work.Computing`).
+    """
 
     device_id: str
     kind: str
@@ -49,6 +53,7 @@ class DeviceProfile:
     tx_power_max_w: float
     energy_budget_j: float  # long-term average per round
     d2d_bandwidth_hz: float | None = None  # widest channel of its radio; None: the cluster's
+    overhead_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +63,7 @@ class EdgeProfile:
     speed_flop_per_s: float
     memory_bytes: int
     tx_power_w: float
+    overhead_s: float = 0.0  # as a device's, for the decoder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +87,7 @@ class ClusterProfile:
     link_codec: str = ""  # that its links are bound to; empty: as the run says
     real_links: bool = False  # machines: what their links carried corrects the planned rates
     whole: bool = False  # its app has mods: the whole model in messages and replies, not its part
+    overhead_s: float = 0.0  # of every round, besides what transfers and steps take
 
     @property
     def members(self) -> tuple[DeviceProfile, ...]:
