@@ -103,7 +103,7 @@ class Scorer:
         ends_f, ends_b = self.forward_2m.take(cluster, 1), self.backward_2m.take(cluster, 1)
         forward = np.concatenate([ends_f, ahead * slowness]) * batch.size
         backward = np.concatenate([ends_b, back * slowness]) * batch.size
-        overhead_flop = 0.0
+        overhead_flop: Array | float = 0.0
         if self.late:
             ahead_s, back_s, overhead_flop = self._overheads(cluster, slots)
             forward, backward = forward + ahead_s, backward + back_s
