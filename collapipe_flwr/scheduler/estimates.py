@@ -12,10 +12,10 @@ measurement of training than any benchmark before it. Four things are learnt, ea
     peak bytes = planned bytes x share                                every device
     latency of a round = what the cost model explains + overhead      every cluster of machines
 
-While samples agree with the claims to within ``AGREES``, nothing is learnt, and plans are bit-equal
-to those without samples. Who did not work for ``PATIENCE`` rounds is planned with its claim again,
-so that a device that was slow is tried some day; whichever of claim and memory is nearer to the
-next sample goes on from there, so one look suffices.
+While samples agree with the claims to within ``AGREES``, they make these only more certain, and
+plans are bit-equal to those without samples. Who did not work for ``PATIENCE`` rounds is planned
+with its claim again, so that a device that was slow is tried some day; whichever of claim and
+memory is nearer to the next sample goes on from there, so one look suffices.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from collapipe_flwr.core.domain import (
     StageSample,
 )
 from collapipe_flwr.costs.measured import EDGE
-from collapipe_flwr.scheduler.log_filter import LogFilter, Prior
+from collapipe_flwr.scheduler.log_filter import STEP, LogFilter, Prior
 
 CHANGE = math.log(2.0)
 AGREES = 0.02  # in ln
@@ -146,16 +146,16 @@ def _planned(cluster_id: str, estimates: ProfileEstimates, device: DeviceProfile
         return device
     claim = (*(_of(estimates.shown, cluster_id, name) or claim)[:2], device.overhead_s)
     device = _scaled_memory(device, _of(estimates.memories, cluster_id, name))
-    stage = _believed(_of(estimates.stages, cluster_id, name))
-    power = _of(estimates.watts, cluster_id, name)
+    stage = _believed(_of(estimates.stages, cluster_id, name), claim)
+    power = _of(estimates.watts, cluster_id, name) or LogFilter(mean=(0.0,))
     if (
         stage is None
-        and power is None
+        and power.mean == (0.0,)
         and _apart(claim, (math.log(speed), math.log(joule))) < 1e-12
     ):
         return device
     overhead_s, per_flop_s = (claim[2], math.exp(-claim[0])) if stage is None else stage.values
-    watt = math.exp(claim[0] + claim[1]) * (1.0 if power is None else power.values[0])
+    watt = math.exp(claim[0] + claim[1]) * power.values[0]
     return replace(
         device,
         speed_flop_per_s=1.0 / per_flop_s,
@@ -165,15 +165,19 @@ def _planned(cluster_id: str, estimates: ProfileEstimates, device: DeviceProfile
 
 
 def _planned_edge(edge: EdgeProfile, estimates: ProfileEstimates) -> EdgeProfile:
-    stage = _of(estimates.stages, EDGE, EDGE)
-    if stage is None:
+    claim = _of(estimates.claimed, EDGE, EDGE)
+    stage = claim and _believed(_of(estimates.stages, EDGE, EDGE), claim)
+    if not stage:
         return edge
     overhead_s, per_flop_s = stage.values
     return replace(edge, speed_flop_per_s=1.0 / per_flop_s, overhead_s=overhead_s)
 
 
-def _believed(stage: LogFilter | None) -> LogFilter | None:
-    return stage if stage is not None and stage.unseen < PATIENCE else None
+def _believed(stage: LogFilter | None, claim: Claim) -> LogFilter | None:
+    """What was learnt, None where that is nothing or too old."""
+    if stage is None or stage.unseen >= PATIENCE or stage.mean == _unseen(claim).mean:
+        return None
+    return stage
 
 
 def _scaled_memory(device: DeviceProfile, known: LogFilter | None) -> DeviceProfile:
@@ -213,15 +217,32 @@ def profiles_learned(estimates: ProfileEstimates, outcome: RoundOutcome) -> Prof
 def expected_s(estimates: ProfileEstimates, cluster_id: str, sample: StageSample) -> float | None:
     """Seconds of a micro-batch by what is believed; None where nothing is known."""
     place = EDGE if sample.device_id == EDGE else cluster_id
-    known = _believed(_of(estimates.stages, place, sample.device_id))
+    claim = _of(estimates.claimed, place, sample.device_id)
+    if claim is None:
+        return None
+    known = _believed(_of(estimates.stages, place, sample.device_id), claim)
     if known is not None:
         return known.expected((sample.passes, sample.flop))
-    claim = _of(estimates.claimed, place, sample.device_id)
-    return None if claim is None else _claimed_s(claim, sample)
+    return _claimed_s(claim, sample)
 
 
 def _claimed_s(claim: Claim, sample: StageSample) -> float:
     return sample.passes * sum(claim[2:]) + sample.flop * math.exp(-claim[0])
+
+
+def plausible_j(spent_j: Mapping[str, float], planned_j: Mapping[str, float]) -> dict[str, float]:
+    """Energies by device as queues count them: no number counts as planned.
+
+    Of a device that was planned to spend some, no more counts than a filter's `STEP` allows.
+    """
+    found = {}
+    for name, spent in spent_j.items():
+        planned, most = planned_j.get(name, 0.0), math.exp(STEP)
+        usable = 0 <= spent < math.inf
+        if planned > 0:
+            spent = min(max(spent, planned / most), most * planned)
+        found[name] = spent if usable else planned
+    return found
 
 
 def _aged(known: Mapping[str, LogFilter], cluster: ClusterOutcome) -> dict[str, LogFilter]:
@@ -230,18 +251,24 @@ def _aged(known: Mapping[str, LogFilter], cluster: ClusterOutcome) -> dict[str, 
     return {name: f if name in seen else f.without() for name, f in known.items()}
 
 
+def _unseen(claim: Claim) -> LogFilter:
+    """What is believed of a stage before any sample."""
+    return LogFilter(mean=(math.log(sum(claim[2:]) or USUAL_OVERHEAD_S), -claim[0]))
+
+
 def _learn_stage(book: dict[str, LogFilter], sample: StageSample, claim: Claim) -> None:
     name, parts = sample.device_id, (sample.passes, sample.flop)
     known, claimed_s = book.get(name), _claimed_s(claim, sample)
-    overhead_s = sum(claim[2:]) or USUAL_OVERHEAD_S
-    prior = LogFilter(mean=(math.log(overhead_s), -claim[0]))
+    prior = _unseen(claim)
     error = prior.error(parts, sample.busy_s)
     if error is None:
         return
-    if known is None:
+    if known is None or known.mean == prior.mean:
+        known = known or prior
         if claimed_s > 0 and abs(math.log(sample.busy_s / claimed_s)) <= AGREES:
+            certain = known.seeing(parts, known.expected(parts), STAGE)
+            book[name] = replace(certain, mean=prior.mean)
             return
-        known = prior
     elif known.unseen >= PATIENCE:
         off = known.error(parts, sample.busy_s)
         known = prior if off is None or abs(error) < abs(off) else replace(known, unseen=0)
@@ -260,8 +287,9 @@ def _learn_share(
     book = books.setdefault(place, {})
     known = book.get(sample.device_id, LogFilter(mean=(0.0,)))
     error = known.error((expected,), value)
-    if error is not None and (known.spread or abs(error) > AGREES):
-        book[sample.device_id] = known.seeing((expected,), value, prior)
+    if error is not None:
+        agrees = known.mean == (0.0,) and abs(error) <= AGREES
+        book[sample.device_id] = known.seeing((expected,), expected if agrees else value, prior)
 
 
 def _usual_round(explained_s: float) -> LogFilter:
