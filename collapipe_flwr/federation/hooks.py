@@ -39,9 +39,9 @@ from collapipe_flwr.federation.rounds import (
 )
 from collapipe_flwr.federation.rpc_gateway import Learning, open_split
 from collapipe_flwr.federation.split import SplitRound, SplitSetup
+from collapipe_flwr.models.described import DescribedModel
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.split_model import SplitModel
-from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.user_optimizer import optimizer_config
 from collapipe_flwr.scheduler.protocol import Scheduler
 
@@ -60,7 +60,7 @@ class Rounds:
         self,
         inner: Strategy,
         *,
-        model: SplitModel | None,
+        model: DescribedModel | None,
         scheduler: str | Scheduler | Planning | RoundPlanner | None,
         optimizer: object,
         learning: Learning | None,
@@ -246,7 +246,7 @@ class Rounds:
 
 def planner_of(
     scheduler: str | Scheduler | Planning | RoundPlanner | None,
-    model: SplitModel | None,
+    model: DescribedModel | None,
     learning: Learning,
 ) -> RoundPlanner:
     """What plans rounds: a planner as it is; for a ``model`` one of clusters that describe
@@ -260,18 +260,19 @@ def planner_of(
         planning = Planning(policy=scheduler or ("dssda" if model else "fedavg"))
     if model is None:
         return DefaultProfilePlanner(planning.scheduler)
-    fixed = planning.for_batches(model.batch_size, cut=not model.splitter.whole_batches)
+    if model.batch_size is not None:
+        planning = planning.for_batches(model.batch_size, cut=not model.splitter.whole_batches)
     optimizer = (learning(1) if callable(learning) else learning).optimizer
     return DescribedClusters(
-        fixed, lambda: profile_model(model.splitter, model.shape, optimizer.state_bytes)
+        planning, lambda: profile_model(model.splitter, model.shape, optimizer.state_bytes)
     )
 
 
-def learning_of(given: object, learning: Learning | None, model: SplitModel | None) -> Learning:
+def learning_of(given: object, learning: Learning | None, model: DescribedModel | None) -> Learning:
     """How clusters learn, with the optimizer that is ``given``, see `optimizer_config`."""
     if given is None:
-        return learning or LearningSettings(optimizer=OptimizerConfig())
-    optimizer = optimizer_config(given, model.model if model else None)
+        return learning or LearningSettings()
+    optimizer = optimizer_config(given, model.model if isinstance(model, SplitModel) else None)
     if learning is None:
         return LearningSettings(optimizer=optimizer)
     if callable(learning):

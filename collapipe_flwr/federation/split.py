@@ -88,7 +88,6 @@ class SplitSetup:
     aliases: Mapping[str, str] = field(default_factory=dict)
     personal_keys: frozenset[str] = frozenset()
     model_spec_json: str
-    vocabulary_json: str = ""
     learning: Callable[[int], LearningSettings]  # by server round, from 1
     shape: BatchShape = SHORT
 
@@ -140,7 +139,6 @@ class SplitRound:
         self._sessions[cluster_id] = session
         return SplitTask(
             model_spec_json=self._model.model_spec_json,
-            vocabulary_json=self._model.vocabulary_json,
             edge_address=session.address,
             session=session.key,
             learning=learning,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # whoever only imports the strategy need not wait for torch
     from collapipe_flwr.federation.rounds import RoundPlanner, RoundRecord
     from collapipe_flwr.federation.rpc_gateway import Learning
     from collapipe_flwr.federation.split import SplitSetup
-    from collapipe_flwr.models.split_model import SplitModel
+    from collapipe_flwr.models.described import DescribedModel
     from collapipe_flwr.scheduler.protocol import Scheduler
 
 log = logging.getLogger("flwr.collapipe")
@@ -42,12 +42,13 @@ CONTINUE, RAISE = "continue", "raise"
 class CollaPipe(Strategy):
     """Any Flower strategy, planned and split over clusters of devices.
 
-    With a ``model`` each client is a :class:`Cluster` that holds embedding and blocks, and the head
-    is trained at the ``edge``: the address of a running one or how to reach it, else one that lives
-    in this process as long as :meth:`start` runs. ``scheduler`` is the policy that plans rounds, by
-    name or as :class:`Planning`; ``optimizer`` is what all parts train with, as ``torch.optim``
-    class, ``functools.partial`` of one or :class:`OptimizerConfig`; ``learning`` says the rest, for
-    all rounds or by server round. ``on_round`` gets the record of every round.
+    With a ``model``, a :class:`SplitModel`, each client is a :class:`Cluster` that holds embedding
+    and blocks, and the head is trained at the ``edge``: the address of a running one or how to
+    reach it, else one that lives in this process as long as :meth:`start` runs. ``scheduler`` is
+    the policy that plans rounds, by name or as :class:`Planning`; ``optimizer`` is what all parts
+    train with, as ``torch.optim`` class, ``functools.partial`` of one or :class:`OptimizerConfig`;
+    ``learning`` says the rest, for all rounds or by server round. ``on_round`` gets the record of
+    every round.
 
     Without a model clients train whole models as ever, and plans are advice. ``split`` is what
     ``model`` comes to, from a caller that keeps the edge itself; ``scheduler`` may then be a
@@ -63,7 +64,7 @@ class CollaPipe(Strategy):
         self,
         inner_strategy: Strategy,
         *,
-        model: SplitModel | None = None,
+        model: DescribedModel | None = None,
         scheduler: str | Scheduler | Planning | RoundPlanner | None = None,
         optimizer: object = None,
         learning: Learning | None = None,

@@ -128,7 +128,6 @@ def wrapped(edge, planner, records, inner=None) -> CollaPipe:
         edge_keys=EDGE_KEYS,
         constant_keys=frozenset({CONSTANT}),
         model_spec_json="{}",
-        vocabulary_json="{}",
         learning=lambda r: LearningSettings(optimizer=OptimizerConfig(learning_rate=0.1 * r)),
     )
     inner = inner or FedAvg(fraction_evaluate=0.0)
