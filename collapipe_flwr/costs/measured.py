@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from collapipe_flwr.core.domain import (
     ClusterPlan,
+    ClusterProfile,
     DeviceProfile,
     EdgeProfile,
     ModelProfile,
@@ -43,6 +44,12 @@ def stage_parts(
 def taken_s(profile: DeviceProfile | EdgeProfile, passes: float, flop: float) -> float:
     """Seconds of one micro-batch by a profile."""
     return passes * profile.overhead_s + flop / profile.speed_flop_per_s
+
+
+def server_s(profile: ClusterProfile, model: ModelProfile) -> float:
+    """Seconds of a round's weights from the Flower server and back."""
+    whole = model.embedding.parameter_bytes + sum(b.parameter_bytes for b in model.blocks)
+    return 16.0 * whole / profile.server_rate_bit_per_s
 
 
 def as_measured(snapshot: Snapshot, cluster_id: str, samples: Collection[StageSample]) -> Snapshot:

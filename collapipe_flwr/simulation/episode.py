@@ -55,21 +55,30 @@ def simulated_outcome(
 
     ``seen`` are the links, and the devices that did not work, as plans knew them.
     """
-    there = {c.profile.cluster_id: c.profile for c in truth.clusters}
-
-    def outcome(part: ClusterPlan, found: PricedCluster) -> ClusterOutcome:
-        samples = simulated_stages(part, there[part.cluster_id], truth, options)
-        explained = None if seen is truth else explained_s(part, samples, seen, options)
-        return ClusterOutcome(
-            cluster_id=part.cluster_id,
-            latency_s=found.latency_s,
-            energy_j=found.energy_j,
-            stages=samples,
-            explained_s=explained,
-        )
-
-    clusters = tuple(map(outcome, plan.clusters, priced.clusters))
+    clusters = tuple(
+        simulated_cluster(part, found, truth, seen, options)
+        for part, found in zip(plan.clusters, priced.clusters, strict=True)
+    )
     return RoundOutcome(round_index=plan.round_index, latency_s=priced.latency_s, clusters=clusters)
+
+
+def simulated_cluster(
+    plan: ClusterPlan,
+    priced: PricedCluster,
+    truth: Snapshot,
+    seen: Snapshot,
+    options: PricingOptions,
+) -> ClusterOutcome:
+    """The part of one cluster in `simulated_outcome`."""
+    there = {c.profile.cluster_id: c.profile for c in truth.clusters}
+    samples = simulated_stages(plan, there[plan.cluster_id], truth, options)
+    return ClusterOutcome(
+        cluster_id=plan.cluster_id,
+        latency_s=priced.latency_s,
+        energy_j=priced.energy_j,
+        stages=samples,
+        explained_s=None if seen is truth else explained_s(plan, samples, seen, options),
+    )
 
 
 def simulated_stages(
