@@ -17,18 +17,32 @@ START_S = 60.0
 
 
 class Daemon:
-    """One process; `address` is where it listens. Modules in `first` go before all others."""
+    """One process; `address` is where it listens. Modules in `first` go before all others.
+
+    With `slow` it is a `slow_board` that obeys this file.
+    """
 
     def __init__(
-        self, command: str, *options: str, tls: TlsFiles | None = None, first: Path | None = None
+        self,
+        command: str,
+        *options: str,
+        tls: TlsFiles | None = None,
+        first: Path | None = None,
+        slow: Path | None = None,
     ) -> None:
-        arguments = [sys.executable, "-m", "collapipe_flwr.cli", command]
+        module = "collapipe_flwr.cli" if slow is None else "tests.cluster.slow_board"
+        arguments = [sys.executable, "-m", module, command]
         arguments += ["--listen", "127.0.0.1:0", *options, *tls_options(tls)]
         path = os.pathsep.join(str(folder) for folder in (first, ROOT) if folder is not None)
         self.process = subprocess.Popen(
             arguments,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                "PYTHONPATH": path,
+                "OMP_NUM_THREADS": "1",
+                "SLOW_BOARD": str(slow or ""),
+            },
             stdout=subprocess.PIPE,
             text=True,
         )
