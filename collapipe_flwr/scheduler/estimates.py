@@ -182,7 +182,7 @@ def _believed(stage: LogFilter | None, claim: Claim) -> LogFilter | None:
 
 
 def _is_old(stage: LogFilter) -> bool:
-    return stage.unseen >= PATIENCE * 2**stage.looks
+    return stage.unseen >= PATIENCE << stage.looks
 
 
 def _scaled_memory(device: DeviceProfile, known: LogFilter | None) -> DeviceProfile:
