@@ -21,7 +21,9 @@ def named_tests(text: str) -> list[tuple[str, str]]:
 
 def defined_tests() -> set[tuple[str, str]]:
     files = (
-        p for folder in ("core", "costs", "scheduler") for p in (ROOT / "tests" / folder).iterdir()
+        p
+        for folder in ("core", "costs", "scheduler", "simulation")
+        for p in (ROOT / "tests" / folder).iterdir()
     )
     return {
         (name, test)
