@@ -147,6 +147,8 @@ def wrong_lines(folder: Path) -> Iterator[str]:
     yield f"`{ALONE}` with what stands in the first column, against the same with exact profiles:"
     yield f"{truth['latency_s']['mean']:.1f} s. Errors are defined in [simulate.md](simulate.md);"
     yield f"at most {exact['setting']['settings']['max_model_share']:.3g} of the model on a device."
+    yield "Devices that worked report their true speeds: this shows errors of planning, not of"
+    yield "measuring."
     yield from ("", "| what schedulers see | latency s | longer | seed by seed | energy / budget |")
     yield "|---|---:|---:|---|---:|"
     for name, run in runs.items():
