@@ -90,7 +90,6 @@ def gain_lines(folder: Path) -> Iterator[str]:
         ("equal segments (`uniform`)", "uniform"),
         ("segments by speed (`throughput`)", "throughput"),
         ("`dssda`: segments, batches, devices and radio jointly, within budgets", "dssda"),
-        ("`latency-only`: the same without budgets", "latency-only"),
     )
     yield from ("", "## Where the gain comes from", "")
     yield "Every step with the micro-batches that are best for it."

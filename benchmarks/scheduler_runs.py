@@ -16,19 +16,20 @@ Json = dict[str, Any]
 
 SEEDS = "--seeds 1000-1019"  # fixed before any of their results was seen
 LEAST_SEEDS = 20
+RIVALS = "--policies dssda,fedavg,splitfed,uniform,memory,throughput,random"
 PAPER = f"--preset paper {SEEDS}"
 TABLES = {
-    "paper": (PAPER, "Weak boards, Wi-Fi with fading, tight energy budgets"),
+    "paper": (f"{PAPER} {RIVALS}", "Weak boards, Wi-Fi with fading, tight energy budgets"),
     "neutral": (
-        f"--clusters 5 --devices 4 --blocks 12 {SEEDS}",
+        f"--clusters 5 --devices 4 --blocks 12 {SEEDS} {RIVALS}",
         "Five clusters of four boards, everything else by default",
     ),
     "one-strong": (
-        f"--preset one-strong {SEEDS}",
+        f"--preset one-strong {SEEDS} {RIVALS}",
         "Some boards as fast as a whole cluster, no budgets",
     ),
     "cellular": (
-        f"--preset cellular {SEEDS}",
+        f"--preset cellular {SEEDS} {RIVALS}",
         "Eight moving clusters in a 5G cell, a larger model",
     ),
 }
