@@ -82,6 +82,7 @@ def plain_model(request: pytest.FixtureRequest) -> Iterator[FinalModel]:
         del sys.modules[name]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(2 * LIMIT_S)
 @pytest.mark.parametrize("name", PROJECTS)
 def test_plain_and_split_end_with_the_same_weights(
