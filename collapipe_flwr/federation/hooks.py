@@ -193,6 +193,8 @@ class Rounds:
         """The inner strategy's average of the clients' metrics."""
         with closing(self):
             bare = [_without_telemetry(reply) for reply in replies]
+            if self._round is not None:
+                bare = self._round.weighed(bare, weight_key(self.inner_strategy))
             return self.inner_strategy.aggregate_evaluate(server_round, bare)
 
     def _judge(self, total_loss: str) -> None:

@@ -165,7 +165,9 @@ class SplitRound:
             source = self._model.aliases.get(key, key)
             whole[key] = decoder[source] if source in elsewhere else reply[source]
             check_like(key, whole[key], array, cluster_id)
-        check_finite(whole, cluster_id)
+        constant = self._model.constant_keys  # never averaged; a mask may hold -inf
+        trained = {key: array for key, array in whole.items() if key not in constant}
+        check_finite(ArrayRecord(trained), cluster_id)
         return whole
 
     def accept(self, cluster_id: str) -> None:
@@ -211,9 +213,14 @@ class SplitRound:
 def check_keys(found: set[str], wanted: set[str], sender: str) -> None:
     """Raise ProtocolError unless ``sender`` returned exactly the wanted arrays."""
     if missing := sorted(wanted - found):
-        raise ProtocolError(f"{sender} returned {len(missing)} arrays too few, as {missing[0]}")
+        raise ProtocolError(
+            f"{sender} did not return {missing[0]} ({len(missing)} arrays are missing): reply with "
+            "every array that was sent"
+        )
     if extra := sorted(found - wanted):
-        raise ProtocolError(f"{sender} returned {len(extra)} unknown arrays, as {extra[0]}")
+        raise ProtocolError(
+            f"{sender} returned {extra[0]}, which was not sent ({len(extra)} such arrays)"
+        )
 
 
 def check_like(key: str, array: Array, template: Array, cluster_id: str) -> None:

@@ -33,7 +33,7 @@ CONSTANT = "embed.sinusoid"
 def model() -> dict[str, torch.Tensor]:
     return {
         "embed.weight": torch.ones(3, 2),
-        CONSTANT: torch.full((3,), 0.1),
+        CONSTANT: torch.tensor([0.1, 0.1, float("-inf")]),
         "blocks.0.weight": torch.ones(2, 2, dtype=torch.bfloat16),
         "decoder.weight": torch.ones(2, 2),
         "decoder.steps": torch.tensor(4),
