@@ -18,7 +18,7 @@ from flwr.serverapp.strategy import Strategy
 
 from collapipe_flwr.cluster.fleet import LearningSettings
 from collapipe_flwr.config.schema import EdgeConfig
-from collapipe_flwr.core.errors import ProtocolError, RunError
+from collapipe_flwr.core.errors import ConfigError, ProtocolError, RunError
 from collapipe_flwr.federation.arrays import inner_view, load_into, narrow_raw
 from collapipe_flwr.federation.checkpoint import Resumable
 from collapipe_flwr.federation.default_profile import DefaultProfilePlanner
@@ -69,6 +69,7 @@ class Rounds:
         on_round: Callable[[RoundRecord], None] | None,
         raises: bool,
     ) -> None:
+        check_model(model, split, optimizer=optimizer, learning=learning, edge=edge)
         self.inner_strategy = inner
         self._model = model
         self._learning = learning_of(optimizer, learning, model)
@@ -244,6 +245,21 @@ class Rounds:
         )
         if self._on_round is not None:
             self._on_round(record)
+
+
+def check_model(model: object, split: SplitSetup | None, **options: object) -> None:
+    """Raise ConfigError for another kind of model, or for options that need one."""
+    if not isinstance(model, DescribedModel | None):
+        raise ConfigError(
+            f"model must be a SplitModel, got {type(model).__name__}: describe it, "
+            "CollaPipe(..., model=SplitModel(model, example=batch))"
+        )
+    given = [name for name, value in options.items() if value is not None]
+    if model is None and split is None and given:
+        raise ConfigError(
+            f"{given[0]} has no effect without a model to split, since clients train as they "
+            "like: pass model=SplitModel(...) too, or leave it out"
+        )
 
 
 def planner_of(

@@ -61,6 +61,7 @@ def open_split(model: DescribedModel, edge: EdgeConfig, learning: Learning) -> I
     with open_edge(edge) as client:
         yield SplitSetup(
             edge=RpcEdgeGateway(client),
+            keys=frozenset(splitter.all_keys()),
             edge_keys=frozenset(splitter.edge_keys()),
             shared_keys=frozenset(splitter.shared_keys),
             constant_keys=splitter.constant_keys,

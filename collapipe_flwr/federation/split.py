@@ -75,6 +75,7 @@ class EdgeGateway(Protocol):
 class SplitSetup:
     """Which keys live at the edge, how to reach it, and what every cluster is told.
 
+    ``keys`` are all that the model has, if known; ``aliases`` may stand beside them.
     ``shared_keys`` are read on both sides: clusters own them, the edge gets copies.
     ``constant_keys`` never train, so they are sent but not averaged. ``aliases`` are keys of the
     global model that stay behind, because they repeat another, with that key. ``personal_keys`` are
@@ -82,6 +83,7 @@ class SplitSetup:
     """
 
     edge: EdgeGateway
+    keys: frozenset[str] = frozenset()
     edge_keys: frozenset[str]
     shared_keys: frozenset[str] = frozenset()
     constant_keys: frozenset[str] = frozenset()
@@ -116,12 +118,7 @@ class SplitRound:
         RunError or ConfigError.
         """
         arrays = content.array_records[name]
-        missing = sorted(self._model.edge_keys - set(arrays))
-        if missing:
-            raise RunError(
-                f"the global model lacks the array {missing[0]} that the edge trains; start the "
-                "strategy with the weights of the same model specification"
-            )
+        self._check_keys(set(arrays))
         if cluster_id in self._sessions:
             raise RunError(f"cluster {cluster_id} is asked twice in one round: give it one node")
         learning = self._model.learning(self._server_round)
@@ -190,6 +187,18 @@ class SplitRound:
                 self._model.edge.close(session)
             except LinkError as error:
                 log.info("the edge session of cluster %s is gone: %s", cluster_id, error)
+
+    def _check_keys(self, found: set[str]) -> None:
+        """Raise RunError unless the global model has the arrays of the model to split."""
+        model = self._model
+        missing = sorted((model.keys | model.edge_keys) - found)
+        extra = sorted(found - model.keys - model.aliases.keys()) if model.keys else []
+        if missing or extra:
+            wrong = f"lacks {missing[0]}" if missing else f"holds {extra[0]}"
+            raise RunError(
+                f"the global model {wrong}, unlike the model to split: start the strategy with "
+                "initial_arrays=ArrayRecord(model.state_dict()) of the whole model"
+            )
 
     def _elsewhere(self, cluster_id: str) -> frozenset[str]:
         """The arrays that do not travel between this cluster and the Flower server."""

@@ -19,6 +19,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from collapipe_flwr import (
     Cluster,
     CollaPipe,
+    ConfigError,
     DataError,
     LearningSettings,
     LocalGrid,
@@ -231,6 +232,34 @@ def test_plans_choose_only_the_cut() -> None:
 def test_a_server_without_a_model_to_split_is_told() -> None:
     with pytest.raises(RunError, match=r"needs a model to split"):
         run(CollaPipe(FedAvg(), on_total_failure="raise"), client(), rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (
+            {"model": torch.nn.Linear(1, 1)},
+            r"must be a SplitModel, got Linear: .*SplitModel\(model",
+        ),
+        ({"optimizer": RULE}, "optimizer has no effect without a model to split"),
+        ({"edge": "127.0.0.1:50062"}, "edge has no effect"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(options: dict, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        CollaPipe(FedAvg(), **options)
+
+
+@pytest.mark.parametrize(
+    ("lost", "wrong"),
+    [("bert.pooler.dense.bias", "lacks bert.pooler.dense.bias"), ("", "holds more")],
+)
+def test_a_global_model_that_is_another_one_is_refused(lost: str, wrong: str) -> None:
+    state = {**new_model().state_dict(), "more": torch.zeros(1)}
+    state.pop(lost, None)
+    strategy = CollaPipe(FedAvg(), model=split())
+    with pytest.raises(RunError, match=f"{wrong}, unlike the model to split"):
+        strategy.start(grid=grid(client()), initial_arrays=ArrayRecord(state))
 
 
 def test_described_memories_count() -> None:
