@@ -11,7 +11,7 @@ import numpy as np
 from collapipe_flwr.costs.arrays import Array, Ints
 from collapipe_flwr.costs.layouts import UNUSED, Layouts, span_sums
 from collapipe_flwr.costs.tables import Tables
-from collapipe_flwr.costs.work import PricingOptions, segment_bytes
+from collapipe_flwr.costs.work import PricingOptions, kept_bytes
 from collapipe_flwr.scheduler.dual_prices import DualPrices
 
 CAPS = 12  # bottlenecks that devices are filled up to
@@ -71,33 +71,39 @@ def filled_rows(
     """Devices in a given order, each with as many blocks as ``cap_c`` seconds and memory allow.
 
     Row c is of cluster ``which[c]``; seconds are those of both passes of one example. Rows in which
-    the devices do not hold all blocks are left out.
+    the devices do not hold all blocks are left out. Under 1F1B blocks are handed out from the last
+    one on: what a stage has in flight depends on the stages behind it.
     """
-    size, count = batch
-    flight = count if options.schedule == "gpipe" else 1
-    flop_kl = span_sums(tables.blocks.forward_flop_l + tables.blocks.backward_flop_l)
-    need_kl = segment_bytes(tables.blocks, options, size, flight)
+    (size, count), gpipe = batch, options.schedule == "gpipe"
+    flop_l = tables.blocks.forward_flop_l + tables.blocks.backward_flop_l
+    kept_l, once = kept_bytes(tables.blocks, options)
+    flop_kl, state_kl, kept_kl = (
+        span_sums(sum_l if gpipe else sum_l[-1] - sum_l[::-1])
+        for sum_l in (flop_l, tables.blocks.state_bytes_l, kept_l)
+    )
     members, blocks = tables.members, tables.num_blocks
     room = np.where(members.present_mi, (1.0 - options.memory_margin) * members.memory_mi, 0.0)
-    at, stops = np.zeros(len(which), np.int64), []
-    behind = np.arange(blocks + 1)
+    at, depth = np.zeros(len(which), np.int64), np.zeros(len(which), np.int64)
+    behind, parts = np.arange(blocks + 1), []
     for device in order_cn.T:
         most = cap_c * members.speed_mi[which, device + 1] * (1.0 + 1e-9)
-        held = (flop_kl[at] <= most[:, None]) & (need_kl[at] <= room[which, device + 1][:, None])
-        at = np.where(held & (behind > at[:, None]), behind, at[:, None]).max(1)
-        stops.append(at)
-    stop = np.stack(stops, axis=1)
-    used = np.diff(stop, axis=1, prepend=0) > 0
-    front = np.argsort(~used, axis=1, kind="stable")
-    kept = np.take_along_axis(used, front, axis=1)
-    member = np.where(kept, np.take_along_axis(order_cn, front, axis=1) + 1, UNUSED)
-    stop = np.where(kept, np.take_along_axis(stop, front, axis=1), blocks)
-    full = at == blocks
-    width = max(int(kept.sum(1).max(initial=1)), 1)
+        flight = np.full(len(which), count) if gpipe else np.minimum(depth + 2, count)
+        need = state_kl[at] + size * (flight[:, None] * kept_kl[at] + once)
+        held = (flop_kl[at] <= most[:, None]) & (need <= room[which, device + 1][:, None])
+        stop = np.where(held & (behind > at[:, None]), behind, at[:, None]).max(1)
+        parts.append(stop - at)
+        at, depth = stop, depth + (stop > at)
+    part = np.stack(parts, axis=1)
+    slot, last = np.arange(part.shape[1])[None, :], depth[:, None] - 1
+    front = np.argsort(part == 0, axis=1, kind="stable")
+    if not gpipe:
+        front = np.take_along_axis(front, np.where(slot <= last, last - slot, slot), axis=1)
+    full, width = at == blocks, max(int(depth.max(initial=1)), 1)
+    member = np.where(slot <= last, np.take_along_axis(order_cn, front, axis=1) + 1, UNUSED)
     return Layouts(
         cluster_r=which[full],
         member_rs=member[full, :width],
-        stop_rs=stop[full, :width],
+        stop_rs=np.cumsum(np.take_along_axis(part, front, axis=1), axis=1)[full, :width],
         micro_batch_size_r=np.full(int(full.sum()), size),
         micro_batches_r=np.full(int(full.sum()), count),
     )
