@@ -16,7 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from ablation_lines import ablation_lines
-from scheduler_runs import ALONE, BENCH, SHARES, SWEEP, TABLES, WRONG, measure
+from scheduler_runs import (
+    ALONE,
+    BENCH,
+    SEARCH,
+    SEARCHED,
+    SHARES,
+    SWEEP,
+    TABLES,
+    WRONG,
+    measure,
+)
+from search_lines import search_lines
 
 COLUMNS = (
     "policy | latency s | p95 s | efficiency | capacity | memory MiB | energy / budget | target h "
@@ -53,6 +64,9 @@ def lines(folder: Path) -> Iterator[str]:
     yield from wrong_lines(folder)
     if (bench := read(folder, "bench")) is not None:
         yield from bench_lines(bench)
+    searched = [run for size in SEARCHED if (run := read(folder, f"search-{size}")) is not None]
+    if searched:
+        yield from search_lines(searched, SEARCH)
     if (ablation := read(folder, "ablation-bound")) is not None:
         yield from ablation_lines(ablation)
 
