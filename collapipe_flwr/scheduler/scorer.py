@@ -104,6 +104,8 @@ class Scorer:
 
     def estimates(self, rows: Layouts) -> Estimates:
         """What every row costs."""
+        if not len(rows):
+            return Estimates(np.zeros(0), np.zeros(0), np.zeros(0))
         if len(rows) <= BLOCK:
             return self._estimates(rows)
         parts = np.array_split(np.argsort(rows.depth_r, kind="stable"), round(len(rows) / BLOCK))

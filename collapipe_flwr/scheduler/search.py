@@ -35,8 +35,9 @@ ROUNDS = 12  # of growth at most
 ROUNDS_AGAIN = 4  # the same where time is short
 FEW_CLUSTERS = 20  # with more, what is tried is limited
 NO_LIMIT = 10**9
-TRIED = (4000, 1.5)  # rows whose neighbours a decision from scratch tries: in all, per cluster
-TRIED_AGAIN = (80, 1.0)  # the same with rows in place
+TRIED = (4150, 0.2)  # rows whose neighbours a decision from scratch tries: in all, per cluster
+TRIED_AGAIN = (150, 0.3)  # the same with rows in place
+SAMPLE = 200  # clusters that choose the pairs of more than twice as many
 PARTS = 3  # of what may be tried at one set of prices, so much at a time
 PRESSING = 0.9  # of the round's length: clusters that take longer are what it waits for
 PROMISING = 1.2  # pairs whose first plan costs up to this factor of the best one's are grown
@@ -91,7 +92,7 @@ class Search:
             for m in np.flatnonzero(small)
         ]
         if len(large := np.flatnonzero(~small)):
-            pairs = self._widest_pairs()
+            pairs = self._sampled_pairs(prices, large)
             parts += [first_rows(tables, problem.settings, prices, large, pair) for pair in pairs]
         pool = pool_of(problem, self.scorer, stack(parts))
         if (missing := np.setdiff1d(self.clusters, pool.rows.cluster_r)).size:
@@ -110,6 +111,32 @@ class Search:
         for size, count in sorted(self.problem.batches().tolist()):
             widest.setdefault(size * count, (size, count))
         return list(widest.values())
+
+    def _sampled_pairs(self, prices: DualPrices, large: Ints) -> list[tuple[int, int]]:
+        """The widest pairs; of many clusters those with which some of them are quick."""
+        pairs, some = self._widest_pairs(), large[:: max(len(large) // SAMPLE, 1)]
+        if len(large) <= 2 * SAMPLE:
+            return pairs
+        problem, late = self.problem, []
+        every = np.ones((len(self.clusters), 1), np.int64)
+        for pair in pairs:
+            rows = first_rows(problem.tables, problem.settings, prices, some, pair)
+            pool, quickest = (
+                pool_of(problem, self.scorer, rows),
+                np.full(len(self.clusters), np.inf),
+            )
+            np.minimum.at(quickest, pool.rows.cluster_r, pool.costs.latency)
+            rows = Layouts(
+                cluster_r=self.clusters,
+                member_rs=every,
+                stop_rs=every * problem.tables.num_blocks,
+                micro_batch_size_r=every[:, 0] * pair[0],
+                micro_batches_r=every[:, 0] * pair[1],
+            )
+            late.append(problem.learning.rho(problem.tables, rows) * float(quickest[some].max()))
+        most = PROMISING * min(late)
+        good = [pair for pair, value in zip(pairs, late, strict=True) if value <= most]
+        return good if np.isfinite(most) else pairs
 
     def _promising(self, pool: Pool) -> Mask:
         """Rows with pairs of which the first plan is not far from the best one."""
