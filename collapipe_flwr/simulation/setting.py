@@ -50,7 +50,7 @@ class Setting:
             micro_batches=(1, 2, 4, 8, 16),
             progress="bound",  # nothing is trained: there is no noise to measure
             schedule="1f1b",
-            max_model_share=0.5,
+            max_model_share=1 / 3,
             best_batches=True,
         )
     )
