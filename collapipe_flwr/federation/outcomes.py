@@ -79,7 +79,8 @@ def _busy_s(report: StageReport) -> float:
 
 
 def _is_true(report: StageReport, told: ClusterTelemetry) -> bool:
-    return 0 < _busy_s(report) <= CLOCKS_DIFFER * told.wall_s
+    passes_s = report.forward_s + report.backward_s
+    return 0 < passes_s <= _busy_s(report) <= CLOCKS_DIFFER * told.wall_s
 
 
 def _is_metered(report: StageReport) -> bool:
