@@ -129,6 +129,19 @@ def test_work_done_corrects_a_profile_that_is_wrong(a_snapshot: Callable[..., Sn
     assert others[0] == others[1]  # who did not work is believed as before
 
 
+@pytest.mark.parametrize("slower", [0.3, 0.5, 2.0, 5.0])
+def test_stages_of_microseconds_are_learnt_like_others(
+    a_snapshot: Callable[..., Snapshot], slower: float
+) -> None:
+    truth, work = a_snapshot(0), (2.0, 1e5)
+    device = first(truth)
+    tiny = replace(
+        sample(device), passes=work[0], flop=work[1], busy_s=slower * taken_s(device, *work)
+    )
+    seen = first(planned(truth, showing(tiny)))
+    assert taken_s(seen, *work) == pytest.approx(slower * taken_s(device, *work), rel=0.05)
+
+
 def test_a_slower_device_of_known_power_pays_more_per_operation(
     a_snapshot: Callable[..., Snapshot],
 ) -> None:
