@@ -335,10 +335,18 @@ def measure(seeds: list[int], training: Training, path: Path) -> None:
                 text = f"seed {seed} {name} loss {done.test_loss:.2f}"
                 progress.update(bar, completed=len(rounds) - 1, description=text)
             runs[name] = summary(rounds, time.process_time() - started)
-            whole = [r for r in result["seeds"].values() if len(r) == len(VARIANTS)]
-            result["over_bound"] = {n: over_bound(whole, n) for n in VARIANTS if n != "bound"}
-            result["quartiles"] = {n: quartiles(whole, n) for n in VARIANTS} if whole else {}
-            path.write_text(json.dumps(result, indent=1) + "\n")
+            path.write_text(json.dumps(compared(result), indent=1) + "\n")
+    path.write_text(json.dumps(compared(result), indent=1) + "\n")
+
+
+def compared(result: dict[str, Any]) -> dict[str, Any]:
+    """``result`` with ratios and quartiles of the seeds that have all variants."""
+    whole = [runs for runs in result["seeds"].values() if len(runs) == len(VARIANTS)]
+    if not whole:
+        return result
+    ratios_by_name = {name: over_bound(whole, name) for name in VARIANTS if name != "bound"}
+    spread = {name: quartiles(whole, name) for name in VARIANTS}
+    return result | {"over_bound": ratios_by_name, "quartiles": spread}
 
 
 def resumed(path: Path, asked: dict[str, Any]) -> dict[str, Any]:
@@ -369,7 +377,7 @@ def quartiles(seeds: list[dict[str, dict[str, Any]]], name: str) -> dict[str, li
         values = [math.inf if time is None else time for time in times]
         found[str(share)] = [
             float(q) if math.isfinite(q) else None
-            for q in np.percentile(values, [25, 50, 75], method="closest_observation")
+            for q in np.percentile(values, [25, 50, 75], method="nearest")
         ]
     return found
 
