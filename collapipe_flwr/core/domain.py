@@ -249,9 +249,9 @@ class ClusterOutcome:
     """What one cluster really did in a round; fields that nobody measured are None.
 
     ``measured`` says that ``latency_s`` is by the clock of machines, not of a simulated world.
-    ``explained_s`` is what the cost model makes of the round with stages as they were measured and
-    links as they were seen. ``metered`` lists the members whose energy a sensor showed; that of
-    others is modelled from measured times.
+    ``explained_s`` is what the cost model makes of the round with stages as they were measured, and
+    with links as plans know them after it. ``metered`` lists the members whose energy a sensor
+    showed; that of others is modelled from measured times.
     """
 
     cluster_id: str

@@ -46,7 +46,7 @@ from collapipe_flwr.federation.outcomes import measured_outcome
 from collapipe_flwr.federation.rounds import ClosedRound, Outcome, RoundPlan
 from collapipe_flwr.federation.telemetry import ClusterTelemetry, link_samples
 from collapipe_flwr.scheduler.estimates import expected_s
-from collapipe_flwr.scheduler.link_estimates import links_as_noted, links_learned, with_links
+from collapipe_flwr.scheduler.link_estimates import links_learned, with_links
 from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerState
 from collapipe_flwr.simulation.episode import simulated_cluster
 from collapipe_flwr.simulation.world import World
@@ -62,6 +62,7 @@ class _Kept:
 
     state: str = ""
     absent: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    examples: Mapping[str, int] = field(default_factory=dict)
 
 
 class ScheduledRounds:
@@ -92,6 +93,7 @@ class ScheduledRounds:
         self._paced = paced
         self._meter = MovementMeter()
         self._absent: dict[str, tuple[str, ...]] = {}  # devices by cluster
+        self._examples: dict[str, int] = {}  # of a round, where machines trained on others
 
     @property
     def energy_budget_j(self) -> dict[str, float]:
@@ -119,6 +121,7 @@ class ScheduledRounds:
         if not done.clusters:
             return Outcome(queues_j=self.state.energy_queue_j)
         self._absent |= {name: told.absent for name, told in closed.telemetry.items()}
+        self._examples |= _other_examples(done, closed.telemetry, self._snapshot(closed))
         outcome = self._outcome(done, closed)
         self.state = self._scheduler.observe(self.state, closed.plan.plan, outcome)
         return Outcome(
@@ -131,14 +134,14 @@ class ScheduledRounds:
     def dump(self) -> Memory:
         """Queues, estimates, the last plan, the last movement, and who was absent."""
         state = self.state.to_json() if self.state is not None else ""
-        kept = to_json(_Kept(state=state, absent=self._absent))
+        kept = to_json(_Kept(state=state, absent=self._absent, examples=self._examples))
         return Memory(text=kept, arrays=self._meter.last)
 
     def load(self, memory: Memory) -> None:
         """Restore from a checkpoint; raises ScheduleError or ProtocolError for another memory."""
         kept = from_json(_Kept, memory.text, "the planner's checkpoint") if memory.text else _Kept()
         self.state = SchedulerState.from_json(kept.state) if kept.state else None
-        self._absent = dict(kept.absent)
+        self._absent, self._examples = dict(kept.absent), dict(kept.examples)
         self._meter.last = dict(memory.arrays)
 
     def _step(self, server_round: int, present: Sequence[str]) -> Plan:
@@ -211,10 +214,10 @@ class ScheduledRounds:
     def _explained(
         self, plan: Plan, outcome: RoundOutcome, seen: Snapshot, options: PricingOptions
     ) -> RoundOutcome:
-        """The outcome with what stages and links of machines, as measured, make of the round."""
+        """The outcome with what stages of machines, as measured, and links make of the round."""
         assert self.state is not None
-        noted = links_as_noted(links_learned(self.state.links, outcome))
-        shown = with_links(self.world.snapshot(seen.round_index, seen.model), noted)
+        known = links_learned(self.state.links, outcome)
+        shown = with_links(self._described(seen.round_index), known)
         clusters = [
             replace(found, explained_s=explained_s(part, found.stages, shown, options))
             if found.measured and found.stages
@@ -231,8 +234,21 @@ class ScheduledRounds:
         return self._believed(closed.plan.server_round, present)
 
     def _believed(self, server_round: int, present: Sequence[str]) -> Snapshot:
-        snapshot = self.world.snapshot(server_round, self._model, present)
+        snapshot = self._described(server_round, present)
         return snapshot if self.state is None else with_links(snapshot, self.state.links)
+
+    def _described(self, server_round: int, present: Sequence[str] | None = None) -> Snapshot:
+        """The world's snapshot, for as many examples as machines really train on."""
+        snapshot = self.world.snapshot(server_round, self._model, present)
+        if not self._examples:
+            return snapshot
+        clusters = (
+            replace(c, profile=replace(c.profile, examples=self._examples[name]))
+            if (name := c.profile.cluster_id) in self._examples
+            else c
+            for c in snapshot.clusters
+        )
+        return replace(snapshot, clusters=tuple(clusters))
 
     def _known(self) -> set[str]:
         return set(self._clusters.values())
@@ -241,6 +257,22 @@ class ScheduledRounds:
 def _left_out(whole: Snapshot, part: Snapshot) -> set[str]:
     left = {cluster.profile.cluster_id for cluster in part.clusters}
     return {cluster.profile.cluster_id for cluster in whole.clusters} - left
+
+
+def _other_examples(
+    plan: Plan, telemetry: Mapping[str, ClusterTelemetry], snapshot: Snapshot
+) -> dict[str, int]:
+    """Examples of a round of machines that took other steps than planned: a user's loader."""
+    profiles = {c.profile.cluster_id: c.profile for c in snapshot.clusters}
+    found = {}
+    for part in plan.clusters:
+        told = telemetry.get(part.cluster_id)
+        steps = max((report.steps for report in told.reports), default=0) if told else 0
+        batch = part.micro_batch_size * part.micro_batches
+        profile = profiles[part.cluster_id]
+        if profile.real_links and steps and steps != math.ceil(profile.examples / batch):
+            found[part.cluster_id] = steps * batch
+    return found
 
 
 def finished(plan: Plan, closed: ClosedRound) -> Plan:
@@ -311,7 +343,11 @@ class MovementMeter:
         if closed.after is None:
             return None
         before, after = averaging_view(closed.before), averaging_view(closed.after)
-        moved = {k: after[k].numpy() - before[k].numpy() for k in before if k in after}
+        moved = {}
+        for key in (key for key in before if key in after):
+            start = before[key].numpy()
+            if np.isfinite(start).all():  # a mask may hold -inf
+                moved[key] = after[key].numpy() - start
         change = None
         if self.last.keys() == moved.keys():
             change = math.sqrt(sum(_square(x - self.last[k]) for k, x in moved.items()))

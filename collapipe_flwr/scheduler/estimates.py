@@ -15,7 +15,8 @@ measurement of training than any benchmark before it. Four things are learnt, ea
 While samples agree with the claims to within ``AGREES``, they make these only more certain, and
 plans are bit-equal to those without samples. Who did not work for ``PATIENCE`` rounds is planned
 with its claim again, so that a device that was slow is tried some day; whichever of claim and
-memory is nearer to the next sample goes on from there, so one look suffices.
+memory is nearer to the next sample goes on from there, so one look suffices. After every look in
+vain the patience doubles.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ CHANGE = math.log(2.0)
 AGREES = 0.02  # in ln
 PATIENCE = 10  # rounds
 MOST_MEMORY_SHARE = 2.0  # a false reading of peak bytes halves a device at worst
-# Starting the operations of a block, forward and backward, takes 0.5 ms on a PC and a few on
-# small boards, whose claims know nothing of it.
+# Starting the operations of a block, forward and backward, takes about a millisecond, of which
+# claims of speed know nothing.
 USUAL_OVERHEAD_S = 1e-3
 USUAL_ROUND = 0.05  # overhead of a round, of what is explained, before anything is known
 STAGE = Prior(own=(1.5, 0.3), common=1.0)
@@ -175,9 +176,13 @@ def _planned_edge(edge: EdgeProfile, estimates: ProfileEstimates) -> EdgeProfile
 
 def _believed(stage: LogFilter | None, claim: Claim) -> LogFilter | None:
     """What was learnt, None where that is nothing or too old."""
-    if stage is None or stage.unseen >= PATIENCE or stage.mean == _unseen(claim).mean:
+    if stage is None or _is_old(stage) or stage.mean == _unseen(claim).mean:
         return None
     return stage
+
+
+def _is_old(stage: LogFilter) -> bool:
+    return stage.unseen >= PATIENCE << stage.looks
 
 
 def _scaled_memory(device: DeviceProfile, known: LogFilter | None) -> DeviceProfile:
@@ -193,8 +198,7 @@ def profiles_learned(estimates: ProfileEstimates, outcome: RoundOutcome) -> Prof
     stages, watts = _copied(estimates.stages), _copied(estimates.watts)
     memories, rounds = _copied(estimates.memories), dict(estimates.rounds)
     for cluster in outcome.clusters:
-        place = cluster.cluster_id
-        stages[place] = _aged(stages.get(place, {}), cluster)
+        stages[cluster.cluster_id] = _aged(stages.get(cluster.cluster_id, {}), cluster)
         for sample in cluster.stages:
             place = EDGE if sample.device_id == EDGE else cluster.cluster_id
             claim = _of(estimates.claimed, place, sample.device_id)
@@ -207,7 +211,7 @@ def profiles_learned(estimates: ProfileEstimates, outcome: RoundOutcome) -> Prof
             if sample.planned_bytes > 0:
                 seen = (float(sample.planned_bytes), float(sample.peak_bytes))
                 _learn_share(memories, place, sample, seen, BYTES)
-        if cluster.measured and cluster.explained_s is not None:
+        if cluster.measured and cluster.explained_s and _are_known(cluster, estimates):
             known = rounds.get(cluster.cluster_id) or _usual_round(cluster.explained_s)
             parts = (cluster.explained_s, 1.0)
             rounds[cluster.cluster_id] = known.seeing(parts, cluster.latency_s, ROUND)
@@ -269,9 +273,10 @@ def _learn_stage(book: dict[str, LogFilter], sample: StageSample, claim: Claim) 
             certain = known.seeing(parts, known.expected(parts), STAGE)
             book[name] = replace(certain, mean=prior.mean)
             return
-    elif known.unseen >= PATIENCE:
+    elif _is_old(known):
         off = known.error(parts, sample.busy_s)
-        known = prior if off is None or abs(error) < abs(off) else replace(known, unseen=0)
+        in_vain = off is not None and abs(off) <= abs(error)
+        known = replace(known, looks=known.looks + 1) if in_vain else prior
     book[name] = known.seeing(parts, sample.busy_s, STAGE)
 
 
@@ -290,6 +295,12 @@ def _learn_share(
     if error is not None:
         agrees = known.mean == (0.0,) and abs(error) <= AGREES
         book[sample.device_id] = known.seeing((expected,), expected if agrees else value, prior)
+
+
+def _are_known(cluster: ClusterOutcome, estimates: ProfileEstimates) -> bool:
+    """Whether all who worked had worked before: a first round loads libraries and fills caches."""
+    known = estimates.stages.get(cluster.cluster_id, {})
+    return all(s.device_id in known for s in cluster.stages if s.device_id != EDGE)
 
 
 def _usual_round(explained_s: float) -> LogFilter:

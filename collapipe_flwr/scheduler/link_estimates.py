@@ -155,19 +155,6 @@ def _noted(known: Mapping[str, LinkEstimate], cluster: ClusterOutcome) -> dict[s
     return after
 
 
-def links_as_noted(book: LinkEstimates) -> LinkEstimates:
-    """The book in which every link that was just used is as the last round showed it."""
-    return {
-        cluster: {
-            key: replace(link, believed=link.notes[-1])
-            if link.notes and not link.rounds_unseen
-            else link
-            for key, link in known.items()
-        }
-        for cluster, known in book.items()
-    }
-
-
 def with_links(snapshot: Snapshot, book: LinkEstimates) -> Snapshot:
     """The snapshot with estimated shares; itself where all rates are as promised."""
     clusters = tuple(_estimated(c, book.get(c.profile.cluster_id, {})) for c in snapshot.clusters)

@@ -56,13 +56,15 @@ class LogFilter:
     """Beliefs about the logarithms of coefficients; ``spread`` is row by row.
 
     ``surprise`` is how far the last value was off, in ln, if that was beyond the gate; a filter
-    that has seen nothing takes any value for a change. ``unseen`` counts rounds without a value.
+    that has seen nothing takes any value for a change. ``unseen`` counts rounds without a value,
+    and ``looks`` how often somebody tried again in vain after that.
     """
 
     mean: tuple[float, ...]
     spread: tuple[tuple[float, ...], ...] = ()
     surprise: float | None = None
     unseen: int = 0
+    looks: int = 0
 
     @property
     def values(self) -> tuple[float, ...]:
@@ -101,6 +103,7 @@ class LogFilter:
             mean=tuple(mean.tolist()),
             spread=tuple(map(tuple, after.tolist())),
             surprise=surprise,
+            looks=self.looks,
         )
 
     def without(self) -> LogFilter:

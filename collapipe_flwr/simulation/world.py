@@ -71,6 +71,14 @@ class World:
             clusters=clusters,
         )
 
+    @property
+    def true(self) -> World:
+        """The world whose profiles are the truth about this one; itself where they are."""
+        if not self.truth_error:
+            return self
+        clusters = (cluster.with_members(self._true_device) for cluster in self.clusters)
+        return replace(self, clusters=tuple(clusters), truth_error=0.0)
+
     def truth(self, snapshot: Snapshot) -> Snapshot:
         """The snapshot with its devices as they really are; itself where profiles are true."""
         if not self.truth_error:

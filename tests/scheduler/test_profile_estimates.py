@@ -185,6 +185,8 @@ def test_who_does_not_work_is_tried_again_and_one_look_suffices(
     assert slower(slow, *rest[1:]) == pytest.approx(4.0, rel=0.03)
     assert slower(slow, *rest) == 1.0
     assert slower(slow, *rest, slow) == pytest.approx(4.0, rel=0.05)
+    assert slower(slow, *rest, slow, *rest) == pytest.approx(4.0, rel=0.05)
+    assert slower(slow, *rest, slow, *rest, *rest) == 1.0
     recovered = showing(sample(first(truth)))
     assert slower(slow, *rest, recovered) == pytest.approx(1.0, rel=0.05)
 
@@ -202,10 +204,13 @@ def test_what_a_round_takes_besides_is_learnt_from_machines_only(
     a_snapshot: Callable[..., Snapshot],
 ) -> None:
     truth = a_snapshot(0)
-    late = showing(latency_s=3.5, explained_s=3.0, measured=True)
-    seen = planned(truth, late, late)
+    one = sample(first(truth))
+    slow = showing(one, latency_s=60.0, explained_s=3.0, measured=True)
+    late = showing(one, latency_s=3.5, explained_s=3.0, measured=True)
+    seen = planned(truth, slow, late)  # what a first round took is no measure
     assert seen.clusters[0].profile.overhead_s == pytest.approx(0.5, rel=0.1)
-    assert planned(truth, showing(latency_s=3.5, explained_s=3.0)) is truth
+    simulated = showing(one, latency_s=3.5, explained_s=3.0)
+    assert planned(truth, simulated, simulated) is truth
 
 
 def test_estimates_survive_a_checkpoint_and_old_checkpoints_are_read(

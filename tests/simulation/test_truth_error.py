@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 
 from collapipe_flwr.core.domain import DeviceProfile, Plan, RoundOutcome, Snapshot
+from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.costs.price import price
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState
 from collapipe_flwr.simulation.devices import scaled
 from collapipe_flwr.simulation.episode import run_episode, simulated_outcome
 from collapipe_flwr.simulation.models import ModelShape
+from collapipe_flwr.simulation.setting import Setting
+from collapipe_flwr.simulation.simulate import simulate
 from collapipe_flwr.simulation.world import EnergyBudget, World, make_world, mixed_devices
 
 MODEL = ModelShape(blocks=6, width=256, tokens=32).profile()
@@ -223,10 +226,23 @@ def test_joules_that_jump_count_as_no_more_than_the_largest_step(value: float) -
     assert rounds[-1].latency_s == pytest.approx(rounds[3].latency_s, rel=0.05)
 
 
-def test_simulating_with_a_truth_error_changes_latencies_and_is_learnt(small: object) -> None:
-    del small
+@pytest.mark.parametrize("policy", ["dssda", "throughput"])
+def test_every_policy_learns_what_is_true(policy: str) -> None:
     world = a_world(2, truth_error=0.6)
-    scheduler = make_scheduler("dssda", SETTINGS)
+    scheduler = make_scheduler(policy, SETTINGS)
     done = list(run_episode(world, scheduler, MODEL, 6, options=SETTINGS))
     errors = [abs(math.log(r.plan.latency_s / r.priced.latency_s)) for r in done]
     assert errors[0] > 0.05 and max(errors[3:]) < 0.1
+
+
+def test_a_simulation_scores_and_bounds_what_is_true(small: Setting) -> None:
+    setting = replace(small, truth_error=0.6, rounds=6, policies=("dssda", "uniform"))
+    believed, true = (simulate(s) for s in (small, setting))
+    assert [b.latency_s for b in believed.bounds] != [b.latency_s for b in true.bounds]
+    for found in (believed, true):
+        for bound in found.bounds:
+            for policy in found.policies:
+                (score,) = (s for s in policy.scores if s.seed == bound.seed)
+                assert np.mean(score.latency_s) >= bound.latency_s * (1 - 1e-9)
+    with pytest.raises(ConfigError, match="--truth-error"):
+        replace(small, truth_error=-1.0)
