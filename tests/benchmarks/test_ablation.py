@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.ablation_bound import TARGETS, TEST_ROWS, leading_digits, over_bound, quartiles
+from benchmarks.ablation_digits import TEST_ROWS, leading_digits
+from benchmarks.ablation_results import TARGETS, over_bound, quartiles
 from collapipe_flwr.data.seq2seq import spell
 
 
