@@ -17,8 +17,8 @@ VARIANTS = {
     ),
 }
 SAYS = {
-    "number-words": "number words to digits, a small Marian",
-    "leading-digit": "the thousands of a number in words, a small BERT that classifies",
+    "number-words": "Number words to digits, a small Marian",
+    "leading-digit": "The thousands of a number in words, a small BERT that classifies",
 }
 
 
@@ -43,7 +43,7 @@ def ablation_lines(runs: Sequence[Json]) -> Iterator[str]:
 def _task_lines(run: Json, ran: Sequence[str]) -> Iterator[str]:
     task = run["training"]["task"]
     whole = {seed: runs for seed, runs in run["seeds"].items() if all(n in runs for n in ran)}
-    says = f"**{SAYS[task].capitalize()}**, seeds {', '.join(whole)}"
+    says = f"**{SAYS[task]}**, seeds {', '.join(whole)}"
     yield from ("", f"{says}: seconds, median (quartiles)")
     if len(whole) < LEAST_SEEDS:
         yield f"(only {len(whole)} of {LEAST_SEEDS} seeds are measured so far)"
