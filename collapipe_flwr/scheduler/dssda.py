@@ -26,7 +26,8 @@ from collapipe_flwr.costs.radio import NOISE, SHARES, ladder
 from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.base import Policy, known_budgets, planner_for, solution_plan
-from collapipe_flwr.scheduler.estimates import robust, with_averages, with_forecast, with_profiles
+from collapipe_flwr.scheduler.estimates import with_profiles
+from collapipe_flwr.scheduler.gain_estimates import robust, with_averages, with_forecast
 from collapipe_flwr.scheduler.model_share import (
     capped,
     least_shares,
