@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flwr.cli.build import build_fab_from_disk
 from typer.testing import CliRunner
 
 import collapipe_flwr
@@ -75,6 +74,8 @@ def test_nothing_in_the_package_needs_what_is_not_in_the_wheel() -> None:
 
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # of Flower's
 def test_the_fab_holds_the_package_and_its_apps() -> None:
+    from flwr.cli.build import build_fab_from_disk  # slow; other workers do without
+
     with zipfile.ZipFile(BytesIO(build_fab_from_disk(ROOT))) as fab:
         found = {name.partition("/")[0] for name in fab.namelist()}
         apps = {name for name in fab.namelist() if name.endswith("/app.py")}
