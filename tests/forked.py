@@ -23,8 +23,9 @@ from tests.fork_server import REPORT, RUN, STAY
 
 ROOT = Path(__file__).parents[1]
 _START_S = 250.0
-# Workers of one run share a server.
-_NAME = f"collapipe-{os.environ.get('PYTEST_XDIST_TESTRUNUID') or uuid.uuid4().hex}"
+# Workers of one run share a server, and so do processes that they start.
+_RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID") or uuid.uuid4().hex
+_NAME = os.environ.setdefault("FORK_SERVER", f"collapipe-{_RUN}")
 
 
 class Forked:
