@@ -43,6 +43,9 @@ for name in {OPTIONAL!r}:
     sys.modules[name] = None
 for name in {BASE!r}:
     importlib.import_module(name)
+import collapipe_flwr
+for name in collapipe_flwr.__all__:
+    getattr(collapipe_flwr, name)
 for name in ("client_app.app", "server_app.app"):
     try:
         importlib.import_module(name)
@@ -105,7 +108,7 @@ def test_flower_installs_what_the_apps_import() -> None:
 
 
 @pytest.mark.long
-def test_the_base_works_without_extras_and_the_apps_name_the_one_they_need() -> None:
+def test_base_and_library_work_without_extras_and_the_apps_name_the_one_they_need() -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_EXTRAS], capture_output=True, text=True, check=True, cwd=ROOT
     )
