@@ -17,7 +17,7 @@ from flwr.serverapp import Grid
 from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.federation.checkpoint import Memory
-from collapipe_flwr.federation.members import described
+from collapipe_flwr.federation.members import NO_CLUSTER, described
 from collapipe_flwr.federation.planner import ScheduledRounds
 from collapipe_flwr.federation.rounds import ClosedRound, Outcome, RoundPlan
 from collapipe_flwr.scheduler.policies import make_scheduler
@@ -128,8 +128,8 @@ class DescribedClusters:
                 self._wait_s = max(self._wait_s / 2, LEAST_DESCRIBE_S)
         if nodes and not any(node in self._names for node in nodes):
             raise RunError(
-                f"none of {len(nodes)} nodes describes a cluster: make a collapipe_flwr.Cluster "
-                "from the ClientApp, and look into the clients' logs"
+                f"none of {len(nodes)} nodes describes a cluster: {NO_CLUSTER}, and look into the "
+                "clients' logs"
             )
 
     def plan_evaluation(

@@ -343,7 +343,11 @@ class MovementMeter:
         if closed.after is None:
             return None
         before, after = averaging_view(closed.before), averaging_view(closed.after)
-        moved = {k: after[k].numpy() - before[k].numpy() for k in before if k in after}
+        moved = {}
+        for key in (key for key in before if key in after):
+            start = before[key].numpy()
+            if np.isfinite(start).all():  # a mask may hold -inf
+                moved[key] = after[key].numpy() - start
         change = None
         if self.last.keys() == moved.keys():
             change = math.sqrt(sum(_square(x - self.last[k]) for k, x in moved.items()))

@@ -44,8 +44,8 @@ CHANGE = math.log(2.0)
 AGREES = 0.02  # in ln
 PATIENCE = 10  # rounds
 MOST_MEMORY_SHARE = 2.0  # a false reading of peak bytes halves a device at worst
-# Starting the operations of a block, forward and backward, takes of the order of a millisecond; claims
-# of speed know nothing of it.
+# Starting the operations of a block, forward and backward, takes about a millisecond, of which
+# claims of speed know nothing.
 USUAL_OVERHEAD_S = 1e-3
 USUAL_ROUND = 0.05  # overhead of a round, of what is explained, before anything is known
 STAGE = Prior(own=(1.5, 0.3), common=1.0)
