@@ -51,7 +51,7 @@ class Daemon:
 
     def stop(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
         assert self.process.stdout is not None
         self.process.stdout.close()
 
@@ -76,7 +76,7 @@ def first_line(process: Forked | subprocess.Popen[str]) -> str:
         selector.register(process.stdout, selectors.EVENT_READ)
         assert selector.select(START_S), "the daemon did not start"
     line = process.stdout.readline().strip()
-    assert line, f"the daemon ended with {process.wait(10)}"
+    assert line, f"the daemon ended with {process.wait(60)}"
     return line
 
 

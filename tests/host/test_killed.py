@@ -40,7 +40,7 @@ def edge_process():
     yield process
     process.send_signal(signal.SIGCONT)
     process.kill()
-    process.wait(10)
+    process.wait(60)
     process.stdout.close()
 
 

@@ -171,7 +171,7 @@ def test_a_rollback_ends_a_stream_whose_device_hangs(undisturbed):
     while not session.running:
         thread.join(0.01)
     edge.rollback(session_key(), 0)
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     with pytest.raises(LinkError, match="rolled back"):
         ours.receive(deadline_s=1.0)
@@ -261,7 +261,7 @@ def test_a_killed_edge_process_is_waited_for_and_goes_on_where_it_was(tmp_path):
             client.session(session_key()).push_weights(Head().state_dict())
             before = client.session(session_key()).fetch_weights()
             process.send_signal(signal.SIGKILL)
-            process.wait(10)
+            process.wait(60)
             with EdgeClient(address) as hasty, pytest.raises(Unreachable):
                 hasty.session(session_key()).rollback(0)
             again, _ = edge_process(tmp_path, address)
@@ -271,7 +271,7 @@ def test_a_killed_edge_process_is_waited_for_and_goes_on_where_it_was(tmp_path):
     finally:
         for each in filter(None, (process, again)):
             each.kill()
-            each.wait(10)
+            each.wait(60)
             each.stdout.close()
 
 

@@ -80,7 +80,7 @@ def _hostile(target: str, guest: Path, outside: Path) -> Iterator[Forked]:
         yield peer
     finally:
         peer.kill()
-        peer.wait(10)
+        peer.wait(60)
         peer.stdout.close()
 
 
