@@ -91,6 +91,17 @@ class Forked:
         return int(number)
 
 
+Process = Forked | subprocess.Popen[str]
+
+
+def start(module: str, *arguments: str, env: Mapping[str, str], cold: bool = False) -> Process:
+    """A fork; one that is ``cold`` or not on Linux is a process that imports everything itself."""
+    if sys.platform == "linux" and not cold:
+        return Forked(module, *arguments, env=env)
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+
+
 @cache
 def _server() -> socket.socket:
     """Runs until this process ends, and all others that have asked for it."""
