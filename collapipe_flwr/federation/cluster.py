@@ -107,13 +107,13 @@ class Cluster:
         mean over the steps) and ``num-examples``. The arrays of ``message`` are used up, unless the
         app has mods.
 
-        Raises DataError for batches of another size than planned and LinkError where the edge, or
-        all devices, are lost.
+        Raises DataError for batches of another size, or longer texts, than planned, and LinkError
+        where the edge, or all devices, are lost.
         """
         with configured_malloc():
             asked, site, name, weights = self._begin(message, context)
             if not isinstance(batches, Batches):
-                batches = LoaderBatches(loader=batches, epochs=epochs)
+                batches = LoaderBatches(loader=batches, epochs=epochs, length=asked.length)
             state = None
             if asked.task.learning.keep_optimizer:
                 run_id = asked.task.run_id

@@ -37,8 +37,8 @@ class SplitModel(DescribedModel):
     """Describes ``model`` for training in parts; raises ModelError saying why it cannot be cut.
 
     ``model`` is a live model, or what builds one with ``arguments`` (JSON). Models of transformers
-    need ``batch_size`` and the ``length`` of texts; other modules an ``example``, which is a batch
-    of the user's loader: a mapping of tensors, or inputs and labels.
+    need ``batch_size`` and the ``length`` of the longest texts; other modules an ``example``, which
+    is a batch of the user's loader: a mapping of tensors, or inputs and labels.
 
     ``blocks`` is the path of the list of blocks. ``embed`` and ``head`` name modules or tensors
     that belong before and behind it where a trace cannot tell. ``loss(outputs, batch)`` returns the

@@ -180,6 +180,13 @@ def test_a_batch_of_another_size_than_planned_is_refused() -> None:
         run(strategy, client(batch_size=5), rounds=1)
 
 
+def test_texts_that_are_longer_than_planned_are_refused() -> None:
+    short = SplitModel(new_model(), batch_size=BATCH, length=LENGTH - 1)
+    strategy = CollaPipe(FedAvg(), model=short, on_total_failure="raise")
+    with pytest.raises(RunError, match=r"texts of 6 tokens.*planned for 5: set .*length=6"):
+        run(strategy, client(), rounds=1)
+
+
 class Stream(IterableDataset):
     """Examples whose number nobody knows."""
 
