@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
+from itertools import islice
 
 import pytest
 import torch
@@ -20,6 +22,9 @@ settings.load_profile("any machine")
 # one order as well, so equal means equal bits.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Many processes are started: none should compile again what another one has.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 def pytest_report_header() -> str:
@@ -27,10 +32,30 @@ def pytest_report_header() -> str:
     return f"torch {torch.__version__}, CPU kernels: {torch.backends.cpu.get_cpu_capability()}"
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests begin the shares that workers get of all tests, one after the other."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    long = [item for item in items if item.get_closest_marker("long")]
+    others = iter([item for item in items if not item.get_closest_marker("long")])
+    left = len(items)
+    items.clear()
+    for index in range(workers):
+        begin = long[index::workers]
+        share = left // (workers - index)
+        items += [*begin, *islice(others, max(0, share - len(begin)))]
+        left -= share
+    items += others
+
+
 def pytest_collection_finish() -> None:
-    """Modules and tests live to the end; the garbage collector need not visit them again."""
+    """Modules and tests live to the end; the garbage collector need not visit them again.
+
+    What tests leave behind is collected, but not after every 700 objects.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""How long one step takes: GPipe's closed form, 1F1B's lower bound, and warm-up depths.
+"""How long one step takes: GPipe's closed form, an estimate of 1F1B's, and warm-up depths.
 
 Links are stages of the flow shop. Arrays have the pipeline on their last axis and zeros where a
 plan has no stage, so padding changes neither sums nor maxima. Our reconstruction.
@@ -33,7 +33,7 @@ Both = Sequence[ArrayLike]
 def step_makespan_s(
     options: PricingOptions, stage_s: Both, hop_s: Both, micro_batches: Array, axis: int = -1
 ) -> Array:
-    """One step's makespan by ``options.schedule``: GPipe's exactly, 1F1B's lower bound."""
+    """One step's makespan by ``options.schedule``: GPipe's exactly, 1F1B's by estimate."""
     if options.schedule == "gpipe":
         return gpipe_makespan_s(stage_s, hop_s, micro_batches, axis)
     return _overlapped_makespan_s(options, stage_s, hop_s, micro_batches, axis)
@@ -56,9 +56,10 @@ def gpipe_makespan_s(stage_s: Both, hop_s: Both, micro_batches: ArrayLike, axis:
 def _overlapped_makespan_s(
     options: PricingOptions, stage_s: Both, hop_s: Both, micro_batches: Array, axis: int
 ) -> Array:
-    """What a step cannot undercut when passes overlap (1F1B): trip plus J - 1 busiest periods.
+    """About what a step takes when passes overlap (1F1B): trip plus J - 1 busiest periods.
 
-    A lower bound of every schedule, approached when warm-up is deep; see ``choose_warm_up``.
+    Approached from above when warm-up is deep and the last stage is the slowest. Where an early one
+    is, steps are shorter: it goes on with forwards while its first gradients are made.
     """
     (ahead, back), (there, home) = map(np.asarray, stage_s), map(np.asarray, hop_s)
     hops = there + home if options.half_duplex else np.maximum(there, home)
@@ -85,6 +86,38 @@ def choose_warm_up(step: StepTimes, limit: Sequence[int], micro_batches: int) ->
     falling = list(accumulate(limit, lambda ahead, here: max(min(here, ahead - 1), 1)))
     best = min(search.deepened(limit), search.deepened(falling), key=lambda found: found.makespan_s)
     return search.trimmed(best)
+
+
+def one_f_one_b_makespan_s(step: StepTimes, depths: Depths, micro_batches: int) -> float:
+    """What `replay` says of a step, by recurrence where that is possible: ten times as fast.
+
+    Over full-duplex links stages and links serve micro-batches in order, so every end is the later
+    of two ends plus a time. Backward j of a stage of depth d waits for its forward j + d - 1, and
+    forward j + d for backward j: in waves over j, where depths do not rise, forwards go down the
+    pipeline and backwards come up again. Raises ScheduleError on deadlock.
+    """
+    if step.half_duplex or step.weights_s or list(depths) != sorted(depths, reverse=True):
+        return replay(step, depths, micro_batches).makespan_s
+    depths = tuple(min(depth, micro_batches) for depth in depths)
+    (ahead_s, back_s), (there_s, home_s) = step.stage_s, step.hop_s
+    stages, last = range(step.stages), step.stages - 1
+    free = [0.0] * step.stages  # when each stage has done what it has been given so far
+    down, up = [0.0] * step.stages, [0.0] * step.stages  # when its links are free again
+    here: list[list[float]] = [[0.0] * micro_batches, *([] for _ in range(last))]
+    for wave in range(micro_batches):
+        for k in stages:
+            first = 0 if wave == 0 else wave + depths[k] - 1
+            for j in range(first, min(wave + depths[k], micro_batches)):
+                free[k] = max(free[k], here[k][j]) + ahead_s[k]
+                if k < last:
+                    down[k] = max(down[k], free[k]) + there_s[k]
+                    here[k + 1].append(down[k])
+        gradient = 0.0
+        for k in reversed(stages):
+            free[k] = max(free[k], gradient) + back_s[k]
+            if k:
+                gradient = up[k] = max(up[k], free[k]) + home_s[k - 1]
+    return free[0]
 
 
 class _Search:
@@ -117,7 +150,7 @@ class _Search:
 
     def _played(self, depths: Depths) -> WarmUp:
         if depths not in self._known:
-            makespan_s = replay(self._step, depths, self._micro_batches).makespan_s
+            makespan_s = one_f_one_b_makespan_s(self._step, depths, self._micro_batches)
             self._known[depths] = WarmUp(depths, makespan_s)
         return self._known[depths]
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import torch
 
-from collapipe_flwr.cluster.fleet import LearningSettings
 from collapipe_flwr.config.schema import EdgeConfig
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.federation.checkpoint import Memory
-from collapipe_flwr.federation.split import DecoderOrder, EdgeSession, SplitSetup
+from collapipe_flwr.federation.split import DecoderOrder, EdgeSession
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
-from collapipe_flwr.models.described import DescribedModel
 from collapipe_flwr.pipeline.config import SessionKey, SessionRequest, StageConfig
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.state import OptimizerState, PartState, between_rounds
@@ -49,28 +47,6 @@ def open_edge(config: EdgeConfig) -> Iterator[EdgeClient]:
     ):
         log.info("edge server on %s", server.address)
         yield client
-
-
-Learning = LearningSettings | Callable[[int], LearningSettings]  # the same, or by server round
-
-
-@contextmanager
-def open_split(model: DescribedModel, edge: EdgeConfig, learning: Learning) -> Iterator[SplitSetup]:
-    """The split of a described model over an edge that is open as long."""
-    splitter = model.splitter
-    with open_edge(edge) as client:
-        yield SplitSetup(
-            edge=RpcEdgeGateway(client),
-            keys=frozenset(splitter.all_keys()),
-            edge_keys=frozenset(splitter.edge_keys()),
-            shared_keys=frozenset(splitter.shared_keys),
-            constant_keys=splitter.constant_keys,
-            aliases=splitter.aliases,
-            personal_keys=model.personal_keys,
-            model_spec_json=splitter.spec.to_json(),
-            learning=learning if callable(learning) else lambda _: learning,
-            shape=model.shape,
-        )
 
 
 class RpcEdgeGateway:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.spec import BatchShape
 
@@ -25,6 +27,31 @@ class DescribedModel:
         self.shape = shape
         self.batch_size = batch_size
         self.personal = personal
+
+    @property
+    def spec_json(self) -> str:
+        """What travels, so that other processes cut the same model."""
+        return self.splitter.spec.to_json()
+
+    @cached_property
+    def keys(self) -> frozenset[str]:
+        """All that the model has; ``aliases`` may stand beside them."""
+        return frozenset(self.splitter.all_keys())
+
+    @cached_property
+    def edge_keys(self) -> frozenset[str]:
+        """What the edge trains."""
+        return frozenset(self.splitter.edge_keys())
+
+    @property
+    def shared_keys(self) -> frozenset[str]:
+        """What both sides read: clusters own it, the edge gets copies."""
+        return frozenset(self.splitter.shared_keys)
+
+    @cached_property
+    def hidden_keys(self) -> frozenset[str]:
+        """What is sent but not averaged: constants, which never train, and personal parameters."""
+        return self.splitter.constant_keys | self.personal_keys
 
     @property
     def aliases(self) -> dict[str, str]:

@@ -9,18 +9,20 @@ import numpy as np
 from collapipe_flwr.core.domain import ClusterPlan, Plan, RoundOutcome, Snapshot
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import chain_of, makespan_of, schedule_rows
-from collapipe_flwr.costs.convergence import constants_of, update
+from collapipe_flwr.costs.convergence import constants_of, noise_scale_of, update
 from collapipe_flwr.costs.layouts import Layouts, hop_plans, replaced, segments_of, stage_names
 from collapipe_flwr.costs.makespan import Depths
 from collapipe_flwr.costs.price import PricedCluster, price_clusters
 from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.work import fits
-from collapipe_flwr.scheduler.estimates import profiles_learned, with_error
+from collapipe_flwr.scheduler.estimates import plausible_j, profiles_learned
+from collapipe_flwr.scheduler.gain_estimates import with_error
 from collapipe_flwr.scheduler.initial_layouts import rows_by_weight
 from collapipe_flwr.scheduler.link_estimates import links_learned
 from collapipe_flwr.scheduler.planner import Planner, Solution
 from collapipe_flwr.scheduler.problem import Learning, learning_for
 from collapipe_flwr.scheduler.protocol import (
+    NOISE_SCALE,
     Nested,
     Reference,
     SchedulerConfig,
@@ -48,7 +50,11 @@ class Policy:
     def observe(self, state: SchedulerState, plan: Plan, outcome: RoundOutcome) -> SchedulerState:
         """Queues by realised energy, estimates by telemetry; rules keep them for reporting."""
         settings, steps = self.settings, [c.local_steps for c in plan.clusters]
-        spent_j = {cluster.cluster_id: cluster.energy_j for cluster in outcome.clusters}
+        planned_j = {cluster.cluster_id: cluster.energy_j for cluster in plan.clusters}
+        spent_j = {
+            c.cluster_id: plausible_j(c.energy_j, planned_j.get(c.cluster_id, {}))
+            for c in outcome.clusters
+        }
         connected = {*state.budget_j, *spent_j, *(c.cluster_id for c in plan.clusters)}
         return replace(
             state,
@@ -137,8 +143,12 @@ def known_budgets(before: Nested, snapshot: Snapshot) -> dict[str, dict[str, flo
 
 
 def learning_in(tables: Tables, state: SchedulerState, settings: SchedulerConfig) -> Learning:
-    """The bound with today's estimates, or none where it is switched off."""
-    constants = constants_of(state.learning, settings.learning_rate) if settings.bound else None
+    """Progress by today's estimates; none where only the length of a round counts."""
+    if not settings.bound:
+        return learning_for(tables, None, reference_of(state))
+    if settings.progress == NOISE_SCALE:
+        return learning_for(tables, noise_scale_of(state.learning), reference_of(state))
+    constants = constants_of(state.learning, settings.learning_rate)
     return learning_for(tables, constants, reference_of(state))
 
 

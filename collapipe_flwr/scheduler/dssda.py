@@ -26,8 +26,14 @@ from collapipe_flwr.costs.radio import NOISE, SHARES, ladder
 from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.base import Policy, known_budgets, planner_for, solution_plan
-from collapipe_flwr.scheduler.estimates import robust, with_averages, with_forecast, with_profiles
-from collapipe_flwr.scheduler.model_share import capped, least_shares, widened
+from collapipe_flwr.scheduler.estimates import with_profiles
+from collapipe_flwr.scheduler.gain_estimates import robust, with_averages, with_forecast
+from collapipe_flwr.scheduler.model_share import (
+    capped,
+    least_shares,
+    widened,
+    with_model_shares,
+)
 from collapipe_flwr.scheduler.planner import Planner, Solution, multistart
 from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState, reference_of
 
@@ -110,9 +116,7 @@ class Decision:
     def plan(self, policy: str) -> Plan:
         """In names and units, with codecs no coarser than they must be."""
         plan = solution_plan(refined(self.planner, self.solution), policy, self.share)
-        kept = [float(s) if np.isfinite(s) else None for s in self.model_share_m]
-        clusters = (replace(c, model_share=s) for c, s in zip(plan.clusters, kept, strict=True))
-        return replace(plan, clusters=tuple(clusters))
+        return with_model_shares(plan, self.model_share_m)
 
 
 @dataclass(frozen=True, slots=True)

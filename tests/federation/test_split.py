@@ -267,5 +267,5 @@ def test_a_global_model_without_the_edges_arrays_is_refused():
     edge = MemoryEdge()
     arrays = encode_tensors({"embed.weight": torch.ones(3, 2)})
     grid = LocalGrid({1: failing, 2: failing})
-    with pytest.raises(RunError, match=r"lacks decoder\.steps, .* of the whole model"):
+    with pytest.raises(RunError, match=r"lacks blocks\.0\.weight, .* of the whole model"):
         wrapped(edge, FixedPlanner("c1", "c2"), []).start(grid, arrays)
