@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from transformers import PreTrainedModel
 
 from collapipe_flwr.core.errors import CollaPipeError, ModelError
@@ -326,7 +327,11 @@ def _refuse_unfit(model: nn.Module) -> None:
             f"SplitModel needs the model inside this {name}: pass model.{inside}, and start with "
             f"model.{inside}.state_dict()"
         )
-    absent = next((key for key, tensor in model.named_parameters() if tensor.is_meta), None)
+    parameters = dict(model.named_parameters())
+    lazy = next((key for key, tensor in parameters.items() if is_lazy(tensor)), None)
+    if lazy is not None:
+        raise ModelError(f"{lazy!r} of {name} has no shape yet: give its lazy layer all sizes")
+    absent = next((key for key, tensor in parameters.items() if tensor.is_meta), None)
     if absent is not None:
         raise ModelError(
             f"SplitModel needs a model with weights, but {absent!r} of {name} is on the meta "
