@@ -180,10 +180,11 @@ def _site(world: WorldConfig, edge: EdgeConfig, threads: int, context: Context) 
 
 
 def mods_of(app: ClientApp) -> list[Callable[..., Any]]:
-    """The mods around the train function of ``app`` that may change what it is sent or replies."""
+    """The mods around train functions of ``app`` that may change what they are sent or reply."""
     found = []
-    function: Any = app._registered_funcs.get("train.default")
-    while (held := inspect.getclosurevars(function).nonlocals if function else {}).get("_mod"):
-        found.append(held["_mod"])
-        function = held["_ffn"]
+    for name, function in app._registered_funcs.items():
+        inner: Any = function if name.startswith("train.") else None
+        while (held := inspect.getclosurevars(inner).nonlocals if inner else {}).get("_mod"):
+            found.append(held["_mod"])
+            inner = held["_ffn"]
     return [mod for mod in found if mod not in _HARMLESS]
