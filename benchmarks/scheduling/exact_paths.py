@@ -54,7 +54,8 @@ def segments(costs: PlainCosts, m: int, pair: Ints, slope: float) -> SegmentProb
     cost = cost + weights * (send[0] * out + each(send) * home)
     need = span_sums(prefix.state_bytes_l) + size * count * span_sums(prefix.stash_bytes_l)
     allowed = np.tri(len(need), k=-1, dtype=bool).T & (need <= each(costs.room[m]))
-    links = np.ix_([m], np.arange(n + 1), [*range(n + 1), costs.ahead.shape[2] - 1])
+    receivers = np.append(np.arange(n + 1), costs.ahead.shape[2] - 1)
+    links = np.ix_(np.array([m]), np.arange(n + 1), receivers)
     data = size * prefix.cut_bytes_l * costs.coded[links][0][:, :, None]
     there, back_s = (
         data * costs.ahead[links][0][:, :, None],

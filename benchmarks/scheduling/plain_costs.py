@@ -196,7 +196,7 @@ class PlainCosts:
             return np.ones(len(batch))
         examples = self.tables.examples_m
         steps = np.maximum(np.ceil(examples / batch), 1.0)
-        sums = bound_sums(examples / examples.sum(), steps, batch)
+        sums = bound_sums(examples / examples.sum(), steps, batch.astype(np.float64))
         return np.minimum(sums.rounds(learning.constants) / learning.reference_rounds, NEVER)
 
     def objective(self, seconds: Array, energy: Array, batch: Ints) -> Array:

@@ -36,10 +36,10 @@ def bench_table(result: BenchResult) -> Table:
         table.add_row("radio objective above cvxpy's", f"{radio.relative_gap:.1e}")
     if result.optimality is not None:
         _add_gaps(table, result.optimality)
-    for size in result.search:
-        for part in size.tables:
+    for searched in result.search:
+        for part in searched.tables:
             name = "with queues" if part.queues else "empty queues"
-            table.add_row(f"above the best rival, {size.size}, {name}", _gap_line(part))
+            table.add_row(f"above the best rival, {searched.size}, {name}", _gap_line(part))
             worst = ", ".join(f"{seed}: {100 * gap:+.3f} %" for seed, gap in part.worst.items())
             table.add_row("  worst seeds", worst)
     return table

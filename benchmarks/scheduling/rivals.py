@@ -207,7 +207,7 @@ def promising(costs: PlainCosts, budget: Budget) -> Ints:
         if (np.floor(room / each).sum(1) < costs.num_blocks).any():
             values[-1] = np.inf
     order = np.argsort(values, kind="stable")[: budget.pairs]
-    return costs.sizes[order[np.isfinite(np.array(values)[order])]]
+    return np.asarray(costs.sizes[order[np.isfinite(np.array(values)[order])]])
 
 
 def picked(costs: PlainCosts, pool: Pool) -> Plans:
@@ -266,14 +266,14 @@ def anneal(costs: PlainCosts, start: Plans, budget: Budget, rng: np.random.Gener
         m = np.where(rng.random(chains) < 0.5, slowest, rng.integers(0, clusters, chains))
         new, good = proposed(costs, rows.take(k * clusters + m), rng, batches=True)
         s, e = costs.price_of(new)
-        trial = tuple(table.copy() for table in (seconds, energy, batch))
-        trial[0][k, m], trial[1][k, m], trial[2][k, m] = s, e, new.size * new.count
+        late, worth, size = seconds.copy(), energy.copy(), batch.copy()
+        late[k, m], worth[k, m], size[k, m] = s, e, new.size * new.count
         with np.errstate(invalid="ignore", over="ignore"):
-            value = costs.objective(*trial)
+            value = costs.objective(late, worth, size)
             wins = good & np.isfinite(s) & (rng.random(chains) < np.exp((now - value) / heat))
         at = np.flatnonzero(wins)
         rows.put(at * clusters + m[at], new.take(at))
-        seconds[at], energy[at], batch[at] = (table[at] for table in trial)
+        seconds[at], energy[at], batch[at] = late[at], worth[at], size[at]
         now[at] = value[at]
         up = np.flatnonzero(now < best[0])
         if len(up):
