@@ -57,10 +57,10 @@ BENCH = (
     "--sections decisions,radio,optimality"
 )
 SEARCHED = {
-    "4x6x12": "50000-50199",
-    "5x4x12": "50000-50199",
-    "8x5x24": "50000-50199",
-    "100x10x24": "50000-50009",
+    "4x6x12": "60000-60199",
+    "5x4x12": "60000-60199",
+    "8x5x24": "60000-60199",
+    "100x10x24": "60000-60009",
 }
 SEARCH = "collapipe bench scheduler --sections search --search"
 

@@ -115,21 +115,24 @@ class Moves:
         return self._rows(*(np.concatenate(column) for column in zip(*options, strict=True)))
 
     def insertions(self) -> Neighbours:
-        """A spare device takes half of a segment, before or behind its owner."""
-        firsts = np.concatenate([np.zeros_like(self.stops[:, :1]), self.stops[:, :-1]], axis=1)
-        active = (self.slots[None, :] < self.depth[:, None]) & (self.stops - firsts > 1)
+        """A spare device takes half of a segment or one block, before or behind its owner."""
+        blocks = self._blocks()
+        active = (self.slots[None, :] < self.depth[:, None]) & (blocks > 1)
         parent, slot, spare = np.nonzero(active[:, :, None] & self._spare()[:, None, :])
-        at = np.arange(len(parent))
-        middle = (firsts[parent, slot] + self.stops[parent, slot]) // 2
+        at, have = np.arange(len(parent)), blocks[parent, slot]
         source = self.slots[None, :] - (self.slots[None, :] > slot[:, None])
-        base = self.members[parent[:, None], source]
-        stops = self.stops[parent[:, None], source]
-        stops[at, slot] = middle
+        base, kept = self.members[parent[:, None], source], self.stops[parent[:, None], source]
         before, behind = base, base.copy()
         before[at, slot] = spare
         behind[at, slot + 1] = spare
-        parent = np.concatenate([parent, parent])
-        return self._rows(parent, np.concatenate([before, behind]), np.concatenate([stops, stops]))
+        first = self.stops[parent, slot] - have
+        options = []
+        for members, one in ((before, first + 1), (behind, first + have - 1)):
+            for cut, new in ((first + have // 2, at), (one, np.flatnonzero(have > 3))):
+                stops = kept.copy()
+                stops[at, slot] = cut
+                options.append((parent[new], members[new], stops[new]))
+        return self._rows(*(np.concatenate(column) for column in zip(*options, strict=True)))
 
 
 def _wider(table: Ints, padding: int) -> Ints:

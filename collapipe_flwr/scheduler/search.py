@@ -40,7 +40,8 @@ TRIED_AGAIN = (150, 0.3)  # the same with rows in place
 SAMPLE = 200  # clusters that choose the pairs of more than twice as many
 PARTS = 3  # of what may be tried at one set of prices, so much at a time
 PRESSING = 0.9  # of the round's length: clusters that take longer are what it waits for
-PROMISING = 1.2  # pairs whose first plan costs up to this factor of the best one's are grown
+PROMISING = 2.0  # pairs whose first plan costs up to this factor of the best one's are grown
+PROMISING_MANY = 1.2  # the same with more than a few clusters
 BAND = 1.3  # rows whose latency is worth within this factor of the pick's are told apart
 COARSE = 1.12  # factor by which latencies out of the band must differ
 
@@ -134,7 +135,7 @@ class Search:
                 micro_batches_r=every[:, 0] * pair[1],
             )
             late.append(problem.learning.rho(problem.tables, rows) * float(quickest[some].max()))
-        most = PROMISING * min(late)
+        most = PROMISING_MANY * min(late)
         good = [pair for pair, value in zip(pairs, late, strict=True) if value <= most]
         return good if np.isfinite(most) else pairs
 
@@ -142,7 +143,8 @@ class Search:
         """Rows with pairs of which the first plan is not far from the best one."""
         picking = Picking(self.problem, pool)
         values = {int(pair): picking.common(int(pair))[0] for pair in np.unique(pool.pair_r)}
-        most = PROMISING * min(values.values())
+        factor = PROMISING if self.few else PROMISING_MANY
+        most = factor * min(values.values())
         keep = np.isin(pool.pair_r, [pair for pair, value in values.items() if value <= most])
         served = np.isin(pool.rows.cluster_r, pool.rows.cluster_r[keep])
         return np.asarray(keep | ~served)

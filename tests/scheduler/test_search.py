@@ -24,7 +24,16 @@ SIZE = SearchSize(clusters=4, devices=6, blocks=12, seeds=range(1000, 1010))
 
 
 @pytest.mark.parametrize(
-    ("seed", "queues"), [(1000, False), (1001, False), (1004, False), (1002, True), (1009, True)]
+    ("seed", "queues"),
+    [
+        (1000, False),
+        (1001, False),
+        (1004, False),
+        (1002, True),
+        (1009, True),
+        (50168, False),
+        (50133, True),
+    ],
 )
 def test_no_rival_is_better_by_a_hundredth_where_moves_alone_get_stuck(
     seed: int, queues: bool
