@@ -16,7 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from ablation_lines import ABLATIONS, ablation_lines
-from scheduler_runs import ALONE, BENCH, LEAST_SEEDS, SHARES, SWEEP, TABLES, WRONG, measure
+from scheduler_runs import (
+    ALONE,
+    BENCH,
+    LEAST_SEEDS,
+    SEARCH,
+    SEARCHED,
+    SHARES,
+    SWEEP,
+    TABLES,
+    WRONG,
+    measure,
+)
+from search_lines import search_lines
 
 COLUMNS = (
     "policy | latency s | q1 to q3 | p95 s | efficiency | busy | memory MiB | energy / budget "
@@ -53,6 +65,9 @@ def lines(folder: Path) -> Iterator[str]:
     yield from wrong_lines(folder)
     if (bench := read(folder, "bench")) is not None:
         yield from bench_lines(bench)
+    searched = [run for size in SEARCHED if (run := read(folder, f"search-{size}")) is not None]
+    if searched:
+        yield from search_lines(searched, SEARCH)
     tasks = [run for name in ABLATIONS if (run := read(folder, f"ablation-{name}")) is not None]
     if tasks:
         yield from ablation_lines(tasks)

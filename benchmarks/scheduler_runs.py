@@ -52,7 +52,17 @@ WRONG = {
 }
 ALONE = f"{PAPER} --policies dssda"
 SWEEP = f"{ALONE} --rounds 25"
-BENCH = "collapipe bench scheduler --clusters 10,100,1000,10000 --instances 500"
+BENCH = (
+    "collapipe bench scheduler --clusters 10,100,1000,10000 --instances 500 "
+    "--sections decisions,radio,optimality"
+)
+SEARCHED = {
+    "4x6x12": "50000-50199",
+    "5x4x12": "50000-50199",
+    "8x5x24": "50000-50199",
+    "100x10x24": "50000-50009",
+}
+SEARCH = "collapipe bench scheduler --sections search --search"
 
 
 def commands() -> Iterator[tuple[str, str]]:
@@ -64,6 +74,8 @@ def commands() -> Iterator[tuple[str, str]]:
     for name, (options, _) in WRONG.items():
         yield f"wrong-{name}", f"collapipe simulate {ALONE} {options}"
     yield "bench", BENCH
+    for size, seeds in SEARCHED.items():
+        yield f"search-{size}", f"{SEARCH} {size}={seeds}"
 
 
 def condensed(values: Json) -> Json:

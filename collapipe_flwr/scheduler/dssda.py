@@ -34,7 +34,7 @@ from collapipe_flwr.scheduler.model_share import (
     widened,
     with_model_shares,
 )
-from collapipe_flwr.scheduler.planner import Planner, Solution, multistart
+from collapipe_flwr.scheduler.planner import Planner, Solution
 from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState, reference_of
 
 MARGIN = 0.02  # what finer codecs may cost
@@ -187,7 +187,7 @@ class Dssda(Policy):
         """The new optimum, unless the segments in place are nearly as good."""
         kept = kept_rows(planner.tables, state, self.settings)
         if kept is None:
-            return multistart(planner)
+            return planner.solve()
         stay = planner.radio(kept)
         solution = planner.solve(stay)
         worth = stay.objective - solution.objective

@@ -143,7 +143,6 @@ class SchedulerConfig(PricingOptions):
     budget_margin: float = 0.05  # queues aim this share below every energy budget
     hysteresis: float = 0.02  # least relative gain for which devices change segments
     profile_memory: float = 0.8  # weight of the past in averages of measured speeds; 0: none
-    exact_devices: int = 5  # clusters of few devices get exact orders; 8 is possible but slow
     rounds_of_search: int = 6  # alternations at most
 
     def __post_init__(self) -> None:
