@@ -336,7 +336,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[300, 301, 302, 303, 304])
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--rounds", type=int, default=90)
+    parser.add_argument("--rounds", type=int, default=40)
     options = parser.parse_args()
     torch.set_num_threads(1)
     rule = OptimizerConfig(
