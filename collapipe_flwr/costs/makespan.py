@@ -1,4 +1,4 @@
-"""How long one step takes: GPipe's closed form, an estimate of 1F1B's, and warm-up depths.
+"""How long one step takes: GPipe's closed form, 1F1B's lower bound, and warm-up depths.
 
 Links are stages of the flow shop. Arrays have the pipeline on their last axis and zeros where a
 plan has no stage, so padding changes neither sums nor maxima. Our reconstruction.
@@ -33,7 +33,7 @@ Both = Sequence[ArrayLike]
 def step_makespan_s(
     options: PricingOptions, stage_s: Both, hop_s: Both, micro_batches: Array, axis: int = -1
 ) -> Array:
-    """One step's makespan by ``options.schedule``: GPipe's exactly, 1F1B's by estimate."""
+    """One step's makespan by ``options.schedule``: GPipe's exactly, 1F1B's lower bound."""
     if options.schedule == "gpipe":
         return gpipe_makespan_s(stage_s, hop_s, micro_batches, axis)
     return _overlapped_makespan_s(options, stage_s, hop_s, micro_batches, axis)
@@ -56,16 +56,22 @@ def gpipe_makespan_s(stage_s: Both, hop_s: Both, micro_batches: ArrayLike, axis:
 def _overlapped_makespan_s(
     options: PricingOptions, stage_s: Both, hop_s: Both, micro_batches: Array, axis: int
 ) -> Array:
-    """About what a step takes when passes overlap (1F1B): trip plus J - 1 busiest periods.
+    """What a step cannot undercut when passes overlap (1F1B), and nearly takes if warm-up is deep.
 
-    Approached from above when warm-up is deep and the last stage is the slowest. Where an early one
-    is, steps are shorter: it goes on with forwards while its first gradients are made.
+    A stage works J times both passes; before, the first micro-batch has passed what stands ahead of
+    it, and after, the last gradient passes it. In one direction, a stage or a link works J times
+    within a trip of its own. See ``choose_warm_up``.
     """
     (ahead, back), (there, home) = map(np.asarray, stage_s), map(np.asarray, hop_s)
-    hops = there + home if options.half_duplex else np.maximum(there, home)
-    period = np.maximum((ahead + back).max(axis), hops.max(axis))
-    trip = (ahead.sum(axis) + there.sum(axis)) + (back.sum(axis) + home.sum(axis))
-    return np.asarray(trip + (micro_batches - 1.0) * period)
+    stage, hop = np.moveaxis(ahead + back, axis, 0), np.moveaxis(there + home, axis, 0)
+    steps = np.cumsum(stage[:-1] + hop, axis=0)  # past each stage and the hop behind it
+    busiest = np.maximum(stage[0] * micro_batches, (stage[1:] * micro_batches + steps).max(0))
+    single = np.maximum(ahead.max(axis), back.max(axis))
+    single = np.maximum(single, np.maximum(there, home).max(axis))
+    longest = np.maximum(busiest, steps[-1] + stage[-1] + (micro_batches - 1.0) * single)
+    if options.half_duplex:
+        longest = np.maximum(longest, (steps + (micro_batches - 1.0) * hop).max(0))
+    return np.asarray(longest)
 
 
 class WarmUp(NamedTuple):

@@ -13,6 +13,7 @@ from scipy.optimize import linprog
 from collapipe_flwr.core.schedule import StepTimes, replay
 from collapipe_flwr.costs.bounds import EXACT, MOST_DEVICES, ClusterBound, shortest_step_s
 from collapipe_flwr.costs.chain import chain_of, full_power_times, price_rows, schedule_rows
+from collapipe_flwr.costs.makespan import choose_warm_up, step_makespan_s
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.costs.work import PricingOptions, fits
 from collapipe_flwr.scheduler.initial_layouts import all_layouts, rows_for
@@ -55,10 +56,21 @@ def test_no_order_of_actions_beats_a_stage_and_what_stands_before_it(
         assert makespan_s >= busiest_s(times, count) * (1 - 1e-12)
 
 
-def test_the_estimate_of_1f1b_is_no_lower_bound_where_an_early_stage_is_slow() -> None:
-    times = StepTimes(stage_s=((2.0, 1.0), (4.0, 2.0)), hop_s=((0.0,), (0.0,)))
-    found_s = replay(times, (3, 1), 8).makespan_s
-    assert found_s == busiest_s(times, 8) == 8 * 6.0 < 6.0 + 3.0 + 7 * 6.0
+def test_the_bound_of_1f1b_is_nearly_met() -> None:
+    """By the depths that plans choose where memory allows all of them."""
+    ratios = []
+    for seed in range(150):
+        rng = np.random.default_rng(seed)
+        stages, count = int(rng.choice([3, 5, 7])), int(rng.choice([4, 8, 16]))
+        ahead = (0.001, *rng.uniform(0.1, 1.0, stages - 2), 0.03)
+        hop = tuple(rng.choice([0.0, 0.02, 0.1, 0.3]) * rng.uniform(0.5, 1.5, stages - 1))
+        stage_s = (ahead, tuple(2.0 * f for f in ahead))
+        step = StepTimes(stage_s=stage_s, hop_s=(hop, hop))
+        options = PricingOptions(schedule="1f1b")
+        bound_s = step_makespan_s(options, stage_s, (hop, hop), np.array(float(count)))
+        ratios.append(float(bound_s) / choose_warm_up(step, [count] * stages, count).makespan_s)
+    assert max(ratios) <= 1.0 + 1e-9
+    assert np.median(ratios) > 0.999 and np.percentile(ratios, 5) > 0.95
 
 
 @pytest.mark.parametrize("seed", range(12))
