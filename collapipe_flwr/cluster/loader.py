@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import length_hint
+from operator import gt, length_hint
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -52,15 +52,15 @@ class Batches(Protocol):
 class LoaderBatches:
     """The :class:`Batches` of a user's ``loader``, ``epochs`` times over.
 
-    A plan is made and priced for batches of one size, and for texts of up to ``length`` tokens, if
-    it has one; other batches raise DataError, but for a smaller one at the end of an epoch. With
-    ``any_size`` nothing is checked.
+    A plan is made and priced for batches of one size, and for tensors of up to the ``planned``
+    shapes of one example (their last dimensions); other batches raise DataError, but for a smaller
+    one at the end of an epoch. With ``any_size`` nothing is checked.
     """
 
     loader: Iterable[Any]
     epochs: int = 1
     any_size: bool = False
-    length: int | None = None
+    planned: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     examples: int = field(default=0, init=False)  # of the epoch that was last iterated over
     fresh_examples: int = field(default=0, init=False)
 
@@ -76,15 +76,15 @@ class LoaderBatches:
 
     def steps(self, batch_size: int, micro_batch_size: int) -> Iterator[list[dict[str, Tensor]]]:
         """Every batch, as its micro-batches; raises DataError."""
-        planned = None if self.any_size else batch_size
+        wanted = None if self.any_size else batch_size
         for epoch in range(1, self.epochs + 1):
             self.examples, smaller = 0, 0
             for batch in self.loader:
                 tensors = as_batch(batch)
                 size = examples_of(tensors)
-                _check(smaller or size, planned, is_last=not smaller)
-                _check_length(tensors, self.length)
-                smaller = size if planned and size < planned else 0
+                _check(smaller or size, wanted, is_last=not smaller)
+                _check_shapes(tensors, self.planned)
+                smaller = size if wanted and size < wanted else 0
                 self.examples += size
                 yield cut(tensors, size, micro_batch_size)
             if not self.examples:
@@ -105,14 +105,16 @@ def _check(size: int, planned: int | None, *, is_last: bool) -> None:
     )
 
 
-def _check_length(tensors: Mapping[str, Tensor], planned: int | None) -> None:
-    """Raise DataError for texts that are longer than those that the plan was priced for."""
-    found = tensors["input_ids"].shape[-1] if "input_ids" in tensors else 0
-    if planned is not None and found > planned:
-        raise DataError(
-            f"the loader yields texts of {found} tokens, but the round was planned for {planned}: "
-            f"set SplitModel(..., length={found}) in the ServerApp, or shorten them"
-        )
+def _check_shapes(tensors: Mapping[str, Tensor], planned: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise DataError for examples that are larger than those that the plan was priced for."""
+    for name, most in planned.items():
+        found = tuple(tensors[name].shape[1:])[-len(most) :] if name in tensors else most
+        if len(found) < len(most) or any(map(gt, found, most)):
+            raise DataError(
+                f"the loader yields {name!r} of shape {found} per example, but the round was "
+                f"planned for {most}: give SplitModel(...) this length, or an example as large as "
+                "the largest batch, or shorten them"
+            )
 
 
 def examples_of(tensors: Mapping[str, Tensor]) -> int:

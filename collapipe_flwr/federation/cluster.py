@@ -113,7 +113,7 @@ class Cluster:
         with configured_malloc():
             asked, site, name, weights = self._begin(message, context)
             if not isinstance(batches, Batches):
-                batches = LoaderBatches(loader=batches, epochs=epochs, length=asked.length)
+                batches = LoaderBatches(loader=batches, epochs=epochs, planned=asked.shapes)
             state = None
             if asked.task.learning.keep_optimizer:
                 run_id = asked.task.run_id

@@ -25,6 +25,7 @@ from collapipe_flwr.federation.records import SplitTask
 from collapipe_flwr.federation.site import Site
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.models.any_splitter import AnySplitter
+from collapipe_flwr.models.module_splitter import ModuleSplitter
 from collapipe_flwr.models.specs import splitter_of
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.step import MicroBatch
@@ -48,11 +49,13 @@ class PipelineRound:
         return size * self.plan.micro_batches, size
 
     @property
-    def length(self) -> int | None:
-        """Tokens of the longest text that is planned for; None where inputs are no texts."""
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The largest tensors of an example that are planned for, without pictures."""
         splitter = splitter_for(self.task.model_spec_json)
+        if isinstance(splitter, ModuleSplitter):
+            return {name: shape[1:] for name, _, shape in splitter.spec.example if shape[1:]}
         texts = isinstance(splitter, Splitter) and splitter.input_name == "input_ids"
-        return self.task.shape.source_length if texts else None
+        return {"input_ids": (self.task.shape.source_length,)} if texts else {}
 
     @staticmethod
     def of(content: RecordDict) -> PipelineRound:

@@ -184,8 +184,16 @@ def test_a_batch_of_another_size_than_planned_is_refused() -> None:
 def test_texts_that_are_longer_than_planned_are_refused() -> None:
     short = SplitModel(new_model(), batch_size=BATCH, length=LENGTH - 1)
     strategy = CollaPipe(FedAvg(), model=short, on_total_failure="raise")
-    with pytest.raises(RunError, match=r"texts of 6 tokens.*planned for 5: set .*length=6"):
+    with pytest.raises(RunError, match=r"'input_ids' of shape \(6,\).*planned for \(5,\): give"):
         run(strategy, client(), rounds=1)
+
+
+def test_examples_of_a_plain_module_that_are_larger_than_planned_are_refused() -> None:
+    fits, long = ((torch.zeros(2, length, 3), torch.zeros(2).long()) for length in (4, 5))
+    planned = {"inputs": (4, 3)}
+    assert len(list(LoaderBatches(loader=[fits], planned=planned).steps(2, 1))) == 1
+    with pytest.raises(DataError, match=r"'inputs' of shape \(5, 3\).*planned for \(4, 3\)"):
+        list(LoaderBatches(loader=[long], planned=planned).steps(2, 1))
 
 
 class Stream(IterableDataset):
