@@ -263,6 +263,14 @@ def check_model(model: object, **options: object) -> None:
             f"{given[0]} has no effect without a model to split, since clients train as they "
             "like: pass model=SplitModel(...) too, or leave it out"
         )
+    learning, edge = options.get("learning"), options.get("edge")
+    if not (learning is None or callable(learning) or isinstance(learning, LearningSettings)):
+        raise ConfigError(
+            "learning must be LearningSettings, or a function of the round that returns them, got "
+            f"{learning!r}"
+        )
+    if not isinstance(edge, str | EdgeConfig | EdgeGateway | None):
+        raise ConfigError(f"edge must be an address, host:port, or an EdgeConfig, got {edge!r}")
 
 
 def planner_of(

@@ -259,6 +259,8 @@ def test_a_server_without_a_model_to_split_is_told() -> None:
         ),
         ({"optimizer": RULE}, "optimizer has no effect without a model to split"),
         ({"edge": "127.0.0.1:50062"}, "edge has no effect"),
+        ({"model": split(), "learning": 3}, "learning must be LearningSettings, .* got 3"),
+        ({"model": split(), "edge": 5}, "edge must be an address, .* got 5"),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(options: dict, reason: str) -> None:
