@@ -66,23 +66,11 @@ def power_for_time_w(
     return np.asarray(noise_over_gain) * width * np.expm1(np.minimum(exponent, _EXPONENT_MAX))
 
 
-def thrifty_time_s(
-    bits: ArrayLike,
-    bandwidth_hz: ArrayLike,
-    noise_over_gain: ArrayLike,
-    joule_per_s: ArrayLike,
-) -> Array:
-    """The time that minimises ``joule_per_s * t + energy(t)`` for one payload.
-
-    With ``z = A ln2 / (t w)`` the optimum solves ``e^z (z - 1) + 1 = joule_per_s g / (N0 w)``.
-    """
-    width = np.asarray(bandwidth_hz, dtype=np.float64)
-    ratio = np.asarray(joule_per_s) / (np.asarray(noise_over_gain) * width)
-    return LN2 * np.asarray(bits) / (width * solve_exponent(ratio))
-
-
 def solve_exponent(ratio: ArrayLike) -> Array:
     """The root ``z >= 0`` of ``e^z (z - 1) + 1 = ratio`` (z = 1 + W((ratio - 1) / e)).
+
+    A payload of A bits costs least in ``s t + energy(t)`` at ``t = A ln2 / (w z)``, with
+    ``ratio = s g / (N0 w)``.
 
     Newton in ``ln`` form from a bracketed start; ratio 0 gives a tiny positive z.
     """

@@ -103,11 +103,11 @@ class Cluster:
 
         ``batches`` yields dicts of tensors or pairs (inputs, labels), as a DataLoader does. One
         batch is one optimizer step; the server's plan chooses how it is cut and which device does
-        what. :class:`Batches` cut themselves. The reply has the trained arrays, ``train_loss`` (the
-        mean over the steps) and ``num-examples``. The arrays of ``message`` are used up, unless the
-        app has mods.
+        what. :class:`Batches` cut themselves, and have epochs of their own. The reply has the
+        trained arrays, ``train_loss`` (the mean over the steps) and ``num-examples``. The arrays of
+        ``message`` are used up, unless the app has mods.
 
-        Raises DataError for batches of another size, or longer texts, than planned, and LinkError
+        Raises DataError for batches or examples of another size than planned, and LinkError
         where the edge, or all devices, are lost.
         """
         with configured_malloc():

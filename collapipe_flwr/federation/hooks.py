@@ -71,7 +71,7 @@ class Rounds:
         on_round: Callable[[RoundRecord], None] | None,
         raises: bool,
     ) -> None:
-        check_model(model, optimizer=optimizer, learning=learning, edge=edge)
+        check_options(model, optimizer=optimizer, learning=learning, edge=edge)
         self.inner_strategy = inner
         self._model = model
         self._learning = learning_of(optimizer, learning, model)
@@ -250,20 +250,20 @@ class Rounds:
             self._on_round(record)
 
 
-def check_model(model: object, **options: object) -> None:
-    """Raise ConfigError for another kind of model, or for options that need one."""
+def check_options(model: object, *, optimizer: object, learning: object, edge: object) -> None:
+    """Raise ConfigError for an option of another kind, or one that has no effect."""
     if not isinstance(model, DescribedModel | None):
         raise ConfigError(
             f"model must be a SplitModel, got {type(model).__name__}: describe it, "
             "CollaPipe(..., model=SplitModel(model, example=batch))"
         )
+    options = {"optimizer": optimizer, "learning": learning, "edge": edge}
     given = [name for name, value in options.items() if value is not None]
     if model is None and given:
         raise ConfigError(
             f"{given[0]} has no effect without a model to split, since clients train as they "
             "like: pass model=SplitModel(...) too, or leave it out"
         )
-    learning, edge = options.get("learning"), options.get("edge")
     if not (learning is None or callable(learning) or isinstance(learning, LearningSettings)):
         raise ConfigError(
             "learning must be LearningSettings, or a function of the round that returns them, got "

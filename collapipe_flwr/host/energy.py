@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from threading import Lock
 
 from collapipe_flwr.core.errors import ConfigError
 
@@ -28,6 +29,7 @@ class Rapl:
         self._zones = [zone for zone in zones if zone.name.count(":") == 1]
         self._last: dict[Path, int] = {}
         self._total_uj = 0
+        self._lock = Lock()  # sessions of a host read side by side
         if not self._zones or self() is None:
             raise ConfigError(
                 f"--energy-sensor rapl: no counter under {root} can be read: give this user the "
@@ -36,15 +38,16 @@ class Rapl:
 
     def __call__(self) -> float | None:
         """See `ReadJoules`."""
-        try:
-            for zone in self._zones:
-                now = int((zone / "energy_uj").read_text())
-                most = int((zone / "max_energy_range_uj").read_text())
-                self._total_uj += (now - self._last.get(zone, now)) % (most + 1)
-                self._last[zone] = now
-        except (OSError, ValueError):
-            return None
-        return self._total_uj / 1e6
+        with self._lock:
+            try:
+                for zone in self._zones:
+                    now = int((zone / "energy_uj").read_text())
+                    most = int((zone / "max_energy_range_uj").read_text())
+                    self._total_uj += (now - self._last.get(zone, now)) % (most + 1)
+                    self._last[zone] = now
+            except (OSError, ValueError):
+                return None
+            return self._total_uj / 1e6
 
 
 def energy_sensor(name: str) -> ReadJoules | None:

@@ -33,16 +33,6 @@ class DualPrices:
     edge_hz_m: Array
 
 
-def best_of(values: Array, owner_r: Ints, owners: int) -> Ints:
-    """Index of the least value of each owner, the first among equals; -1 for owners without."""
-    least = np.full(owners, np.inf)
-    np.minimum.at(least, owner_r, values)
-    winners = np.flatnonzero(values == least[owner_r])[::-1]
-    best = np.full(owners, -1, np.int64)
-    best[owner_r[winners]] = winners
-    return best
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
     """Per bit, flat over (cluster, sender, receiver) and, where it depends on it, J."""
