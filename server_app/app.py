@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -11,7 +13,13 @@ from flwr.serverapp import Grid, ServerApp
 
 from collapipe_flwr import CollaPipe
 from collapipe_flwr.config.schema import AppConfig, parse
-from collapipe_flwr.core.errors import CollaPipeError, RunError, unexpected_as_run_error
+from collapipe_flwr.core.errors import (
+    CollaPipeError,
+    DevicesMissing,
+    LinkError,
+    RunError,
+    unexpected_as_run_error,
+)
 from collapipe_flwr.federation.arrays import encode_tensors
 from collapipe_flwr.federation.deadline import DeadlineGrid, RoundClock
 from collapipe_flwr.federation.learner import Evaluator, Learner, drawn_sentence, make_learner
@@ -58,13 +66,29 @@ def run(grid: Grid, config: AppConfig) -> None:
     folder = open_run(config)
     recorder = _recorder(config, folder, evaluator, planner, members)
     try:
-        with unexpected_as_run_error():
+        with _saying_how_to_resume(folder), unexpected_as_run_error():
             _train(members, config, learner, planner, recorder, folder)
             _save_model(folder.directory, learner, recorder)
     except BaseException as error:
         recorder.finish("failed", str(error) or type(error).__name__)
         raise
     recorder.finish("completed")
+
+
+@contextmanager
+def _saying_how_to_resume(folder: RunFolder) -> Iterator[None]:
+    """Add the way on to what ended a run, where something may be mended and its rounds are kept."""
+    try:
+        yield
+    except (DevicesMissing, LinkError, RunError) as error:
+        if folder.checkpoints is None:
+            raise
+        done, path = folder.checkpoints.newest_round(), folder.directory.path
+        kept = f"rounds 1 to {done} are kept" if done else "nothing is kept yet"
+        raise type(error)(
+            f"{error}; {kept}: go on with `collapipe run --resume {path}`, or with "
+            f'resume = "{path}" in the run-config'
+        ) from error
 
 
 def _clusters(
@@ -134,6 +158,7 @@ def _train(
             edge=config.edge,
             on_round=recorder.on_round,
             on_total_failure="raise",
+            retries=config.run.round_retries,
         )
     if folder.checkpoints is not None:
         strategy = Checkpointed(strategy, folder.checkpoints, members.resumable)

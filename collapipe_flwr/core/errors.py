@@ -43,6 +43,10 @@ class InfeasibleError(ScheduleError):
     """No plan satisfies the constraints (memory, bandwidth, ...)."""
 
 
+class DevicesMissing(InfeasibleError):
+    """No plan without the devices that were lost; they may be back by now."""
+
+
 class LinkError(CollaPipeError):
     """A peer that cannot be reached or broke off."""
 
@@ -61,6 +65,10 @@ class Unreachable(LinkError):
 
 class ProtocolError(LinkError):
     """A peer that sent something malformed."""
+
+
+class Diverged(CollaPipeError):
+    """Training whose numbers are no longer finite, wherever they are computed."""
 
 
 class RunError(CollaPipeError):

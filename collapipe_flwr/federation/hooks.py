@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -19,9 +19,21 @@ from flwr.serverapp.strategy import Strategy
 
 from collapipe_flwr.cluster.fleet import LearningSettings
 from collapipe_flwr.config.schema import EdgeConfig
-from collapipe_flwr.core.errors import ConfigError, ProtocolError, RunError
-from collapipe_flwr.federation.arrays import inner_view, load_into, narrow_raw
-from collapipe_flwr.federation.checkpoint import Resumable
+from collapipe_flwr.core.errors import (
+    ConfigError,
+    DevicesMissing,
+    LinkError,
+    ProtocolError,
+    RunError,
+)
+from collapipe_flwr.federation.arrays import inner_view, load_into, narrow_raw, not_finite
+from collapipe_flwr.federation.attempts import (
+    DEFAULT_TIMEOUT_S,
+    Attempts,
+    Retries,
+    lasting,
+)
+from collapipe_flwr.federation.checkpoint import Resumable, restore_rng_state, rng_state
 from collapipe_flwr.federation.default_profile import DefaultProfilePlanner
 from collapipe_flwr.federation.described import DescribedClusters, Meets, Planning
 from collapipe_flwr.federation.inner import layers
@@ -56,6 +68,17 @@ _NOT_RUNNING = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedRound:
+    """What Flower's loop asked for, and the state of the random generators then."""
+
+    server_round: int
+    arrays: ArrayRecord
+    config: ConfigRecord
+    grid: Grid
+    chance: str
+
+
 class Rounds:
     """The hooks of a strategy around those of ``inner``; :class:`CollaPipe` explains the rest."""
 
@@ -70,6 +93,7 @@ class Rounds:
         edge: str | EdgeConfig | EdgeGateway | None,
         on_round: Callable[[RoundRecord], None] | None,
         raises: bool,
+        retries: Retries,
     ) -> None:
         check_options(model, optimizer=optimizer, learning=learning, edge=edge)
         self.inner_strategy = inner
@@ -82,6 +106,10 @@ class Rounds:
         self._personal = PersonalArrays()
         self._on_round = on_round
         self._raises = raises  # where all clients of a round fail
+        self._retries = retries
+        self._attempts = Attempts(retries)
+        self._asked: AskedRound | None = None  # the newest one
+        self._timeout_s = DEFAULT_TIMEOUT_S
         self._round: OpenRound | None = None
         self._planned: RoundPlan | None = None  # of the newest round
 
@@ -102,11 +130,13 @@ class Rounds:
         return {name: part for name, part in parts.items() if isinstance(part, Resumable)}
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self, round_timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[None]:
         """Hold open what the rounds of a run need: the way to the edge, and its sessions.
 
-        :meth:`start` does it; whoever calls the hooks without it has to. Raises LinkError.
+        :meth:`start` does it; whoever calls the hooks without it has to. A round that is repeated
+        closes after ``round_timeout_s``. Raises LinkError.
         """
+        self._timeout_s = round_timeout_s
         with ExitStack() as stack:
             if self._model is not None and isinstance(self._edge, EdgeConfig):
                 self._gateway = RpcEdgeGateway(stack.enter_context(open_edge(self._edge)))
@@ -138,12 +168,33 @@ class Rounds:
         """
         if self._model is not None and self._gateway is None:
             raise RunError(_NOT_RUNNING)
+        self._attempts = Attempts(self._retries)
+        self._asked = AskedRound(
+            server_round=server_round, arrays=arrays, config=config, grid=grid, chance=rng_state()
+        )
+        return self._tried(self._configured)
+
+    def _tried(self, configure: Callable[[], list[Message]]) -> list[Message]:
+        """Messages of a round, which is tried again where the edge or devices are not there."""
+        while True:
+            try:
+                return configure()
+            except (LinkError, DevicesMissing) as error:
+                if not self._attempts.again(str(error)):
+                    raise type(error)(self._attempts.told(str(error))) from error
+
+    def _configured(self) -> list[Message]:
+        assert self._asked is not None
+        asked = self._asked
         self.close()
-        view = inner_view(arrays, self._hidden_keys)
-        messages = list(self.inner_strategy.configure_train(server_round, view, config, grid))
+        if self._attempts.failures:
+            restore_rng_state(asked.chance)  # the same draws as in the first attempt
+        view = inner_view(asked.arrays, self._hidden_keys)
+        configure, number = self.inner_strategy.configure_train, asked.server_round
+        messages = list(configure(number, view, asked.config, asked.grid))
         nodes = [message.metadata.dst_node_id for message in messages]
-        self._planned = self._plan(server_round, nodes, arrays, grid)
-        return self._opened(self._new_round(self._planned, server_round, arrays), messages)
+        self._planned = self._plan(number, nodes, asked.arrays, asked.grid)
+        return self._opened(self._new_round(self._planned, number, asked.arrays), messages)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -157,15 +208,40 @@ class Rounds:
         if self._round is None:
             raise RunError(f"round {server_round}: aggregate_train needs configure_train first")
         with closing(self):
-            closed = self._round.receive(replies, weight_key(self.inner_strategy))
-            self._judge(self._round.total_loss(closed))
+            closed = self._closed(replies)
             arrays, metrics = self.inner_strategy.aggregate_train(server_round, closed.replies)
+            arrays = (
+                self._checked(self._restored(arrays, closed.before), closed) if arrays else None
+            )
             if arrays:
-                arrays = self._restored(arrays, closed.before)
                 closed.after = arrays
                 self._round.accept(closed)
             self._report(closed, metrics)
         return arrays, metrics
+
+    def _closed(self, replies: Iterable[Message]) -> ClosedRound:
+        """The round with its replies, or those of its first repetition that has any."""
+        while True:
+            assert self._round is not None and self._asked is not None
+            closed = self._round.receive(replies, weight_key(self.inner_strategy))
+            total_loss = self._round.total_loss(closed)
+            if not total_loss:
+                return closed
+            if lasting(closed.replies) or not self._attempts.again(total_loss):
+                self._judge(self._attempts.told(total_loss))
+                return closed
+            messages = self._tried(self._configured)
+            replies = self._asked.grid.send_and_receive(messages, timeout=self._timeout_s)
+
+    def _checked(self, arrays: ArrayRecord, closed: ClosedRound) -> ArrayRecord | None:
+        """The new model; None, which drops the round, if it holds what no reply brought."""
+        if (key := not_finite(arrays, closed.before)) is None:
+            return arrays
+        self._judge(
+            f"round {closed.plan.server_round}: {type(self.inner_strategy).__name__} made {key} of "
+            "the model infinite or NaN from finite replies: change strategy-arguments"
+        )
+        return None
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -186,7 +262,10 @@ class Rounds:
         if isinstance(self.planner, Meets) and not plan.cluster_ids.keys() >= set(nodes):
             self.planner.meet(grid, nodes)
             plan = self.planner.plan_evaluation(server_round, nodes, arrays)
-        return self._opened(self._new_round(plan, server_round, arrays), messages)
+        self._attempts = Attempts(self._retries)
+        return self._tried(
+            lambda: self._opened(self._new_round(plan, server_round, arrays), messages)
+        )
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -198,11 +277,11 @@ class Rounds:
                 bare = self._round.weighed(bare, weight_key(self.inner_strategy))
             return self.inner_strategy.aggregate_evaluate(server_round, bare)
 
-    def _judge(self, total_loss: str) -> None:
-        if total_loss and self._raises:
-            raise RunError(total_loss)
-        if total_loss:
-            log.warning("%s; the model stays as it is", total_loss)
+    def _judge(self, why: str) -> None:
+        """A round is lost for the reason ``why``."""
+        if self._raises:
+            raise RunError(why)
+        log.warning("%s; the model stays as it is", why)
 
     def _restored(self, arrays: ArrayRecord, before: ArrayRecord) -> ArrayRecord:
         if self._model is None:
@@ -240,6 +319,7 @@ class Rounds:
             plan=closed.plan.plan,
             asked=tuple(sent.cluster_id for sent in closed.sent),
             failures=closed.failures,
+            remarks=(*self._attempts.failures, *closed.remarks),
             train_metrics=metrics_as_dict(metrics),
             telemetry=closed.telemetry,
             outcome=self.planner.settle(closed) if closed.plan.cluster_ids else Outcome(),

@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from flwr.app import Message, RecordDict
+from flwr.app import Error, Message, RecordDict
 from flwr.serverapp import Grid
 
 from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import ProtocolError, RunError
+from collapipe_flwr.federation.arrays import not_finite
 from collapipe_flwr.federation.checkpoint import Resumable
-from collapipe_flwr.federation.messages import sentence
+from collapipe_flwr.federation.messages import BAD_REPLY, diverged, sentence
 from collapipe_flwr.federation.records import (
     QUERY_DESCRIBE,
     content_bytes,
@@ -135,9 +136,22 @@ class Members(Grid):
             progress = self._accepted.progress(cluster_id)
             message.content = write_progress(message.content, progress)  # others share the old one
         replies = list(self._grid.send_and_receive(sent, timeout=timeout))
+        if any(map(_trains_whole, sent)):
+            replies = [self._usable(reply, sent) for reply in replies]
         if any(map(_trains, sent)):
             self._note(sent, replies)
         return replies
+
+    def _usable(self, reply: Message, sent: Sequence[Message]) -> Message:
+        """The reply; an error in its place where a plain strategy would average infinities."""
+        asked = next((m for m in sent if m.metadata.dst_node_id == _sender(reply, sent)), None)
+        if asked is None or reply.has_error():
+            return reply
+        before = next(iter(asked.content.array_records.values()))
+        for arrays in reply.content.array_records.values():
+            if (key := not_finite(arrays, before)) is not None:
+                return Message(Error(BAD_REPLY, diverged(key)), reply_to=asked)
+        return reply
 
     def _note(self, sent: Iterable[Message], replies: Iterable[Message]) -> None:
         """Record the bytes of a training round and the clusters it lost, not those that sat out."""

@@ -7,7 +7,6 @@ part to an unsplit model.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -15,10 +14,18 @@ from flwr.app import ArrayRecord, Message, RecordDict
 
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import LinkError, ProtocolError
+from collapipe_flwr.federation.arrays import not_finite
+from collapipe_flwr.federation.example_counts import (
+    check_possible,
+    check_weight,
+    counted_examples,
+    with_examples,
+)
 from collapipe_flwr.federation.messages import (
     LATE,
     Sent,
     as_failed,
+    diverged,
     only_arrays,
     readdressed,
     restored,
@@ -29,6 +36,7 @@ from collapipe_flwr.federation.messages import (
 )
 from collapipe_flwr.federation.personal import PersonalArrays
 from collapipe_flwr.federation.records import (
+    EXAMPLES,
     RoundAssignment,
     content_bytes,
     examples_of,
@@ -178,10 +186,14 @@ class OpenRound:
             return reply
         closed.received_bytes += content_bytes(reply.content)
         try:
-            examples = examples_of(reply.content, weighted_by)
-            if self._split is not None:
-                check_weight(examples, weighted_by, name)
             content, telemetry = self._unpack(reply.content, name)
+            counted = counted_examples(self.plan.cluster_plan(sent.node_id), telemetry)
+            if counted is not None and telemetry is not None:
+                content = self._believed(content, counted, name, closed, weighted_by)
+                telemetry = replace(telemetry, examples=min(telemetry.examples, counted))
+            examples = examples_of(content, weighted_by)
+            check = check_possible if self._split is None else check_weight
+            check(examples, weighted_by, name)
             shown = viewed(content, self._hidden)
         except LinkError as error:
             closed.failures[name] = str(error)
@@ -193,6 +205,26 @@ class OpenRound:
             closed.telemetry[name] = telemetry
         return with_content(reply, shown)
 
+    def _believed(
+        self,
+        content: RecordDict,
+        counted: int,
+        cluster_id: str,
+        closed: ClosedRound,
+        weighted_by: str,
+    ) -> RecordDict:
+        """The reply with the examples that the edge counted, where it claims more."""
+        claimed = examples_of(content, EXAMPLES)
+        if weighted_by != EXAMPLES or not claimed > counted:
+            return content
+        remark = (
+            f"cluster {cluster_id} claims {claimed:g} examples, but the edge counted {counted}"
+            f" at most: its reply weighs {counted}"
+        )
+        log.warning("%s", remark)
+        closed.remarks.append(remark)
+        return with_examples(content, counted)
+
     def _unpack(
         self, content: RecordDict, cluster_id: str
     ) -> tuple[RecordDict, ClusterTelemetry | None]:
@@ -200,21 +232,20 @@ class OpenRound:
         content, telemetry = take_telemetry(content)
         if telemetry is not None and telemetry.cluster_id != cluster_id:
             raise ProtocolError(f"cluster {cluster_id} sent telemetry of {telemetry.cluster_id!r}")
-        if self._split is not None:
+        if self._split is None:
+            self._check_finite(content, cluster_id)
+        else:
             name, arrays = only_arrays(content, f"the reply of cluster {cluster_id}")
             content[name] = self._split.join(cluster_id, arrays, self.template)
             if telemetry is not None:
                 telemetry = replace(telemetry, edge=self._split.report(cluster_id))
         return content, telemetry
 
-
-def check_weight(examples: float, weighted_by: str, cluster_id: str) -> None:
-    """Raise ProtocolError for a weight that would spoil the average."""
-    if not (math.isfinite(examples) and examples > 0):
-        raise ProtocolError(
-            f"cluster {cluster_id} replied with {weighted_by} = {examples:g} or without it: it "
-            "weighs the reply, so it must be > 0"
-        )
+    def _check_finite(self, content: RecordDict, cluster_id: str) -> None:
+        """Raise ProtocolError for a whole model that would spoil everyone's."""
+        for arrays in content.array_records.values():
+            if (key := not_finite(arrays, self.template)) is not None:
+                raise ProtocolError(f"cluster {cluster_id}: {diverged(key)}")
 
 
 def edge_depth(plan: ClusterPlan | None) -> int:

@@ -35,7 +35,7 @@ from collapipe_flwr.core.domain import (
     RoundOutcome,
     Snapshot,
 )
-from collapipe_flwr.core.errors import InfeasibleError
+from collapipe_flwr.core.errors import DevicesMissing, InfeasibleError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.costs.measured import explained_s
 from collapipe_flwr.costs.price import PricedCluster, price, with_rates
@@ -93,6 +93,7 @@ class ScheduledRounds:
         self._paced = paced
         self._meter = MovementMeter()
         self._absent: dict[str, tuple[str, ...]] = {}  # devices by cluster
+        self._before: tuple[int, SchedulerState | None] | None = None  # of a round not settled yet
         self._examples: dict[str, int] = {}  # of a round, where machines trained on others
 
     @property
@@ -102,8 +103,14 @@ class ScheduledRounds:
         return {device.device_id: device.energy_budget_j for device in members}
 
     def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
-        """The scheduler's plan for the clusters behind ``nodes``; raises ScheduleError."""
+        """The scheduler's plan for the clusters behind ``nodes``; raises ScheduleError.
+
+        Of a round that is tried again, nothing but the plan of the last attempt is remembered.
+        """
         del arrays
+        if self._before is not None and self._before[0] == server_round:
+            self.state = self._before[1]
+        self._before = (server_round, self.state)
         names = {node: self._clusters.get(node, f"node-{node}") for node in nodes}
         plan = self._step(server_round, [n for n in names.values() if n in self._known()])
         return RoundPlan(
@@ -117,6 +124,7 @@ class ScheduledRounds:
     def settle(self, closed: ClosedRound) -> Outcome:
         """Price the finished part of the plan and let the scheduler observe it, if there is any."""
         assert closed.plan.plan is not None and self.state is not None
+        self._before = None
         done = finished(closed.plan.plan, closed)
         if not done.clusters:
             return Outcome(queues_j=self.state.energy_queue_j)
@@ -151,13 +159,16 @@ class ScheduledRounds:
         there = without_absent(snapshot, self._absent)
         if snapshot.clusters and not there.clusters:
             self._absent.clear()
-            raise InfeasibleError("no cluster has a device left: bring one back")
+            raise DevicesMissing("no cluster has a device left: bring one back")
         try:
             plan, self.state = self._scheduler.step(self.state, there)
-        except InfeasibleError:
+        except InfeasibleError as error:
             short = [name for name, devices in self._absent.items() if devices]
-            if not (rest := without_clusters(there, short)).clusters or not short:
+            if not short:
                 raise
+            if not (rest := without_clusters(there, short)).clusters:
+                self._absent.clear()  # if the round is tried again, then in full
+                raise DevicesMissing(str(error)) from error
             log.warning("%s cannot take part without their lost devices", ", ".join(short))
             plan, self.state = self._scheduler.step(self.state, rest)
             self._absent.clear()  # who sits out reports nothing: try it in full next time

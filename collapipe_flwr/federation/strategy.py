@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -22,6 +23,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.federation.attempts import DEFAULT_TIMEOUT_S, Retries
 from collapipe_flwr.federation.driving import driver
 from collapipe_flwr.federation.inner import check_inner
 
@@ -53,10 +55,10 @@ class CollaPipe(Strategy):
     Without a model clients train whole models as ever, and plans are advice. Callers with clusters
     or an edge of their own pass a :class:`RoundPlanner` or an :class:`EdgeGateway`.
 
-    A round in which every client fails leaves the arrays unchanged, as in Flower;
-    ``on_total_failure="raise"`` ends the run with a RunError instead. Attributes that it lacks are
-    read from the inner strategy, and new ones are set there. Raises ConfigError for what it cannot
-    wrap.
+    A round in which every client fails is repeated up to ``retries`` times, after ever longer
+    pauses. Then it leaves the arrays unchanged, as in Flower; ``on_total_failure="raise"`` ends the
+    run with a RunError instead. Attributes that it lacks are read from the inner strategy, and new
+    ones are set there. Raises ConfigError for what it cannot wrap.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class CollaPipe(Strategy):
         edge: str | EdgeConfig | EdgeGateway | None = None,
         on_round: Callable[[RoundRecord], None] | None = None,
         on_total_failure: str = CONTINUE,
+        retries: int | Retries = 0,
     ) -> None:
         from collapipe_flwr.federation.hooks import Rounds  # loads torch
 
@@ -87,6 +90,7 @@ class CollaPipe(Strategy):
             edge=edge,
             on_round=on_round,
             raises=on_total_failure == RAISE,
+            retries=retries if isinstance(retries, Retries) else Retries(most=retries),
         )
         self.inner_strategy = inner_strategy  # last: new attributes are the inner strategy's now
 
@@ -125,15 +129,18 @@ class CollaPipe(Strategy):
 
         Edge sessions, and an edge of its own, end with it in any case.
         """
-        with self.running():
+        given = signature(self.inner_strategy.start).bind(*args, **kwargs)
+        given.apply_defaults()
+        with self.running(float(given.arguments.get("timeout", DEFAULT_TIMEOUT_S))):
             return driver(self.inner_strategy, self).start(*args, **kwargs)
 
-    def running(self) -> AbstractContextManager[None]:
+    def running(self, round_timeout_s: float = DEFAULT_TIMEOUT_S) -> AbstractContextManager[None]:
         """Hold open what the rounds of a run need: the way to the edge, and its sessions.
 
-        :meth:`start` does it; whoever calls the hooks without it has to. Raises LinkError.
+        :meth:`start` does it; whoever calls the hooks without it has to. A round that is repeated
+        closes after ``round_timeout_s``. Raises LinkError.
         """
-        return self._rounds.running()
+        return self._rounds.running(round_timeout_s)
 
     def close(self) -> None:
         """End the edge sessions of a round that is still open."""
