@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # whoever only imports the strategy need not wait for torch
     from collapipe_flwr.config.schema import EdgeConfig
     from collapipe_flwr.federation.checkpoint import Resumable
     from collapipe_flwr.federation.described import Planning
-    from collapipe_flwr.federation.hooks import Learning
+    from collapipe_flwr.federation.hook_options import Learning
     from collapipe_flwr.federation.rounds import RoundPlanner, RoundRecord
     from collapipe_flwr.federation.split import EdgeGateway
     from collapipe_flwr.models.described import DescribedModel
