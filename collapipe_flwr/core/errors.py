@@ -79,12 +79,14 @@ class Blame(IntEnum):
     MALFORMED = 1  # it sent what makes no sense
     UNSOUND = 2  # it sent or made numbers that cannot be right
     UNREACHABLE = 3  # its neighbour cannot reach it, or it refuses
+    SILENT = 4  # it did not send in time
 
 
 class MemberFailed(ProtocolError):
     """A member of a chain that failed, though it may well answer.
 
-    ``witness`` is the member that says so. It blames itself, or the neighbour on one ``side``.
+    ``witness`` is the member that says so. It blames itself, or the neighbour on one ``side``;
+    without a name, it blames whoever hears it.
     """
 
     UPSTREAM, ITSELF, DOWNSTREAM = -1, 0, 1
@@ -95,6 +97,10 @@ class MemberFailed(ProtocolError):
 
     def __str__(self) -> str:
         return self.why if self.side else f"{self.witness} failed: {self.why}"
+
+
+class MemberSilent(MemberFailed, LinkTimeout):
+    """The neighbour of a stage that did not send in time."""
 
 
 class NotFinite(ModelError):

@@ -17,7 +17,9 @@ from collapipe_flwr.core.errors import (
     Blame,
     CollaPipeError,
     LinkError,
+    LinkTimeout,
     MemberFailed,
+    MemberSilent,
     NotFinite,
     ProtocolError,
     Unreachable,
@@ -52,17 +54,28 @@ def blaming(witness: str, peer: str, side: int) -> Iterator[None]:
     """Blame the neighbour on one side for what it sends, and for not being there."""
     try:
         yield
-    except MemberFailed:
-        raise
+    except MemberFailed as error:
+        if error.witness:
+            raise
+        raise _accepted(error, witness) from error
     except ProtocolError as error:
         why = str(error) if peer in str(error) else f"{peer} sent {error}"
         raise MemberFailed(witness, why, Blame.MALFORMED, side) from error
+    except LinkTimeout as error:
+        raise MemberSilent(witness, str(error), Blame.SILENT, side) from error
     except Unreachable as error:
         raise MemberFailed(witness, str(error), Blame.UNREACHABLE, side) from error
 
 
+def _accepted(error: MemberFailed, witness: str) -> MemberFailed:
+    """The blame of a neighbour that named nobody: it meant the one that heard it."""
+    return MemberFailed(witness, f"{witness} sent {error.why}", error.blame)
+
+
 def told(error: BaseException, witness: str) -> LinkError:
     """What a stage that ``error`` ends tells its neighbours: its own failure, or what it heard."""
+    if isinstance(error, MemberFailed) and not error.witness:
+        return _accepted(error, witness)
     if isinstance(error, LinkError):
         return error
     words = str(error).strip()

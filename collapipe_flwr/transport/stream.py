@@ -18,7 +18,7 @@ from functools import partial
 
 import grpc
 
-from collapipe_flwr.core.errors import ConfigError, LinkError
+from collapipe_flwr.core.errors import Blame, ConfigError, LinkError, MemberFailed, ProtocolError
 from collapipe_flwr.core.links import QUEUE_FRAMES, LinkTraffic
 from collapipe_flwr.pipeline.link import Frame, FrameKind, Mailbox, error_frame, error_of
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
@@ -132,6 +132,10 @@ class StreamLink:
             self._inbox.end()
         except grpc.RpcError as error:
             self.broken(self._translate(error))
+        except ProtocolError as error:
+            blaming_the_peer = MemberFailed("", str(error), Blame.MALFORMED)
+            self._outbox.end_with(encode_frame(error_frame(blaming_the_peer)), error)
+            self._inbox.fail(error)
         except LinkError as error:
             self._give_up(error)
             self._inbox.fail(error)
