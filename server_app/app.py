@@ -100,7 +100,11 @@ def _clusters(
     )
     names = {node: found.cluster_id for node, found in clusters.items()}
     slack = config.run.round_slack
-    members = DeadlineGrid(grid, names, RoundClock(slack)) if slack else Members(grid, names)
+    patience_s = config.run.node_timeout_s
+    if slack:
+        members: Members = DeadlineGrid(grid, names, RoundClock(slack), patience_s=patience_s)
+    else:
+        members = Members(grid, names, patience_s=patience_s)
     if config.run.runtime != "pipeline":
         return members, None
     model = profile_model(learner.splitter, learner.shape, config.train.optimizer.state_bytes)

@@ -20,6 +20,7 @@ meets one.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -114,8 +115,9 @@ class DeadlineGrid(Members):
         clusters: Mapping[int, str],
         clock: RoundClock,
         now: Callable[[], float] = time.monotonic,
+        patience_s: float = math.inf,
     ) -> None:
-        super().__init__(grid, clusters)
+        super().__init__(grid, clusters, patience_s=patience_s)
         self._clock, self._now = clock, now
 
     @property
