@@ -2,7 +2,7 @@
 
 The file is read before every pass of a part. It holds nothing, or one of
 
-    nan | absurd | raise | garbage | stuck | slow SECONDS | clock SECONDS
+    nan | absurd | unimportable | raise | garbage | stuck | slow SECONDS | clock SECONDS
 
 With ``once`` behind it, the defect strikes once.
 """
@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from collapipe_flwr.cli import main
+from collapipe_flwr.host.parts import Parts
 from collapipe_flwr.pipeline.roles import LastStage, MiddleStage
 
 FACTORS = {"nan": float("nan"), "absurd": 1e30}
@@ -49,6 +50,14 @@ def spoil(file: Path) -> None:
     time.time = shifted
     for kind in (MiddleStage, LastStage):
         _spoil_stage(kind, defect)
+    replace = Parts.replace
+
+    def unimportable(parts, session, tensors, arrived):
+        if defect.words()[0] == "unimportable":
+            raise ImportError("No module named 'transformers'")
+        return replace(parts, session, tensors, arrived)
+
+    Parts.replace = unimportable
 
 
 def _spoil_stage(kind: type, defect: Defect) -> None:

@@ -17,17 +17,23 @@ class Wire:
     def __init__(self, loop: asyncio.AbstractEventLoop, port: int) -> None:
         self._loop, self._port = loop, port
         self._whole = asyncio.Event()
+        self._mending: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.address = asyncio.run_coroutine_threadsafe(self._listen(), loop).result(_DEADLINE_S)
 
     def cut(self, seconds: float) -> None:
         """Nothing passes in either direction for so long, and no connection ends."""
-        self._loop.call_soon_threadsafe(self._whole.clear)
-        self._loop.call_soon_threadsafe(self._loop.call_later, seconds, self._whole.set)
+        self._loop.call_soon_threadsafe(self._set, False, seconds)
 
     def mend(self) -> None:
         """All passes again, that which was held back first."""
-        self._loop.call_soon_threadsafe(self._whole.set)
+        self._loop.call_soon_threadsafe(self._set, True)
+
+    def _set(self, whole: bool, seconds: float = 0.0) -> None:
+        if self._mending is not None:
+            self._mending.cancel()
+        self._mending = None if whole else self._loop.call_later(seconds, self._set, True)
+        (self._whole.set if whole else self._whole.clear)()
 
     async def close(self) -> None:
         """End every connection."""
