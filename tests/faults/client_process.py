@@ -1,8 +1,8 @@
 """A ClientApp process as a SuperNode starts one per message: pickles in by stdin, out by stdout.
 
-It notes when a training step ends in the file `FAULT_STEPS`. At the phase `FAULT_PHASE` of round
-`FAULT_ROUND` it makes the file `FAULT_STRUCK`, once in a run, and kills itself if `FAULT_ROLE` is
-``control unit``; else whoever waits for that file strikes.
+It notes when a round begins and when a step ends in the file `FAULT_STEPS`. At the phase
+`FAULT_PHASE` of round `FAULT_ROUND` it makes the file `FAULT_STRUCK`, once in a run, and kills
+itself if `FAULT_ROLE` is ``control unit``; else whoever waits for that file strikes.
 """
 
 from __future__ import annotations
@@ -79,9 +79,11 @@ def main() -> None:
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
     message, node, config, state, run_config = pickle.load(sys.stdin.buffer)
     context = Context(1, node, config, state, run_config)
-    armed = message.metadata.message_type == "train" and flower_round(message.content) == int(
-        os.environ["FAULT_ROUND"]
-    )
+    armed = False
+    if message.metadata.message_type == "train":
+        server_round = flower_round(message.content)
+        _note(f"round-{server_round}")
+        armed = server_round == int(os.environ["FAULT_ROUND"])
     if armed:
         _arm(os.environ["FAULT_PHASE"])
     _note_steps()

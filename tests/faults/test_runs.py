@@ -207,14 +207,18 @@ def ran(folder: Path, deployment: Deployment, env: dict[str, str], **more: Value
 
 
 def told(steps: Path) -> tuple[float, int]:
-    """Seconds from the strike to the end of the next step, and the steps of its round before."""
+    """Seconds from the strike to the end of the first step of the next attempt, and the steps of
+    the round that had been done and were done again.
+    """
     lines = [line.split() for line in steps.read_text().splitlines()]
-    (place,) = [n for n, (what, _) in enumerate(lines) if what == "struck"]
-    struck_s = float(lines[place][1])
-    after_s = [float(at) for what, at in lines[place:] if what == "step"]
-    assert after_s, "no step after the strike"
-    in_all = sum(what == "step" for what, _ in lines)
-    return round(after_s[0] - struck_s, 1), in_all
+    (struck,) = [n for n, (what, _) in enumerate(lines) if what == "struck"]
+    begun = [n for n, (what, _) in enumerate(lines) if what.startswith("round-")]
+    before = max(n for n in begun if n < struck)
+    after = min(n for n in begun if n > struck)
+    first = next(n for n, (what, _) in enumerate(lines) if n > after and what == "step")
+    again = lines[before][0] == lines[after][0]
+    lost = sum(what == "step" for what, _ in lines[before:struck]) if again else 0
+    return round(float(lines[first][1]) - float(lines[struck][1]), 1), lost
 
 
 def check(folder: Path, fault: Fault) -> None:
