@@ -15,6 +15,7 @@ from collapipe_flwr import CollaPipe
 from collapipe_flwr.config.schema import AppConfig, parse
 from collapipe_flwr.core.errors import (
     CollaPipeError,
+    ConfigError,
     DevicesMissing,
     LinkError,
     RunError,
@@ -99,10 +100,14 @@ def _clusters(
         grid, expected=config.run.clusters, timeout_s=config.run.node_timeout_s
     )
     names = {node: found.cluster_id for node, found in clusters.items()}
-    slack = config.run.round_slack
+    slack, joins_late = config.run.round_slack, config.run.round_late == "join"
+    if joins_late and not slack:
+        raise ConfigError("round-late=join has no effect without round-slack: set it, too, to 1.5")
     patience_s = config.run.node_timeout_s
     if slack:
-        members: Members = DeadlineGrid(grid, names, RoundClock(slack), patience_s=patience_s)
+        members: Members = DeadlineGrid(
+            grid, names, RoundClock(slack, joins_late=joins_late), patience_s=patience_s
+        )
     else:
         members = Members(grid, names, patience_s=patience_s)
     if config.run.runtime != "pipeline":
@@ -163,6 +168,7 @@ def _train(
             on_round=recorder.on_round,
             on_total_failure="raise",
             retries=config.run.round_retries,
+            late=config.run.round_late,
         )
     if folder.checkpoints is not None:
         strategy = Checkpointed(strategy, folder.checkpoints, members.resumable)

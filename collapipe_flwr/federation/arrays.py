@@ -96,6 +96,21 @@ def load_into(template: ArrayRecord, view: ArrayRecord) -> ArrayRecord:
     return ArrayRecord({**loaded, **{k: a for k, a in view.items() if k not in loaded}})
 
 
+def shifted(model: ArrayRecord, start: ArrayRecord, now: ArrayRecord) -> ArrayRecord:
+    """``now`` plus what ``model`` moved since ``start``, in the dtypes of ``model``.
+
+    Integers, and floats that are not finite (masks), are those of ``model``.
+    """
+    moved = ArrayRecord()
+    for key, array in model.items():
+        moved[key] = array
+        if is_floating(array) and key in start and key in now:
+            to, base, here = (_decode_tensor(key, r[key]).float() for r in (now, start, model))
+            if torch.isfinite(here).all() and torch.isfinite(base).all():
+                moved[key] = _cast(key, _encode_tensor(to + (here - base)), array)
+    return moved
+
+
 def not_finite(record: ArrayRecord, like: ArrayRecord) -> str | None:
     """The first array of floats with infinities or NaN where that in ``like`` has none.
 

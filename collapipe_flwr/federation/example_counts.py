@@ -14,7 +14,7 @@ from flwr.app import MetricRecord, RecordDict
 
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import ProtocolError
-from collapipe_flwr.federation.records import EXAMPLES
+from collapipe_flwr.federation.records import EXAMPLES, examples_of
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 
 MOST_EXAMPLES = 1e12  # of one cluster in one round, tokens included
@@ -47,6 +47,16 @@ def counted_examples(plan: ClusterPlan | None, told: ClusterTelemetry | None) ->
     if plan is None or told is None or told.edge is None or not told.edge.micro_batches:
         return None
     return told.edge.micro_batches * plan.micro_batch_size
+
+
+def weighing(content: RecordDict, weighted_by: str, factor: float) -> RecordDict:
+    """A new RecordDict: ``content`` whose weight in averages is multiplied by a factor."""
+    changed = RecordDict(dict(content))
+    for name, metrics in content.metric_records.items():
+        if weighted_by in metrics:
+            weight = factor * examples_of(content, weighted_by)
+            changed[name] = MetricRecord({**metrics, weighted_by: weight})
+    return changed
 
 
 def with_examples(content: RecordDict, examples: int) -> RecordDict:

@@ -39,6 +39,7 @@ from collapipe_flwr.federation.hook_options import (
     planner_of,
 )
 from collapipe_flwr.federation.inner import layers
+from collapipe_flwr.federation.late_updates import LateUpdate, LateUpdates
 from collapipe_flwr.federation.messages import readdressed, restored, with_content
 from collapipe_flwr.federation.open_round import OpenRound
 from collapipe_flwr.federation.personal import PersonalArrays
@@ -91,6 +92,7 @@ class Rounds:
         on_round: Callable[[RoundRecord], None] | None,
         raises: bool,
         retries: Retries,
+        joins_late: bool = False,
     ) -> None:
         check_options(model, optimizer=optimizer, learning=learning, edge=edge)
         self.inner_strategy = inner
@@ -107,6 +109,9 @@ class Rounds:
         self._attempts = Attempts(retries)
         self._asked: AskedRound | None = None  # the newest one
         self._timeout_s = DEFAULT_TIMEOUT_S
+        self._joins_late = joins_late
+        self._last_round = 0  # 0: not known
+        self.late = LateUpdates()
         self._round: OpenRound | None = None
         self._planned: RoundPlan | None = None  # of the newest round
 
@@ -127,18 +132,22 @@ class Rounds:
         return {name: part for name, part in parts.items() if isinstance(part, Resumable)}
 
     @contextmanager
-    def running(self, round_timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[None]:
+    def running(
+        self, round_timeout_s: float = DEFAULT_TIMEOUT_S, last_round: int = 0
+    ) -> Iterator[None]:
         """Hold open what the rounds of a run need: the way to the edge, and its sessions.
 
         :meth:`start` does it; whoever calls the hooks without it has to. A round that is repeated
-        closes after ``round_timeout_s``. Raises LinkError.
+        closes after ``round_timeout_s``, and the ``last_round`` waits as long for late updates.
+        Raises LinkError.
         """
-        self._timeout_s = round_timeout_s
+        self._timeout_s, self._last_round = round_timeout_s, last_round
         with ExitStack() as stack:
             if self._model is not None and isinstance(self._edge, EdgeConfig):
                 self._gateway = RpcEdgeGateway(stack.enter_context(open_edge(self._edge)))
                 stack.callback(self._forget_gateway)
             stack.callback(self.close)
+            stack.callback(self.late.close)
             yield
 
     def _forget_gateway(self) -> None:
@@ -151,7 +160,7 @@ class Rounds:
     def close(self) -> None:
         """End the edge sessions of a round that is still open."""
         if self._round is not None:
-            self._round.close()
+            self._round.close(keep=self.late.of(self._round))
             self._round = None
 
     def configure_train(
@@ -188,7 +197,7 @@ class Rounds:
             restore_rng_state(asked.chance)  # the same draws as in the first attempt
         view = inner_view(asked.arrays, self._hidden_keys)
         configure, number = self.inner_strategy.configure_train, asked.server_round
-        messages = list(configure(number, view, asked.config, asked.grid))
+        messages = self._free(configure(number, view, asked.config, asked.grid))
         nodes = [message.metadata.dst_node_id for message in messages]
         self._planned = self._plan(number, nodes, asked.arrays, asked.grid)
         return self._opened(self._new_round(self._planned, number, asked.arrays), messages)
@@ -206,6 +215,7 @@ class Rounds:
             raise RunError(f"round {server_round}: aggregate_train needs configure_train first")
         with closing(self):
             closed = self._closed(replies)
+            joined = self._joined(closed) if self._joins_late else []
             arrays, metrics = self.inner_strategy.aggregate_train(server_round, closed.replies)
             arrays = (
                 self._checked(self._restored(arrays, closed.before), closed) if arrays else None
@@ -213,6 +223,7 @@ class Rounds:
             if arrays:
                 closed.after = arrays
                 self._round.accept(closed)
+                self.late.accept(joined, closed)
             self._report(closed, metrics)
         return arrays, metrics
 
@@ -229,6 +240,21 @@ class Rounds:
                 return closed
             messages = self._tried(self._configured)
             replies = self._asked.grid.send_and_receive(messages, timeout=self._timeout_s)
+
+    def _free(self, messages: Iterable[Message]) -> list[Message]:
+        """Those to nodes that do not train for an earlier round."""
+        busy = self.late.nodes
+        return [message for message in messages if message.metadata.dst_node_id not in busy]
+
+    def _joined(self, closed: ClosedRound) -> list[LateUpdate]:
+        """Late updates that join a round; it waits for one where it has nothing else."""
+        assert self._round is not None and self._asked is not None
+        self.late.keep(self._round, closed.late)
+        wanted = 0 if closed.models else 1
+        if closed.plan.server_round == self._last_round:
+            wanted = len(self.late.clusters)
+        self.late.pull(self._asked.grid, within_s=self._timeout_s, wanted=wanted)
+        return self.late.join(closed, weight_key(self.inner_strategy))
 
     def _checked(self, arrays: ArrayRecord, closed: ClosedRound) -> ArrayRecord | None:
         """The new model; None, which drops the round, if it holds what no reply brought."""
@@ -249,7 +275,8 @@ class Rounds:
         at the edge, on the clusters that the plan asks; clusters that did not train get a plan.
         """
         view = inner_view(arrays, self._hidden_keys)
-        messages = list(self.inner_strategy.configure_evaluate(server_round, view, config, grid))
+        configure = self.inner_strategy.configure_evaluate
+        messages = self._free(configure(server_round, view, config, grid))
         if self._model is None:
             return [readdressed(m, restored(m.content, arrays, (), exact=False)) for m in messages]
         if self._planned is None:
@@ -299,7 +326,8 @@ class Rounds:
         if self._model is not None and self._gateway is not None:
             learning = self._learning(server_round)
             split = SplitRound(self._model, self._gateway, learning, server_round, plan.whole)
-        return OpenRound(plan, arrays, split, self._accepted, self._personal)
+        waits = self._joins_late
+        return OpenRound(plan, arrays, split, self._accepted, self._personal, waits_for_late=waits)
 
     def _opened(self, opened: OpenRound, messages: Iterable[Message]) -> list[Message]:
         """Messages of a round that is open from now on; closed again if one cannot be made."""

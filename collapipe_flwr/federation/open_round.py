@@ -7,18 +7,20 @@ part to an unsplit model.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from flwr.app import ArrayRecord, Message, RecordDict
 
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import LinkError, ProtocolError
-from collapipe_flwr.federation.arrays import not_finite
+from collapipe_flwr.federation.arrays import not_finite, shifted
 from collapipe_flwr.federation.example_counts import (
     check_possible,
     check_weight,
     counted_examples,
+    weighing,
     with_examples,
 )
 from collapipe_flwr.federation.messages import (
@@ -65,8 +67,11 @@ class OpenRound:
         split: SplitRound | None,
         accepted: AcceptedRounds,
         personal: PersonalArrays,
+        *,
+        waits_for_late: bool = False,
     ) -> None:
         self.plan = plan
+        self._waits_for_late = waits_for_late
         self.template = template
         self._hidden = split.model.hidden_keys if split is not None else frozenset[str]()
         self.sent: list[Sent] = []
@@ -85,10 +90,14 @@ class OpenRound:
         """Sort the replies; one that cannot be used becomes an error for the inner strategy."""
         closed = ClosedRound(plan=self.plan, before=self.template, sent=self.sent)
         for reply, sent in self._attributed(replies):
+            if sent is not None and self._is_late(reply):
+                closed.late.append(sent)
+                continue
             shown = reply if sent is None else self._receive(reply, sent, weighted_by, closed)
             closed.replies.append(shown)
         for sent in self.sent:
-            if sent.cluster_id not in closed.models and sent.cluster_id not in closed.failures:
+            unheard = sent.cluster_id not in closed.models.keys() | closed.failures.keys()
+            if unheard and sent not in closed.late:
                 closed.failures[sent.cluster_id] = "no reply before the round's timeout"
         return closed
 
@@ -101,8 +110,8 @@ class OpenRound:
 
         One that was late by plan is no loss: the next round waits longer for it.
         """
-        late = (r for r in closed.replies if r.has_error() and r.error.code == LATE)
-        if not self.sent or closed.models or any(late):
+        late = any(r.has_error() and r.error.code == LATE for r in closed.replies)
+        if not self.sent or closed.models or closed.late or late:
             return ""
         cluster_id, why = next(iter(closed.failures.items()))
         return (
@@ -110,18 +119,55 @@ class OpenRound:
             f"first {cluster_id}: {why}"
         )
 
-    def accept(self, closed: ClosedRound) -> None:
-        """Count the replies as part of the global model: clusters continue from this round."""
-        for cluster_id, model in closed.models.items():
-            if self._split is not None:
-                self._split.accept(cluster_id)
-                self._personal.keep(cluster_id, model, self._split.model.personal_keys)
-            self._accepted.accept(cluster_id, self.plan.server_round)
+    def receive_late(
+        self, reply: Message, sent: Sent, weighted_by: str, closed: ClosedRound
+    ) -> bool:
+        """Add a reply to this round to one that closes later, see `late_updates`.
 
-    def close(self) -> None:
-        """End the edge sessions."""
+        Whether it can be used; else ``closed`` says why not.
+        """
+        alone = ClosedRound(plan=self.plan, before=self.template, sent=[sent])
+        shown, name = self._receive(reply, sent, weighted_by, alone), sent.cluster_id
+        closed.received_bytes += alone.received_bytes
+        closed.remarks += alone.remarks
+        late_by = closed.plan.server_round - self.plan.server_round
+        if name not in alone.models:
+            closed.failures[name] = f"late by {late_by} rounds: {alone.failures[name]}"
+            return False
+        weight = 1.0 / math.sqrt(1.0 + late_by)
+        moved = shifted(alone.models[name], self.template, closed.before)
+        content = weighing(shown.content, weighted_by, weight)
+        arrays_name = next(iter(content.array_records))
+        content[arrays_name] = viewed(RecordDict({"a": moved}), self._hidden).array_records["a"]
+        closed.replies.append(with_content(shown, content))
+        closed.models[name], closed.examples[name] = moved, weight * alone.examples[name]
+        closed.telemetry |= alone.telemetry
+        closed.remarks.append(f"cluster {name} joins late by {late_by} rounds, weight {weight:.2f}")
+        return True
+
+    def accept(self, closed: ClosedRound) -> None:
+        """Count the replies as part of the global model: clusters continue from this round.
+
+        Those that joined late are accepted one by one.
+        """
+        for sent in self.sent:
+            if sent.cluster_id in closed.models and sent not in closed.late:
+                self.accept_cluster(sent.cluster_id, closed.models[sent.cluster_id])
+
+    def accept_cluster(self, cluster_id: str, model: ArrayRecord) -> None:
+        """Count the reply of one cluster."""
         if self._split is not None:
-            self._split.close()
+            self._split.accept(cluster_id)
+            self._personal.keep(cluster_id, model, self._split.model.personal_keys)
+        self._accepted.accept(cluster_id, self.plan.server_round)
+
+    def close(self, keep: Collection[str] = ()) -> None:
+        """End the edge sessions but those of the clusters to ``keep``."""
+        if self._split is not None:
+            self._split.close(keep)
+
+    def _is_late(self, reply: Message) -> bool:
+        return self._waits_for_late and reply.has_error() and reply.error.code == LATE
 
     def _address(self, message: Message) -> Sent:
         node_id = message.metadata.dst_node_id

@@ -131,6 +131,7 @@ class ClosedRound:
     examples: dict[str, float] = field(default_factory=dict)
     telemetry: dict[str, ClusterTelemetry] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
+    late: list[Sent] = field(default_factory=list)  # who may join a later round
     remarks: list[str] = field(default_factory=list)  # on replies that were used nevertheless
     received_bytes: int = 0
 

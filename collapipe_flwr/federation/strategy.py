@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # whoever only imports the strategy need not wait for torch
 
 log = logging.getLogger("flwr.collapipe")
 CONTINUE, RAISE = "continue", "raise"
+DROP, JOIN = "drop", "join"
 
 
 class CollaPipe(Strategy):
@@ -57,8 +58,11 @@ class CollaPipe(Strategy):
 
     A round in which every client fails is repeated up to ``retries`` times, after ever longer
     pauses. Then it leaves the arrays unchanged, as in Flower; ``on_total_failure="raise"`` ends the
-    run with a RunError instead. Attributes that it lacks are read from the inner strategy, and new
-    ones are set there. Raises ConfigError for what it cannot wrap.
+    run with a RunError instead. With ``late="join"``, replies that the deadline of a grid closed a
+    round without join a later round (`late_updates`).
+
+    Attributes that it lacks are read from the inner strategy, and new ones are set there. Raises
+    ConfigError for what it cannot wrap.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class CollaPipe(Strategy):
         on_round: Callable[[RoundRecord], None] | None = None,
         on_total_failure: str = CONTINUE,
         retries: int | Retries = 0,
+        late: str = DROP,
     ) -> None:
         from collapipe_flwr.federation.hooks import Rounds  # loads torch
 
@@ -81,6 +86,8 @@ class CollaPipe(Strategy):
             raise ConfigError(
                 f"on_total_failure must be {CONTINUE!r} or {RAISE!r}, got {on_total_failure!r}"
             )
+        if late not in (DROP, JOIN):
+            raise ConfigError(f"late must be {DROP!r} or {JOIN!r}, got {late!r}")
         self._rounds = Rounds(
             inner_strategy,
             model=model,
@@ -91,6 +98,7 @@ class CollaPipe(Strategy):
             on_round=on_round,
             raises=on_total_failure == RAISE,
             retries=retries if isinstance(retries, Retries) else Retries(most=retries),
+            joins_late=late == JOIN,
         )
         self.inner_strategy = inner_strategy  # last: new attributes are the inner strategy's now
 
@@ -131,16 +139,20 @@ class CollaPipe(Strategy):
         """
         given = signature(self.inner_strategy.start).bind(*args, **kwargs)
         given.apply_defaults()
-        with self.running(float(given.arguments.get("timeout", DEFAULT_TIMEOUT_S))):
+        timeout_s = float(given.arguments.get("timeout", DEFAULT_TIMEOUT_S))
+        with self.running(timeout_s, int(given.arguments.get("num_rounds", 0))):
             return driver(self.inner_strategy, self).start(*args, **kwargs)
 
-    def running(self, round_timeout_s: float = DEFAULT_TIMEOUT_S) -> AbstractContextManager[None]:
+    def running(
+        self, round_timeout_s: float = DEFAULT_TIMEOUT_S, last_round: int = 0
+    ) -> AbstractContextManager[None]:
         """Hold open what the rounds of a run need: the way to the edge, and its sessions.
 
         :meth:`start` does it; whoever calls the hooks without it has to. A round that is repeated
-        closes after ``round_timeout_s``. Raises LinkError.
+        closes after ``round_timeout_s``, and the ``last_round`` waits as long for late updates.
+        Raises LinkError.
         """
-        return self._rounds.running(round_timeout_s)
+        return self._rounds.running(round_timeout_s, last_round)
 
     def close(self) -> None:
         """End the edge sessions of a round that is still open."""
