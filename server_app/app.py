@@ -61,10 +61,10 @@ def run(grid: Grid, config: AppConfig) -> None:
         with unexpected_as_run_error():
             _train(members, config, learner, planner, recorder, folder)
             _save_model(folder.directory, learner, recorder)
+            recorder.finish()
     except BaseException as error:
-        recorder.finish("failed", str(error) or type(error).__name__)
+        recorder.fail(str(error) or type(error).__name__)
         raise
-    recorder.finish("completed")
 
 
 def _clusters(
@@ -97,6 +97,7 @@ def _recorder(
         story=RunStory(
             metric_name=evaluator.task.metric_name,
             energy_budget_j={} if planner is None else planner.energy_budget_j,
+            rounds_asked=config.run.num_server_rounds,
         ),
         every=config.evaluation.every,
         past=folder.past,
