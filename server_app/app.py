@@ -114,6 +114,8 @@ def _train(
     recorder: RunRecorder,
     folder: RunFolder,
 ) -> None:
+    for sentence in learner.task.skipped.values():
+        recorder.say(sentence)
     weights, drawn = learner.splitter.first_weights(config.run.seed)
     if drawn:
         recorder.say(drawn_sentence(config.model.pretrained, drawn))

@@ -59,12 +59,13 @@ class Preflight:
 
     @property
     def verdict(self) -> str:
-        """One line."""
+        """What it is, then a line for each file of which rows are left out."""
         task, spec = self.learner.task, self.learner.splitter.spec
         found = f"{spec.model_type} of {len(self.model.blocks)} blocks for {spec.task}"
         sizes = f"{len(task.train)} training and {len(task.test)} test examples"
         devices = sum(len(cluster.devices) for cluster in self.clusters)
-        return f"{found}, {sizes}, {len(self.clusters)} clusters of {devices} devices in all"
+        what = f"{found}, {sizes}, {len(self.clusters)} clusters of {devices} devices in all"
+        return "\n".join((what, *task.skipped.values()))
 
 
 def preflight(
@@ -176,8 +177,8 @@ def check_disk(config: AppConfig, run_dir: Path | None, model: ModelProfile) -> 
     free = shutil.disk_usage(_existing(folder)).free
     if free < needed:
         raise ConfigError(
-            f'output-dir "{folder}" has {free / 1e6:.0f} MB free, but the model and its '
-            f"checkpoints take {needed / 1e6:.0f} MB: make room, choose another folder, or set "
+            f'output-dir "{folder}" has {free / 1e6:.1f} MB free, but the model and its '
+            f"checkpoints take {needed / 1e6:.1f} MB: make room, choose another folder, or set "
             "checkpoint-every=0"
         )
 

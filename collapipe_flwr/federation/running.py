@@ -112,7 +112,8 @@ class Attempt:
             found = process.stdout.read()
         if process.returncode:
             raise SystemExit(process.returncode)
-        self._screen.say(found.strip())
+        for line in found.splitlines():
+            self._screen.say(line)
 
     def stopping(self) -> str:
         """The answer to a signal: where the run stops and how it goes on."""
