@@ -70,10 +70,10 @@ def run(grid: Grid, config: AppConfig) -> None:
         with _saying_how_to_resume(folder), unexpected_as_run_error():
             _train(members, config, learner, planner, recorder, folder)
             _save_model(folder.directory, learner, recorder)
+            recorder.finish()
     except BaseException as error:
-        recorder.finish("failed", str(error) or type(error).__name__)
+        recorder.fail(str(error) or type(error).__name__)
         raise
-    recorder.finish("completed")
 
 
 @contextmanager
@@ -130,6 +130,7 @@ def _recorder(
         story=RunStory(
             metric_name=evaluator.task.metric_name,
             energy_budget_j={} if planner is None else planner.energy_budget_j,
+            rounds_asked=config.run.num_server_rounds,
         ),
         every=config.evaluation.every,
         past=folder.past,
@@ -146,6 +147,8 @@ def _train(
     recorder: RunRecorder,
     folder: RunFolder,
 ) -> None:
+    for sentence in learner.task.skipped.values():
+        recorder.say(sentence)
     weights, drawn = learner.splitter.first_weights(config.run.seed)
     if drawn:
         recorder.say(drawn_sentence(config.model.pretrained, drawn))
