@@ -132,6 +132,8 @@ def evaluate_chain(
     embedding = splitter.build_embedding(order.weights)
     optimizer = Optimizer(order.learning.optimizer, embedding.named_parameters())
     taken, generates = tuple(batches), wanted is not None and wanted.generates(splitter.decodes)
+    if generates:  # a text stays on the devices that keep its hidden states
+        order = order.without_replicas
     predict = "" if wanted is None or generates else wanted.kind
     with fleet.chain(splitter, order) as chain:
         first = FirstStage(embedding, optimizer, order.settings(0), downstream=chain.link)

@@ -12,7 +12,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from collapipe_flwr.cluster.fleet import CONTROL_UNIT, RoundOrder, Segments
+from collapipe_flwr.cluster.fleet import RoundOrder, Segments
+from collapipe_flwr.cluster.wires import CONTROL_UNIT
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.core.errors import ConfigError, FrozenWanted, LinkError
 from collapipe_flwr.core.links import Heartbeat, LinkConfig
