@@ -124,13 +124,22 @@ class NextHop:
 class Placement:
     """What a device holds, and what follows it.
 
-    `blocks` are the first one and the one behind the last. `tx_power_w` is the planned power of the
-    device's radio (None: as it is).
+    `blocks` are the first one and the one behind the last. Where the next stage has replicas,
+    micro-batches alternate among `next_hop` and `more_hops`; where this one has, `sibling` is the
+    replica before this one. `tx_power_w` is the planned power of the device's radio (None: as it
+    is).
     """
 
     blocks: tuple[int, int]
     next_hop: NextHop
     tx_power_w: float | None = None
+    more_hops: tuple[NextHop, ...] = ()
+    sibling: NextHop | None = None
+
+    @property
+    def next_hops(self) -> tuple[NextHop, ...]:
+        """In the order in which micro-batches take them."""
+        return (self.next_hop, *self.more_hops)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
