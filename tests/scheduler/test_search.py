@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,14 +66,17 @@ def test_many_clusters_are_searched_as_well_as_single_ones() -> None:
     assert warm.objective < 1.02 * found.objective
 
 
-def a_planner(queues: bool, seed: int = 5) -> Planner:
-    size = SearchSize(clusters=3, devices=4, blocks=6, seeds=range(1))
+def a_planner(queues: bool, seed: int = 5, **mode: Any) -> Planner:
+    size = SearchSize(clusters=3, devices=4, blocks=6, seeds=range(1), **mode)
     return search_planner(size, seed, queues)
 
 
-def test_rivals_price_as_the_cost_model_does() -> None:
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_rivals_price_as_the_cost_model_does(schedule: str, recompute: bool) -> None:
+    """Under 1F1B as its lower bound, which is what the search goes by."""
     for queues in (False, True):
-        planner = a_planner(queues)
+        planner = a_planner(queues, schedule=schedule, recompute=recompute)
         costs = PlainCosts(planner)
         rows = climb(costs, Budget(starts=1, climbs=20, pairs=2), np.random.default_rng(0)).rows
         for start in range(6):
