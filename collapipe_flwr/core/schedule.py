@@ -173,6 +173,12 @@ def build_schedule(
     return schedule
 
 
+def textbook_depths(replicas: Sequence[int]) -> tuple[int, ...]:
+    """Warm-up depths of 1F1B, of every replica: a micro-batch per worker from here to the edge."""
+    ahead_of_edge = reversed(list(accumulate(reversed(replicas))))
+    return tuple(-(-most // own) for most, own in zip(ahead_of_edge, replicas, strict=True))
+
+
 def unchecked_schedule(
     name: str, depths: Sequence[int], micro_batches: int, replicas: Sequence[int] = ()
 ) -> Schedule:

@@ -51,14 +51,15 @@ class ClusterTelemetry:
         Where a device was lost, another was the last; the edge knows what all of them sent.
         """
         hops = [report.sent_down.bytes + report.received_down.bytes for report in self.reports]
-        edge = self.edge
+        edge, beside = self.edge, sum(report.sent_beside_bytes for report in self.reports)
         last = edge.sent_up.bytes + edge.received_up.bytes if edge else sum(hops[-1:])
-        return {D2D: sum(hops) - last, D2E: last}
+        return {D2D: sum(hops) - last + beside, D2E: last}
 
     def links(self, plan: ClusterPlan, *, paced: bool) -> tuple[LinkReport, ...]:
         """The hops of ``plan``, with its rates where senders kept to them (``paced``).
 
-        None where the round ran over several chains.
+        None where the round ran over several chains, or stages had replicas: a hop is several
+        links then, and rates of single ones are not told apart.
         """
         names = [report.name for report in self.reports[1:]]
         if self.edge is None or names != [segment.device_id for segment in plan.segments]:

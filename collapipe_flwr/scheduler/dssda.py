@@ -219,7 +219,7 @@ def usable_plans(last: Plan | None, snapshot: Snapshot) -> tuple[ClusterPlan, ..
         if profile is None:
             return False
         names = {device.device_id for device in profile.devices}
-        return all(segment.device_id in names for segment in plan.segments)
+        return names.issuperset(plan.device_ids)
 
     return () if last is None else tuple(c for c in last.clusters if stands(c))
 
