@@ -173,10 +173,14 @@ def build_schedule(
     return schedule
 
 
-def textbook_depths(replicas: Sequence[int]) -> tuple[int, ...]:
-    """Warm-up depths of 1F1B, of every replica: a micro-batch per worker from here to the edge."""
-    ahead_of_edge = reversed(list(accumulate(reversed(replicas))))
-    return tuple(-(-most // own) for most, own in zip(ahead_of_edge, replicas, strict=True))
+def textbook_depths(replicas: Sequence[int], slack: int = 0) -> tuple[int, ...]:
+    """Warm-up depths of 1F1B, of every replica: a micro-batch per worker from here to the edge.
+
+    With ``slack`` every stage has so many more in flight than the one behind it.
+    """
+    behind = list(accumulate(reversed(replicas)))
+    flights = reversed([most + slack * place for place, most in enumerate(behind)])
+    return tuple(-(-most // own) for most, own in zip(flights, replicas, strict=True))
 
 
 def unchecked_schedule(

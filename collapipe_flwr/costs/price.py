@@ -60,7 +60,7 @@ def price(plan: Plan, snapshot: Snapshot, options: PricingOptions | None = None)
     chain = _chain(plan, snapshot, options or PricingOptions())
     powers = planned_powers(chain, plan.clusters)
     times = achieved_times(chain, plan.clusters, powers)
-    depths = [c.warmup_depth for c in plan.clusters]
+    depths = [_depths_alone(c) for c in plan.clusters]
     step_s = planned_makespan_s(chain, times, depths)
     clusters = price_clusters(chain, price_rows(chain, times, powers).energy_j, depths, step_s)
     clusters = tuple(
@@ -91,6 +91,12 @@ def price_clusters(
             )
         )
     return tuple(clusters)
+
+
+def _depths_alone(plan: ClusterPlan) -> Depths:
+    """Of the first device of every stage; where there are others, such as never block."""
+    shared = max(plan.replicas) > 1
+    return (plan.micro_batches,) * len(plan.warmup_depth) if shared else plan.warmup_depth
 
 
 def with_replicas(

@@ -13,7 +13,7 @@ every stage, in such a way that any two neighbours stand next to each other in o
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -30,7 +30,12 @@ from collapipe_flwr.costs.layouts import (
     segment_sums,
     with_codecs,
 )
-from collapipe_flwr.costs.radio import codec_index, rate_bit_per_s, send_time_s
+from collapipe_flwr.costs.radio import (
+    codec_index,
+    power_for_time_w,
+    rate_bit_per_s,
+    send_time_s,
+)
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.work import (
     OPTIMISER_FLOP_PER_BYTE,
@@ -50,10 +55,12 @@ class ReplicatedCosts:
     latency_s: float
     step_s: float
     exchange_s: float  # of one step
+    slowest_stage: int  # the place of the segment whose share of a step takes longest
     energy_j: dict[str, float]  # of members with work
     memory_bytes: dict[str, int]
     room_bytes: dict[str, float]  # that plans may use
-    rates: Array  # (K + 1, 2) bits per second of every hop, that of its slowest pair
+    hop_s: Array  # (K + 1, 2) of a payload, there and back, over the slowest pair of every hop
+    rates: Array  # (K + 1, 2) bits per second
 
     @property
     def fits(self) -> bool:
@@ -66,6 +73,13 @@ def price_replicated(
 ) -> ReplicatedCosts:
     """Price the plan of cluster ``m``, whose devices are all there."""
     return _Pricing(tables, m, plan, options).costs()
+
+
+def thrifty(
+    tables: Tables, m: int, plan: ClusterPlan, options: PricingOptions, hop_s: Array
+) -> ClusterPlan:
+    """The plan with the least powers that keep its hops to ``hop_s``, (K + 1, 2), if any do."""
+    return _Pricing(tables, m, plan, options).with_hops_of(hop_s)
 
 
 class _Pricing:
@@ -94,16 +108,43 @@ class _Pricing:
             sum(map(sum, self._exchanges(s))) for s in range(1, len(self.replicas) - 1)
         )
         step_s = self._step_s(hop_s)
+        need, room = self._memory()
         fixed_s = float(server_s(self.tables, self.chain.rows)[0]) + handed + collected
         working_s = step_s + exchange_s + self._optimiser_s()
         return ReplicatedCosts(
             latency_s=fixed_s + self.steps * working_s,
             step_s=step_s,
             exchange_s=exchange_s,
+            slowest_stage=max(range(1, len(self.replicas) - 1), key=self._busy_s) - 1,
             energy_j=self._energy_j(handed, back),
+            hop_s=hop_s,
             rates=np.array(self.chain.hops.bits * self.chain.hops.share)[0, :, None] / hop_s,
-            **self._memory(),
+            memory_bytes=need,
+            room_bytes=room,
         )
+
+    def with_hops_of(self, hop_s: Array) -> ClusterPlan:
+        """A sender that reaches several replicas has the power for the worst of them."""
+        chain, last = self.chain, len(self.replicas) - 1
+        width = hop_bandwidth_hz(chain, np.full(len(chain.rows), self.plan.bandwidth_hz))
+        need = power_for_time_w(
+            chain.hops.bits[:, :, None],
+            width[:, :, None],
+            chain.noise_over_gain[:, :, None],
+            hop_s[None],
+        )
+        need = np.minimum(need, chain.power_max_w)
+        ahead: dict[str, float] = {}
+        back: dict[str, float] = {}
+        for hop, meetings in enumerate(self.meetings):
+            for sender, receiver in meetings:
+                found = need[self._variant(hop, sender, receiver), hop]
+                name = self._name(hop, sender)
+                ahead[name] = max(ahead.get(name, 0.0), float(found[0]))
+                if hop + 1 < last:
+                    name = self._name(hop + 1, receiver)
+                    back[name] = max(back.get(name, 0.0), float(found[1]))
+        return replace(self.plan, tx_power_w=ahead, gradient_power_w=back)
 
     # -- variants ---------------------------------------------------------------------------
 
@@ -182,6 +223,16 @@ class _Pricing:
         found = [self.times[self._variant(hop, *pair), hop] for pair in self.meetings[hop]]
         there, home = np.max(found, axis=0).tolist()
         return there, home
+
+    def _busy_s(self, stage: int) -> float:
+        """Seconds of a step in which the busiest replica computes."""
+        chain = self.chain
+        return max(
+            self._own(stage, r)
+            * float(chain.forward_stage_s[v, stage] + chain.backward_stage_s[v, stage])
+            for r in range(self.replicas[stage])
+            if (v := self._variant(stage, r)) >= 0
+        )
 
     # -- seconds ----------------------------------------------------------------------------
 
@@ -274,7 +325,8 @@ class _Pricing:
         flop += OPTIMISER_FLOP_PER_BYTE * (self._parameters(stage) if stage else embedding)
         return self.steps * per_flop * flop
 
-    def _memory(self) -> dict[str, dict[str, float]]:
+    def _memory(self) -> tuple[dict[str, int], dict[str, float]]:
+        """Peak bytes of every member, and those that plans may use."""
         chain, depths = self.chain, self.plan.warmup_depth
         flight = np.tile(np.array(depths, dtype=np.float64), (len(chain.rows), 1))
         for variant, stage in np.ndindex(*flight.shape):
@@ -283,7 +335,5 @@ class _Pricing:
         need = peak_bytes(self.tables, chain.rows, self.options, flight)
         room = capacity_bytes(self.tables, chain.rows, self.options)
         places = {self._name(s, r): (self._variant(s, r), s) for s, r in [(0, 0), *self._devices()]}
-        return {
-            "memory_bytes": {name: int(need[place]) for name, place in places.items()},
-            "room_bytes": {name: float(room[place]) for name, place in places.items()},
-        }
+        peak = {name: int(need[place]) for name, place in places.items()}
+        return peak, {name: float(room[place]) for name, place in places.items()}
