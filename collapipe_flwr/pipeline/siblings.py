@@ -9,13 +9,13 @@ gradients (never rounded by a codec) every link of the line carries one copy eac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from collapipe_flwr.core.errors import ProtocolError
+from collapipe_flwr.core.errors import ModelError, ProtocolError
 from collapipe_flwr.pipeline.link import Frame, FrameKind, Link
 
 PIECE_BYTES = 4 * 2**20
@@ -38,6 +38,7 @@ class Siblings:
 
     ahead: Link | None = None
     behind: Link | None = None
+    _buffers: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def sent_bytes(self) -> int:
@@ -64,6 +65,19 @@ class Siblings:
             if self.behind is not None:
                 # A copy: links in memory hand the tensors over, and the gradients are to change.
                 send(self.behind, _frame(parameters, piece, step, number, copy=True))
+
+    def check(self, part: nn.Module) -> None:
+        """Remember the part's buffers; raise ModelError where they are others than before.
+
+        What layers learn besides gradients would be different on every replica.
+        """
+        for name, buffer in part.named_buffers():
+            known = self._buffers.setdefault(name, buffer.detach().clone())
+            if not torch.equal(known, buffer):
+                raise ModelError(
+                    f"the model changes its buffer {name} while it trains, as running statistics "
+                    "are, so replicas of a stage would differ: set scheduler.replicas = false"
+                )
 
     def close(self, error: str = "") -> None:
         """Close both links."""

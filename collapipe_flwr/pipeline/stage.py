@@ -127,6 +127,8 @@ class Stage(ABC):
         self.part.train(step.train)
         self._stash.clear()
         self._randomness = self._choose_randomness(step)
+        if step.train and self.siblings is not None:
+            self.siblings.check(self.part)
         for action in self._actions(step):
             if action.op is Op.FORWARD:
                 self._forward(step, action.micro_batch)
@@ -315,6 +317,7 @@ class Stage(ABC):
         if step.rows:
             self._return_rows(step)
         if self.siblings is not None:
+            self.siblings.check(self.part)
             named, send, receive = self.optimizer.by_name, self._send, self._receive
             self.siblings.add_up(named, step.index, send, receive)
         with self.recorder.span("optimizer", step.index):

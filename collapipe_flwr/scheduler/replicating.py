@@ -73,7 +73,7 @@ class _Changes:
         """Segments, and which hops of today's plan theirs are."""
         segments, hops = self._now.segments, tuple(range(len(self._now.segments) + 1))
         here = segments[slowest]
-        for name in self._members.keys() - set(self._now.device_ids):
+        for name in (n for n in self._members if n not in self._now.device_ids):
             more = replace(here, replicas=(*here.replicas, name))
             yield (*segments[:slowest], more, *segments[slowest + 1 :]), hops
         for group in _groups(len(segments)):
@@ -83,11 +83,13 @@ class _Changes:
         self, segments: tuple[Segment, ...], hops: tuple[int, ...], now: _Candidate
     ) -> Iterator[_Candidate]:
         """With full depths under GPipe, else deeper ones as long as these gain."""
+        control_unit_w, devices_w = self._full_powers(segments)
         plan = replace(
             self._now,
             segments=segments,
             hops=tuple(self._now.hops[hop] for hop in hops if self._now.hops),
-            **self._full_powers(segments),
+            tx_power_w=control_unit_w | devices_w,
+            gradient_power_w=devices_w,
         )
         if max(plan.replicas) > plan.micro_batches:
             return
@@ -109,12 +111,13 @@ class _Changes:
         for slack in range(MOST_SLACK + 1):
             yield tuple(min(depth, most) for depth in textbook_depths(plan.replicas, slack))
 
-    def _full_powers(self, segments: tuple[Segment, ...]) -> dict[str, dict[str, float]]:
+    def _full_powers(
+        self, segments: tuple[Segment, ...]
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Of the control unit and of the devices; `thrifty` lowers them."""
         full = self._problem.tables.members.power_max_mi[self._m].tolist()
         names = [name for segment in segments for name in segment.device_ids]
-        devices = {name: full[self._members[name]] for name in names}
-        control_unit = self._now.member_ids[0]
-        return {"tx_power_w": {control_unit: full[0], **devices}, "gradient_power_w": devices}
+        return {self._now.member_ids[0]: full[0]}, {n: full[self._members[n]] for n in names}
 
     # -- prices -----------------------------------------------------------------------------
 

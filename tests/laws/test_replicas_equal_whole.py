@@ -22,7 +22,7 @@ from collapipe_flwr.cluster.evaluation import PredictionConfig
 from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder, ThreadFleet
 from collapipe_flwr.cluster.unsplit import evaluate_unsplit
 from collapipe_flwr.core.domain import ClusterPlan
-from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.core.errors import ModelError, ScheduleError
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.core.turns import ALONE
 from collapipe_flwr.host.service import EdgeService
@@ -337,6 +337,18 @@ def test_adapters_train_alike_on_replicas(tmp_path: Path) -> None:
     assert cut_losses == near(losses)
     assert_near(found, expected)
     assert _largest_difference(found, weights) > 1e-3
+
+
+def test_a_part_that_learns_by_other_means_than_gradients_is_refused() -> None:
+    """A mean of what a layer has seen, say, of which each replica would see another part."""
+    part = torch.nn.Linear(2, 2)
+    part.register_buffer("seen", torch.zeros(1))
+    line = siblings.Siblings()
+    line.check(part)
+    line.check(part)
+    part.seen += 1.0
+    with pytest.raises(ModelError, match=r"its buffer seen .* set scheduler.replicas = false"):
+        line.check(part)
 
 
 def test_more_replicas_than_micro_batches_are_refused(splitter: Splitter) -> None:
