@@ -261,6 +261,22 @@ def test_what_a_run_asks_of_stages_holds_for_replicas(
         assert _largest_difference(unbounded, expected) > 1e-3
 
 
+@pytest.mark.parametrize("codec", ["bf16", "int8"])
+def test_codecs_round_hops_alike_and_gradients_between_replicas_never(
+    splitter: Splitter, codec: str
+) -> None:
+    """So the only difference to the same stages without replicas is the order of sums."""
+    weights, cut = splitter.initial_weights(seed=1), CUTS[3]
+    single = replace(cut, replicas=(1, 1), depths=())
+    steps = _steps(splitter, cut, count=1)
+    execution = Execution(codec=codec)
+    _, expected = train_replicated(splitter, weights, single, steps, SGD, execution=execution)
+    _, found = train_replicated(splitter, weights, cut, steps, SGD, execution=execution)
+    assert_near(found, expected)
+    _, exact = train_replicated(splitter, weights, single, steps, SGD)
+    assert _largest_difference(exact, expected) > 1e-5
+
+
 @pytest.mark.parametrize("model_type", ["marian", "bert"])
 def test_dropout_is_that_of_the_micro_batch_whoever_handles_it(model_type: str) -> None:
     dropping = make_splitter(model_type, dropout=0.2)

@@ -7,6 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from collapipe_flwr.core.links import LinkConfig
+from collapipe_flwr.federation.telemetry import ClusterTelemetry, link_samples
+from collapipe_flwr.pipeline.meter import StageReport
 from tests.closeness import assert_near, near
 from tests.laws.test_cluster_equals_whole import (
     ADAMW,
@@ -62,3 +65,39 @@ def test_a_round_on_daemons_equals_the_unsplit_model(cluster: Cluster, cut: OnDa
     assert names == ["control-unit", "A/d0", "A/d1", "A/d2"]
     assert all(report.steps == 2 for report in result.reports)
     assert cluster.sessions() == 0
+
+
+def test_every_two_replicas_that_meet_have_a_link_in_reports(cluster: Cluster) -> None:
+    """And of what one of them sent, each link has its part."""
+    splitter, cut = make_splitter("marian", dropout=0.0), CUTS[1]
+    steps = _steps(splitter, cut, count=2)
+    order = _order(splitter.initial_weights(seed=1), cut, ADAMW)
+    result, _ = cluster.train(splitter, order, steps)
+    plan = replace(cut.plan(), hops=(LinkConfig(),) * 3)
+    first, *others = result.reports
+    told = ClusterTelemetry(
+        cluster_id="A",
+        examples=1,
+        wall_s=1.0,
+        losses=result.losses,
+        reports=result.reports,
+        edge=StageReport(name="edge"),
+    )
+    links = told.links(plan, paced=False)
+    assert [(link.sender, link.receiver) for link in links] == [
+        ("control-unit", "A/d0"),
+        ("A/d0", "A/d1"),
+        ("A/d0", "A/d2"),
+        ("A/d1", "edge"),
+        ("A/d2", "edge"),
+    ]
+    assert links[0].forward.bytes == first.sent_down.bytes > 0
+    shared = links[1].forward.bytes, links[2].forward.bytes
+    assert sum(shared) == pytest.approx(others[0].sent_down.bytes, abs=1)
+    assert shared[0] == pytest.approx(2 * shared[1], abs=1)  # two of three micro-batches
+    assert not list(link_samples(plan, told, paced=False))
+    beside = sum(report.sent_beside_bytes for report in others)
+    assert beside > 0
+    assert told.link_bytes["d2d"] == beside + sum(
+        r.sent_down.bytes + r.received_down.bytes for r in result.reports
+    )
