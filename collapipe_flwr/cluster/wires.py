@@ -45,6 +45,7 @@ class Wires:
         return Siblings(
             ahead=self._line(stage, replica - 1)[1] if replica else None,
             behind=None if is_last else self._line(stage, replica)[0],
+            place=replica,
         )
 
     def _pair(self, hop: int, sender: int, receiver: int) -> tuple[Link, Link]:

@@ -39,6 +39,15 @@ class Turn:
 
 
 ALONE = Turn()
+PIECE_BYTES = 4 * 2**20  # of the gradients that replicas exchange
+
+
+def pieces_ahead(replica: int) -> int:
+    """How many more a replica passes up its line before it waits for the first total.
+
+    As many as are on their way to the first replica and back; that one never waits.
+    """
+    return max(2 * replica - 1, 0)
 
 
 def turns(replicas: int) -> tuple[Turn, ...]:

@@ -3,8 +3,8 @@
 A replica does a share of its stage's micro-batches, and all of the optimiser's work. The hops of a
 plan stay one channel each: whichever replicas it joins, it carries one payload at a time, and is as
 slow as the slowest of them. At the end of a step the gradients of a stage pass up and down the line
-of its replicas (`pipeline.siblings`) at full power, for all stages at once; their seconds count as
-if none began before the pipeline's last action, and no piece before the one ahead had arrived.
+of its replicas in pieces (`pipeline.siblings`) at full power, for all stages at once; their seconds
+count as if none began before the pipeline's last action.
 
 Times, energies and memories come from rows of the common tables: each variant picks one replica of
 every stage, in such a way that any two neighbours stand next to each other in one of them.
@@ -12,7 +12,9 @@ every stage, in such a way that any two neighbours stand next to each other in o
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -20,7 +22,7 @@ import numpy as np
 
 from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.core.replay import StepTimes, replay
-from collapipe_flwr.core.turns import turns
+from collapipe_flwr.core.turns import PIECE_BYTES, pieces_ahead, turns
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import chain_of, hop_bandwidth_hz
 from collapipe_flwr.costs.layouts import (
@@ -82,6 +84,17 @@ def thrifty(
     return _Pricing(tables, m, plan, options).with_hops_of(hop_s)
 
 
+def exchange_s(legs: Sequence[float], size_bytes: float) -> float:
+    """Seconds in which ``size_bytes`` pass a line; each of ``legs``, up and down, takes so long.
+
+    In n equal pieces they are a flow shop, exactly so for two replicas. Of more, each that stands
+    between others passes a total on after some later pieces (`pieces_ahead`): an upper bound.
+    """
+    pieces = max(math.ceil(size_bytes / PIECE_BYTES), 1)
+    late = sum(pieces_ahead(replica) for replica in range(1, len(legs) // 2))
+    return (sum(legs) + (pieces - 1 + min(late, pieces - 1)) * max(legs)) / pieces
+
+
 class _Pricing:
     """One plan; stages are numbered from the control unit (0) to the edge (K + 1)."""
 
@@ -104,9 +117,7 @@ class _Pricing:
         out, back = hand_out_s(self.tables, self.chain.rows)
         handed = sum(float(out[self._variant(s, r), s - 1]) for s, r in self._devices())
         collected = float(back[0].sum())
-        exchange_s = max(
-            sum(map(sum, self._exchanges(s))) for s in range(1, len(self.replicas) - 1)
-        )
+        exchange_s = max(self._exchange_s(stage) for stage in range(1, len(self.replicas) - 1))
         step_s = self._step_s(hop_s)
         need, room = self._memory()
         fixed_s = float(server_s(self.tables, self.chain.rows)[0]) + handed + collected
@@ -269,6 +280,13 @@ class _Pricing:
             return float(send_time_s(bits / share, width, snr))
 
         return [(seconds(b, a), seconds(a, b)) for a, b in pairwise(line)]
+
+    def _exchange_s(self, stage: int) -> float:
+        """Of all pieces up and down the line; half-duplex links carry them one after the other."""
+        legs = [seconds for pair in self._exchanges(stage) for seconds in pair]
+        if self.options.half_duplex or not legs:
+            return sum(legs)
+        return exchange_s(legs, self._parameters(stage))
 
     def _optimiser_s(self) -> float:
         """Of a step, one stage after the other; a stage takes as long as its slowest replica."""

@@ -362,7 +362,7 @@ class EdgeService:
             siblings = None
             if config.turn.replicas > 1:
                 ahead = connected(placement.sibling) if placement.sibling is not None else None
-                siblings = Siblings(ahead, behind)
+                siblings = Siblings(ahead, behind, config.turn.replica)
             downstream = fan_of([connected(hop) for hop in placement.next_hops], config.turn)
             ends = {"upstream": upstream, "downstream": downstream}
             yield MiddleStage(part, optimizer, config, siblings=siblings, **ends)

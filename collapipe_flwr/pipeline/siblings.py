@@ -1,9 +1,10 @@
 """The replicas of a stage add up their gradients, once per step and before anything reads them.
 
 They stand in a line. Sums of pieces pass from the last replica up to the first, which has the
-total then, and the total passes back down. All replicas end up with the same bits, so they take the
-same optimizer step and stay equal; their sum is that of the unsplit model in another order. Of the
-gradients (never rounded by a codec) every link of the line carries one copy each way.
+total then, and totals pass back down while later pieces are still on their way up. All replicas end
+up with the same bits, so they take the same optimizer step and stay equal; their sum is that of the
+unsplit model in another order. Of the gradients (never rounded by a codec) every link of the line
+carries one copy each way, and no link holds more than a few pieces.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ModelError, ProtocolError
+from collapipe_flwr.core.turns import PIECE_BYTES, pieces_ahead
 from collapipe_flwr.pipeline.link import Frame, FrameKind, Link
 
-PIECE_BYTES = 4 * 2**20
 MOST_TENSORS = 64  # of a frame
 _SUM = "sum/"  # no codec knows tensors of this name
 
@@ -32,12 +33,20 @@ class _Slice(NamedTuple):
     stop: int  # of the flat gradient
 
 
+Piece = tuple[_Slice, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Siblings:
-    """The links to the neighbours in the line; `ahead` is nearer to the first replica."""
+    """The links to the neighbours in the line; `ahead` is nearer to the first replica.
+
+    `place` is 0 at the front. No replica may wait for a total that needs a piece which one behind
+    it sends only after it has the total: the further back, the later totals are waited for.
+    """
 
     ahead: Link | None = None
     behind: Link | None = None
+    place: int = 0
     _buffers: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -49,22 +58,46 @@ class Siblings:
         self, parameters: Mapping[str, Tensor], step: int, send: Send, receive: Receive
     ) -> None:
         """Give every parameter the gradient summed over all replicas; None where none has one."""
-        pieces = list(pieces_of(parameters))
-        for number, piece in enumerate(pieces):
-            if self.behind is not None:
-                frame = receive(self.behind, FrameKind.SUM, step, number)
-                for part, found in _taken(frame, piece, self.behind):
-                    _flat(parameters[part.name], make=True)[part.start : part.stop].add_(found)
-            if self.ahead is not None:
-                send(self.ahead, _frame(parameters, piece, step, number))
-        for number, piece in enumerate(pieces):
-            if self.ahead is not None:
-                frame = receive(self.ahead, FrameKind.SUM, step, number)
-                for part, found in _taken(frame, piece, self.ahead):
-                    _flat(parameters[part.name], make=True)[part.start : part.stop].copy_(found)
-            if self.behind is not None:
-                # A copy: links in memory hand the tensors over, and the gradients are to change.
-                send(self.behind, _frame(parameters, piece, step, number, copy=True))
+        pieces = list(enumerate(pieces_of(parameters)))
+        late = [None] * pieces_ahead(self.place)
+        for up, down in zip([*pieces, *late], [*late, *pieces], strict=True):
+            if up is not None:
+                self._pass_up(parameters, step, *up, send, receive)
+            if down is not None:
+                self._pass_down(parameters, step, *down, send, receive)
+
+    def _pass_up(
+        self,
+        parameters: Mapping[str, Tensor],
+        step: int,
+        number: int,
+        piece: Piece,
+        send: Send,
+        receive: Receive,
+    ) -> None:
+        if self.behind is not None:
+            frame = receive(self.behind, FrameKind.SUM, step, number)
+            for part, found in _taken(frame, piece, self.behind):
+                _flat(parameters[part.name], make=True)[part.start : part.stop].add_(found)
+        if self.ahead is not None:
+            send(self.ahead, _frame(parameters, piece, step, number))
+
+    def _pass_down(
+        self,
+        parameters: Mapping[str, Tensor],
+        step: int,
+        number: int,
+        piece: Piece,
+        send: Send,
+        receive: Receive,
+    ) -> None:
+        if self.ahead is not None:
+            frame = receive(self.ahead, FrameKind.SUM, step, number)
+            for part, found in _taken(frame, piece, self.ahead):
+                _flat(parameters[part.name], make=True)[part.start : part.stop].copy_(found)
+        if self.behind is not None:
+            # A copy: links in memory hand the tensors over, and the gradients are to change.
+            send(self.behind, _frame(parameters, piece, step, number, copy=True))
 
     def check(self, part: nn.Module) -> None:
         """Remember the part's buffers; raise ModelError where they are others than before.
@@ -86,7 +119,7 @@ class Siblings:
                 link.close(error)
 
 
-def pieces_of(parameters: Mapping[str, Tensor]) -> Iterator[tuple[_Slice, ...]]:
+def pieces_of(parameters: Mapping[str, Tensor]) -> Iterator[Piece]:
     """The gradients cut into what a frame takes, in the same way on every replica."""
     piece: list[_Slice] = []
     size = 0
@@ -106,7 +139,7 @@ def pieces_of(parameters: Mapping[str, Tensor]) -> Iterator[tuple[_Slice, ...]]:
 
 def _frame(
     parameters: Mapping[str, Tensor],
-    piece: tuple[_Slice, ...],
+    piece: Piece,
     step: int,
     number: int,
     *,
@@ -122,9 +155,7 @@ def _frame(
     return Frame(kind=FrameKind.SUM, step=step, micro_batch=number, tensors=tensors)
 
 
-def _taken(
-    frame: Frame, piece: tuple[_Slice, ...], source: Link
-) -> Iterator[tuple[_Slice, Tensor]]:
+def _taken(frame: Frame, piece: Piece, source: Link) -> Iterator[tuple[_Slice, Tensor]]:
     """What a frame holds of a piece. Raises ProtocolError where it holds anything else."""
     parts = {_SUM + part.name: part for part in piece}
     for name, tensor in frame.tensors.items():

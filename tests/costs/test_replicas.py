@@ -14,9 +14,9 @@ from collapipe_flwr.core.domain import ClusterPlan, Plan, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.replay import StepTimes, replay
 from collapipe_flwr.core.schedule import Action, Op, textbook_depths, unchecked_schedule
-from collapipe_flwr.core.turns import Turn, turns
+from collapipe_flwr.core.turns import PIECE_BYTES, Turn, pieces_ahead, turns
 from collapipe_flwr.costs.price import price, with_rates
-from collapipe_flwr.costs.replicas import price_replicated
+from collapipe_flwr.costs.replicas import exchange_s, price_replicated
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.costs.work import OPTIMISER_FLOP_PER_BYTE, PricingOptions
 from collapipe_flwr.scheduler.policies import make_scheduler
@@ -104,6 +104,56 @@ def test_a_replay_with_replicas_is_what_another_simulation_says(
     depths = (count,) * len(replicas) if deep else textbook_depths(replicas)
     found = replay(times, depths, count).makespan_s
     assert found == pytest.approx(_simulated(times, depths, count), rel=1e-12)
+
+
+def _exchanged_s(up: list[float], down: list[float], pieces: int) -> float:
+    """When the last replica of a line has the last total; a leg carries one piece at a time."""
+    last = len(up)
+    todo = {
+        replica: [
+            (way, number)
+            for turn in range(pieces + pieces_ahead(replica))
+            for way, number in (("up", turn), ("down", turn - pieces_ahead(replica)))
+            if 0 <= number < pieces
+        ]
+        for replica in range(last + 1)
+    }
+    there: dict[tuple[str, int, int], float] = {}  # way, receiver, piece
+    now, free = dict.fromkeys(todo, 0.0), {}
+    while any(todo.values()):
+        for replica, work in todo.items():
+            while work:
+                way, number = work[0]
+                source, target = (1, -1) if way == "up" else (-1, 1)
+                if 0 <= replica + source <= last:
+                    if (way, replica, number) not in there:
+                        break
+                    now[replica] = max(now[replica], there[way, replica, number])
+                if 0 <= replica + target <= last:
+                    leg = (way, min(replica, replica + target))
+                    free[leg] = max(free.get(leg, 0.0), now[replica])
+                    free[leg] += (up if way == "up" else down)[leg[1]]
+                    there[way, replica + target, number] = free[leg]
+                work.pop(0)
+    return max(now.values())
+
+
+@given(
+    legs=st.lists(st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)), min_size=1, max_size=4),
+    pieces=st.integers(1, 40),
+)
+def test_the_exchange_takes_as_long_as_its_price(
+    legs: list[tuple[float, float]], pieces: int
+) -> None:
+    """Exactly for two replicas, at most for more, by a simulation of what every replica does."""
+    up, down = ([leg[way] for leg in legs] for way in (0, 1))
+    price = exchange_s([pieces * s for s in (*up, *down)], pieces * PIECE_BYTES)
+    found = _exchanged_s(up, down, pieces)
+    if len(legs) == 1:
+        assert found == pytest.approx(price, rel=1e-9)
+    least = sum(up) + sum(down) + (pieces - 1) * max(*up, *down)
+    assert least * (1 - 1e-9) <= found <= price * (1 + 1e-9)
+    assert price <= least + (len(legs) - 1) ** 2 * max(*up, *down) + 1e-9
 
 
 SETTINGS = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(8,), schedule="1f1b")
