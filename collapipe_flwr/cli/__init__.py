@@ -10,7 +10,7 @@ import typer
 from collapipe_flwr.cli.bench import bench
 from collapipe_flwr.cli.cluster import certs, clusters
 from collapipe_flwr.cli.generate import generate
-from collapipe_flwr.cli.hosting import device, edge
+from collapipe_flwr.cli.hosting import control_unit, device, edge
 from collapipe_flwr.cli.profile import profile
 from collapipe_flwr.cli.run import compare, run
 from collapipe_flwr.cli.simulate import simulate
@@ -23,7 +23,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (run, compare, edge, generate, device, certs, profile, simulate):
+for command in (run, compare, edge, control_unit, generate, device, certs, profile, simulate):
     app.command()(command)
 # Arguments, `--help` among them, are for the app in benchmarks/.
 app.command(
