@@ -26,6 +26,7 @@ from collapipe_flwr.federation.deadline import DeadlineGrid, RoundClock
 from collapipe_flwr.federation.learner import Evaluator, Learner, drawn_sentence, make_learner
 from collapipe_flwr.federation.members import Members, discover_clusters
 from collapipe_flwr.federation.planner import ScheduledRounds
+from collapipe_flwr.federation.polling import polling
 from collapipe_flwr.federation.recorder import RunFolder, RunRecorder, open_run
 from collapipe_flwr.federation.records import task_config
 from collapipe_flwr.federation.resuming import Checkpointed
@@ -51,7 +52,7 @@ def main(grid: Grid, context: Context) -> None:
     """Run to the end; a failure is one sentence in the log and in the run's summary."""
     try:
         with unexpected_as_run_error():
-            run(grid, parse(context.run_config))
+            run(polling(grid), parse(context.run_config))
     except CollaPipeError as error:
         log.error("%s", error)
         raise

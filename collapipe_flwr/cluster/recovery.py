@@ -27,8 +27,9 @@ from itertools import count
 from typing import Protocol, TypeVar
 
 from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig, generate_texts
-from collapipe_flwr.cluster.fleet import CONTROL_UNIT, Fleet, RoundOrder
+from collapipe_flwr.cluster.fleet import Fleet, RoundOrder
 from collapipe_flwr.cluster.suspects import Suspects
+from collapipe_flwr.cluster.wires import CONTROL_UNIT
 from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
 from collapipe_flwr.core.errors import Blame, InfeasibleError, LinkError, MemberFailed
 from collapipe_flwr.costs.work import PricingOptions

@@ -170,8 +170,9 @@ class Stage(ABC):
             self._stash.clear()
             self._sent.clear()
             self.optimizer.zero_grad()
-            for neighbour in filter(None, (self.upstream, self.downstream, self.siblings)):
-                neighbour.close(told(error, self.settings.name))
+            for neighbour in (self.upstream, self.downstream, self.siblings):
+                if neighbour is not None:
+                    neighbour.close(told(error, self.settings.name))
             raise
 
     def _actions(self, step: Step) -> tuple[Action, ...]:
