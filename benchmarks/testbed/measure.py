@@ -33,6 +33,7 @@ FEDERATION = (
 VERSIONS = ("collapipe-flwr", "flwr", "torch", "transformers", "grpcio")
 PREPARED = 3  # steps before the first run
 WARM = "uniform"  # its first round has every device load what it needs
+ALONE = "fedavg"  # one device of a cluster trains all blocks: what budgets are shares of
 Json = dict[str, Any]
 Tick = Callable[[str], None]
 
@@ -56,13 +57,16 @@ def measure(
         tick("warm")
         brake = bed.slow_down()
         figures = bed.check(WIDTH)
+        alone = replace(training, rounds=1, policies=(ALONE,))
+        solo = _run(bed, alone, ALONE, training.seed, folder / "alone", lambda _: None)
+        measured = replace(training, energy_share=training.energy_share * solo.alone_over_model)
         tick("checked")
         runs = [
-            _run(bed, training, policy, seed, folder / f"{policy}-{seed}", tick)
+            _run(bed, measured, policy, seed, folder / f"{policy}-{seed}", tick)
             for policy, seed in turns(training)
         ]
         shaping = {"links": bed.links, "brake": brake}
-    settings = settings_json(clusters, training, slow, figures) | {"shaping": shaping}
+    settings = settings_json(clusters, measured, slow, figures) | {"shaping": shaping}
     speeds = {
         f"{name}/{member.name}": member.speed_flop_per_s or 0.0
         for name, found in figures.items()

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks.data_plane.crew import BenchError
@@ -33,6 +34,7 @@ class Run:
     seed: int
     rounds: tuple[Round, ...]
     budget_j: Mapping[str, float]
+    energy_share: float
     memory: Mapping[str, Memory]
     useful_flop: float
     busy_share: float
@@ -52,6 +54,16 @@ class Run:
         means = {name: self._mean_j(name) / j for name, j in self.budget_j.items() if j > 0}
         return max(means.values())
 
+    @property
+    def alone_over_model(self) -> float:
+        """How many times what operations alone would cost devices with blocks really spend.
+
+        Budgets are shares of that price of all blocks, as `world.energy-share` says; batches of
+        few examples take longer than their operations at the speed of a benchmark.
+        """
+        used = sorted({name for done in self.rounds for name in done.busy_s})
+        return self.energy_share * fmean(self._mean_j(n) / self.budget_j[n] for n in used)
+
     def _mean_j(self, name: str) -> float:
         return sum(done.energy_j.get(name, 0.0) for done in self.rounds) / len(self.rounds)
 
@@ -63,12 +75,16 @@ def read_run(policy: str, seed: int, path: Path, told: Told, busy_share: float) 
     failures = [words for event in events for words in event["failures"]]
     if failures:
         raise BenchError(f"{policy} with seed {seed}: {failures[0]}")
-    summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
+    summary, config = (
+        json.loads((path / f"{name}.json").read_text(encoding="utf-8"))
+        for name in ("summary", "run-config")
+    )
     return Run(
         policy=policy,
         seed=seed,
         rounds=tuple(map(_round, events)),
         budget_j=summary["energy"]["budget_j"],
+        energy_share=config["world.energy-share"],
         memory=told.memory,
         useful_flop=told.useful_flop,
         busy_share=busy_share,

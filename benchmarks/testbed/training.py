@@ -13,9 +13,9 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.scheduler.policies import POLICIES
 
 METRIC = "accuracy"
-WIDTH = 128
+WIDTH = 256
 MODEL = (
-    f"hidden_size={WIDTH} num_hidden_layers=8 num_attention_heads=4 intermediate_size={2 * WIDTH} "
+    f"hidden_size={WIDTH} num_hidden_layers=6 num_attention_heads=4 intermediate_size={2 * WIDTH} "
     "max_position_embeddings=64 hidden_dropout_prob=0.0 attention_probs_dropout_prob=0.0"
 )
 
@@ -34,6 +34,7 @@ class Training:
     examples: int = 256  # of a cluster in a round
     target: float = 0.5  # of the metric
     learning_rate: float = 1e-3
+    energy_share: float = 0.5  # budget: of what a device spends on training all blocks alone
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -61,9 +62,8 @@ class Training:
             "train.decay": "none",
             "train.examples-per-round": self.examples,
             "scheduler.policy": policy,
-            "scheduler.micro-batch-sizes": "4,8,16",
-            "scheduler.micro-batches": "2,4,8",
             "world.channel": "static",  # cables
+            "world.energy-share": self.energy_share,
             "edge.timeout-s": 120.0,
             "edge.heartbeat-s": 10.0,
         }
