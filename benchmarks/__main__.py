@@ -95,11 +95,11 @@ def bench_testbed(
     policies: Annotated[
         str, typer.Option(help="Which policies.")
     ] = "dssda,fedavg,splitfed,uniform,throughput",
-    rounds: Annotated[int, typer.Option(help="Rounds of a run.", min=4)] = 8,
+    rounds: Annotated[int, typer.Option(help="Rounds of a run.", min=4)] = 5,
     repetitions: Annotated[int, typer.Option(help="Runs of each policy.", min=1)] = 2,
     seed: Annotated[int, typer.Option(help="Of the first repetition.", min=0)] = 500,
     examples: Annotated[int, typer.Option(help="Of a cluster in a round.", min=16)] = 256,
-    target: Annotated[float, typer.Option(help="Accuracy to reach.", min=0.0, max=1.0)] = 0.5,
+    target: Annotated[float, typer.Option(help="Accuracy to reach.", min=0.0, max=1.0)] = 0.9,
     slow_down: Annotated[
         float, typer.Option(help="How many times slower than boards; 0: as this host needs.", min=0)
     ] = 0.0,

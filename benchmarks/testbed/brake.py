@@ -20,6 +20,7 @@ QUOTA_S = 1e-3
 LONGEST_PERIOD_S = 1.0  # that the kernel takes
 LOOK_S = 2e-3
 _MICRO = 1e6
+_NAME = "collapipe"
 _CPU_CLOCK = 2  # of all threads of a process: clock_getcpuclockid(3)
 
 
@@ -54,9 +55,10 @@ def _version_2() -> Path | None:
 def _groups(root: Path, shares: Mapping[int, float]) -> list[Path] | None:
     """A group for each process; None, and nothing changed, where the kernel refuses."""
     made: list[Path] = []
+    _sweep(root)
     try:
         for pid, share in shares.items():
-            group = root / f"collapipe-{os.getpid()}-{pid}"
+            group = root / f"{_NAME}-{os.getpid()}-{pid}"
             group.mkdir()
             made.append(group)
             _set_quota(group, share)
@@ -75,6 +77,14 @@ def _set_quota(group: Path, share: float) -> None:
         (group / "cpu.cfs_quota_us").write_text(str(quota))
     else:
         (group / "cpu.max").write_text(f"{quota} {period}")
+
+
+def _sweep(root: Path) -> None:
+    """Remove what a bench that was killed has left."""
+    for group in root.glob(f"{_NAME}-*-*"):
+        if not Path("/proc", group.name.split("-")[1]).exists():
+            with suppress(OSError):  # somebody is still in it
+                group.rmdir()
 
 
 def _undo(root: Path, groups: list[Path]) -> None:

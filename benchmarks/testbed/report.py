@@ -16,7 +16,7 @@ from benchmarks.testbed.training import Training
 from collapipe_flwr.core.processes import terminable
 from collapipe_flwr.reporting.output import number_table, prepare, progress, write_json
 
-COLUMNS = ("round s", "to target s", "RSS MB", "over idle", "joule/budget", "used", "error")
+COLUMNS = ("round s", "target s", "MB", "J/budget", "used", "error")
 
 
 def run_testbed(
@@ -42,9 +42,8 @@ def testbed_table(result: Mapping[str, Any]) -> Table:
     for name, policy in result["policies"].items():
         cells = (
             _quartiles(policy["round_s"]),
-            _quartiles(policy["time_to_target_s"]),
+            _seconds(policy["time_to_target_s"]["median"]),
             f"{policy['peak_rss_bytes'] / 1e6:.0f}",
-            f"{policy['peak_rss_over_idle_bytes'] / 1e6:.0f}",
             f"{policy['energy_over_budget_max']:.2f}",
             f"{policy['capacity_used']:.3f}",
             "" if policy["prediction_error"] is None else f"{policy['prediction_error']:.3f}",

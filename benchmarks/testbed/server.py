@@ -10,7 +10,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
@@ -35,11 +34,12 @@ class Server:
         self._nodes = {number: Node(host) for number, host in enumerate(hosts, start=1)}
 
     def check(self, clusters: Sequence[str], measured: Sequence[str], width: int) -> list[str]:
-        """Have every control unit measure its cluster; what needs mending."""
-        with ThreadPoolExecutor() as pool:
-            orders = zip(self._nodes.values(), clusters, measured, strict=True)
-            found = [pool.submit(n.ask, "check", c, m, width) for n, c, m in orders]
-        return [fault for each in found for fault in each.result()]
+        """Have one control unit after the other, as they share the edge, measure its cluster.
+
+        Returns what needs mending.
+        """
+        orders = zip(self._nodes.values(), clusters, measured, strict=True)
+        return [fault for node, *order in orders for fault in node.ask("check", *order, width)]
 
     def run(self, clusters: Sequence[str], run_config: Values) -> dict[str, float]:
         """A whole run; every policy has its best fixed micro-batches."""

@@ -28,11 +28,11 @@ class Training:
     """
 
     policies: tuple[str, ...] = ("dssda", "fedavg", "splitfed", "uniform", "throughput")
-    rounds: int = 8
+    rounds: int = 5
     repetitions: int = 2
     seed: int = 500
     examples: int = 256  # of a cluster in a round
-    target: float = 0.5  # of the metric
+    target: float = 0.9  # of the metric
     learning_rate: float = 1e-3
     energy_share: float = 0.5  # budget: of what a device spends on training all blocks alone
 
@@ -62,6 +62,7 @@ class Training:
             "train.decay": "none",
             "train.examples-per-round": self.examples,
             "scheduler.policy": policy,
+            "scheduler.max-model-share": 1 / 3,  # as `collapipe simulate`
             "world.channel": "static",  # cables
             "world.energy-share": self.energy_share,
             "edge.timeout-s": 120.0,
