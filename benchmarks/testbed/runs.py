@@ -104,13 +104,16 @@ def _round(event: Mapping[str, Any]) -> Round:
 
 
 def _busy_s(event: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds of a micro-batch times their number, by device with blocks."""
+    """Seconds of a micro-batch times those that passed it, by device with blocks."""
     plans = {plan["cluster_id"]: plan for plan in event["plan"]["clusters"]}
     found = {}
     for name, cluster in event["clusters"].items():
         plan = plans[name]
-        count = plan["micro_batches"] * plan["local_steps"]
         for segment in plan["segments"]:
-            stage = cluster["stages"].get(segment["device_id"])
-            found[segment["device_id"]] = count * stage["measured_s"] if stage else 0.0
+            members = (segment["device_id"], *segment["replicas"])
+            for turn, device in enumerate(members):
+                passed = len(range(turn, plan["micro_batches"], len(members)))
+                stage = cluster["stages"].get(device)
+                count = plan["local_steps"] * passed
+                found[device] = count * stage["measured_s"] if stage else 0.0
     return found

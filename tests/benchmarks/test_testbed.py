@@ -14,9 +14,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks import child_environment
+from benchmarks.data_plane.crew import BenchError
+from benchmarks.testbed.bed import Told
 from benchmarks.testbed.boards import boards, cluster_toml, read_clusters, slowness
 from benchmarks.testbed.brake import _duty_cycle, slowed
 from benchmarks.testbed.results import censored, spread
+from benchmarks.testbed.runs import read_run
 from benchmarks.testbed.training import Training, read_policies, turns
 from collapipe_flwr.config.cluster_file import read_cluster
 from collapipe_flwr.core.errors import ConfigError
@@ -116,6 +119,49 @@ def test_the_document_shows_the_recorded_measurements() -> None:
         timeout=60,
     )
     assert (ROOT / "docs/results-testbed.md").read_text(encoding="utf-8") == written.stdout
+
+
+def event(**more: object) -> dict[str, object]:
+    """Of a round of 4 steps of 3 micro-batches, in which a and b share the blocks."""
+    segment = {"device_id": "c/a", "first_block": 0, "stop_block": 6, "replicas": ["c/b"]}
+    plan = {"cluster_id": "c", "micro_batches": 3, "local_steps": 4, "segments": [segment]}
+    stages = {name: {"measured_s": 0.5} for name in ("c/a", "c/b")}
+    return {
+        "wall_s": 9.0,
+        "evaluation_s": 1.0,
+        "predicted_latency_s": 7.0,
+        "plan": {"clusters": [plan]},
+        "clusters": {"c": {"predicted_s": 7.0, "latency_s": 6.0, "stages": stages}},
+        "energy_j": {"c/a": 3.0, "c/b": 1.0},
+        "metrics": {"accuracy": 0.25},
+        "failures": [],
+        **more,
+    }
+
+
+def written(folder: Path, *events: dict[str, object]) -> Path:
+    (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    budget_j = {"c/a": 4.0, "c/b": 1.0, "c/idle": 1.0}
+    (folder / "summary.json").write_text(json.dumps({"energy": {"budget_j": budget_j}}))
+    (folder / "run-config.json").write_text(json.dumps({"world.energy-share": 0.5}))
+    return folder
+
+
+def test_a_round_is_read_without_its_evaluation_and_replicas_take_turns(tmp_path: Path) -> None:
+    told = Told(useful_flop=1.0, memory={})
+    late = event(wall_s=5.0, metrics={"accuracy": 0.9})
+    run = read_run("dssda", 1, written(tmp_path, event(), late), told, 0.5)
+    assert [done.round_s for done in run.rounds] == [8.0, 4.0]
+    assert run.rounds[0].busy_s == {"c/a": 4 * 2 * 0.5, "c/b": 4 * 1 * 0.5}
+    assert run.energy_over_budget == 1.0
+    assert run.alone_over_model == 0.5 * (3 / 4 + 1) / 2
+    assert (run.time_to(0.9), run.time_to(0.95)) == (12.0, None)
+
+
+def test_a_run_in_which_somebody_failed_is_no_measurement(tmp_path: Path) -> None:
+    path = written(tmp_path, event(failures=["c: gone"]))
+    with pytest.raises(BenchError, match="dssda with seed 1: c: gone"):
+        read_run("dssda", 1, path, Told(useful_flop=1.0, memory={}), 0.5)
 
 
 @pytest.mark.slow
