@@ -123,6 +123,18 @@ def bench_testbed(
     run_testbed(read_clusters(devices or DEVICES), training, slow_down, json_file)
 
 
+@app.command("round")
+def bench_round(
+    models: Annotated[str, typer.Option(help="Which models.")] = "demo,bert-6x256",
+    rounds: Annotated[int, typer.Option(help="Timed rounds per side.", min=1)] = 8,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write results.")] = None,
+) -> None:
+    """Time deployed rounds with and without a resident control unit, beside plain Flower."""
+    from benchmarks.rounds.report import run_round_bench
+
+    run_round_bench([name.strip() for name in models.split(",")], rounds, json_file)
+
+
 @app.command("demo")
 def bench_demo(
     project: Annotated[Path, typer.Argument(help="Folder of the Flower app.")] = Path("."),
