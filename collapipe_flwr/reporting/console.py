@@ -135,8 +135,8 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     if len(reports) > _MOST_LINKS:
         table.add_row("links", f"{len(reports) - _MOST_LINKS} more in summary.json")
     _add_rows(table, _energy_rows(summary["energy"]), "energy")
-    sizes = sorted(summary["peak_memory_bytes"].items(), key=lambda item: -item[1])
-    _add_rows(table, [(f"memory {k}", f"{v / 1e6:.1f} MB peak") for k, v in sizes], "memory")
+    peaks = sorted(summary["peak_memory_bytes"].items(), key=lambda item: -item[1])
+    _add_rows(table, [(f"memory {k}", f"{v / 1e6:.1f} MB peak") for k, v in peaks], "memory")
     return table
 
 
