@@ -15,7 +15,7 @@ import typer
 from collapipe_flwr.cli.bench import bench
 from collapipe_flwr.cli.cluster import certs, clusters
 from collapipe_flwr.cli.generate import generate
-from collapipe_flwr.cli.hosting import device, edge
+from collapipe_flwr.cli.hosting import control_unit, device, edge
 from collapipe_flwr.cli.profile import profile
 from collapipe_flwr.cli.run import check_config, compare, run
 from collapipe_flwr.cli.simulate import simulate
@@ -28,7 +28,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (run, check_config, compare, edge, generate, device, certs, profile, simulate):
+COMMANDS = (
+    *(run, check_config, compare, edge, control_unit),
+    *(generate, device, certs, profile, simulate),
+)
+for command in COMMANDS:
     app.command()(command)
 # Arguments, `--help` among them, are for the app in benchmarks/.
 app.command(

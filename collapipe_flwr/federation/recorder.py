@@ -198,6 +198,7 @@ def _event(record: RoundRecord, wall_s: float) -> RoundEvent:
         prequential_loss=record.prequential_loss,
         wall_s=wall_s,
         failures=(
+            *record.remarks,
             *(f"{cluster}: {why}" for cluster, why in record.failures.items()),
             *(
                 f"{name}: {what}"
@@ -227,6 +228,7 @@ _FREE = (
     "resume",
     "checkpoint-every",
     "round-slack",
+    "round-retries",
     "train.state-dir",
 )
 _FREE_ENDS = (

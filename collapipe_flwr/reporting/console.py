@@ -83,7 +83,7 @@ def _plan_text(plan: Mapping[str, Any] | None) -> str:
     clusters = []
     for cluster in plan["clusters"]:
         segments = " ".join(
-            f"{s['device_id'].rpartition('/')[2]}:{s['first_block']}-{s['stop_block'] - 1}"
+            f"{_devices_text(s)}:{s['first_block']}-{s['stop_block'] - 1}"
             for s in cluster["segments"]
         )
         clusters.append(
@@ -91,6 +91,12 @@ def _plan_text(plan: Mapping[str, Any] | None) -> str:
             f"{cluster['micro_batch_size']}x{cluster['micro_batches']}{_codecs_text(cluster)}"
         )
     return "plan " + " | ".join(clusters) + f" | predicted {plan['latency_s']:.2f} s"
+
+
+def _devices_text(segment: Mapping[str, Any]) -> str:
+    """``pi5``, or ``pi5+nano`` where they are replicas; plans of earlier versions have none."""
+    names = (segment["device_id"], *segment.get("replicas", ()))
+    return "+".join(name.rpartition("/")[2] for name in names)
 
 
 def _took_text(event: RoundEvent) -> str:
