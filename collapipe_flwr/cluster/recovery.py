@@ -28,14 +28,17 @@ from typing import Protocol, TypeVar
 
 from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig, generate_texts
 from collapipe_flwr.cluster.fleet import Fleet, RoundOrder
+from collapipe_flwr.cluster.suspects import Suspects
+from collapipe_flwr.cluster.wires import CONTROL_UNIT
 from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
-from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.core.errors import Blame, InfeasibleError, LinkError, MemberFailed
 from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.parts import EmbeddingPart
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage
+from collapipe_flwr.pipeline.soundness import oddity
 from collapipe_flwr.pipeline.state import PartState, load_optimizer_state, optimizer_state_of
 from collapipe_flwr.pipeline.step import MicroBatch, StepResult
 from collapipe_flwr.scheduler.remaining import without_lost
@@ -113,6 +116,7 @@ def run_interval(
         weights={**own, **segments.state.weights},
         optimizer={**slots, **segments.state.optimizer},
     )
+    _check_sound(splitter, order, state)
     return ReplayInterval(
         losses=tuple(step.loss for step in steps if step.weight),
         probe=tested,
@@ -121,6 +125,17 @@ def run_interval(
         reports=(first.report(), *segments.reports),
         moved=segments.moved,
     )
+
+
+def _check_sound(splitter: AnySplitter, order: RoundOrder, state: PartState) -> None:
+    """Raise MemberFailed for a device that gives back weights that cannot be right."""
+    owners = [(splitter.segment_keys(s.first_block, s.stop_block), s) for s in order.plan.segments]
+    owned = {key: segment.device_id for keys, segment in owners for key in keys}
+    for key, tensor in state.weights.items():
+        sent = order.weights.get(key)
+        if (odd := oddity(tensor)) and (sent is None or not oddity(sent)):
+            owner = owned.get(key, CONTROL_UNIT)
+            raise MemberFailed(owner, f"{owner} returned {key} with {odd}", Blame.UNSOUND)
 
 
 def evaluate_chain(
@@ -188,12 +203,14 @@ class Incident:
 
     reason: str
     lost: tuple[str, ...]  # device ids
+    quarantined: bool = False  # it answers, but is to blame
     from_step: int  # replayed from here
     noticed_s: float
     resumed_s: float  # when the first step of the replay that succeeded was done
 
     def __str__(self) -> str:
-        lost = f"lost {', '.join(self.lost)}" if self.lost else "lost no device"
+        what = "quarantined" if self.quarantined else "lost"
+        lost = f"{what} {', '.join(self.lost)}" if self.lost else "lost no device"
         seconds = self.resumed_s - self.noticed_s
         return f"{lost}, replayed from step {self.from_step} after {seconds:.1f} s ({self.reason})"
 
@@ -207,6 +224,7 @@ class RecoveringRound:
         self.order = order
         self.intervals: list[ReplayInterval] = []
         self.incidents: list[Incident] = []
+        self.suspects = Suspects()
         self._splitter = splitter
         self._fleet = fleet
         self._recovery = recovery
@@ -247,11 +265,12 @@ class RecoveringRound:
             try:
                 result = attempt()
             except LinkError as error:
-                ended.append(self._recover(error))
+                ended.append(self._recover(error, last=replays >= MOST_REPLAYS))
                 replays = 0 if ended[-1].lost else replays + 1
                 if replays > MOST_REPLAYS:
                     raise
             else:
+                self.suspects.close_trial()
                 at_s = resumed_s()
                 self.incidents += [replace(incident, resumed_s=at_s) for incident in ended]
                 return result
@@ -274,22 +293,29 @@ class RecoveringRound:
         self._recovery.edge.snapshot(self._done + len(interval.losses))
         return interval
 
-    def _recover(self, error: LinkError) -> Incident:
+    def _recover(self, error: LinkError, *, last: bool) -> Incident:
         """Void the interval everywhere, and plan for the devices that answer.
 
         A lost device stays out until the round is over: one that comes and goes would have the
-        interval replayed without end.
+        interval replayed without end. Where all answer, one may be to blame, see `Suspects`.
         """
         noticed_s, plan = time.monotonic(), self.order.plan
         ids = [device.device_id for device in self._recovery.profile.devices]
         missing = self._fleet.missing(ids)
         lost = tuple(name for name in plan.device_ids if name in missing)
-        self._lost.update(lost)
         log.warning("cluster %s: %s", plan.cluster_id, error)
+        quarantined = "" if lost else self.suspects.convict(error, plan, last=last)
+        if quarantined:
+            lost = (quarantined,)
+            log.warning("%s is quarantined: %s", quarantined, self.suspects.quarantined[lost[0]])
+        self._lost.update(lost)
         if lost:
             present = [name for name in ids if name not in missing | self._lost]
             remains = self._remains(present)
-            plan = without_lost(plan, remains) or replan(plan, remains)
+            try:
+                plan = without_lost(plan, remains) or replan(plan, remains)
+            except InfeasibleError as short:
+                raise InfeasibleError(self.suspects.shortage(str(short))) from error
             self.order = replace(self.order, plan=plan)
         try:
             self._recovery.edge.rollback(self._done)
@@ -298,8 +324,9 @@ class RecoveringRound:
         where = ", ".join(plan.device_ids)
         log.warning("replaying from step %d on %s", self._done, where)
         return Incident(
-            reason=str(error),
+            reason=self.suspects.quarantined.get(quarantined, str(error)),
             lost=lost,
+            quarantined=bool(quarantined),
             from_step=self._done,
             noticed_s=noticed_s,
             resumed_s=noticed_s,

@@ -15,7 +15,16 @@ from collapipe_flwr.cluster.fleet import Holder, RoundOrder, Segments
 from collapipe_flwr.cluster.routes import Routes
 from collapipe_flwr.cluster.wires import CONTROL_UNIT
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
-from collapipe_flwr.core.errors import ConfigError, FrozenWanted, LinkError
+from collapipe_flwr.core.errors import (
+    Blame,
+    ConfigError,
+    FrozenWanted,
+    LinkError,
+    LinkTimeout,
+    MemberFailed,
+    PeerBroken,
+    Unreachable,
+)
 from collapipe_flwr.core.links import Heartbeat, LinkConfig
 from collapipe_flwr.core.turns import ALONE
 from collapipe_flwr.models.any_splitter import AnySplitter
@@ -240,8 +249,26 @@ def _request(
 
 def _at_once(work: Callable[[Hosted], Answer], sessions: Sequence[Hosted]) -> list[Answer]:
     """Do the same with every session side by side; raises the first one's error."""
+
+    def attributed(hosted: Hosted) -> Answer:
+        with _blaming(hosted.request.stage.name):
+            return work(hosted)
+
     with ThreadPoolExecutor(len(sessions), thread_name_prefix="fleet") as pool:
-        return list(pool.map(work, sessions))
+        return list(pool.map(attributed, sessions))
+
+
+@contextmanager
+def _blaming(device_id: str) -> Iterator[None]:
+    """Blame a device that answers but fails, or refuses, while it is given or asked something."""
+    try:
+        yield
+    except (LinkTimeout, MemberFailed, Unreachable):
+        raise
+    except LinkError as error:
+        broken = isinstance(error, PeerBroken)
+        blame = Blame.RAISED if broken else Blame.UNREACHABLE
+        raise MemberFailed(device_id, str(error), blame) from error
 
 
 def _close_all(sessions: Iterable[Hosted]) -> None:

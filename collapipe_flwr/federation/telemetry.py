@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 
@@ -39,6 +39,7 @@ class ClusterTelemetry:
     replanned: ClusterPlan | None = None  # what the round ended with, where devices were lost
     incidents: tuple[str, ...] = ()  # what broke, and how the round went on
     absent: tuple[str, ...] = ()  # devices that did not answer at the end
+    quarantined: Mapping[str, str] = field(default_factory=dict)  # that answer; what each did
 
     @property
     def loss(self) -> float | None:

@@ -37,6 +37,7 @@ from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.meter import StageReport, Timeline, bytes_of
 from collapipe_flwr.pipeline.roles import LastStage, MiddleStage
 from collapipe_flwr.pipeline.siblings import Siblings
+from collapipe_flwr.pipeline.soundness import told
 from collapipe_flwr.pipeline.state import digests_of
 
 Connect = Callable[[NextHop], AbstractContextManager[Link]]
@@ -327,7 +328,7 @@ class EdgeService:
                 session.fail(str(error) or type(error).__name__)
             else:
                 session.go_back()
-            upstream.close(str(error) or type(error).__name__)
+            upstream.close(told(error, session.request.stage.name))
             raise
         finally:
             session.end(stream)

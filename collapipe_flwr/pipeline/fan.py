@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from functools import reduce
 
-from collapipe_flwr.core.errors import ProtocolError
+from collapipe_flwr.core.errors import LinkError, ProtocolError
 from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.core.turns import Turn
 from collapipe_flwr.pipeline.link import Frame, FrameKind, Link
@@ -61,7 +61,7 @@ class Fan:
                 )
         return first
 
-    def close(self, error: str = "") -> None:
+    def close(self, error: str | LinkError = "") -> None:
         """See `Link.close`."""
         for link in self._links:
             link.close(error)

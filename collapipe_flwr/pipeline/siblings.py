@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from collapipe_flwr.core.errors import ModelError, ProtocolError
+from collapipe_flwr.core.errors import LinkError, ModelError, ProtocolError
 from collapipe_flwr.core.turns import PIECE_BYTES, pieces_ahead
 from collapipe_flwr.pipeline.link import Frame, FrameKind, Link
 
@@ -112,7 +112,7 @@ class Siblings:
                     "are, so replicas of a stage would differ: set scheduler.replicas = false"
                 )
 
-    def close(self, error: str = "") -> None:
+    def close(self, error: str | LinkError = "") -> None:
         """Close both links."""
         for link in (self.ahead, self.behind):
             if link is not None:

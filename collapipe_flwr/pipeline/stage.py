@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from collapipe_flwr.core.errors import ModelError, ProtocolError
+from collapipe_flwr.core.errors import MemberFailed, ModelError, NotFinite, ProtocolError
 from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.core.schedule import Action, Op, forward_actions, stage_actions
 from collapipe_flwr.pipeline.backward import DeferredGradients, deferring, fuse_accumulation
@@ -35,6 +35,7 @@ from collapipe_flwr.pipeline.meter import (
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.randomness import SeededRandomness
 from collapipe_flwr.pipeline.siblings import Siblings
+from collapipe_flwr.pipeline.soundness import blaming, check_sound, told
 from collapipe_flwr.pipeline.step import Step
 from collapipe_flwr.pipeline.ties import borrows, shared_parameters
 
@@ -169,10 +170,9 @@ class Stage(ABC):
             self._stash.clear()
             self._sent.clear()
             self.optimizer.zero_grad()
-            why = str(error) or type(error).__name__
             for neighbour in (self.upstream, self.downstream, self.siblings):
                 if neighbour is not None:
-                    neighbour.close(why)
+                    neighbour.close(told(error, self.settings.name))
             raise
 
     def _actions(self, step: Step) -> tuple[Action, ...]:
@@ -301,13 +301,13 @@ class Stage(ABC):
     def _check_finite(
         self, direction: str, frame: Frame, taken: Tensor | None, given: Tensor | None
     ) -> None:
-        """Raise ModelError if a pass turned finite numbers into others and `check_finite` is on."""
+        """Raise NotFinite if a pass turned finite numbers into others and `check_finite` is on."""
         if not self.settings.execution.check_finite or given is None:
             return
         if not given.isfinite().all() and (taken is None or taken.isfinite().all()):
             blocks = getattr(self.part, "block_range", None)
             holding = "" if blocks is None else f" (blocks {blocks[0]}-{blocks[-1]})"
-            raise ModelError(
+            raise NotFinite(
                 f"the {direction} pass of {self.settings.name}{holding} in step {frame.step}, "
                 f"micro-batch {frame.micro_batch}, made finite numbers infinite or NaN: lower the "
                 "learning rate, or bound gradients with train.clip-norm"
@@ -357,21 +357,30 @@ class Stage(ABC):
         would take it there, and this one would wait before it goes on computing.
         """
         self._sent.append(frame)
-        with self.recorder.span("send", frame.step, frame.micro_batch):
+        with self._blaming(link), self.recorder.span("send", frame.step, frame.micro_batch):
             link.send(frame, deadline_s=self.settings.deadline_s)
 
     def _receive(self, link: Link, kind: FrameKind, step: int, micro_batch: int) -> Frame:
         """The next frame of a neighbour. Raises ProtocolError unless it is the expected one."""
-        link = lane_of(link, kind, micro_batch)
-        with self.recorder.span("receive", step, micro_batch):
-            frame = link.receive(deadline_s=self.settings.deadline_s)
-        if (frame.kind, frame.step, frame.micro_batch) != (kind, step, micro_batch):
-            raise ProtocolError(
-                f"{link.peer} sent {frame.kind.name} of step {frame.step}, micro-batch "
-                f"{frame.micro_batch}, where {kind.name} of step {step}, micro-batch "
-                f"{micro_batch} was due"
-            )
+        side, link = self._side(link), lane_of(link, kind, micro_batch)
+        with blaming(self.settings.name, link.peer, side):
+            with self.recorder.span("receive", step, micro_batch):
+                frame = link.receive(deadline_s=self.settings.deadline_s)
+            if (frame.kind, frame.step, frame.micro_batch) != (kind, step, micro_batch):
+                raise ProtocolError(
+                    f"{link.peer} sent {frame.kind.name} of step {frame.step}, micro-batch "
+                    f"{frame.micro_batch}, where {kind.name} of step {step}, micro-batch "
+                    f"{micro_batch} was due"
+                )
+            check_sound(frame, self.settings.name, link.peer, side)
         return frame
+
+    def _blaming(self, link: Link) -> Around:
+        """What the neighbour on a link does wrong is its fault."""
+        return blaming(self.settings.name, link.peer, self._side(link))
+
+    def _side(self, link: Link) -> int:
+        return MemberFailed.UPSTREAM if link is self.upstream else MemberFailed.DOWNSTREAM
 
 
 def _alive(method: WeakMethod[Callable[[], Around]]) -> Around:
