@@ -25,13 +25,24 @@ from collapipe_flwr.costs.layouts import Layouts, of_members, rows_of_plans, wit
 from collapipe_flwr.costs.radio import NOISE, SHARES, ladder
 from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.work import fits
-from collapipe_flwr.scheduler.base import Policy, known_budgets, planner_for, solution_plan
+from collapipe_flwr.scheduler.base import (
+    Policy,
+    by_name,
+    energy_room,
+    known_budgets,
+    planner_for,
+    solution_plan,
+    weight_of,
+)
 from collapipe_flwr.scheduler.estimates import robust, with_averages, with_forecast, with_profiles
 from collapipe_flwr.scheduler.model_share import capped, least_shares, widened
+from collapipe_flwr.scheduler.multipliers import static_multipliers, weight_for
 from collapipe_flwr.scheduler.planner import Planner, Solution, multistart
 from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState, reference_of
 
 MARGIN = 0.02  # what finer codecs may cost
+RADIO_SPARE = 0.05  # of transmissions' energy: another plan may need a little more
+OVERDRAFTS = 4  # searches at most for a plan whose transmissions overdraw no account
 TINY = 1e-12  # relative
 
 
@@ -127,7 +138,10 @@ class Dssda(Policy):
         gains = state.doubt
         try:
             gains = with_averages(gains, seen)
-            plan = self._plan(state, robust(gains, seen))
+            believed = robust(gains, seen)
+            if not state.weight:
+                state = self._started(state, believed)
+            plan = self._plan(state, believed)
         except (ScheduleError, np.linalg.LinAlgError) as error:
             plan = repeated(state, snapshot, error)
         gains = with_forecast(gains, plan, seen, self.settings)
@@ -141,6 +155,24 @@ class Dssda(Policy):
             best = self._without_stragglers(state, snapshot, best)
         return best.plan(self.name)
 
+    def _started(self, state: SchedulerState, snapshot: Snapshot) -> SchedulerState:
+        """V and place-holders of the queues, from the static dual of the first round."""
+        settings, reference = replace(self.settings, penalty_weight=1.0), reference_of(state)
+        tables = tabulate(snapshot, settings.coarsest)
+        caps = least_shares(tables, reference, settings)
+        tables = capped(tables, caps, reference, settings)
+        try:
+            theta = static_multipliers(planner_for(tables, state, settings))
+        except InfeasibleError:  # the round's own search widens the caps
+            theta = np.zeros_like(tables.members.budget_mi)
+        weight = self.settings.penalty_weight or weight_for(theta)
+        worth = np.where(theta > 0.0, weight * theta * tables.members.budget_mi, 0.0)
+        return replace(state, weight=weight, placeholder_j=by_name(tables, worth))
+
+    def _room(self, tables: Tables, state: SchedulerState) -> Array:
+        """Joules that every device may spend in this round."""
+        return energy_room(tables, state, self.settings)
+
     def _decide(self, state: SchedulerState, snapshot: Snapshot, share: float) -> Decision:
         """The best plan in which exactly the clusters of ``snapshot`` take part."""
         tables, reference = tabulate(snapshot, self.settings.coarsest), reference_of(state)
@@ -148,6 +180,7 @@ class Dssda(Policy):
         while True:
             limited = capped(tables, caps, reference, self.settings)
             planner = planner_for(limited, state, self.settings, share)
+            planner = replace(planner, room_mi=self._room(limited, state))
             try:
                 solution = self._settle(planner, state)
             except InfeasibleError:
@@ -173,7 +206,7 @@ class Dssda(Policy):
             share = sum(c.profile.examples for c in rest) / examples
             fewer = self._decide(state, replace(snapshot, clusters=rest), share)
             deficit += state.participation_queue.get(here[slowest].profile.cluster_id, 0.0)
-            cost = fewer.solution.objective + self.settings.penalty_weight * deficit
+            cost = fewer.solution.objective + weight_of(state, self.settings) * deficit
             if not cost < value:
                 break
             best, value = fewer, cost
@@ -183,11 +216,31 @@ class Dssda(Policy):
         """The new optimum, unless the segments in place are nearly as good."""
         kept = kept_rows(planner.tables, state, self.settings)
         if kept is None:
-            return multistart(planner)
+            return within(planner, multistart(planner))
         stay = planner.radio(kept)
-        solution = planner.solve(stay)
+        left = with_radio(planner, stay)
+        stay = left.priced(stay.chain, stay.allocation, stay.rho)
+        solution = left.solve(stay)
         worth = stay.objective - solution.objective
-        return solution if worth > self.settings.hysteresis * abs(stay.objective) else stay
+        better = worth > self.settings.hysteresis * abs(stay.objective)
+        return within(planner, solution if better else stay)
+
+
+def with_radio(planner: Planner, solution: Solution) -> Planner:
+    """``planner`` in which computing leaves room for the transmissions of ``solution``."""
+    needed = (1.0 + RADIO_SPARE) * solution.radio_mi(planner.room_mi.shape)
+    return replace(planner, room_mi=planner.room_mi - needed)
+
+
+def within(planner: Planner, solution: Solution) -> Solution:
+    """``solution``, improved with less room for computing while transmissions overdraw accounts."""
+    for _ in range(OVERDRAFTS):
+        room = of_members(planner.room_mi, solution.rows, padding=np.inf)
+        if (solution.priced.energy_j <= room).all():
+            break
+        left = with_radio(planner, solution)
+        solution = left.improve(left.priced(solution.chain, solution.allocation, solution.rho))
+    return solution
 
 
 def kept_rows(tables: Tables, state: SchedulerState, settings: SchedulerConfig) -> Layouts | None:

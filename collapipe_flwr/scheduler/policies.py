@@ -22,6 +22,7 @@ from collapipe_flwr.costs.layouts import Layouts, stack
 from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.base import (
+    USUAL_WEIGHT,
     Policy,
     known_budgets,
     middle_first,
@@ -152,7 +153,7 @@ class Static(Dssda):
         if state.last_plan is None or len(usable) < len(snapshot.clusters):
             return Dssda.step(self, state, snapshot)
         plan = replace(state.last_plan, round_index=snapshot.round_index, clusters=usable)
-        return plan, replace(state, last_plan=plan)
+        return plan, replace(state, rounds=state.rounds + 1, last_plan=plan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +161,14 @@ class LatencyOnly(Dssda):
     """DSSDA that keeps its queues for reporting only."""
 
     name: str = "latency-only"
+
+    def _started(self, state: SchedulerState, snapshot: Snapshot) -> SchedulerState:
+        """Queues that nobody heeds start empty."""
+        return replace(state, weight=self.settings.penalty_weight or USUAL_WEIGHT)
+
+    def _room(self, tables: Tables, state: SchedulerState) -> Array:
+        """No limit."""
+        return np.full_like(tables.members.budget_mi, np.inf)
 
     def step(self, state: SchedulerState, snapshot: Snapshot) -> tuple[Plan, SchedulerState]:
         """Plan as if every queue were empty."""

@@ -205,6 +205,7 @@ class Search:
                 micro_batches=int(rows.micro_batches_r[m]),
                 slope=slope,
                 price_i=prices.price_mi[m],
+                room_i=prices.room_mi[m],
                 edge_hz=float(prices.edge_hz_m[m]),
             )
             try:

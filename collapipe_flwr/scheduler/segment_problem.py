@@ -33,6 +33,7 @@ class Terms:
     micro_batches: int
     slope: float
     price_i: Array
+    room_i: Array
     edge_hz: float
 
     def steps(self, tables: Tables) -> float:
@@ -88,6 +89,7 @@ def _stages(tables: Tables, options: PricingOptions, terms: Terms) -> tuple[Arra
     in_flight = terms.micro_batches if options.schedule == "gpipe" else 1
     need = segment_bytes(tables.blocks, options, size, in_flight)
     allowed = np.tri(len(need), k=-1, dtype=bool).T & (need <= each(devices.room))
+    allowed &= flop * each(devices.joule_per_flop) <= each(terms.room_i)
     return forward, backward, np.where(allowed, terms.slope * time + worth, np.inf)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.work import whole_model
+from collapipe_flwr.scheduler.base import USUAL_WEIGHT
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.simulation.episode import run_episode
 from collapipe_flwr.simulation.score import Score, score, target_in
@@ -105,7 +106,7 @@ def penalty_sweep(setting: Setting, tick: Tick = silent) -> tuple[TradeoffPoint,
     """One episode per factor on the setting's own penalty weight."""
     points = []
     for factor in FACTORS:
-        weight = factor * setting.settings.penalty_weight
+        weight = factor * (setting.settings.penalty_weight or USUAL_WEIGHT)
         settings = replace(setting.settings, penalty_weight=weight)
         one = replace(setting, policies=(OURS,), seeds=setting.seeds[:1], settings=settings)
         found = simulate(one, tick).policies[0].scores[0]
