@@ -1,10 +1,13 @@
-"""What planning by the convergence bound buys in real training: seconds to a target loss.
+"""What choosing batches by their progress buys in real training: seconds to a target loss.
 
-    python benchmarks/ablation_bound.py --json docs/results/scheduler/ablation-bound.json
+    python benchmarks/ablation_bound.py --task number-words --seeds 300 301 302 303 304 \\
+        --json docs/results/scheduler/ablation-number-words.json
 
-The built-in task (number words to digits) is really learnt by a small Marian, with the scheduler
-as it is, with ``bound`` off, and with ``bound`` off and one small batch prescribed: what somebody
-who knew the answer might choose. Worlds, first weights and order of the examples are the same.
+A task is really learnt by a small model: number words to digits by a Marian, or the hundreds of
+a number in words, a classification, by a BERT. Plans heed progress by the measured noise scale of
+gradients, by the convergence bound, or not at all, freely or with one small batch prescribed: what
+somebody who knew the answer might choose. Worlds, first weights and order of the examples are the
+same.
 The clock is simulated: a round lasts what its plan costs. Where blocks run never changes a gradient
 (tests/laws), so each cluster trains the whole model in one piece, on the batches and steps of its
 plan. The scheduler learns noise, smoothness and drift from this training, as in a real run.
@@ -15,6 +18,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import random
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +27,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.progress import Progress
 from torch import Tensor, nn
@@ -31,6 +37,7 @@ from collapipe_flwr.config.schema import AppConfig, parse
 from collapipe_flwr.core.domain import ClusterOutcome, ClusterPlan, GradientNoise, RoundOutcome
 from collapipe_flwr.costs.price import PricedRound, price
 from collapipe_flwr.data.batches import Example, batches, round_examples
+from collapipe_flwr.data.seq2seq import spell
 from collapipe_flwr.federation.learner import Learner, make_learner
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.pipeline.meter import square_norm
@@ -41,14 +48,22 @@ from collapipe_flwr.simulation.world import make_world, mixed_devices
 
 CLUSTERS, DEVICES, EXAMPLES = 4, 4, 256
 BOARDS = ("raspberry-pi-4", "raspberry-pi-5", "jetson-nano", "phone")
-MODEL = (
+MARIAN = (
     "d_model=32 encoder_layers=4 decoder_layers=1 encoder_attention_heads=2 "
     "decoder_attention_heads=2 encoder_ffn_dim=64 decoder_ffn_dim=64 "
     "max_position_embeddings=64 scale_embedding=true init_std=0.05 dropout=0.0"
 )
+BERT = (
+    "hidden_size=32 num_hidden_layers=4 num_attention_heads=2 intermediate_size=64 "
+    "max_position_embeddings=64 hidden_dropout_prob=0.0 attention_probs_dropout_prob=0.0"
+)
+NUMBER_WORDS, HUNDREDS = "number-words", "hundreds"
+MODELS = {NUMBER_WORDS: ("marian", MARIAN), HUNDREDS: ("bert", BERT)}
+TRAIN_ROWS, TEST_ROWS = 4000, 128  # of the hundreds
 SIZES, COUNTS = (1, 2, 4, 8, 16), (1, 2, 4, 8)
 VARIANTS: dict[str, dict[str, Any]] = {
-    "bound": {},
+    "bound": {"progress": "bound"},
+    "noise_scale": {"progress": "noise-scale"},
     "no_bound": {"bound": False},
     "small_batch": {"bound": False, "micro_batch_sizes": (1,)},
 }
@@ -61,6 +76,7 @@ Batch = dict[str, Tensor]
 class Training:
     """How to train: one optimiser for both variants."""
 
+    task: str
     optimizer: OptimizerConfig
     rounds: int
 
@@ -87,8 +103,9 @@ class Locally:
 class Fleet:
     """All clusters' data and the one model that they take turns to train."""
 
-    def __init__(self, seed: int) -> None:
-        self.seed, self.learner = seed, learner(seed)
+    def __init__(self, seed: int, task_name: str) -> None:
+        self.folder = tempfile.TemporaryDirectory()  # read when examples are first asked for
+        self.seed, self.learner = seed, learner(seed, task_name, Path(self.folder.name))
         task = self.learner.task
         self.parts = [task.partition(m, CLUSTERS) for m in range(CLUSTERS)]
         weights = self.learner.splitter.initial_weights(seed)
@@ -148,17 +165,33 @@ class Fleet:
         yield from batches(rows, plan.micro_batch_size * plan.micro_batches)
 
 
-def learner(seed: int) -> Learner:
-    """The demo's task with a smaller model."""
+def learner(seed: int, task: str, folder: Path) -> Learner:
+    """The task with a small model; ``folder`` is for its data."""
     config: AppConfig = parse({})
+    kind, overrides = MODELS[task]
+    data = replace(config.data, test_examples=TEST_ROWS)
+    if task == HUNDREDS:
+        train, test = hundreds(folder, seed)
+        data = replace(data, task="classification", train=str(train), test=str(test))
     return make_learner(
         replace(
             config,
             run=replace(config.run, seed=seed),
-            model=replace(config.model, overrides=MODEL),
-            data=replace(config.data, test_examples=128),
+            model=replace(config.model, type=kind, overrides=overrides),
+            data=data,
         )
     )
+
+
+def hundreds(folder: Path, seed: int) -> tuple[Path, Path]:
+    """Numbers below a million in words, and the digit of their hundreds: what is looked for
+    stands behind "thousand", if there is one, and before "hundred", if there is one."""
+    drawn = random.Random(seed).sample(range(1_000_000), TRAIN_ROWS + TEST_ROWS)
+    paths = folder / "train.jsonl", folder / "test.jsonl"
+    for path, numbers in zip(paths, (drawn[TEST_ROWS:], drawn[:TEST_ROWS]), strict=True):
+        rows = ({"text": spell(n), "label": f"h{n // 100 % 10}"} for n in numbers)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return paths
 
 
 def flat(model: nn.Module) -> Tensor:
@@ -180,7 +213,7 @@ class Run:
     """One variant's training: the fleet, the scheduler and the simulated clock."""
 
     def __init__(self, seed: int, variant: str, training: Training) -> None:
-        self.fleet, self.training = Fleet(seed), training
+        self.fleet, self.training = Fleet(seed, training.task), training
         self.model = profile_model(self.fleet.learner.splitter, self.fleet.learner.shape)
         self.world = make_world(
             cluster_devices=mixed_devices(CLUSTERS, DEVICES, seed, BOARDS),
@@ -192,6 +225,7 @@ class Run:
             micro_batch_sizes=SIZES,
             micro_batches=COUNTS,
             learning_rate=training.optimizer.learning_rate,
+            schedule="1f1b",
         )
         self.settings = replace(settings, **VARIANTS[variant])
         self.scheduler = make_scheduler("dssda", self.settings)
@@ -283,7 +317,7 @@ def measure(seeds: list[int], training: Training, path: Path) -> None:
         "clusters": CLUSTERS,
         "devices": DEVICES,
         "examples_per_round": EXAMPLES,
-        "model": MODEL,
+        "model": MODELS[training.task],
         "micro_batch_sizes": SIZES,
         "micro_batches": COUNTS,
         "targets": TARGETS,
@@ -305,6 +339,7 @@ def measure(seeds: list[int], training: Training, path: Path) -> None:
             runs[name] = summary(rounds, time.process_time() - started)
             whole = [r for r in result["seeds"].values() if len(r) == len(VARIANTS)]
             result["over_bound"] = {n: over_bound(whole, n) for n in VARIANTS if n != "bound"}
+            result["quartiles"] = {n: quartiles(whole, n) for n in VARIANTS} if whole else {}
             path.write_text(json.dumps(result, indent=1) + "\n")
 
 
@@ -325,6 +360,22 @@ def over_bound(seeds: list[dict[str, dict[str, Any]]], name: str) -> dict[str, f
     return {str(share): _mean([ratio[str(share)] for ratio in each]) for share in TARGETS}
 
 
+def quartiles(seeds: list[dict[str, dict[str, Any]]], name: str) -> dict[str, list[float | None]]:
+    """Lower quartile, median and upper quartile over seeds of the seconds to every target.
+
+    None where a quartile falls among the seeds that never arrived.
+    """
+    found: dict[str, list[float | None]] = {}
+    for share in TARGETS:
+        times = [runs[name]["time_to_target_s"][str(share)] for runs in seeds]
+        values = [math.inf if time is None else time for time in times]
+        found[str(share)] = [
+            float(q) if math.isfinite(q) else None
+            for q in np.percentile(values, [25, 50, 75], method="closest_observation")
+        ]
+    return found
+
+
 def _mean(values: list[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     if not known or len(known) < len(values):
@@ -335,7 +386,8 @@ def _mean(values: list[float | None]) -> float | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--task", choices=tuple(MODELS), default=NUMBER_WORDS)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[300, 301, 302, 303, 304])
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--rounds", type=int, default=90)
@@ -344,7 +396,8 @@ def main() -> None:
     rule = OptimizerConfig(
         name=options.optimizer, learning_rate=options.learning_rate, weight_decay=0.0
     )
-    measure(options.seeds, Training(optimizer=rule, rounds=options.rounds), options.json)
+    training = Training(task=options.task, optimizer=rule, rounds=options.rounds)
+    measure(options.seeds, training, options.json)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from collapipe_flwr import CollaPipe
 from collapipe_flwr.config.schema import AppConfig, parse
 from collapipe_flwr.core.errors import CollaPipeError, RunError, unexpected_as_run_error
 from collapipe_flwr.federation.arrays import encode_tensors
@@ -16,11 +18,13 @@ from collapipe_flwr.federation.learner import Evaluator, Learner, drawn_sentence
 from collapipe_flwr.federation.members import Members, discover_clusters
 from collapipe_flwr.federation.planner import ScheduledRounds
 from collapipe_flwr.federation.recorder import RunFolder, RunRecorder, open_run
+from collapipe_flwr.federation.records import task_config
 from collapipe_flwr.federation.resuming import Checkpointed
 from collapipe_flwr.federation.run_strategy import (
     inner_strategy,
+    learning_settings,
     make_planner,
-    run_strategy,
+    unsplit_task,
 )
 from collapipe_flwr.federation.strategy_names import make_strategy
 from collapipe_flwr.models import save_adapter, save_whole
@@ -112,31 +116,44 @@ def _train(
     weights, drawn = learner.splitter.first_weights(config.run.seed)
     if drawn:
         recorder.say(drawn_sentence(config.model.pretrained, drawn))
-    inner = inner_strategy(
+    run_id, unsplit = folder.directory.run_id, None
+    strategy = inner_strategy(
         config,
         learner.task,
         lambda loss: recorder.on_training(loss, members.take_train_bytes()),
         recorder.on_clusters,
     )
-    made = run_strategy(inner, config, learner, planner, recorder, folder.directory.run_id)
-    with made as (strategy, train_config):
-        if folder.checkpoints is not None:
-            strategy = Checkpointed(strategy, folder.checkpoints, members.resumable)
-        strategy.start(
-            members,
-            encode_tensors(weights),
-            num_rounds=config.run.num_server_rounds,
-            timeout=config.run.round_timeout_s,
-            train_config=train_config,
-            evaluate_config=train_config,
-            evaluate_fn=recorder.evaluate,
+    if planner is None:
+        unsplit = unsplit_task(config, learner, run_id)
+    else:
+        strategy = CollaPipe(
+            strategy,
+            model=learner.model,
+            scheduler=planner,
+            learning=partial(learning_settings, config, run_id),
+            edge=config.edge,
+            on_round=recorder.on_round,
+            on_total_failure="raise",
         )
+    if folder.checkpoints is not None:
+        strategy = Checkpointed(strategy, folder.checkpoints, members.resumable)
+    told = task_config(learner.task.vocabulary.to_json(), unsplit)
+    strategy.start(
+        members,
+        encode_tensors(weights),
+        num_rounds=config.run.num_server_rounds,
+        timeout=config.run.round_timeout_s,
+        train_config=told,
+        evaluate_config=told,
+        evaluate_fn=recorder.evaluate,
+    )
 
 
 def _save_model(directory: RunDirectory, learner: Learner, recorder: RunRecorder) -> None:
     if recorder.weights is None:
         raise RunError("no round was completed, so there is no trained model to save")
     save_inputs = learner.task.save_inputs
-    save_whole(learner.spec, recorder.weights, directory.model_path, save_inputs=save_inputs)
-    if learner.spec.lora is not None:
-        save_adapter(learner.spec, recorder.weights, directory.adapter_path)
+    spec = learner.splitter.spec
+    save_whole(spec, recorder.weights, directory.model_path, save_inputs=save_inputs)
+    if spec.lora is not None:
+        save_adapter(spec, recorder.weights, directory.adapter_path)

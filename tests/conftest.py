@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 
 import pytest
 import torch
@@ -20,6 +21,9 @@ settings.load_profile("any machine")
 # one order as well, so equal means equal bits.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Many processes are started: none should compile again what another one has.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 def pytest_report_header() -> str:
@@ -28,9 +32,13 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests live to the end; the garbage collector need not visit them again."""
+    """Modules and tests live to the end; the garbage collector need not visit them again.
+
+    What tests leave behind is collected, but not after every 700 objects.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture

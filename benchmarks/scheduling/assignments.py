@@ -123,7 +123,9 @@ def rho_of(learning: Learning, tables: Tables, batch_km: Ints) -> Array:
     if learning.constants is None:
         return np.ones(len(batch_km))
     examples = tables.examples_m
-    sums = bound_sums(examples / examples.sum(), np.maximum(np.ceil(examples / batch_km), 1.0), batch_km)
+    sums = bound_sums(
+        examples / examples.sum(), np.maximum(np.ceil(examples / batch_km), 1.0), batch_km
+    )
     return np.minimum(sums.rounds(learning.constants) / learning.reference_rounds, NEVER)
 
 

@@ -22,7 +22,8 @@ def simulate(
     examples: Annotated[int | None, typer.Option(help="Examples per cluster.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Rounds per episode.")] = None,
     seeds: Annotated[
-        list[str] | None, typer.Option("--seeds", "--seed", help="0,1,2; may be repeated.")
+        list[str] | None,
+        typer.Option("--seeds", "--seed", help="0,1,2 or 100-119; may be repeated."),
     ] = None,
     policies: Annotated[
         str | None, typer.Option(help="Policies to compare: dssda,fedavg,...")
@@ -57,17 +58,23 @@ def simulate(
         float | None, typer.Option(help="Largest share of the model's memory on one device.")
     ] = None,
     best_batches: Annotated[
-        bool, typer.Option("--best-batches", help="Fixed rules also choose micro-batches.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--best-batches/--middle-batches",
+            help="Fixed rules take the best micro-batches, or the middle of the grid.",
+        ),
+    ] = None,
     half_duplex: Annotated[
-        bool, typer.Option("--half-duplex", help="Links carry one direction at a time.")
-    ] = False,
+        bool | None, typer.Option("--half-duplex", help="Links carry one direction at a time.")
+    ] = None,
     edge_shared: Annotated[
-        bool, typer.Option("--edge-shared", help="Clusters share the edge's computing power.")
-    ] = False,
+        bool | None,
+        typer.Option("--edge-shared", help="Clusters share the edge's computing power."),
+    ] = None,
     recompute: Annotated[
-        bool, typer.Option("--recompute", help="Recompute activations instead of keeping them.")
-    ] = False,
+        bool | None,
+        typer.Option("--recompute", help="Recompute activations instead of keeping them."),
+    ] = None,
     profile_error: Annotated[
         float | None, typer.Option(help="Largest relative error of the profiles schedulers see.")
     ] = None,

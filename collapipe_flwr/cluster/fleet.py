@@ -42,7 +42,7 @@ PATIENCE_PER_STAGE = 0.5  # upstream waits longer, so that the neighbour of a si
 class LearningSettings:
     """How a cluster learns in one round; the server owns it so that all clusters agree."""
 
-    optimizer: OptimizerConfig
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: str = "gpipe"
     deadline_s: float = 60.0  # longest silence of a neighbour inside a step
     seed: int = 0
@@ -50,6 +50,7 @@ class LearningSettings:
     snapshot_every: int = 0  # steps; 0: a loss replays the round
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     run_id: str = ""  # the same for a run that is resumed
+    keep_optimizer: bool = False  # its state continues in the next round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,9 +5,9 @@ Plans choose only the cut: a step is one batch of the user's loader, whatever th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,47 +17,88 @@ from collapipe_flwr.models.split_model import LABELS, as_batch
 from collapipe_flwr.models.tasks import IGNORED_LABEL
 
 
-@dataclass(slots=True, kw_only=True)
-class LoaderSteps:
-    """The batches of ``loader``, each as its micro-batches, ``epochs`` times over.
+@runtime_checkable
+class Batches(Protocol):
+    """The batches of one round, from a source that cuts them by a plan itself.
 
-    ``micro_batch_size`` is the plan's. A plan is made and priced for batches of ``batch_size``
-    examples (None: any size will do); other batches raise DataError, but for a smaller one at the
-    end of an epoch. ``examples`` counts those of the epoch that was last iterated over.
+    A step is the list of its micro-batches. Mean losses and averages of models count
+    ``examples``, those of an epoch; they need not be known before the last step.
+    """
+
+    @property
+    def examples(self) -> int:
+        """Those of an epoch."""
+
+    @property
+    def epochs(self) -> int:
+        """How often each example is trained on."""
+
+    @property
+    def fresh_examples(self) -> int:
+        """Those of the probe."""
+
+    def steps(self, batch_size: int, micro_batch_size: int) -> Iterable[list[dict[str, Tensor]]]:
+        """One step per batch of ``batch_size`` examples; raises DataError."""
+
+    def probe(self, batch_size: int, micro_batch_size: int) -> Iterable[list[dict[str, Tensor]]]:
+        """What is evaluated before the first step."""
+
+    def num_batches(self, batch_size: int) -> int:
+        """The steps of the round; 0 where their number is not known."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LoaderBatches:
+    """The :class:`Batches` of a user's ``loader``, ``epochs`` times over.
+
+    A plan is made and priced for batches of one size; other batches raise DataError, but for a
+    smaller one at the end of an epoch. With ``any_size`` nothing is checked.
     """
 
     loader: Iterable[Any]
-    micro_batch_size: int
-    batch_size: int | None = None
     epochs: int = 1
-    examples: int = field(default=0, init=False)
+    any_size: bool = False
+    examples: int = field(default=0, init=False)  # of the epoch that was last iterated over
+    fresh_examples: int = field(default=0, init=False)
 
-    def __iter__(self) -> Iterator[list[dict[str, Tensor]]]:
+    def probe(self, batch_size: int, micro_batch_size: int) -> Iterable[list[dict[str, Tensor]]]:
+        """Nothing."""
+        del batch_size, micro_batch_size
+        return ()
+
+    def num_batches(self, batch_size: int) -> int:
+        """The batches of all epochs, if the loader has a length."""
+        del batch_size
+        return self.epochs * len(self.loader) if isinstance(self.loader, Sized) else 0
+
+    def steps(self, batch_size: int, micro_batch_size: int) -> Iterator[list[dict[str, Tensor]]]:
+        """Every batch, as its micro-batches; raises DataError."""
+        planned = None if self.any_size else batch_size
         for epoch in range(1, self.epochs + 1):
             self.examples, smaller = 0, 0
             for batch in self.loader:
                 tensors = as_batch(batch)
                 size = examples_of(tensors)
-                self._check(smaller or size, is_last=not smaller)
-                smaller = size if self.batch_size and size < self.batch_size else 0
+                _check(smaller or size, planned, is_last=not smaller)
+                smaller = size if planned and size < planned else 0
                 self.examples += size
-                yield cut(tensors, size, self.micro_batch_size)
+                yield cut(tensors, size, micro_batch_size)
             if not self.examples:
                 raise DataError(
                     f"the loader yields no batch in epoch {epoch}: give one with examples, that "
                     "can be iterated over anew (a DataLoader, no generator)"
                 )
 
-    def _check(self, size: int, *, is_last: bool) -> None:
-        """Raise DataError for a batch that the plan was not made for."""
-        planned = self.batch_size
-        if planned is None or size == planned or (is_last and size < planned):
-            return
-        raise DataError(
-            f"the loader yields a batch of {size} examples, but the round was planned for batches "
-            f"of {planned}: set SplitModel(..., batch_size={size}) in the ServerApp, or "
-            f"DataLoader(..., batch_size={planned}) in the ClientApp"
-        )
+
+def _check(size: int, planned: int | None, *, is_last: bool) -> None:
+    """Raise DataError for a batch that the plan was not made for."""
+    if planned is None or size == planned or (is_last and size < planned):
+        return
+    raise DataError(
+        f"the loader yields a batch of {size} examples, but the round was planned for batches "
+        f"of {planned}: set SplitModel(..., batch_size={size}) in the ServerApp, or "
+        f"DataLoader(..., batch_size={planned}) in the ClientApp"
+    )
 
 
 def examples_of(tensors: Mapping[str, Tensor]) -> int:

@@ -82,7 +82,7 @@ class LocalData:
         """How many examples one round trains on."""
         return self._config.train.examples_per_round or len(self._examples)
 
-    def test_steps(self, *, batch_size: int, micro_batch_size: int) -> Iterator[list[TestPart]]:
+    def test_steps(self, batch_size: int, micro_batch_size: int) -> Iterator[list[TestPart]]:
         """The cluster's share of the test set, each example once; raises DataError if it is empty.
 
         Clusters take turns, so that their shares are disjoint and together complete.
@@ -110,7 +110,7 @@ class LocalData:
         )
 
     def steps(
-        self, chosen: list[Example], round_index: int, *, batch_size: int, micro_batch_size: int
+        self, chosen: list[Example], round_index: int, batch_size: int, micro_batch_size: int
     ) -> Iterator[list[dict[str, Tensor]]]:
         """The micro-batches of each optimiser step over ``chosen``, tokenised as needed."""
         for batch in batches(chosen, batch_size):
@@ -129,26 +129,35 @@ class LocalData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundExamples:
-    """The examples of one round: ``chosen`` in training order; ``fresh`` ones arrived for it."""
+    """The `Batches` of one round: ``chosen`` in training order; ``fresh`` ones arrived for it."""
 
     data: LocalData
     round_index: int
     chosen: list[Example]
     fresh: list[Example] = field(default_factory=list)
+    epochs: int = 1
+
+    @property
+    def examples(self) -> int:
+        """Those that are trained on."""
+        return len(self.chosen)
+
+    @property
+    def fresh_examples(self) -> int:
+        """Those of the probe."""
+        return len(self.fresh)
 
     def num_batches(self, batch_size: int) -> int:
         """Those of the round; the last one may be smaller."""
         return -(-len(self.chosen) // batch_size)
 
-    def steps(self, *, batch_size: int, micro_batch_size: int) -> Iterator[list[dict[str, Tensor]]]:
+    def steps(self, batch_size: int, micro_batch_size: int) -> Iterator[list[dict[str, Tensor]]]:
         """The micro-batches of each optimiser step."""
-        sizes = {"batch_size": batch_size, "micro_batch_size": micro_batch_size}
-        return self.data.steps(self.chosen, self.round_index, **sizes)
+        return self.data.steps(self.chosen, self.round_index, batch_size, micro_batch_size)
 
-    def probe(self, *, batch_size: int, micro_batch_size: int) -> Iterator[list[dict[str, Tensor]]]:
+    def probe(self, batch_size: int, micro_batch_size: int) -> Iterator[list[dict[str, Tensor]]]:
         """The micro-batches of the fresh examples, to be tested before any step."""
-        sizes = {"batch_size": batch_size, "micro_batch_size": micro_batch_size}
-        return self.data.steps(self.fresh, self.round_index, **sizes)
+        return self.data.steps(self.fresh, self.round_index, batch_size, micro_batch_size)
 
 
 @lru_cache(maxsize=16)

@@ -15,7 +15,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from collapipe_flwr.core.schedule import StepTimes, replay
+from collapipe_flwr.core.schedule import StepTimes
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.layouts import Hops, Layouts, hops_of
 from collapipe_flwr.costs.makespan import (
@@ -23,6 +23,7 @@ from collapipe_flwr.costs.makespan import (
     WarmUp,
     choose_warm_up,
     gpipe_makespan_s,
+    one_f_one_b_makespan_s,
     step_makespan_s,
 )
 from collapipe_flwr.costs.radio import power_for_time_w, send_time_s
@@ -208,7 +209,7 @@ def planned_makespan_s(chain: Chain, times: Array, depths: Sequence[Depths]) -> 
         count = int(chain.rows.micro_batches_r[row])
         step = step_times(chain, times, row)
         if min(each) < count:
-            result[row] = replay(step, each, count).makespan_s
+            result[row] = one_f_one_b_makespan_s(step, each, count)
         else:
             result[row] = gpipe_makespan_s(step.stage_s, step.hop_s, count)
     return result

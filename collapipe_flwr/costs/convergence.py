@@ -13,7 +13,13 @@ where F weighs clusters by w_m, as long as ``eta tau L <= 1/2`` and
 reach ``eps``. Derived in docs/theory.md, section 4, along the lines of FedNova (Wang et al. 2020,
 arXiv 2007.07481). Our reconstruction.
 
-The bound's constants are estimated from what training yields anyway (`update`). Gradient noise:
+Or progress per step is that of McCandlish et al. (2018): a step on a batch B falls short of one on
+the true gradient by the factor ``1 + B_noise / B``, with the noise scale
+``B_noise = sigma^2 / |grad|^2``. Averaged over clusters, the batch is ``tau / sum p^2 H / B``:
+
+    R is in proportion to (1 + B_noise (sum_m p_m^2 H_m / B_m) / tau) / tau.
+
+Constants and noise scale are estimated from what training yields anyway (`update`). Gradient noise:
 with |G_b|^2 the mean squared gradient norm over batches of b examples,
 ``E|G_b|^2 = |G|^2 + sigma^2 / b``, so two sizes give both (McCandlish et al. 2018,
 arXiv 1812.06162, appendix A). Smoothness: secants of successive round updates. Drift: spread of
@@ -43,6 +49,21 @@ class LearningConstants:
     drift: float  # kappa^2
     loss_gap: float  # Delta
     target: float  # eps, a squared gradient norm
+
+    def rounds(self, sums: BoundSums) -> Array:
+        """``R_eps``; infinite where the target lies under the floor."""
+        return sums.rounds(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseScale:
+    """The batch from which on steps gain little by more examples."""
+
+    examples: float  # B_noise
+
+    def rounds(self, sums: BoundSums) -> Array:
+        """Rounds that the same progress takes, in rounds of one step on the true gradient."""
+        return np.asarray((1.0 + self.examples * sums.variance / sums.tau) / sums.tau)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +145,8 @@ class LearningState:
 PRIOR = LearningState(
     gradient_square=1.0, noise=4.0, smoothness=1.0, drift=0.1, loss=2.0, first_gradient_square=1.0
 )
+MOST_EXAMPLES = 1e6  # of a noise scale: where no gradient is left, larger batches are as good
+TINY = 1e-300
 TARGET_SHARE = 0.1  # eps as a share of the first squared gradient norm
 
 
@@ -168,6 +191,15 @@ def constants_of(state: LearningState, learning_rate: float) -> LearningConstant
         loss_gap=known("loss"),
         target=TARGET_SHARE * known("first_gradient_square"),
     )
+
+
+def noise_scale_of(state: LearningState) -> NoiseScale:
+    """The ratio of both estimates, of their priors before the first measurement."""
+    if state.noise is None or state.gradient_square is None:
+        state = PRIOR
+    assert state.noise is not None and state.gradient_square is not None
+    least = state.noise / MOST_EXAMPLES
+    return NoiseScale(examples=state.noise / max(state.gradient_square, least, TINY))
 
 
 def _with_noise(state: LearningState, outcome: RoundOutcome) -> LearningState:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from functools import partial
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
@@ -37,8 +38,9 @@ from collapipe_flwr.federation.rounds import (
     RoundRecord,
     metrics_as_dict,
 )
-from collapipe_flwr.federation.rpc_gateway import Learning, open_split
-from collapipe_flwr.federation.split import SplitRound, SplitSetup
+from collapipe_flwr.federation.rpc_gateway import RpcEdgeGateway, open_edge
+from collapipe_flwr.federation.split import EdgeGateway, SplitRound
+from collapipe_flwr.models.described import DescribedModel
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.split_model import SplitModel
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
@@ -46,6 +48,7 @@ from collapipe_flwr.pipeline.user_optimizer import optimizer_config
 from collapipe_flwr.scheduler.protocol import Scheduler
 
 log = logging.getLogger("flwr.collapipe")
+Learning = LearningSettings | Callable[[int], LearningSettings]  # the same, or by server round
 
 _NOT_RUNNING = (
     "a CollaPipe with a model to split does not run as the inside of another strategy, which would "
@@ -60,12 +63,11 @@ class Rounds:
         self,
         inner: Strategy,
         *,
-        model: SplitModel | None,
+        model: DescribedModel | None,
         scheduler: str | Scheduler | Planning | RoundPlanner | None,
         optimizer: object,
         learning: Learning | None,
-        edge: str | EdgeConfig | None,
-        split: SplitSetup | None,
+        edge: str | EdgeConfig | EdgeGateway | None,
         on_round: Callable[[RoundRecord], None] | None,
         raises: bool,
     ) -> None:
@@ -73,10 +75,10 @@ class Rounds:
         self._model = model
         self._learning = learning_of(optimizer, learning, model)
         self._edge = EdgeConfig(address=edge) if isinstance(edge, str) else edge or EdgeConfig()
+        self._gateway = self._edge if isinstance(self._edge, EdgeGateway) else None
         self.planner = planner_of(scheduler, model, self._learning)
         self._accepted = AcceptedRounds()
         self._personal = PersonalArrays()
-        self._split = split
         self._on_round = on_round
         self._raises = raises  # where all clients of a round fail
         self._round: OpenRound | None = None
@@ -85,17 +87,16 @@ class Rounds:
     @property
     def is_split(self) -> bool:
         """Whether clusters and edge share a model."""
-        return self._split is not None
+        return self._model is not None
 
     @property
     def resumable(self) -> dict[str, Resumable]:
         """The parts around the inner strategy whose memory a checkpoint keeps, by name."""
-        edge = None if self._split is None else self._split.edge
         parts: dict[str, object] = {
             "planner": self.planner,
-            "edge": edge,
+            "edge": self._gateway,
             "accepted": self._accepted,
-            "personal": self._personal if self._split and self._split.personal_keys else None,
+            "personal": self._personal if self._model and self._model.personal else None,
         }
         return {name: part for name, part in parts.items() if isinstance(part, Resumable)}
 
@@ -106,19 +107,18 @@ class Rounds:
         :meth:`start` does it; whoever calls the hooks without it has to. Raises LinkError.
         """
         with ExitStack() as stack:
-            if self._model is not None:
-                opening = open_split(self._model, self._edge, self._learning)
-                self._split = stack.enter_context(opening)
-                stack.callback(self._forget_split)
+            if self._model is not None and isinstance(self._edge, EdgeConfig):
+                self._gateway = RpcEdgeGateway(stack.enter_context(open_edge(self._edge)))
+                stack.callback(self._forget_gateway)
             stack.callback(self.close)
             yield
 
-    def _forget_split(self) -> None:
-        self._split = None
+    def _forget_gateway(self) -> None:
+        self._gateway = None
 
     @property
     def _hidden_keys(self) -> frozenset[str]:
-        return self._split.hidden_keys if self._split else frozenset()
+        return self._model.hidden_keys if self._model else frozenset()
 
     def close(self) -> None:
         """End the edge sessions of a round that is still open."""
@@ -135,7 +135,7 @@ class Rounds:
         nothing can be planned, LinkError if the edge cannot be reached, ConfigError for settings
         that make no sense, and RunError outside :meth:`running`.
         """
-        if self._model is not None and self._split is None:
+        if self._model is not None and self._gateway is None:
             raise RunError(_NOT_RUNNING)
         self.close()
         view = inner_view(arrays, self._hidden_keys)
@@ -176,7 +176,7 @@ class Rounds:
         """
         view = inner_view(arrays, self._hidden_keys)
         messages = list(self.inner_strategy.configure_evaluate(server_round, view, config, grid))
-        if self._split is None:
+        if self._model is None:
             return [readdressed(m, restored(m.content, arrays, (), exact=False)) for m in messages]
         if self._planned is None:
             raise RunError(f"round {server_round}: configure_evaluate needs configure_train first")
@@ -202,7 +202,7 @@ class Rounds:
             log.warning("%s; the model stays as it is", total_loss)
 
     def _restored(self, arrays: ArrayRecord, before: ArrayRecord) -> ArrayRecord:
-        if self._split is None:
+        if self._model is None:
             return narrow_raw(arrays, before)
         return load_into(before, arrays)
 
@@ -216,7 +216,10 @@ class Rounds:
         return self.planner.plan(server_round, nodes, arrays)
 
     def _new_round(self, plan: RoundPlan, server_round: int, arrays: ArrayRecord) -> OpenRound:
-        split = SplitRound(self._split, server_round, plan.whole) if self._split else None
+        split = None
+        if self._model is not None and self._gateway is not None:
+            learning = self._learning(server_round)
+            split = SplitRound(self._model, self._gateway, learning, server_round, plan.whole)
         return OpenRound(plan, arrays, split, self._accepted, self._personal)
 
     def _opened(self, opened: OpenRound, messages: Iterable[Message]) -> list[Message]:
@@ -246,8 +249,8 @@ class Rounds:
 
 def planner_of(
     scheduler: str | Scheduler | Planning | RoundPlanner | None,
-    model: SplitModel | None,
-    learning: Learning,
+    model: DescribedModel | None,
+    learning: Callable[[int], LearningSettings],
 ) -> RoundPlanner:
     """What plans rounds: a planner as it is; for a ``model`` one of clusters that describe
     themselves, else one of assumed clusters. Raises ConfigError for a bad name.
@@ -260,23 +263,28 @@ def planner_of(
         planning = Planning(policy=scheduler or ("dssda" if model else "fedavg"))
     if model is None:
         return DefaultProfilePlanner(planning.scheduler)
-    fixed = planning.for_batches(model.batch_size, cut=not model.splitter.whole_batches)
-    optimizer = (learning(1) if callable(learning) else learning).optimizer
+    if model.batch_size is not None:
+        planning = planning.for_batches(model.batch_size, cut=not model.splitter.whole_batches)
+    optimizer = learning(1).optimizer
     return DescribedClusters(
-        fixed, lambda: profile_model(model.splitter, model.shape, optimizer.state_bytes)
+        planning, lambda: profile_model(model.splitter, model.shape, optimizer.state_bytes)
     )
 
 
-def learning_of(given: object, learning: Learning | None, model: SplitModel | None) -> Learning:
-    """How clusters learn, with the optimizer that is ``given``, see `optimizer_config`."""
-    if given is None:
-        return learning or LearningSettings(optimizer=OptimizerConfig())
-    optimizer = optimizer_config(given, model.model if model else None)
-    if learning is None:
-        return LearningSettings(optimizer=optimizer)
-    if callable(learning):
-        return lambda server_round: replace(learning(server_round), optimizer=optimizer)
-    return replace(learning, optimizer=optimizer)
+def learning_of(
+    given: object, learning: Learning | None, model: DescribedModel | None
+) -> Callable[[int], LearningSettings]:
+    """How clusters learn by server round, with the optimizer that is ``given`` if there is one."""
+    if given is not None:
+        given = optimizer_config(given, model.model if isinstance(model, SplitModel) else None)
+    return partial(_learning, learning or LearningSettings(), given)
+
+
+def _learning(
+    learning: Learning, optimizer: OptimizerConfig | None, server_round: int
+) -> LearningSettings:
+    settings = learning(server_round) if callable(learning) else learning
+    return settings if optimizer is None else replace(settings, optimizer=optimizer)
 
 
 def _without_telemetry(reply: Message) -> Message:

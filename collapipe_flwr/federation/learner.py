@@ -20,6 +20,7 @@ from collapipe_flwr.data.metrics import Tally, added
 from collapipe_flwr.data.tasks import Task, load_task
 from collapipe_flwr.models import BatchShape, ModelSpec, Splitter, make_spec
 from collapipe_flwr.models.checkpoint import read_pretrained_config
+from collapipe_flwr.models.described import DescribedModel
 
 _MOST_SHOWN = 6  # tensors in a sentence
 _SHAPE_EXAMPLES, _SHAPE_BATCH = 256, 16
@@ -30,9 +31,13 @@ class Learner:
     """What is learnt and by which model."""
 
     task: Task
-    spec: ModelSpec
     splitter: Splitter
     shape: BatchShape
+
+    @property
+    def model(self) -> DescribedModel:
+        """The model for batches of any size."""
+        return DescribedModel(self.splitter, self.shape)
 
 
 def make_learner(config: AppConfig) -> Learner:
@@ -40,11 +45,10 @@ def make_learner(config: AppConfig) -> Learner:
     _refuse_foreign_tokenizer(config)
     known_labels = _known_labels(config.model.pretrained)
     task = load_task(config.seeded_data, known_labels=known_labels)
-    spec = _spec(config, task)
-    splitter = Splitter(spec)
+    splitter = Splitter(_spec(config, task))
     _refuse_long_texts(config, task, splitter.most_tokens)
     _refuse_small_test(config, task)
-    return Learner(task=task, spec=spec, splitter=splitter, shape=_shape(task))
+    return Learner(task=task, splitter=splitter, shape=_shape(task))
 
 
 def _known_labels(pretrained: str) -> tuple[str, ...]:

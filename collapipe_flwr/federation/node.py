@@ -9,23 +9,33 @@ is called fresh twice.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from flwr.app import Context
+from flwr.app import ConfigRecord, Context, Message
+from torch import Tensor
 
+from collapipe_flwr.cluster.evaluation import (
+    EvalResult,
+    PredictionConfig,
+    TestPart,
+    prediction_config,
+    tally_of,
+)
 from collapipe_flwr.cluster.local_data import LocalData, Place, RoundExamples, local_data, own_data
 from collapipe_flwr.cluster.profile import describe_cluster
 from collapipe_flwr.config.schema import AppConfig, parse
-from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.stream import Stream, StreamPlace, next_round
 from collapipe_flwr.data.tokenizer import Vocabulary
-from collapipe_flwr.federation.node_state import STATE_KEY, STREAM, NodeState, state_folder
-from collapipe_flwr.federation.rounds import Progress
+from collapipe_flwr.federation import records
+from collapipe_flwr.federation.node_state import Kept, NodeState
 from collapipe_flwr.federation.site import Site, cluster_file
 
 if TYPE_CHECKING:
@@ -59,43 +69,73 @@ class Node:
             )
         place = Place(index=int(index), count=config.run.clusters, own_data=bool(own))
         site = Site(
+            index=place.index,
             edge=config.edge,
             cluster=cluster_file(context.node_config),
             simulated=partial(describe_cluster, config.world, place.index),
+            threads=config.train.threads,
+            state_dir=config.train.state_dir,
         )
         return Node(config=config, place=place, site=site, context=context)
 
-    @property
-    def is_spare(self) -> bool:
-        """Whether the run has no place for it."""
-        return self.place.index >= self.place.count
+    @staticmethod
+    def site_of(context: Context) -> Site | None:
+        """The node's devices; None where the run has no place for it."""
+        node = Node.of(context)
+        return node.site if node.place.index < node.place.count else None
 
-    def data(self, vocabulary_json: str) -> LocalData:
-        """The cluster's examples, in the server's vocabulary."""
-        return local_data(self.config, self.place, _vocabulary(vocabulary_json))
+    @staticmethod
+    def examples_of(context: Context) -> int:
+        """How many examples one of its rounds trains on."""
+        node = Node.of(context)
+        return local_data(node.config, node.place, None).examples_per_round
 
-    def profile(self) -> ClusterProfile:
-        """The cluster as the planner sees it, for rounds of its own examples."""
-        return self.site.profile(local_data(self.config, self.place, None).examples_per_round)
+    def state(self, message: Message) -> NodeState:
+        """What it carries into the round that ``message`` opens."""
+        server_round, run_id = records.round_and_run(message.content)
+        return self.site.state(message, self.context, server_round=server_round, run_id=run_id)
 
-    def state(self, server_round: int, progress: Progress, run_id: str) -> NodeState:
-        """What it carries between rounds; its own state directory goes before the run's."""
-        folder = self.context.node_config.get(STATE_KEY, self.config.train.state_dir)
-        return NodeState(
-            records=self.context.state,
-            server_round=server_round,
-            progress=progress,
-            run_id=run_id,
-            place=self.place,
-            state_dir=state_folder(folder, run_id),
-        )
-
-    def examples(self, data: LocalData, state: NodeState) -> RoundExamples:
-        """The cluster's examples of a round, from its part of the data or from its stream."""
+    def examples(self, message: Message) -> RoundExamples:
+        """The examples of a round, from the node's part of the data or from its stream."""
+        data, state = self._data(message), self.state(message)
         if self.config.data.stream:
             return _from_stream(self.config, data, state)
         chosen = data.chosen(state.progress.rounds)
         return RoundExamples(data=data, round_index=state.server_round, chosen=chosen)
+
+    def test(self, message: Message) -> NodeTest:
+        """The node's share of the test set."""
+        return NodeTest(data=self._data(message))
+
+    def _data(self, message: Message) -> LocalData:
+        """The node's examples, in the server's vocabulary."""
+        vocabulary = _vocabulary(records.read_vocabulary(message.content))
+        return local_data(self.config, self.place, vocabulary)
+
+
+@dataclass(slots=True, kw_only=True)
+class NodeTest:
+    """A node's share of the test set, and what a model's predictions for it are worth."""
+
+    data: LocalData
+    _parts: list[TestPart] = field(default_factory=list)
+
+    @property
+    def wanted(self) -> PredictionConfig:
+        """How the model predicts."""
+        return prediction_config(self.data.task)
+
+    def steps(self, batch_size: int, micro_batch_size: int) -> Iterator[list[dict[str, Tensor]]]:
+        """The micro-batches of each batch; raises DataError where there is no example."""
+        for step in self.data.test_steps(batch_size, micro_batch_size):
+            self._parts += step
+            yield [dict(part.tensors) for part in step]
+
+    def scores(self, found: EvalResult) -> dict[str, float | list[float]]:
+        """The number of labels, which weighs the loss, and the counts of every metric."""
+        predictions = [ids for step in found.predictions for ids in step]
+        tally = tally_of(self.data.task, self._parts if predictions else (), predictions)
+        return {records.EXAMPLES: found.targets, **records.tally_metrics(tally)}
 
 
 @lru_cache(maxsize=4)
@@ -105,7 +145,7 @@ def _vocabulary(text: str) -> Vocabulary:
 
 def _from_stream(config: AppConfig, data: LocalData, state: NodeState) -> RoundExamples:
     stream = data.stream(config.data.stream)
-    rng = np.random.default_rng([config.run.seed, state.place.index, state.server_round])
+    rng = np.random.default_rng([config.run.seed, state.index, state.server_round])
     found = next_round(
         stream,
         _place(stream, state),
@@ -145,3 +185,25 @@ def _place(stream: Stream, state: NodeState) -> StreamPlace:
 def _rows(table: Dataset) -> list[Example]:
     rows: list[Example] = table.to_list()
     return rows
+
+
+def _write_place(place: StreamPlace, path: Path) -> None:
+    path.write_text(to_json(place), encoding="utf-8")
+
+
+def _read_place(path: Path) -> StreamPlace:
+    return _parse_place(path.read_text(encoding="utf-8"))
+
+
+def _parse_place(text: str) -> StreamPlace:
+    return from_json(StreamPlace, text, "the place in data.stream")
+
+
+STREAM: Kept[StreamPlace] = Kept(
+    name="collapipe.stream",
+    suffix=".json",
+    write=_write_place,
+    read=_read_place,
+    encode=lambda place: ConfigRecord({"place": to_json(place)}),
+    decode=lambda record: _parse_place(str(record["place"])),
+)

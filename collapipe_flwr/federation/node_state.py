@@ -24,18 +24,14 @@ from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from collapipe_flwr.cluster.local_data import Place
 from collapipe_flwr.core.durable import clean, draft, make_folder, publish
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError, ModelError
-from collapipe_flwr.core.json_codec import from_json, to_json
-from collapipe_flwr.data.stream import StreamPlace
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.rounds import Progress
 from collapipe_flwr.pipeline.state import OptimizerState, PartState
 
 log = logging.getLogger("flwr.collapipe")
 STATE_KEY = "state-dir"
-_PLACE = "place"
 _NAME = re.compile(r"round-(\d{6,})-([0-9a-f]{64})")
 T = TypeVar("T")
 Record = ArrayRecord | ConfigRecord
@@ -58,7 +54,7 @@ class Kept(Generic[T]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeState:
-    """The state of one cluster in one round of a run.
+    """The state of cluster number ``index`` in one round of a run.
 
     Files in ``state_dir`` survive a restart of the SuperNode and are used by a resumed run.
     Flower's ``records`` are for a cluster without one, and end with the SuperNode and with the run.
@@ -68,7 +64,7 @@ class NodeState:
     server_round: int
     progress: Progress
     run_id: str
-    place: Place
+    index: int
     state_dir: Path | None
 
     def recall(self, kept: Kept[T]) -> T | None:
@@ -94,7 +90,7 @@ class NodeState:
     def _files(self, kept: Kept[T]) -> RoundFiles | None:
         if self.state_dir is None:
             return None
-        return RoundFiles.of(self.state_dir, self.run_id, self.place.index, kept.suffix)
+        return RoundFiles.of(self.state_dir, self.run_id, self.index, kept.suffix)
 
     def _record(self, name: str) -> Record | None:
         """The record of the last accepted round; all others are dropped."""
@@ -112,31 +108,20 @@ def state_folder(found: object, run_id: str) -> Path | None:
     return Path(found).expanduser() if found and run_id else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerMemory:
-    """The slots of embedding and blocks, or of a whole model; ``keep``: the run asks for it.
+def recall_optimizer(state: NodeState) -> OptimizerState:
+    """The optimizer of the last accepted round: of embedding and blocks, or of a whole model.
 
-    The decoder's part is with the server (`RpcEdgeGateway`) and continues from the same round.
+    A fresh one has none. The head's part is with the server (`RpcEdgeGateway`) and continues from
+    the same round.
     """
-
-    state: NodeState
-    keep: bool
-
-    def recall(self) -> OptimizerState:
-        """What the last accepted round of this cluster left; a fresh optimizer has none."""
-        slots = self.state.recall(_OPTIMIZER) if self.keep else {}
-        if slots is None and self.state.progress.rounds:
-            log.warning(
-                "no optimiser state of an earlier round here (a new SuperNode, or a resumed "
-                "run): it starts anew%s",
-                self.state.advice,
-            )
-        return slots or {}
-
-    def remember(self, slots: OptimizerState) -> None:
-        """Keep what this round leaves."""
-        if self.keep:
-            self.state.remember(_OPTIMIZER, slots)
+    slots = state.recall(OPTIMIZER)
+    if slots is None and state.progress.rounds:
+        log.warning(
+            "no optimiser state of an earlier round here (a new SuperNode, or a resumed "
+            "run): it starts anew%s",
+            state.advice,
+        )
+    return slots or {}
 
 
 def write_slots(slots: OptimizerState, path: Path) -> None:
@@ -162,37 +147,17 @@ def _decode_slots(record: Record) -> OptimizerState | None:
     return PartState.of_tensors(decode_tensors(record)).optimizer
 
 
-def _write_place(place: StreamPlace, path: Path) -> None:
-    path.write_text(to_json(place), encoding="utf-8")
-
-
-def _read_place(path: Path) -> StreamPlace:
-    return _parse_place(path.read_text(encoding="utf-8"))
-
-
-def _parse_place(text: str) -> StreamPlace:
-    return from_json(StreamPlace, text, "the place in data.stream")
-
-
 def _key(name: str, server_round: int) -> str:
     return f"{name}.round-{server_round}"
 
 
-_OPTIMIZER: Kept[OptimizerState] = Kept(
+OPTIMIZER: Kept[OptimizerState] = Kept(
     name="collapipe.optimizer",
     suffix=".safetensors",
     write=write_slots,
     read=read_slots,
     encode=_encode_slots,
     decode=_decode_slots,
-)
-STREAM: Kept[StreamPlace] = Kept(
-    name="collapipe.stream",
-    suffix=".json",
-    write=_write_place,
-    read=_read_place,
-    encode=lambda place: ConfigRecord({_PLACE: to_json(place)}),
-    decode=lambda record: _parse_place(str(record[_PLACE])),
 )
 
 

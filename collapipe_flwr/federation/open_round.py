@@ -60,7 +60,7 @@ class OpenRound:
     ) -> None:
         self.plan = plan
         self.template = template
-        self._hidden = split.hidden_keys if split is not None else frozenset[str]()
+        self._hidden = split.model.hidden_keys if split is not None else frozenset[str]()
         self.sent: list[Sent] = []
         self._split = split
         self._accepted = accepted
@@ -103,7 +103,7 @@ class OpenRound:
         for cluster_id, model in closed.models.items():
             if self._split is not None:
                 self._split.accept(cluster_id)
-                self._personal.keep(cluster_id, model, self._split.personal_keys)
+                self._personal.keep(cluster_id, model, self._split.model.personal_keys)
             self._accepted.accept(cluster_id, self.plan.server_round)
 
     def close(self) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import sha256
-from typing import TYPE_CHECKING, Self
 
 from flwr.app import RecordDict
 from torch import Tensor
@@ -17,9 +16,11 @@ from torch import Tensor
 from collapipe_flwr.cluster.control_unit import RoundResult, evaluate_batches, train_round
 from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig
 from collapipe_flwr.cluster.fleet import RoundOrder
+from collapipe_flwr.cluster.loader import Batches
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.federation import records
+from collapipe_flwr.federation.node_state import OPTIMIZER, NodeState, recall_optimizer
 from collapipe_flwr.federation.records import SplitTask
 from collapipe_flwr.federation.site import Site
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
@@ -27,11 +28,8 @@ from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.specs import splitter_of
 from collapipe_flwr.pipeline.step import MicroBatch
 
-if TYPE_CHECKING:  # which needs the extra `data`
-    from collapipe_flwr.federation.node_state import OptimizerMemory
-
 Weights = Mapping[str, Tensor]
-Batches = Iterable[Sequence[Mapping[str, Tensor]]]  # of micro-batches
+Steps = Iterable[Sequence[Mapping[str, Tensor]]]  # each of micro-batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +41,13 @@ class PipelineRound:
     task: SplitTask
 
     @property
-    def sizes(self) -> dict[str, int]:
+    def sizes(self) -> tuple[int, int]:
         """Examples of a step and of a micro-batch."""
         size = self.plan.micro_batch_size
-        return {"batch_size": size * self.plan.micro_batches, "micro_batch_size": size}
+        return size * self.plan.micro_batches, size
 
-    @classmethod
-    def of(cls, content: RecordDict) -> Self:
+    @staticmethod
+    def of(content: RecordDict) -> PipelineRound:
         """The round that a message asks for; raises ProtocolError where it asks for none."""
         assignment = records.read_assignment(content)
         if assignment.split is None or assignment.plan is None:
@@ -57,7 +55,7 @@ class PipelineRound:
                 "the server sent neither a plan with an edge nor a whole task: its strategy needs "
                 "a model to split, CollaPipe(..., model=SplitModel(...))"
             )
-        return cls(
+        return PipelineRound(
             server_round=assignment.server_round, plan=assignment.plan, task=assignment.split
         )
 
@@ -65,33 +63,30 @@ class PipelineRound:
         self,
         site: Site,
         weights: Weights,
-        steps: Batches,
-        probe: Batches = (),
-        *,
-        examples: int,
-        batches: int = 0,
-        memory: OptimizerMemory | None = None,
+        batches: Batches,
+        state: NodeState | None,
     ) -> tuple[RoundResult, tuple[str, ...]]:
-        """One optimizer step per batch of micro-batches; also the devices absent at the end.
+        """One optimizer step per batch; also the devices absent at the end.
 
-        ``probe`` is evaluated before the first step. ``batches`` are those of the round, 0 where
-        their number is not known. Raises as `train_round`.
+        The optimizer goes on from ``state``, or starts anew without one. Raises as `train_round`.
         """
         splitter = splitter_for(self.task.model_spec_json)
-        with site.devices(self.task, splitter, examples) as devices:
-            order = replace(self._order(splitter, weights), batches=batches)
-            if memory is not None:
-                order = replace(order, slots=memory.recall(), keep_optimizer=memory.keep)
+        with site.devices(self.task, splitter) as devices:
+            order = replace(
+                self._order(splitter, weights), batches=batches.num_batches(self.sizes[0])
+            )
+            if state is not None:
+                order = replace(order, slots=recall_optimizer(state), keep_optimizer=True)
             result = train_round(
                 splitter,
                 order,
-                _micro_batches(splitter, steps),
+                _micro_batches(splitter, batches.steps(*self.sizes)),
                 devices.fleet,
-                _micro_batches(splitter, probe),
+                _micro_batches(splitter, batches.probe(*self.sizes)),
                 recovery=devices.recovery,
             )
-            if memory is not None:
-                memory.remember(result.slots)
+            if state is not None:
+                state.remember(OPTIMIZER, result.slots)
             if self.task.whole:
                 edge = devices.edge.fetch_weights()
                 result = replace(result, weights={**edge, **result.weights})
@@ -108,14 +103,17 @@ class PipelineRound:
         self,
         site: Site,
         weights: Weights,
-        steps: Batches,
-        *,
-        examples: int,
-        wanted: PredictionConfig | None = None,
+        steps: Steps,
+        wanted: PredictionConfig | None,
     ) -> EvalResult:
-        """Loss of the chain on batches of micro-batches, and predictions where ``wanted``."""
+        """Loss of the chain on batches of micro-batches, and predictions where ``wanted``.
+
+        A model whose embedding holds borrowed rows only cannot generate, so it predicts nothing.
+        """
         splitter = splitter_for(self.task.model_spec_json)
-        with site.devices(self.task, splitter, examples) as devices:
+        if wanted is not None and wanted.generates(splitter.decodes) and splitter.ties:
+            wanted = None
+        with site.devices(self.task, splitter) as devices:
             return evaluate_batches(
                 splitter,
                 self._order(splitter, weights),
@@ -147,7 +145,7 @@ def splitter_for(model_spec_json: str) -> AnySplitter:
     return splitter_of(model_spec_json)
 
 
-def _micro_batches(splitter: AnySplitter, steps: Batches) -> Iterator[list[MicroBatch]]:
+def _micro_batches(splitter: AnySplitter, steps: Steps) -> Iterator[list[MicroBatch]]:
     for step in steps:
         yield [
             MicroBatch(
@@ -159,12 +157,12 @@ def _micro_batches(splitter: AnySplitter, steps: Batches) -> Iterator[list[Micro
         ]
 
 
-def telemetry(result: RoundResult, examples: int, absent: tuple[str, ...]) -> ClusterTelemetry:
-    """What a round of so many examples measured."""
+def telemetry(result: RoundResult, batches: Batches, absent: tuple[str, ...]) -> ClusterTelemetry:
+    """What a round measured."""
     replanned = any(incident.lost for incident in result.incidents)
     return ClusterTelemetry(
         cluster_id=result.plan.cluster_id,
-        examples=examples,
+        examples=batches.examples * batches.epochs,
         wall_s=result.wall_s,
         losses=result.losses,
         reports=result.reports,
@@ -172,4 +170,6 @@ def telemetry(result: RoundResult, examples: int, absent: tuple[str, ...]) -> Cl
         replanned=result.plan if replanned else None,
         incidents=tuple(str(incident) for incident in result.incidents),
         absent=absent,
+        fresh_examples=batches.fresh_examples,
+        prequential_loss=result.probe.loss if batches.fresh_examples else None,
     )

@@ -41,6 +41,7 @@ _PLAN = "collapipe.plan"
 _CLUSTER_ID = "collapipe.cluster-id"
 _SPLIT = "collapipe.split"
 _UNSPLIT = "collapipe.unsplit"
+_VOCABULARY = "collapipe.vocabulary"
 _TELEMETRY = "collapipe.telemetry"
 _PROFILE = "collapipe.profile"
 _SPARE = "collapipe.spare"
@@ -57,7 +58,6 @@ class SplitTask:
     """What a cluster needs to train its part of the model against the edge."""
 
     model_spec_json: str
-    vocabulary_json: str = ""  # empty: the cluster has its own tokenizer
     edge_address: str
     session: SessionKey
     learning: LearningSettings
@@ -75,7 +75,6 @@ class UnsplitTask:
     """What a client needs to train the unsplit model: the peer of every comparison."""
 
     model_spec_json: str
-    vocabulary_json: str
     batch_size: int
     micro_batch_size: int
     optimizers: tuple[OptimizerConfig, ...]  # one per server round
@@ -164,9 +163,36 @@ def take_telemetry(content: RecordDict) -> tuple[RecordDict, ClusterTelemetry | 
     return rest, _read(content, _TELEMETRY, ClusterTelemetry)
 
 
-def unsplit_task_config(task: UnsplitTask) -> ConfigRecord:
-    """The train config of a plain Flower strategy whose clients train the unsplit model."""
-    return ConfigRecord({_UNSPLIT: to_json(task)})
+def task_config(vocabulary_json: str, unsplit: UnsplitTask | None) -> ConfigRecord:
+    """What our ServerApp tells every client of ours: how texts are read, and which whole model.
+
+    ``unsplit`` is for a plain Flower strategy; split models are in the :class:`RoundAssignment`.
+    """
+    config = ConfigRecord({_VOCABULARY: vocabulary_json})
+    if unsplit is not None:
+        config[_UNSPLIT] = to_json(unsplit)
+    return config
+
+
+def read_vocabulary(content: RecordDict) -> str:
+    """The vocabulary in a message of our ServerApp; raises ProtocolError without one."""
+    config = _holder(content, _VOCABULARY)
+    text = None if config is None else _text(config, _VOCABULARY)
+    if text is None:
+        raise ProtocolError(
+            f"the message holds no {_VOCABULARY}: use this ClientApp with the ServerApp beside it, "
+            "or write your own with collapipe_flwr.Cluster"
+        )
+    return text
+
+
+def round_and_run(content: RecordDict) -> tuple[int, str]:
+    """Server round and run id in an order to train; raises ProtocolError."""
+    unsplit = read_unsplit_task(content)
+    if unsplit is not None:
+        return flower_round(content), unsplit.run_id
+    assignment = read_assignment(content)
+    return assignment.server_round, assignment.split.run_id if assignment.split else ""
 
 
 def has_unsplit_task(content: RecordDict) -> bool:

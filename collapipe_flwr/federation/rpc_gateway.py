@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import torch
 
-from collapipe_flwr.cluster.fleet import LearningSettings
 from collapipe_flwr.config.schema import EdgeConfig
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.federation.checkpoint import Memory
-from collapipe_flwr.federation.split import DecoderOrder, EdgeSession, SplitSetup
+from collapipe_flwr.federation.split import DecoderOrder, EdgeSession
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
-from collapipe_flwr.models.any_splitter import AnySplitter
-from collapipe_flwr.models.spec import BatchShape
-from collapipe_flwr.models.split_model import SplitModel
 from collapipe_flwr.pipeline.config import SessionKey, SessionRequest, StageConfig
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.state import OptimizerState, PartState, between_rounds
@@ -53,67 +49,20 @@ def open_edge(config: EdgeConfig) -> Iterator[EdgeClient]:
         yield client
 
 
-Learning = LearningSettings | Callable[[int], LearningSettings]  # the same, or by server round
-
-
-@contextmanager
-def open_split(
-    model: SplitModel, edge: EdgeConfig, learning: Learning, *, keep_optimizer: bool = False
-) -> Iterator[SplitSetup]:
-    """The split of a described model over an edge that is open as long."""
-    with open_edge(edge) as client:
-        yield split_setup(
-            client,
-            model.splitter,
-            model.shape,
-            learning if callable(learning) else lambda _: learning,
-            personal_keys=model.personal_keys,
-            keep_optimizer=keep_optimizer,
-        )
-
-
-def split_setup(
-    client: EdgeClient,
-    splitter: AnySplitter,
-    shape: BatchShape,
-    learning: Callable[[int], LearningSettings],
-    *,
-    vocabulary_json: str = "",
-    personal_keys: frozenset[str] = frozenset(),
-    keep_optimizer: bool = False,
-) -> SplitSetup:
-    """What the strategy needs to train the model of ``splitter`` against the client's edge."""
-    return SplitSetup(
-        edge=RpcEdgeGateway(client, keep_optimizer=keep_optimizer),
-        edge_keys=frozenset(splitter.edge_keys()),
-        shared_keys=frozenset(splitter.shared_keys),
-        constant_keys=splitter.constant_keys,
-        aliases=splitter.aliases,
-        personal_keys=personal_keys,
-        model_spec_json=splitter.spec.to_json(),
-        vocabulary_json=vocabulary_json,
-        learning=learning,
-        shape=shape,
-    )
-
-
 class RpcEdgeGateway:
     """Speaks to one edge through ``client``, whose deadlines bound every call.
 
     ``address`` is where clusters reach the same edge; it differs from the client's when the
-    server sees the edge under another name. With ``keep_optimizer`` the optimizer of each cluster's
-    decoder continues in the next round from its state at the end of the last accepted one.
+    server sees the edge under another name. Where clusters are told to keep their optimizer, that
+    of each decoder, too, continues in the next round from the end of the last accepted one.
     """
 
-    def __init__(
-        self, client: EdgeClient, *, address: str | None = None, keep_optimizer: bool = False
-    ) -> None:
+    def __init__(self, client: EdgeClient, *, address: str | None = None) -> None:
         self._client = client
         self._address = address or client.address
-        self._keep_optimizer = keep_optimizer
         self._slots: dict[str, OptimizerState] = {}  # by cluster, of its last accepted round
         self._fetched: dict[SessionKey, OptimizerState] = {}  # not accepted yet
-        self._clusters: dict[SessionKey, str] = {}
+        self._keepers: dict[SessionKey, str] = {}  # clusters that keep their optimizer
 
     def open(self, order: DecoderOrder) -> EdgeSession:
         """Open a session with a fresh token and push the decoder; nothing stays open on error.
@@ -125,12 +74,13 @@ class RpcEdgeGateway:
         key = self._client.patiently(lambda: self._open(order, broken))
         for left in broken:  # a restarted edge may have read it back from disk
             self._let_go(left)
-        self._clusters[key] = order.cluster_id
+        if order.learning.keep_optimizer:
+            self._keepers[key] = order.cluster_id
         return EdgeSession(address=self._address, key=key)
 
     def fetch(self, session: EdgeSession) -> dict[str, torch.Tensor]:
         """The decoder as the cluster's steps left it."""
-        keep = self._keep_optimizer
+        keep = session.key in self._keepers
         found = self._client.session(session.key).fetch_weights(with_optimizer=keep)
         state = PartState.of_tensors(found)
         if keep:
@@ -139,8 +89,8 @@ class RpcEdgeGateway:
 
     def accept(self, session: EdgeSession) -> None:
         """Keep the optimizer that was fetched for the cluster's next session."""
-        if self._keep_optimizer:
-            self._slots[self._clusters[session.key]] = self._fetched.pop(session.key)
+        if session.key in self._keepers:
+            self._slots[self._keepers[session.key]] = self._fetched.pop(session.key)
 
     def report(self, session: EdgeSession) -> StageReport | None:
         """What the decoder's stage measured."""
@@ -169,7 +119,7 @@ class RpcEdgeGateway:
     def close(self, session: EdgeSession) -> None:
         """Free the session, and forget an optimizer that was not accepted."""
         self._fetched.pop(session.key, None)
-        self._clusters.pop(session.key, None)
+        self._keepers.pop(session.key, None)
         self._client.session(session.key).close()
 
     def _open(self, order: DecoderOrder, broken: list[SessionKey]) -> SessionKey:

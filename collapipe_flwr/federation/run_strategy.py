@@ -1,16 +1,15 @@
-"""The strategy of a run, its planner and its edge server, from the run-config."""
+"""The strategy of a run, how its clients learn, and its planner, from the run-config."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from math import fsum
 from operator import mul
 from typing import cast
 
-from flwr.app import ConfigRecord, MetricRecord, RecordDict
+from flwr.app import MetricRecord, RecordDict
 from flwr.serverapp.strategy import Strategy
 
 from collapipe_flwr.cluster.fleet import LearningSettings
@@ -22,14 +21,10 @@ from collapipe_flwr.data.tasks import Task
 from collapipe_flwr.federation.described import Planning
 from collapipe_flwr.federation.learner import Learner, scores
 from collapipe_flwr.federation.planner import ScheduledRounds
-from collapipe_flwr.federation.recorder import RunRecorder
 from collapipe_flwr.federation.records import (
     UnsplitTask,
     read_tally,
-    unsplit_task_config,
 )
-from collapipe_flwr.federation.rpc_gateway import open_edge, split_setup
-from collapipe_flwr.federation.strategy import RAISE, CollaPipe
 from collapipe_flwr.federation.strategy_names import make_strategy
 from collapipe_flwr.simulation.world import EnergyBudget
 
@@ -39,39 +34,8 @@ Tell = Callable[[float], None]
 TellScores = Callable[[Mapping[str, float]], None]
 
 
-@contextmanager
-def run_strategy(
-    inner: Strategy,
-    config: AppConfig,
-    learner: Learner,
-    planner: ScheduledRounds | None,
-    recorder: RunRecorder,
-    run_id: str,
-) -> Iterator[tuple[Strategy, ConfigRecord]]:
-    """The strategy, and what it tells every client; the edge lives as long as it does."""
-    if planner is None:
-        yield inner, unsplit_task_config(_whole_task(config, learner, run_id))
-        return
-    with open_edge(config.edge) as client:
-        split = split_setup(
-            client,
-            learner.splitter,
-            learner.shape,
-            lambda server_round: _learning(config, server_round, run_id),
-            vocabulary_json=learner.task.vocabulary.to_json(),
-            keep_optimizer=config.train.optimizer_state == "keep",
-        )
-        strategy = CollaPipe(
-            inner,
-            scheduler=planner,
-            split=split,
-            on_round=recorder.on_round,
-            on_total_failure=RAISE,
-        )
-        yield strategy, ConfigRecord()
-
-
-def _learning(config: AppConfig, server_round: int, run_id: str) -> LearningSettings:
+def learning_settings(config: AppConfig, run_id: str, server_round: int) -> LearningSettings:
+    """How clusters learn in one round."""
     return LearningSettings(
         optimizer=config.optimizer(server_round),
         schedule=config.scheduler.settings.schedule,
@@ -81,16 +45,16 @@ def _learning(config: AppConfig, server_round: int, run_id: str) -> LearningSett
         snapshot_every=config.train.snapshot_every,
         heartbeat=config.edge.heartbeat,
         run_id=run_id,
+        keep_optimizer=config.train.optimizer_state == "keep",
     )
 
 
-def _whole_task(config: AppConfig, learner: Learner, run_id: str) -> UnsplitTask:
+def unsplit_task(config: AppConfig, learner: Learner, run_id: str) -> UnsplitTask:
     """The batches of a plan with the largest micro-batch and count, on the unsplit model."""
     grid = config.scheduler.settings
     size, rounds = max(grid.micro_batch_sizes), config.run.num_server_rounds
     return UnsplitTask(
-        model_spec_json=learner.spec.to_json(),
-        vocabulary_json=learner.task.vocabulary.to_json(),
+        model_spec_json=learner.splitter.spec.to_json(),
         batch_size=size * max(grid.micro_batches),
         micro_batch_size=size,
         optimizers=tuple(config.optimizer(r + 1) for r in range(rounds)),
@@ -154,7 +118,8 @@ def _mean_loss(tell: Tell) -> Aggregate:
     """Flower's average of the loss in the replies' metrics, told to ``tell``, too."""
 
     def mean_loss(replies: list[RecordDict], weighted_by: str) -> MetricRecord:
-        loss = _weighted_loss([_metrics(reply) for reply in replies], weighted_by)
+        found = [_metrics(reply) for reply in replies]
+        loss = _weighted_mean(found, "train_loss", weighted_by)
         tell(loss)
         return MetricRecord({"loss": loss})
 
@@ -167,7 +132,7 @@ def _joined_scores(task: Task, tell: TellScores) -> Aggregate:
     def joined_scores(replies: list[RecordDict], weighted_by: str) -> MetricRecord:
         found = [_metrics(reply) for reply in replies]
         tally = reduce(added, map(read_tally, found))
-        joined = scores(task, _weighted_loss(found, weighted_by), tally)
+        joined = scores(task, _weighted_mean(found, "eval_loss", weighted_by), tally)
         tell(joined)
         return MetricRecord(dict(joined))
 
@@ -178,7 +143,7 @@ def _metrics(reply: RecordDict) -> MetricRecord:
     return next(iter(reply.metric_records.values()))
 
 
-def _weighted_loss(found: Sequence[MetricRecord], weighted_by: str) -> float:
+def _weighted_mean(found: Sequence[MetricRecord], key: str, weighted_by: str) -> float:
     counts = [cast(float, metrics[weighted_by]) for metrics in found]
-    losses = [cast(float, metrics["loss"]) for metrics in found]
+    losses = [cast(float, metrics[key]) for metrics in found]
     return fsum(map(mul, losses, counts)) / (fsum(counts) or 1.0)

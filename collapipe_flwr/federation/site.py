@@ -1,4 +1,4 @@
-"""The devices of a Flower node, and how it reaches the edge: in this process, or on boards."""
+"""A Flower node as a cluster: its devices, in this process or on boards, its edge, its state."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from flwr.app import Context, Message
+
 from collapipe_flwr.cluster.fleet import Fleet, ThreadFleet
 from collapipe_flwr.cluster.profile import profile_of
 from collapipe_flwr.cluster.recovery import Recovery
@@ -16,13 +18,15 @@ from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
 from collapipe_flwr.config.schema import EdgeConfig
 from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.federation.records import SplitTask
+from collapipe_flwr.federation.node_state import STATE_KEY, NodeState, state_folder
+from collapipe_flwr.federation.records import SplitTask, read_progress
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.pipeline.config import NextHop
 from collapipe_flwr.transport.client import EdgeClient, Session
 
 CLUSTER_KEY = "cluster"
+_ANY = 1  # examples, where a round is under way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,30 +45,49 @@ class RoundDevices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """The devices of one node: those of a ``cluster`` file, or ``simulated`` ones in threads.
+    """Node number ``index``: the devices of a ``cluster`` file, or ``simulated`` ones in threads.
 
     ``simulated`` describes them for rounds of so many examples. ``edge`` says how a node without a
-    file reaches the edge.
+    file reaches the edge. ``threads`` are those of torch in this process. ``state_dir`` is where
+    the run keeps what lasts longer than a round, unless the node names a folder of its own.
     """
 
+    index: int
     edge: EdgeConfig
     cluster: ClusterConfig | None
     simulated: Callable[[int], ClusterProfile]
+    threads: int = 1
+    state_dir: str = ""
 
     def profile(self, examples: int) -> ClusterProfile:
         """The cluster as the planner sees it, for rounds of so many examples."""
         return profile_of(self.cluster, examples) if self.cluster else self.simulated(examples)
 
+    def state(
+        self, message: Message, context: Context, *, server_round: int, run_id: str
+    ) -> NodeState:
+        """What it carries from the last accepted round into ``server_round`` of a run.
+
+        Raises ConfigError where node-config names no folder.
+        """
+        folder = context.node_config.get(STATE_KEY, self.state_dir)
+        return NodeState(
+            records=context.state,
+            server_round=server_round,
+            progress=read_progress(message.content),
+            run_id=run_id,
+            index=self.index,
+            state_dir=state_folder(folder, run_id),
+        )
+
     @contextmanager
-    def devices(
-        self, task: SplitTask, splitter: AnySplitter, examples: int
-    ) -> Iterator[RoundDevices]:
-        """The devices, joined to the edge session of ``task``, for a round of so many examples."""
+    def devices(self, task: SplitTask, splitter: AnySplitter) -> Iterator[RoundDevices]:
+        """The devices, joined to the edge session of ``task``."""
         with self._client(task) as client:
             edge = client.session(task.session)
             fleet = remote_fleet(self.cluster, task) if self.cluster else ThreadFleet(edge.connect)
             recovery = Recovery(
-                profile=self.profile(examples),
+                profile=self.profile(_ANY),
                 model=lambda: profile_model(
                     splitter, task.shape, task.learning.optimizer.state_bytes
                 ),

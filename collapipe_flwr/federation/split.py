@@ -12,9 +12,9 @@ with the whole, so that no mod sees a part of an update.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from flwr.app import Array, ArrayRecord, RecordDict
@@ -22,8 +22,8 @@ from flwr.app import Array, ArrayRecord, RecordDict
 from collapipe_flwr.cluster.fleet import LearningSettings
 from collapipe_flwr.core.errors import LinkError, ProtocolError, RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors, is_floating
-from collapipe_flwr.federation.records import SHORT, SplitTask, asked_optimizer
-from collapipe_flwr.models.spec import BatchShape
+from collapipe_flwr.federation.records import SplitTask, asked_optimizer
+from collapipe_flwr.models.described import DescribedModel
 from collapipe_flwr.pipeline.config import SessionKey
 from collapipe_flwr.pipeline.meter import StageReport
 
@@ -52,6 +52,7 @@ class EdgeSession:
     key: SessionKey
 
 
+@runtime_checkable
 class EdgeGateway(Protocol):
     """Sessions at one edge server; every call ends within the gateway's own deadline."""
 
@@ -71,44 +72,24 @@ class EdgeGateway(Protocol):
         """Forget the session (twice is fine); raises LinkError if the edge cannot be reached."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitSetup:
-    """Which keys live at the edge, how to reach it, and what every cluster is told.
-
-    ``shared_keys`` are read on both sides: clusters own them, the edge gets copies.
-    ``constant_keys`` never train, so they are sent but not averaged. ``aliases`` are keys of the
-    global model that stay behind, because they repeat another, with that key. ``personal_keys`` are
-    trained by each cluster for itself.
-    """
-
-    edge: EdgeGateway
-    edge_keys: frozenset[str]
-    shared_keys: frozenset[str] = frozenset()
-    constant_keys: frozenset[str] = frozenset()
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    personal_keys: frozenset[str] = frozenset()
-    model_spec_json: str
-    vocabulary_json: str = ""
-    learning: Callable[[int], LearningSettings]  # by server round, from 1
-    shape: BatchShape = SHORT
-
-    @property
-    def hidden_keys(self) -> frozenset[str]:
-        """Keys that the inner strategy does not see."""
-        return self.constant_keys | self.personal_keys
-
-
 class SplitRound:
     """The edge sessions of one round, by cluster; :meth:`close` ends all of them."""
 
-    def __init__(self, model: SplitSetup, server_round: int, whole: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        model: DescribedModel,
+        edge: EdgeGateway,
+        learning: LearningSettings,
+        server_round: int,
+        whole: Collection[str] = (),
+    ) -> None:
         """``whole`` are the clusters that get and return the whole model."""
-        self._model = model
+        self.model = model
+        self._edge = edge
+        self._learning = learning
         self._server_round = server_round
         self._whole = whole
         self._sessions: dict[str, EdgeSession] = {}
-        self.personal_keys = model.personal_keys
-        self.hidden_keys = model.hidden_keys
 
     def open(self, cluster_id: str, name: str, content: RecordDict, depth: int) -> SplitTask:
         """Give ``cluster_id`` its decoder replica of the model ``content[name]``.
@@ -117,7 +98,7 @@ class SplitRound:
         RunError or ConfigError.
         """
         arrays = content.array_records[name]
-        missing = sorted(self._model.edge_keys - set(arrays))
+        missing = sorted(self.model.edge_keys - set(arrays))
         if missing:
             raise RunError(
                 f"the global model lacks the array {missing[0]} that the edge trains; start the "
@@ -125,26 +106,25 @@ class SplitRound:
             )
         if cluster_id in self._sessions:
             raise RunError(f"cluster {cluster_id} is asked twice in one round: give it one node")
-        learning = self._model.learning(self._server_round)
-        learning = replace(learning, optimizer=asked_optimizer(content, learning.optimizer))
+        optimizer = asked_optimizer(content, self._learning.optimizer)
+        learning = replace(self._learning, optimizer=optimizer)
         order = DecoderOrder(
             cluster_id=cluster_id,
             server_round=self._server_round,
-            model_spec_json=self._model.model_spec_json,
+            model_spec_json=self.model.spec_json,
             learning=learning,
             depth=depth,
             whole=cluster_id in self._whole,
             weights=decode_tensors(self._decoder(arrays)),
         )
-        session = self._model.edge.open(order)
+        session = self._edge.open(order)
         self._sessions[cluster_id] = session
         return SplitTask(
-            model_spec_json=self._model.model_spec_json,
-            vocabulary_json=self._model.vocabulary_json,
+            model_spec_json=self.model.spec_json,
             edge_address=session.address,
             session=session.key,
             learning=learning,
-            shape=self._model.shape,
+            shape=self.model.shape,
             whole=cluster_id in self._whole,
         )
 
@@ -164,7 +144,7 @@ class SplitRound:
         check_keys(set(reply), set(template) - elsewhere, f"cluster {cluster_id}")
         whole = ArrayRecord()
         for key, array in template.items():
-            source = self._model.aliases.get(key, key)
+            source = self.model.aliases.get(key, key)
             whole[key] = decoder[source] if source in elsewhere else reply[source]
             check_like(key, whole[key], array, cluster_id)
         check_finite(whole, cluster_id)
@@ -172,12 +152,12 @@ class SplitRound:
 
     def accept(self, cluster_id: str) -> None:
         """The global model contains what was joined for this cluster."""
-        self._model.edge.accept(self._sessions[cluster_id])
+        self._edge.accept(self._sessions[cluster_id])
 
     def report(self, cluster_id: str) -> StageReport | None:
         """What the decoder of one cluster measured; None, and a line in the log, if unknown."""
         try:
-            return self._model.edge.report(self._sessions[cluster_id])
+            return self._edge.report(self._sessions[cluster_id])
         except LinkError as error:
             log.warning("no report of the decoder of cluster %s: %s", cluster_id, error)
             return None
@@ -187,7 +167,7 @@ class SplitRound:
         while self._sessions:
             cluster_id, session = self._sessions.popitem()
             try:
-                self._model.edge.close(session)
+                self._edge.close(session)
             except LinkError as error:
                 log.info("the edge session of cluster %s is gone: %s", cluster_id, error)
 
@@ -195,18 +175,18 @@ class SplitRound:
         """The arrays that do not travel between this cluster and the Flower server."""
         if cluster_id in self._whole:
             return frozenset()
-        return self._model.edge_keys.union(self._model.aliases)
+        return self.model.edge_keys.union(self.model.aliases)
 
     def _fetched(self, cluster_id: str) -> ArrayRecord:
         """The trained decoder; fetched of every cluster, since its optimizer may be kept."""
-        replica = self._model.edge.fetch(self._sessions[cluster_id])
-        copies = self._model.shared_keys - self._model.edge_keys
+        replica = self._edge.fetch(self._sessions[cluster_id])
+        copies = self.model.shared_keys - self.model.edge_keys
         decoder = encode_tensors({k: v for k, v in replica.items() if k not in copies})
-        check_keys(set(decoder), set(self._model.edge_keys), f"the edge for cluster {cluster_id}")
+        check_keys(set(decoder), set(self.model.edge_keys), f"the edge for cluster {cluster_id}")
         return decoder
 
     def _decoder(self, arrays: ArrayRecord) -> ArrayRecord:
-        at_edge = self._model.edge_keys | self._model.shared_keys
+        at_edge = self.model.edge_keys | self.model.shared_keys
         return ArrayRecord({key: array for key, array in arrays.items() if key in at_edge})
 
 

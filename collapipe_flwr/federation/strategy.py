@@ -29,10 +29,10 @@ if TYPE_CHECKING:  # whoever only imports the strategy need not wait for torch
     from collapipe_flwr.config.schema import EdgeConfig
     from collapipe_flwr.federation.checkpoint import Resumable
     from collapipe_flwr.federation.described import Planning
+    from collapipe_flwr.federation.hooks import Learning
     from collapipe_flwr.federation.rounds import RoundPlanner, RoundRecord
-    from collapipe_flwr.federation.rpc_gateway import Learning
-    from collapipe_flwr.federation.split import SplitSetup
-    from collapipe_flwr.models.split_model import SplitModel
+    from collapipe_flwr.federation.split import EdgeGateway
+    from collapipe_flwr.models.described import DescribedModel
     from collapipe_flwr.scheduler.protocol import Scheduler
 
 log = logging.getLogger("flwr.collapipe")
@@ -42,16 +42,16 @@ CONTINUE, RAISE = "continue", "raise"
 class CollaPipe(Strategy):
     """Any Flower strategy, planned and split over clusters of devices.
 
-    With a ``model`` each client is a :class:`Cluster` that holds embedding and blocks, and the head
-    is trained at the ``edge``: the address of a running one or how to reach it, else one that lives
-    in this process as long as :meth:`start` runs. ``scheduler`` is the policy that plans rounds, by
-    name or as :class:`Planning`; ``optimizer`` is what all parts train with, as ``torch.optim``
-    class, ``functools.partial`` of one or :class:`OptimizerConfig`; ``learning`` says the rest, for
-    all rounds or by server round. ``on_round`` gets the record of every round.
+    With a ``model``, a :class:`SplitModel`, each client is a :class:`Cluster` that holds embedding
+    and blocks, and the head is trained at the ``edge``: the address of a running one or how to
+    reach it, else one that lives in this process as long as :meth:`start` runs. ``scheduler`` is
+    the policy that plans rounds, by name or as :class:`Planning`; ``optimizer`` is what all parts
+    train with, as ``torch.optim`` class, ``functools.partial`` of one or :class:`OptimizerConfig`;
+    ``learning`` says the rest, for all rounds or by server round. ``on_round`` gets the record of
+    every round.
 
-    Without a model clients train whole models as ever, and plans are advice. ``split`` is what
-    ``model`` comes to, from a caller that keeps the edge itself; ``scheduler`` may then be a
-    :class:`RoundPlanner`.
+    Without a model clients train whole models as ever, and plans are advice. Callers with clusters
+    or an edge of their own pass a :class:`RoundPlanner` or an :class:`EdgeGateway`.
 
     A round in which every client fails leaves the arrays unchanged, as in Flower;
     ``on_total_failure="raise"`` ends the run with a RunError instead. Attributes that it lacks are
@@ -63,18 +63,17 @@ class CollaPipe(Strategy):
         self,
         inner_strategy: Strategy,
         *,
-        model: SplitModel | None = None,
+        model: DescribedModel | None = None,
         scheduler: str | Scheduler | Planning | RoundPlanner | None = None,
         optimizer: object = None,
         learning: Learning | None = None,
-        edge: str | EdgeConfig | None = None,
-        split: SplitSetup | None = None,
+        edge: str | EdgeConfig | EdgeGateway | None = None,
         on_round: Callable[[RoundRecord], None] | None = None,
         on_total_failure: str = CONTINUE,
     ) -> None:
         from collapipe_flwr.federation.hooks import Rounds  # loads torch
 
-        check_inner(inner_strategy, CollaPipe, split=bool(model or split))
+        check_inner(inner_strategy, CollaPipe, split=model is not None)
         if on_total_failure not in (CONTINUE, RAISE):
             raise ConfigError(
                 f"on_total_failure must be {CONTINUE!r} or {RAISE!r}, got {on_total_failure!r}"
@@ -86,7 +85,6 @@ class CollaPipe(Strategy):
             optimizer=optimizer,
             learning=learning,
             edge=edge,
-            split=split,
             on_round=on_round,
             raises=on_total_failure == RAISE,
         )

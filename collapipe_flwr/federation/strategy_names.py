@@ -90,7 +90,7 @@ def _suited(name: str, config: AppConfig) -> dict[str, Any]:
         return {"num_sampled_clients": config.run.clusters}
     if name == "qfedavg":
         rate = config.train.optimizer.learning_rate
-        return {"client_learning_rate": rate, "train_loss_key": "loss"}
+        return {"client_learning_rate": rate}
     return {}
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.layout import Holdings
 from collapipe_flwr.models.quantization import can_quantize, quantize, share_quantized
-from collapipe_flwr.models.skeleton import leave_hole, place_tensor, read_tensor
+from collapipe_flwr.models.skeleton import leave_holes, place_tensor, read_tensor
 
 
 class Part(nn.Module):
@@ -111,9 +111,7 @@ def normalises_batches(model: nn.Module) -> bool:
 
 def _drop_all_but(model: nn.Module, holdings: Holdings) -> None:
     kept = {path for paths in holdings.all.values() for path in paths}
-    for path in model.state_dict():
-        if path not in kept:
-            leave_hole(model, path)
+    leave_holes(model, (path for path in model.state_dict(keep_vars=True) if path not in kept))
 
 
 def _pick(weights: Mapping[str, Tensor], key: str) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -102,14 +102,18 @@ def place_tensor(model: nn.Module, path: str, tensor: Tensor) -> None:
         owner._buffers[name] = tensor
 
 
-def leave_hole(model: nn.Module, path: str) -> None:
-    """Drop the tensor at ``path``.
+def leave_holes(model: nn.Module, paths: Iterable[str]) -> None:
+    """Drop the tensors at ``paths``.
 
-    The hole is an empty tensor: unlike None, which norms and biases take for "do without", any
-    use of it fails.
+    A hole is an empty tensor: unlike None, which norms and biases take for "do without", any use
+    of it fails. All holes of a dtype are the same.
     """
-    dtype = read_tensor(model, path).dtype
-    place_tensor(model, path, nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False))
+    holes: dict[torch.dtype, nn.Parameter] = {}
+    for path in paths:
+        dtype = read_tensor(model, path).dtype
+        if dtype not in holes:
+            holes[dtype] = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
+        place_tensor(model, path, holes[dtype])
 
 
 def read_tensor(model: nn.Module, path: str) -> Tensor:

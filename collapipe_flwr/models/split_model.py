@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from transformers import PreTrainedModel
 from collapipe_flwr.core.errors import CollaPipeError, ModelError
 from collapipe_flwr.core.imports import allow_own, path_of
 from collapipe_flwr.models.any_splitter import AnySplitter
+from collapipe_flwr.models.described import DescribedModel
 from collapipe_flwr.models.describing import describe_live
 from collapipe_flwr.models.module_build import build_module
 from collapipe_flwr.models.module_call import arguments_of
@@ -33,7 +33,7 @@ _CLOSE = 1e-5  # of the largest number: sums may be added up in another order
 INPUTS, LABELS = "inputs", "labels"  # what a batch of two tensors is made of
 
 
-class SplitModel:
+class SplitModel(DescribedModel):
     """Describes ``model`` for training in parts; raises ModelError saying why it cannot be cut.
 
     ``model`` is a live model, or what builds one with ``arguments`` (JSON). Models of transformers
@@ -71,7 +71,7 @@ class SplitModel:
         self._example = None if example is None else as_batch(example)
         loss_path = _loss_path(loss)
         if isinstance(self.model, PreTrainedModel):
-            self.spec: ModelSpec | ModuleSpec = describe_live(
+            spec: ModelSpec | ModuleSpec = describe_live(
                 self.model,
                 loss=loss_path,
                 weight=weight,
@@ -80,28 +80,19 @@ class SplitModel:
                 edge_blocks=edge_blocks,
             )
         else:
-            self.spec = self._described(blocks, embed, head, inputs, loss_path, weight, edge_blocks)
-        self.batch_size = self._batch_size(batch_size)
-        self.shape = self._shape(length)
+            spec = self._described(blocks, embed, head, inputs, loss_path, weight, edge_blocks)
+        super().__init__(
+            splitter_of(spec.to_json()),
+            self._shape(spec, length),
+            batch_size=self._batch_size(batch_size),
+        )
         self.personal = self._personal(personal)
         self._check()
 
-    @cached_property
-    def splitter(self) -> AnySplitter:
-        """Cuts the model, here and in every process that gets ``spec``."""
-        return splitter_of(self.spec.to_json())
-
     @property
-    def aliases(self) -> dict[str, str]:
-        """Keys of the model's ``state_dict`` that travel under another one."""
-        return self.splitter.aliases
-
-    @property
-    def personal_keys(self) -> frozenset[str]:
-        """All keys of the ``state_dict`` that ``personal`` names, aliases included."""
-        keys = self.splitter.state_keys
-        found = {k for k in keys for n in self.personal if k == n or k.startswith(f"{n}.")}
-        return frozenset(found)
+    def spec(self) -> ModelSpec | ModuleSpec:
+        """What travels, so that other processes cut the same model."""
+        return self.splitter.spec
 
     def weights(self) -> dict[str, Tensor]:
         """The live model's tensors that travel."""
@@ -164,8 +155,8 @@ class SplitModel:
             raise ModelError("SplitModel needs the batch_size of your loader")
         return given
 
-    def _shape(self, length: int | None) -> BatchShape:
-        if isinstance(self.spec, ModuleSpec):
+    def _shape(self, spec: ModelSpec | ModuleSpec, length: int | None) -> BatchShape:
+        if isinstance(spec, ModuleSpec):
             return BatchShape(source_length=length or 1)
         name = str(self.model.main_input_name)
         if length is None and self._example is not None and name == "input_ids":

@@ -9,7 +9,7 @@ import numpy as np
 from collapipe_flwr.core.domain import ClusterPlan, Plan, RoundOutcome, Snapshot
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import chain_of, makespan_of, schedule_rows
-from collapipe_flwr.costs.convergence import constants_of, update
+from collapipe_flwr.costs.convergence import constants_of, noise_scale_of, update
 from collapipe_flwr.costs.layouts import Layouts, hop_plans, replaced, segments_of, stage_names
 from collapipe_flwr.costs.makespan import Depths
 from collapipe_flwr.costs.price import PricedCluster, price_clusters
@@ -21,6 +21,7 @@ from collapipe_flwr.scheduler.link_estimates import links_learned
 from collapipe_flwr.scheduler.planner import Planner, Solution
 from collapipe_flwr.scheduler.problem import Learning, learning_for
 from collapipe_flwr.scheduler.protocol import (
+    NOISE_SCALE,
     Nested,
     Reference,
     SchedulerConfig,
@@ -152,8 +153,12 @@ def known_budgets(before: Nested, snapshot: Snapshot) -> dict[str, dict[str, flo
 
 
 def learning_in(tables: Tables, state: SchedulerState, settings: SchedulerConfig) -> Learning:
-    """The bound with today's estimates, or none where it is switched off."""
-    constants = constants_of(state.learning, settings.learning_rate) if settings.bound else None
+    """Progress by today's estimates; none where only the length of a round counts."""
+    if not settings.bound:
+        return learning_for(tables, None, reference_of(state))
+    if settings.progress == NOISE_SCALE:
+        return learning_for(tables, noise_scale_of(state.learning), reference_of(state))
+    constants = constants_of(state.learning, settings.learning_rate)
     return learning_for(tables, constants, reference_of(state))
 
 

@@ -35,7 +35,12 @@ from collapipe_flwr.scheduler.base import (
     weight_of,
 )
 from collapipe_flwr.scheduler.estimates import robust, with_averages, with_forecast, with_profiles
-from collapipe_flwr.scheduler.model_share import capped, least_shares, widened
+from collapipe_flwr.scheduler.model_share import (
+    capped,
+    least_shares,
+    widened,
+    with_model_shares,
+)
 from collapipe_flwr.scheduler.multipliers import static_multipliers, weight_for
 from collapipe_flwr.scheduler.planner import Planner, Solution, multistart
 from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState, reference_of
@@ -121,9 +126,7 @@ class Decision:
     def plan(self, policy: str) -> Plan:
         """In names and units, with codecs no coarser than they must be."""
         plan = solution_plan(refined(self.planner, self.solution), policy, self.share)
-        kept = [float(s) if np.isfinite(s) else None for s in self.model_share_m]
-        clusters = (replace(c, model_share=s) for c, s in zip(plan.clusters, kept, strict=True))
-        return replace(plan, clusters=tuple(clusters))
+        return with_model_shares(plan, self.model_share_m)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from collapipe_flwr.core.domain import Plan
 from collapipe_flwr.costs.arrays import Array, Mask
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.work import PricingOptions, segment_bytes, whole_bytes
@@ -50,6 +51,13 @@ def widened(share_m: Array) -> Array:
     """Caps for another try when the search finds nothing within ``share_m``; infinite at last."""
     wider = share_m * WIDENING
     return np.where(wider < NO_CAP, wider, np.inf)
+
+
+def with_model_shares(plan: Plan, share_m: Array) -> Plan:
+    """``plan`` that says which share each of its clusters kept; None where there was no cap."""
+    kept = [float(s) if np.isfinite(s) else None for s in share_m]
+    clusters = (replace(c, model_share=s) for c, s in zip(plan.clusters, kept, strict=True))
+    return replace(plan, clusters=tuple(clusters))
 
 
 def segment_needs(tables: Tables, settings: SchedulerConfig) -> Array:

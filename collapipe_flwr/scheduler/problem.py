@@ -9,7 +9,12 @@ import numpy as np
 
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.costs.arrays import Array, Ints
-from collapipe_flwr.costs.convergence import LearningConstants, bound_sums, exchanged
+from collapipe_flwr.costs.convergence import (
+    LearningConstants,
+    NoiseScale,
+    bound_sums,
+    exchanged,
+)
 from collapipe_flwr.costs.layouts import Layouts
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.work import local_steps, steps_of
@@ -25,7 +30,7 @@ TARGET_FACTOR = 1.25  # the target stays this factor above the reference plan's 
 class Learning:
     """Prices batch sizes by the rounds they cost; ``constants`` None prices nothing."""
 
-    constants: LearningConstants | None
+    constants: LearningConstants | NoiseScale | None
     reference_rounds: float
     reference: Reference
 
@@ -34,7 +39,7 @@ class Learning:
         if self.constants is None:
             return 1.0
         sums = bound_sums(_shares(tables), steps_of(tables, now), now.batch_r)
-        return min(float(sums.rounds(self.constants)) / self.reference_rounds, NEVER)
+        return min(float(self.constants.rounds(sums)) / self.reference_rounds, NEVER)
 
     def rho_rows(self, tables: Tables, rows: Layouts, now: Layouts) -> Array:
         """The same for rows that each replace their own cluster's row of ``now``."""
@@ -42,7 +47,7 @@ class Learning:
             return np.ones(len(rows))
         old, new = ((steps_of(tables, each), each.batch_r) for each in (now, rows))
         sums = exchanged(_shares(tables), old, rows.cluster_r, new)
-        return np.minimum(sums.rounds(self.constants) / self.reference_rounds, NEVER)
+        return np.minimum(self.constants.rounds(sums) / self.reference_rounds, NEVER)
 
 
 def _shares(tables: Tables) -> Array:
@@ -50,20 +55,21 @@ def _shares(tables: Tables) -> Array:
 
 
 def learning_for(
-    tables: Tables, constants: LearningConstants | None, reference: Reference
+    tables: Tables, constants: LearningConstants | NoiseScale | None, reference: Reference
 ) -> Learning:
-    """The bound around a snapshot, its target kept reachable for the reference plan."""
+    """Progress around a snapshot; the bound's target is kept reachable for the reference plan."""
     if constants is None:
         return Learning(constants=None, reference_rounds=1.0, reference=reference)
     batch = np.full(
         tables.num_clusters, float(reference.micro_batch_size * reference.micro_batches)
     )
     sums = bound_sums(_shares(tables), local_steps(tables.examples_m, batch), batch)
-    target = max(constants.target, TARGET_FACTOR * float(sums.floor(constants)))
-    reachable = replace(constants, target=target)
+    if isinstance(constants, LearningConstants):
+        target = max(constants.target, TARGET_FACTOR * float(sums.floor(constants)))
+        constants = replace(constants, target=target)
     return Learning(
-        constants=reachable,
-        reference_rounds=float(sums.rounds(reachable)),
+        constants=constants,
+        reference_rounds=float(constants.rounds(sums)),
         reference=reference,
     )
 

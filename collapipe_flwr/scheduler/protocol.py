@@ -28,6 +28,7 @@ from collapipe_flwr.scheduler.estimates import ProfileEstimates, RobustGains
 from collapipe_flwr.scheduler.link_estimates import LinkEstimates
 
 Nested = Mapping[str, Mapping[str, float]]
+NOISE_SCALE, BOUND = "noise-scale", "bound"  # what progress per round is measured by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +174,7 @@ _RULES = {
     "profile_memory": _PART,
     "hysteresis": at_least(0),
     "schedule": one_of(*SCHEDULES),
+    "progress": one_of(NOISE_SCALE, BOUND),
 }
 
 
@@ -186,7 +188,8 @@ class SchedulerConfig(PricingOptions):
     batch_size: int = 0  # examples of a step, however it is cut; 0: any pair of the two grids
     participation_floor: float = key(1.0, between(0, 1))  # long-term share of rounds; 1: keep all
     learning_rate: float = 0.01
-    bound: bool = True  # plan for rounds-to-target, not only for the latency of a round
+    progress: str = key(BOUND, one_of(NOISE_SCALE, BOUND))  # how batches are worth their time
+    bound: bool = True  # heed progress; False: only the latency of a round
     best_batches: bool = False  # rules, too, choose the best of the grid, once
     codecs: tuple[str, ...] = ("fp32",)  # that links may use; of several the plan chooses
     max_model_share: float = key(1.0, above(0))  # a device's share of the whole model's memory

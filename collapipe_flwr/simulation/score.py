@@ -1,10 +1,10 @@
 """What one episode of one policy was worth: the numbers of the tables, defined once.
 
-``compute_efficiency`` is our definition: useful FLOPs of the round (one forward and one backward
-pass of all blocks over every example; no padding, re-computation or optimiser) divided by what
-the devices that hold a segment could have computed while the round lasted. It is the busy share of
-those devices, weighted by their speed. ``capacity_used`` divides by all devices of the clusters
-instead, so that leaving devices out does not help. Control units and the edge count in neither.
+``compute_efficiency`` is the capacity used: useful FLOPs of the round (one forward and one backward
+pass of all blocks over every example; no padding, re-computation or optimiser) divided by what all
+devices of the clusters could have computed while the round lasted, so that leaving devices out
+does not help. ``busy_share`` divides by the devices that hold a segment instead: how busy, weighted
+by speed, those are. Control units and the edge count in neither.
 
 The time to the target gradient norm is measured for every policy with one and the same yardstick.
 """
@@ -18,7 +18,7 @@ from math import inf
 import numpy as np
 
 from collapipe_flwr.core.domain import DeviceProfile, ModelProfile, Plan
-from collapipe_flwr.costs.convergence import LearningConstants, bound_sums
+from collapipe_flwr.costs.convergence import LearningConstants, NoiseScale, bound_sums
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import initial_state, learning_in
 from collapipe_flwr.scheduler.problem import NEVER
@@ -29,9 +29,9 @@ from collapipe_flwr.simulation.world import World
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The bound with its prior constants, its target kept reachable for the reference plan."""
+    """Progress by prior constants; the bound's target is kept reachable for the reference plan."""
 
-    constants: LearningConstants
+    constants: LearningConstants | NoiseScale
     reference_rounds: float
     examples: Mapping[str, int]
 
@@ -42,7 +42,7 @@ class Target:
         batches = [c.micro_batch_size * c.micro_batches for c in plan.clusters]
         sums = bound_sums(examples / examples.sum(), steps, np.array(batches, float))
         share = examples.sum() / sum(self.examples.values())
-        needed = float(sums.rounds(self.constants))
+        needed = float(self.constants.rounds(sums))
         return inf if needed >= NEVER * self.reference_rounds else needed / share
 
     def time_s(self, rounds: Sequence[EpisodeRound]) -> float:
@@ -75,12 +75,17 @@ class Score:
     decision_s: tuple[float, ...]
     queue_share: tuple[float, ...]  # largest energy queue in units of its device's budget
     compute_efficiency: float
-    capacity_used: float
+    busy_share: float
     peak_device_memory_bytes: int
     energy_over_budget: float  # worst device: average per round over its budget
     time_to_target_s: float
     fallbacks: int  # rounds whose plan was not the policy's own
     last_plan: Plan
+
+    @property
+    def latency_mean_s(self) -> float:
+        """Of all rounds."""
+        return sum(self.latency_s) / len(self.latency_s)
 
 
 def score(
@@ -96,8 +101,8 @@ def score(
         latency_s=tuple(r.priced.latency_s for r in rounds),
         decision_s=tuple(r.decision_s for r in rounds),
         queue_share=tuple(_queue_share(world, r) for r in rounds),
-        compute_efficiency=_efficiency(world, model, rounds, everyone=False),
-        capacity_used=_efficiency(world, model, rounds, everyone=True),
+        compute_efficiency=_efficiency(world, model, rounds, everyone=True),
+        busy_share=_efficiency(world, model, rounds, everyone=False),
         peak_device_memory_bytes=max(
             size for r in rounds for c in r.priced.clusters for size in c.memory_bytes.values()
         ),

@@ -26,6 +26,7 @@ from collapipe_flwr.simulation.world import (
 
 FIVE_SEEDS = (0, 1, 2, 3, 4)
 SEED_LIMIT = 2**63
+MOST_SEEDS = 10_000  # of a range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,11 @@ class Setting:
     budget: EnergyBudget = field(default_factory=lambda: EnergyBudget(equal_shares=1.8))
     settings: SchedulerConfig = field(
         default_factory=lambda: SchedulerConfig(
-            micro_batches=(1, 2, 4, 8, 16), max_model_share=1 / 3
+            micro_batches=(1, 2, 4, 8, 16),
+            progress="bound",  # nothing is trained: there is no noise to measure
+            schedule="1f1b",
+            max_model_share=0.5,
+            best_batches=True,
         )
     )
     distortion: Distortion = field(default_factory=Distortion)
@@ -150,10 +155,10 @@ _DISTORTION = {"profile_error": "error", "profile_error_kind": "kind", "profile_
 def overridden(base: Setting, **options: Any) -> Setting:
     """``base`` with what was chosen; raises ConfigError or ScheduleError.
 
-    ``options`` are those of ``collapipe simulate`` by name. What is missing, None or False leaves
+    ``options`` are those of ``collapipe simulate`` by name. What is missing or None leaves
     ``base`` as it is.
     """
-    given = {n: value for n, value in options.items() if value is not None and value is not False}
+    given = {name: value for name, value in options.items() if value is not None}
 
     def chosen(names: Iterable[str]) -> dict[str, Any]:
         return {name: given[name] for name in names if name in given}
@@ -165,7 +170,7 @@ def overridden(base: Setting, **options: Any) -> Setting:
         planning["codecs"] = _words(given["codecs"])
         model["wire_bytes"] = 4
     if "seeds" in given:
-        changes["seeds"] = whole_numbers("seeds", given["seeds"])
+        changes["seeds"] = seeds_of(given["seeds"])
     for name, text in chosen(("policies", "kinds")).items():
         changes[name] = _words(text)
     if "energy_budget" in given:
@@ -193,3 +198,17 @@ def whole_numbers(name: str, text: str) -> tuple[int, ...]:
         option = name.replace("_", "-")
         raise ConfigError(f'--{option} must list whole numbers, for example "1,2,4", got {text!r}')
     return tuple(int(word) for word in words)
+
+
+def seeds_of(text: str) -> tuple[int, ...]:
+    """``0,1,7`` or ranges like ``100-119``, both ends included; raises ConfigError."""
+    seeds: list[int] = []
+    for word in _words(text) or ("",):
+        first, dash, last = word.partition("-")
+        low, high = whole_numbers("seeds", first)[0], whole_numbers("seeds", last or first)[0]
+        if (dash and not last) or high < low or high - low >= MOST_SEEDS:
+            raise ConfigError(f'--seeds: a range is like "100-119", got {word!r}')
+        seeds += range(low, high + 1)
+    if len(set(seeds)) < len(seeds):
+        raise ConfigError(f"--seeds names one twice: {text}")
+    return tuple(seeds)

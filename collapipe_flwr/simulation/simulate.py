@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.work import whole_model
 from collapipe_flwr.scheduler.base import USUAL_WEIGHT
 from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.simulation.bounds import Bounds, bounds_in
 from collapipe_flwr.simulation.episode import run_episode
 from collapipe_flwr.simulation.score import Score, score, target_in
 from collapipe_flwr.simulation.setting import Setting
@@ -43,6 +42,7 @@ class Simulation:
 
     setting: Setting
     policies: tuple[PolicyResult, ...]
+    bounds: tuple[Bounds, ...]  # one per seed: what no pipeline can beat
 
     def policy(self, name: str) -> PolicyResult | None:
         """The policy of that name if it ran."""
@@ -60,7 +60,8 @@ def simulate(setting: Setting, tick: Tick = silent) -> Simulation:
     results = tuple(_policy(setting, name, profile, worlds, tick) for name in setting.policies)
     if all(result.refusal for result in results):
         raise ScheduleError(f"no policy could run; {results[0].policy}: {results[0].refusal}")
-    return Simulation(setting=setting, policies=results)
+    bounds = [bounds_in(world, profile, setting.settings, setting.rounds) for _, world in worlds]
+    return Simulation(setting=setting, policies=results, bounds=tuple(bounds))
 
 
 def _policy(
@@ -103,17 +104,20 @@ class TradeoffPoint:
 
 
 def penalty_sweep(setting: Setting, tick: Tick = silent) -> tuple[TradeoffPoint, ...]:
-    """One episode per factor on the setting's own penalty weight."""
-    points = []
+    """One episode per factor on the setting's own penalty weight; raises ScheduleError."""
+    points, profile, seed = [], setting.model.profile(), setting.seeds[0]
+    worlds = [(seed, setting.world(seed, profile))]
     for factor in FACTORS:
         weight = factor * (setting.settings.penalty_weight or USUAL_WEIGHT)
         settings = replace(setting.settings, penalty_weight=weight)
-        one = replace(setting, policies=(OURS,), seeds=setting.seeds[:1], settings=settings)
-        found = simulate(one, tick).policies[0].scores[0]
+        ran = _policy(replace(setting, settings=settings), OURS, profile, worlds, tick)
+        if ran.refusal is not None:
+            raise ScheduleError(ran.refusal)
+        found = ran.scores[0]
         points.append(
             TradeoffPoint(
                 penalty_weight=weight,
-                latency_mean_s=float(np.mean(found.latency_s)),
+                latency_mean_s=found.latency_mean_s,
                 queue_share_max=max(found.queue_share),
                 energy_over_budget=found.energy_over_budget,
             )

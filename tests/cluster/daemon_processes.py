@@ -11,27 +11,36 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from collapipe_flwr.transport.tls import TlsFiles
+from tests.forked import Forked
 
 ROOT = Path(__file__).parents[2]
 START_S = 60.0
 
 
 class Daemon:
-    """One process; `address` is where it listens. Modules in `first` go before all others."""
+    """One process; `address` is where it listens.
+
+    One that starts `cold` imports what it needs itself; modules in `first` go before all others.
+    """
 
     def __init__(
-        self, command: str, *options: str, tls: TlsFiles | None = None, first: Path | None = None
+        self,
+        command: str,
+        *options: str,
+        tls: TlsFiles | None = None,
+        first: Path | None = None,
+        cold: bool = False,
     ) -> None:
-        arguments = [sys.executable, "-m", "collapipe_flwr.cli", command]
-        arguments += ["--listen", "127.0.0.1:0", *options, *tls_options(tls)]
+        module = "collapipe_flwr.cli"
+        arguments = [command, "--listen", "127.0.0.1:0", *options, *tls_options(tls)]
         path = os.pathsep.join(str(folder) for folder in (first, ROOT) if folder is not None)
-        self.process = subprocess.Popen(
-            arguments,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        self.process: Forked | subprocess.Popen[str]
+        if cold or first is not None or sys.platform != "linux":
+            words, pipe = [sys.executable, "-m", module, *arguments], subprocess.PIPE
+            self.process = subprocess.Popen(words, cwd=ROOT, env=env, stdout=pipe, text=True)
+        else:
+            self.process = Forked(module, *arguments, env=env)
         self.address = ""
 
     def wait_until_it_listens(self) -> None:
@@ -58,7 +67,7 @@ def where_torch_never_loads(folder: Path) -> Path:
     return folder
 
 
-def first_line(process: subprocess.Popen[str]) -> str:
+def first_line(process: Forked | subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)

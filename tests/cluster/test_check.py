@@ -53,7 +53,7 @@ def _free_address() -> str:
 
 
 def test_members_are_measured_and_the_missing_one_is_named(tmp_path: Path) -> None:
-    with running(Daemon("device", "--name", "pi-1")) as (daemon,):
+    with running(Daemon("device", "--name", "pi-1", cold=True)) as (daemon,):
         silent = _free_address()
         path = _cluster(tmp_path, daemon.address, silent, more='measured = "found.json"')
         done = _check(path, "--json", str(tmp_path / "found.json"))

@@ -155,7 +155,7 @@ def test_a_daemon_never_uses_more_memory_than_its_plans_were_priced_at() -> None
     small, splitter = make_splitter(32), make_splitter(384)
     priced = {0: 0, **{stop: price.bytes for stop, price in prices(splitter).items()}}
     with (
-        running(Daemon("device", "--name", "d0")) as (daemon,),
+        running(Daemon("device", "--name", "d0", cold=True)) as (daemon,),
         _others(small, daemon.address) as first,
         _others(splitter, daemon.address) as cluster,
         EdgeClient(daemon.address) as client,

@@ -9,9 +9,11 @@ from collapipe_flwr.core.domain import ClusterOutcome, GradientNoise, RoundOutco
 from collapipe_flwr.costs.convergence import (
     LearningConstants,
     LearningState,
+    NoiseScale,
     bound_sums,
     constants_of,
     exchanged,
+    noise_scale_of,
     update,
 )
 
@@ -99,6 +101,26 @@ def test_noise_estimator_on_sampled_gradients() -> None:
         state = update(state, outcome(noise), learning_rate=0.1, mean_steps=1.0)
     assert state.noise == pytest.approx(50 * sigma**2, rel=0.15)
     assert state.gradient_square == pytest.approx(float((mean**2).sum()), rel=0.4)
+
+
+def test_rounds_by_noise_scale_are_those_of_mccandlish_et_al() -> None:
+    """A pass over D examples in steps of B: in proportion to B + B_noise, and no less alone than
+    averaged, where the batch counts once per cluster."""
+    scale, examples = NoiseScale(examples=12.0), 480.0
+    batches = np.array([1.0, 4.0, 16.0, 48.0])
+    alone = scale.rounds(bound_sums(np.ones((4, 1)), examples / batches[:, None], batches[:, None]))
+    assert alone * examples == pytest.approx(batches + 12.0)
+    shares, both = np.full((4, 3), 1 / 3), np.tile(batches[:, None], 3)
+    averaged = scale.rounds(bound_sums(shares, examples / both, both))
+    assert averaged * examples == pytest.approx(batches + 12.0 / 3)
+
+
+def test_noise_scale_is_the_ratio_of_both_estimates_and_four_before_any() -> None:
+    assert noise_scale_of(LearningState()).examples == 4.0
+    measured = LearningState(noise=30.0, gradient_square=1.5)
+    assert noise_scale_of(measured).examples == 20.0
+    flat = LearningState(noise=30.0, gradient_square=0.0)
+    assert noise_scale_of(flat).examples == 1e6  # finite: searches compare it
 
 
 def test_smoothness_from_secants_of_a_quadratic() -> None:

@@ -9,7 +9,12 @@ from statistics import fmean
 import pytest
 
 from collapipe_flwr.core.schedule import StepTimes, replay
-from collapipe_flwr.costs.makespan import AS_GOOD, choose_warm_up
+from collapipe_flwr.costs.makespan import (
+    AS_GOOD,
+    choose_warm_up,
+    gpipe_makespan_s,
+    one_f_one_b_makespan_s,
+)
 
 
 def times(stage_s: tuple[float, ...], hop_s: float = 0.0) -> StepTimes:
@@ -59,6 +64,24 @@ def test_no_stage_has_more_in_flight_than_it_needs(seed: int) -> None:
             fewer = (*found.depths[:stage], depth - 1, *found.depths[stage + 1 :])
             slower_s = replay(step, fewer, micro_batches).makespan_s
             assert slower_s > found.makespan_s
+
+
+def test_waves_end_exactly_when_a_replay_does() -> None:
+    rng = random.Random(7)
+    for seed in range(300):
+        step, limit, micro_batches = drawn(seed)
+        depths = tuple(sorted((rng.randint(1, most + 1) for most in limit), reverse=True))
+        replayed_s = replay(step, depths, micro_batches).makespan_s
+        assert one_f_one_b_makespan_s(step, depths, micro_batches) == replayed_s
+
+
+def test_no_step_takes_longer_than_gpipe_where_that_fits() -> None:
+    """Within the tolerance of the search: 1F1B with planned depths may be the default."""
+    for seed in range(300):
+        step, _, micro_batches = drawn(seed)
+        found = choose_warm_up(step, [micro_batches] * step.stages, micro_batches)
+        gpipe_s = float(gpipe_makespan_s(step.stage_s, step.hop_s, micro_batches))
+        assert found.makespan_s <= gpipe_s * (1.0 + AS_GOOD)
 
 
 def test_equal_stages_over_free_links_warm_up_as_the_textbook_says() -> None:

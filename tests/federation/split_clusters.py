@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from types import SimpleNamespace
 
 import torch
 from flwr.app import Message, MetricRecord, RecordDict
@@ -16,13 +17,14 @@ from collapipe_flwr.federation.records import (
     ARRAYS,
     EXAMPLES,
     METRICS,
+    SHORT,
     read_assignment,
     write_telemetry,
 )
 from collapipe_flwr.federation.rounds import Outcome, RoundPlan
-from collapipe_flwr.federation.split import SplitSetup
 from collapipe_flwr.federation.strategy import CollaPipe
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
+from collapipe_flwr.models.described import DescribedModel
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from tests.federation.memory_edge import MemoryEdge
 
@@ -123,15 +125,24 @@ def failing(message, context):
 
 
 def wrapped(edge, planner, records, inner=None) -> CollaPipe:
-    split = SplitSetup(
-        edge=edge,
-        edge_keys=EDGE_KEYS,
+    splitter = SimpleNamespace(
+        edge_keys=lambda: EDGE_KEYS,
+        shared_keys=(),
         constant_keys=frozenset({CONSTANT}),
-        model_spec_json="{}",
-        vocabulary_json="{}",
-        learning=lambda r: LearningSettings(optimizer=OptimizerConfig(learning_rate=0.1 * r)),
+        aliases={},
+        spec=SimpleNamespace(to_json=lambda: "{}"),
     )
+
+    def learning(r):
+        return LearningSettings(optimizer=OptimizerConfig(learning_rate=0.1 * r))
+
     inner = inner or FedAvg(fraction_evaluate=0.0)
     return CollaPipe(
-        inner, scheduler=planner, split=split, on_round=records.append, on_total_failure="raise"
+        inner,
+        model=DescribedModel(splitter, SHORT),
+        scheduler=planner,
+        learning=learning,
+        edge=edge,
+        on_round=records.append,
+        on_total_failure="raise",
     )

@@ -26,7 +26,7 @@ from collapipe_flwr.federation.records import (
     UnsplitTask,
     flower_round,
     read_progress,
-    unsplit_task_config,
+    task_config,
     write_telemetry,
 )
 from collapipe_flwr.federation.rounds import AcceptedRounds, Outcome, Progress, RoundPlan
@@ -123,12 +123,11 @@ class Server:
         self.accepted = next(iter(accepted.values()))
         task = UnsplitTask(
             model_spec_json="",
-            vocabulary_json="",
             batch_size=1,
             micro_batch_size=1,
             optimizers=(),
         )
-        self._config = unsplit_task_config(task) if plain else ConfigRecord()
+        self._config = task_config("", task) if plain else ConfigRecord()
 
     def play(self, server_round: int, fates: tuple[str, str]) -> None:
         """One round; raises RunError when nobody's reply can be used."""

@@ -19,12 +19,13 @@ from collapipe_flwr import (
     Cluster,
     CollaPipe,
     DataError,
+    LearningSettings,
     LocalGrid,
     RunError,
     ScheduleError,
     SplitModel,
 )
-from collapipe_flwr.cluster.loader import LoaderSteps
+from collapipe_flwr.cluster.loader import LoaderBatches
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.personal import PersonalArrays
 
@@ -157,6 +158,20 @@ def test_metrics_are_those_of_all_examples_at_once() -> None:
     assert told["eval_loss"] == pytest.approx(sum(losses) / 2, abs=1e-6)
 
 
+def test_an_optimizer_that_is_kept_goes_on_in_the_next_round() -> None:
+    learning = LearningSettings(keep_optimizer=True)
+    alone = FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
+    strategy = CollaPipe(alone, model=split(), optimizer=RULE, learning=learning)
+    start = ArrayRecord(new_model().state_dict())
+    result = strategy.start(grid=grid(client(), NODES[:1]), initial_arrays=start, num_rounds=3)
+    expected = new_model()
+    rule = RULE(expected.parameters())
+    for _ in range(3):
+        train_plainly(expected, NODES[0], lambda _: rule)
+    for key, tensor in result.arrays.to_torch_state_dict().items():
+        assert_close(tensor, expected.state_dict()[key], key)
+
+
 def test_a_batch_of_another_size_than_planned_is_refused() -> None:
     strategy = CollaPipe(FedAvg(), model=split(), on_total_failure="raise")
     with pytest.raises(RunError, match=r"batch of 5 examples.*planned for batches of 8"):
@@ -165,9 +180,9 @@ def test_a_batch_of_another_size_than_planned_is_refused() -> None:
 
 @pytest.mark.parametrize(("loader", "epoch"), [([], 1), (iter(loader(1)), 2)])
 def test_an_epoch_without_a_batch_is_refused(loader, epoch: int) -> None:
-    steps = LoaderSteps(loader=loader, micro_batch_size=BATCH, epochs=2)
+    batches = LoaderBatches(loader=loader, epochs=2)
     with pytest.raises(DataError, match=f"no batch in epoch {epoch}"):
-        list(steps)
+        list(batches.steps(BATCH, BATCH))
 
 
 def test_personal_arrays_survive_a_checkpoint() -> None:

@@ -12,7 +12,7 @@ from collapipe_flwr.federation.records import (
     UnsplitTask,
     array_bytes,
     read_progress,
-    unsplit_task_config,
+    task_config,
 )
 from tests.federation.test_discovery import cluster, spare
 
@@ -54,9 +54,7 @@ def test_bytes_are_those_of_training_messages_and_replies():
 
 
 def test_orders_of_a_plain_strategy_get_their_own_progress_in_records_of_their_own():
-    task = UnsplitTask(
-        model_spec_json="", vocabulary_json="", batch_size=1, micro_batch_size=1, optimizers=()
-    )
+    task = UnsplitTask(model_spec_json="", batch_size=1, micro_batch_size=1, optimizers=())
 
     def broken(_message, _context):
         raise RuntimeError("no memory left")
@@ -64,11 +62,11 @@ def test_orders_of_a_plain_strategy_get_their_own_progress_in_records_of_their_o
     grid = LocalGrid({1: _client(), 2: broken})
     members = Members(grid, {1: "a", 2: "b"})
     for server_round in (1, 2, 3):
-        config = unsplit_task_config(task)
+        config = task_config("", task)
         config["server-round"] = server_round
         shared = RecordDict({"arrays": _arrays(), "config": config})
         members.send_and_receive([Message(shared, node, "train") for node in (1, 2)])
-        assert set(config) == set(unsplit_task_config(task)) | {"server-round"}
+        assert set(config) == set(task_config("", task)) | {"server-round"}
         assert shared["config"] is config
     told = [read_progress(message.content) for message in grid.sent]
     assert [p.last_round for p in told[0::2]] == [0, 1, 2]

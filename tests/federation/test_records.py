@@ -61,7 +61,6 @@ TASK = RoundAssignment(
     plan=PLAN,
     split=SplitTask(
         model_spec_json='{"task": "seq2seq"}',
-        vocabulary_json="{}",
         edge_address="127.0.0.1:4711",
         session=SessionKey(session_id="c1-9", token="0123456789abcdef"),
         learning=LearningSettings(optimizer=OptimizerConfig(), schedule="1f1b", seed=3),

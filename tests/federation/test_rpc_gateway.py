@@ -54,9 +54,9 @@ def edge(request) -> Iterator[EdgeGateway]:
         assert service.health().sessions == 0
 
 
-def order(cluster_id: str, **weights: torch.Tensor) -> DecoderOrder:
+def order(cluster_id: str, *, keeps: bool = False, **weights: torch.Tensor) -> DecoderOrder:
     weights = weights or {"w": torch.arange(3.0), "bias": torch.ones(2, dtype=torch.bfloat16)}
-    learning = LearningSettings(optimizer=OptimizerConfig())
+    learning = LearningSettings(optimizer=OptimizerConfig(), keep_optimizer=keeps)
     return DecoderOrder(
         cluster_id=cluster_id,
         server_round=4,
@@ -123,9 +123,9 @@ class Shelf:
 
 
 def test_a_decoder_continues_from_its_clusters_last_accepted_round():
-    def play(gateway: RpcEdgeGateway, momentum: float, end: str) -> list[float]:
-        session = gateway.open(order("c1"))
-        other = gateway.open(order("c2"))
+    def play(gateway: RpcEdgeGateway, momentum: float, end: str, keeps: bool = True):
+        session = gateway.open(order("c1", keeps=keeps))
+        other = gateway.open(order("c2", keeps=keeps))
         began = shelf.train(session, momentum)
         assert shelf.train(other, 9.0) == []  # never accepted
         gateway.fetch(other)
@@ -138,14 +138,16 @@ def test_a_decoder_continues_from_its_clusters_last_accepted_round():
         return began
 
     shelf = Shelf()
-    gateway = RpcEdgeGateway(shelf, keep_optimizer=True)
+    gateway = RpcEdgeGateway(shelf)
     ends = ["diverged", "accepted", "diverged", "late", "accepted"]
     began = [play(gateway, mark, end) for mark, end in enumerate(ends, start=1)]
     assert began == [[], [], [2.0], [2.0], [2.0]]
-    resumed = RpcEdgeGateway(shelf, keep_optimizer=True)
+    resumed = RpcEdgeGateway(shelf)
     resumed.load(gateway.dump())
     assert play(resumed, 6.0, "diverged") == play(gateway, 6.0, "late") == [5.0]
-    assert play(RpcEdgeGateway(shelf), 1.0, "accepted") == []
+    forgetful = RpcEdgeGateway(shelf)
+    for momentum in (1.0, 2.0):
+        assert play(forgetful, momentum, "accepted", keeps=False) == []
     assert shelf.held == {}
 
 

@@ -41,7 +41,7 @@ def test_arguments_are_those_of_the_class():
 def test_qfedavg_reads_the_loss_that_clusters_report_at_their_rate():
     strategy = made("qfedavg", "q=0.5")
     assert isinstance(strategy, QFedAvg)
-    assert (strategy.train_loss_key, strategy.client_learning_rate) == ("loss", 0.002)
+    assert (strategy.train_loss_key, strategy.client_learning_rate) == ("train_loss", 0.002)
     assert made("qfedavg", "client_learning_rate=0.3").client_learning_rate == 0.3
 
 

@@ -1,7 +1,7 @@
 """Runs an edge server as a process of its own; prints its address, then waits to be killed."""
 
+import signal
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -16,4 +16,4 @@ if __name__ == "__main__":
     store = SnapshotStore(Path(state_dir[0])) if state_dir else None
     with EdgeServer(listen, service(snapshots=store)) as server:
         print(server.address, flush=True)
-        time.sleep(120)
+        signal.pause()

@@ -54,7 +54,7 @@ def test_a_hosted_segment_needs_neither_flower_nor_data_nor_solver():
 
 
 def test_a_stop_ends_an_idle_device_in_good_order():
-    with running(Daemon("device", "--grace-s", "200")) as (daemon,):
+    with running(Daemon("device", "--grace-s", "200", cold=True)) as (daemon,):
         assert resident_bytes(daemon.process.pid) < IDLE_MOST_BYTES
         daemon.process.send_signal(signal.SIGTERM)
         assert daemon.process.wait(60) == 0

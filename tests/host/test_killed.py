@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from collapipe_flwr.core.errors import LinkError, LinkTimeout
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.transport.client import EdgeClient
+from tests.forked import Forked
 from tests.host.chain_to_edge import Cluster, open_session, service, session_key
 from tests.pipeline.chains import DEADLINE_S, make_batch, make_parts
-
-ROOT = Path(__file__).parents[2]
 
 
 class _Trigger:
@@ -40,13 +36,7 @@ class _Trigger:
 
 @pytest.fixture
 def edge_process():
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.host.edge_process"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    process = Forked("tests.host.edge_process", env=os.environ)
     yield process
     process.send_signal(signal.SIGCONT)
     process.kill()

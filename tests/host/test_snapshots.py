@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.roles import FirstStage
 from collapipe_flwr.pipeline.state import PartState, live_state, load_optimizer_state
 from collapipe_flwr.transport.client import EdgeClient
+from tests.forked import Forked
 from tests.full_disk import full_disk
 from tests.host.chain_to_edge import build_head, request, service, session_key
 from tests.pipeline.chains import WIDTH, Head, make_batch, make_parts, settings
@@ -247,11 +247,8 @@ def test_state_travels_flat_and_comes_back_whole():
         )
 
 
-def edge_process(folder: Path, listen: str) -> tuple[subprocess.Popen[str], str]:
-    command = [sys.executable, "-m", "tests.host.edge_process", listen, str(folder)]
-    process = subprocess.Popen(
-        command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True
-    )
+def edge_process(folder: Path, listen: str) -> tuple[Forked, str]:
+    process = Forked("tests.host.edge_process", listen, str(folder), env=os.environ)
     return process, process.stdout.readline().strip()
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,7 +12,7 @@ import pytest
 import torch
 
 from collapipe_flwr.transport.certificates import sign_all
-from tests.cluster.daemon_processes import ROOT
+from tests.forked import Forked
 from tests.host.test_daemon import resident_bytes
 from tests.laws.test_cluster_equals_whole import SGD, Cut, _steps, make_splitter
 from tests.laws.test_daemons_equal_whole import _order, cluster_of_daemons
@@ -73,24 +71,20 @@ def test_training_beside_a_hostile_peer_is_bit_for_bit_the_same(tmp_path: Path) 
 
 
 @contextmanager
-def _hostile(target: str, guest: Path, outside: Path) -> Iterator[subprocess.Popen[str]]:
+def _hostile(target: str, guest: Path, outside: Path) -> Iterator[Forked]:
     """The attacks on one host as a process, which does not outlive the test."""
-    command = [sys.executable, "-m", "tests.laws.hostile_peer", target, str(TIMES)]
-    with subprocess.Popen(
-        [*command, str(guest), str(outside)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as peer:
-        try:
-            yield peer
-        finally:
-            peer.kill()
+    words = (target, str(TIMES), str(guest), str(outside))
+    peer = Forked("tests.laws.hostile_peer", *words, env=os.environ)
+    try:
+        yield peer
+    finally:
+        peer.kill()
+        peer.wait(10)
+        peer.stdout.close()
 
 
-def _told(peer: subprocess.Popen[str]) -> dict[str, dict[str, int]]:
-    said, _ = peer.communicate(timeout=120)
-    assert peer.returncode == 0
+def _told(peer: Forked) -> dict[str, dict[str, int]]:
+    said = peer.stdout.read()
+    assert peer.wait(120) == 0
     found: dict[str, dict[str, int]] = json.loads(said)
     return found

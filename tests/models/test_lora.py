@@ -29,6 +29,7 @@ from collapipe_flwr.models import (
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.tasks import auto_class
 from tests.closeness import assert_near
+from tests.skeletons import skeletons_are_copied  # noqa: F401
 
 # peft asks transformers for a property under its old name
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")

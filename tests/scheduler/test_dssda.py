@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from collapipe_flwr.core.domain import ClusterOutcome, ModelProfile, Plan, RoundOutcome, Snapshot
 from collapipe_flwr.core.errors import ConfigError, InfeasibleError, ScheduleError
+from collapipe_flwr.costs.convergence import LearningState
 from collapipe_flwr.costs.price import price
 from collapipe_flwr.scheduler.plans import check_cluster_plan
 from collapipe_flwr.scheduler.policies import POLICIES, make_scheduler
@@ -381,3 +382,18 @@ def test_many_clusters_and_a_device_that_vanishes_still_get_valid_plans(
 def test_an_oracle_of_the_benchmarks_is_no_policy() -> None:
     with pytest.raises(ConfigError, match="brute-force is an oracle of the benchmarks, not a pol"):
         make_scheduler("brute-force")
+
+
+def test_noisier_gradients_get_larger_batches(a_world: MakeWorld) -> None:
+    world, model = a_world(5)
+    options = replace(FAST, micro_batch_sizes=(1, 4, 16), progress="noise-scale", bound=True)
+    scheduler = make_scheduler("dssda", options)
+    snapshot = world.snapshot(1, model)
+    state = scheduler.init(snapshot)
+
+    def batch(noise: float) -> float:
+        learnt = LearningState(noise=noise, gradient_square=1.0)
+        plan, _ = scheduler.step(replace(state, learning=learnt), snapshot)
+        return sum(c.micro_batch_size * c.micro_batches for c in plan.clusters)
+
+    assert batch(0.1) < batch(1e4)

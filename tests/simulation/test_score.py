@@ -30,9 +30,9 @@ def test_one_busy_device_is_as_efficient_as_its_busy_share(small: Setting) -> No
     speed = next(d.speed_flop_per_s for d in world.clusters[0].devices if d.device_id == device)
     flop = 3 * 4 * 32 * (24 * 128**2 + 4 * 32 * 128)  # forward and twice that backward, 4 blocks
     busy_s = one.examples * flop / speed
-    assert result.compute_efficiency == pytest.approx(busy_s / result.latency_s[0])
+    assert result.busy_share == pytest.approx(busy_s / result.latency_s[0])
     everyone = sum(d.speed_flop_per_s for d in world.clusters[0].devices)
-    assert result.capacity_used == pytest.approx(result.compute_efficiency * speed / everyone)
+    assert result.compute_efficiency == pytest.approx(result.busy_share * speed / everyone)
 
 
 def test_energy_is_the_worst_devices_average(small: Setting) -> None:

@@ -108,6 +108,17 @@ def test_choices_change_a_preset_and_leave_the_rest() -> None:
     assert overridden(preset(None), recompute=False, radio=None) == Setting()
 
 
+def test_ranges_of_seeds_include_both_ends() -> None:
+    assert overridden(Setting(), seeds="7,100-103").seeds == (7, 100, 101, 102, 103)
+
+
+def test_all_policies_start_on_equal_terms() -> None:
+    """One schedule, one cap for all pipelines, and the best micro-batches for rules, too."""
+    for name in (None, "paper", "one-strong", "cellular"):
+        terms = preset(name).settings
+        assert (terms.schedule, terms.best_batches, terms.max_model_share) == ("1f1b", True, 0.5)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -119,6 +130,9 @@ def test_choices_change_a_preset_and_leave_the_rest() -> None:
         ("--policies ,", "--policies needs at least one"),
         ("--policies dssda,dssda", "--policies names one twice"),
         ("--seeds x", "--seeds must list whole numbers"),
+        ("--seeds 3-", '--seeds: a range is like "100-119"'),
+        ("--seeds 9-3", '--seeds: a range is like "100-119"'),
+        ("--seeds 1,0-2", "--seeds names one twice"),
         ("--preset home", "--preset: unknown preset 'home'"),
         ("--energy-budget -3", "--energy-budget must be joules per round"),
         ("--penalty-weight 0", "penalty-weight must be > 0"),

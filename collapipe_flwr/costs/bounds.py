@@ -1,0 +1,286 @@
+"""What no plan can beat: lower bounds of a cluster's round, and of its average within budgets.
+
+Derived in docs/theory.md, section 10, for plans that give every device at most one contiguous
+segment. A stage works J times; before, the first micro-batch has passed the stages ahead of it, and
+after, the last gradient passes them. With y_k the seconds of device k per micro-batch, both passes,
+and h those of the quickest hop between devices, any order of actions takes a step of at least
+
+    ends + max_k ( J y_k + sum_{i < k} (y_i + h) ),        the edge being the last stage.
+
+The least of this over all orders of devices and cuts is a shortest path over (devices used, blocks
+covered). Within energy budgets, what a round takes plus its priced joules bounds the average, at
+any prices of energy. Suffixes: ``_p`` pair of micro-batch size and count, ``_g`` step length,
+``_n`` device, ``_r`` round. Work is in FLOP per example, both passes of the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from collapipe_flwr.costs.arrays import Array, Ints
+from collapipe_flwr.costs.layouts import span_sums
+from collapipe_flwr.costs.radio import SHARES, send_time_s
+from collapipe_flwr.costs.tables import Tables
+from collapipe_flwr.costs.work import (
+    OPTIMISER_FLOP_PER_BYTE,
+    PricingOptions,
+    edge_speed,
+    local_steps,
+    segment_bytes,
+)
+
+EXACT = 1e-3  # relative width to which the least step is enclosed; its lower end counts
+LONGER = 1.01 ** np.arange(80)  # steps over the least one at which energy is looked at
+MOST_DEVICES = 9  # whose orders are all looked at
+ASCENTS = 150  # of the prices of energy
+FIRST_STEP = 0.3  # of the unpriced bound, in seconds for a whole budget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Air:
+    """The quickest radio of one round; seconds per example of a micro-batch, both ways."""
+
+    first_s: float  # from the control unit to some device
+    between_s: float  # from one device to another
+    last_s: float  # from some device to the edge
+    fixed_s: float  # of the round: server, weights handed out and collected
+
+
+class ClusterBound:
+    """Cluster ``m`` of snapshots that differ in their channels alone, one per round.
+
+    Memories are those of ``rounds``: caps on them are part of what plans must keep. Raises
+    ValueError for no rounds.
+    """
+
+    def __init__(
+        self, rounds: Sequence[Tables], m: int, options: PricingOptions, batches: Ints
+    ) -> None:
+        if not rounds:
+            raise ValueError("a bound needs at least one round")
+        tables = rounds[0]
+        members, model = tables.members, tables.snapshot.model
+        self.batches = batches
+        self._blocks, self._options = tables.blocks, options
+        here = np.flatnonzero(members.present_mi[m, 1:]) + 1
+        self.speed_n = members.speed_mi[m, here]
+        self.joule_n = members.energy_per_flop_mi[m, here]
+        self.budget_n = members.budget_mi[m, here]
+        self._room_n = (1.0 - options.memory_margin) * members.memory_mi[m, here]
+        again = 1.0 + float(options.recompute)
+        self._flop = span_sums(again * self._blocks.forward_flop_l + self._blocks.backward_flop_l)
+        self.air_r = [_air(each, m, here) for each in rounds]
+        speed = (float(members.speed_mi[m, 0]), edge_speed(tables, options))
+        parts = (model.embedding, model.decoder)
+        flops = [part.forward_flop + part.backward_flop for part in parts]
+        self._control_s, self._edge_s = (f / c for f, c in zip(flops, speed, strict=True))
+        updates_s = sum(part.parameter_bytes / c for part, c in zip(parts, speed, strict=True))
+        updates_s += self._blocks.parameter_bytes_l[-1] / self.speed_n.max()
+        size_p, count_p = batches[:, 0].astype(float), batches[:, 1].astype(float)
+        steps_p = local_steps(np.asarray(tables.examples_m[m]), size_p * count_p)
+        self._examples_p, self._singles_p = steps_p * size_p * count_p, steps_p * size_p
+        self._update_s_p = steps_p * OPTIMISER_FLOP_PER_BYTE * updates_s
+
+    @cached_property
+    def _held_p(self) -> list[Array]:
+        """For every pair, (N, L + 1, L + 1): a span's work, infinite where it does not fit."""
+        held = []
+        for size, count in self.batches.tolist():
+            flight = count if self._options.schedule == "gpipe" else 1
+            need = segment_bytes(self._blocks, self._options, size, flight)
+            good = np.triu(np.ones_like(need), k=1) > 0
+            good = good[None] & (need[None] <= self._room_n[:, None, None])
+            held.append(np.where(good, self._flop[None], np.inf))
+        return held
+
+    @cached_property
+    def _step_s_p(self) -> Array:
+        """The least step between control unit and edge, in seconds per example of a micro-batch."""
+        between, last = (min(getattr(a, n) for a in self.air_r) for n in ("between_s", "last_s"))
+        known: dict[tuple[int, bytes], float] = {}
+        found = []
+        for held, count in zip(self._held_p, self.batches[:, 1].tolist(), strict=True):
+            same = (count, np.isfinite(held).tobytes())
+            if same not in known:
+                spans_s = held / self.speed_n[:, None, None]
+                known[same] = shortest_step_s(spans_s, count, between, last, self._edge_s)
+            found.append(known[same])
+        return np.array(found)
+
+    @cached_property
+    def _most_pgn(self) -> Array:
+        """The most work that each device can do per example in steps up to each length."""
+        most = []
+        for held, step_s, count in zip(
+            self._held_p, self._step_s_p, self.batches[:, 1], strict=True
+        ):
+            pace_g = np.append(step_s * LONGER[1:] / count, np.inf)
+            work_n = [np.sort(each[np.isfinite(each)]) for each in held]
+            reach = [
+                np.append(0.0, w)[np.searchsorted(w, pace_g * c * (1.0 + EXACT), side="right")]
+                for w, c in zip(work_n, self.speed_n, strict=True)
+            ]
+            most.append(np.stack(reach, axis=1))
+        return np.stack(most)
+
+    def least_s(self, price_n: Array | None = None) -> tuple[Array, Array]:
+        """Least seconds plus priced joules of every round, (R,), and joules spent there, (R, N).
+
+        ``price_n`` is in seconds per joule. Infinite where nothing fits.
+        """
+        inner_p, done_pn = self._inner(price_n)
+        least, joules = [], []
+        for air in self.air_r:
+            ends_p = self._singles_p * (self._control_s + air.first_s) + self._update_s_p
+            p = int((inner_p + ends_p).argmin())
+            least.append(air.fixed_s + inner_p[p] + ends_p[p])
+            joules.append(self._examples_p[p] * self.joule_n * done_pn[p])
+        return np.array(least), np.array(joules)
+
+    def _inner(self, price_n: Array | None) -> tuple[Array, Array]:
+        """Of every pair: what all steps take and their energy is worth, and the work of devices.
+
+        A step between two lengths takes the shorter one at least, and the energy of the longer.
+        """
+        step_s = self._singles_p * self._step_s_p
+        if price_n is None:
+            return step_s, np.zeros((len(step_s), len(self.speed_n)))
+        order = np.argsort(price_n * self.joule_n, kind="stable")
+        work = float(self._flop[0, -1])
+        filled = np.minimum(np.cumsum(self._most_pgn[:, :, order], axis=2), work)
+        done = np.empty_like(filled)
+        done[:, :, order] = np.diff(filled, axis=2, prepend=0.0)
+        worth = self._examples_p[:, None] * (done @ (price_n * self.joule_n))
+        total = step_s[:, None] * LONGER + worth
+        best = total.argmin(axis=1)
+        rows = np.arange(len(total))
+        return total[rows, best], done[rows, best]
+
+    def within_budgets_s(self) -> float:
+        """What no sequence of plans that keeps all energy budgets on average falls below.
+
+        By weak duality: the least of seconds plus priced joules, less the budgets' worth, at any
+        prices. Prices rise where the least plans spend more than the budget.
+        """
+        best = float(self.least_s()[0].mean())
+        bounded = np.isfinite(self.budget_n)
+        if not bounded.any() or not np.isfinite(best):
+            return best
+        step, worth = FIRST_STEP * best, np.zeros_like(self.budget_n)
+        budget = np.where(bounded, self.budget_n, 1.0)
+        for k in range(ASCENTS):
+            least, joules = self.least_s(worth / budget)
+            best = max(best, float(least.mean() - worth.sum()))
+            excess = np.where(bounded, joules.mean(0) / budget - 1.0, 0.0)
+            worth = np.maximum(worth + step / (1.0 + k) ** 0.75 * excess, 0.0)
+        return best
+
+
+def shortest_step_s(
+    spans_s: Array, count: int, between_s: float, last_s: float, edge_s: float
+) -> float:
+    """The least ``max_k (J y_k + sum before it)`` over all orders of devices and all cuts.
+
+    ``spans_s`` are seconds of every span of blocks on every device, (N, L + 1, L + 1), infinite
+    where it must not lie. The result is at most ``EXACT`` too small; infinite where nothing fits.
+    Of more than ``MOST_DEVICES`` devices only the slowest counts, in any order.
+    """
+    low = count * _least_pace(spans_s)
+    if len(spans_s) > MOST_DEVICES or not np.isfinite(low):
+        return low
+    high, trial = np.inf, low * (1.0 + EXACT)
+    if not _reachable(np.inf, spans_s, count, between_s, last_s, edge_s):
+        return np.inf
+    while not high <= low * (1.0 + EXACT):
+        if _reachable(trial, spans_s, count, between_s, last_s, edge_s):
+            high = trial
+        else:
+            low = trial
+        trial = 2.0 * trial if not np.isfinite(high) else 0.5 * (low + high)
+    return low
+
+
+def _least_pace(spans_s: Array) -> float:
+    """The least y at which spans of at most y seconds, one per device, are as long as the model.
+
+    Blocks are counted and need not be distinct.
+    """
+    blocks = spans_s.shape[1] - 1
+    length = np.subtract.outer(np.arange(blocks + 1), np.arange(blocks + 1)).T
+    paces = np.unique(spans_s[np.isfinite(spans_s)])
+    low, high = -1, len(paces)
+    while high - low > 1:
+        middle = (low + high) // 2
+        longest = np.where(spans_s <= paces[middle], length, 0).max((1, 2))
+        low, high = (low, middle) if longest.sum() >= blocks else (middle, high)
+    return float(paces[high]) if high < len(paces) else np.inf
+
+
+def _reachable(
+    limit_s: float, spans_s: Array, count: int, between_s: float, last_s: float, edge_s: float
+) -> bool:
+    """Whether some chain of devices keeps a step within ``limit_s``.
+
+    ``ahead_s[used, l]`` is the least sum of what stands before a device that starts at block l.
+    """
+    devices, blocks = spans_s.shape[0], spans_s.shape[1] - 1
+    ahead_s = np.full((2**devices, blocks + 1), np.inf)
+    ahead_s[0, 0] = 0.0
+    used = np.arange(2**devices)
+    size = sum((used >> n) & 1 for n in range(devices))
+    for depth in range(min(devices, blocks)):
+        for n in range(devices):
+            free = used[(size == depth) & ((used >> n) & 1 == 0)]
+            before = ahead_s[free][:, :, None]
+            after = np.where(
+                count * spans_s[n] + before <= limit_s, before + spans_s[n] + between_s, np.inf
+            ).min(1)
+            ahead_s[free | 1 << n] = np.minimum(ahead_s[free | 1 << n], after)
+    whole = ahead_s[:, blocks].min() - between_s
+    return bool(whole + last_s + count * edge_s <= limit_s and np.isfinite(whole))
+
+
+def _air(tables: Tables, m: int, here: Ints) -> Air:
+    """The quickest that the radio of cluster ``m`` can be, at full power with all of the band."""
+    noise, power = tables.snapshot.radio.noise_w_per_hz, tables.members.power_max_mi[m]
+    gain, width, edge = tables.gain_mij[m], tables.d2d_hz_mij[m], tables.edge
+    cut, blocks = tables.blocks.cut_bytes_l, tables.blocks
+
+    def seconds(size: float, ends: tuple[Ints, Ints], hz: Array, power_w: Array) -> Array:
+        """Of every link from ``ends[0]`` to ``ends[1]``, uncoded bytes over their codec."""
+        bits = 8.0 * size * SHARES[tables.codec_mij[m][ends]] / tables.share_mij[m][ends]
+        return send_time_s(bits, hz, power_w * gain[ends] / noise)
+
+    out = (np.zeros_like(here), here)
+    first = [seconds(cut[0], out, width[out], p) for p in (power[0], power[here])]
+    up, band = (
+        (here, np.full_like(here, edge)),
+        np.full(len(here), tables.snapshot.radio.bandwidth_hz),
+    )
+    beam = np.asarray(tables.snapshot.edge.tx_power_w)
+    last = [seconds(cut[-1], up, band, p) for p in (power[here], beam)]
+    between = 0.0
+    if len(here) > 1 and len(cut) > 2:
+        i, j = (a[~np.eye(len(here), dtype=bool)] for a in np.meshgrid(here, here, indexing="ij"))
+        hop = [seconds(cut[1:-1].min(), (i, j), width[i, j], p) for p in (power[i], power[j])]
+        between = float((hop[0] + hop[1]).min())
+    back = (here, np.zeros_like(here))
+    weights_s = _plain_s(tables, m, out, power[0]) + _plain_s(tables, m, back, power[here])
+    whole = tables.snapshot.model.embedding.parameter_bytes + blocks.parameter_bytes_l[-1]
+    return Air(
+        first_s=float((first[0] + first[1]).min()),
+        between_s=between,
+        last_s=float((last[0] + last[1]).min()),
+        fixed_s=float(16.0 * whole / tables.server_rate_m[m] + weights_s.min()),
+    )
+
+
+def _plain_s(tables: Tables, m: int, ends: tuple[Ints, Ints], power_w: Array) -> Array:
+    """Seconds that the blocks' weights take over each of these links."""
+    bits = 8.0 * tables.blocks.parameter_bytes_l[-1] / tables.share_mij[m, 0, np.maximum(*ends)]
+    snr = power_w * tables.gain_mij[m][ends] / tables.snapshot.radio.noise_w_per_hz
+    return send_time_s(bits, tables.d2d_hz_mij[m, 0, np.maximum(*ends)], snr)

@@ -1,0 +1,61 @@
+"""A model as server and clusters know it: how it is cut, and what its batches are."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from collapipe_flwr.models.any_splitter import AnySplitter
+from collapipe_flwr.models.spec import BatchShape
+
+
+class DescribedModel:
+    """A model that ``splitter`` cuts, for batches of ``shape``.
+
+    Plans choose the size of batches where ``batch_size`` is None. ``personal`` parameters (modules
+    or tensors) are never averaged.
+    """
+
+    def __init__(
+        self,
+        splitter: AnySplitter,
+        shape: BatchShape,
+        *,
+        batch_size: int | None = None,
+        personal: tuple[str, ...] = (),
+    ) -> None:
+        self.splitter = splitter
+        self.shape = shape
+        self.batch_size = batch_size
+        self.personal = personal
+
+    @property
+    def spec_json(self) -> str:
+        """What travels, so that other processes cut the same model."""
+        return self.splitter.spec.to_json()
+
+    @cached_property
+    def edge_keys(self) -> frozenset[str]:
+        """What the edge trains."""
+        return frozenset(self.splitter.edge_keys())
+
+    @property
+    def shared_keys(self) -> frozenset[str]:
+        """What both sides read: clusters own it, the edge gets copies."""
+        return frozenset(self.splitter.shared_keys)
+
+    @cached_property
+    def hidden_keys(self) -> frozenset[str]:
+        """What is sent but not averaged: constants, which never train, and personal parameters."""
+        return self.splitter.constant_keys | self.personal_keys
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Keys of the model's ``state_dict`` that travel under another one."""
+        return self.splitter.aliases
+
+    @property
+    def personal_keys(self) -> frozenset[str]:
+        """All keys of the ``state_dict`` that ``personal`` names, aliases included."""
+        keys = self.splitter.state_keys if self.personal else ()
+        found = {k for k in keys for n in self.personal if k == n or k.startswith(f"{n}.")}
+        return frozenset(found)

@@ -1,0 +1,190 @@
+"""Baselines that follow a fixed rule for segments.
+
+Rules give weights of a cluster's devices, to cut the blocks in proportion to: ``fedavg`` the
+fastest single device; ``splitfed`` the device nearest to the edge holds all blocks; ``uniform``
+equal segments on all devices; ``memory`` and ``throughput`` segments in proportion; ``random`` any
+devices in any proportion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from collapipe_flwr.core.domain import Plan, Snapshot
+from collapipe_flwr.core.errors import InfeasibleError
+from collapipe_flwr.costs.arrays import Array
+from collapipe_flwr.costs.chain import chain_of
+from collapipe_flwr.costs.layouts import Layouts, stack
+from collapipe_flwr.costs.tables import Tables, tabulate
+from collapipe_flwr.costs.work import fits
+from collapipe_flwr.scheduler.base import (
+    Policy,
+    known_budgets,
+    middle_first,
+    planner_for,
+    solution_plan,
+)
+from collapipe_flwr.scheduler.initial_layouts import rows_by_weight
+from collapipe_flwr.scheduler.model_share import capped, least_shares, with_model_shares
+from collapipe_flwr.scheduler.planner import Planner, Solution
+from collapipe_flwr.scheduler.protocol import Reference, SchedulerState, reference_of
+from collapipe_flwr.scheduler.radio.interior_point import equal_shares
+
+Rule = Callable[[Tables, int], Array]
+"""Candidate weights of the devices of cluster m, (C, N); the first that fits wins."""
+
+
+def _devices(tables: Tables, m: int, values_i: Array) -> Array:
+    """The devices' part of members' values, 0 for padding."""
+    return np.where(tables.members.present_mi[m, 1:], values_i[1:], 0.0)
+
+
+def _singles(key_n: Array) -> Array:
+    """One device each, best key first."""
+    order = [int(n) for n in np.argsort(-key_n, kind="stable") if key_n[n] > 0]
+    return np.eye(len(key_n))[order]
+
+
+def _uniform(tables: Tables, m: int) -> Array:
+    return _devices(tables, m, np.ones_like(tables.members.speed_mi[m]))[None]
+
+
+def _random(tables: Tables, m: int) -> Array:
+    """Random subsets with random proportions, the same for the same cluster and round."""
+    rng = np.random.default_rng([tables.snapshot.round_index, m])
+    present = tables.members.present_mi[m, 1:]
+    shape = (64, len(present))
+    weights = rng.uniform(0.05, 1.0, size=shape) * (rng.random(shape) < 0.6)
+    weights = np.where(present, weights, 0.0)
+    return np.concatenate([weights[weights.sum(1) > 0], _uniform(tables, m)])
+
+
+RULES: dict[str, Rule] = {
+    "fedavg": lambda t, m: _singles(_devices(t, m, t.members.speed_mi[m])),
+    "splitfed": lambda t, m: _singles(_devices(t, m, t.gain_mij[m, :, t.edge])),
+    "uniform": _uniform,
+    "memory": lambda t, m: _devices(t, m, t.members.memory_mi[m])[None],
+    "throughput": lambda t, m: _devices(t, m, t.members.speed_mi[m])[None],
+    "random": _random,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RuleScheduler(Policy):
+    """A fixed rule for segments, equal bandwidth, full power, the coarsest codec allowed.
+
+    Micro-batches are the middle of the grid or the nearest that fit. With ``best_batches`` the
+    first round tries the whole grid in every cluster, by the objective of the joint scheduler, and
+    what is best stays. The cap on a device's share of the model holds as for the joint scheduler,
+    but not in clusters where the rule fits it with no micro-batches at all (one device holds all).
+    """
+
+    @property
+    def rule(self) -> Rule:
+        """The rule of that name."""
+        return RULES[self.name]
+
+    def step(self, state: SchedulerState, snapshot: Snapshot) -> tuple[Plan, SchedulerState]:
+        """Apply the rule; raises InfeasibleError where nothing it names fits."""
+        tables = tabulate(snapshot, self.settings.coarsest)
+        limited, shares, choices = self._within_caps(tables, reference_of(state))
+        planner = planner_for(limited, state, self.settings)
+        if not self.settings.best_batches:
+            picks = [0] * len(choices)
+        elif state.last_plan is None:
+            picks = _best_picks(planner, choices)
+        else:
+            picks = _kept_picks(choices, state.last_plan, snapshot)
+        solution = _at_full_power(planner, _picked(choices, picks))
+        plan = with_model_shares(solution_plan(solution, self.name, 1.0), shares)
+        budgets = known_budgets(state.budget_j, snapshot)
+        return plan, replace(state, rounds=state.rounds + 1, budget_j=budgets, last_plan=plan)
+
+    def _within_caps(
+        self, tables: Tables, reference: Reference
+    ) -> tuple[Tables, Array, list[Layouts]]:
+        """Capped tables, every cluster's share, (M,), and what each may choose from."""
+        shares = least_shares(tables, reference, self.settings)
+        while True:
+            limited = capped(tables, shares, reference, self.settings)
+            choices = [self._choices(limited, m) for m in range(tables.num_clusters)]
+            short = [m for m, rows in enumerate(choices) if not len(rows)]
+            if not short:
+                return limited, shares, choices
+            if not np.isfinite(shares[short]).all():
+                raise self._nothing_fits(tables, short[0])
+            shares[short] = np.inf
+
+    def _choices(self, tables: Tables, m: int) -> Layouts:
+        """For every pair of the grid that fits, the rule's first candidate that does.
+
+        Pairs near the middle of the grid come first.
+        """
+        weights, blocks, grid = self.rule(tables, m), tables.num_blocks, middle_first(self.settings)
+        rows = rows_by_weight(np.full(len(weights), m), weights, blocks, blocks, grid[0])
+        every = stack([rows.with_batches(*pair) for pair in grid])
+        good = fits(tables, every, self.settings).reshape(len(grid), len(rows))
+        pairs = np.flatnonzero(good.any(1))
+        return every.take(pairs * len(rows) + good[pairs].argmax(1))
+
+    def _nothing_fits(self, tables: Tables, m: int) -> InfeasibleError:
+        name = tables.snapshot.clusters[m].profile.cluster_id
+        return InfeasibleError(
+            f"cluster {name!r}: policy {self.name!r} finds "
+            "no layout that fits its devices' memories: use another policy, smaller micro-batches "
+            "or larger devices"
+        )
+
+
+def _picked(choices: Sequence[Layouts], picks: Sequence[int]) -> Layouts:
+    """One row per cluster."""
+    rows = [rows.take(np.array([k])) for rows, k in zip(choices, picks, strict=True)]
+    return stack(rows)
+
+
+def _at_full_power(planner: Planner, rows: Layouts) -> Solution:
+    chain = chain_of(planner.tables, rows, planner.settings)
+    shares = equal_shares(chain, planner.tables.snapshot.radio.bandwidth_hz)
+    return planner.priced(chain, shares, planner.learning.rho(planner.tables, rows))
+
+
+def _best_picks(planner: Planner, choices: Sequence[Layouts]) -> list[int]:
+    """Positions of least objective: the best common pair, then cluster by cluster while it falls.
+
+    Rounds to the target depend on the micro-batches of all clusters.
+    """
+
+    def value(picks: Sequence[int]) -> float:
+        return _at_full_power(planner, _picked(choices, picks)).objective
+
+    common = [_places(choices, pair) for pair in middle_first(planner.settings)]
+    best = min(common, key=value)
+    least, falls = value(best), True
+    while falls:
+        falls = False
+        for m, rows in enumerate(choices):
+            for k in range(len(rows)):
+                trial = [*best[:m], k, *best[m + 1 :]]
+                if (found := value(trial)) < least:
+                    best, least, falls = trial, found, True
+    return best
+
+
+def _kept_picks(choices: Sequence[Layouts], last: Plan, snapshot: Snapshot) -> list[int]:
+    """Positions of last round's pairs; of the preferred ones for clusters that are new."""
+    known = {c.cluster_id: (c.micro_batch_size, c.micro_batches) for c in last.clusters}
+    names = [c.profile.cluster_id for c in snapshot.clusters]
+    pairs = zip(choices, map(known.get, names), strict=True)
+    return [0 if pair is None else _places([rows], pair)[0] for rows, pair in pairs]
+
+
+def _places(choices: Sequence[Layouts], pair: tuple[int, int]) -> list[int]:
+    """Where every cluster's choices have ``pair``; 0, the preferred one, where it does not fit."""
+    places = []
+    for rows in choices:
+        same = (rows.micro_batch_size_r == pair[0]) & (rows.micro_batches_r == pair[1])
+        places.append(int(same.argmax()))
+    return places

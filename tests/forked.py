@@ -1,0 +1,97 @@
+"""Processes that need not import anything: forks of one that has, see `fork_server`.
+
+A daemon spends seconds on its imports before it does what a test is about. Tests of the start
+itself, of memory or of what is imported start it as its user does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+from tests.fork_server import REPORT, RUN, STAY
+
+ROOT = Path(__file__).parents[1]
+_START_S = 250.0
+# Workers of one run share a server.
+_NAME = f"collapipe-{os.environ.get('PYTEST_XDIST_TESTRUNUID') or uuid.uuid4().hex}"
+
+
+class Forked:
+    """``python -m MODULE ARGUMENTS``, as a `subprocess.Popen` with a pipe of text as stdout."""
+
+    def __init__(self, module: str, *arguments: str, env: Mapping[str, str]) -> None:
+        _server()
+        self.returncode: int | None = None
+        self._peer = _connected()
+        reading, writing = os.pipe()
+        self.stdout = os.fdopen(reading, encoding="utf-8")
+        with open(os.devnull, "rb") as nothing:
+            socket.send_fds(self._peer, [RUN], [nothing.fileno(), writing, 2])
+        os.close(writing)
+        order = {"module": module, "arguments": arguments, "folder": str(ROOT)}
+        self._peer.sendall(json.dumps({**order, "environment": dict(env)}).encode())
+        self._peer.shutdown(socket.SHUT_WR)
+        self.pid = self._reported()
+
+    def poll(self) -> int | None:
+        """The exit code, once it has ended."""
+        if self.returncode is None and select.select([self._peer], [], [], 0.0)[0]:
+            self.wait()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, or less than 0 for a signal; raises TimeoutExpired."""
+        if self.returncode is None:
+            if not select.select([self._peer], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            self.returncode = self._reported()
+            self._peer.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """As `Popen.kill`."""
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        """As `Popen.terminate`."""
+        self.send_signal(signal.SIGTERM)
+
+    def _reported(self) -> int:
+        told = self._peer.recv(REPORT.size, socket.MSG_WAITALL)
+        assert told, "the fork server has ended"
+        (number,) = REPORT.unpack(told)
+        return int(number)
+
+
+@cache
+def _server() -> socket.socket:
+    """Runs until this process ends, and all others that have asked for it."""
+    command = [sys.executable, "-m", "tests.fork_server", _NAME]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=ROOT, env=env, check=True, timeout=_START_S)
+    stays = _connected()
+    stays.settimeout(_START_S)
+    stays.sendall(STAY)
+    assert stays.recv(len(STAY)) == STAY, "the fork server could not import what it should"
+    return stays
+
+
+def _connected() -> socket.socket:
+    peer = socket.socket(socket.AF_UNIX)
+    peer.connect(f"\0{_NAME}")
+    return peer
