@@ -23,15 +23,24 @@ app = typer.Typer(
 def bench_scheduler(
     clusters: Annotated[str, typer.Option(help="Numbers of clusters.")] = "10,100,1000,10000",
     instances: Annotated[int, typer.Option(help="Small instances for brute force.")] = 500,
+    sections: Annotated[str, typer.Option(help="decisions, or prices.")] = "decisions",
+    worlds: Annotated[str, typer.Option(help="Of section prices.")] = "paper,neutral",
+    seeds: Annotated[str, typer.Option(help="Of section prices.")] = "20260-20279",
+    rounds: Annotated[int, typer.Option(help="Of section prices.", min=1)] = 50,
+    schedule: Annotated[str, typer.Option(help="Of section prices: gpipe, 1f1b.")] = "gpipe",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write results.")] = None,
 ) -> None:
     """Time decisions and solvers on one thread, and measure gaps to brute force."""
     for name in ("OMP", "OPENBLAS", "MKL", "RAYON"):  # read when numpy and solvers are loaded
         os.environ[f"{name}_NUM_THREADS"] = "1"
 
+    from benchmarks.scheduling.price_report import run_price_bench
     from benchmarks.scheduling.report import run_bench
-    from collapipe_flwr.simulation.setting import whole_numbers
+    from collapipe_flwr.simulation.setting import seeds_of, whole_numbers
 
+    if sections == "prices":
+        run_price_bench(worlds.split(","), seeds_of(seeds), rounds, schedule, json_file)
+        return
     run_bench(whole_numbers("clusters", clusters), instances, json_file)
 
 

@@ -35,6 +35,15 @@ def spreads(devices: int, blocks: int) -> Ints:
 
 
 @dataclass(frozen=True, slots=True)
+class Way:
+    """Seconds of one direction per micro-batch."""
+
+    stage_s: Array  # (A, N) of devices
+    hop_s: Array  # (A, N + 1) into devices, and to the edge
+    end_s: Array  # (2,) control unit and edge
+
+
+@dataclass(frozen=True, slots=True)
 class Round:
     """One round of a world as plain arrays, for what its plans take at least."""
 
@@ -43,8 +52,8 @@ class Round:
 
     def __post_init__(self) -> None:
         blocks = set(self.tables.snapshot.model.blocks)
-        if len(blocks) > 1 or self.settings.schedule != "gpipe" or self.settings.recompute:
-            raise ConfigError("the clairvoyant bound is for equal blocks and plain GPipe")
+        if len(blocks) > 1 or self.settings.recompute:
+            raise ConfigError("the clairvoyant bound is for equal blocks without re-computation")
 
     def steps(self, m: int, batch: int) -> float:
         """Optimiser steps of cluster m."""
@@ -55,11 +64,13 @@ class Round:
         model, margin = self.tables.snapshot.model, 1.0 - self.settings.memory_margin
         block, room = model.blocks[0], margin * self.tables.members.memory_mi[m]
         here = self.tables.members.present_mi[m, 1:]
-        batch = size * count
-        need = spread * (block.state_bytes + batch * block.stash_bytes)
+        # 1F1B keeps a micro-batch on the edge and at least one more on every stage ahead of it.
+        flights = (count,) * 3 if self.settings.schedule == "gpipe" else (3, 2, 1)
+        first, device, last = (size * min(flight, count) for flight in flights)
+        need = spread * (block.state_bytes + device * block.stash_bytes)
         edge = margin * self.tables.snapshot.edge.memory_bytes / self.tables.num_clusters
-        ends = model.embedding.state_bytes + batch * model.embedding.stash_bytes <= room[0]
-        ends &= model.decoder.state_bytes + batch * model.decoder.stash_bytes <= edge
+        ends = model.embedding.state_bytes + first * model.embedding.stash_bytes <= room[0]
+        ends &= model.decoder.state_bytes + last * model.decoder.stash_bytes <= edge
         good = (need <= room[1:]) & (here | (spread == 0))
         return np.asarray(good.all(1) & ends)
 
@@ -81,8 +92,12 @@ class Round:
         snr = watt_i[:, None] * tables.gain_mij[m] / (radio.noise_w_per_hz * width)
         return np.asarray(1.0 / (tables.share_mij[m] * width * np.log2(1.0 + snr)))
 
-    def least_s(self, m: int, spread: Ints, size: int, count: int) -> Array:
-        """Seconds of the round that no order, power or split of the band undercuts, (A,)."""
+    def least_s(self, m: int, spread: Ints, pair: tuple[int, int], *, air: bool = True) -> Array:
+        """Seconds of the round that no order, power or split of the band undercuts, (A,).
+
+        Without ``air`` transmissions take no time at all.
+        """
+        size, count = pair
         model, members = self.tables.snapshot.model, self.tables.members
         block, used = model.blocks[0], spread > 0
         speed, watt = members.speed_mi[m], members.power_max_mi[m]
@@ -90,7 +105,7 @@ class Round:
         edge_w = self.tables.snapshot.edge.tx_power_w
         down = self._seconds_per_bit(m, np.full_like(watt, edge_w))[:, -1]
         others = np.where(np.eye(len(watt), dtype=bool), np.inf, ahead[:, :-1])
-        bits = 8.0 * size * block.output_bytes
+        bits = 8.0 * size * block.output_bytes * air
         # Into every device comes one hop from some member, and out of it one gradient to some.
         into, out = bits * others.min(0)[1:], bits * others.min(1)[1:]
         up = bits * np.where(used, ahead[1:, -1], np.inf).min(1)
@@ -98,24 +113,51 @@ class Round:
         edge = self.tables.snapshot.edge.speed_flop_per_s
         edge = edge / self.tables.num_clusters if self.settings.edge_shared else edge
         first, last = model.embedding, model.decoder
-        step = np.zeros(len(spread))
+        ways = []
         for flop, start, end, hop, outer in (
             (block.forward_flop, first.forward_flop, last.forward_flop, into, up),
             (block.backward_flop, first.backward_flop, last.backward_flop, out, home),
         ):
-            stage = size * flop * spread / speed[1:]
             ends = size * np.array([start / speed[0], end / edge])
-            hops = np.where(used, hop, 0.0)
-            slowest = np.maximum.reduce([stage.max(1), hops.max(1), outer])
-            slowest = np.maximum(slowest, ends.max())
-            step += stage.sum(1) + hops.sum(1) + outer + ends.sum() + (count - 1) * slowest
+            hops = np.concatenate([np.where(used, hop, 0.0), outer[:, None]], axis=1)
+            ways.append(Way(size * flop * spread / speed[1:], hops, ends))
+        schedule = gpipe_s if self.settings.schedule == "gpipe" else least_step_s
+        step = schedule(*ways, count)
         update = spread * block.parameter_bytes / speed[1:]
         rest = first.parameter_bytes / speed[0] + last.parameter_bytes / edge
         step += UPDATE_FLOP_PER_BYTE * (update.sum(1) + rest)
-        bulk = 8.0 * block.parameter_bytes * (ahead[0, 1:-1] + ahead[1:, 0])
+        bulk = 8.0 * block.parameter_bytes * air * (ahead[0, 1:-1] + ahead[1:, 0])
         whole = first.parameter_bytes + self.tables.num_blocks * block.parameter_bytes
         server = 16.0 * whole / self.tables.server_rate_m[m]
         return np.asarray(self.steps(m, size * count) * step + spread @ bulk + server)
+
+
+def gpipe_s(ahead: Way, back: Way, count: int) -> Array:
+    """A step of GPipe, (A,)."""
+    step = np.zeros(len(ahead.stage_s))
+    for way in (ahead, back):
+        step += way.stage_s.sum(1) + way.hop_s.sum(1) + way.end_s.sum()
+        slowest = np.maximum(way.stage_s.max(1), way.hop_s.max(1))
+        step += (count - 1) * np.maximum(slowest, way.end_s.max())
+    return step
+
+
+def least_step_s(ahead: Way, back: Way, count: int) -> Array:
+    """What no order of actions and of devices undercuts, (A,).
+
+    A stage works for all micro-batches; the first has passed the stages ahead of it before, and the
+    last gradient passes them after. With y of a device and h of the hop into it, both ways, that is
+    ``sum of (y + h) up to it + (count - 1) y``: the largest is least where y falls along the
+    pipeline (Jackson's rule: the longest tail first).
+    """
+    stage, hop = ahead.stage_s + back.stage_s, ahead.hop_s + back.hop_s
+    order = np.argsort(-stage, axis=1, kind="stable")
+    stage = np.take_along_axis(stage, order, axis=1)
+    into = np.take_along_axis(hop[:, :-1], order, axis=1)
+    start, end = ahead.end_s + back.end_s
+    reached = start + np.cumsum(stage + into, axis=1)
+    last = reached[:, -1] + hop[:, -1] + count * end
+    return np.maximum((reached + (count - 1) * stage).max(1), last)
 
 
 def rho_of(learning: Learning, tables: Tables, batch_km: Ints) -> Array:
@@ -123,10 +165,9 @@ def rho_of(learning: Learning, tables: Tables, batch_km: Ints) -> Array:
     if learning.constants is None:
         return np.ones(len(batch_km))
     examples = tables.examples_m
-    sums = bound_sums(
-        examples / examples.sum(), np.maximum(np.ceil(examples / batch_km), 1.0), batch_km
-    )
-    return np.minimum(sums.rounds(learning.constants) / learning.reference_rounds, NEVER)
+    steps = np.maximum(np.ceil(examples / batch_km), 1.0)
+    sums = bound_sums(examples / examples.sum(), steps, batch_km)
+    return np.minimum(learning.constants.rounds(sums) / learning.reference_rounds, NEVER)
 
 
 def batch_choices(settings: SchedulerConfig, clusters: int) -> tuple[Ints, Ints]:

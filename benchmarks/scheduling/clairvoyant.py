@@ -20,11 +20,12 @@ from benchmarks.scheduling.assignments import Round, batch_choices, rho_of, spre
 from collapipe_flwr.costs.arrays import Array, Ints
 from collapipe_flwr.scheduler.problem import Learning
 
-STEPS = 120
-PATIENCE = 8  # steps without gain after which they become half as long
-POINTS = 300  # lengths of a round that are told apart
+STEPS = 60
+PATIENCE = 5  # steps without gain after which they become half as long
+POINTS = 200  # lengths of a round that are told apart
 LONGEST = 1.8  # times the shortest
-ACTIVE = 1.25  # batches whose quickest plan is within this factor are there in every step
+FINE = 1.3  # the same for which links and rounds are told apart
+ACTIVE = 1.05  # batches whose quickest plan is within this factor are there in every step
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,8 @@ class Clairvoyant:
     rho_k: Array  # over the reference latency
 
     def bound(self, level: float) -> tuple[float, Array]:
-        """The bound and its multipliers, (M, N); ``level`` is a cost that is known to be reached."""
-        floor = self._floors()
+        """The bound and its multipliers, (M, N); ``level`` is a cost known to be reached."""
+        floor = self.floors()
         active = np.flatnonzero(floor.mean(1) <= ACTIVE * floor.mean(1).min())
         clusters, width = len(self.spread_mn), max(s.shape[1] for s in self.spread_mn)
         theta = np.zeros((clusters, width))
@@ -75,7 +76,7 @@ class Clairvoyant:
 
     def certified(self, theta: Array) -> float:
         """The bound at these multipliers over every choice of batches."""
-        least = self._floors() + self._least_energy(theta) - theta.sum()
+        least = self.floors() + self._least_energy(theta) - theta.sum()
         order = np.argsort(least.min(1), kind="stable")
         best = np.full(least.shape[1], np.inf)
         for k in order:
@@ -85,7 +86,7 @@ class Clairvoyant:
                 break
         return float(best.mean())
 
-    def _floors(self) -> Array:
+    def floors(self) -> Array:
         """Cost of every choice of batches if all clusters are as quick as they can, (K, T)."""
         rounds = next(o for row in self.options for o in row if o is not None).seconds_ta.shape[0]
         quick = np.array(
@@ -99,7 +100,7 @@ class Clairvoyant:
 
     def _least_energy(self, theta: Array) -> Array:
         """Priced energy of every choice of batches if all clusters are as thrifty as can be."""
-        rounds = self._floors().shape[1]
+        rounds = self.floors().shape[1]
         least = np.array(
             [
                 [
@@ -167,29 +168,45 @@ def clairvoyant(rounds: list[Round], learning: Learning) -> Clairvoyant:
     tables, settings = rounds[0].tables, rounds[0].settings
     batches, choices = batch_choices(settings, tables.num_clusters)
     present = tables.members.present_mi
-    spread = [spreads(int(here.sum()) - 1, tables.num_blocks) for here in present]
+    spread = [
+        _possible(rounds[0], m, spreads(int(here.sum()) - 1, tables.num_blocks))
+        for m, here in enumerate(present)
+    ]
     rho = rho_of(learning, tables, batches[choices]) / learning.reference.latency_s
     options = [
-        [_options(rounds, m, spread[m], int(batch)) for batch in batches]
+        [_options(rounds, m, spread[m], int(batch), air=False) for batch in batches]
         for m in range(tables.num_clusters)
     ]
-    return Clairvoyant(spread, options, choices, rho)
+    every = Clairvoyant(spread, options, choices, rho)
+    floor = every.floors()[:, 0]
+    # Batches that no good choice has need not be told apart finely: theirs stays a lower bound.
+    for m, b in {
+        (m, int(b)) for k in choices[floor <= FINE * floor.min()] for m, b in enumerate(k)
+    }:
+        options[m][b] = _options(rounds, m, spread[m], int(batches[b]), air=True)
+    return every
 
 
-def _options(rounds: list[Round], m: int, spread: Ints, batch: int) -> Options | None:
+def _possible(first: Round, m: int, spread: Ints) -> Ints:
+    """The spreads that fit the memories with some micro-batches."""
+    fits = [first.fits(m, spread, size, count) for size, count in first.settings.batches]
+    return spread[np.any(fits, axis=0)]
+
+
+def _options(rounds: list[Round], m: int, spread: Ints, batch: int, *, air: bool) -> Options | None:
     settings, devices = rounds[0].settings, spread.shape[1]
     seconds = np.full((len(rounds), len(spread)), np.inf)
     for size, count in settings.batches:
         if size * count == batch:
             good = np.flatnonzero(rounds[0].fits(m, spread, size, count))
-            for t, one in enumerate(rounds) if len(good) else ():
-                least = one.least_s(m, spread[good], size, count)
-                seconds[t, good] = np.minimum(seconds[t, good], least)
+            for t, one in enumerate(rounds if air else rounds[:1]) if len(good) else ():
+                least = one.least_s(m, spread[good], (size, count), air=air)
+                at = t if air else slice(None)
+                seconds[at, good] = np.minimum(seconds[at, good], least)
     if not np.isfinite(seconds).any():
         return None
     budget = rounds[0].tables.members.budget_mi[m, 1 : devices + 1]
     joule = np.array([one.joule(m, batch)[:devices] / budget for one in rounds])
     order = np.argsort(seconds, axis=1, kind="stable")
-    most = int(np.isfinite(seconds[0]).sum())
-    order = order[:, :most]
+    order = order[:, : int(np.isfinite(seconds[0]).sum())]
     return Options(joule, np.take_along_axis(seconds, order, axis=1), order)

@@ -98,7 +98,6 @@ class PlannerConfig:
     policy: str = key("dssda")
     settings: SchedulerConfig = inline(
         SchedulerConfig(
-            penalty_weight=1.0,
             micro_batch_sizes=(16, 32),
             micro_batches=(2, 4),
             max_model_share=0.5,

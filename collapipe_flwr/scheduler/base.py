@@ -28,7 +28,6 @@ from collapipe_flwr.scheduler.protocol import (
     SchedulerState,
     advance_energy,
     advance_participation,
-    aimed,
     opened_accounts,
     reference_of,
     settled_accounts,
@@ -61,15 +60,11 @@ class Policy:
                 state.energy_queue_j,
                 state.budget_j,
                 spent_j,
-                share=aimed(state.rounds, settings.budget_margin),
+                share=settings.aimed(state.rounds),
                 placeholders_j=state.placeholder_j,
             ),
             account_j=settled_accounts(
-                state.account_j,
-                state.budget_j,
-                spent_j,
-                rounds=state.rounds,
-                margin=settings.budget_margin,
+                state.account_j, state.budget_j, spent_j, state.rounds, settings
             ),
             participation_queue=advance_participation(
                 state.participation_queue,
@@ -199,11 +194,9 @@ def energy_room(tables: Tables, state: SchedulerState, settings: SchedulerConfig
 
     Infinite without a budget, and for control units, which must work whatever it takes.
     """
-    margin, before = settings.budget_margin, max(state.rounds, 0)
-    budgets = known_budgets({}, tables.snapshot)
-    opened = opened_accounts(budgets, before, margin)
+    opened = opened_accounts(known_budgets({}, tables.snapshot), state.rounds, settings)
     known = {c: accounts | dict(state.account_j.get(c, {})) for c, accounts in opened.items()}
-    share = aimed(before + 1, margin)
+    share = settings.aimed(state.rounds + 1)
     room = share * tables.members.budget_mi + member_table(tables, known)
     room[:, 0] = np.inf
     return room

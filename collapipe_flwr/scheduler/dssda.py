@@ -169,8 +169,8 @@ class Dssda(Policy):
         except InfeasibleError:  # the round's own search widens the caps
             theta = np.zeros_like(tables.members.budget_mi)
         weight = self.settings.penalty_weight or weight_for(theta)
-        worth = np.where(theta > 0.0, weight * theta * tables.members.budget_mi, 0.0)
-        return replace(state, weight=weight, placeholder_j=by_name(tables, worth))
+        budget = np.where(theta > 0.0, tables.members.budget_mi, 0.0)
+        return replace(state, weight=weight, placeholder_j=by_name(tables, weight * theta * budget))
 
     def _room(self, tables: Tables, state: SchedulerState) -> Array:
         """Joules that every device may spend in this round."""

@@ -42,7 +42,7 @@ def overdrawn(joule: Array, room: Array, budget: Array) -> Array:
     More than there is to gain, so that a plan overdraws only where every plan does, and more the
     further, so that searches find their way back.
     """
-    over = joule - room
+    over = np.maximum(joule - room, 0.0)
     return np.where(over > SAME * joule, SURCHARGE * (1.0 + over / budget), 0.0)
 
 

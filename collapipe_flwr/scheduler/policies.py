@@ -43,10 +43,12 @@ class LatencyOnly(Dssda):
 
     def _started(self, state: SchedulerState, snapshot: Snapshot) -> SchedulerState:
         """Queues that nobody heeds start empty."""
+        del snapshot
         return replace(state, weight=self.settings.penalty_weight or USUAL_WEIGHT)
 
     def _room(self, tables: Tables, state: SchedulerState) -> Array:
         """No limit."""
+        del state
         return np.full_like(tables.members.budget_mi, np.inf)
 
     def step(self, state: SchedulerState, snapshot: Snapshot) -> tuple[Plan, SchedulerState]:

@@ -86,13 +86,7 @@ def reference_of(state: SchedulerState) -> Reference:
     return state.reference
 
 
-ADVANCE = 1.0  # budgets that every device may spend before it has saved them
-REPAID = 10  # rounds in which it pays them back
-
-
-def aimed(rounds: int, margin: float) -> float:
-    """The share of its budget that a device gets for the ``rounds``-th round, from 1."""
-    return (1.0 - margin) * (1.0 - (ADVANCE / REPAID if rounds <= REPAID else 0.0))
+REPAID = 10  # rounds in which devices pay their advance back
 
 
 def advance(queue: float, spent: float, budget: float, placeholder: float = 0.0) -> float:
@@ -128,31 +122,6 @@ def advance_energy(
     return result
 
 
-def opened_accounts(budgets_j: Nested, rounds: int, margin: float) -> dict[str, dict[str, float]]:
-    """Accounts after ``rounds`` rounds: what is left of the advance, for finite budgets."""
-    left = (1.0 - margin) * ADVANCE * max(1.0 - rounds / REPAID, 0.0)
-    return {
-        cluster: {d: left * budget for d, budget in budgets.items() if math.isfinite(budget)}
-        for cluster, budgets in budgets_j.items()
-    }
-
-
-def settled_accounts(
-    accounts_j: Nested, budgets_j: Nested, spent_j: Nested, *, rounds: int, margin: float
-) -> dict[str, dict[str, float]]:
-    """Accounts after the ``rounds``-th round; a device seen for the first time opens one."""
-    share = aimed(rounds, margin)
-    return {
-        cluster: {
-            device: accounts_j.get(cluster, {}).get(device, first)
-            + share * budgets_j[cluster][device]
-            - spent_j.get(cluster, {}).get(device, 0.0)
-            for device, first in fresh.items()
-        }
-        for cluster, fresh in opened_accounts(budgets_j, rounds - 1, margin).items()
-    }
-
-
 def advance_participation(
     queues: Mapping[str, float], connected: Collection[str], done: Collection[str], *, floor: float
 ) -> dict[str, float]:
@@ -172,6 +141,7 @@ _RULES = {
     "max_model_share": Rule(lambda v: 0 < v <= 1, "must be in (0, 1]"),
     "budget_margin": _PART,
     "profile_memory": _PART,
+    "energy_advance": Rule(lambda v: 0 <= v < REPAID, f"must be in [0, {REPAID})"),
     "hysteresis": at_least(0),
     "schedule": one_of(*SCHEDULES),
     "progress": one_of(NOISE_SCALE, BOUND),
@@ -194,6 +164,7 @@ class SchedulerConfig(PricingOptions):
     codecs: tuple[str, ...] = ("fp32",)  # that links may use; of several the plan chooses
     max_model_share: float = key(1.0, above(0))  # a device's share of the whole model's memory
     budget_margin: float = 0.01  # plans aim this share below every energy budget
+    energy_advance: float = 1.0  # budgets to spend ahead, paid back in 10 rounds
     hysteresis: float = 0.02  # least relative gain for which devices change segments
     profile_memory: float = 0.8  # weight of the past in averages of measured speeds; 0: none
     exact_devices: int = 5  # clusters of few devices get exact orders; 8 is possible but slow
@@ -220,10 +191,48 @@ class SchedulerConfig(PricingOptions):
         pairs = product(self.micro_batch_sizes, self.micro_batches)
         return tuple(p for p in pairs if not self.batch_size or p[0] * p[1] == self.batch_size)
 
+    def aimed(self, rounds: int) -> float:
+        """The share of its budget that a device gets for the ``rounds``-th round, from 1."""
+        repaid = self.energy_advance / REPAID if rounds <= REPAID else 0.0
+        return (1.0 - self.budget_margin) * (1.0 - repaid)
+
     @property
     def coarsest(self) -> str:
         """The codec that leaves the least of an activation's bytes."""
         return CODECS[ladder(self.codecs)[-1]]
+
+
+def opened_accounts(
+    budgets_j: Nested, rounds: int, settings: SchedulerConfig
+) -> dict[str, dict[str, float]]:
+    """Accounts after ``rounds`` rounds: what is left of the advance, for finite budgets."""
+    left = (
+        (1.0 - settings.budget_margin) * settings.energy_advance * max(1.0 - rounds / REPAID, 0.0)
+    )
+    return {
+        cluster: {d: left * budget for d, budget in budgets.items() if math.isfinite(budget)}
+        for cluster, budgets in budgets_j.items()
+    }
+
+
+def settled_accounts(
+    accounts_j: Nested,
+    budgets_j: Nested,
+    spent_j: Nested,
+    rounds: int,
+    settings: SchedulerConfig,
+) -> dict[str, dict[str, float]]:
+    """Accounts after the ``rounds``-th round; a device seen for the first time opens one."""
+    share = settings.aimed(rounds)
+    return {
+        cluster: {
+            device: accounts_j.get(cluster, {}).get(device, first)
+            + share * budgets_j[cluster][device]
+            - spent_j.get(cluster, {}).get(device, 0.0)
+            for device, first in fresh.items()
+        }
+        for cluster, fresh in opened_accounts(budgets_j, rounds - 1, settings).items()
+    }
 
 
 class Scheduler(Protocol):

@@ -108,6 +108,7 @@ def test_segment_problem_prices_like_the_cost_model(
         micro_batches=8,
         slope=slope,
         price_i=planner.price_mi[0],
+        room_i=planner.room_mi[0],
         edge_hz=width,
     )
     problem = segment_problem(tables, settings, terms)
@@ -151,6 +152,7 @@ def test_exact_paths_beat_or_match_the_descent(a_snapshot: MakeSnapshot) -> None
         micro_batches=8,
         slope=planner.latency_price,
         price_i=planner.price_mi[0],
+        room_i=planner.room_mi[0],
         edge_hz=float(mine.allocation.edge_hz_r[0]),
     )
     problem = segment_problem(planner.tables, settings, terms)
