@@ -24,7 +24,7 @@ STEPS = 60
 PATIENCE = 5  # steps without gain after which they become half as long
 POINTS = 200  # lengths of a round that are told apart
 LONGEST = 1.8  # times the shortest
-FINE = 1.3  # the same for which links and rounds are told apart
+FINE = 1.15  # the same for which links and rounds are told apart
 ACTIVE = 1.05  # batches whose quickest plan is within this factor are there in every step
 
 

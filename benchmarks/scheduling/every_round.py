@@ -19,8 +19,8 @@ from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.problem import Learning
 from collapipe_flwr.scheduler.radio.interior_point import equal_shares
 
-SPREADS = 8  # of every cluster and pair of micro-batches, the quickest by what they take at least
-ORDERS = 60  # of the devices of each; random ones where there are more
+SPREADS = 6  # of every cluster and pair of micro-batches, the quickest by what they take at least
+ORDERS = 30  # of the devices of each; random ones where there are more
 CLOSE = 1.15  # batches within this factor of the best, by what they take at least, are priced
 
 

@@ -41,9 +41,14 @@ from collapipe_flwr.scheduler.model_share import (
     widened,
     with_model_shares,
 )
-from collapipe_flwr.scheduler.multipliers import static_multipliers, weight_for
+from collapipe_flwr.scheduler.multipliers import Dual, weight_for
 from collapipe_flwr.scheduler.planner import Planner, Solution, multistart
-from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState, reference_of
+from collapipe_flwr.scheduler.protocol import (
+    Nested,
+    SchedulerConfig,
+    SchedulerState,
+    reference_of,
+)
 
 MARGIN = 0.02  # what finer codecs may cost
 RADIO_SPARE = 0.05  # of transmissions' energy: another plan may need a little more
@@ -149,7 +154,9 @@ class Dssda(Policy):
             plan = repeated(state, snapshot, error)
         gains = with_forecast(gains, plan, seen, self.settings)
         budgets = known_budgets(state.budget_j, snapshot)
+        spare = with_spare(state.spare_plan, plan, budgets, self.settings)
         after = replace(state, rounds=state.rounds + 1, budget_j=budgets, last_plan=plan)
+        after = replace(after, spare_plan=spare)
         return plan, replace(after, beliefs=profiles, doubt=gains)
 
     def _plan(self, state: SchedulerState, snapshot: Snapshot) -> Plan:
@@ -164,13 +171,25 @@ class Dssda(Policy):
         tables = tabulate(snapshot, settings.coarsest)
         caps = least_shares(tables, reference, settings)
         tables = capped(tables, caps, reference, settings)
+        dual, spare = Dual(planner_for(tables, state, settings)), None
+        theta = np.zeros_like(tables.members.budget_mi)
         try:
-            theta = static_multipliers(planner_for(tables, state, settings))
+            if dual.broken:
+                share = 1.0 - settings.budget_margin
+                limited = dual.at(theta, share * tables.members.budget_mi)
+                kept = within(limited, multistart(limited))
+                theta, spare = dual.multipliers(kept), solution_plan(kept, self.name, 1.0)
         except InfeasibleError:  # the round's own search widens the caps
-            theta = np.zeros_like(tables.members.budget_mi)
+            pass
         weight = self.settings.penalty_weight or weight_for(theta)
         budget = np.where(theta > 0.0, tables.members.budget_mi, 0.0)
-        return replace(state, weight=weight, placeholder_j=by_name(tables, weight * theta * budget))
+        known = known_budgets(state.budget_j, snapshot)
+        return replace(
+            state,
+            weight=weight,
+            placeholder_j=by_name(tables, weight * theta * budget),
+            spare_plan=spare and with_spare(None, spare, known, settings),
+        )
 
     def _room(self, tables: Tables, state: SchedulerState) -> Array:
         """Joules that every device may spend in this round."""
@@ -217,13 +236,18 @@ class Dssda(Policy):
 
     def _settle(self, planner: Planner, state: SchedulerState) -> Solution:
         """The new optimum, unless the segments in place are nearly as good."""
-        kept = kept_rows(planner.tables, state, self.settings)
+        kept = kept_rows(planner.tables, state.last_plan, self.settings)
         if kept is None:
             return within(planner, multistart(planner))
         stay = planner.radio(kept)
         left = with_radio(planner, stay)
         stay = left.priced(stay.chain, stay.allocation, stay.rho)
         solution = left.solve(stay)
+        spare = kept_rows(planner.tables, state.spare_plan, self.settings)
+        if spare is not None:
+            rival = left.radio(spare)
+            if rival.objective < min(stay.objective, solution.objective):
+                solution = left.improve(rival)
         worth = stay.objective - solution.objective
         better = worth > self.settings.hysteresis * abs(stay.objective)
         return within(planner, solution if better else stay)
@@ -246,11 +270,11 @@ def within(planner: Planner, solution: Solution) -> Solution:
     return solution
 
 
-def kept_rows(tables: Tables, state: SchedulerState, settings: SchedulerConfig) -> Layouts | None:
-    """Last round's layouts where they still fit today's clusters, else None."""
-    if state.last_plan is None:
+def kept_rows(tables: Tables, last: Plan | None, settings: SchedulerConfig) -> Layouts | None:
+    """The layouts of ``last`` where they still fit today's clusters, else None."""
+    if last is None:
         return None
-    by_id = {plan.cluster_id: plan for plan in state.last_plan.clusters}
+    by_id = {plan.cluster_id: plan for plan in last.clusters}
     plans = [by_id.get(c.profile.cluster_id) for c in tables.snapshot.clusters]
     present = [plan for plan in plans if plan is not None]
     if len(present) < len(plans):
@@ -260,6 +284,23 @@ def kept_rows(tables: Tables, state: SchedulerState, settings: SchedulerConfig) 
     except ScheduleError:
         return None
     return rows if fits(tables, rows, settings).all() else None
+
+
+def with_spare(
+    spare: Plan | None, plan: Plan, budgets_j: Nested, settings: SchedulerConfig
+) -> Plan | None:
+    """The better of both plans by rho T that keeps every budget in a round of its own."""
+    if spare is not None and spare.rho * spare.latency_s <= plan.rho * plan.latency_s:
+        here = {c.cluster_id for c in plan.clusters}
+        if here <= {c.cluster_id for c in spare.clusters}:
+            return spare
+    share = 1.0 - settings.budget_margin
+    kept = all(
+        joule <= share * budgets_j[cluster.cluster_id][device]
+        for cluster in plan.clusters
+        for device, joule in cluster.energy_j.items()
+    )
+    return plan if kept and plan.fallback is None else spare
 
 
 def usable_plans(last: Plan | None, snapshot: Snapshot) -> tuple[ClusterPlan, ...]:

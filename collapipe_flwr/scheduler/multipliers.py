@@ -29,6 +29,7 @@ SEARCHES = 1000  # of single clusters that they may take together
 FEWEST = 5  # where time allows fewer steps, queues start empty
 PART = 0.5  # of the mean multiplier, by which one budget changes a multiplier
 WEIGHTS = (1.0, 1000.0)  # V is within these
+LEAST = 1e-3  # of the level, by which a step aims higher at least
 ALWAYS = 1e-6  # price of energy where its multiplier is 0, so that nothing is wasted
 
 
@@ -74,45 +75,40 @@ class Dual:
         self.solutions.append(found.improve(found.radio(near.rows)))
         return min(self.solutions, key=lambda s: self.value(s, theta_mi))
 
+    @property
+    def broken(self) -> bool:
+        """Whether the quickest plan breaks a budget, and time allows steps to learn its price."""
+        if self._steps < FEWEST or not self.limited.any():
+            return False
+        self.solutions.append(self.at(np.zeros_like(self.planner.price_mi)).solve())
+        return bool((self.excess(self.solutions[-1]) > 0.0).any())
 
-def static_multipliers(planner: Planner) -> Array:
-    """Multipliers per device, (M, I), of a world that stays as it is; 0 without enough time.
+    @property
+    def _steps(self) -> int:
+        return min(STEPS, SEARCHES // self.planner.tables.num_clusters)
 
-    ``planner`` has the reference latency as its unit of cost. Raises InfeasibleError where nothing
-    fits the memories.
-    """
-    dual = Dual(planner)
-    theta = np.zeros_like(planner.price_mi)
-    steps = min(STEPS, SEARCHES // planner.tables.num_clusters)
-    if steps < FEWEST or not dual.limited.any():
-        return theta
-    quickest = dual.at(theta).solve()
-    if (dual.excess(quickest) <= 0.0).all():
-        return theta
-    budget = np.where(dual.limited, planner.tables.members.budget_mi, np.inf)
-    kept = dual.at(theta, budget).solve()
-    level = dual.value(kept, theta)
-    dual.solutions += [quickest, kept]
-    return _ascended(dual, quickest, level, steps)
+    def multipliers(self, kept: Solution) -> Array:
+        """Mean of the best multipliers met and of the later half of all, (M, I).
 
-
-def _ascended(dual: Dual, now: Solution, level: float, steps: int) -> Array:
-    """Mean of the best multipliers met and of the later half of all."""
-    theta = np.zeros_like(dual.planner.price_mi)
-    best, most, later = theta, dual.value(now, theta), []
-    for step in range(steps):
-        excess, value = dual.excess(now), dual.value(now, theta)
-        active = np.where((theta > 0.0) | (excess > 0.0), excess, 0.0)
-        if not active.any():
-            break
-        length = max(level - value, 1e-3 * level) / float((active**2).sum())
-        theta = np.maximum(theta + length * active, 0.0)
-        now = dual.respond(theta)
-        if (value := dual.value(now, theta)) > most:
-            best, most = theta, value
-        if 2 * step >= steps:
-            later.append(theta)
-    return 0.5 * (best + np.mean(later, axis=0)) if later else best
+        ``kept`` is a plan that keeps all budgets, whose cost steps are measured by.
+        """
+        theta = np.zeros_like(self.planner.price_mi)
+        now, level = self.solutions[0], self.value(kept, theta)
+        self.solutions.append(kept)
+        best, most, later = theta, self.value(now, theta), []
+        for step in range(self._steps):
+            excess, value = self.excess(now), self.value(now, theta)
+            active = np.where((theta > 0.0) | (excess > 0.0), excess, 0.0)
+            if not active.any():
+                break
+            length = max(level - value, LEAST * level) / float((active**2).sum())
+            theta = np.maximum(theta + length * active, 0.0)
+            now = self.respond(theta)
+            if (value := self.value(now, theta)) > most:
+                best, most = theta, value
+            if 2 * step >= self._steps:
+                later.append(theta)
+        return 0.5 * (best + np.mean(later, axis=0)) if later else best
 
 
 def weight_for(theta_mi: Array) -> float:

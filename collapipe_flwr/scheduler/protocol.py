@@ -48,8 +48,8 @@ class SchedulerState:
     the deficit of rounds per cluster, ``budget_j`` the budgets that the queues refer to.
     ``placeholder_j`` is backlog that an energy queue starts with: prices follow the sum of both,
     and the queue falls to its negative at most. ``account_j`` is what a device may spend in a round
-    besides its budget. ``weight`` is V, 0 before the first plan. Fields are named as in
-    checkpoints.
+    besides its budget. ``weight`` is V, 0 before the first plan; ``spare_plan`` the best plan so
+    far that keeps all budgets in every round. Fields are named as in checkpoints.
     """
 
     rounds: int = 0
@@ -65,6 +65,7 @@ class SchedulerState:
     doubt: RobustGains = field(default_factory=RobustGains)
     links: LinkEstimates = field(default_factory=dict)
     last_plan: Plan | None = None
+    spare_plan: Plan | None = None
 
     def to_json(self) -> str:
         """One line of JSON."""
