@@ -3,11 +3,10 @@
     python benchmarks/ablation_bound.py --task number-words --seeds 300 301 302 303 304 \\
         --json docs/results/scheduler/ablation-number-words.json
 
-A task is really learnt by a small model: number words to digits by a Marian, or the hundreds of
+A task is really learnt by a small model: number words to digits by a Marian, or the thousands of
 a number in words, a classification, by a BERT. Plans heed progress by the measured noise scale of
-gradients, by the convergence bound, or not at all, freely or with one small batch prescribed: what
-somebody who knew the answer might choose. Worlds, first weights and order of the examples are the
-same.
+gradients, by the convergence bound, or not at all with one small batch prescribed: what somebody
+who knew the answer might choose. Worlds, first weights and order of the examples are the same.
 The clock is simulated: a round lasts what its plan costs. Where blocks run never changes a gradient
 (tests/laws), so each cluster trains the whole model in one piece, on the batches and steps of its
 plan. The scheduler learns noise, smoothness and drift from this training, as in a real run.
@@ -57,14 +56,13 @@ BERT = (
     "hidden_size=32 num_hidden_layers=4 num_attention_heads=2 intermediate_size=64 "
     "max_position_embeddings=64 hidden_dropout_prob=0.0 attention_probs_dropout_prob=0.0"
 )
-NUMBER_WORDS, HUNDREDS = "number-words", "hundreds"
-MODELS = {NUMBER_WORDS: ("marian", MARIAN), HUNDREDS: ("bert", BERT)}
-TRAIN_ROWS, TEST_ROWS = 4000, 128  # of the hundreds
+NUMBER_WORDS, LEADING = "number-words", "leading-digit"
+MODELS = {NUMBER_WORDS: ("marian", MARIAN), LEADING: ("bert", BERT)}
+TRAIN_ROWS, TEST_ROWS = 4000, 128  # of the leading digits
 SIZES, COUNTS = (1, 2, 4, 8, 16), (1, 2, 4, 8)
 VARIANTS: dict[str, dict[str, Any]] = {
     "bound": {"progress": "bound"},
     "noise_scale": {"progress": "noise-scale"},
-    "no_bound": {"bound": False},
     "small_batch": {"bound": False, "micro_batch_sizes": (1,)},
 }
 TARGETS = (0.45, 0.3, 0.2, 0.1)  # of the untrained loss
@@ -170,8 +168,8 @@ def learner(seed: int, task: str, folder: Path) -> Learner:
     config: AppConfig = parse({})
     kind, overrides = MODELS[task]
     data = replace(config.data, test_examples=TEST_ROWS)
-    if task == HUNDREDS:
-        train, test = hundreds(folder, seed)
+    if task == LEADING:
+        train, test = leading_digits(folder, seed)
         data = replace(data, task="classification", train=str(train), test=str(test))
     return make_learner(
         replace(
@@ -183,13 +181,13 @@ def learner(seed: int, task: str, folder: Path) -> Learner:
     )
 
 
-def hundreds(folder: Path, seed: int) -> tuple[Path, Path]:
-    """Numbers below a million in words, and the digit of their hundreds: what is looked for
-    stands behind "thousand", if there is one, and before "hundred", if there is one."""
-    drawn = random.Random(seed).sample(range(1_000_000), TRAIN_ROWS + TEST_ROWS)
+def leading_digits(folder: Path, seed: int) -> tuple[Path, Path]:
+    """Numbers below ten thousand in words, and the digit of their thousands: the first word, if
+    "thousand" follows."""
+    drawn = random.Random(seed).sample(range(10_000), TRAIN_ROWS + TEST_ROWS)
     paths = folder / "train.jsonl", folder / "test.jsonl"
     for path, numbers in zip(paths, (drawn[TEST_ROWS:], drawn[:TEST_ROWS]), strict=True):
-        rows = ({"text": spell(n), "label": f"h{n // 100 % 10}"} for n in numbers)
+        rows = ({"text": spell(n), "label": f"d{n // 1000}"} for n in numbers)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return paths
 

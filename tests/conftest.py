@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from itertools import islice
 
 import pytest
 import torch
@@ -29,6 +30,22 @@ sys.dont_write_bytecode = False
 def pytest_report_header() -> str:
     """Kernels round in different ways, see `closeness`; ATEN_CPU_CAPABILITY chooses others."""
     return f"torch {torch.__version__}, CPU kernels: {torch.backends.cpu.get_cpu_capability()}"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests begin the shares that workers get of all tests, one after the other."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    long = [item for item in items if item.get_closest_marker("long")]
+    others = iter([item for item in items if not item.get_closest_marker("long")])
+    left = len(items)
+    items.clear()
+    for index in range(workers):
+        begin = long[index::workers]
+        share = left // (workers - index)
+        items += [*begin, *islice(others, max(0, share - len(begin)))]
+        left -= share
+    items += others
 
 
 def pytest_collection_finish() -> None:

@@ -28,6 +28,7 @@ STAY, RUN = b"s", b"r"  # the first byte of a connection
 STREAMS = 3  # come with RUN, to become stdin, stdout and stderr
 REPORT = struct.Struct("!i")  # the id of the process, then its exit code
 _IMPORTED = (
+    "benchmarks.data_plane.worker",
     "collapipe_flwr.cli",
     "collapipe_flwr.host.service",
     "collapipe_flwr.host.servicer",

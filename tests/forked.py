@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import IO, Any
 
 from tests.fork_server import REPORT, RUN, STAY
 
@@ -27,17 +28,28 @@ _NAME = f"collapipe-{os.environ.get('PYTEST_XDIST_TESTRUNUID') or uuid.uuid4().h
 
 
 class Forked:
-    """``python -m MODULE ARGUMENTS``, as a `subprocess.Popen` with a pipe of text as stdout."""
+    """``python -m MODULE ARGUMENTS``, as a `subprocess.Popen` with a pipe of text as stdout.
 
-    def __init__(self, module: str, *arguments: str, env: Mapping[str, str]) -> None:
+    One that ``talks`` has a pipe as stdin, too, and both are of bytes.
+    """
+
+    def __init__(
+        self, module: str, *arguments: str, env: Mapping[str, str], talks: bool = False
+    ) -> None:
         _server()
         self.returncode: int | None = None
         self._peer = _connected()
-        reading, writing = os.pipe()
-        self.stdout = os.fdopen(reading, encoding="utf-8")
-        with open(os.devnull, "rb") as nothing:
-            socket.send_fds(self._peer, [RUN], [nothing.fileno(), writing, 2])
-        os.close(writing)
+        ours, stdout = os.pipe()
+        self.stdout: IO[Any] = os.fdopen(ours, "rb" if talks else "r")
+        self.stdin: IO[bytes] | None = None
+        if talks:
+            stdin, ours = os.pipe()
+            self.stdin = os.fdopen(ours, "wb")
+        else:
+            stdin = os.open(os.devnull, os.O_RDONLY)
+        socket.send_fds(self._peer, [RUN], [stdin, stdout, 2])
+        os.close(stdin)
+        os.close(stdout)
         order = {"module": module, "arguments": arguments, "folder": str(ROOT)}
         self._peer.sendall(json.dumps({**order, "environment": dict(env)}).encode())
         self._peer.shutdown(socket.SHUT_WR)

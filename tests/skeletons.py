@@ -8,9 +8,9 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedModel
 
@@ -22,18 +22,33 @@ _building = threading.Lock()
 
 
 def copied_skeleton(spec: ModelSpec) -> PreTrainedModel:
-    """What `build_skeleton` returns, in a fifth of its time from the second call on."""
+    """What `build_skeleton` returns, in a tenth of its time from the second call on."""
     with _building:
         if spec not in _built:
             _built[spec] = build_skeleton(spec)
         with unset_fake_temporarily():
-            return copy.deepcopy(_built[spec], _empty_copies(_built[spec]))
+            return _copied(_built[spec])
 
 
-def _empty_copies(model: nn.Module) -> dict[int, object]:
-    """The memo of a copy: its modules have dictionaries of hooks, nearly all of them empty."""
-    held = (value for module in model.modules() for value in vars(module).values())
-    return {id(value): type(value)() for value in held if isinstance(value, dict) and not value}
+def _copied(model: PreTrainedModel) -> PreTrainedModel:
+    """As `deepcopy`, which is slow where modules have dictionaries of hooks that are empty.
+
+    Parameters on the meta device are the same ones: nobody can write to them.
+    """
+    modules = list(model.modules())
+    memo: dict[int, Any] = {id(module): type(module).__new__(type(module)) for module in modules}
+    memo |= {id(p): p for p in model.parameters() if p.is_meta}
+    for module in modules:
+        vars(memo[id(module)]).update({k: _value(v, memo) for k, v in vars(module).items()})
+    return memo[id(model)]
+
+
+def _value(value: Any, memo: dict[int, Any]) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, dict) and not value:
+        return type(value)()
+    return copy.deepcopy(value, memo)
 
 
 @pytest.fixture(scope="module", autouse=True)

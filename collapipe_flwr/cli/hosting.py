@@ -121,6 +121,9 @@ def device(
     radio_interface: Annotated[
         str, typer.Option(help="Apply planned transmit power here by `iw`, as wlan0.")
     ] = "",
+    energy_sensor: Annotated[
+        str, typer.Option(help="Meter joules here: rapl. Default: model them from times.")
+    ] = "",
 ) -> None:
     """Train the segments that a control unit places here until SIGTERM or Ctrl-C."""
     from collapipe_flwr.host.daemon import serve
@@ -138,6 +141,7 @@ def device(
         cache_dir=cache_dir or user_cache / "collapipe" / "frozen",
         cache_bytes=int(cache_mb * 1e6),
         radio_interface=radio_interface,
+        energy_sensor=energy_sensor,
         imports=imports,
         threads=threads,
         grace_s=grace_s,

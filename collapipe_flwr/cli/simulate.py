@@ -84,6 +84,10 @@ def simulate(
     profile_delay: Annotated[
         int | None, typer.Option(help="Age in rounds of the snapshots schedulers see.")
     ] = None,
+    truth_error: Annotated[
+        float | None,
+        typer.Option(help="Standard deviation of ln(true / believed) speed and power of devices."),
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write results to this file.")
     ] = None,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from collapipe_flwr.cluster.profile import Measured, MeasuredLink, Measurements
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.core.errors import CollaPipeError, LinkTimeout
-from collapipe_flwr.pipeline.benchmark import BenchmarkRequest, run_benchmark
+from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest, run_benchmark
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.diagnosis import diagnosis
 from collapipe_flwr.transport.dialer import measure_way
@@ -31,6 +31,11 @@ class CheckSettings:
     most_links: int = 64  # that are measured; 0: all
     wake_s: float = 180.0  # for a board to load its libraries and run the benchmark
     clock: Callable[[], float] = time.time
+
+    @property
+    def one_example(self) -> BenchmarkRequest:
+        """The block for a single example: what is left of its time is overhead."""
+        return replace(self.block, examples=1)
 
 
 Way = tuple[MemberConfig, MemberConfig]
@@ -88,12 +93,26 @@ def check_cluster(
 
 def _control_unit(config: ClusterConfig, settings: CheckSettings) -> Measured:
     found = run_benchmark(settings.block)
+    speed, overhead_s = fitted(found, run_benchmark(settings.one_example))
     return Measured(
         name=config.control_unit.name,
-        speed_flop_per_s=found.speed_flop_per_s,
+        speed_flop_per_s=speed,
+        overhead_s=overhead_s,
         memory_bytes=found.memory_bytes,
         fault=_memory_fault(config.control_unit, found.memory_bytes),
     )
+
+
+def fitted(many: BenchmarkAnswer, one: BenchmarkAnswer) -> tuple[float, float]:
+    """Speed and overhead from a block's times for many examples and for one.
+
+    Where noise hides the difference, all is speed.
+    """
+    more_s, more_flop = many.seconds - one.seconds, many.flop - one.flop
+    if not (more_s > 0 and more_flop > 0):
+        return many.speed_flop_per_s, 0.0
+    speed = more_flop / more_s
+    return speed, max(one.seconds - one.flop / speed, 0.0)
 
 
 def _client(config: ClusterConfig, member: MemberConfig, settings: CheckSettings) -> EdgeClient:
@@ -147,11 +166,13 @@ def _measured(member: MemberConfig, client: EdgeClient, settings: CheckSettings)
     ahead_s = status.unix_s - (before_s + settings.clock()) / 2
     way = measure_way(client, settings.payload_bytes)
     found = client.benchmark(settings.block)
+    speed, overhead_s = fitted(found, client.benchmark(settings.one_example))
     faults = (_memory_fault(member, found.memory_bytes), _clock_fault(ahead_s))
     return Measured(
         name=member.name,
         address=member.address,
-        speed_flop_per_s=found.speed_flop_per_s,
+        speed_flop_per_s=speed,
+        overhead_s=overhead_s,
         memory_bytes=found.memory_bytes,
         rate_bit_per_s=way.rate_bit_per_s,
         delay_s=way.delay_s,

@@ -5,8 +5,9 @@ Plans choose only the cut: a step is one batch of the user's loader, whatever th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import length_hint
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -69,7 +70,7 @@ class LoaderBatches:
     def num_batches(self, batch_size: int) -> int:
         """The batches of all epochs, if the loader has a length."""
         del batch_size
-        return self.epochs * len(self.loader) if isinstance(self.loader, Sized) else 0
+        return self.epochs * length_hint(self.loader)
 
     def steps(self, batch_size: int, micro_batch_size: int) -> Iterator[list[dict[str, Tensor]]]:
         """Every batch, as its micro-batches; raises DataError."""
@@ -103,7 +104,13 @@ def _check(size: int, planned: int | None, *, is_last: bool) -> None:
 
 def examples_of(tensors: Mapping[str, Tensor]) -> int:
     """How many examples a batch has: the common length of its tensors. Raises DataError."""
-    sizes = {name: len(tensor) for name, tensor in tensors.items() if tensor.dim()}
+    single = next((name for name, tensor in tensors.items() if not tensor.dim()), None)
+    if single is not None:
+        raise DataError(
+            f"{single!r} of a batch is a single number: the first dimension of its tensors counts "
+            "examples; pass a DataLoader, not its data set"
+        )
+    sizes = {name: len(tensor) for name, tensor in tensors.items()}
     if len(set(sizes.values())) != 1:
         raise DataError(f"the tensors of a batch differ in their numbers of examples: {sizes}")
     return next(iter(sizes.values()))

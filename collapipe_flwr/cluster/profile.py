@@ -23,7 +23,8 @@ from collapipe_flwr.simulation.world import SERVER_RATE_BIT_PER_S
 class Measured:
     """One member; a figure is None where it was not measured, ``fault`` is empty if all is well.
 
-    ``speed_flop_per_s`` is that of forward and backward passes of one block, ``rate_bit_per_s``
+    ``speed_flop_per_s`` is that of forward and backward passes of one block, besides
+    ``overhead_s``, which they take however few examples there are. ``rate_bit_per_s``
     and ``delay_s`` (one way) those of the link from the control unit. ``idle_bytes`` is what its
     daemon held before the check had it load anything, ``clock_ahead_s`` how far its clock is ahead
     of the control unit's.
@@ -32,6 +33,7 @@ class Measured:
     name: str
     address: str = ""
     speed_flop_per_s: float | None = None
+    overhead_s: float | None = None
     memory_bytes: int | None = None
     rate_bit_per_s: float | None = None
     delay_s: float | None = None
@@ -114,8 +116,10 @@ def _device(config: ClusterConfig, member: MemberConfig, measured: Measured) -> 
         preset = device_preset(member.kind)
     speed = member.speed_gflop_per_s * _GIGA or measured.speed_flop_per_s
     memory = member.memory_mb * _MEGA or measured.memory_bytes
+    overhead_s = 0.0 if member.speed_gflop_per_s else measured.overhead_s or 0.0
     return DeviceProfile(
         device_id=config.device_id(member),
+        overhead_s=overhead_s,
         kind=member.kind,
         speed_flop_per_s=speed or preset.speed_flop_per_s,
         memory_bytes=int(memory or preset.memory_bytes),

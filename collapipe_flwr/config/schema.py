@@ -121,6 +121,7 @@ class WorldConfig:
     channel: str = key("block-fading", one_of("static", "block-fading", "mobility"))
     memory_share: float = key(0.0015, between(0, 1))  # of a preset's memory; small model: small
     energy_share: float = key(0.5, above(0))  # budget: this share of training all blocks alone
+    truth_error: float = key(0.0, at_least(0))  # of what plans believe of devices, in ln
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

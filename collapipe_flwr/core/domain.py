@@ -39,7 +39,11 @@ class ModelProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProfile:
-    """One device: effective (measured) speed, usable memory, energy and radio limits."""
+    """One device: effective (measured) speed, usable memory, energy and radio limits.
+
+    A micro-batch of s examples takes ``s FLOP / speed_flop_per_s`` plus ``overhead_s`` for every
+    block, forward and backward together (`costs.work.Computing`).
+    """
 
     device_id: str
     kind: str
@@ -49,6 +53,7 @@ class DeviceProfile:
     tx_power_max_w: float
     energy_budget_j: float  # long-term average per round
     d2d_bandwidth_hz: float | None = None  # widest channel of its radio; None: the cluster's
+    overhead_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +63,7 @@ class EdgeProfile:
     speed_flop_per_s: float
     memory_bytes: int
     tx_power_w: float
+    overhead_s: float = 0.0  # as a device's, for the decoder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +87,7 @@ class ClusterProfile:
     link_codec: str = ""  # that its links are bound to; empty: as the run says
     real_links: bool = False  # machines: what their links carried corrects the planned rates
     whole: bool = False  # its app has mods: the whole model in messages and replies, not its part
+    overhead_s: float = 0.0  # of every round, besides what transfers and steps take
 
     @property
     def members(self) -> tuple[DeviceProfile, ...]:
@@ -218,17 +225,45 @@ class LinkSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageSample:
+    """What computing took a member, or the edge (``device_id`` ""), in one round.
+
+    ``flop``, ``passes`` and ``busy_s`` are means over micro-batches, forward and backward together;
+    ``passes`` counts blocks, each as 1 (4/3 where it is computed again), as `DeviceProfile`'s
+    overhead does. ``watt`` is the power while computing, None where nobody metered it.
+    ``expected_s`` is what the plan believed, ``planned_bytes`` its peak of memory.
+    """
+
+    device_id: str
+    passes: float
+    flop: float
+    busy_s: float
+    expected_s: float | None = None
+    watt: float | None = None
+    planned_bytes: int = 0
+    peak_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOutcome:
-    """What one cluster really did in a round; fields that nobody measured are None."""
+    """What one cluster really did in a round; fields that nobody measured are None.
+
+    ``measured`` says that ``latency_s`` is by the clock of machines, not of a simulated world.
+    ``explained_s`` is what the cost model makes of the round with stages as they were measured, and
+    with links as plans know them after it. ``metered`` lists the members whose energy a sensor
+    showed; that of others is modelled from measured times.
+    """
 
     cluster_id: str
     latency_s: float
     energy_j: Mapping[str, float]  # by device id, the control unit included
     loss: float | None = None
     gradient_noise: GradientNoise | None = None
-    speed_flop_per_s: Mapping[str, float] | None = None  # what members that worked achieved
-    energy_per_flop_j: Mapping[str, float] | None = None
     links: tuple[LinkSample, ...] = ()
+    stages: tuple[StageSample, ...] = ()
+    explained_s: float | None = None
+    measured: bool = False
+    metered: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -136,7 +136,7 @@ def price_rows(chain: Chain, times: Array, powers: Array) -> RowPrices:
 
 
 def makespan_of(chain: Chain, times: Array) -> Array:
-    """Makespan of every row with the given hop times: GPipe's exactly, 1F1B's lower bound."""
+    """Makespan of every row with the given hop times: GPipe's exactly, 1F1B's by estimate."""
     stage_s = (chain.forward_stage_s, chain.backward_stage_s)
     hop_s = (times[:, :, 0], times[:, :, 1])
     count = chain.rows.micro_batches_r.astype(np.float64)

@@ -15,9 +15,9 @@ arXiv 2007.07481). Our reconstruction.
 
 Or progress per step is that of McCandlish et al. (2018): a step on a batch B falls short of one on
 the true gradient by the factor ``1 + B_noise / B``, with the noise scale
-``B_noise = sigma^2 / |grad|^2``. Averaged over clusters, the batch is ``tau / sum p^2 H / B``:
+``B_noise = sigma^2 / |grad|^2``. Clusters step on their own batches between two averages:
 
-    R is in proportion to (1 + B_noise (sum_m p_m^2 H_m / B_m) / tau) / tau.
+    R is in proportion to (1 + B_noise (sum_m p_m H_m / B_m) / tau) / tau.
 
 Constants and noise scale are estimated from what training yields anyway (`update`). Gradient noise:
 with |G_b|^2 the mean squared gradient norm over batches of b examples,
@@ -63,7 +63,7 @@ class NoiseScale:
 
     def rounds(self, sums: BoundSums) -> Array:
         """Rounds that the same progress takes, in rounds of one step on the true gradient."""
-        return np.asarray((1.0 + self.examples * sums.variance / sums.tau) / sums.tau)
+        return np.asarray((1.0 + self.examples * sums.alone / sums.tau) / sums.tau)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +72,7 @@ class BoundSums:
 
     tau: Array  # sum p H
     variance: Array  # sum p^2 H / B
+    alone: Array  # sum p H / B
     wander: Array  # sum p H (H - 1) / B
     drift: Array  # max H (H - 1)
 
@@ -95,6 +96,7 @@ def bound_sums(shares: Array, steps: Array, batches: Array) -> BoundSums:
     return BoundSums(
         tau=np.asarray((shares * steps).sum(-1)),
         variance=np.asarray((shares**2 * steps / batches).sum(-1)),
+        alone=np.asarray((shares * steps / batches).sum(-1)),
         wander=np.asarray((shares * steps * (steps - 1.0) / batches).sum(-1)),
         drift=np.asarray((steps * (steps - 1.0)).max(-1)),
     )
@@ -113,6 +115,7 @@ def exchanged(
     return BoundSums(
         tau=total.tau + share * (h - old_h),
         variance=total.variance + share**2 * (h / b - old_h / old_b),
+        alone=total.alone + share * (h / b - old_h / old_b),
         wander=total.wander + share * (h * (h - 1.0) / b - old_h * (old_h - 1.0) / old_b),
         drift=np.maximum(others_max(steps * (steps - 1.0))[cluster_r], h * (h - 1.0)),
     )

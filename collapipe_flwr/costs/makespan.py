@@ -1,4 +1,4 @@
-"""How long one step takes: GPipe's closed form, 1F1B's lower bound, and warm-up depths.
+"""How long one step takes: GPipe's closed form, an estimate of 1F1B's, and warm-up depths.
 
 Links are stages of the flow shop. Arrays have the pipeline on their last axis and zeros where a
 plan has no stage, so padding changes neither sums nor maxima. Our reconstruction.
@@ -33,7 +33,7 @@ Both = Sequence[ArrayLike]
 def step_makespan_s(
     options: PricingOptions, stage_s: Both, hop_s: Both, micro_batches: Array, axis: int = -1
 ) -> Array:
-    """One step's makespan by ``options.schedule``: GPipe's exactly, 1F1B's lower bound."""
+    """One step's makespan by ``options.schedule``: GPipe's exactly, 1F1B's by estimate."""
     if options.schedule == "gpipe":
         return gpipe_makespan_s(stage_s, hop_s, micro_batches, axis)
     return _overlapped_makespan_s(options, stage_s, hop_s, micro_batches, axis)
@@ -56,9 +56,10 @@ def gpipe_makespan_s(stage_s: Both, hop_s: Both, micro_batches: ArrayLike, axis:
 def _overlapped_makespan_s(
     options: PricingOptions, stage_s: Both, hop_s: Both, micro_batches: Array, axis: int
 ) -> Array:
-    """What a step cannot undercut when passes overlap (1F1B): trip plus J - 1 busiest periods.
+    """About what a step takes when passes overlap (1F1B): trip plus J - 1 busiest periods.
 
-    A lower bound of every schedule, approached when warm-up is deep; see ``choose_warm_up``.
+    Approached from above when warm-up is deep and the last stage is the slowest. Where an early one
+    is, steps are shorter: it goes on with forwards while its first gradients are made.
     """
     (ahead, back), (there, home) = map(np.asarray, stage_s), map(np.asarray, hop_s)
     hops = there + home if options.half_duplex else np.maximum(there, home)

@@ -26,6 +26,7 @@ TINY_GAIN = 1e-30  # stands in for absent links so that logarithms stay finite
 class BlockTable:
     """Prefix sums over blocks, per example; entry l covers blocks ``0 .. l-1``."""
 
+    count_l: Array  # l
     forward_flop_l: Array
     backward_flop_l: Array
     parameter_bytes_l: Array
@@ -40,6 +41,7 @@ class MemberTable:
 
     present_mi: Mask
     speed_mi: Array
+    overhead_mi: Array
     memory_mi: Array
     energy_per_flop_mi: Array
     power_max_mi: Array
@@ -57,7 +59,7 @@ class Tables:
     d2d_hz_mij: Array  # like gain_mij; what stands behind the last member means nothing
     codec_mij: Ints  # like gain_mij: the link's place in ``core.links.CODECS``
     share_mij: Array  # like gain_mij: of its promised rate, what the link reaches
-    server_rate_m: Array
+    server_rate_m: Array  # what a round takes besides counts as a slower way to the server
     examples_m: Array
 
     @property
@@ -95,9 +97,18 @@ def tabulate(snapshot: Snapshot, codec: str = "fp32") -> Tables:
         d2d_hz_mij=d2d_hz,
         codec_mij=np.tile(np.array(codecs, np.int64)[:, None, None], (1, *d2d_hz.shape[1:])),
         share_mij=_links(shares, d2d_hz.shape, 1.0),
-        server_rate_m=np.array([c.profile.server_rate_bit_per_s for c in clusters], float),
+        server_rate_m=_server_rates(snapshot),
         examples_m=np.array([c.profile.examples for c in clusters], dtype=np.float64),
     )
+
+
+def _server_rates(snapshot: Snapshot) -> Array:
+    """Rates at which weights there and back take as long as they do with the round's overhead."""
+    model, profiles = snapshot.model, [c.profile for c in snapshot.clusters]
+    bits = 16.0 * sum(part.parameter_bytes for part in (model.embedding, *model.blocks))
+    rate = np.array([profile.server_rate_bit_per_s for profile in profiles], dtype=np.float64)
+    overhead = np.array([profile.overhead_s for profile in profiles], dtype=np.float64)
+    return rate / (1.0 + overhead * rate / max(bits, 1.0))
 
 
 def block_table(model: ModelProfile) -> BlockTable:
@@ -109,6 +120,7 @@ def block_table(model: ModelProfile) -> BlockTable:
 
     cuts = [model.embedding.output_bytes, *(block.output_bytes for block in model.blocks)]
     return BlockTable(
+        count_l=np.arange(len(model.blocks) + 1, dtype=np.float64),
         forward_flop_l=prefix("forward_flop"),
         backward_flop_l=prefix("backward_flop"),
         parameter_bytes_l=prefix("parameter_bytes"),
@@ -131,6 +143,7 @@ def _members(clusters: tuple[ClusterSnapshot, ...]) -> MemberTable:
     return MemberTable(
         present_mi=np.array([[i < len(row) for i in range(width)] for row in rows]),
         speed_mi=column("speed_flop_per_s", 1.0),
+        overhead_mi=column("overhead_s", 0.0),
         memory_mi=column("memory_bytes", 0.0),
         energy_per_flop_mi=column("energy_per_flop_j", 0.0),
         power_max_mi=column("tx_power_max_w", 1.0),
@@ -170,6 +183,7 @@ def _check(snapshot: Snapshot) -> None:
     _distinct("cluster ids", [c.profile.cluster_id for c in snapshot.clusters])
     _positive("the radio's", radio, "bandwidth_hz", "noise_w_per_hz")
     _positive("the edge's", edge, "speed_flop_per_s", "tx_power_w")
+    _not_negative("the edge's overhead_s", edge.overhead_s)
     blocks = {f"block {index}": block for index, block in enumerate(model.blocks)}
     for name, cost in {"embedding": model.embedding, "decoder": model.decoder, **blocks}.items():
         for field in ("forward_flop", "backward_flop", "stash_bytes", "output_bytes"):
@@ -186,6 +200,7 @@ def _check_cluster(where: str, cluster: ClusterSnapshot) -> None:
         )
     _distinct(f"{where}: device ids", [member.device_id for member in members])
     _positive(f"{where}:", profile, "examples", "d2d_bandwidth_hz", "server_rate_bit_per_s")
+    _not_negative(f"{where}: overhead_s", profile.overhead_s)
     for member in members:
         name = f"{where}, device {member.device_id!r}:"
         _positive(name, member, "speed_flop_per_s", "tx_power_max_w")
@@ -194,6 +209,7 @@ def _check_cluster(where: str, cluster: ClusterSnapshot) -> None:
         if not member.energy_budget_j > 0:
             raise ScheduleError(f"{name} energy_budget_j must be > 0, got {member.energy_budget_j}")
         _not_negative(f"{name} energy_per_flop_j", member.energy_per_flop_j)
+        _not_negative(f"{name} overhead_s", member.overhead_s)
     _check_channel(where, cluster, len(members))
 
 

@@ -4,6 +4,11 @@ Stages are the control unit (embedding), the segment slots and the edge (decoder
 edge is mains-powered and the link to the Flower server is not a radio of ours: neither counts in
 energies. Our reconstruction.
 
+A pass of a micro-batch of s examples through a stage of n blocks takes ``s FLOP / speed`` and n
+times the overhead of its device: what starting an operation costs, however small its operands are.
+Of ``overhead_s`` a forward pass takes a third and a backward pass two, as of the operations. While
+it computes, a board draws ``speed x energy per FLOP`` watts, during overheads, too.
+
 Memory is the hard constraint of every plan. A device holds the state of its blocks (weights,
 gradients, optimizer) and, for every micro-batch in flight, the activations between forward and
 backward. With re-computation only each block's input stays, plus one block's activations while it
@@ -27,6 +32,7 @@ from collapipe_flwr.costs.radio import send_time_s
 from collapipe_flwr.costs.tables import BlockTable, Tables
 
 OPTIMISER_FLOP_PER_BYTE = 3.0  # AdamW: about 12 operations on each 4-byte parameter
+AHEAD, BACK = 1 / 3, 2 / 3  # shares of ``overhead_s`` in a forward and a backward pass
 NOTHING = BlockCost(
     forward_flop=0.0,
     backward_flop=0.0,
@@ -69,19 +75,25 @@ def computing_of(tables: Tables, rows: Layouts, options: PricingOptions) -> Comp
 
     forward = stages(blocks.forward_flop_l, [end.forward_flop for end in ends])
     backward = stages(blocks.backward_flop_l, [end.backward_flop for end in ends])
+    count = stages(blocks.count_l, [1.0, 1.0])
+    ahead, back = AHEAD * count, BACK * count
     if options.recompute:
         backward[:, 1:-1] += forward[:, 1:-1]
+        back[:, 1:-1] += ahead[:, 1:-1]
     parameters = stages(blocks.parameter_bytes_l, [float(end.parameter_bytes) for end in ends])
     optimiser = OPTIMISER_FLOP_PER_BYTE * parameters
     edge = np.full((len(rows), 1), edge_speed(tables, options))
     members = of_members(tables.members.speed_mi, rows, padding=1.0)
     speed = np.concatenate([members, edge], axis=1)
+    edge = np.full((len(rows), 1), tables.snapshot.edge.overhead_s)
+    overhead = np.concatenate([of_members(tables.members.overhead_mi, rows), edge], axis=1)
     size = rows.micro_batch_size_r[:, None].astype(np.float64)
     flop = rows.batch_r[:, None] * (forward + backward) + optimiser
+    flop += rows.micro_batches_r[:, None] * (ahead + back) * overhead * speed
     joule = steps_of(tables, rows)[:, None] * of_members(tables.members.energy_per_flop_mi, rows)
     return Computing(
-        forward_s=size * forward / speed,
-        backward_s=size * backward / speed,
+        forward_s=size * forward / speed + ahead * overhead,
+        backward_s=size * backward / speed + back * overhead,
         optimiser_s=(optimiser / speed).sum(1),
         energy_j=joule * flop[:, :-1],
     )

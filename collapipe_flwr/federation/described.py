@@ -17,7 +17,7 @@ from flwr.serverapp import Grid
 from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.federation.checkpoint import Memory
-from collapipe_flwr.federation.members import described
+from collapipe_flwr.federation.members import NO_CLUSTER, described
 from collapipe_flwr.federation.planner import ScheduledRounds
 from collapipe_flwr.federation.rounds import ClosedRound, Outcome, RoundPlan
 from collapipe_flwr.scheduler.policies import make_scheduler
@@ -25,7 +25,7 @@ from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerConfig
 from collapipe_flwr.simulation.world import EnergyBudget, budgeted, make_world
 
 log = logging.getLogger("flwr.collapipe")
-MOST_MICRO_BATCHES = 8  # of a user's batch: prices know of no overhead that each of them has
+MOST_MICRO_BATCHES = 8  # of a user's batch: what each takes besides is unknown in the first rounds
 DESCRIBE_S = 60.0  # for nodes to describe their clusters; halved by every wait in vain
 LEAST_DESCRIBE_S = 2.0
 
@@ -36,7 +36,8 @@ class Planning:
 
     ``policy`` is a scheduler or its name. ``radio``, ``channel`` and ``seed`` place simulated
     clusters around the edge. Every device may spend ``budget`` per round on average. ``paced`` says
-    that senders keep to planned rates.
+    that senders keep to planned rates. Simulated devices differ from what they describe by
+    ``truth_error`` (`simulation.world.World`).
     """
 
     policy: str | Scheduler = "dssda"
@@ -46,6 +47,7 @@ class Planning:
     seed: int = 0
     budget: EnergyBudget = field(default_factory=EnergyBudget)
     paced: bool = False
+    truth_error: float = 0.0
 
     def for_batches(self, size: int, *, cut: bool = True) -> Planning:
         """The same, for steps of ``size`` examples: plans choose only how they are ``cut``."""
@@ -78,6 +80,7 @@ class Planning:
             radio=self.radio,
             channel=self.channel,
             seed=self.seed,
+            truth_error=self.truth_error,
         )
         described = tuple(budgeted(profile, self.budget, model) for profile in profiles)
         return ScheduledRounds(
@@ -125,8 +128,8 @@ class DescribedClusters:
                 self._wait_s = max(self._wait_s / 2, LEAST_DESCRIBE_S)
         if nodes and not any(node in self._names for node in nodes):
             raise RunError(
-                f"none of {len(nodes)} nodes describes a cluster: make a collapipe_flwr.Cluster "
-                "from the ClientApp, and look into the clients' logs"
+                f"none of {len(nodes)} nodes describes a cluster: {NO_CLUSTER}, and look into the "
+                "clients' logs"
             )
 
     def plan_evaluation(

@@ -19,7 +19,7 @@ from flwr.serverapp.strategy import Strategy
 
 from collapipe_flwr.cluster.fleet import LearningSettings
 from collapipe_flwr.config.schema import EdgeConfig
-from collapipe_flwr.core.errors import ProtocolError, RunError
+from collapipe_flwr.core.errors import ConfigError, ProtocolError, RunError
 from collapipe_flwr.federation.arrays import inner_view, load_into, narrow_raw
 from collapipe_flwr.federation.checkpoint import Resumable
 from collapipe_flwr.federation.default_profile import DefaultProfilePlanner
@@ -71,6 +71,7 @@ class Rounds:
         on_round: Callable[[RoundRecord], None] | None,
         raises: bool,
     ) -> None:
+        check_model(model, optimizer=optimizer, learning=learning, edge=edge)
         self.inner_strategy = inner
         self._model = model
         self._learning = learning_of(optimizer, learning, model)
@@ -193,6 +194,8 @@ class Rounds:
         """The inner strategy's average of the clients' metrics."""
         with closing(self):
             bare = [_without_telemetry(reply) for reply in replies]
+            if self._round is not None:
+                bare = self._round.weighed(bare, weight_key(self.inner_strategy))
             return self.inner_strategy.aggregate_evaluate(server_round, bare)
 
     def _judge(self, total_loss: str) -> None:
@@ -245,6 +248,21 @@ class Rounds:
         )
         if self._on_round is not None:
             self._on_round(record)
+
+
+def check_model(model: object, **options: object) -> None:
+    """Raise ConfigError for another kind of model, or for options that need one."""
+    if not isinstance(model, DescribedModel | None):
+        raise ConfigError(
+            f"model must be a SplitModel, got {type(model).__name__}: describe it, "
+            "CollaPipe(..., model=SplitModel(model, example=batch))"
+        )
+    given = [name for name, value in options.items() if value is not None]
+    if model is None and given:
+        raise ConfigError(
+            f"{given[0]} has no effect without a model to split, since clients train as they "
+            "like: pass model=SplitModel(...) too, or leave it out"
+        )
 
 
 def planner_of(

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("flwr.collapipe")
+NO_CLUSTER = "make a collapipe_flwr.Cluster from the ClientApp"
 _NODE_UNAVAILABLE = 5  # flwr's error code of a node whose heartbeats are missing
 
 
@@ -318,7 +319,9 @@ def _sender(reply: Message, asked: Sequence[Message]) -> int:
 def _profile(reply: Message) -> ClusterProfile | None:
     node = reply.metadata.src_node_id
     if reply.has_error():
-        raise RunError(f"the cluster of node {node} cannot start: {sentence(reply.error)}")
+        why = sentence(reply.error)
+        way_out = f": {NO_CLUSTER}" if "No query function" in why else ""
+        raise RunError(f"the cluster of node {node} cannot start: {why}{way_out}")
     try:
         profile = read_profile(reply.content)
     except ProtocolError as error:

@@ -84,6 +84,10 @@ class OpenRound:
                 closed.failures[sent.cluster_id] = "no reply before the round's timeout"
         return closed
 
+    def weighed(self, replies: Iterable[Message], weighted_by: str) -> list[Message]:
+        """Replies to an evaluation; one whose weight would spoil the average becomes an error."""
+        return [self._weighed(reply, weighted_by) for reply in replies]
+
     def total_loss(self, closed: ClosedRound) -> str:
         """The sentence for a round whose clusters were asked and all failed, else empty.
 
@@ -153,6 +157,17 @@ class OpenRound:
         ours.sort(key=lambda pair: pair[1].cluster_id)
         return ours
 
+    def _weighed(self, reply: Message, weighted_by: str) -> Message:
+        sent = sender_of(reply, self.sent)
+        if sent is None or reply.has_error():
+            return reply
+        try:
+            check_weight(examples_of(reply.content, weighted_by), weighted_by, sent.cluster_id)
+        except ProtocolError as error:
+            log.warning("the evaluation of cluster %s is unusable: %s", sent.cluster_id, error)
+            return as_failed(sent, str(error))
+        return reply
+
     def _receive(
         self, reply: Message, sent: Sent, weighted_by: str, closed: ClosedRound
     ) -> Message:
@@ -197,7 +212,8 @@ def check_weight(examples: float, weighted_by: str, cluster_id: str) -> None:
     """Raise ProtocolError for a weight that would spoil the average."""
     if not (math.isfinite(examples) and examples > 0):
         raise ProtocolError(
-            f"cluster {cluster_id} replied with {weighted_by} = {examples:g}, it must be > 0"
+            f"cluster {cluster_id} replied with {weighted_by} = {examples:g} or without it: it "
+            "weighs the reply, so it must be > 0"
         )
 
 

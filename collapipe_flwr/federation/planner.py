@@ -1,9 +1,12 @@
 """Planned rounds: a scheduler over a world of described clusters, called by the strategy.
 
-Before a round the world gives a snapshot and the scheduler a plan. After it the plan is priced
-under the same snapshot, for the clusters that finished, and the scheduler learns from that and
-from what was measured: losses, gradient norms, how far the model moved, what links of real machines
-carried. Snapshots hold the estimates of those links, whatever the policy.
+Before a round the world gives a snapshot and the scheduler a plan. After it the scheduler learns
+what it really came to, for the clusters that finished: losses, gradient norms, how far the model
+moved, and how long stages and rounds took, what they spent and what links carried. Clusters of
+machines measured that (`outcomes`). Simulated ones ran in threads of some machine whose seconds say
+nothing about the described boards: theirs is the plan's price in the world as it truly is, whose
+devices may differ from their profiles (`World.truth`). Snapshots hold the estimates of real links,
+whatever the policy.
 
 A control unit reports at the end of a round which of its devices do not answer. They are left out
 of snapshots until it reports them back, so a device that returns takes part one round later.
@@ -34,14 +37,18 @@ from collapipe_flwr.core.domain import (
 )
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.core.json_codec import from_json, to_json
-from collapipe_flwr.costs.price import PricedRound, price, with_rates
+from collapipe_flwr.costs.measured import explained_s
+from collapipe_flwr.costs.price import PricedCluster, price, with_rates
 from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.federation.arrays import averaging_view
 from collapipe_flwr.federation.checkpoint import Memory
+from collapipe_flwr.federation.outcomes import measured_outcome
 from collapipe_flwr.federation.rounds import ClosedRound, Outcome, RoundPlan
 from collapipe_flwr.federation.telemetry import ClusterTelemetry, link_samples
-from collapipe_flwr.scheduler.link_estimates import with_links
+from collapipe_flwr.scheduler.estimates import expected_s
+from collapipe_flwr.scheduler.link_estimates import links_learned, with_links
 from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerState
+from collapipe_flwr.simulation.episode import simulated_cluster
 from collapipe_flwr.simulation.world import World
 
 log = logging.getLogger("flwr.collapipe")
@@ -55,6 +62,7 @@ class _Kept:
 
     state: str = ""
     absent: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    examples: Mapping[str, int] = field(default_factory=dict)
 
 
 class ScheduledRounds:
@@ -85,6 +93,7 @@ class ScheduledRounds:
         self._paced = paced
         self._meter = MovementMeter()
         self._absent: dict[str, tuple[str, ...]] = {}  # devices by cluster
+        self._examples: dict[str, int] = {}  # of a round, where machines trained on others
 
     @property
     def energy_budget_j(self) -> dict[str, float]:
@@ -111,28 +120,28 @@ class ScheduledRounds:
         done = finished(closed.plan.plan, closed)
         if not done.clusters:
             return Outcome(queues_j=self.state.energy_queue_j)
-        snapshot = self._snapshot(closed)
-        priced = price(done, snapshot, self._options)
         self._absent |= {name: told.absent for name, told in closed.telemetry.items()}
-        outcome = self._outcome(done, priced, closed, snapshot)
+        self._examples |= _other_examples(done, closed.telemetry, self._snapshot(closed))
+        outcome = self._outcome(done, closed)
         self.state = self._scheduler.observe(self.state, closed.plan.plan, outcome)
         return Outcome(
-            latency_s=priced.latency_s,
-            energy_j=priced.energy_j(),
+            latency_s=outcome.latency_s,
+            energy_j={c.cluster_id: c.energy_j for c in outcome.clusters},
             queues_j=self.state.energy_queue_j,
+            clusters=outcome.clusters,
         )
 
     def dump(self) -> Memory:
         """Queues, estimates, the last plan, the last movement, and who was absent."""
         state = self.state.to_json() if self.state is not None else ""
-        kept = to_json(_Kept(state=state, absent=self._absent))
+        kept = to_json(_Kept(state=state, absent=self._absent, examples=self._examples))
         return Memory(text=kept, arrays=self._meter.last)
 
     def load(self, memory: Memory) -> None:
         """Restore from a checkpoint; raises ScheduleError or ProtocolError for another memory."""
         kept = from_json(_Kept, memory.text, "the planner's checkpoint") if memory.text else _Kept()
         self.state = SchedulerState.from_json(kept.state) if kept.state else None
-        self._absent = dict(kept.absent)
+        self._absent, self._examples = dict(kept.absent), dict(kept.examples)
         self._meter.last = dict(memory.arrays)
 
     def _step(self, server_round: int, present: Sequence[str]) -> Plan:
@@ -156,45 +165,90 @@ class ScheduledRounds:
             self._absent.pop(cluster_id, None)  # the same
         return with_rates(plan, snapshot)
 
-    def _outcome(
-        self, plan: Plan, priced: PricedRound, closed: ClosedRound, snapshot: Snapshot
-    ) -> RoundOutcome:
+    def _outcome(self, plan: Plan, closed: ClosedRound) -> RoundOutcome:
         """What the scheduler may learn from the round."""
+        seen = self._snapshot(closed)
+        truth, options = self.world.truth(seen), self._options or PricingOptions()
+        parts = zip(plan.clusters, price(plan, truth, options).clusters, strict=True)
+        clusters = [self._cluster(part, priced, closed, seen, truth) for part, priced in parts]
         movement = self._meter.measure(closed)
-        profiles = (cluster.profile for cluster in snapshot.clusters)
-        real = {profile.cluster_id for profile in profiles if profile.real_links}
-        outcomes = []
-        for part, found in zip(plan.clusters, priced.clusters, strict=True):
-            told = closed.telemetry.get(part.cluster_id)
-            outcomes.append(
-                ClusterOutcome(
-                    cluster_id=part.cluster_id,
-                    latency_s=found.latency_s,
-                    energy_j=found.energy_j,
-                    loss=told.loss if told else None,
-                    gradient_noise=told.gradient_noise(part) if told else None,
-                    links=self._samples(part, told) if part.cluster_id in real else (),
-                )
-            )
-        return RoundOutcome(
+        outcome = RoundOutcome(
             round_index=plan.round_index,
-            latency_s=priced.latency_s,
-            clusters=tuple(outcomes),
+            latency_s=max(cluster.latency_s for cluster in clusters),
+            clusters=tuple(clusters),
             update_norm=movement.norm if movement else None,
             update_change_norm=movement.change_norm if movement else None,
             update_spread=movement.spread if movement else None,
         )
+        return self._explained(plan, outcome, seen, options)
 
-    def _samples(self, plan: ClusterPlan, told: ClusterTelemetry | None) -> tuple[LinkSample, ...]:
-        return () if told is None else tuple(link_samples(plan, told, paced=self._paced))
+    def _cluster(
+        self,
+        plan: ClusterPlan,
+        priced: PricedCluster,
+        closed: ClosedRound,
+        seen: Snapshot,
+        truth: Snapshot,
+    ) -> ClusterOutcome:
+        told = closed.telemetry.get(plan.cluster_id)
+        profiles = {cluster.profile.cluster_id: cluster.profile for cluster in seen.clusters}
+        profile, options = profiles[plan.cluster_id], self._options or PricingOptions()
+        if told is None or not profile.real_links:
+            found = simulated_cluster(plan, priced, truth, seen, options)
+            noise = told.gradient_noise(plan) if told else None
+            found = replace(found, loss=told.loss if told else None, gradient_noise=noise)
+        else:
+            links = self._samples(plan, told)
+            found = measured_outcome(
+                plan, priced, told, profile, seen.model, links=links, recompute=options.recompute
+            )
+        return self._with_expected(found)
+
+    def _with_expected(self, cluster: ClusterOutcome) -> ClusterOutcome:
+        """The outcome with what the scheduler had believed of every stage."""
+        assert self.state is not None
+        beliefs, name = self.state.beliefs, cluster.cluster_id
+        stages = (replace(s, expected_s=expected_s(beliefs, name, s)) for s in cluster.stages)
+        return replace(cluster, stages=tuple(stages))
+
+    def _explained(
+        self, plan: Plan, outcome: RoundOutcome, seen: Snapshot, options: PricingOptions
+    ) -> RoundOutcome:
+        """The outcome with what stages of machines, as measured, and links make of the round."""
+        assert self.state is not None
+        known = links_learned(self.state.links, outcome)
+        shown = with_links(self._described(seen.round_index), known)
+        clusters = [
+            replace(found, explained_s=explained_s(part, found.stages, shown, options))
+            if found.measured and found.stages
+            else found
+            for part, found in zip(plan.clusters, outcome.clusters, strict=True)
+        ]
+        return replace(outcome, clusters=tuple(clusters))
+
+    def _samples(self, plan: ClusterPlan, told: ClusterTelemetry) -> tuple[LinkSample, ...]:
+        return tuple(link_samples(plan, told, paced=self._paced))
 
     def _snapshot(self, closed: ClosedRound) -> Snapshot:
         present = [n for n in closed.plan.cluster_ids.values() if n in self._known()]
         return self._believed(closed.plan.server_round, present)
 
     def _believed(self, server_round: int, present: Sequence[str]) -> Snapshot:
-        snapshot = self.world.snapshot(server_round, self._model, present)
+        snapshot = self._described(server_round, present)
         return snapshot if self.state is None else with_links(snapshot, self.state.links)
+
+    def _described(self, server_round: int, present: Sequence[str] | None = None) -> Snapshot:
+        """The world's snapshot, for as many examples as machines really train on."""
+        snapshot = self.world.snapshot(server_round, self._model, present)
+        if not self._examples:
+            return snapshot
+        clusters = (
+            replace(c, profile=replace(c.profile, examples=self._examples[name]))
+            if (name := c.profile.cluster_id) in self._examples
+            else c
+            for c in snapshot.clusters
+        )
+        return replace(snapshot, clusters=tuple(clusters))
 
     def _known(self) -> set[str]:
         return set(self._clusters.values())
@@ -203,6 +257,22 @@ class ScheduledRounds:
 def _left_out(whole: Snapshot, part: Snapshot) -> set[str]:
     left = {cluster.profile.cluster_id for cluster in part.clusters}
     return {cluster.profile.cluster_id for cluster in whole.clusters} - left
+
+
+def _other_examples(
+    plan: Plan, telemetry: Mapping[str, ClusterTelemetry], snapshot: Snapshot
+) -> dict[str, int]:
+    """Examples of a round of machines that took other steps than planned: a user's loader."""
+    profiles = {c.profile.cluster_id: c.profile for c in snapshot.clusters}
+    found = {}
+    for part in plan.clusters:
+        told = telemetry.get(part.cluster_id)
+        steps = max((report.steps for report in told.reports), default=0) if told else 0
+        batch = part.micro_batch_size * part.micro_batches
+        profile = profiles[part.cluster_id]
+        if profile.real_links and steps and steps != math.ceil(profile.examples / batch):
+            found[part.cluster_id] = steps * batch
+    return found
 
 
 def finished(plan: Plan, closed: ClosedRound) -> Plan:
@@ -273,7 +343,11 @@ class MovementMeter:
         if closed.after is None:
             return None
         before, after = averaging_view(closed.before), averaging_view(closed.after)
-        moved = {k: after[k].numpy() - before[k].numpy() for k in before if k in after}
+        moved = {}
+        for key in (key for key in before if key in after):
+            start = before[key].numpy()
+            if np.isfinite(start).all():  # a mask may hold -inf
+                moved[key] = after[key].numpy() - start
         change = None
         if self.last.keys() == moved.keys():
             change = math.sqrt(sum(_square(x - self.last[k]) for k, x in moved.items()))

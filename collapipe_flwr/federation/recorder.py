@@ -18,7 +18,7 @@ from collapipe_flwr.federation.checkpoint import Checkpoints
 from collapipe_flwr.federation.rounds import RoundRecord
 from collapipe_flwr.pipeline.timeline import write_trace
 from collapipe_flwr.reporting.console import RoundPrinter
-from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, RunStory
+from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, RunStory, cluster_json
 from collapipe_flwr.reporting.run_directory import Past, RunDirectory, read_config, read_past
 
 Evaluate = Callable[[Mapping[str, Tensor]], dict[str, float]]
@@ -157,6 +157,12 @@ def _event(record: RoundRecord, wall_s: float) -> RoundEvent:
         metrics={},
         predicted_latency_s=None if record.plan is None else record.plan.latency_s,
         latency_s=record.outcome.latency_s,
+        clusters={
+            outcome.cluster_id: cluster_json(
+                None if record.plan is None else record.plan.cluster(outcome.cluster_id), outcome
+            )
+            for outcome in record.outcome.clusters
+        },
         energy_j=_by_device(record.outcome.energy_j),
         queues_j=_by_device(record.outcome.queues_j),
         bytes=LinkBytes(

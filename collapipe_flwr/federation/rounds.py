@@ -18,7 +18,7 @@ from typing import Protocol, runtime_checkable
 
 from flwr.app import ArrayRecord, Message, MetricRecord
 
-from collapipe_flwr.core.domain import ClusterPlan, Plan
+from collapipe_flwr.core.domain import ClusterOutcome, ClusterPlan, Plan
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.core.links import LinkReport
@@ -136,13 +136,15 @@ class ClosedRound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The result of a round: its plan priced under the world's state of that round.
+    """The result of a round, measured by clusters of machines and simulated for others.
 
-    Energy and queues are by cluster and device; the queues are those after the round.
+    Energy and queues are by cluster and device; the queues are those after the round. ``clusters``
+    is what the planner learnt from.
     """
 
     latency_s: float | None = None
     energy_j: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    clusters: tuple[ClusterOutcome, ...] = ()
     queues_j: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 

@@ -83,6 +83,7 @@ def make_planner(
         seed=config.run.seed,
         budget=EnergyBudget(share=config.world.energy_share, radio_s=0.0),
         paced=config.links.paced,
+        truth_error=config.world.truth_error,
     )
     with blaming("scheduler.policy"):
         scheduler = planning.scheduler

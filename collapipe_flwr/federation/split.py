@@ -98,12 +98,7 @@ class SplitRound:
         RunError or ConfigError.
         """
         arrays = content.array_records[name]
-        missing = sorted(self.model.edge_keys - set(arrays))
-        if missing:
-            raise RunError(
-                f"the global model lacks the array {missing[0]} that the edge trains; start the "
-                "strategy with the weights of the same model specification"
-            )
+        self._check_keys(set(arrays))
         if cluster_id in self._sessions:
             raise RunError(f"cluster {cluster_id} is asked twice in one round: give it one node")
         optimizer = asked_optimizer(content, self._learning.optimizer)
@@ -147,7 +142,9 @@ class SplitRound:
             source = self.model.aliases.get(key, key)
             whole[key] = decoder[source] if source in elsewhere else reply[source]
             check_like(key, whole[key], array, cluster_id)
-        check_finite(whole, cluster_id)
+        constant = self.model.splitter.constant_keys  # never averaged; a mask may hold -inf
+        trained = {key: array for key, array in whole.items() if key not in constant}
+        check_finite(ArrayRecord(trained), cluster_id)
         return whole
 
     def accept(self, cluster_id: str) -> None:
@@ -171,6 +168,18 @@ class SplitRound:
             except LinkError as error:
                 log.info("the edge session of cluster %s is gone: %s", cluster_id, error)
 
+    def _check_keys(self, found: set[str]) -> None:
+        """Raise RunError unless the global model has the arrays of the model to split."""
+        model = self.model
+        missing = sorted(model.keys - found)
+        extra = sorted(found - model.keys - model.aliases.keys())
+        if missing or extra:
+            wrong = f"lacks {missing[0]}" if missing else f"holds {extra[0]}"
+            raise RunError(
+                f"the global model {wrong}, unlike the model to split: start the strategy with "
+                "initial_arrays=ArrayRecord(model.state_dict()) of the whole model"
+            )
+
     def _elsewhere(self, cluster_id: str) -> frozenset[str]:
         """The arrays that do not travel between this cluster and the Flower server."""
         if cluster_id in self._whole:
@@ -193,9 +202,14 @@ class SplitRound:
 def check_keys(found: set[str], wanted: set[str], sender: str) -> None:
     """Raise ProtocolError unless ``sender`` returned exactly the wanted arrays."""
     if missing := sorted(wanted - found):
-        raise ProtocolError(f"{sender} returned {len(missing)} arrays too few, as {missing[0]}")
+        raise ProtocolError(
+            f"{sender} did not return {missing[0]} ({len(missing)} arrays are missing): reply with "
+            "every array that was sent"
+        )
     if extra := sorted(found - wanted):
-        raise ProtocolError(f"{sender} returned {len(extra)} unknown arrays, as {extra[0]}")
+        raise ProtocolError(
+            f"{sender} returned {extra[0]}, which was not sent ({len(extra)} such arrays)"
+        )
 
 
 def check_like(key: str, array: Array, template: Array, cluster_id: str) -> None:

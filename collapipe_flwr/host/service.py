@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.core.schedule import stage_actions
+from collapipe_flwr.host.energy import ReadJoules
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
 from collapipe_flwr.host.parts import FOUND, SNAPSHOT, BuildPart, Parts, tensors_of
 from collapipe_flwr.host.session import Session, SessionRefused, Stream
@@ -75,9 +76,11 @@ class EdgeService:
         store: TensorStore | None = None,
         cache: WeightCache | None = None,
         set_power: Callable[[float], None] | None = None,
+        read_joules: ReadJoules | None = None,
         ledger: Ledger | None = None,
     ) -> None:
         self._set_power = set_power
+        self._read_joules = read_joules or (lambda: None)
         self._store = store
         self._cache = cache
         self._parts = Parts(build_part, snapshots, cache)
@@ -303,9 +306,12 @@ class EdgeService:
             upstream.close(str(error))
             raise
         try:
+            before_j = self._read_joules()
             with self._stage(stream, upstream) as stage:
                 stage.serve()
-            session.count(stage.report())
+            after_j = self._read_joules()
+            energy_j = None if before_j is None or after_j is None else after_j - before_j
+            session.count(replace(stage.report(), energy_j=energy_j))
         except BaseException as error:
             if session.saved is None:
                 session.fail(str(error) or type(error).__name__)

@@ -34,6 +34,11 @@ class DescribedModel:
         return self.splitter.spec.to_json()
 
     @cached_property
+    def keys(self) -> frozenset[str]:
+        """All that the model has; ``aliases`` may stand beside them."""
+        return frozenset(self.splitter.all_keys())
+
+    @cached_property
     def edge_keys(self) -> frozenset[str]:
         """What the edge trains."""
         return frozenset(self.splitter.edge_keys())

@@ -99,7 +99,9 @@ def _twin(model: nn.Module, build: str, arguments_json: str) -> nn.Module:
     """The model as others build it, with the live one's weights."""
     twin = build_module(build, arguments_json, seed=0)
     name = type(model).__name__
-    way_out = f"pass SplitModel({name}, arguments={{...}}) with what the live one was built with"
+    way_out = (
+        "pass SplitModel(build, arguments={...}), the class or function that built the live one"
+    )
     ours, theirs = model.state_dict(), twin.state_dict()
     differing = [
         key
@@ -107,9 +109,10 @@ def _twin(model: nn.Module, build: str, arguments_json: str) -> nn.Module:
         if key not in theirs or key not in ours or _kind(ours[key]) != _kind(theirs[key])
     ]
     if differing:
+        key = differing[0]
         raise ModelError(
-            f"{name} cannot be split: other machines build another one, which differs in "
-            f"{differing[0]!r}: {way_out}"
+            f"{name} cannot be split: other machines build another one, in which {key!r} is "
+            f"{_told(theirs.get(key))} instead of {_told(ours.get(key))}: {way_out}"
         )
     try:
         twin.load_state_dict(ours)
@@ -120,6 +123,12 @@ def _twin(model: nn.Module, build: str, arguments_json: str) -> nn.Module:
 
 def _kind(tensor: Any) -> Any:
     return (tensor.shape, tensor.dtype) if isinstance(tensor, Tensor) else type(tensor)
+
+
+def _told(tensor: Any) -> str:
+    if not isinstance(tensor, Tensor):
+        return "missing" if tensor is None else f"a {type(tensor).__name__}"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 def few(example: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -95,6 +95,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._owned = {
             _storage(state[key]): key for key in tensors_by_key(model) if state[key].numel()
         }
+        self._learned = {key for key, _ in model.named_parameters()}
         for at, key in self._owned.items():
             self._labels[at] = frozenset({("owned", key)})
         self._early: set[int] = set()  # what was there before the last block was done
@@ -151,10 +152,12 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_read(_storage(tensor))
 
     def _note_read(self, at: int) -> None:
+        if self._place >= 0 and at in self._open:
+            return
         key = self._owned.get(at)
         if key is not None:
             self._note_owned(key)
-        elif self._place >= 0 and at not in self._open and self._labels.get(at):
+        elif self._place >= 0 and self._labels.get(at):
             raise ModelError(
                 f"block {self._place} reads {_told(self._labels[at])} besides what it is called "
                 "with: pass it to all blocks as an argument"
@@ -198,18 +201,22 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._refuse_other_arguments(index, hidden, others)
         tensors = [leaf for leaf in tree_leaves(others) if isinstance(leaf, Tensor)]
         for tensor in tensors:
-            self._refuse_learned(tensor)
+            self._check_argument(tensor)
         self._calls.append((hidden, others))
         self._open = {_storage(tensor) for tensor in (hidden, *tensors)}
         self._place = index
 
-    def _refuse_learned(self, tensor: Tensor) -> None:
-        learned = [name for kind, name in self._labels.get(_storage(tensor), ()) if kind == "owned"]
-        if learned:
+    def _check_argument(self, tensor: Tensor) -> None:
+        """Raise ModelError for what is learned; a buffer, say a causal mask, is handed on."""
+        at = _storage(tensor)
+        read = {name for kind, name in self._labels.get(at, ()) if kind == "owned"}
+        if learned := sorted(read & self._learned):
             raise ModelError(
-                f"blocks read a tensor made from {sorted(learned)[0]!r} besides hidden states, "
+                f"blocks read a tensor made from {learned[0]!r} besides hidden states, "
                 "which is learned on another machine"
             )
+        if at in self._owned:
+            self._note_owned(self._owned[at])
 
     def _refuse_other_arguments(
         self, index: int, hidden: Tensor, others: Mapping[str, Any]

@@ -67,7 +67,8 @@ def _called(loss: Loss, outputs: Any, batch: Batch) -> Any:
     except UNFIT as cause:
         raise ModelError(
             f"the loss {loss.__module__}:{loss.__qualname__} fails: {type(cause).__name__}: "
-            f"{first_lines(cause)}; the batch holds {', '.join(sorted(map(repr, batch)))}"
+            f"{first_lines(cause)}; the edge gets what forward does not read of a batch, here "
+            f"{', '.join(sorted(repr(key) for key in batch if '/' not in key)) or 'nothing'}"
         ) from cause
 
 
@@ -119,4 +120,7 @@ def _tensor(batch: Batch, name: str) -> Tensor:
 
 
 def _missing(name: str) -> ModelError:
-    return ModelError(f"the edge needs the tensor {name!r} to compute a loss")
+    return ModelError(
+        f"the edge needs the tensor {name!r} to compute a loss: have the loader yield it, or give "
+        "SplitModel another loss or weight"
+    )

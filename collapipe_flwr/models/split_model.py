@@ -150,7 +150,10 @@ class SplitModel(DescribedModel):
 
     def _batch_size(self, given: int | None) -> int:
         if given is None and self._example is not None:
-            given = len(next(iter(self._example.values())))
+            sizes = [len(tensor) for tensor in self._example.values() if tensor.dim()]
+            if len(sizes) < len(self._example):
+                raise ModelError("the example holds a single number: pass a batch, no single item")
+            given = next(iter(sizes), None)
         if given is None or given < 1:
             raise ModelError("SplitModel needs the batch_size of your loader")
         return given
@@ -290,10 +293,18 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+_WRAPPERS = {  # where torch's wrappers keep the module that they wrap
+    "OptimizedModule": "_orig_mod",
+    "DataParallel": "module",
+    "DistributedDataParallel": "module",
+}
+
+
 def _builder(
     model: Any, arguments: Mapping[str, object] | None
 ) -> tuple[Any, Mapping[str, object]]:
     if isinstance(model, nn.Module):
+        _refuse_unfit(model)
         if arguments is not None:
             raise ModelError("arguments belong to what builds a model: SplitModel(Net, arguments=)")
         return type(model), {}
@@ -304,6 +315,23 @@ def _builder(
     if not callable(model):
         raise ModelError(f"SplitModel needs an nn.Module, got {type(model).__name__}")
     return model, arguments or {}
+
+
+def _refuse_unfit(model: nn.Module) -> None:
+    """Raise ModelError for a wrapper of torch, and for a model without weights."""
+    name = type(model).__name__
+    if name in _WRAPPERS:
+        inside = _WRAPPERS[name]
+        raise ModelError(
+            f"SplitModel needs the model inside this {name}: pass model.{inside}, and start with "
+            f"model.{inside}.state_dict()"
+        )
+    absent = next((key for key, tensor in model.named_parameters() if tensor.is_meta), None)
+    if absent is not None:
+        raise ModelError(
+            f"SplitModel needs a model with weights, but {absent!r} of {name} is on the meta "
+            "device: build it on the CPU"
+        )
 
 
 def _as_json(arguments: Mapping[str, object]) -> str:

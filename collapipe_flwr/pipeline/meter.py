@@ -20,7 +20,7 @@ MOST_SPANS = 10_000  # of one stage: a report must fit into a message
 class Span:
     """One timed piece of work of one stage."""
 
-    work: str  # forward, backward, weights, optimizer, send, receive
+    work: str  # forward, test, backward, weights, optimizer, send, receive
     step: int
     micro_batch: int
     start_s: float
@@ -38,7 +38,9 @@ class Timeline:
 class StageReport:
     """One stage over all steps since it was opened, or over several intervals of a round.
 
-    `wait_s` is time spent waiting for a neighbour, to receive or to find room to send.
+    Its passes of `micro_batches` in training took `forward_s` and `backward_s`; what is only
+    tested counts for neither. `wait_s` is time spent waiting for a neighbour, to receive or to find
+    room to send. `energy_j` is what a sensor of its machine counted meanwhile, None without one.
     `*_up` is the link towards the control unit, `*_down` towards the edge.
     `small_square_norm` and `big_square_norm` are means over the steps of the squared norm of this
     stage's gradients for the first micro-batch alone and for the whole batch.
@@ -49,6 +51,7 @@ class StageReport:
 
     name: str
     steps: int = 0
+    micro_batches: int = 0
     forward_s: float = 0.0
     backward_s: float = 0.0
     optimizer_s: float = 0.0
@@ -58,6 +61,7 @@ class StageReport:
     sent_down: LinkTraffic = field(default_factory=LinkTraffic)
     received_down: LinkTraffic = field(default_factory=LinkTraffic)
     peak_tensor_bytes: int = 0
+    energy_j: float | None = None
     small_square_norm: float = 0.0
     big_square_norm: float = 0.0
     spans: tuple[Span, ...] = ()
@@ -72,6 +76,9 @@ class StageReport:
                 joint[name] = max(mine, theirs)
             elif name.endswith("_square_norm"):
                 joint[name] = mine + share * (theirs - mine)
+            elif name == "energy_j":
+                known = mine is not None and theirs is not None
+                joint[name] = mine + theirs if known else None
             elif name == "spans":
                 joint[name] = (mine + theirs)[:MOST_SPANS]
             else:

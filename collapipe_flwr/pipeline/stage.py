@@ -81,6 +81,7 @@ class Stage(ABC):
         self._returning = Frame(kind=FrameKind.ACTIVATION)  # whose backward pass runs
         self._sent: list[object] = []  # see `_send`
         self._norms = GradientNorms()
+        self._micro_batches = 0  # in training
         self._weights = tuple(part.parameters())
         self._learns = borrows(part) or any(weight.requires_grad for weight in self._weights)
         self._note_fixed()
@@ -137,6 +138,7 @@ class Stage(ABC):
         return StageReport(
             name=self.settings.name,
             steps=self._norms.steps,
+            micro_batches=self._micro_batches,
             forward_s=self.recorder.seconds("forward"),
             backward_s=self.recorder.seconds("backward") + self.recorder.seconds(WEIGHTS),
             optimizer_s=self.recorder.seconds("optimizer"),
@@ -210,7 +212,7 @@ class Stage(ABC):
         if hidden is not None:
             hidden = hidden.detach().requires_grad_(step.train and learns_before(frame))
         keeps = step.train and self._keeps
-        with self.recorder.span("forward", step.index, micro_batch):
+        with self.recorder.span("forward" if step.train else "test", step.index, micro_batch):
             output = self._run_part(frame, hidden, grad=keeps)
         self._check_finite("forward", frame, hidden, output)
         if step.train:
@@ -258,6 +260,7 @@ class Stage(ABC):
             with self.recorder.span(WEIGHTS, step.index, micro_batch):
                 deferred.add()
         self.memory.release(micro_batch)
+        self._micro_batches += 1
         if micro_batch == 0:
             self._note_fixed()
             self._norms.note_first(square_norm(self._gradients()), flight.frame.scalars["scale"])

@@ -21,6 +21,7 @@ from collapipe_flwr.pipeline.meter import Span
 
 _NAMES = {
     "forward": "F",
+    "test": "F",
     "backward": "B",
     "weights": "W",
     "optimizer": "step",
@@ -60,7 +61,7 @@ def write_trace(path: Path, pipelines: Mapping[str, Stages]) -> None:
 
 
 def _event(span: Span, process: int, row: int, origin_s: float) -> dict[str, object]:
-    passes = span.work in ("forward", "backward", "weights")
+    passes = span.work in ("forward", "test", "backward", "weights")
     return {
         "ph": "X",
         "name": f"{_NAMES[span.work]}{span.micro_batch}" if passes else _NAMES[span.work],

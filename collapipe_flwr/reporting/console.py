@@ -39,7 +39,7 @@ class RoundPrinter:
         queue = ""
         if event.queues_j:
             queue = f"| energy queue at most {max(event.queues_j.values()):.2g} J"
-        if plan := "  ".join(filter(None, (_plan_text(event.plan), queue))):
+        if plan := "  ".join(filter(None, (_plan_text(event.plan), _took_text(event), queue))):
             self.say(f"    {plan}")
         for failure in event.failures:
             self.say(f"    lost: {failure}")
@@ -70,6 +70,14 @@ def _plan_text(plan: Mapping[str, Any] | None) -> str:
     return "plan " + " | ".join(clusters) + f" | predicted {plan['latency_s']:.2f} s"
 
 
+def _took_text(event: RoundEvent) -> str:
+    """``took 3.3 s``; nothing where nobody knows."""
+    if event.plan is None or event.latency_s is None:
+        return ""
+    timed = any(cluster["measured"] for cluster in event.clusters.values())
+    return f"{'took' if timed else 'simulated'} {event.latency_s:.2f} s"
+
+
 def _codecs_text(cluster: Mapping[str, Any]) -> str:
     """`` fp32-int8-int8``, hop by hop; nothing where all are exact."""
     codecs = [hop["codec"] for hop in cluster.get("hops", ())]
@@ -88,6 +96,8 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     table.add_row("rounds", f"{summary['rounds']} in {summary['wall_s']:.0f} s")
     if lost := summary.get("lost"):
         table.add_row("lost", _lost_text(lost))
+    if (error := summary.get("prediction_error")) is not None:
+        table.add_row("predictions", f"off by {100 * error:.1f} % of a round in the median")
     links = summary["bytes"]
     sizes = ", ".join(f"{name} {links[name] / 1e6:.0f} MB" for name in ("d2d", "d2e", "flower"))
     table.add_row("traffic", sizes)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from math import isfinite, nan
+from math import isfinite, log, nan
+from statistics import median
 from typing import Any, cast
 
+from collapipe_flwr.core.domain import ClusterOutcome, ClusterPlan
 from collapipe_flwr.core.links import LinkConfig, LinkReport, LinkTraffic, totals
 
 
@@ -40,8 +42,9 @@ class RoundEvent:
     clusters_loss: float | None = None  # mean over the labels of the clusters' test shares
     clusters_metrics: Mapping[str, float] = field(default_factory=dict)  # on all shares together
     plan: Mapping[str, Any] | None = None
-    predicted_latency_s: float | None = None  # by the plan, in the simulated world
-    latency_s: float | None = None  # the same plan priced with those that really took part
+    predicted_latency_s: float | None = None  # by the plan
+    latency_s: float | None = None  # measured by machines; of simulated clusters, in the true world
+    clusters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # see `cluster_json`
     energy_j: Mapping[str, float] = field(default_factory=dict)
     queues_j: Mapping[str, float] = field(default_factory=dict)
     bytes: LinkBytes = field(default_factory=LinkBytes)
@@ -105,6 +108,8 @@ class RunStory:
             "loss": [e.loss for e in self.events],
             "wall_s": round(wall_s, 3),
             "predicted_latency_s": [e.predicted_latency_s for e in self.events],
+            "latency_s": [e.latency_s for e in self.events],
+            "prediction_error": self._prediction_error(),
             "energy": {"budget_j": dict(self.energy_budget_j), "mean_j": self._mean_energy_j()},
             "bytes": asdict(total),
             "links": [link_json(link) for link in totals(k for e in self.events for k in e.links)],
@@ -112,6 +117,12 @@ class RunStory:
             "plans": [e.plan for e in self.events],
         }
         return cast("dict[str, Any]", finite(summary))
+
+    def _prediction_error(self) -> float | None:
+        """Median of ``|ln(predicted / real)|`` of the latency, over rounds and clusters."""
+        found = (cluster.get("error") for e in self.events for cluster in e.clusters.values())
+        errors = [abs(error) for error in found if error is not None]
+        return median(errors) if errors else None
 
     def _lost_rounds(self) -> dict[str, list[int]]:
         """The rounds that went on without a cluster, by cluster."""
@@ -132,6 +143,39 @@ class RunStory:
             for role, size in event.memory_bytes.items():
                 peaks[role] = max(peaks.get(role, 0), size)
         return peaks
+
+
+def cluster_json(plan: ClusterPlan | None, outcome: ClusterOutcome) -> dict[str, Any]:
+    """What was predicted of a cluster's round beside what it came to.
+
+    ``measured`` is whether machines timed it, ``error`` is ln(predicted / real). Seconds of stages
+    are of one micro-batch, forward and backward.
+    """
+    predicted_s = None if plan is None else plan.latency_s
+    known = predicted_s is not None and predicted_s > 0 and outcome.latency_s > 0
+    return {
+        "predicted_s": predicted_s,
+        "latency_s": outcome.latency_s,
+        "measured": outcome.measured,
+        "error": log(predicted_s / outcome.latency_s) if predicted_s and known else None,
+        "stages": {
+            sample.device_id or "edge": {
+                "predicted_s": sample.expected_s,
+                "measured_s": sample.busy_s,
+                "planned_bytes": sample.planned_bytes or None,
+                "peak_bytes": sample.peak_bytes,
+            }
+            for sample in outcome.stages
+        },
+        "energy": {
+            name: {
+                "predicted_j": None if plan is None else plan.energy_j.get(name, 0.0),
+                "energy_j": joules,
+                "source": "metered" if name in outcome.metered else "modelled",
+            }
+            for name, joules in outcome.energy_j.items()
+        },
+    }
 
 
 def link_json(report: LinkReport) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from collapipe_flwr.costs.makespan import Depths
 from collapipe_flwr.costs.price import PricedCluster, price_clusters
 from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.work import fits
-from collapipe_flwr.scheduler.estimates import profiles_learned, with_error
+from collapipe_flwr.scheduler.estimates import plausible_j, profiles_learned
+from collapipe_flwr.scheduler.gain_estimates import with_error
 from collapipe_flwr.scheduler.initial_layouts import rows_by_weight
 from collapipe_flwr.scheduler.link_estimates import links_learned
 from collapipe_flwr.scheduler.planner import Planner, Solution
@@ -52,7 +53,11 @@ class Policy:
     def observe(self, state: SchedulerState, plan: Plan, outcome: RoundOutcome) -> SchedulerState:
         """Queues by realised energy, estimates by telemetry; rules keep them for reporting."""
         settings, steps = self.settings, [c.local_steps for c in plan.clusters]
-        spent_j = {cluster.cluster_id: cluster.energy_j for cluster in outcome.clusters}
+        planned_j = {cluster.cluster_id: cluster.energy_j for cluster in plan.clusters}
+        spent_j = {
+            c.cluster_id: plausible_j(c.energy_j, planned_j.get(c.cluster_id, {}))
+            for c in outcome.clusters
+        }
         connected = {*state.budget_j, *spent_j, *(c.cluster_id for c in plan.clusters)}
         return replace(
             state,

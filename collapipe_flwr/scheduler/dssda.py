@@ -34,7 +34,8 @@ from collapipe_flwr.scheduler.base import (
     solution_plan,
     weight_of,
 )
-from collapipe_flwr.scheduler.estimates import robust, with_averages, with_forecast, with_profiles
+from collapipe_flwr.scheduler.estimates import with_profiles
+from collapipe_flwr.scheduler.gain_estimates import robust, with_averages, with_forecast
 from collapipe_flwr.scheduler.model_share import (
     capped,
     least_shares,

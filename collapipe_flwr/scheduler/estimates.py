@@ -1,46 +1,80 @@
-"""What to plan with where measurements are noisy, biased or old: averages, and what rounds showed.
+"""What to plan with where profiles are noisy, biased or old: averages, and what rounds showed.
 
-**Profiles.** Speed and energy per operation are averaged in the logarithm, per device, in two
-books: what profiles claim (``claimed``) and what devices showed while they worked (``shown``). A
-device that worked is planned with what it showed, because training is a better measurement of
-training than any benchmark before it. A value that differs from its average by more than a factor
-of two is a change (throttling, another load), not noise: that average starts again there, and a
-claim that moves so far also outdates what was shown.
+**Claims.** Speed and energy per operation of profiles are averaged in the logarithm, per device. A
+claim that differs from its average by more than a factor of two is a change (another load, another
+benchmark), not noise: the average starts again there, and what the device showed is outdated.
 
-**Gains.** Channels really change and are not averaged, unless old measurements of them forecast
-badly. Every round is forecast from the gains that were measured. While rounds take as long as
-forecast, measurements are trusted and nothing else happens. Once they are off, measurements are
-averaged, link by link; and once they are far off, plans assume ``CAUTION`` times the average on
-every link, until measurements forecast well again.
+**Shown.** Devices that worked are planned with what they showed, because training is a better
+measurement of training than any benchmark before it. Four things are learnt, each by a `LogFilter`:
+
+    seconds of a micro-batch = passes x overhead + FLOP / speed       every member, and the edge
+    watts while computing = claimed watts x share                     where a sensor showed them
+    peak bytes = planned bytes x share                                every device
+    latency of a round = what the cost model explains + overhead      every cluster of machines
+
+While samples agree with the claims to within ``AGREES``, they make these only more certain, and
+plans are bit-equal to those without samples. Who did not work for ``PATIENCE`` rounds is planned
+with its claim again, so that a device that was slow is tried some day; whichever of claim and
+memory is nearer to the next sample goes on from there, so one look suffices. After every look in
+vain the patience doubles.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import is_
+from typing import TypeVar
 
-from collapipe_flwr.core.domain import ChannelState, DeviceProfile, Plan, RoundOutcome, Snapshot
-from collapipe_flwr.costs.price import price
-from collapipe_flwr.costs.tables import tabulate
-from collapipe_flwr.costs.work import PricingOptions
+from collapipe_flwr.core.domain import (
+    ClusterOutcome,
+    ClusterSnapshot,
+    DeviceProfile,
+    EdgeProfile,
+    RoundOutcome,
+    Snapshot,
+    StageSample,
+)
+from collapipe_flwr.costs.measured import EDGE
+from collapipe_flwr.scheduler.log_filter import STEP, LogFilter, Prior
 
 CHANGE = math.log(2.0)
-SHOWN_MEMORY = 0.5  # weight of the past in what devices show: a round averages over many steps
-Pair = tuple[float, float]
-"""ln speed, ln energy per operation."""
-Averages = Mapping[str, Mapping[str, Pair]]
-"""cluster -> device -> pair."""
+AGREES = 0.02  # in ln
+PATIENCE = 10  # rounds
+MOST_MEMORY_SHARE = 2.0  # a false reading of peak bytes halves a device at worst
+# Starting the operations of a block, forward and backward, takes about a millisecond, of which
+# claims of speed know nothing.
+USUAL_OVERHEAD_S = 1e-3
+USUAL_ROUND = 0.05  # overhead of a round, of what is explained, before anything is known
+STAGE = Prior(own=(1.5, 0.3), common=1.0)
+WATT = Prior(own=(1.0,))
+BYTES = Prior(own=(0.3,))
+ROUND = Prior(own=(0.0, 2.0))
+
+T = TypeVar("T")
+Claim = tuple[float, ...]
+"""ln speed, ln energy per operation, ln overhead (missing in old checkpoints)."""
+Averages = Mapping[str, Mapping[str, Claim]]
+"""cluster -> device -> claim."""
+Filters = Mapping[str, Mapping[str, LogFilter]]
+"""cluster -> device -> filter; the edge is ``EDGE`` of ``EDGE``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileEstimates:
-    """What is known about the devices besides today's profiles."""
+    """What is known about devices besides today's profiles.
+
+    ``shown`` are speeds and energies of checkpoints that know no filters; they count as claims.
+    """
 
     claimed: Averages = field(default_factory=dict)
     shown: Averages = field(default_factory=dict)
+    stages: Filters = field(default_factory=dict)
+    watts: Filters = field(default_factory=dict)
+    memories: Filters = field(default_factory=dict)
+    rounds: Mapping[str, LogFilter] = field(default_factory=dict)
 
 
 def with_profiles(
@@ -53,60 +87,235 @@ def with_profiles(
     """
     if memory <= 0.0:
         return snapshot, ProfileEstimates()
-    claimed, shown = _copied(estimates.claimed), _copied(estimates.shown)
-    clusters = []
+    after = _with_claims(snapshot, estimates, memory)
+    clusters = tuple(_planned_cluster(cluster, after) for cluster in snapshot.clusters)
+    edge = _planned_edge(snapshot.edge, after)
+    if edge is snapshot.edge and all(map(is_, clusters, snapshot.clusters)):
+        return snapshot, after
+    return replace(snapshot, clusters=clusters, edge=edge), after
+
+
+def _with_claims(
+    snapshot: Snapshot, estimates: ProfileEstimates, memory: float
+) -> ProfileEstimates:
+    """Today's claims noted, and what they outdate forgotten."""
+    claimed, outdated = _copied(estimates.claimed), set()
+    for cluster_id, name, fresh in _claims(snapshot):
+        claims = claimed.setdefault(cluster_id, {})
+        before = claims.get(name, fresh)
+        if _apart(before, fresh) > CHANGE:
+            outdated.add((cluster_id, name))
+        same = before[:2] == fresh[:2]
+        claims[name] = fresh if same else (*_blend(before, fresh, memory), fresh[2])
+    return replace(
+        estimates,
+        claimed=claimed,
+        shown=_without(estimates.shown, outdated),
+        stages=_without(estimates.stages, outdated),
+        watts=_without(estimates.watts, outdated),
+    )
+
+
+def _claims(snapshot: Snapshot) -> Iterator[tuple[str, str, Claim]]:
+    """Cluster, device and claim of everyone with usable numbers, the edge included."""
+    edge = snapshot.edge
+    if _usable(edge.speed_flop_per_s):
+        yield EDGE, EDGE, (math.log(edge.speed_flop_per_s), 0.0, edge.overhead_s)
     for cluster in snapshot.clusters:
-        old = cluster.profile
-        books = claimed.setdefault(old.cluster_id, {}), shown.get(old.cluster_id, {})
-        profile = old.with_members(partial(_planned, books=books, memory=memory))
-        same = all(map(is_, profile.members, old.members))
-        clusters.append(cluster if same else replace(cluster, profile=profile))
-    after = ProfileEstimates(claimed=claimed, shown=shown)
-    return replace(snapshot, clusters=tuple(clusters)), after
+        for d in cluster.profile.members:
+            if _usable(d.speed_flop_per_s) and _usable(d.energy_per_flop_j):
+                logs = math.log(d.speed_flop_per_s), math.log(d.energy_per_flop_j)
+                yield cluster.profile.cluster_id, d.device_id, (*logs, d.overhead_s)
 
 
-def _planned(
-    device: DeviceProfile, *, books: tuple[dict[str, Pair], dict[str, Pair]], memory: float
-) -> DeviceProfile:
-    """The device as it is planned with, its claim noted; itself where nothing differs."""
+def _planned_cluster(cluster: ClusterSnapshot, estimates: ProfileEstimates) -> ClusterSnapshot:
+    old = cluster.profile
+    profile = old.with_members(partial(_planned, old.cluster_id, estimates))
+    known = estimates.rounds.get(old.cluster_id)
+    if known is not None:
+        profile = replace(profile, overhead_s=known.values[1])
+    elif all(map(is_, profile.members, old.members)):
+        return cluster
+    return replace(cluster, profile=profile)
+
+
+def _planned(cluster_id: str, estimates: ProfileEstimates, device: DeviceProfile) -> DeviceProfile:
+    """The device as it is planned with; itself where nothing differs."""
     name, speed, joule = device.device_id, device.speed_flop_per_s, device.energy_per_flop_j
-    if not (_usable(speed) and _usable(joule)):
+    claim = _of(estimates.claimed, cluster_id, name)
+    if claim is None or not (_usable(speed) and _usable(joule)):
         return device
-    claimed, shown = books
-    fresh = (math.log(speed), math.log(joule))
-    before = claimed.get(name, fresh)
-    if before != fresh and _apart(before, fresh) > CHANGE:
-        shown.pop(name, None)
-    claimed[name] = fresh if before == fresh else _blend(before, fresh, memory)
-    mean = shown.get(name, claimed[name])
-    if mean == fresh or _apart(mean, fresh) < 1e-12:
+    claim = (*(_of(estimates.shown, cluster_id, name) or claim)[:2], device.overhead_s)
+    device = _scaled_memory(device, _of(estimates.memories, cluster_id, name))
+    stage = _believed(_of(estimates.stages, cluster_id, name), claim)
+    power = _of(estimates.watts, cluster_id, name) or LogFilter(mean=(0.0,))
+    if (
+        stage is None
+        and power.mean == (0.0,)
+        and _apart(claim, (math.log(speed), math.log(joule))) < 1e-12
+    ):
         return device
-    return replace(device, speed_flop_per_s=math.exp(mean[0]), energy_per_flop_j=math.exp(mean[1]))
+    overhead_s, per_flop_s = (claim[2], math.exp(-claim[0])) if stage is None else stage.values
+    watt = math.exp(claim[0] + claim[1]) * power.values[0]
+    return replace(
+        device,
+        speed_flop_per_s=1.0 / per_flop_s,
+        overhead_s=overhead_s,
+        energy_per_flop_j=watt * per_flop_s,
+    )
+
+
+def _planned_edge(edge: EdgeProfile, estimates: ProfileEstimates) -> EdgeProfile:
+    claim = _of(estimates.claimed, EDGE, EDGE)
+    stage = claim and _believed(_of(estimates.stages, EDGE, EDGE), claim)
+    if not stage:
+        return edge
+    overhead_s, per_flop_s = stage.values
+    return replace(edge, speed_flop_per_s=1.0 / per_flop_s, overhead_s=overhead_s)
+
+
+def _believed(stage: LogFilter | None, claim: Claim) -> LogFilter | None:
+    """What was learnt, None where that is nothing or too old."""
+    if stage is None or _is_old(stage) or stage.mean == _unseen(claim).mean:
+        return None
+    return stage
+
+
+def _is_old(stage: LogFilter) -> bool:
+    return stage.unseen >= PATIENCE << stage.looks
+
+
+def _scaled_memory(device: DeviceProfile, known: LogFilter | None) -> DeviceProfile:
+    """Less memory where more is needed than planned; never more of it."""
+    if known is None or known.mean[0] <= 0.0:
+        return device
+    share = min(known.values[0], MOST_MEMORY_SHARE)
+    return replace(device, memory_bytes=int(device.memory_bytes / share))
 
 
 def profiles_learned(estimates: ProfileEstimates, outcome: RoundOutcome) -> ProfileEstimates:
-    """Fold in what devices showed in a round; whoever measured nothing changes nothing."""
-    shown = _copied(estimates.shown)
+    """Fold in what a round showed; whoever measured nothing changes nothing."""
+    stages, watts = _copied(estimates.stages), _copied(estimates.watts)
+    memories, rounds = _copied(estimates.memories), dict(estimates.rounds)
     for cluster in outcome.clusters:
-        known = shown.setdefault(cluster.cluster_id, {})
-        for device, speed in (cluster.speed_flop_per_s or {}).items():
-            joule = (cluster.energy_per_flop_j or {}).get(device, math.nan)
-            if _usable(speed) and _usable(joule):
-                fresh = (math.log(speed), math.log(joule))
-                known[device] = _blend(known.get(device, fresh), fresh, SHOWN_MEMORY)
-    return replace(estimates, shown=shown)
+        stages[cluster.cluster_id] = _aged(stages.get(cluster.cluster_id, {}), cluster)
+        for sample in cluster.stages:
+            place = EDGE if sample.device_id == EDGE else cluster.cluster_id
+            claim = _of(estimates.claimed, place, sample.device_id)
+            if claim is None:
+                continue
+            _learn_stage(stages.setdefault(place, {}), sample, claim)
+            if sample.watt is not None:
+                claimed_w = math.exp(claim[0] + claim[1])
+                _learn_share(watts, place, sample, (claimed_w, sample.watt), WATT)
+            if sample.planned_bytes > 0:
+                seen = (float(sample.planned_bytes), float(sample.peak_bytes))
+                _learn_share(memories, place, sample, seen, BYTES)
+        if cluster.measured and cluster.explained_s and _are_known(cluster, estimates):
+            known = rounds.get(cluster.cluster_id) or _usual_round(cluster.explained_s)
+            parts = (cluster.explained_s, 1.0)
+            rounds[cluster.cluster_id] = known.seeing(parts, cluster.latency_s, ROUND)
+    return replace(estimates, stages=stages, watts=watts, memories=memories, rounds=rounds)
 
 
-def _blend(old: Pair, new: Pair, memory: float) -> Pair:
-    """The moving average of both, started again where a value has changed."""
-    mean = [
+def expected_s(estimates: ProfileEstimates, cluster_id: str, sample: StageSample) -> float | None:
+    """Seconds of a micro-batch by what is believed; None where nothing is known."""
+    place = EDGE if sample.device_id == EDGE else cluster_id
+    claim = _of(estimates.claimed, place, sample.device_id)
+    if claim is None:
+        return None
+    known = _believed(_of(estimates.stages, place, sample.device_id), claim)
+    if known is not None:
+        return known.expected((sample.passes, sample.flop))
+    return _claimed_s(claim, sample)
+
+
+def _claimed_s(claim: Claim, sample: StageSample) -> float:
+    return sample.passes * sum(claim[2:]) + sample.flop * math.exp(-claim[0])
+
+
+def plausible_j(spent_j: Mapping[str, float], planned_j: Mapping[str, float]) -> dict[str, float]:
+    """Energies by device as queues count them: no number counts as planned.
+
+    Of a device that was planned to spend some, no more counts than a filter's `STEP` allows.
+    """
+    found = {}
+    for name, spent in spent_j.items():
+        planned, most = planned_j.get(name, 0.0), math.exp(STEP)
+        usable = 0 <= spent < math.inf
+        if planned > 0:
+            spent = min(max(spent, planned / most), most * planned)
+        found[name] = spent if usable else planned
+    return found
+
+
+def _aged(known: Mapping[str, LogFilter], cluster: ClusterOutcome) -> dict[str, LogFilter]:
+    """The filters of a cluster, those without a sample one round older."""
+    seen = {sample.device_id for sample in cluster.stages}
+    return {name: f if name in seen else f.without() for name, f in known.items()}
+
+
+def _unseen(claim: Claim) -> LogFilter:
+    """What is believed of a stage before any sample."""
+    return LogFilter(mean=(math.log(sum(claim[2:]) or USUAL_OVERHEAD_S), -claim[0]))
+
+
+def _learn_stage(book: dict[str, LogFilter], sample: StageSample, claim: Claim) -> None:
+    name, parts = sample.device_id, (sample.passes, sample.flop)
+    known, claimed_s = book.get(name), _claimed_s(claim, sample)
+    prior = _unseen(claim)
+    error = prior.error(parts, sample.busy_s)
+    if error is None:
+        return
+    if known is None or known.mean == prior.mean:
+        known = known or prior
+        if claimed_s > 0 and abs(math.log(sample.busy_s / claimed_s)) <= AGREES:
+            certain = known.seeing(parts, known.expected(parts), STAGE)
+            book[name] = replace(certain, mean=prior.mean)
+            return
+    elif _is_old(known):
+        off = known.error(parts, sample.busy_s)
+        in_vain = off is not None and abs(off) <= abs(error)
+        known = replace(known, looks=known.looks + 1) if in_vain else prior
+    book[name] = known.seeing(parts, sample.busy_s, STAGE)
+
+
+def _learn_share(
+    books: dict[str, dict[str, LogFilter]],
+    place: str,
+    sample: StageSample,
+    seen: tuple[float, float],
+    prior: Prior,
+) -> None:
+    """The share of what was expected that was ``seen``: (expected, seen)."""
+    expected, value = seen
+    book = books.setdefault(place, {})
+    known = book.get(sample.device_id, LogFilter(mean=(0.0,)))
+    error = known.error((expected,), value)
+    if error is not None:
+        agrees = known.mean == (0.0,) and abs(error) <= AGREES
+        book[sample.device_id] = known.seeing((expected,), expected if agrees else value, prior)
+
+
+def _are_known(cluster: ClusterOutcome, estimates: ProfileEstimates) -> bool:
+    """Whether all who worked had worked before: a first round loads libraries and fills caches."""
+    known = estimates.stages.get(cluster.cluster_id, {})
+    return all(s.device_id in known for s in cluster.stages if s.device_id != EDGE)
+
+
+def _usual_round(explained_s: float) -> LogFilter:
+    return LogFilter(mean=(0.0, math.log(USUAL_ROUND * explained_s)))
+
+
+def _blend(old: Claim, new: Claim, memory: float) -> Claim:
+    """The moving average of speed and energy, started again where a value has changed."""
+    return tuple(
         fresh if abs(fresh - past) > CHANGE else memory * past + (1.0 - memory) * fresh
-        for fresh, past in zip(new, old, strict=True)
-    ]
-    return mean[0], mean[1]
+        for fresh, past in zip(new[:2], old[:2], strict=True)
+    )
 
 
-def _apart(one: Pair, other: Pair) -> float:
+def _apart(one: Claim, other: Claim) -> float:
     return max(abs(one[0] - other[0]), abs(one[1] - other[1]))
 
 
@@ -114,89 +323,18 @@ def _usable(value: float) -> bool:
     return 0 < value < math.inf
 
 
-def _copied(averages: Averages) -> dict[str, dict[str, Pair]]:
-    return {cluster: dict(devices) for cluster, devices in averages.items()}
+def _of(book: Mapping[str, Mapping[str, T]], cluster_id: str, name: str) -> T | None:
+    return book.get(cluster_id, {}).get(name)
 
 
-CAUTION = 0.1  # a Rayleigh link is better than this share of its mean nine times out of ten
-OFF = 0.01  # error of forecasts, in ln(latency of the round), from which on gains are averaged
-FAR_OFF = 0.05  # and from which on plans are cautious, until it is below OFF again
-MEMORY = 0.5  # weight of the past in that error
-LONGEST_AVERAGE = 20  # rounds
+def _copied(book: Mapping[str, Mapping[str, T]]) -> dict[str, dict[str, T]]:
+    return {cluster: dict(devices) for cluster, devices in book.items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RobustGains:
-    """How far forecasts erred, and average gains while they do."""
-
-    error: float = 0.0
-    careful: bool = False  # plans assume cautious gains
-    rounds: int = 0  # in the averages
-    average: Mapping[str, ChannelState] = field(default_factory=dict)
-    forecast_s: float | None = None  # of the round that runs now, by measured gains
-
-
-def with_averages(gains: RobustGains, snapshot: Snapshot) -> RobustGains:
-    """Fold the round's measured gains in while forecasts are off.
-
-    Raises ScheduleError for a snapshot that cannot be planned with.
-    """
-    if gains.error <= OFF:
-        return RobustGains(error=gains.error)
-    tabulate(snapshot)
-    rounds = min(gains.rounds + 1, LONGEST_AVERAGE)
-    average = {
-        c.profile.cluster_id: _mixed(gains.average.get(c.profile.cluster_id), c.channel, rounds)
-        for c in snapshot.clusters
+def _without(
+    book: Mapping[str, Mapping[str, T]], gone: Set[tuple[str, str]]
+) -> dict[str, dict[str, T]]:
+    return {
+        cluster: {name: value for name, value in devices.items() if (cluster, name) not in gone}
+        for cluster, devices in book.items()
     }
-    careful = gains.careful or gains.error > FAR_OFF
-    return replace(gains, rounds=rounds, average=average, careful=careful)
-
-
-def robust(gains: RobustGains, snapshot: Snapshot) -> Snapshot:
-    """``snapshot`` itself or, when plans are to be careful, with cautious gains on every link."""
-    if not gains.careful:
-        return snapshot
-
-    averages = (gains.average[c.profile.cluster_id] for c in snapshot.clusters)
-    cautious = tuple(
-        replace(cluster, channel=_each_gain(lambda gain: CAUTION * gain, average))
-        for cluster, average in zip(snapshot.clusters, averages, strict=True)
-    )
-    return replace(snapshot, clusters=cautious)
-
-
-def with_forecast(
-    gains: RobustGains, plan: Plan, snapshot: Snapshot, options: PricingOptions
-) -> RobustGains:
-    """What ``plan`` will take by measured gains."""
-    if plan.fallback is not None:
-        return replace(gains, forecast_s=None)
-    if not gains.careful:
-        return replace(gains, forecast_s=plan.latency_s)
-    return replace(gains, forecast_s=price(plan, snapshot, options).latency_s)
-
-
-def with_error(gains: RobustGains, outcome: RoundOutcome) -> RobustGains:
-    """Compare the forecast with how long the round really took."""
-    if gains.forecast_s is None or not outcome.latency_s > 0:
-        return replace(gains, forecast_s=None)
-    missed = abs(math.log(outcome.latency_s / gains.forecast_s))
-    error = MEMORY * gains.error + (1.0 - MEMORY) * missed
-    return replace(gains, error=error, forecast_s=None)
-
-
-def _mixed(old: ChannelState | None, new: ChannelState, rounds: int) -> ChannelState:
-    if old is None or len(old.edge_gain) != len(new.edge_gain):
-        return new
-    weight = 1.0 / rounds
-    return _each_gain(lambda before, now: (1.0 - weight) * before + weight * now, old, new)
-
-
-def _each_gain(change: Callable[..., float], *channels: ChannelState) -> ChannelState:
-    """``change`` of every gain of ``channels`` of one shape."""
-    rows = zip(*(channel.d2d_gain for channel in channels), strict=True)
-    return ChannelState(
-        d2d_gain=tuple(tuple(map(change, *row)) for row in rows),
-        edge_gain=tuple(map(change, *(channel.edge_gain for channel in channels))),
-    )

@@ -1,9 +1,9 @@
 """No device holds most of the model: a cap on what a plan may use of any device's memory.
 
 The cap is a share of what training the whole model on one device takes with the reference
-micro-batches (``costs.work``). A cluster in which no plan keeps it gets the least cap that allows
-one; plans say which share they kept. Control units and the edge hold their own parts and are not
-capped.
+micro-batches (``costs.work``): all of a step's under GPipe, one after the other under 1F1B. A
+cluster in which no plan keeps it gets the least cap that allows one; plans say which share they
+kept. Control units and the edge hold their own parts and are not capped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def least_shares(tables: Tables, reference: Reference, settings: SchedulerConfig
     share = settings.max_model_share
     if share >= NO_CAP:
         return np.full(tables.num_clusters, np.inf)
-    whole = _whole(tables, reference)
+    whole = _whole(tables, reference, settings)
     needs = segment_needs(tables, settings)
     members = tables.members
     room = (1.0 - settings.memory_margin) * members.memory_mi[:, 1:]
@@ -41,7 +41,7 @@ def least_shares(tables: Tables, reference: Reference, settings: SchedulerConfig
 def capped(tables: Tables, share_m: Array, reference: Reference, options: PricingOptions) -> Tables:
     """``tables`` in which no device offers more memory than its cluster's share."""
     members = tables.members
-    cap_m = share_m * _whole(tables, reference) / (1.0 - options.memory_margin)
+    cap_m = share_m * _whole(tables, reference, options) / (1.0 - options.memory_margin)
     memory = members.memory_mi.copy()
     memory[:, 1:] = np.minimum(memory[:, 1:], cap_m[:, None] * (1.0 + 1e-12))
     return replace(tables, members=replace(members, memory_mi=memory))
@@ -72,9 +72,9 @@ def segment_needs(tables: Tables, settings: SchedulerConfig) -> Array:
     return np.where(np.tri(len(need), k=-1, dtype=bool).T, need, np.inf)
 
 
-def _whole(tables: Tables, reference: Reference) -> float:
-    batch = reference.micro_batch_size * reference.micro_batches
-    return whole_bytes(tables.snapshot.model, batch)
+def _whole(tables: Tables, reference: Reference, options: PricingOptions) -> float:
+    flight = reference.micro_batches if options.schedule == "gpipe" else 1
+    return whole_bytes(tables.snapshot.model, reference.micro_batch_size * flight)
 
 
 def _plainly_fits(needs: Array, room_mn: Array) -> Mask:

@@ -24,7 +24,8 @@ from collapipe_flwr.core.schedule import SCHEDULES
 from collapipe_flwr.costs.convergence import LearningState
 from collapipe_flwr.costs.radio import ladder
 from collapipe_flwr.costs.work import PricingOptions
-from collapipe_flwr.scheduler.estimates import ProfileEstimates, RobustGains
+from collapipe_flwr.scheduler.estimates import ProfileEstimates
+from collapipe_flwr.scheduler.gain_estimates import RobustGains
 from collapipe_flwr.scheduler.link_estimates import LinkEstimates
 
 Nested = Mapping[str, Mapping[str, float]]

@@ -26,7 +26,7 @@ from collapipe_flwr.core.links import CODECS, LinkConfig
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.layouts import span_sums
 from collapipe_flwr.costs.tables import block_table
-from collapipe_flwr.costs.work import PricingOptions, segment_bytes
+from collapipe_flwr.costs.work import AHEAD, BACK, PricingOptions, segment_bytes
 from collapipe_flwr.scheduler.plans import dry_run_plan
 from collapipe_flwr.scheduler.segment_dp import (
     Path,
@@ -78,8 +78,10 @@ def _problem(plan: ClusterPlan, rest: ReplanInput) -> SegmentProblem:
     """Seconds of one step, per device, first block and block behind."""
     devices, blocks, size = rest.devices, block_table(rest.model), plan.micro_batch_size
     speed = np.array([d.speed_flop_per_s for d in devices])[:, None, None]
-    ahead = size * span_sums(blocks.forward_flop_l) / speed
-    back = size * span_sums(blocks.backward_flop_l) / speed
+    overhead = np.array([d.overhead_s for d in devices])[:, None, None]
+    overhead = overhead * span_sums(blocks.count_l)
+    ahead = size * span_sums(blocks.forward_flop_l) / speed + AHEAD * overhead
+    back = size * span_sums(blocks.backward_flop_l) / speed + BACK * overhead
     if rest.options.recompute:
         back = back + ahead
     room = np.array([d.memory_bytes for d in devices])[:, None, None]

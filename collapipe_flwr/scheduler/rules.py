@@ -27,6 +27,7 @@ from collapipe_flwr.scheduler.base import (
     planner_for,
     solution_plan,
 )
+from collapipe_flwr.scheduler.estimates import with_profiles
 from collapipe_flwr.scheduler.initial_layouts import rows_by_weight
 from collapipe_flwr.scheduler.model_share import capped, least_shares, with_model_shares
 from collapipe_flwr.scheduler.planner import Planner, Solution
@@ -89,6 +90,7 @@ class RuleScheduler(Policy):
 
     def step(self, state: SchedulerState, snapshot: Snapshot) -> tuple[Plan, SchedulerState]:
         """Apply the rule; raises InfeasibleError where nothing it names fits."""
+        snapshot, beliefs = with_profiles(snapshot, state.beliefs, self.settings.profile_memory)
         tables = tabulate(snapshot, self.settings.coarsest)
         limited, shares, choices = self._within_caps(tables, reference_of(state))
         planner = planner_for(limited, state, self.settings)
@@ -101,7 +103,8 @@ class RuleScheduler(Policy):
         solution = _at_full_power(planner, _picked(choices, picks))
         plan = with_model_shares(solution_plan(solution, self.name, 1.0), shares)
         budgets = known_budgets(state.budget_j, snapshot)
-        return plan, replace(state, rounds=state.rounds + 1, budget_j=budgets, last_plan=plan)
+        after = replace(state, rounds=state.rounds + 1, budget_j=budgets, last_plan=plan)
+        return plan, replace(after, beliefs=beliefs)
 
     def _within_caps(
         self, tables: Tables, reference: Reference

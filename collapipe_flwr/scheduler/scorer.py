@@ -17,6 +17,8 @@ from collapipe_flwr.costs.makespan import step_makespan_s
 from collapipe_flwr.costs.radio import rate_bit_per_s
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.work import (
+    AHEAD,
+    BACK,
     OPTIMISER_FLOP_PER_BYTE,
     PricingOptions,
     edge_speed,
@@ -52,6 +54,10 @@ class Scorer:
         self.room = prices.room_mi[clusters].ravel() if limited else None
         self.budget = tables.members.budget_mi[clusters].ravel()
         self._price_ends()
+        edge = tables.snapshot.edge.overhead_s
+        own_m = tables.members.overhead_mi[:, 0]
+        self.overhead_2m = np.stack([own_m, np.full_like(own_m, edge)])
+        self.late = bool(self.overhead_2m.any() or self.members.overhead.any())
 
     def _price_ends(self) -> None:
         """Seconds of control unit and edge, (2, M) per example, their updates and the server's."""
@@ -100,12 +106,16 @@ class Scorer:
         ends_f, ends_b = self.forward_2m.take(cluster, 1), self.backward_2m.take(cluster, 1)
         forward = np.concatenate([ends_f, ahead * slowness]) * batch.size
         backward = np.concatenate([ends_b, back * slowness]) * batch.size
+        overhead_flop: Array | float = 0.0
+        if self.late:
+            ahead_s, back_s, overhead_flop = self._overheads(cluster, slots)
+            forward, backward = forward + ahead_s, backward + back_s
         hop_s, hop_worth = self._hops(rows, batch, slots, (forward.max(0), backward.max(0)))
         makespan = step_makespan_s(self.options, (forward, backward), hop_s, batch.count, axis=0)
         update = OPTIMISER_FLOP_PER_BYTE * weights
         fixed = (weights * members.bulk_seconds.take(at)).sum(0) + self.server_s_m[cluster]
         fixed += batch.steps * ((update * slowness).sum(0) + self.update_s_m[cluster])
-        flop = batch.examples * (ahead + back) + update
+        flop = batch.examples * (ahead + back) + update + batch.count * overhead_flop
         joule = batch.steps * flop * members.joule_per_flop.take(at)
         worth = batch.steps * (flop * members.flop_worth.take(at)).sum(0)
         worth += (weights * members.bulk_worth.take(at)).sum(0)
@@ -116,13 +126,23 @@ class Scorer:
             worth += self.prices.latency_price * latency * over.sum(0)
         return latency, worth
 
+    def _overheads(self, cluster: Ints, slots: _Slots) -> tuple[Array, Array, Array]:
+        """Overheads of a micro-batch: seconds, (S + 2, R), both ways, and as operations, (S, R)."""
+        each = self.members.overhead.take(slots.member_at_sr)
+        ahead = self.spans.ahead_lk.take(slots.span_sr) * each
+        back = self.spans.back_lk.take(slots.span_sr) * each
+        ends = self.overhead_2m.take(cluster, 1)
+        flop = (ahead + back) / self.members.slowness.take(slots.member_at_sr)
+        return (np.concatenate([AHEAD * ends, ahead]), np.concatenate([BACK * ends, back]), flop)
+
     def _own_worth(self, rows: Layouts, batch: _Batch) -> Array:
         """What a step costs the control unit in priced energy."""
         head = self.tables.snapshot.model.embedding
         flop = batch.examples * (head.forward_flop + head.backward_flop)
         flop = flop + OPTIMISER_FLOP_PER_BYTE * head.parameter_bytes
         own = self.place_m[rows.cluster_r] * self.members.width
-        return np.asarray(flop * self.members.flop_worth.take(own))
+        overhead = self.members.overhead.take(own) / self.members.slowness.take(own)
+        return np.asarray((flop + batch.count * overhead) * self.members.flop_worth.take(own))
 
     def _hops(
         self, rows: Layouts, batch: _Batch, slots: _Slots, slowest: tuple[Array, Array]
@@ -187,8 +207,11 @@ class SpanTable:
         kept_l, self.once = kept_bytes(blocks, options)
         self.forward_lk = span_sums(blocks.forward_flop_l)
         self.backward_lk = span_sums(blocks.backward_flop_l)
+        count_lk = span_sums(blocks.count_l)
+        self.ahead_lk, self.back_lk = AHEAD * count_lk, BACK * count_lk
         if options.recompute:
             self.backward_lk = self.backward_lk + self.forward_lk
+            self.back_lk = self.back_lk + self.ahead_lk
         self.weights_lk = span_sums(blocks.parameter_bytes_l)
         self.state_lk, self.kept_lk = span_sums(blocks.state_bytes_l), span_sums(kept_l)
 
@@ -202,6 +225,7 @@ class MemberPrices:
         members = tables.members
         self.width = int(price_ni.shape[1])
         self.slowness = 1.0 / members.speed_mi[clusters].ravel()
+        self.overhead = members.overhead_mi[clusters].ravel()
         self.room = (1.0 - options.memory_margin) * members.memory_mi[clusters].ravel()
         self.flop_worth = (price_ni * members.energy_per_flop_mi[clusters]).ravel()
         self.joule_per_flop = members.energy_per_flop_mi[clusters].ravel()

@@ -14,6 +14,8 @@ from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.radio import SHARES, power_for_time_w, send_time_s, thrifty_time_s
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.work import (
+    AHEAD,
+    BACK,
     OPTIMISER_FLOP_PER_BYTE,
     PricingOptions,
     edge_speed,
@@ -80,11 +82,16 @@ def _stages(tables: Tables, options: PricingOptions, terms: Terms) -> tuple[Arra
         return values_i[present, None, None]
 
     ahead, back, weights = spans.forward_lk, spans.backward_lk, spans.weights_lk
-    forward, backward = (size * flop * each(devices.slowness) for flop in (ahead, back))
+    forward, backward = (
+        size * flop * each(devices.slowness) + count * each(devices.overhead)
+        for flop, count in ((ahead, spans.ahead_lk), (back, spans.back_lk))
+    )
     update = OPTIMISER_FLOP_PER_BYTE * weights
     time = steps * (forward + backward + update * each(devices.slowness))
     time = time + weights * each(devices.bulk_seconds)
-    flop = steps * (size * terms.micro_batches * (ahead + back) + update)
+    overhead = (spans.ahead_lk + spans.back_lk) * each(devices.overhead / devices.slowness)
+    flop = size * terms.micro_batches * (ahead + back) + update + terms.micro_batches * overhead
+    flop = steps * flop
     worth = flop * each(devices.flop_worth) + weights * each(devices.bulk_worth)
     in_flight = terms.micro_batches if options.schedule == "gpipe" else 1
     need = segment_bytes(tables.blocks, options, size, in_flight)
@@ -130,13 +137,15 @@ def _ends(tables: Tables, options: PricingOptions, terms: Terms) -> tuple[Array,
     model, members, m = tables.snapshot.model, tables.members, terms.cluster
     ends = (model.embedding, model.decoder)
     speed = np.array([members.speed_mi[m, 0], edge_speed(tables, options)])
+    overhead = np.array([members.overhead_mi[m, 0], tables.snapshot.edge.overhead_s])
     size, steps = float(terms.micro_batch_size), terms.steps(tables)
     flop = np.array([[end.forward_flop for end in ends], [end.backward_flop for end in ends]])
     update = OPTIMISER_FLOP_PER_BYTE * np.array([float(end.parameter_bytes) for end in ends])
-    times = size * flop / speed
+    times = size * flop / speed + np.outer([AHEAD, BACK], overhead)
     whole = model.embedding.parameter_bytes + tables.blocks.parameter_bytes_l[-1]
     server = 16.0 * whole / tables.server_rate_m[m]
     work = size * terms.micro_batches * flop[:, 0].sum() + update[0]
+    work += terms.micro_batches * overhead[0] * speed[0]
     joules = steps * members.energy_per_flop_mi[m, 0] * work
     fixed = terms.slope * (server + steps * (times.sum() + (update / speed).sum()))
     return times, float(fixed + terms.price_i[0] * joules)

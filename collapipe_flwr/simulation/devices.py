@@ -81,6 +81,16 @@ def device_preset(kind: str) -> DeviceProfile:
     return PRESETS[kind]
 
 
+def scaled(device: DeviceProfile, *, speed: float, power: float) -> DeviceProfile:
+    """The device with so many times its speed, and its power while computing."""
+    return replace(
+        device,
+        speed_flop_per_s=device.speed_flop_per_s * speed,
+        overhead_s=device.overhead_s / speed,
+        energy_per_flop_j=device.energy_per_flop_j * power / speed,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RadioPreset:
     """Bands of one kind of uplink and its path loss."""

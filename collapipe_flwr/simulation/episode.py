@@ -5,7 +5,8 @@ error is a factor on every member's speed and another on its energy per operatio
 ``[1 - error, 1 + error]``. As ``noise`` both are drawn anew for every round, as a measurement would
 be; as ``bias`` once per device for the whole episode, like a benchmark that does not resemble
 training. The delay is of everything that a snapshot holds: profiles and channel gains. Memories are
-known exactly. What rounds cost, and what devices report after working, is the truth.
+known exactly. What rounds cost, and what devices report after working, is the truth: the world's,
+whose devices may differ from their profiles (`World.truth`).
 """
 
 from __future__ import annotations
@@ -18,17 +19,22 @@ import numpy as np
 
 from collapipe_flwr.core.domain import (
     ClusterOutcome,
+    ClusterPlan,
+    ClusterProfile,
     ClusterSnapshot,
     DeviceProfile,
     ModelProfile,
     Plan,
     RoundOutcome,
     Snapshot,
+    StageSample,
 )
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.costs.measured import explained_s, stage_parts, taken_s
 from collapipe_flwr.costs.price import PricedCluster, PricedRound, price
 from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerState
+from collapipe_flwr.simulation.devices import scaled
 from collapipe_flwr.simulation.world import World
 
 
@@ -42,25 +48,60 @@ class EpisodeRound:
     decision_s: float
 
 
-def simulated_outcome(plan: Plan, priced: PricedRound, truth: Snapshot) -> RoundOutcome:
-    """What the price says; whoever worked shows its true speed and energy per operation."""
-    members = {c.profile.cluster_id: c.profile.members for c in truth.clusters}
+def simulated_outcome(
+    plan: Plan, priced: PricedRound, truth: Snapshot, seen: Snapshot, options: PricingOptions
+) -> RoundOutcome:
+    """What the price says; whoever worked shows its true stage time and power.
 
-    def shown(cluster: PricedCluster, field: str) -> dict[str, float]:
-        worked = [m for m in members[cluster.cluster_id] if m.device_id in cluster.memory_bytes]
-        return {m.device_id: float(getattr(m, field)) for m in worked}
-
+    ``seen`` are the links, and the devices that did not work, as plans knew them.
+    """
     clusters = tuple(
-        ClusterOutcome(
-            cluster_id=c.cluster_id,
-            latency_s=c.latency_s,
-            energy_j=c.energy_j,
-            speed_flop_per_s=shown(c, "speed_flop_per_s"),
-            energy_per_flop_j=shown(c, "energy_per_flop_j"),
-        )
-        for c in priced.clusters
+        simulated_cluster(part, found, truth, seen, options)
+        for part, found in zip(plan.clusters, priced.clusters, strict=True)
     )
     return RoundOutcome(round_index=plan.round_index, latency_s=priced.latency_s, clusters=clusters)
+
+
+def simulated_cluster(
+    plan: ClusterPlan,
+    priced: PricedCluster,
+    truth: Snapshot,
+    seen: Snapshot,
+    options: PricingOptions,
+) -> ClusterOutcome:
+    """The part of one cluster in `simulated_outcome`."""
+    there = {c.profile.cluster_id: c.profile for c in truth.clusters}
+    samples = simulated_stages(plan, there[plan.cluster_id], truth, options)
+    return ClusterOutcome(
+        cluster_id=plan.cluster_id,
+        latency_s=priced.latency_s,
+        energy_j=priced.energy_j,
+        stages=samples,
+        explained_s=None if seen is truth else explained_s(plan, samples, seen, options),
+    )
+
+
+def simulated_stages(
+    plan: ClusterPlan, profile: ClusterProfile, truth: Snapshot, options: PricingOptions
+) -> tuple[StageSample, ...]:
+    """A sample of everyone who worked, with the true times and powers of ``profile``."""
+    members = {member.device_id: member for member in profile.members}
+    samples = []
+    parts = stage_parts(plan, truth.model, recompute=options.recompute)
+    for name, (passes, each) in parts.items():
+        member, flop = members.get(name), plan.micro_batch_size * each
+        samples.append(
+            StageSample(
+                device_id=name,
+                passes=passes,
+                flop=flop,
+                busy_s=taken_s(member or truth.edge, passes, flop),
+                watt=member.speed_flop_per_s * member.energy_per_flop_j if member else None,
+                planned_bytes=plan.memory_bytes.get(name, 0),
+                peak_bytes=plan.memory_bytes.get(name, 0),
+            )
+        )
+    return tuple(samples)
 
 
 def run_episode(
@@ -76,15 +117,17 @@ def run_episode(
 
     ``seen`` distorts what the scheduler looks at (stale or wrong profiles); prices use the truth.
     """
-    look = seen or (lambda snapshot: snapshot)
+    look, options = seen or (lambda snapshot: snapshot), options or PricingOptions()
     state = scheduler.init(look(world.snapshot(1, model)))
     for index in range(1, rounds + 1):
-        truth = world.snapshot(index, model)
+        believed = look(described := world.snapshot(index, model))
+        truth = world.truth(described)
         started = time.perf_counter()
-        plan, state = scheduler.step(state, look(truth))
+        plan, state = scheduler.step(state, believed)
         decision_s = time.perf_counter() - started
         priced = price(plan, truth, options)
-        state = scheduler.observe(state, plan, simulated_outcome(plan, priced, truth))
+        outcome = simulated_outcome(plan, priced, truth, believed, options)
+        state = scheduler.observe(state, plan, outcome)
         yield EpisodeRound(plan=plan, priced=priced, state=state, decision_s=decision_s)
 
 
@@ -125,13 +168,9 @@ class Distortion:
         rng = np.random.default_rng([seed, index, 30, *name])
         shape = (len(profile.members), 2)
         factors = iter(rng.uniform(1.0 - self.error, 1.0 + self.error, size=shape))
-        seen = profile.with_members(lambda member: _scaled(member, *map(float, next(factors))))
+        seen = profile.with_members(lambda member: _wrong(member, *map(float, next(factors))))
         return replace(cluster, profile=seen)
 
 
-def _scaled(device: DeviceProfile, speed: float, joule: float) -> DeviceProfile:
-    return replace(
-        device,
-        speed_flop_per_s=device.speed_flop_per_s * speed,
-        energy_per_flop_j=device.energy_per_flop_j * joule,
-    )
+def _wrong(device: DeviceProfile, speed: float, joule: float) -> DeviceProfile:
+    return scaled(device, speed=speed, power=speed * joule)

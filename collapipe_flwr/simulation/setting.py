@@ -5,6 +5,7 @@ There are named presets, over which `overridden` lays what a user chose on the c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -49,11 +50,12 @@ class Setting:
             micro_batches=(1, 2, 4, 8, 16),
             progress="bound",  # nothing is trained: there is no noise to measure
             schedule="1f1b",
-            max_model_share=0.5,
+            max_model_share=1 / 3,
             best_batches=True,
         )
     )
     distortion: Distortion = field(default_factory=Distortion)
+    truth_error: float = 0.0  # of what plans believe of devices, see `World`
     fleet: tuple[FleetCluster, ...] = ()
 
     def __post_init__(self) -> None:
@@ -62,6 +64,8 @@ class Setting:
             if value < 1:
                 raise ConfigError(f"--{name} must be >= 1, got {value}")
         _check_names(self.policies)
+        if not 0 <= self.truth_error < math.inf:
+            raise ConfigError(f"--truth-error must be >= 0, got {self.truth_error}")
         if not self.seeds or not all(0 <= seed < SEED_LIMIT for seed in self.seeds):
             raise ConfigError(f"--seeds needs at least one seed, all >= 0, got {self.seeds}")
 
@@ -80,6 +84,7 @@ class Setting:
             budget=self.budget,
             model=profile,
             cluster_ids=[cluster.cluster_id for cluster in fleet],
+            truth_error=self.truth_error,
         )
 
     def as_json(self) -> dict[str, object]:
@@ -143,7 +148,7 @@ def preset(name: str | None) -> Setting:
     return PRESETS[name]
 
 
-_SETTING = ("clusters", "devices", "examples", "rounds", "channel", "radio")
+_SETTING = ("clusters", "devices", "examples", "rounds", "channel", "radio", "truth_error")
 _MODEL = ("blocks", "width", "tokens")
 _PLANNING = (
     *("penalty_weight", "schedule", "memory_margin", "max_model_share"),

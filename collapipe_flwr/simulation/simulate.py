@@ -60,7 +60,8 @@ def simulate(setting: Setting, tick: Tick = silent) -> Simulation:
     results = tuple(_policy(setting, name, profile, worlds, tick) for name in setting.policies)
     if all(result.refusal for result in results):
         raise ScheduleError(f"no policy could run; {results[0].policy}: {results[0].refusal}")
-    bounds = [bounds_in(world, profile, setting.settings, setting.rounds) for _, world in worlds]
+    settings, rounds = setting.settings, setting.rounds
+    bounds = [bounds_in(world.true, profile, settings, rounds) for _, world in worlds]
     return Simulation(setting=setting, policies=results, bounds=tuple(bounds))
 
 
@@ -86,7 +87,7 @@ def _policy(
         except ScheduleError as error:
             return PolicyResult(policy=name, scores=(), refusal=f"seed {seed}: {error}")
         target = target_in(world, profile, settings)
-        scores.append(score(world, trained, seed, rounds, target))
+        scores.append(score(world.true, trained, seed, rounds, target))
     return PolicyResult(policy=name, scores=tuple(scores))
 
 

@@ -1,4 +1,10 @@
-"""A world of clusters: profiles with energy budgets, and channels; snapshots follow from both."""
+"""A world of clusters: profiles with energy budgets, and channels; snapshots follow from both.
+
+Profiles are what plans believe. With a ``truth_error`` the devices really are different
+(`World.truth`), as boards are from data sheets: every member's speed and its power while computing
+are those of its profile times exp(truth_error z), with a standard normal z for each, drawn once for
+a world's seed.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +25,7 @@ from collapipe_flwr.core.domain import (
 )
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.simulation.channel import ChannelModel, Placement, channel_model
-from collapipe_flwr.simulation.devices import RadioPreset, device_preset, radio_preset
+from collapipe_flwr.simulation.devices import RadioPreset, device_preset, radio_preset, scaled
 
 EDGE_FLOP_PER_S = 5e12  # what one cluster sees of a server-class GPU in fp32
 EDGE_BYTES_PER_CLUSTER = 8 * 2**30
@@ -32,7 +38,10 @@ ORBIT_M = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """Clusters, edge, radio and how channels change; every round is a function of the seed."""
+    """Clusters, edge, radio and how channels change; every round is a function of the seed.
+
+    ``truth_error`` is the standard deviation of ln(true / believed) speed and power of devices.
+    """
 
     clusters: tuple[ClusterProfile, ...]
     placements: tuple[Placement, ...]
@@ -40,6 +49,7 @@ class World:
     radio: RadioProfile
     channel: ChannelModel
     seed: int
+    truth_error: float = 0.0
 
     def snapshot(
         self,
@@ -60,6 +70,28 @@ class World:
             radio=self.radio,
             clusters=clusters,
         )
+
+    @property
+    def true(self) -> World:
+        """The world whose profiles are the truth about this one; itself where they are."""
+        if not self.truth_error:
+            return self
+        clusters = (cluster.with_members(self._true_device) for cluster in self.clusters)
+        return replace(self, clusters=tuple(clusters), truth_error=0.0)
+
+    def truth(self, snapshot: Snapshot) -> Snapshot:
+        """The snapshot with its devices as they really are; itself where profiles are true."""
+        if not self.truth_error:
+            return snapshot
+        return replace(snapshot, clusters=tuple(map(self._true_cluster, snapshot.clusters)))
+
+    def _true_cluster(self, cluster: ClusterSnapshot) -> ClusterSnapshot:
+        return replace(cluster, profile=cluster.profile.with_members(self._true_device))
+
+    def _true_device(self, device: DeviceProfile) -> DeviceProfile:
+        rng = np.random.default_rng([self.seed, 31, *map(ord, device.device_id)])
+        speed, power = map(float, np.exp(self.truth_error * rng.standard_normal(2)))
+        return scaled(device, speed=speed, power=power)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +162,7 @@ def make_world(
     budget: EnergyBudget | None = None,
     model: ModelProfile | None = None,
     cluster_ids: Sequence[str] | None = None,
+    truth_error: float = 0.0,
 ) -> World:
     """A world of one cluster per entry of ``cluster_devices``: its boards, control unit first.
 
@@ -156,6 +189,7 @@ def make_world(
         ),
         channel=channel_model(channel),
         seed=seed,
+        truth_error=truth_error,
     )
 
 

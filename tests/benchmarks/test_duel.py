@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+
 import pytest
 
+from benchmarks import child_environment
+from benchmarks.data_plane import crew as crews
 from benchmarks.data_plane.crew import BenchError, Crew
 from benchmarks.data_plane.duel import Arena, Pace
 from benchmarks.data_plane.job import Job
 from benchmarks.data_plane.model import Shape
-from benchmarks.data_plane.network import Loopback
+from benchmarks.data_plane.network import Loopback, Network
 from benchmarks.data_plane.wire import Load, wire_cost
+from tests.forked import Forked
 
+MEMBER = "benchmarks.data_plane.member"
 SHAPE = Shape(width=32, tokens=16, micro_batch=2, micro_batches=3)
+
+
+@pytest.fixture(autouse=True)
+def _members_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members that import everything themselves are in test_crew.py."""
+
+    def start(command: Sequence[str], network: Network, index: int, certificates: str) -> Forked:
+        assert not command and not certificates
+        env = {**child_environment(), "GLOO_SOCKET_IFNAME": network.interface}
+        return Forked(MEMBER, network.host(index), env=env, talks=True)
+
+    if sys.platform == "linux":
+        monkeypatch.setattr(crews, "_start", start)
 
 
 def test_both_sides_train_the_same_model():

@@ -21,6 +21,7 @@ class Daemon:
     """One process; `address` is where it listens.
 
     One that starts `cold` imports what it needs itself; modules in `first` go before all others.
+    With `slow` it is a `slow_board` that obeys this file.
     """
 
     def __init__(
@@ -30,11 +31,13 @@ class Daemon:
         tls: TlsFiles | None = None,
         first: Path | None = None,
         cold: bool = False,
+        slow: Path | None = None,
     ) -> None:
-        module = "collapipe_flwr.cli"
+        module = "collapipe_flwr.cli" if slow is None else "tests.cluster.slow_board"
         arguments = [command, "--listen", "127.0.0.1:0", *options, *tls_options(tls)]
         path = os.pathsep.join(str(folder) for folder in (first, ROOT) if folder is not None)
         env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        env["SLOW_BOARD"] = str(slow or "")
         self.process: Forked | subprocess.Popen[str]
         if cold or first is not None or sys.platform != "linux":
             words, pipe = [sys.executable, "-m", module, *arguments], subprocess.PIPE

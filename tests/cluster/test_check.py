@@ -15,11 +15,12 @@ from typer.testing import CliRunner
 
 from collapipe_flwr.cli import app
 from collapipe_flwr.cluster import check
-from collapipe_flwr.cluster.check import CheckSettings, check_cluster, measured_ways, ways
+from collapipe_flwr.cluster.check import CheckSettings, check_cluster, fitted, measured_ways, ways
 from collapipe_flwr.cluster.profile import profile_of, read_measurements
 from collapipe_flwr.config.cluster_file import read_cluster
 from collapipe_flwr.core.errors import ConfigError, LinkTimeout
 from collapipe_flwr.pipeline.benchmark import (
+    BenchmarkAnswer,
     BenchmarkRequest,
     available_memory_bytes,
     block_flop,
@@ -69,6 +70,7 @@ def test_members_are_measured_and_the_missing_one_is_named(tmp_path: Path) -> No
     assert second["speed_flop_per_s"] is None and "no answer" in second["fault"]
     profile = profile_of(read_cluster(path), examples=7)
     assert profile.devices[0].speed_flop_per_s == first["speed_flop_per_s"]
+    assert profile.devices[0].overhead_s == first["overhead_s"] >= 0
     assert profile.devices[0].memory_bytes == first["memory_bytes"]
     assert profile.devices[1].speed_flop_per_s == 12e9  # nothing measured: that of its kind
     assert profile.devices[1].device_id == "g/pi-2"
@@ -221,3 +223,13 @@ def test_the_benchmark_counts_its_matrix_products_and_takes_the_median() -> None
 def test_a_benchmark_beyond_its_bounds_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         BenchmarkRequest(**wrong)  # type: ignore[arg-type]
+
+
+def test_speed_and_overhead_are_told_apart_by_two_sizes() -> None:
+    def answer(examples: int, seconds: float) -> BenchmarkAnswer:
+        return BenchmarkAnswer(flop=2e9 * examples, seconds=seconds, memory_bytes=1)
+
+    speed, overhead_s = fitted(answer(8, 1.6 + 0.3), answer(1, 0.2 + 0.3))
+    assert (speed, overhead_s) == (pytest.approx(1e10), pytest.approx(0.3))
+    slower_alone = fitted(answer(8, 1.6), answer(1, 1.7))  # noise: nothing can be told apart
+    assert slower_alone == (pytest.approx(1e10), 0.0)

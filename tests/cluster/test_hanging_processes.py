@@ -39,6 +39,7 @@ def sessions_of(daemon: Daemon) -> int:
         return client.health().sessions
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("phase", "victim"),
     [

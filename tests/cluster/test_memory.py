@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
@@ -147,6 +148,7 @@ def test_a_device_reserves_what_its_plan_was_priced_at() -> None:
             assert state_bytes <= report.peak_tensor_bytes <= 1.01 * priced[stop].bytes
 
 
+@pytest.mark.long
 def test_a_daemon_never_uses_more_memory_than_its_plans_were_priced_at() -> None:
     """What the kernel counts, above a daemon that has trained once and holds next to nothing.
 

@@ -14,6 +14,7 @@ import torch
 from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder
 from collapipe_flwr.config.cluster_file import parse_cluster
 from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.core.imports import allow
 from collapipe_flwr.models import SplitModel, Splitter
 from tests.closeness import assert_near, near
 from tests.cluster.daemon_processes import ROOT, Daemon, running
@@ -31,6 +32,12 @@ edge = { address = "edge:1" }
 """
 IMPORT = ("--import", "tests.models.own_models")
 CUT = Cut(stops=(2, 4), micro_batches=(6,))
+
+
+@pytest.fixture(autouse=True)
+def importable() -> None:
+    """This process is the control unit, which imports the code of its models as well."""
+    allow("tests.models.own_models")
 
 
 @pytest.fixture(scope="module")

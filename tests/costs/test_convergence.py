@@ -104,15 +104,15 @@ def test_noise_estimator_on_sampled_gradients() -> None:
 
 
 def test_rounds_by_noise_scale_are_those_of_mccandlish_et_al() -> None:
-    """A pass over D examples in steps of B: in proportion to B + B_noise, and no less alone than
-    averaged, where the batch counts once per cluster."""
+    """A pass over D examples in steps of B: in proportion to B + B_noise, in one cluster or three:
+    between two averages each steps on its own."""
     scale, examples = NoiseScale(examples=12.0), 480.0
     batches = np.array([1.0, 4.0, 16.0, 48.0])
     alone = scale.rounds(bound_sums(np.ones((4, 1)), examples / batches[:, None], batches[:, None]))
     assert alone * examples == pytest.approx(batches + 12.0)
     shares, both = np.full((4, 3), 1 / 3), np.tile(batches[:, None], 3)
     averaged = scale.rounds(bound_sums(shares, examples / both, both))
-    assert averaged * examples == pytest.approx(batches + 12.0 / 3)
+    assert averaged * examples == pytest.approx(batches + 12.0)
 
 
 def test_noise_scale_is_the_ratio_of_both_estimates_and_four_before_any() -> None:

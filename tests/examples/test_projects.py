@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import shutil
 import subprocess
 import sys
+import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from flwr.app import Context, RecordDict
 
 from collapipe_flwr.federation.launcher import private_environment, private_superlink
+from collapipe_flwr.federation.local_grid import LocalGrid
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROJECTS = {"huggingface": "huggingface_example", "vision-transformer": "vision_example"}
 MARK = "  # CollaPipe"
 LINES = 12
+ROUNDS = 2
 TOLERANCE = 1e-6
 LIMIT_S = 240.0
+Weights = dict[str, torch.Tensor]
+FinalModel = Callable[[Path, Path, dict[str, str]], Weights]
 NODES = "num-supernodes=2 client-resources-num-cpus=1 init-args-num-cpus=1"  # one worker
 
 
@@ -63,28 +71,58 @@ def test_the_plain_project_knows_nothing_of_collapipe(name: str) -> None:
     assert not [file for file, lines in plain.items() if "collapipe_flwr" in "".join(lines)]
 
 
+@pytest.fixture(params=["here", pytest.param("by Flower's command", marks=pytest.mark.slow)])
+def plain_model(request: pytest.FixtureRequest) -> Iterator[FinalModel]:
+    """Trains the plain project, in this process or as the one beside it is."""
+    here = request.param == "here"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path])
+        yield model_from_here if here else model_from_flower
+    for name in [n for n in sys.modules if n.partition(".")[0] in PROJECTS.values()]:
+        del sys.modules[name]
+
+
+@pytest.mark.long
 @pytest.mark.timeout(2 * LIMIT_S)
 @pytest.mark.parametrize("name", PROJECTS)
-def test_plain_and_split_end_with_the_same_weights(name: str, tmp_path: Path) -> None:
+def test_plain_and_split_end_with_the_same_weights(
+    name: str, plain_model: FinalModel, tmp_path: Path
+) -> None:
     env = private_environment(tmp_path)
     with private_superlink(tmp_path, env):
-        plain = final_model(EXAMPLES / name / "plain", tmp_path, env)
-        split = final_model(EXAMPLES / name / "collapipe", tmp_path, env)
+        split = model_from_flower(EXAMPLES / name / "collapipe", tmp_path, env)
+        plain = plain_model(EXAMPLES / name / "plain", tmp_path, env)
     assert list(plain) == list(split)
     for key, tensor in plain.items():
         assert tensor.dtype == split[key].dtype
         torch.testing.assert_close(split[key], tensor, rtol=0, atol=TOLERANCE, msg=key)
 
 
-def final_model(source: Path, folder: Path, env: dict[str, str]) -> dict[str, torch.Tensor]:
+def model_from_flower(source: Path, folder: Path, env: dict[str, str]) -> Weights:
     """The weights behind two rounds of `flwr run`."""
     project, output = folder / source.name, folder / f"{source.name}.pt"
     shutil.copytree(source, project, ignore=shutil.ignore_patterns("__pycache__"))
     flwr = Path(sys.executable).parent / "flwr"
     command = [str(flwr), "run", ".", "--stream", "--federation-config", NODES]
-    command += ["--run-config", f'num-server-rounds=2 output="{output}"']
+    command += ["--run-config", f'num-server-rounds={ROUNDS} output="{output}"']
     done = subprocess.run(
         command, cwd=project, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     assert output.exists(), done.stdout[-3000:] + done.stderr[-3000:]
+    return torch.load(output, weights_only=True)
+
+
+def model_from_here(source: Path, folder: Path, _: dict[str, str]) -> Weights:
+    """The weights behind two rounds of the same apps on a grid in this process."""
+    output = folder / f"{source.name}.pt"
+    project = tomllib.loads((source / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
+    config = {**project["config"], "num-server-rounds": ROUNDS, "output": str(output)}
+    sys.path.insert(0, str(source))
+    client, server = (
+        importlib.import_module(project["components"][name].partition(":")[0]).app
+        for name in ("clientapp", "serverapp")
+    )
+    places = {node: {"partition-id": node - 1, "num-partitions": 2} for node in (1, 2)}
+    grid = LocalGrid(dict.fromkeys(places, client), node_configs=places, run_config=config)
+    server(grid, Context(1, 0, {}, RecordDict(), config))
     return torch.load(output, weights_only=True)

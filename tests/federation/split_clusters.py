@@ -35,7 +35,7 @@ CONSTANT = "embed.sinusoid"
 def model() -> dict[str, torch.Tensor]:
     return {
         "embed.weight": torch.ones(3, 2),
-        CONSTANT: torch.full((3,), 0.1),
+        CONSTANT: torch.tensor([0.1, 0.1, float("-inf")]),
         "blocks.0.weight": torch.ones(2, 2, dtype=torch.bfloat16),
         "decoder.weight": torch.ones(2, 2),
         "decoder.steps": torch.tensor(4),
@@ -124,8 +124,9 @@ def failing(message, context):
     raise LinkError(f"device d2 of node {context.node_id} does not answer; restart it")
 
 
-def wrapped(edge, planner, records, inner=None) -> CollaPipe:
+def wrapped(edge, planner, records, inner=None, keys=()) -> CollaPipe:
     splitter = SimpleNamespace(
+        all_keys=lambda: keys or model(),
         edge_keys=lambda: EDGE_KEYS,
         shared_keys=(),
         constant_keys=frozenset({CONSTANT}),

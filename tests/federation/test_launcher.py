@@ -63,8 +63,16 @@ def _beside_flower(tmp_path: Path, flwr: str) -> Mapping[str, str]:
     return {"PYTHONPATH": installed, "PIDS": str(tmp_path / "pids"), "TMPDIR": str(tmp_path)}
 
 
-@pytest.mark.parametrize("ending", ENDINGS, ids=lambda sign: sign.name)
-@pytest.mark.parametrize("words", [("run",), ("bench", "demo")], ids=lambda words: words[-1])
+@pytest.mark.parametrize(
+    ("words", "ending"),
+    [
+        *((("run",), ending) for ending in ENDINGS),
+        (("bench", "demo"), signal.SIGKILL),
+        pytest.param(("bench", "demo"), signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(("bench", "demo"), signal.SIGINT, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value.name if isinstance(value, signal.Signals) else value[-1],
+)
 def test_a_run_ends_with_its_command(
     tmp_path: Path, environment: Mapping[str, str], words: tuple[str, ...], ending: signal.Signals
 ) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
 
@@ -12,12 +13,13 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import fixedclipping_mod
 from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg, FedProx
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import BertConfig, BertForSequenceClassification
 
 from collapipe_flwr import (
     Cluster,
     CollaPipe,
+    ConfigError,
     DataError,
     LearningSettings,
     LocalGrid,
@@ -178,6 +180,26 @@ def test_a_batch_of_another_size_than_planned_is_refused() -> None:
         run(strategy, client(batch_size=5), rounds=1)
 
 
+class Stream(IterableDataset):
+    """Examples whose number nobody knows."""
+
+    def __iter__(self) -> Iterator[object]:
+        return iter(loader(1).dataset)
+
+
+def test_a_stream_of_examples_is_a_loader() -> None:
+    batches = LoaderBatches(loader=DataLoader(Stream(), batch_size=BATCH), epochs=2)
+    assert batches.num_batches(BATCH) == 0
+    assert [len(step) for step in batches.steps(BATCH, 2)] == [4, 4, 2] * 2
+    assert batches.examples == EXAMPLES
+
+
+def test_a_data_set_is_no_loader() -> None:
+    batches = LoaderBatches(loader=[(torch.zeros(3), torch.tensor(1))])
+    with pytest.raises(DataError, match=r"'labels' of a batch is a single number.* a DataLoader"):
+        list(batches.steps(BATCH, 2))
+
+
 @pytest.mark.parametrize(("loader", "epoch"), [([], 1), (iter(loader(1)), 2)])
 def test_an_epoch_without_a_batch_is_refused(loader, epoch: int) -> None:
     batches = LoaderBatches(loader=loader, epochs=2)
@@ -210,6 +232,34 @@ def test_plans_choose_only_the_cut() -> None:
 def test_a_server_without_a_model_to_split_is_told() -> None:
     with pytest.raises(RunError, match=r"needs a model to split"):
         run(CollaPipe(FedAvg(), on_total_failure="raise"), client(), rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (
+            {"model": torch.nn.Linear(1, 1)},
+            r"must be a SplitModel, got Linear: .*SplitModel\(model",
+        ),
+        ({"optimizer": RULE}, "optimizer has no effect without a model to split"),
+        ({"edge": "127.0.0.1:50062"}, "edge has no effect"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(options: dict, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        CollaPipe(FedAvg(), **options)
+
+
+@pytest.mark.parametrize(
+    ("lost", "wrong"),
+    [("bert.pooler.dense.bias", "lacks bert.pooler.dense.bias"), ("", "holds more")],
+)
+def test_a_global_model_that_is_another_one_is_refused(lost: str, wrong: str) -> None:
+    state = {**new_model().state_dict(), "more": torch.zeros(1)}
+    state.pop(lost, None)
+    strategy = CollaPipe(FedAvg(), model=split())
+    with pytest.raises(RunError, match=f"{wrong}, unlike the model to split"):
+        strategy.start(grid=grid(client()), initial_arrays=ArrayRecord(state))
 
 
 def test_described_memories_count() -> None:
@@ -318,7 +368,26 @@ def test_the_proximal_term_of_fedprox_is_exact() -> None:
     assert any(not torch.allclose(found[k], without[k], atol=1e-4) for k in found)
 
 
-def test_a_client_without_a_cluster_is_named() -> None:
+def test_an_evaluation_without_weight_does_not_spoil_the_average() -> None:
+    def weightless(message: Message, context: Context, call_next: Callable) -> Message:
+        reply = call_next(message, context)
+        if message.metadata.message_type == "evaluate":
+            reply.content["metrics"]["num-examples"] = float("nan")
+        return reply
+
+    apps = {1: client(), 2: client(mods=[weightless])}
+    places = {node: {"partition-id": node} for node in apps}
+    result = CollaPipe(FedAvg(), model=split(), optimizer=RULE).start(
+        grid=LocalGrid(apps, node_configs=places),
+        initial_arrays=ArrayRecord(new_model().state_dict()),
+        num_rounds=1,
+    )
+    assert 0 < result.evaluate_metrics_clientapp[1]["eval_loss"] < 10
+
+
+def test_a_client_without_a_cluster_is_named(caplog, monkeypatch) -> None:
+    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
     strategy = CollaPipe(FedAvg(), model=split())
     with pytest.raises(RunError, match=r"none of 2 nodes describes a cluster"):
         run(strategy, plain_client(), rounds=1)
+    assert "make a collapipe_flwr.Cluster from the ClientApp" in caplog.text

@@ -49,7 +49,8 @@ def rounds(policy: str = "dssda", **settings) -> ScheduledRounds:
 
 
 def weights(value: float) -> ArrayRecord:
-    return encode_tensors({"w": torch.full((4,), value), "steps": torch.tensor(1)})
+    mask = torch.full((2,), float("-inf"))
+    return encode_tensors({"w": torch.full((4,), value), "steps": torch.tensor(1), "mask": mask})
 
 
 def report(name: str, small: float, big: float) -> StageReport:

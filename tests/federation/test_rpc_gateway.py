@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -180,15 +179,18 @@ class DyingEdge(EdgeService):
 
     def __init__(self, store: SnapshotStore) -> None:
         super().__init__(lambda _, weights: Decoder(weights), snapshots=store)
-        self.kept = threading.Event()
+        self.kept, self.stopped = threading.Event(), threading.Event()
 
     def receive_weights(self, *args, **kwargs) -> None:
         super().receive_weights(*args, **kwargs)
         self.kept.set()
-        time.sleep(1.0)  # the call is broken off meanwhile
+        self.stopped.wait(60)  # the call is broken off meanwhile
 
 
-def test_an_edge_that_restarts_while_a_session_is_opened_gets_it_anew(tmp_path):
+def test_an_edge_that_restarts_while_a_session_is_opened_gets_it_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "collapipe_flwr.transport.server._END_S", 0.1
+    )  # the push is still under way
     dying = DyingEdge(SnapshotStore(tmp_path))
     first = EdgeServer("127.0.0.1:0", dying)
     again: list[tuple[EdgeServer, EdgeService]] = []
@@ -196,6 +198,7 @@ def test_an_edge_that_restarts_while_a_session_is_opened_gets_it_anew(tmp_path):
     def restart() -> None:
         dying.kept.wait(200)
         first.stop(grace_s=0.0)
+        dying.stopped.set()
         service = EdgeService(
             lambda _, weights: Decoder(weights), snapshots=SnapshotStore(tmp_path)
         )

@@ -89,6 +89,7 @@ def command(*options: str) -> list[str]:
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.long
 def test_the_command_and_a_server_over_daemons(
     shed: Shed, translator: Path, storyteller: Path
 ) -> None:

@@ -38,6 +38,7 @@ def test_a_device_that_waits_has_loaded_no_library_of_models_or_of_flower():
     assert not loaded & (heavy | {"google", "cryptography"})
 
 
+@pytest.mark.long
 def test_a_hosted_segment_needs_neither_flower_nor_data_nor_solver():
     script = (
         "import sys\n"

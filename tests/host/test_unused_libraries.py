@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import sys
 from collapipe_flwr.host.daemon import UNUSED_LIBRARIES, hide_unused_libraries
@@ -17,6 +19,7 @@ print(*[name for name in loaded if name.partition(".")[0] in UNUSED_LIBRARIES])
 """
 
 
+@pytest.mark.long
 def test_models_load_without_the_unused_libraries() -> None:
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

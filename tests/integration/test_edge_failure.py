@@ -52,6 +52,7 @@ def test_an_edge_that_has_not_loaded_torch_is_there(tmp_path: Path) -> None:
         assert not client.status().awake
 
 
+@pytest.mark.long
 def test_killing_the_edge_in_a_round_ends_the_run_with_a_sentence(
     run_app: RunApp, tmp_path: Path
 ) -> None:

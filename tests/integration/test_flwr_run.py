@@ -41,6 +41,7 @@ def _collapipe_run(folder: Path, *more: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(2 * LIMIT_S)
 def test_a_completed_run_exits_with_0_and_prints_its_directory_last(tmp_path: Path) -> None:
     done = _collapipe_run(tmp_path)

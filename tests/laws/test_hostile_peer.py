@@ -27,6 +27,7 @@ edge = { address = "edge:1" }
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_training_beside_a_hostile_peer_is_bit_for_bit_the_same(tmp_path: Path) -> None:
     other = tmp_path / "w.toml"

@@ -67,6 +67,12 @@ class TwoHeads(BertPreTrainedModel):
         return found
 
 
+def reads_pictures(outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """What stays ahead of the blocks."""
+    del outputs
+    return batch["x"].mean()
+
+
 def two_losses(outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
     """Classes and tones of every example, weighted."""
     classes = functional.cross_entropy(outputs["logits"], batch["labels"], reduction="none")
@@ -233,6 +239,22 @@ class CausalEncoder(TextClassifier):
         return logits
 
 
+class Masked(Decoder):
+    """Its causal mask is a buffer, as language models of one's own often have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("causal_mask", torch.ones(7, 7).triu(1).bool())
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Token ids (B, 7) to logits (B, 7, V) and the mean loss of the labels."""
+        hidden_BTD = self.embed(input_ids)
+        for layer in self.layers:
+            hidden_BTD = layer(hidden_BTD, src_mask=self.causal_mask)
+        logits = self.out(hidden_BTD)
+        return {"logits": logits, "loss": functional.cross_entropy(logits.mT, labels)}
+
+
 class RotaryBlock(nn.Module):
     """Turns hidden states by angles that come as complex numbers, and in a pair."""
 
@@ -392,6 +414,11 @@ class NeedsSize(NoBlocks):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.size = size
+
+
+def narrow() -> NoBlocks:
+    """In another dtype than its class makes."""
+    return NoBlocks().bfloat16()
 
 
 def makes_a_number() -> int:

@@ -72,6 +72,7 @@ CASES = {
     "text": (own_models.TextClassifier, texts),
     "vision": (own_models.VisionTransformer, pictures),
     "decoder": (own_models.Decoder, writings),
+    "masked": (own_models.Masked, writings),
     "causal": (own_models.CausalEncoder, texts),
     "rotary": (own_models.Rotary, texts),
 }
@@ -252,6 +253,11 @@ def test_what_a_trace_cannot_tell_is_named() -> None:
         (pictures(0), {"loss": "tests.models.own_models:nothing"}, "leads nowhere"),
         (
             pictures(0),
+            {"loss": "tests.models.own_models:reads_pictures"},
+            "KeyError: 'x'; the edge gets what forward does not read of a batch, here 'labels'",
+        ),
+        (
+            pictures(0),
             {"loss": "tests.models.own_models:two_losses"},
             "two_losses fails: .*'labels'",
         ),
@@ -372,7 +378,10 @@ def test_a_model_without_blocks_is_refused() -> None:
         (own_models.NeedsSize, {"arguments": {"size": torch.ones(1)}}, "must be JSON"),
         (own_models.NeedsSize, {}, "cannot be built: .*size"),
         (own_models.NeedsSize(3), {}, r"pass SplitModel\(NeedsSize, arguments="),
-        (own_models.VisionTransformer(blocks=2), {}, "other machines build another one"),
+        (own_models.VisionTransformer(blocks=2), {}, "build another one, .* instead of missing"),
+        (own_models.narrow(), {}, "float32 .* instead of bfloat16"),
+        (nn.DataParallel(own_models.NoBlocks()), {}, r"pass model\.module"),
+        (own_models.NoBlocks().to("meta"), {}, "'one.weight' of NoBlocks is on the meta device"),
         (own_models.NoBlocks(), {"arguments": {}}, "arguments belong to what builds"),
     ],
 )

@@ -103,6 +103,7 @@ def test_flower_installs_what_the_apps_import() -> None:
     assert table["dependency-groups"]["app"] == ["collapipe-flwr[data,metrics]"]
 
 
+@pytest.mark.long
 def test_the_base_works_without_extras_and_the_apps_name_the_one_they_need() -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_EXTRAS], capture_output=True, text=True, check=True, cwd=ROOT

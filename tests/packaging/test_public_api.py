@@ -7,6 +7,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import collapipe_flwr
 
 PROJECT = Path(__file__).parents[2]
@@ -54,6 +56,7 @@ for name in collapipe_flwr.__all__:
 """
 
 
+@pytest.mark.long
 def test_the_library_needs_no_extra() -> None:
     found = subprocess.run(
         [sys.executable, "-c", _WITHOUT_EXTRAS], capture_output=True, text=True, cwd=PROJECT

@@ -95,12 +95,20 @@ def _name(rows: object, r: int) -> tuple[tuple[int, int], ...]:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("overhead_s", [0.0, 0.02])
 def test_segment_problem_prices_like_the_cost_model(
-    a_snapshot: MakeSnapshot, schedule: str
+    a_snapshot: MakeSnapshot, schedule: str, overhead_s: float
 ) -> None:
     """The shortest path's arrays and the chain's arrays are two ways to the same number."""
     settings = replace(SMALL, schedule=schedule)
-    planner = a_planner(a_snapshot(4, clusters=1, devices=3, blocks=5), settings, queue_seed=1)
+    snapshot = a_snapshot(4, clusters=1, devices=3, blocks=5)
+    late = snapshot.clusters[0].profile.with_members(lambda d: replace(d, overhead_s=overhead_s))
+    snapshot = replace(
+        snapshot,
+        edge=replace(snapshot.edge, overhead_s=overhead_s),
+        clusters=(replace(snapshot.clusters[0], profile=late),),
+    )
+    planner = a_planner(snapshot, settings, queue_seed=1)
     tables, slope, width = planner.tables, 0.7, 3e7
     terms = Terms(
         cluster=0,

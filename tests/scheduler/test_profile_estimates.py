@@ -1,4 +1,4 @@
-"""Averages of noisy profiles: closer to the truth, quick to follow a real change."""
+"""Claims are averaged, and what devices show of themselves corrects them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from collapipe_flwr.core.domain import ClusterOutcome, RoundOutcome, Snapshot
-from collapipe_flwr.scheduler.estimates import ProfileEstimates, profiles_learned, with_profiles
+from collapipe_flwr.core.domain import (
+    ClusterOutcome,
+    DeviceProfile,
+    RoundOutcome,
+    Snapshot,
+    StageSample,
+)
+from collapipe_flwr.core.json_codec import from_json, to_json
+from collapipe_flwr.costs.measured import EDGE, taken_s
+from collapipe_flwr.scheduler.estimates import (
+    PATIENCE,
+    ProfileEstimates,
+    profiles_learned,
+    with_profiles,
+)
 
 
 def with_speed(snapshot: Snapshot, factor: float) -> Snapshot:
@@ -56,51 +69,158 @@ def test_exact_profiles_and_switched_off_smoothing_change_nothing(
 def test_unusable_numbers_pass_through(a_snapshot: Callable[..., Snapshot]) -> None:
     seen, known = with_profiles(with_speed(a_snapshot(0), math.nan), ProfileEstimates(), 0.8)
     assert math.isnan(speed(seen))
-    first = seen.clusters[0].profile.devices[0].device_id
-    assert first not in known.claimed["cluster-0"]
+    assert first(seen).device_id not in known.claimed["cluster-0"]
 
 
-def shown(snapshot: Snapshot, speed_flop_per_s: float) -> RoundOutcome:
-    """A round in which the first device worked at that speed."""
-    device = snapshot.clusters[0].profile.devices[0]
-    name, joule = device.device_id, device.energy_per_flop_j
-    cluster = ClusterOutcome(
-        cluster_id="cluster-0",
-        latency_s=1.0,
-        energy_j={name: 1.0},
-        speed_flop_per_s={name: speed_flop_per_s},
-        energy_per_flop_j={name: joule},
+def first(snapshot: Snapshot) -> DeviceProfile:
+    return snapshot.clusters[0].profile.devices[0]
+
+
+def sample(device: DeviceProfile, *, slower: float = 1.0, size: int = 4) -> StageSample:
+    """Two blocks on a device that is so many times slower than its profile."""
+    parts = (2.0, 2e8 * size)
+    watt = device.speed_flop_per_s * device.energy_per_flop_j
+    return StageSample(
+        device_id=device.device_id,
+        passes=parts[0],
+        flop=parts[1],
+        busy_s=slower * taken_s(device, *parts),
+        watt=watt,
+        planned_bytes=1000,
+        peak_bytes=1000,
     )
-    return RoundOutcome(round_index=1, latency_s=1.0, clusters=(cluster,))
 
 
-def test_work_done_corrects_a_profile_that_is_always_wrong(
+def showing(*samples: StageSample, **measured: float) -> RoundOutcome:
+    cluster = ClusterOutcome(cluster_id="cluster-0", latency_s=1.0, energy_j={}, stages=samples)
+    return RoundOutcome(round_index=1, latency_s=1.0, clusters=(replace(cluster, **measured),))
+
+
+def known(snapshot: Snapshot, *outcomes: RoundOutcome) -> ProfileEstimates:
+    """After rounds that were planned with that snapshot."""
+    estimates = ProfileEstimates()
+    for outcome in (None, *outcomes):
+        if outcome is not None:
+            estimates = profiles_learned(estimates, outcome)
+        _, estimates = with_profiles(snapshot, estimates, 0.8)
+    return estimates
+
+
+def planned(snapshot: Snapshot, *outcomes: RoundOutcome) -> Snapshot:
+    return with_profiles(snapshot, known(snapshot, *outcomes), 0.8)[0]
+
+
+def test_samples_that_agree_with_the_profile_leave_the_very_snapshot(
     a_snapshot: Callable[..., Snapshot],
 ) -> None:
     truth = a_snapshot(0)
-    wrong = with_speed(truth, 0.7)
-    _, known = with_profiles(wrong, ProfileEstimates(), 0.8)
-    known = profiles_learned(known, shown(truth, speed(truth)))
-    seen, known = with_profiles(wrong, known, 0.8)
-    assert speed(seen) == pytest.approx(speed(truth))
-    others = [c.profile.devices[1].speed_flop_per_s for c in (seen.clusters[0], wrong.clusters[0])]
-    assert others[0] == pytest.approx(others[1])  # who did not work is believed as before
+    agreeing = showing(sample(first(truth)), sample(first(truth), slower=1.01))
+    assert planned(truth, agreeing, agreeing) is truth
+
+
+def test_work_done_corrects_a_profile_that_is_wrong(a_snapshot: Callable[..., Snapshot]) -> None:
+    truth = a_snapshot(0)
+    seen = planned(truth, showing(sample(first(truth), slower=3.0)))
+    work = (2.0, 8e8)
+    assert taken_s(first(seen), *work) == pytest.approx(3 * taken_s(first(truth), *work), rel=0.03)
+    others = [s.clusters[0].profile.devices[1] for s in (seen, truth)]
+    assert others[0] == others[1]  # who did not work is believed as before
+
+
+def test_a_slower_device_of_known_power_pays_more_per_operation(
+    a_snapshot: Callable[..., Snapshot],
+) -> None:
+    truth = a_snapshot(0)
+    seen = first(planned(truth, showing(sample(first(truth), slower=4.0))))
+    watt = [d.speed_flop_per_s * d.energy_per_flop_j for d in (seen, first(truth))]
+    assert watt[0] == pytest.approx(watt[1])
+    thirsty = replace(sample(first(truth)), watt=2.0 * watt[1])
+    seen = first(planned(truth, showing(thirsty)))
+    assert seen.speed_flop_per_s * seen.energy_per_flop_j == pytest.approx(2 * watt[1], rel=0.02)
+
+
+def test_more_memory_than_planned_leaves_less_to_plan_with(
+    a_snapshot: Callable[..., Snapshot],
+) -> None:
+    truth = a_snapshot(0)
+    good = sample(first(truth))
+    for peak, share in ((1500, 1.5), (500, 1.0), (10**9, 2.0)):
+        outcomes = [showing(replace(good, peak_bytes=peak))] * 6
+        seen = first(planned(truth, *outcomes))
+        assert seen.memory_bytes == pytest.approx(first(truth).memory_bytes / share, rel=0.02)
+
+
+def test_the_edge_is_learnt_from_every_cluster(a_snapshot: Callable[..., Snapshot]) -> None:
+    truth = a_snapshot(0)
+    flop = 1e9
+    late = StageSample(device_id=EDGE, passes=1.0, flop=flop, busy_s=0.5)
+    seen = planned(truth, showing(late))
+    assert taken_s(seen.edge, 1.0, flop) == pytest.approx(
+        8 * taken_s(truth.edge, 0.0, flop) + 8e-3, rel=0.5
+    )  # one round moves nothing by more than a factor of 8
+    assert taken_s(planned(truth, *[showing(late)] * 4).edge, 1.0, flop) == pytest.approx(
+        0.5, rel=0.05
+    )
 
 
 def test_a_claim_that_changes_outdates_what_was_shown(a_snapshot: Callable[..., Snapshot]) -> None:
     truth = a_snapshot(0)
-    _, known = with_profiles(truth, ProfileEstimates(), 0.8)
-    known = profiles_learned(known, shown(truth, speed(truth)))
-    seen, _ = with_profiles(with_speed(truth, 0.3), known, 0.8)
+    estimates = known(truth, showing(sample(first(truth), slower=1.5)))
+    throttled = with_speed(truth, 0.3)
+    seen, _ = with_profiles(throttled, estimates, 0.8)
     assert speed(seen) == pytest.approx(0.3 * speed(truth))
 
 
-def test_outcomes_without_measurements_or_with_unusable_ones_teach_nothing(
+def test_who_does_not_work_is_tried_again_and_one_look_suffices(
     a_snapshot: Callable[..., Snapshot],
 ) -> None:
     truth = a_snapshot(0)
-    for value in (0.0, math.nan, math.inf):
-        assert not profiles_learned(ProfileEstimates(), shown(truth, value)).shown["cluster-0"]
-    silent = replace(shown(truth, 1.0).clusters[0], speed_flop_per_s=None)
-    outcome = RoundOutcome(round_index=1, latency_s=1.0, clusters=(silent,))
-    assert not profiles_learned(ProfileEstimates(), outcome).shown["cluster-0"]
+    slow, idle = showing(sample(first(truth), slower=4.0)), showing()
+    work = (2.0, 8e8)
+
+    def slower(*outcomes: RoundOutcome) -> float:
+        return taken_s(first(planned(truth, *outcomes)), *work) / taken_s(first(truth), *work)
+
+    rest = [idle] * PATIENCE
+    assert slower(slow, *rest[1:]) == pytest.approx(4.0, rel=0.03)
+    assert slower(slow, *rest) == 1.0
+    assert slower(slow, *rest, slow) == pytest.approx(4.0, rel=0.05)
+    assert slower(slow, *rest, slow, *rest) == pytest.approx(4.0, rel=0.05)
+    assert slower(slow, *rest, slow, *rest, *rest) == 1.0
+    recovered = showing(sample(first(truth)))
+    assert slower(slow, *rest, recovered) == pytest.approx(1.0, rel=0.05)
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf, -1.0])
+def test_unusable_samples_teach_nothing(a_snapshot: Callable[..., Snapshot], value: float) -> None:
+    truth = a_snapshot(0)
+    bad = replace(sample(first(truth)), busy_s=value, watt=value)
+    assert planned(truth, showing(bad), showing(bad)) is truth
+    late = showing(latency_s=value, explained_s=1.0, measured=True)
+    assert planned(truth, late).clusters[0].profile.overhead_s < 0.1
+
+
+def test_what_a_round_takes_besides_is_learnt_from_machines_only(
+    a_snapshot: Callable[..., Snapshot],
+) -> None:
+    truth = a_snapshot(0)
+    one = sample(first(truth))
+    slow = showing(one, latency_s=60.0, explained_s=3.0, measured=True)
+    late = showing(one, latency_s=3.5, explained_s=3.0, measured=True)
+    seen = planned(truth, slow, late)  # what a first round took is no measure
+    assert seen.clusters[0].profile.overhead_s == pytest.approx(0.5, rel=0.1)
+    simulated = showing(one, latency_s=3.5, explained_s=3.0)
+    assert planned(truth, simulated, simulated) is truth
+
+
+def test_estimates_survive_a_checkpoint_and_old_checkpoints_are_read(
+    a_snapshot: Callable[..., Snapshot],
+) -> None:
+    truth = a_snapshot(0)
+    estimates = known(truth, showing(sample(first(truth), slower=3.0)))
+    assert from_json(ProfileEstimates, to_json(estimates), "estimates") == estimates
+    name = first(truth).device_id
+    pair = f"[{math.log(speed(truth) / 2)}, {math.log(first(truth).energy_per_flop_j)}]"
+    text = f'{{"claimed": {{}}, "shown": {{"cluster-0": {{"{name}": {pair}}}}}}}'
+    seen, _ = with_profiles(truth, from_json(ProfileEstimates, text, "estimates"), 0.8)
+    assert speed(seen) == pytest.approx(speed(truth) / 2)

@@ -11,7 +11,7 @@ import pytest
 from collapipe_flwr.core.domain import ClusterOutcome, ModelProfile, RoundOutcome, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.price import price
-from collapipe_flwr.scheduler.estimates import (
+from collapipe_flwr.scheduler.gain_estimates import (
     CAUTION,
     RobustGains,
     robust,

@@ -20,9 +20,8 @@ def named_tests(text: str) -> list[tuple[str, str]]:
 
 
 def defined_tests() -> set[tuple[str, str]]:
-    files = (
-        p for folder in ("core", "costs", "scheduler") for p in (ROOT / "tests" / folder).iterdir()
-    )
+    folders = ("core", "costs", "scheduler", "simulation", "federation")
+    files = (p for folder in folders for p in (ROOT / "tests" / folder).iterdir())
     return {
         (name, test)
         for path in files

@@ -120,3 +120,20 @@ def test_no_pair_for_all_is_better_than_those_that_rules_choose(
         one = replace(free, micro_batch_sizes=(size,), micro_batches=(count,))
         alone = simulate(replace(still, settings=one)).policies[0].scores[0].latency_mean_s
         assert chosen <= alone * (1 + 1e-4)  # a thousandth of the objective is the price of energy
+
+
+def test_equal_devices_forbid_the_claims_and_the_bound_says_so(small: Setting) -> None:
+    """Uniform segments are nearly as good as any plan can be."""
+    equal = replace(
+        small,
+        kinds=("phone",),
+        clusters=1,
+        devices=4,
+        examples=640,
+        budget=EnergyBudget(),
+        policies=("dssda", "uniform"),
+        settings=replace(small.settings, schedule="1f1b", micro_batches=(16,), bound=False),
+    )
+    for key, needed in (("latency_lower_percent", 48.98), ("efficiency_higher_percent", 15.09)):
+        claim = claims(simulate(equal))[key]
+        assert claim["seen"] <= claim["possible"] < needed and not claim["kept"]

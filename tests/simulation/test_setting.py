@@ -116,7 +116,7 @@ def test_all_policies_start_on_equal_terms() -> None:
     """One schedule, one cap for all pipelines, and the best micro-batches for rules, too."""
     for name in (None, "paper", "one-strong", "cellular"):
         terms = preset(name).settings
-        assert (terms.schedule, terms.best_batches, terms.max_model_share) == ("1f1b", True, 0.5)
+        assert (terms.schedule, terms.best_batches, terms.max_model_share) == ("1f1b", True, 1 / 3)
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ def await_loss(lost_s: list[float], times: int, since_s: float) -> float:
     return lost_s[-1] - since_s
 
 
+@pytest.mark.long
 def test_a_suspended_host_is_lost_in_time_and_again_after_it_was_back(host) -> None:
     process, port = host
     with watched(port) as lost_s:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from collapipe_flwr.core.errors import LinkError, LinkTimeout
 from collapipe_flwr.core.links import LinkConfig, slower
 from collapipe_flwr.pipeline.link import Frame, FrameKind, memory_pair
+from collapipe_flwr.transport import simulated_link
 from collapipe_flwr.transport.simulated_link import Wire, simulated
 
 FRAME = Frame(kind=FrameKind.ACTIVATION, tensors={"hidden": torch.zeros(250)})  # 1000 bytes
@@ -18,26 +20,45 @@ PACE = LinkConfig(forward_bit_per_s=8_000.0, backward_bit_per_s=4_000.0)
 DEADLINE_S = 60.0
 
 
-def test_frames_arrive_when_the_wire_has_carried_them():
+class Clock:
+    """Stands still but for who waits."""
+
+    now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(simulated_link, "time", clock)
+    monkeypatch.setattr(simulated_link, "threading", SimpleNamespace(Event=lambda: clock))
+    return clock
+
+
+def test_frames_arrive_when_the_wire_has_carried_them(clock: Clock):
     left, right = simulated(*memory_pair("left", "right"), PACE)
     for sender, receiver, rate in ((left, right, 1000.0), (right, left, 500.0)):
-        started_s = time.monotonic()
+        started_s = clock.now_s
         for _ in range(2):
             sender.send(FRAME, deadline_s=DEADLINE_S)
-        assert time.monotonic() - started_s < 1000 / rate  # the sender computes on
-        for _ in range(2):
+        assert clock.now_s == started_s  # the sender computes on
+        for count in (1, 2):
             receiver.receive(deadline_s=DEADLINE_S)
-        assert time.monotonic() - started_s >= 2000 / rate
+            assert clock.now_s - started_s == pytest.approx(count * 1000 / rate)
         assert sender.sent.sending_s == pytest.approx(2000 / rate)
 
 
-def test_a_frame_that_was_there_already_is_not_held_back():
+def test_a_frame_that_was_there_already_is_not_held_back(clock: Clock):
     left, right = simulated(*memory_pair("left", "right"), PACE)
     left.send(FRAME, deadline_s=DEADLINE_S)
-    threading.Event().wait(1.1)
-    started_s = time.monotonic()
+    clock.wait(1.1)
     right.receive(deadline_s=DEADLINE_S)
-    assert time.monotonic() - started_s < 0.9  # a second is what it was on its way
+    assert clock.now_s == 1.1  # a second is what it was on its way
 
 
 def test_an_error_overtakes_what_is_on_its_way():

@@ -6,7 +6,7 @@ latency). With ``z = A ln2 / (t w)`` a transmission costs ``(N0/g) A ln2 (e^z - 
 needs the power ``(N0/g) w (e^z - 1)``; both are convex in the logarithms, as are the latency
 (a sum of exponentials) and the bandwidth sum. Hence one optimum. See docs/theory.md, "Radio".
 
-Under 1F1B phi alone bounds both passes; that is the schedule's lower bound (costs.makespan).
+Under 1F1B phi alone bounds both passes; that is the schedule's estimate (costs.makespan).
 
 Suffixes in `RadioProblem`: ``_r`` row (one cluster each), ``_h`` hop-direction (forward hops, then
 backward hops). `FlatHops` holds the hops in one flat line for the vectorized solver: unused slots

@@ -1,0 +1,93 @@
+"""What a plan asks of every stage, and what it costs with stages as they were measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import replace
+from typing import TypeVar
+
+from collapipe_flwr.core.domain import (
+    ClusterPlan,
+    ClusterProfile,
+    DeviceProfile,
+    EdgeProfile,
+    ModelProfile,
+    Plan,
+    Snapshot,
+    StageSample,
+)
+from collapipe_flwr.costs.price import price
+from collapipe_flwr.costs.work import AHEAD, PricingOptions
+
+Profile = TypeVar("Profile", DeviceProfile, EdgeProfile)
+EDGE = ""  # in place of a device's id
+
+
+def stage_parts(
+    plan: ClusterPlan, model: ModelProfile, *, recompute: bool
+) -> dict[str, tuple[float, float]]:
+    """Passes and operations of one example's way through every stage, forward and backward.
+
+    Control unit, devices and `EDGE`; see `StageSample` for what counts as a pass.
+    """
+    ends = {plan.member_ids[0]: model.embedding, EDGE: model.decoder}
+    parts = {n: (1.0, cost.forward_flop + cost.backward_flop) for n, cost in ends.items()}
+    for segment in plan.segments:
+        blocks = model.blocks[segment.first_block : segment.stop_block]
+        again = sum(block.forward_flop for block in blocks) if recompute else 0.0
+        flop = sum(block.forward_flop + block.backward_flop for block in blocks) + again
+        parts[segment.device_id] = (len(blocks) * (1.0 + AHEAD * recompute), flop)
+    return parts
+
+
+def taken_s(profile: DeviceProfile | EdgeProfile, passes: float, flop: float) -> float:
+    """Seconds of one micro-batch by a profile."""
+    return passes * profile.overhead_s + flop / profile.speed_flop_per_s
+
+
+def server_s(profile: ClusterProfile, model: ModelProfile) -> float:
+    """Seconds of a round's weights from the Flower server and back."""
+    whole = model.embedding.parameter_bytes + sum(b.parameter_bytes for b in model.blocks)
+    return 16.0 * whole / profile.server_rate_bit_per_s
+
+
+def as_measured(snapshot: Snapshot, cluster_id: str, samples: Collection[StageSample]) -> Snapshot:
+    """The snapshot with the members of one cluster, and the edge, as fast as the samples say."""
+    known = {sample.device_id: sample for sample in samples if 0 < sample.busy_s < math.inf}
+
+    def measured(profile: Profile, name: str) -> Profile:
+        if name not in known:
+            return profile
+        speed, overhead_s = _fitted(profile, known[name])
+        return replace(profile, speed_flop_per_s=speed, overhead_s=overhead_s)
+
+    clusters = tuple(
+        replace(
+            c, profile=c.profile.with_members(lambda member: measured(member, member.device_id))
+        )
+        if c.profile.cluster_id == cluster_id
+        else c
+        for c in snapshot.clusters
+    )
+    return replace(snapshot, clusters=clusters, edge=measured(snapshot.edge, EDGE))
+
+
+def _fitted(profile: DeviceProfile | EdgeProfile, sample: StageSample) -> tuple[float, float]:
+    """Speed and overhead, both as much slower as the sample was; all overhead without work."""
+    expected_s = taken_s(profile, sample.passes, sample.flop)
+    if expected_s <= 0:
+        return profile.speed_flop_per_s, sample.busy_s / sample.passes
+    slower = sample.busy_s / expected_s
+    return profile.speed_flop_per_s / slower, profile.overhead_s * slower
+
+
+def explained_s(
+    plan: ClusterPlan,
+    samples: Collection[StageSample],
+    snapshot: Snapshot,
+    options: PricingOptions | None,
+) -> float:
+    """The latency of one cluster's round by the snapshot's links and the measured stages."""
+    alone = Plan(round_index=0, policy="", clusters=(plan,), latency_s=0.0, rho=1.0)
+    return price(alone, as_measured(snapshot, plan.cluster_id, samples), options).latency_s

@@ -1,0 +1,122 @@
+"""What a round of a cluster of machines came to, from what they measured.
+
+Seconds are those of each machine's own clock: the control unit's for the round, every stage's for
+its passes. The way to the Flower server is not timed and counts as the cost model has it. Energy is
+a sensor's where a machine has one. Else it is modelled from measured times: the power of its
+profile while it computes, and its planned transmit powers while it sends. Weights that are handed
+out and collected are not timed hop by hop and spend no energy here.
+
+A stage cannot have computed for longer than the round lasted: such a report is false, nothing is
+learnt from it, and its energy counts as planned. So do seconds that are zero or no number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from collapipe_flwr.core.domain import (
+    ClusterOutcome,
+    ClusterPlan,
+    ClusterProfile,
+    LinkSample,
+    ModelProfile,
+    StageSample,
+)
+from collapipe_flwr.costs.measured import EDGE, server_s, stage_parts
+from collapipe_flwr.costs.price import PricedCluster
+from collapipe_flwr.federation.telemetry import ClusterTelemetry
+from collapipe_flwr.pipeline.meter import StageReport
+
+CLOCKS_DIFFER = 1.1  # a stage's seconds over the control unit's, at most
+
+
+def measured_outcome(
+    plan: ClusterPlan,
+    planned: PricedCluster,
+    told: ClusterTelemetry,
+    profile: ClusterProfile,
+    model: ModelProfile,
+    *,
+    links: tuple[LinkSample, ...],
+    recompute: bool,
+) -> ClusterOutcome:
+    """The outcome of ``plan``, which was expected to come to ``planned``."""
+    reports = _by_member(plan, told)
+    trusted = {name: report for name, report in reports.items() if _is_true(report, told)}
+    energy_j = {member.device_id: planned.energy_j[member.device_id] for member in profile.members}
+    for member in profile.members:
+        if member.device_id in trusted:
+            watt = member.speed_flop_per_s * member.energy_per_flop_j
+            energy_j[member.device_id] = _energy_j(plan, member.device_id, trusted, watt)
+        elif not plan.memory_bytes.get(member.device_id):
+            energy_j[member.device_id] = 0.0
+    is_timed = 0 < told.wall_s < math.inf
+    return ClusterOutcome(
+        cluster_id=plan.cluster_id,
+        latency_s=told.wall_s + server_s(profile, model) if is_timed else planned.latency_s,
+        energy_j=energy_j,
+        loss=told.loss,
+        gradient_noise=told.gradient_noise(plan),
+        links=links,
+        stages=tuple(_samples(plan, told, trusted, model, recompute)),
+        measured=is_timed,
+        metered=tuple(name for name, report in trusted.items() if _is_metered(report)),
+    )
+
+
+def _by_member(plan: ClusterPlan, told: ClusterTelemetry) -> dict[str, StageReport]:
+    """Reports by device id; the edge is `EDGE`."""
+    control_unit, *devices = told.reports or (None,)
+    found = {report.name: report for report in devices if report is not None}
+    if control_unit is not None:
+        found[plan.member_ids[0]] = control_unit
+    return found if told.edge is None else {**found, EDGE: told.edge}
+
+
+def _busy_s(report: StageReport) -> float:
+    return report.forward_s + report.backward_s + report.optimizer_s
+
+
+def _is_true(report: StageReport, told: ClusterTelemetry) -> bool:
+    return 0 < _busy_s(report) <= CLOCKS_DIFFER * told.wall_s
+
+
+def _is_metered(report: StageReport) -> bool:
+    return report.energy_j is not None and 0 < report.energy_j < math.inf
+
+
+def _energy_j(plan: ClusterPlan, name: str, reports: dict[str, StageReport], watt: float) -> float:
+    """Joules of one member: metered, else modelled with ``watt`` while it computes."""
+    report = reports[name]
+    if report.energy_j is not None and _is_metered(report):
+        return report.energy_j
+    ahead = plan.tx_power_w.get(name, 0.0) * report.sent_down.sending_s
+    back = plan.gradient_power_w.get(name, 0.0) * report.sent_up.sending_s
+    return watt * _busy_s(report) + ahead + back
+
+
+def _samples(
+    plan: ClusterPlan,
+    told: ClusterTelemetry,
+    reports: dict[str, StageReport],
+    model: ModelProfile,
+    recompute: bool,
+) -> Iterator[StageSample]:
+    """A sample of every stage; none of a round in which blocks moved."""
+    if told.incidents:
+        return
+    for name, (passes, flop) in stage_parts(plan, model, recompute=recompute).items():
+        report = reports.get(name)
+        if report is None or not report.micro_batches:
+            continue
+        busy_s = _busy_s(report)
+        yield StageSample(
+            device_id=name,
+            passes=passes,
+            flop=flop * told.examples / report.micro_batches,
+            busy_s=(report.forward_s + report.backward_s) / report.micro_batches,
+            watt=report.energy_j / busy_s if report.energy_j and _is_metered(report) else None,
+            planned_bytes=plan.memory_bytes.get(name, 0),
+            peak_bytes=report.peak_tensor_bytes,
+        )

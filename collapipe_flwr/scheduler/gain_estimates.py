@@ -1,0 +1,106 @@
+"""Channel gains to plan with: measured ones, unless those that were measured forecast badly.
+
+Channels really change and are not averaged, unless old measurements of them forecast badly. Every
+round is forecast from the gains that were measured. While rounds take as long as forecast,
+measurements are trusted and nothing else happens. Once they are off, measurements are averaged,
+link by link; and once they are far off, plans assume ``CAUTION`` times the average on every link,
+until measurements forecast well again. A round whose devices were not as fast as believed
+(``ClusterOutcome.explained_s``) is compared with what their measured speeds make of it. Of real
+machines' rounds gains say nothing: their links are learnt from what they carried.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from collapipe_flwr.core.domain import ChannelState, Plan, RoundOutcome, Snapshot
+from collapipe_flwr.costs.price import price
+from collapipe_flwr.costs.tables import tabulate
+from collapipe_flwr.costs.work import PricingOptions
+
+CAUTION = 0.1  # a Rayleigh link is better than this share of its mean nine times out of ten
+OFF = 0.01  # error of forecasts, in ln(latency of the round), from which on gains are averaged
+FAR_OFF = 0.05  # and from which on plans are cautious, until it is below OFF again
+MEMORY = 0.5  # weight of the past in that error
+LONGEST_AVERAGE = 20  # rounds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RobustGains:
+    """How far forecasts erred, and average gains while they do."""
+
+    error: float = 0.0
+    careful: bool = False  # plans assume cautious gains
+    rounds: int = 0  # in the averages
+    average: Mapping[str, ChannelState] = field(default_factory=dict)
+    forecast_s: float | None = None  # of the round that runs now, by measured gains
+
+
+def with_averages(gains: RobustGains, snapshot: Snapshot) -> RobustGains:
+    """Fold the round's measured gains in while forecasts are off.
+
+    Raises ScheduleError for a snapshot that cannot be planned with.
+    """
+    if gains.error <= OFF:
+        return RobustGains(error=gains.error)
+    tabulate(snapshot)
+    rounds = min(gains.rounds + 1, LONGEST_AVERAGE)
+    average = {
+        c.profile.cluster_id: _mixed(gains.average.get(c.profile.cluster_id), c.channel, rounds)
+        for c in snapshot.clusters
+    }
+    careful = gains.careful or gains.error > FAR_OFF
+    return replace(gains, rounds=rounds, average=average, careful=careful)
+
+
+def robust(gains: RobustGains, snapshot: Snapshot) -> Snapshot:
+    """``snapshot`` itself or, when plans are to be careful, with cautious gains on every link."""
+    if not gains.careful:
+        return snapshot
+
+    averages = (gains.average[c.profile.cluster_id] for c in snapshot.clusters)
+    cautious = tuple(
+        replace(cluster, channel=_each_gain(lambda gain: CAUTION * gain, average))
+        for cluster, average in zip(snapshot.clusters, averages, strict=True)
+    )
+    return replace(snapshot, clusters=cautious)
+
+
+def with_forecast(
+    gains: RobustGains, plan: Plan, snapshot: Snapshot, options: PricingOptions
+) -> RobustGains:
+    """What ``plan`` will take by measured gains."""
+    if plan.fallback is not None:
+        return replace(gains, forecast_s=None)
+    if not gains.careful:
+        return replace(gains, forecast_s=plan.latency_s)
+    return replace(gains, forecast_s=price(plan, snapshot, options).latency_s)
+
+
+def with_error(gains: RobustGains, outcome: RoundOutcome) -> RobustGains:
+    """Compare the forecast with how long the round really took."""
+    explained = [c.explained_s for c in outcome.clusters if c.explained_s is not None]
+    real = any(cluster.measured for cluster in outcome.clusters)
+    if gains.forecast_s is None or real or not 0 < outcome.latency_s < math.inf:
+        return replace(gains, forecast_s=None)
+    missed = abs(math.log(outcome.latency_s / max(explained, default=gains.forecast_s)))
+    error = MEMORY * gains.error + (1.0 - MEMORY) * missed
+    return replace(gains, error=error, forecast_s=None)
+
+
+def _mixed(old: ChannelState | None, new: ChannelState, rounds: int) -> ChannelState:
+    if old is None or len(old.edge_gain) != len(new.edge_gain):
+        return new
+    weight = 1.0 / rounds
+    return _each_gain(lambda before, now: (1.0 - weight) * before + weight * now, old, new)
+
+
+def _each_gain(change: Callable[..., float], *channels: ChannelState) -> ChannelState:
+    """``change`` of every gain of ``channels`` of one shape."""
+    rows = zip(*(channel.d2d_gain for channel in channels), strict=True)
+    return ChannelState(
+        d2d_gain=tuple(tuple(map(change, *row)) for row in rows),
+        edge_gain=tuple(map(change, *(channel.edge_gain for channel in channels))),
+    )

@@ -1,0 +1,127 @@
+"""What every micro-batch takes besides its operations reaches prices, fast scores and segments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from collapipe_flwr.core.domain import DeviceProfile, ModelProfile, Snapshot
+from collapipe_flwr.costs.chain import chain_of
+from collapipe_flwr.costs.layouts import stack
+from collapipe_flwr.costs.price import price
+from collapipe_flwr.costs.tables import tabulate
+from collapipe_flwr.scheduler.base import initial_state, planner_for
+from collapipe_flwr.scheduler.initial_layouts import all_layouts, rows_for
+from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
+
+MakeSnapshot = Callable[..., Snapshot]
+SIZE, COUNT = 4, 8
+SETTINGS = SchedulerConfig(micro_batch_sizes=(SIZE,), micro_batches=(COUNT,), bound=False)
+OVERHEAD_S = 0.02
+
+
+def uniform(model: ModelProfile) -> ModelProfile:
+    """Equal pieces without weights, so that a device's speed shows in its passes alone."""
+    block = replace(model.blocks[0], parameter_bytes=0)
+    return ModelProfile(embedding=block, blocks=(block,) * len(model.blocks), decoder=block)
+
+
+def with_members(
+    snapshot: Snapshot, change: Callable[[DeviceProfile], DeviceProfile], edge_overhead_s: float
+) -> Snapshot:
+    clusters = tuple(replace(c, profile=c.profile.with_members(change)) for c in snapshot.clusters)
+    edge = replace(snapshot.edge, overhead_s=edge_overhead_s)
+    return replace(snapshot, clusters=clusters, edge=edge)
+
+
+def late(snapshot: Snapshot) -> Snapshot:
+    return with_members(snapshot, lambda d: replace(d, overhead_s=OVERHEAD_S), OVERHEAD_S)
+
+
+def slower(snapshot: Snapshot) -> Snapshot:
+    """As slow as `late` in micro-batches of SIZE, by speed alone, and as thirsty."""
+    block = snapshot.model.blocks[0]
+    flop = SIZE * (block.forward_flop + block.backward_flop)
+
+    def speed(fast: float) -> float:
+        return flop / (flop / fast + OVERHEAD_S)
+
+    def change(device: DeviceProfile) -> DeviceProfile:
+        watt = device.speed_flop_per_s * device.energy_per_flop_j
+        now = speed(device.speed_flop_per_s)
+        return replace(device, speed_flop_per_s=now, energy_per_flop_j=watt / now)
+
+    changed = with_members(snapshot, change, 0.0)
+    return replace(
+        changed, edge=replace(snapshot.edge, speed_flop_per_s=speed(snapshot.edge.speed_flop_per_s))
+    )
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_stage_takes_its_operations_and_an_overhead_per_block(
+    a_snapshot: MakeSnapshot, recompute: bool
+) -> None:
+    snapshot = late(a_snapshot(4, clusters=1, devices=2, blocks=5))
+    model, device = snapshot.model, snapshot.clusters[0].profile.devices[0]
+    settings = replace(SETTINGS, recompute=recompute)
+    passes = 4 / 3 if recompute else 1.0  # of forward, backward and forward again: 1/3, 2/3, 1/3
+    for size in (1, 16):
+        rows = rows_for(0, *all_layouts(1, 5), np.array([[size, COUNT]]))
+        chain = chain_of(tabulate(snapshot), rows, settings)
+        total = float(chain.forward_stage_s[0, 1] + chain.backward_stage_s[0, 1])
+        forward = sum(block.forward_flop for block in model.blocks)
+        flop = size * (forward * (1 + recompute) + sum(b.backward_flop for b in model.blocks))
+        expected = flop / device.speed_flop_per_s + 5 * passes * OVERHEAD_S
+        assert total == pytest.approx(expected, rel=1e-12)
+
+
+def test_an_overhead_is_a_lower_speed_at_one_size(a_snapshot: MakeSnapshot) -> None:
+    base = a_snapshot(5, clusters=2, devices=3, blocks=5)
+    base = replace(base, model=uniform(base.model))
+    chains, scores = [], []
+    for snapshot in (late(base), slower(base)):
+        tables = tabulate(snapshot)
+        queues = {c.profile.cluster_id: {} for c in snapshot.clusters}
+        state = replace(initial_state(base, SETTINGS), energy_queue_j=queues)
+        planner = planner_for(tables, state, SETTINGS)
+        every = [rows_for(m, *all_layouts(3, 5), np.array([[SIZE, COUNT]])) for m in (0, 1)]
+        rows = stack(every)
+        chains.append(chain_of(tables, rows, SETTINGS))
+        scorer = planner.scorer(planner.opening_prices(), np.arange(2))
+        scores.append(scorer.estimates(rows))
+    for one, other in ((chains[0], chains[1]),):
+        for name in ("forward_stage_s", "backward_stage_s", "fixed_s", "fixed_j"):
+            assert getattr(one, name) == pytest.approx(getattr(other, name), rel=1e-9)
+    for one, other in zip(*scores, strict=True):
+        assert one == pytest.approx(other, rel=1e-9)
+
+
+def test_overheads_make_plans_prefer_large_micro_batches(a_snapshot: MakeSnapshot) -> None:
+    settings = SchedulerConfig(
+        batch_size=32,
+        bound=False,
+        micro_batch_sizes=(1, 2, 4, 8, 16, 32),
+        micro_batches=(1, 2, 4, 8, 16, 32),
+    )
+    quick = a_snapshot(6, clusters=1, devices=3, blocks=6)
+    scheduler = make_scheduler("dssda", settings)
+    sizes = []
+    for snapshot in (quick, with_members(quick, lambda d: replace(d, overhead_s=1.0), 0.0)):
+        plan, _ = scheduler.step(scheduler.init(snapshot), snapshot)
+        sizes.append(plan.clusters[0].micro_batch_size)
+        assert plan.latency_s == pytest.approx(price(plan, snapshot, settings).latency_s)
+    assert sizes[0] < sizes[1]
+
+
+def test_the_overhead_of_a_round_adds_to_its_latency(a_snapshot: MakeSnapshot) -> None:
+    quick = a_snapshot(7, clusters=1)
+    scheduler = make_scheduler("dssda", SETTINGS)
+    plan, _ = scheduler.step(scheduler.init(quick), quick)
+    profile = replace(quick.clusters[0].profile, overhead_s=3.0)
+    behind = replace(quick, clusters=(replace(quick.clusters[0], profile=profile),))
+    took = [price(plan, snapshot, SETTINGS).latency_s for snapshot in (quick, behind)]
+    assert took[1] - took[0] == pytest.approx(3.0)
