@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import random
 import tempfile
 import time
 from collections.abc import Iterator
@@ -26,8 +24,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from ablation_digits import TEST_ROWS, leading_digits
+from ablation_results import TARGETS, compared
 from rich.progress import Progress
 from torch import Tensor, nn
 
@@ -36,7 +35,6 @@ from collapipe_flwr.config.schema import AppConfig, parse
 from collapipe_flwr.core.domain import ClusterOutcome, ClusterPlan, GradientNoise, RoundOutcome
 from collapipe_flwr.costs.price import PricedRound, price
 from collapipe_flwr.data.batches import Example, batches, round_examples
-from collapipe_flwr.data.seq2seq import spell
 from collapipe_flwr.federation.learner import Learner, make_learner
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.pipeline.meter import square_norm
@@ -58,14 +56,12 @@ BERT = (
 )
 NUMBER_WORDS, LEADING = "number-words", "leading-digit"
 MODELS = {NUMBER_WORDS: ("marian", MARIAN), LEADING: ("bert", BERT)}
-TRAIN_ROWS, TEST_ROWS = 4000, 128  # of the leading digits
 SIZES, COUNTS = (1, 2, 4, 8, 16), (1, 2, 4, 8)
 VARIANTS: dict[str, dict[str, Any]] = {
     "bound": {"progress": "bound"},
     "noise_scale": {"progress": "noise-scale"},
     "small_batch": {"bound": False, "micro_batch_sizes": (1,)},
 }
-TARGETS = (0.45, 0.3, 0.2, 0.1)  # of the untrained loss
 TEST_BATCH = 128
 Batch = dict[str, Tensor]
 
@@ -181,17 +177,6 @@ def learner(seed: int, task: str, folder: Path) -> Learner:
     )
 
 
-def leading_digits(folder: Path, seed: int) -> tuple[Path, Path]:
-    """Numbers below ten thousand in words, and the digit of their thousands: the first word, if
-    "thousand" follows."""
-    drawn = random.Random(seed).sample(range(10_000), TRAIN_ROWS + TEST_ROWS)
-    paths = folder / "train.jsonl", folder / "test.jsonl"
-    for path, numbers in zip(paths, (drawn[TEST_ROWS:], drawn[:TEST_ROWS]), strict=True):
-        rows = ({"text": spell(n), "label": f"d{n // 1000}"} for n in numbers)
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return paths
-
-
 def flat(model: nn.Module) -> Tensor:
     """All trained weights as one vector."""
     return torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad])
@@ -303,12 +288,6 @@ def summary(rounds: list[Round], cpu_s: float) -> dict[str, object]:
     }
 
 
-def ratios(runs: dict[str, dict[str, Any]], name: str) -> dict[str, float | None]:
-    """Seconds of variant ``name`` over those with the bound; None where either never came."""
-    ours, theirs = runs["bound"]["time_to_target_s"], runs[name]["time_to_target_s"]
-    return {k: theirs[k] / ours[k] if ours[k] and theirs[k] else None for k in ours}
-
-
 def measure(seeds: list[int], training: Training, path: Path) -> None:
     """All variants for every seed that ``path`` has not yet; it is written anew after each."""
     asked: dict[str, Any] = {
@@ -335,10 +314,8 @@ def measure(seeds: list[int], training: Training, path: Path) -> None:
                 text = f"seed {seed} {name} loss {done.test_loss:.2f}"
                 progress.update(bar, completed=len(rounds) - 1, description=text)
             runs[name] = summary(rounds, time.process_time() - started)
-            whole = [r for r in result["seeds"].values() if len(r) == len(VARIANTS)]
-            result["over_bound"] = {n: over_bound(whole, n) for n in VARIANTS if n != "bound"}
-            result["quartiles"] = {n: quartiles(whole, n) for n in VARIANTS} if whole else {}
-            path.write_text(json.dumps(result, indent=1) + "\n")
+            path.write_text(json.dumps(compared(result, tuple(VARIANTS)), indent=1) + "\n")
+    path.write_text(json.dumps(compared(result, tuple(VARIANTS)), indent=1) + "\n")
 
 
 def resumed(path: Path, asked: dict[str, Any]) -> dict[str, Any]:
@@ -350,35 +327,6 @@ def resumed(path: Path, asked: dict[str, Any]) -> dict[str, Any]:
     if not same:
         raise SystemExit(f"{path} holds another experiment: name a new file")
     return found
-
-
-def over_bound(seeds: list[dict[str, dict[str, Any]]], name: str) -> dict[str, float | None]:
-    """Geometric mean over seeds of how many times as long a variant takes, by target."""
-    each = [ratios(runs, name) for runs in seeds]
-    return {str(share): _mean([ratio[str(share)] for ratio in each]) for share in TARGETS}
-
-
-def quartiles(seeds: list[dict[str, dict[str, Any]]], name: str) -> dict[str, list[float | None]]:
-    """Lower quartile, median and upper quartile over seeds of the seconds to every target.
-
-    None where a quartile falls among the seeds that never arrived.
-    """
-    found: dict[str, list[float | None]] = {}
-    for share in TARGETS:
-        times = [runs[name]["time_to_target_s"][str(share)] for runs in seeds]
-        values = [math.inf if time is None else time for time in times]
-        found[str(share)] = [
-            float(q) if math.isfinite(q) else None
-            for q in np.percentile(values, [25, 50, 75], method="closest_observation")
-        ]
-    return found
-
-
-def _mean(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    if not known or len(known) < len(values):
-        return None
-    return math.exp(sum(map(math.log, known)) / len(known))
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 Json = dict[str, Any]
 ABLATIONS = ("number-words", "leading-digit")  # tasks, each with a file of its own
+LEAST_SEEDS = 5
 VARIANTS = {
     "bound": ("bound", "`scheduler.progress = bound`"),
     "noise_scale": ("noise scale", "`scheduler.progress = noise-scale`, measured as it trains"),
@@ -16,8 +17,8 @@ VARIANTS = {
     ),
 }
 SAYS = {
-    "number-words": "number words to digits, a small Marian",
-    "leading-digit": "the thousands of a number in words, a small BERT that classifies",
+    "number-words": "Number words to digits, a small Marian",
+    "leading-digit": "The thousands of a number in words, a small BERT that classifies",
 }
 
 
@@ -32,22 +33,24 @@ def ablation_lines(runs: Sequence[Json]) -> Iterator[str]:
     yield "(simulated), not of the machine that trained; cutting never changes gradients, so"
     yield "clusters train the planned batches unsplit. Targets are shares of the untrained test"
     yield "loss. Variants differ in these settings alone:"
-    ran = [
-        name for name in VARIANTS if all(name in run["over_bound"] | {"bound": 1} for run in runs)
-    ]
+    ran = list(VARIANTS)
     yield from ("", *(f"- **{VARIANTS[name][0]}**: {VARIANTS[name][1]}" for name in ran))
     for run in runs:
-        yield from _task_lines(run, ran)
+        if "quartiles" in run:
+            yield from _task_lines(run, ran)
 
 
 def _task_lines(run: Json, ran: Sequence[str]) -> Iterator[str]:
     task = run["training"]["task"]
-    seeds = ", ".join(run["seeds"])
-    yield from ("", f"**{SAYS[task].capitalize()}**, seeds {seeds}: seconds, median (quartiles)")
+    whole = {seed: runs for seed, runs in run["seeds"].items() if all(n in runs for n in ran)}
+    says = f"**{SAYS[task]}**, seeds {', '.join(whole)}"
+    yield from ("", f"{says}: seconds, median (quartiles)")
+    if len(whole) < LEAST_SEEDS:
+        yield f"(only {len(whole)} of {LEAST_SEEDS} seeds are measured so far)"
     yield from ("", "| variant | mean batch | " + " | ".join(_goals(run)) + " |")
     yield "|---|---:|" + "---:|" * len(run["targets"])
     for name in ran:
-        means = [runs[name]["batch_mean"] for runs in run["seeds"].values() if name in runs]
+        means = [runs[name]["batch_mean"] for runs in whole.values()]
         times = [_spread(each) for each in run["quartiles"][name].values()]
         batch = f"{sum(means) / len(means):.1f}"
         yield f"| {VARIANTS[name][0]} | {batch} | {' | '.join(times)} |"

@@ -16,7 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from ablation_lines import ABLATIONS, ablation_lines
-from scheduler_runs import ALONE, BENCH, LEAST_SEEDS, SHARES, SWEEP, TABLES, WRONG, measure
+from scheduler_runs import (
+    ALONE,
+    BENCH,
+    LEAST_SEEDS,
+    SEARCH,
+    SEARCHED,
+    SHARES,
+    SWEEP,
+    TABLES,
+    WRONG,
+    measure,
+)
+from search_lines import search_lines
 
 COLUMNS = (
     "policy | latency s | q1 to q3 | p95 s | efficiency | busy | memory MiB | energy / budget "
@@ -53,6 +65,9 @@ def lines(folder: Path) -> Iterator[str]:
     yield from wrong_lines(folder)
     if (bench := read(folder, "bench")) is not None:
         yield from bench_lines(bench)
+    searched = [run for size in SEARCHED if (run := read(folder, f"search-{size}")) is not None]
+    if searched:
+        yield from search_lines(searched, SEARCH)
     tasks = [run for name in ABLATIONS if (run := read(folder, f"ablation-{name}")) is not None]
     if tasks:
         yield from ablation_lines(tasks)
@@ -77,6 +92,8 @@ def old_terms(run: Json) -> Iterator[str]:
         faults.append("the memory cap of a third bound DSSDA alone")
         faults.append("the schedule was GPipe")
         faults.append("the search that ran then got stuck at these sizes")
+    if "outdated" in run:
+        faults.append(run["outdated"])
     if faults:
         yield from ("", f"**Not on today's terms**: {'; '.join(faults)}. To be measured again.")
 
@@ -108,15 +125,12 @@ def gain_lines(folder: Path) -> Iterator[str]:
 def share_lines(folder: Path) -> Iterator[str]:
     """What the cap on the model's share of a device costs, and what it saves."""
     runs = {s: run for s in SHARES if (run := read(folder, f"share-{s}")) is not None}
-    whole = read(folder, "paper")
-    if not runs or whole is None:
+    if not runs:
         return
-    fedavg = whole["policies"]["fedavg"]["peak_device_memory_bytes"]
     yield from ("", "## No device holds most of the model: what that costs")
     yield from (*old_terms(next(iter(runs.values()))), "")
-    yield f"`{SWEEP} --max-model-share SHARE`; memory is that of the fullest device over"
-    yield f"`fedavg`'s {fedavg / 2**20:.0f} MiB."
-    yield from ("", "| share | latency s | p95 s | efficiency | memory | energy / budget |")
+    yield f"`{SWEEP} --max-model-share SHARE`; memory is that of the fullest device."
+    yield from ("", "| share | latency s | p95 s | efficiency | memory MiB | energy / budget |")
     yield "|---:|---:|---:|---:|---:|---:|"
     for share, run in runs.items():
         ours = run["policies"]["dssda"]
@@ -124,7 +138,7 @@ def share_lines(folder: Path) -> Iterator[str]:
             f"{ours['latency_s']['mean']:.1f}",
             f"{ours['latency_s']['p95']:.1f}",
             f"{ours['capacity_used']:.3f}",
-            f"{ours['peak_device_memory_bytes'] / fedavg:.3f}",
+            f"{ours['peak_device_memory_bytes'] / 2**20:.0f}",
             f"{ours['energy_over_budget_max']:.3f}",
         )
         yield f"| {share} | {' | '.join(cells)} |"

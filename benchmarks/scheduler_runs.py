@@ -52,7 +52,17 @@ WRONG = {
 }
 ALONE = f"{PAPER} --policies dssda"
 SWEEP = f"{ALONE} --rounds 25"
-BENCH = "collapipe bench scheduler --clusters 10,100,1000,10000 --instances 500"
+BENCH = (
+    "collapipe bench scheduler --clusters 10,100,1000,10000 --instances 500 "
+    "--sections decisions,radio,optimality"
+)
+SEARCHED = {
+    "4x6x12": "50000-50199",
+    "5x4x12": "50000-50199",
+    "8x5x24": "50000-50199",
+    "100x10x24": "50000-50009",
+}
+SEARCH = "collapipe bench scheduler --sections search --search"
 
 
 def commands() -> Iterator[tuple[str, str]]:
@@ -64,6 +74,8 @@ def commands() -> Iterator[tuple[str, str]]:
     for name, (options, _) in WRONG.items():
         yield f"wrong-{name}", f"collapipe simulate {ALONE} {options}"
     yield "bench", BENCH
+    for size, seeds in SEARCHED.items():
+        yield f"search-{size}", f"{SEARCH} {size}={seeds}"
 
 
 def condensed(values: Json) -> Json:
@@ -75,15 +87,27 @@ def condensed(values: Json) -> Json:
     return values
 
 
+def is_measured(path: Path) -> bool:
+    """Whether there is such a file and, if it is a simulation's, one with bounds and all seeds."""
+    if not path.exists():
+        return False
+    values = json.loads(path.read_text(encoding="utf-8"))
+    if "policies" not in values:
+        return True
+    if "outdated" in values:  # says why
+        return False
+    return "bounds" in values and len(values["setting"]["seeds"]) >= LEAST_SEEDS
+
+
 def measure(folder: Path, only: Sequence[str] = ()) -> None:
-    """Run whatever has no file in ``folder`` yet, or ``only`` those of such names.
+    """Run whatever has no file on today's terms in ``folder``, or ``only`` those of such names.
 
     Exits with the status of a command that fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name, command in commands():
         path = folder / f"{name}.json"
-        if not path.exists() and (not only or name in only):
+        if (not only or name in only) and not is_measured(path):
             print(f"{command} --json {path}", flush=True)
             child = [sys.executable, "-m", "collapipe_flwr.cli.child", *shlex.split(command)[1:]]
             with lifeline() as stdin:

@@ -14,11 +14,13 @@ import importlib
 import json
 import os
 import runpy
+import select
 import selectors
 import signal
 import socket
 import struct
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -94,7 +96,7 @@ def _await_order(listener: socket.socket) -> Order | None:
                     peer.sendall(STAY)
                     selector.register(peer, selectors.EVENT_READ)
                     staying.add(peer)
-                elif os.fork() == 0:
+                elif kind == RUN and os.fork() == 0:
                     for each in staying:
                         each.close()
                     return _obeyed(peer, streams)
@@ -126,11 +128,18 @@ def _obeyed(peer: socket.socket, streams: list[int]) -> Order:
 
 
 def _watch(pid: int, peer: socket.socket, streams: list[int]) -> NoReturn:
+    """The process does not outlive ``peer``."""
     for stream in (*range(STREAMS), *streams):
         os.close(stream)
+    ending, poll = os.pidfd_open(pid), select.poll()
+    poll.register(ending, select.POLLIN)
+    poll.register(peer, 0)  # nothing but that it hangs up
     peer.sendall(REPORT.pack(pid))
+    if ending not in dict(poll.poll()):
+        os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
-    peer.sendall(REPORT.pack(os.waitstatus_to_exitcode(status)))
+    with suppress(OSError):
+        peer.sendall(REPORT.pack(os.waitstatus_to_exitcode(status)))
     os._exit(0)
 
 

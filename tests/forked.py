@@ -23,8 +23,9 @@ from tests.fork_server import REPORT, RUN, STAY
 
 ROOT = Path(__file__).parents[1]
 _START_S = 250.0
-# Workers of one run share a server.
-_NAME = f"collapipe-{os.environ.get('PYTEST_XDIST_TESTRUNUID') or uuid.uuid4().hex}"
+# Workers of one run share a server, and so do processes that they start.
+_RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID") or uuid.uuid4().hex
+_NAME = os.environ.setdefault("FORK_SERVER", f"collapipe-{_RUN}")
 
 
 class Forked:
@@ -88,6 +89,17 @@ class Forked:
         assert told, "the fork server has ended"
         (number,) = REPORT.unpack(told)
         return int(number)
+
+
+Process = Forked | subprocess.Popen[str]
+
+
+def start(module: str, *arguments: str, env: Mapping[str, str], cold: bool = False) -> Process:
+    """A fork; one that is ``cold`` or not on Linux is a process that imports everything itself."""
+    if sys.platform == "linux" and not cold:
+        return Forked(module, *arguments, env=env)
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The scheduler bench: decision times by size, the radio solver against cvxpy, optimality gaps.
+"""The scheduler bench: decision times by size, radio against cvxpy, gaps to optima and rivals.
 
 A decision is one ``step`` of the scheduler: from a snapshot to a plan. The first one of a run
 plans from scratch; the median is over the rounds after it, with new fading and filled queues.
@@ -13,6 +13,7 @@ import numpy as np
 
 from benchmarks.scheduling.optimality import Gaps, optimality
 from benchmarks.scheduling.radio import RadioBench, compare_radio
+from benchmarks.scheduling.search_gaps import SearchGaps, SearchSize, search_gaps
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.simulation.episode import run_episode
@@ -27,32 +28,45 @@ RADIO_CLUSTERS = 100
 CODEC_CLUSTERS = 100  # at this size also with a codec chosen for every hop
 
 
+SECTIONS = ("decisions", "radio", "optimality", "search")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchPlan:
-    """What to measure: one decision per setting and round, one radio problem, random instances."""
+    """What to measure: one decision per setting and round, one radio problem, drawn instances."""
 
     decisions: tuple[Setting, ...]
-    radio: Setting
-    instances: int
-
-    def __post_init__(self) -> None:
-        if self.instances < 1:
-            raise ConfigError(f"--instances must be >= 1, got {self.instances}")
+    radio: Setting | None
+    instances: int  # small ones for brute force
+    search: tuple[SearchSize, ...]
 
     @property
     def steps(self) -> int:
         """Ticks of the whole bench."""
-        return sum(setting.rounds for setting in self.decisions) + 1 + self.instances
+        timed = sum(setting.rounds for setting in self.decisions)
+        searched = sum(2 * len(size.seeds) for size in self.search)
+        return timed + (self.radio is not None) + self.instances + searched
 
 
-def bench_plan(clusters: Sequence[int], instances: int) -> BenchPlan:
-    """The usual settings, for these numbers of clusters."""
+def bench_plan(
+    clusters: Sequence[int],
+    instances: int,
+    search: Sequence[SearchSize] = (),
+    sections: Sequence[str] = SECTIONS,
+) -> BenchPlan:
+    """The usual settings, for these numbers of clusters; raises ConfigError."""
+    for name in sections:
+        if name not in SECTIONS:
+            raise ConfigError(f"--sections: unknown section {name!r}; choose {', '.join(SECTIONS)}")
+    if instances < 1:
+        raise ConfigError(f"--instances must be >= 1, got {instances}")
     fixed = [bench_setting(number, 1 + timed_rounds(number)) for number in clusters]
     chosen = [choosing_codecs(s) for s in fixed if s.clusters == CODEC_CLUSTERS]
     return BenchPlan(
-        decisions=(*fixed, *chosen),
-        radio=bench_setting(RADIO_CLUSTERS, 1),
-        instances=instances,
+        decisions=(*fixed, *chosen) if "decisions" in sections else (),
+        radio=bench_setting(RADIO_CLUSTERS, 1) if "radio" in sections else None,
+        instances=instances if "optimality" in sections else 0,
+        search=tuple(search) if "search" in sections else (),
     )
 
 
@@ -74,8 +88,9 @@ class BenchResult:
     """Everything that ``collapipe bench scheduler`` reports."""
 
     decisions: tuple[DecisionTime, ...]
-    radio: RadioBench
-    optimality: Gaps
+    radio: RadioBench | None
+    optimality: Gaps | None
+    search: tuple[SearchGaps, ...]
 
     def as_json(self) -> dict[str, object]:
         """Plain data."""
@@ -121,8 +136,13 @@ def decision_time(setting: Setting, tick: Tick = silent) -> DecisionTime:
 def bench(plan: BenchPlan, tick: Tick = silent) -> BenchResult:
     """Measure everything; takes minutes at the usual sizes."""
     decisions = tuple(decision_time(setting, tick) for setting in plan.decisions)
-    radio = compare_radio(plan.radio)
-    tick("radio")
+    radio = None
+    if plan.radio is not None:
+        radio = compare_radio(plan.radio)
+        tick("radio")
     return BenchResult(
-        decisions=decisions, radio=radio, optimality=optimality(plan.instances, tick)
+        decisions=decisions,
+        radio=radio,
+        optimality=optimality(plan.instances, tick) if plan.instances else None,
+        search=tuple(search_gaps(size, tick) for size in plan.search),
     )

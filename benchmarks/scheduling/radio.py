@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from benchmarks.oracles.radio_reference import ReferenceOptimum, solve_reference
 from benchmarks.scheduling.optimality import queued
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.arrays import Array
@@ -21,6 +20,9 @@ from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.radio.interior_point import Allocation, allocate
 from collapipe_flwr.scheduler.radio.problem import radio_problem
 from collapipe_flwr.simulation.setting import Setting
+
+if TYPE_CHECKING:
+    from benchmarks.oracles.radio_reference import ReferenceOptimum
 
 TIMED = (
     "whole calls from layouts to bandwidth and powers, stating the problem included on both sides, "
@@ -65,6 +67,8 @@ class RadioInstance:
 
     def reference(self) -> ReferenceOptimum:
         """The optimum by cvxpy; raises ScheduleError where it does not converge."""
+        from benchmarks.oracles.radio_reference import solve_reference  # seconds, for few
+
         problem = radio_problem(
             self.chain,
             self.price_rs,

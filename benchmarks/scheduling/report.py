@@ -7,13 +7,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.scheduling.decisions import BenchResult, bench, bench_plan
+from benchmarks.scheduling.decisions import BenchPlan, BenchResult, bench
+from benchmarks.scheduling.optimality import Gaps
+from benchmarks.scheduling.search_gaps import GapTable
 from collapipe_flwr.reporting.output import prepare, progress, write_json
 
 
-def run_bench(clusters: tuple[int, ...], instances: int, json_file: Path | None) -> None:
+def run_bench(plan: BenchPlan, json_file: Path | None) -> None:
     """Measure with a progress bar, print a table, write a file."""
-    plan = bench_plan(clusters, instances)
     prepare("--json", json_file)
     with progress(plan.steps) as tick:
         result = bench(plan, tick)
@@ -22,18 +23,29 @@ def run_bench(clusters: tuple[int, ...], instances: int, json_file: Path | None)
 
 
 def bench_table(result: BenchResult) -> Table:
-    """Decision times, the radio solvers, and the gap to brute force."""
+    """Decision times, the radio solvers, and the gaps to brute force and to rivals."""
     table = Table(title="scheduler bench, one thread", title_justify="left", show_header=False)
     for row in result.decisions:
         size = f"{row.clusters} clusters x {row.devices} devices x {row.blocks} blocks"
         size += f", {len(row.codecs)} codecs" if len(row.codecs) > 1 else ""
-        table.add_row(f"one decision, {size}", f"{1e3 * row.median_s:.1f} ms")
-    radio, gaps = result.radio, result.optimality
-    table.add_row(
-        f"radio of {radio.clusters} clusters",
-        f"{1e3 * radio.fast_s:.1f} ms, cvxpy {1e3 * radio.cvxpy_s:.0f} ms: {radio.speedup:.0f}x",
-    )
-    table.add_row("radio objective above cvxpy's", f"{radio.relative_gap:.1e}")
+        times = f"{1e3 * row.median_s:.1f} ms, the first {1e3 * row.first_s:.0f} ms"
+        table.add_row(f"one decision, {size}", times)
+    if (radio := result.radio) is not None:
+        times = f"{1e3 * radio.fast_s:.1f} ms, cvxpy {1e3 * radio.cvxpy_s:.0f} ms"
+        table.add_row(f"radio of {radio.clusters} clusters", f"{times}: {radio.speedup:.0f}x")
+        table.add_row("radio objective above cvxpy's", f"{radio.relative_gap:.1e}")
+    if result.optimality is not None:
+        _add_gaps(table, result.optimality)
+    for gaps in result.search:
+        for part in gaps.tables:
+            name = "with queues" if part.queues else "empty queues"
+            table.add_row(f"above the best rival, {gaps.size}, {name}", _gap_line(part))
+            worst = ", ".join(f"{seed}: {100 * gap:+.3f} %" for seed, gap in part.worst.items())
+            table.add_row("  worst seeds", worst)
+    return table
+
+
+def _add_gaps(table: Table, gaps: Gaps) -> None:
     table.add_row(
         f"gap to brute force, {gaps.instances} instances",
         f"mean {100 * gaps.mean_gap:.3f} %, p95 {100 * gaps.quantiles['0.95']:.3f} %, "
@@ -44,4 +56,9 @@ def bench_table(result: BenchResult) -> Table:
         table.add_row(
             f"  {edge}", f"{part.instances} {'#' * round(40 * part.instances / gaps.instances)}"
         )
-    return table
+
+
+def _gap_line(part: GapTable) -> str:
+    values = (("median", part.median), ("p90", part.p90), ("p99", part.p99), ("max", part.max))
+    shown = ", ".join(f"{name} {100 * value:+.3f} %" for name, value in values)
+    return f"{part.instances} seeds: {shown}; {part.above} above 1 %"

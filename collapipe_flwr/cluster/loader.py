@@ -52,13 +52,15 @@ class Batches(Protocol):
 class LoaderBatches:
     """The :class:`Batches` of a user's ``loader``, ``epochs`` times over.
 
-    A plan is made and priced for batches of one size; other batches raise DataError, but for a
-    smaller one at the end of an epoch. With ``any_size`` nothing is checked.
+    A plan is made and priced for batches of one size, and for texts of up to ``length`` tokens, if
+    it has one; other batches raise DataError, but for a smaller one at the end of an epoch. With
+    ``any_size`` nothing is checked.
     """
 
     loader: Iterable[Any]
     epochs: int = 1
     any_size: bool = False
+    length: int | None = None
     examples: int = field(default=0, init=False)  # of the epoch that was last iterated over
     fresh_examples: int = field(default=0, init=False)
 
@@ -81,6 +83,7 @@ class LoaderBatches:
                 tensors = as_batch(batch)
                 size = examples_of(tensors)
                 _check(smaller or size, planned, is_last=not smaller)
+                _check_length(tensors, self.length)
                 smaller = size if planned and size < planned else 0
                 self.examples += size
                 yield cut(tensors, size, micro_batch_size)
@@ -100,6 +103,16 @@ def _check(size: int, planned: int | None, *, is_last: bool) -> None:
         f"of {planned}: set SplitModel(..., batch_size={size}) in the ServerApp, or "
         f"DataLoader(..., batch_size={planned}) in the ClientApp"
     )
+
+
+def _check_length(tensors: Mapping[str, Tensor], planned: int | None) -> None:
+    """Raise DataError for texts that are longer than those that the plan was priced for."""
+    found = tensors["input_ids"].shape[-1] if "input_ids" in tensors else 0
+    if planned is not None and found > planned:
+        raise DataError(
+            f"the loader yields texts of {found} tokens, but the round was planned for {planned}: "
+            f"set SplitModel(..., length={found}) in the ServerApp, or shorten them"
+        )
 
 
 def examples_of(tensors: Mapping[str, Tensor]) -> int:

@@ -36,7 +36,7 @@ from collapipe_flwr.data.config import DataConfig
 from collapipe_flwr.models.spec import LoraConfig, ModelConfig
 from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
-from collapipe_flwr.scheduler.protocol import SchedulerConfig
+from collapipe_flwr.scheduler.protocol import NOISE_SCALE, SchedulerConfig
 
 AUTO = "auto"
 STRATEGIES = (
@@ -98,6 +98,7 @@ class PlannerConfig:
     policy: str = key("dssda")
     settings: SchedulerConfig = inline(
         SchedulerConfig(
+            progress=NOISE_SCALE,
             micro_batch_sizes=(16, 32),
             micro_batches=(2, 4),
             max_model_share=0.5,

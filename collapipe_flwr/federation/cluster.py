@@ -107,13 +107,13 @@ class Cluster:
         mean over the steps) and ``num-examples``. The arrays of ``message`` are used up, unless the
         app has mods.
 
-        Raises DataError for batches of another size than planned and LinkError where the edge, or
-        all devices, are lost.
+        Raises DataError for batches of another size, or longer texts, than planned, and LinkError
+        where the edge, or all devices, are lost.
         """
         with configured_malloc():
             asked, site, name, weights = self._begin(message, context)
             if not isinstance(batches, Batches):
-                batches = LoaderBatches(loader=batches, epochs=epochs)
+                batches = LoaderBatches(loader=batches, epochs=epochs, length=asked.length)
             state = None
             if asked.task.learning.keep_optimizer:
                 run_id = asked.task.run_id
@@ -180,10 +180,11 @@ def _site(world: WorldConfig, edge: EdgeConfig, threads: int, context: Context) 
 
 
 def mods_of(app: ClientApp) -> list[Callable[..., Any]]:
-    """The mods around the train function of ``app`` that may change what it is sent or replies."""
+    """The mods around train functions of ``app`` that may change what they are sent or reply."""
     found = []
-    function: Any = app._registered_funcs.get("train.default")
-    while (held := inspect.getclosurevars(function).nonlocals if function else {}).get("_mod"):
-        found.append(held["_mod"])
-        function = held["_ffn"]
+    for name, function in app._registered_funcs.items():
+        inner: Any = function if name.startswith("train.") else None
+        while (held := inspect.getclosurevars(inner).nonlocals if inner else {}).get("_mod"):
+            found.append(held["_mod"])
+            inner = held["_ffn"]
     return [mod for mod in found if mod not in _HARMLESS]

@@ -79,7 +79,8 @@ def _busy_s(report: StageReport) -> float:
 
 
 def _is_true(report: StageReport, told: ClusterTelemetry) -> bool:
-    return 0 < _busy_s(report) <= CLOCKS_DIFFER * told.wall_s
+    passes_s = report.forward_s + report.backward_s
+    return 0 < passes_s <= _busy_s(report) <= CLOCKS_DIFFER * told.wall_s
 
 
 def _is_metered(report: StageReport) -> bool:
@@ -108,14 +109,15 @@ def _samples(
         return
     for name, (passes, flop) in stage_parts(plan, model, recompute=recompute).items():
         report = reports.get(name)
-        if report is None or not report.micro_batches:
+        count = (report.micro_batches or report.steps * plan.micro_batches) if report else 0
+        if report is None or count <= 0:
             continue
         busy_s = _busy_s(report)
         yield StageSample(
             device_id=name,
             passes=passes,
-            flop=flop * told.examples / report.micro_batches,
-            busy_s=(report.forward_s + report.backward_s) / report.micro_batches,
+            flop=flop * told.examples / count,
+            busy_s=(report.forward_s + report.backward_s) / count,
             watt=report.energy_j / busy_s if report.energy_j and _is_metered(report) else None,
             planned_bytes=plan.memory_bytes.get(name, 0),
             peak_bytes=report.peak_tensor_bytes,

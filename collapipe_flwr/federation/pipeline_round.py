@@ -26,6 +26,7 @@ from collapipe_flwr.federation.site import Site
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.specs import splitter_of
+from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.step import MicroBatch
 
 Weights = Mapping[str, Tensor]
@@ -45,6 +46,13 @@ class PipelineRound:
         """Examples of a step and of a micro-batch."""
         size = self.plan.micro_batch_size
         return size * self.plan.micro_batches, size
+
+    @property
+    def length(self) -> int | None:
+        """Tokens of the longest text that is planned for; None where inputs are no texts."""
+        splitter = splitter_for(self.task.model_spec_json)
+        texts = isinstance(splitter, Splitter) and splitter.input_name == "input_ids"
+        return self.task.shape.source_length if texts else None
 
     @staticmethod
     def of(content: RecordDict) -> PipelineRound:

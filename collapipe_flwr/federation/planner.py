@@ -267,7 +267,7 @@ def _other_examples(
     found = {}
     for part in plan.clusters:
         told = telemetry.get(part.cluster_id)
-        steps = max((report.steps for report in told.reports), default=0) if told else 0
+        steps = told.reports[0].steps if told and told.reports else 0  # the control unit's
         batch = part.micro_batch_size * part.micro_batches
         profile = profiles[part.cluster_id]
         if profile.real_links and steps and steps != math.ceil(profile.examples / batch):

@@ -129,9 +129,12 @@ def _block_costs(
     known: dict[object, BlockCost] = {}
     costs = []
     for index in range(splitter.num_blocks):
-        keys = splitter.held_keys(index)
-        shapes = tuple(splitter.shapes[key] for key in keys)
-        trained = {k: splitter.shapes[k] for k in keys if k not in splitter.constant_keys}
+        held = {key: splitter.shapes[key] for key in splitter.held_keys(index)}
+        shapes = tuple(held.values())
+        changing = {k: kind for k, kind in held.items() if k not in splitter.constant_keys}
+        trained = {
+            k: kind for k, kind in changing.items() if kind[1].is_floating_point
+        }  # no counter
         with unset_fake_temporarily():
             kind = (hidden_BTD.requires_grad, shapes, optimizer_bytes(trained))
         if kind not in known:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from transformers import PreTrainedModel
 
 from collapipe_flwr.core.errors import CollaPipeError, ModelError
@@ -37,8 +38,8 @@ class SplitModel(DescribedModel):
     """Describes ``model`` for training in parts; raises ModelError saying why it cannot be cut.
 
     ``model`` is a live model, or what builds one with ``arguments`` (JSON). Models of transformers
-    need ``batch_size`` and the ``length`` of texts; other modules an ``example``, which is a batch
-    of the user's loader: a mapping of tensors, or inputs and labels.
+    need ``batch_size`` and the ``length`` of the longest texts; other modules an ``example``, which
+    is a batch of the user's loader: a mapping of tensors, or inputs and labels.
 
     ``blocks`` is the path of the list of blocks. ``embed`` and ``head`` name modules or tensors
     that belong before and behind it where a trace cannot tell. ``loss(outputs, batch)`` returns the
@@ -326,7 +327,11 @@ def _refuse_unfit(model: nn.Module) -> None:
             f"SplitModel needs the model inside this {name}: pass model.{inside}, and start with "
             f"model.{inside}.state_dict()"
         )
-    absent = next((key for key, tensor in model.named_parameters() if tensor.is_meta), None)
+    parameters = dict(model.named_parameters())
+    lazy = next((key for key, tensor in parameters.items() if is_lazy(tensor)), None)
+    if lazy is not None:
+        raise ModelError(f"{lazy!r} of {name} has no shape yet: give its lazy layer all sizes")
+    absent = next((key for key, tensor in parameters.items() if tensor.is_meta), None)
     if absent is not None:
         raise ModelError(
             f"SplitModel needs a model with weights, but {absent!r} of {name} is on the meta "

@@ -119,7 +119,8 @@ def model_class(spec: ModelSpec) -> type[PreTrainedModel] | None:
 def known_task(kind: type) -> str:
     """The task whose head a class is, or is derived from; that of ``OWN_TASK`` if none is."""
     names = {base.__name__ for base in kind.__mro__ if is_librarys(base)}
-    for task in _TASKS:
+    # BART's model stands among the masked ones, too
+    for task in sorted(_TASKS, key=lambda task: task.name != "seq2seq"):
         for auto_class in task.auto_classes:
             mapping: Any = auto_class._model_mapping  # type: ignore[attr-defined]
             heads = mapping._model_mapping.values()  # names, or several of them

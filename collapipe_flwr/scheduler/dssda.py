@@ -43,7 +43,7 @@ from collapipe_flwr.scheduler.model_share import (
     with_model_shares,
 )
 from collapipe_flwr.scheduler.multipliers import Dual, weight_for
-from collapipe_flwr.scheduler.planner import Planner, Solution, multistart
+from collapipe_flwr.scheduler.planner import Planner, Solution
 from collapipe_flwr.scheduler.protocol import (
     Nested,
     SchedulerConfig,
@@ -178,7 +178,7 @@ class Dssda(Policy):
             if dual.broken:
                 share = 1.0 - settings.budget_margin
                 limited = dual.at(theta, share * tables.members.budget_mi)
-                kept = within(limited, multistart(limited))
+                kept = within(limited, limited.solve())
                 theta, spare = dual.multipliers(kept), solution_plan(kept, self.name, 1.0)
         except InfeasibleError:  # the round's own search widens the caps
             pass
@@ -239,7 +239,7 @@ class Dssda(Policy):
         """The new optimum, unless the segments in place are nearly as good."""
         kept = kept_rows(planner.tables, state.last_plan, self.settings)
         if kept is None:
-            return within(planner, multistart(planner))
+            return within(planner, planner.solve())
         stay = planner.radio(kept)
         left = with_radio(planner, stay)
         stay = left.priced(stay.chain, stay.allocation, stay.rho)

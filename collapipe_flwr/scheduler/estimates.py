@@ -47,6 +47,7 @@ MOST_MEMORY_SHARE = 2.0  # a false reading of peak bytes halves a device at wors
 # Starting the operations of a block, forward and backward, takes about a millisecond, of which
 # claims of speed know nothing.
 USUAL_OVERHEAD_S = 1e-3
+USUAL_SHARE = 0.3  # of a first sample's seconds that is overhead, at most
 USUAL_ROUND = 0.05  # overhead of a round, of what is explained, before anything is known
 STAGE = Prior(own=(1.5, 0.3), common=1.0)
 WATT = Prior(own=(1.0,))
@@ -260,23 +261,30 @@ def _unseen(claim: Claim) -> LogFilter:
     return LogFilter(mean=(math.log(sum(claim[2:]) or USUAL_OVERHEAD_S), -claim[0]))
 
 
+def _first_guess(claim: Claim, sample: StageSample) -> LogFilter:
+    """The same at a first sample: most of its time is not overhead, unless that is claimed."""
+    most_s = USUAL_SHARE * sample.busy_s / sample.passes
+    overhead_s = sum(claim[2:]) or min(USUAL_OVERHEAD_S, most_s)
+    return LogFilter(mean=(math.log(overhead_s), -claim[0]))
+
+
 def _learn_stage(book: dict[str, LogFilter], sample: StageSample, claim: Claim) -> None:
     name, parts = sample.device_id, (sample.passes, sample.flop)
-    known, claimed_s = book.get(name), _claimed_s(claim, sample)
-    prior = _unseen(claim)
-    error = prior.error(parts, sample.busy_s)
+    unseen, claimed_s = _unseen(claim), _claimed_s(claim, sample)
+    known = book.get(name, unseen)
+    error = known.error(parts, sample.busy_s)
     if error is None:
         return
-    if known is None or known.mean == prior.mean:
-        known = known or prior
+    if known.mean == unseen.mean:
         if claimed_s > 0 and abs(math.log(sample.busy_s / claimed_s)) <= AGREES:
             certain = known.seeing(parts, known.expected(parts), STAGE)
-            book[name] = replace(certain, mean=prior.mean)
+            book[name] = replace(certain, mean=unseen.mean)
             return
+        known = replace(known, mean=_first_guess(claim, sample).mean)
     elif _is_old(known):
-        off = known.error(parts, sample.busy_s)
-        in_vain = off is not None and abs(off) <= abs(error)
-        known = replace(known, looks=known.looks + 1) if in_vain else prior
+        guess = _first_guess(claim, sample)
+        in_vain = abs(error) <= abs(guess.error(parts, sample.busy_s) or 0.0)
+        known = replace(known, looks=known.looks + 1) if in_vain else guess
     book[name] = known.seeing(parts, sample.busy_s, STAGE)
 
 

@@ -1,4 +1,4 @@
-"""Layouts to start from: cut in proportion to weights, filled by memory, or all that exist."""
+"""Layouts to start from: cut in proportion to weights, filled to a bottleneck, or all there are."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from math import comb, perm
 import numpy as np
 
 from collapipe_flwr.costs.arrays import Array, Ints
-from collapipe_flwr.costs.layouts import UNUSED, Layouts, stack
+from collapipe_flwr.costs.layouts import UNUSED, Layouts, span_sums
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.work import PricingOptions, kept_bytes
+from collapipe_flwr.scheduler.dual_prices import DualPrices
+
+CAPS = 12  # bottlenecks that devices are filled up to
+LONGEST = 4.0  # the largest of them over the smallest
+SHARES = (1.0, 0.2, 0.04)  # of a second's price: clusters that need not hurry save energy
 
 
 def spread(weights_rs: Array, blocks: int) -> Ints:
@@ -55,62 +60,87 @@ def rows_by_weight(
     return rows_from_weights(cluster_r, order + 1, ranked, blocks, batches)
 
 
-def starting_rows(tables: Tables, which: Ints, devices_m: Ints, batches: Ints) -> Layouts:
-    """For each of ``which``: the fastest or largest k devices for every k, shares by either.
+def filled_rows(
+    tables: Tables,
+    options: PricingOptions,
+    which: Ints,
+    order_cn: Ints,
+    cap_c: Array,
+    batch: tuple[int, int],
+) -> Layouts:
+    """Devices in a given order, each with as many blocks as ``cap_c`` seconds and memory allow.
 
-    Every (size, count) pair is tried with each.
+    Row c is of cluster ``which[c]``; seconds are those of both passes of one example. Rows in which
+    the devices do not hold all blocks are left out. Under 1F1B blocks are handed out from the last
+    one on: what a stage has in flight depends on the stages behind it.
     """
-    width = min(int(devices_m[which].max()), tables.num_blocks)
-    speed, memory = tables.members.speed_mi[which, 1:], tables.members.memory_mi[which, 1:]
-    present = tables.members.present_mi[which, 1:]
-    members, weights = [], []
-    for key, weight in ((speed, speed), (memory, memory), (speed, memory)):
-        order = np.argsort(np.where(present, -key, np.inf), axis=1, kind="stable")[:, :width]
-        ranked = np.take_along_axis(np.where(present, weight, 0.0), order, axis=1)
-        for depth in range(1, width + 1):
-            members.append(order + 1)
-            weights.append(np.where(np.arange(width) < depth, ranked, 0.0))
-    owner = np.tile(which, len(members))
-    repeat = np.repeat(np.arange(len(owner)), len(batches))
-    return rows_from_weights(
-        owner[repeat],
-        np.concatenate(members)[repeat],
-        np.concatenate(weights)[repeat],
-        tables.num_blocks,
-        np.tile(batches, (len(owner), 1)),
+    (size, count), gpipe = batch, options.schedule == "gpipe"
+    flop_l = tables.blocks.forward_flop_l + tables.blocks.backward_flop_l
+    kept_l, once = kept_bytes(tables.blocks, options)
+    flop_kl, state_kl, kept_kl = (
+        span_sums(sum_l if gpipe else sum_l[-1] - sum_l[::-1])
+        for sum_l in (flop_l, tables.blocks.state_bytes_l, kept_l)
+    )
+    members, blocks = tables.members, tables.num_blocks
+    room = np.where(members.present_mi, (1.0 - options.memory_margin) * members.memory_mi, 0.0)
+    at, depth = np.zeros(len(which), np.int64), np.zeros(len(which), np.int64)
+    behind, parts = np.arange(blocks + 1), []
+    for device in order_cn.T:
+        most = cap_c * members.speed_mi[which, device + 1] * (1.0 + 1e-9)
+        flight = np.full(len(which), count) if gpipe else np.minimum(depth + 2, count)
+        need = state_kl[at] + size * (flight[:, None] * kept_kl[at] + once)
+        held = (flop_kl[at] <= most[:, None]) & (need <= room[which, device + 1][:, None])
+        stop = np.where(held & (behind > at[:, None]), behind, at[:, None]).max(1)
+        parts.append(stop - at)
+        at, depth = stop, depth + (stop > at)
+    part = np.stack(parts, axis=1)
+    slot, last = np.arange(part.shape[1])[None, :], depth[:, None] - 1
+    front = np.argsort(part == 0, axis=1, kind="stable")
+    if not gpipe:
+        front = np.take_along_axis(front, np.where(slot <= last, last - slot, slot), axis=1)
+    full, width = at == blocks, max(int(depth.max(initial=1)), 1)
+    member = np.where(slot <= last, np.take_along_axis(order_cn, front, axis=1) + 1, UNUSED)
+    return Layouts(
+        cluster_r=which[full],
+        member_rs=member[full, :width],
+        stop_rs=np.cumsum(np.take_along_axis(part, front, axis=1), axis=1)[full, :width],
+        micro_batch_size_r=np.full(int(full.sum()), size),
+        micro_batches_r=np.full(int(full.sum()), count),
     )
 
 
-def filling_rows(tables: Tables, options: PricingOptions, which: Ints, batches_b2: Ints) -> Layouts:
-    """For each of ``which`` and each batch: devices filled up, the largest first.
+def first_rows(
+    tables: Tables,
+    options: PricingOptions,
+    prices: DualPrices,
+    which: Ints,
+    batch: tuple[int, int],
+) -> Layouts:
+    """For each of ``which``: devices filled up to several bottlenecks, and to their memories.
 
-    Where all blocks are equal and this fits no cluster, nothing does.
+    In order of what an operation costs there, a second at several prices, and of memory.
     """
-    kept_l, once = kept_bytes(tables.blocks, options)
-    state, kept = np.diff(tables.blocks.state_bytes_l).max(), np.diff(kept_l).max()
-    room = np.where(tables.members.present_mi, tables.members.memory_mi, 0.0)[which, 1:]
-    room = (1.0 - options.memory_margin) * room
-    parts, blocks = [], tables.num_blocks
-    for size, count in batches_b2:
-        flight = count if options.schedule == "gpipe" else 1
-        holds = np.floor(np.maximum(room - size * once, 0.0) / (state + size * flight * kept))
-        order = np.argsort(-holds, axis=1, kind="stable")[:, :blocks]
-        most = np.take_along_axis(holds, order, axis=1).astype(np.int64)
-        stops = np.minimum(np.cumsum(most, axis=1), blocks)
-        used = np.concatenate([np.ones_like(most[:, :1]), stops[:, :-1] < blocks], axis=1)
-        used = (used > 0) & (most > 0)
-        used[:, 0] = True  # a row needs a device, fitting or not
-        last = used & ~np.concatenate([used[:, 1:], np.zeros_like(used[:, :1])], axis=1)
-        parts.append(
-            Layouts(
-                cluster_r=which,
-                member_rs=np.where(used, order + 1, UNUSED),
-                stop_rs=np.where(used & ~last, stops, blocks),
-                micro_batch_size_r=np.full(len(which), size),
-                micro_batches_r=np.full(len(which), count),
-            )
-        )
-    return stack(parts)
+    members, blocks = tables.members, tables.blocks
+    present = members.present_mi[which, 1:]
+    speed = np.where(present, members.speed_mi[which, 1:], 1e-9)
+    room = np.where(present, members.memory_mi[which, 1:], 0.0)
+    joule = (prices.price_mi * members.energy_per_flop_mi)[which, 1:]
+    keys = [prices.latency_price * share / speed + joule for share in SHARES]
+    orders = [np.argsort(key, axis=1, kind="stable") for key in (*keys, -room)]
+    orders = [o for k, o in enumerate(orders) if not any((o == p).all() for p in orders[:k])]
+    flop_l, fastest = blocks.forward_flop_l + blocks.backward_flop_l, speed.max(1)
+    low = np.maximum(flop_l[-1] / speed.sum(1), np.diff(flop_l).min() / fastest)
+    high = np.maximum(flop_l[-1] / fastest, LONGEST * low)
+    caps = [low * (high / low) ** share for share in np.linspace(0.0, 1.0, CAPS)]
+    caps.append(np.full(len(which), np.inf))
+    return filled_rows(
+        tables,
+        options,
+        np.tile(which, len(orders) * len(caps)),
+        np.concatenate([np.tile(order, (len(caps), 1)) for order in orders]),
+        np.tile(np.concatenate(caps), len(orders)),
+        batch,
+    )
 
 
 def count_layouts(devices: int, blocks: int) -> int:

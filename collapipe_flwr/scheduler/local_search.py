@@ -1,29 +1,17 @@
-"""Local search over layouts: moves, neighbourhoods, and the descent of many candidates at once.
-
-A candidate is one layout of one cluster. A sweep tries one kind of move on every candidate that
-still improves and takes each one's best: the kinds in turn cost as much as trying all moves at
-once and take several steps instead of one. A candidate is done when every kind in a row has failed.
-"""
+"""Neighbours of layouts: what one move makes of a row, and every pair of micro-batches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
-from collapipe_flwr.costs.layouts import UNUSED, Layouts, replaced, stack
-from collapipe_flwr.scheduler.dual_prices import best_of
+from collapipe_flwr.costs.layouts import UNUSED, Layouts, stack
 
-SAME = 1e-9  # relative differences below this count as none
-FEW = 24  # so few candidates try everything at once: their sweeps cost the same, long or short
-SIZE_STEPS = np.array([-1, 1, 0, 0, -1, 1])
-COUNT_STEPS = np.array([0, 0, -1, 1, 1, -1])
 Neighbours = tuple[Ints, Layouts]
 """Whose neighbour each row is, and the rows."""
 Kind = Callable[["Moves"], Neighbours]
-Score = Callable[[Layouts], Array]
 
 
 class Moves:
@@ -65,25 +53,40 @@ class Moves:
         )
 
     def shifts(self) -> Neighbours:
-        """A cut moves by one or two blocks."""
-        change = np.array([-2, -1, 1, 2])
-        moved = self.stops[:, :-1, None] + change
-        firsts = np.concatenate([np.zeros_like(self.stops[:, :1]), self.stops[:, :-2]], axis=1)
-        inner = self.slots[None, :-1] < (self.depth - 1)[:, None]
-        valid = (moved > firsts[:, :, None]) & (moved < self.stops[:, 1:, None])
-        parent, slot, which = np.nonzero(valid & inner[:, :, None])
-        stops = self.stops[parent]
-        stops[np.arange(len(parent)), slot] += change[which]
+        """One slot gives a block to another, two to the next; the cuts between them move along."""
+        width = len(self.slots)
+        giver, taker = np.nonzero(~np.eye(width, dtype=bool))
+        near = np.abs(giver - taker) == 1
+        giver, taker = np.append(giver, giver[near]), np.append(taker, taker[near])
+        amount = np.where(np.arange(len(giver)) < width * (width - 1), 1, 2)
+        valid = (taker < self.depth[:, None]) & (self._blocks()[:, giver] > amount)
+        parent, move = np.nonzero(valid)
+        change = amount * np.sign(giver - taker)
+        between = (self.slots >= np.minimum(giver, taker)[:, None]) & (
+            self.slots < np.maximum(giver, taker)[:, None]
+        )
+        stops = self.stops[parent] + (change[:, None] * between)[move]
         return self._rows(parent, self.members[parent], stops)
 
+    def _blocks(self) -> Ints:
+        """Blocks of every slot, (R, S)."""
+        return np.diff(self.stops, axis=1, prepend=0)
+
     def swaps(self) -> Neighbours:
-        """Two devices change places."""
+        """Two devices change places, with or without their blocks."""
         left, right = np.triu_indices(len(self.slots), 1)
         parent, pair = np.nonzero(right[None, :] < self.depth[:, None])
         members, at = self.members[parent], np.arange(len(parent))
         members[at, left[pair]] = self.members[parent, right[pair]]
         members[at, right[pair]] = self.members[parent, left[pair]]
-        return self._rows(parent, members, self.stops[parent])
+        blocks = self._blocks()
+        taken = blocks[parent]
+        taken[at, left[pair]] = blocks[parent, right[pair]]
+        taken[at, right[pair]] = blocks[parent, left[pair]]
+        moves = np.flatnonzero((taken != blocks[parent]).any(1))
+        stops = np.concatenate([self.stops[parent], np.cumsum(taken[moves], axis=1)])
+        members = np.concatenate([members, members[moves]])
+        return self._rows(np.concatenate([parent, parent[moves]]), members, stops)
 
     def replacements(self) -> Neighbours:
         """A spare device takes over a whole segment."""
@@ -141,81 +144,6 @@ MOVE_KINDS: tuple[Kind, ...] = (
     Moves.insertions,
     Moves.swaps,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Neighbourhood:
-    """The moves that are tried from a row."""
-
-    cost_mi: Array  # of working there, infinite where nothing can work
-    spares: int  # so many of the cheapest devices without a segment are tried
-    sizes: Ints  # the grid of micro-batches, ascending
-    counts: Ints
-
-    def near(self, rows: Layouts, kinds: list[int]) -> Neighbours:
-        """Neighbours by those kinds of move; the last kind changes micro-batches."""
-        moves = Moves(rows, self.cost_mi, self.spares)
-        found = [
-            self._batches(rows) if kind == len(MOVE_KINDS) else MOVE_KINDS[kind](moves)
-            for kind in kinds
-        ]
-        return np.concatenate([parent for parent, _ in found]), stack([part for _, part in found])
-
-    def _batches(self, rows: Layouts) -> Neighbours:
-        """One step on the grid of (size, count), or one up on one axis and down on the other."""
-        size = np.searchsorted(self.sizes, rows.micro_batch_size_r)[:, None] + SIZE_STEPS
-        count = np.searchsorted(self.counts, rows.micro_batches_r)[:, None] + COUNT_STEPS
-        inside = (size >= 0) & (size < len(self.sizes)) & (count >= 0) & (count < len(self.counts))
-        parent, step = np.nonzero(inside)
-        sizes, counts = self.sizes[size[parent, step]], self.counts[count[parent, step]]
-        return parent, rows.take(parent).with_batches(sizes, counts)
-
-
-KINDS = len(MOVE_KINDS) + 1  # the last one changes micro-batches
-TURNS = [[len(MOVE_KINDS)], *([k] for k in range(len(MOVE_KINDS)))]
-AT_ONCE = [list(range(KINDS))]
-
-
-@dataclass(slots=True)
-class Candidates:
-    """Layouts that improve step by step, and what each is worth."""
-
-    rows: Layouts
-    values: Array
-    least: Array  # gains up to this are not worth a step
-
-    def step(self, moving: Ints, near: Neighbours, score: Score) -> Mask:
-        """Move to better neighbours; says which of ``moving`` did."""
-        parent, rows = near
-        if not len(parent):
-            return np.zeros(len(moving), bool)
-        values = score(rows)
-        best = best_of(values, parent, len(moving))
-        here = self.values[moving]
-        known = np.isfinite(here)
-        least = np.maximum(self.least[moving], SAME * np.abs(np.where(known, here, 0.0)))
-        worth = np.where(known, here, np.inf) - least
-        better = np.where(best >= 0, values[best], np.inf) < worth
-        if better.any():
-            self.rows = replaced(self.rows, moving[better], rows.take(best[better]))
-            self.values[moving[better]] = values[best[better]]
-        return np.asarray(better)
-
-
-def descend(
-    candidates: Candidates, score: Score, neighbourhood: Neighbourhood, sweeps: int
-) -> None:
-    """Improve ``candidates`` until none gains any more, in at most ``sweeps`` sweeps."""
-    failures = np.zeros(len(candidates.rows), np.int64)
-    moving = np.arange(len(candidates.rows))
-    for sweep in range(sweeps):
-        turns = AT_ONCE if len(moving) <= FEW else TURNS
-        near = neighbourhood.near(candidates.rows.take(moving), turns[sweep % len(turns)])
-        better = candidates.step(moving, near, score)
-        failures[moving] = np.where(better, 0, failures[moving] + KINDS // len(turns))
-        moving = moving[failures[moving] < KINDS]
-        if not len(moving):
-            break
 
 
 def every_batch(rows: Layouts, batches: Ints) -> Neighbours:

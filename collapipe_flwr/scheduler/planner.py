@@ -1,19 +1,11 @@
-"""One round's decision: segments and batches, then radio, alternately, never getting worse.
-
-``multistart`` also searches from where clusters only get together. Rounds to the target depend on
-the most local steps of any cluster, so a larger batch may pay only when every cluster takes it:
-here everybody is planned with one pair, for the few pairs that need the fewest rounds. Likewise a
-round is as slow as its slowest cluster, so one start makes latency cheap for all.
-"""
+"""One round's decision: segments and batches, then radio, alternately, never getting worse."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import Chain, RowPrices, chain_of, powers_for, price_rows
 from collapipe_flwr.costs.convergence import others_max
@@ -22,19 +14,14 @@ from collapipe_flwr.scheduler.dual_prices import DualPrices, overdrawn
 from collapipe_flwr.scheduler.local_search import Moves, every_batch
 from collapipe_flwr.scheduler.problem import RoundProblem
 from collapipe_flwr.scheduler.radio.interior_point import Allocation, allocate
-from collapipe_flwr.scheduler.search import Search
+from collapipe_flwr.scheduler.search import FEW_CLUSTERS, Search
 
-FEW_CLUSTERS = 4  # up to here time allows planning from scratch and trying runners-up
-SEARCHES = 300  # searches of single clusters that alternating may cost
-OVERHEAD = 30  # what an alternation costs besides, in searches of single clusters
-LEAST_ROUNDS = 2  # alternations whatever they cost
+POLISHED_CLUSTERS = 4  # up to here time allows trying runners-up
 POLISH_SOLVES = 16  # radio solves spent on runners-up
 POLISH_RIVALS = 8  # of them at a time
 WORTH_A_TRY = 0.15  # share of the objective by which a runner-up may seem worse
+ENOUGH = 1e-4  # relative gain of an alternation that is worth another
 SAME = 1e-9  # relative differences below this count as none
-MOST_CLUSTERS = 20  # above, time allows no second search
-RELAXED = 0.05  # what a second costs in a relaxed start, as a share of its price
-OPENINGS = 4  # pairs that are searched from scratch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,48 +56,14 @@ class Planner(RoundProblem):
     def solve(self, stay: Solution | None = None) -> Solution:
         """The best plan found, from scratch or also from ``stay``; raises InfeasibleError.
 
-        Openings are the rows in place, every cluster as if it alone were the slowest and, without
-        rows in place, every cluster with its equal part of the latency's price. Many clusters
-        leave time for one improvement only.
+        Many clusters leave time for an improvement of ``stay`` only.
         """
-        clusters = self.tables.num_clusters
-        if stay is not None and clusters > FEW_CLUSTERS:
-            return self.improve(self.switched(stay))
-        starts = [] if stay is None else [stay]
-        shares = (1.0, 1.0 / clusters) if 1 < clusters <= FEW_CLUSTERS and not starts else (1.0,)
-        starts += [self.radio(self.choose(self.opening_prices(s), None)) for s in shares]
-        best = min((self.improve(s) for s in starts), key=lambda s: s.objective)
-        return self.polished(self.together(best))
-
-    def together(self, best: Solution) -> Solution:
-        """Improve also from where all clusters take the same micro-batches, if that promises more.
-
-        Rounds to the target depend on all of them: no cluster alone may gain by a change.
-        """
-        rows = self._same_batches(best)
-        if rows is None:
-            return best
-        return min(best, self.improve(self.radio(rows)), key=lambda s: s.objective)
-
-    def switched(self, best: Solution) -> Solution:
-        """``best`` with the same micro-batches everywhere, if that is better as it is."""
-        rows = self._same_batches(best)
-        return best if rows is None else min(best, self.radio(rows), key=lambda s: s.objective)
-
-    def _same_batches(self, best: Solution) -> Layouts | None:
-        """The layouts of ``best`` with the most promising common micro-batches, if any is."""
-        clusters = np.arange(self.tables.num_clusters)
-        scorer = self.scorer(self.dual_prices(best), clusters)
-        promises = []
-        for size, count in self.batches():
-            rows = best.rows.with_batches(size, count)
-            latency, energy = scorer.estimates(rows)
-            rho = self.learning.rho(self.tables, rows)
-            value = self.latency_price * rho * float(latency.max()) + float(energy.sum())
-            promises.append((value, size, count, rows))
-        value, _, _, rows = min(promises, key=lambda p: p[:3])
-        promising = value < best.objective and key_of(rows) != key_of(best.rows)
-        return rows if promising else None
+        search, few = Search(self), self.tables.num_clusters <= FEW_CLUSTERS
+        rows = search.choose(self.opening_prices(), None if few or stay is None else stay.rows)
+        best = self.radio(rows)
+        if stay is not None:
+            best = min(stay, best, key=lambda s: s.objective)
+        return self.polished(self.improve(best, search))
 
     def polished(self, best: Solution) -> Solution:
         """Try the runners-up of every cluster with the radio re-optimised, while time allows.
@@ -118,7 +71,7 @@ class Planner(RoundProblem):
         Dual prices value a cluster's alternatives at the bandwidth it has now; the radio solver
         knows what each is really worth.
         """
-        tries = POLISH_SOLVES if self.tables.num_clusters <= FEW_CLUSTERS else 0
+        tries = POLISH_SOLVES if self.tables.num_clusters <= POLISHED_CLUSTERS else 0
         tried: set[bytes] = set()
         while tries > 0:
             rivals = [r for r in self._rivals(best) if key_of(r) not in tried][:tries]
@@ -141,18 +94,18 @@ class Planner(RoundProblem):
         order = order[values[order] < WORTH_A_TRY * best.objective][:POLISH_RIVALS]
         return [replaced(now, near.cluster_r[[r]], near.take(np.array([r]))) for r in order]
 
-    def improve(self, best: Solution) -> Solution:
+    def improve(self, best: Solution, search: Search | None = None) -> Solution:
         """Alternate segments and radio from ``best`` on while the objective falls."""
-        affordable = max(SEARCHES // (self.tables.num_clusters + OVERHEAD), LEAST_ROUNDS)
-        search = Search(self)
-        for _ in range(min(self.settings.rounds_of_search, affordable)):
+        search = search or Search(self)
+        for _ in range(self.settings.rounds_of_search):
             rows = search.choose(self.dual_prices(best), best.rows)
             if key_of(rows) == key_of(best.rows):
                 break
             trial = self.radio(rows)
-            if not trial.objective < best.objective * (1.0 - SAME):
+            gain = best.objective - trial.objective
+            best = min(best, trial, key=lambda s: s.objective)
+            if not gain > ENOUGH * best.objective:
                 break
-            best = trial
         return best
 
     def radio(self, rows: Layouts) -> Solution:
@@ -188,15 +141,15 @@ class Planner(RoundProblem):
         budget = of_members(self.tables.members.budget_mi, chain.rows, padding=1.0)[:, 1:]
         return np.asarray(overdrawn(chain.computing_j[:, 1:], room, budget).sum(1))
 
-    def opening_prices(self, share: float = 1.0) -> DualPrices:
-        """Equal bandwidth; every second of a cluster costs ``share`` of a second of the round."""
+    def opening_prices(self) -> DualPrices:
+        """Equal bandwidth; a second of any cluster costs as much as one of the round."""
         clusters = self.tables.num_clusters
         return DualPrices(
-            latency_price=self.latency_price * share,
+            latency_price=self.latency_price,
             price_mi=self.price_mi,
             room_mi=self.room_mi,
             ceiling_m=np.zeros(clusters),
-            slack_price_m=np.full(clusters, self.latency_price * share),
+            slack_price_m=np.full(clusters, self.latency_price),
             edge_hz_m=np.full(clusters, self.tables.snapshot.radio.bandwidth_hz / clusters),
         )
 
@@ -220,50 +173,3 @@ class Planner(RoundProblem):
         cost = np.where(self.tables.members.present_mi, 1.0, np.inf)
         cost[:, 0] = np.inf
         return Moves(rows, cost, cost.shape[1]).all()
-
-
-def multistart(planner: Planner) -> Solution:
-    """The best plan found from all openings; raises InfeasibleError."""
-    best = planner.solve()
-    if not 1 < planner.tables.num_clusters <= MOST_CLUSTERS:
-        return best
-    best = min(best, _relaxed(planner), key=lambda s: s.objective)
-    if planner.learning.constants is None:
-        return best
-    rival = min(_openings(planner, best), key=lambda s: s.objective, default=best)
-    return min(best, rival, planner.improve(rival), key=lambda s: s.objective)
-
-
-def _relaxed(planner: Planner) -> Solution:
-    """From where latency is cheap for all: one cluster alone gains nothing by slowing down."""
-    relaxed = planner.opening_prices(RELAXED)
-    return planner.polished(planner.improve(planner.radio(planner.choose(relaxed, None))))
-
-
-def _openings(planner: Planner, best: Solution) -> Iterator[Solution]:
-    """A search for each of the pairs with the fewest rounds."""
-    pairs = _widest_pairs(planner)
-    rounds = [planner.learning.rho(planner.tables, best.rows.with_batches(*pair)) for pair in pairs]
-    for k in np.argsort(rounds, kind="stable")[:OPENINGS]:
-        bound = _bound_to(planner, pairs[int(k)])
-        try:
-            yield bound.radio(bound.choose(bound.opening_prices(), None))
-        except InfeasibleError:  # such micro-batches fit nowhere
-            continue
-
-
-def _widest_pairs(planner: Planner) -> list[tuple[int, int]]:
-    """For every batch of the grid the pair with the most micro-batches: the least idle time."""
-    widest: dict[int, tuple[int, int]] = {}
-    for size, count in sorted(planner.batches().tolist()):
-        widest.setdefault(size * count, (size, count))
-    return list(widest.values())
-
-
-def _bound_to(planner: Planner, pair: tuple[int, int]) -> Planner:
-    """The same planner with one pair in its grid."""
-    size, count = pair
-    learning = planner.learning
-    reference = replace(learning.reference, micro_batch_size=size, micro_batches=count)
-    settings = replace(planner.settings, micro_batch_sizes=(size,), micro_batches=(count,))
-    return replace(planner, settings=settings, learning=replace(learning, reference=reference))

@@ -101,6 +101,20 @@ class RoundProblem:
         """All (size, count) pairs."""
         return np.array(self.settings.batches, dtype=np.int64)
 
+    def pair_of(self, rows: Layouts) -> Ints:
+        """Place of every row's micro-batches in ``batches()``, -1 where no plan may choose them."""
+        batches = self.batches()
+        table = np.full(
+            np.maximum(
+                batches.max(0),
+                [rows.micro_batch_size_r.max(initial=0), rows.micro_batches_r.max(initial=0)],
+            )
+            + 1,
+            -1,
+        )
+        table[*batches.T] = np.arange(len(batches))
+        return np.asarray(table[rows.micro_batch_size_r, rows.micro_batches_r])
+
     def device_counts(self) -> Ints:
         """Devices of every cluster, control units not counted."""
         return np.asarray(self.tables.members.present_mi.sum(1) - 1, dtype=np.int64)

@@ -169,7 +169,6 @@ class SchedulerConfig(PricingOptions):
     energy_advance: float = 1.0  # budgets to spend ahead, paid back in 10 rounds
     hysteresis: float = 0.02  # least relative gain for which devices change segments
     profile_memory: float = 0.8  # weight of the past in averages of measured speeds; 0: none
-    exact_devices: int = 5  # clusters of few devices get exact orders; 8 is possible but slow
     rounds_of_search: int = 6  # alternations at most
 
     def __post_init__(self) -> None:

@@ -89,8 +89,22 @@ class RuleScheduler(Policy):
         return RULES[self.name]
 
     def step(self, state: SchedulerState, snapshot: Snapshot) -> tuple[Plan, SchedulerState]:
-        """Apply the rule; raises InfeasibleError where nothing it names fits."""
-        snapshot, beliefs = with_profiles(snapshot, state.beliefs, self.settings.profile_memory)
+        """Apply the rule; raises InfeasibleError where nothing it names fits.
+
+        Where nothing fits the devices as they showed themselves, they are believed as described.
+        """
+        seen, beliefs = with_profiles(snapshot, state.beliefs, self.settings.profile_memory)
+        try:
+            plan = self._plan(state, seen)
+        except InfeasibleError:
+            if seen is snapshot:
+                raise
+            plan = self._plan(state, snapshot)
+        budgets = known_budgets(state.budget_j, snapshot)
+        after = replace(state, rounds=state.rounds + 1, budget_j=budgets, last_plan=plan)
+        return plan, replace(after, beliefs=beliefs)
+
+    def _plan(self, state: SchedulerState, snapshot: Snapshot) -> Plan:
         tables = tabulate(snapshot, self.settings.coarsest)
         limited, shares, choices = self._within_caps(tables, reference_of(state))
         planner = planner_for(limited, state, self.settings)
@@ -101,10 +115,7 @@ class RuleScheduler(Policy):
         else:
             picks = _kept_picks(choices, state.last_plan, snapshot)
         solution = _at_full_power(planner, _picked(choices, picks))
-        plan = with_model_shares(solution_plan(solution, self.name, 1.0), shares)
-        budgets = known_budgets(state.budget_j, snapshot)
-        after = replace(state, rounds=state.rounds + 1, budget_j=budgets, last_plan=plan)
-        return plan, replace(after, beliefs=beliefs)
+        return with_model_shares(solution_plan(solution, self.name, 1.0), shares)
 
     def _within_caps(
         self, tables: Tables, reference: Reference

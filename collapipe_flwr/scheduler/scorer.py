@@ -9,6 +9,8 @@ are much faster. Suffixes as in ``costs.layouts``; ``_n`` is a cluster's place i
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
@@ -27,8 +29,30 @@ from collapipe_flwr.costs.work import (
 )
 from collapipe_flwr.scheduler.dual_prices import DualPrices, link_table, overdrawn
 
+NORM = 8  # a power of two: the soft maximum's exponent
 TRUST = 0.1  # share of the ceiling down to which dual prices are trusted
 BLOCK = 1000  # rows of similar depth scored at a time: few unused slots, and caches hold them
+
+
+@dataclass(frozen=True, slots=True)
+class Estimates:
+    """What rows cost at given dual prices, (R,)."""
+
+    latency: Array  # seconds of a round
+    soft: Array  # the same with a norm of all stages' times in the place of the slowest's
+    worth: Array  # priced energy, infinite where memory forbids the row
+
+    def take(self, index: Ints | Mask) -> Estimates:
+        """Those of the chosen rows."""
+        return Estimates(self.latency[index], self.soft[index], self.worth[index])
+
+    def joined(self, more: Estimates) -> Estimates:
+        """These, then ``more``."""
+        return Estimates(
+            np.concatenate([self.latency, more.latency]),
+            np.concatenate([self.soft, more.soft]),
+            np.concatenate([self.worth, more.worth]),
+        )
 
 
 class Scorer:
@@ -81,23 +105,40 @@ class Scorer:
             values[part] = self._values(rows.take(part), rho_r[part])
         return values
 
-    def estimates(self, rows: Layouts) -> tuple[Array, Array]:
-        """Round latency and priced energy of every row, infinite where memory forbids it."""
+    def estimates(self, rows: Layouts) -> Estimates:
+        """What every row costs."""
+        if not len(rows):
+            return Estimates(np.zeros(0), np.zeros(0), np.zeros(0))
+        if len(rows) <= BLOCK:
+            return self._estimates(rows)
+        parts = np.array_split(np.argsort(rows.depth_r, kind="stable"), round(len(rows) / BLOCK))
+        found = [self._estimates(rows.take(part)) for part in parts]
+        back = np.argsort(np.concatenate(parts), kind="stable")
+        return Estimates(
+            *(
+                np.concatenate([getattr(f, n) for f in found])[back]
+                for n in ("latency", "soft", "worth")
+            )
+        )
+
+    def _estimates(self, rows: Layouts) -> Estimates:
         batch = _Batch(self.tables, rows)
         slots = _Slots(rows, self.place_m, self.members.width, self.tables.edge)
-        latency, worth = self._price(rows, batch, slots)
-        return latency, np.where(self._fits(rows, batch, slots), worth, np.inf)
+        costs = self._price(rows, batch, slots)
+        worth = np.where(self._fits(rows, batch, slots), costs.worth, np.inf)
+        return Estimates(costs.latency, costs.soft, worth)
 
     def _values(self, rows: Layouts, rho_r: Array) -> Array:
         prices, cluster = self.prices, rows.cluster_r
-        latency, worth = self.estimates(rows)
+        costs = self._estimates(rows)
+        latency, worth = costs.latency, costs.worth
         ceiling = prices.ceiling_m[cluster]
         late = prices.latency_price * rho_r * np.maximum(latency, ceiling)
         early = prices.slack_price_m[cluster] * np.clip(ceiling - latency, 0.0, TRUST * ceiling)
         return np.asarray(late - early + worth)
 
-    def _price(self, rows: Layouts, batch: _Batch, slots: _Slots) -> tuple[Array, Array]:
-        """Round latency and priced energy of every row."""
+    def _price(self, rows: Layouts, batch: _Batch, slots: _Slots) -> Estimates:
+        """The estimates where memory forbids nothing."""
         members, spans, at = self.members, self.spans, slots.member_at_sr
         slowness = members.slowness.take(at)
         ahead, back = spans.forward_lk.take(slots.span_sr), spans.backward_lk.take(slots.span_sr)
@@ -124,7 +165,25 @@ class Scorer:
         if self.room is not None:
             over = overdrawn(joule, self.room.take(at), self.budget.take(at)) * slots.used
             worth += self.prices.latency_price * latency * over.sum(0)
-        return latency, worth
+        crowd = self._crowding((forward, backward), hop_s) * (batch.count - 1.0)
+        return Estimates(latency, latency + batch.steps * crowd, worth)
+
+    def _crowding(self, stage_s: tuple[Array, Array], hop_s: list[Array]) -> Array:
+        """By how much the norms of all stages' and hops' times exceed the slowest's, (R,)."""
+        if self.options.schedule == "1f1b":
+            stage_s = (stage_s[0] + stage_s[1],) * 2
+            hop_s = [np.maximum(*hop_s)] * 2
+        excess = np.zeros(stage_s[0].shape[1])
+        for stage, hop in zip(stage_s, hop_s, strict=True):
+            slowest = np.maximum(stage.max(0), hop.max(0))
+            total = np.zeros_like(slowest)
+            for times in (stage, hop):
+                share = times / slowest
+                for _ in range(NORM.bit_length() - 1):
+                    share *= share
+                total += share.sum(0)
+            excess += slowest * (total ** (1.0 / NORM) - 1.0)
+        return excess if self.options.schedule == "gpipe" else 0.5 * excess
 
     def _overheads(self, cluster: Ints, slots: _Slots) -> tuple[Array, Array, Array]:
         """Overheads of a micro-batch: seconds, (S + 2, R), both ways, and as operations, (S, R)."""

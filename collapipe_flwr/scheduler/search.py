@@ -1,44 +1,48 @@
-"""The segment half of a decision: for every cluster the best layout and batch at dual prices.
+"""The segment half of a decision: one layout and batch per cluster at dual prices.
 
-Small clusters are enumerated. Larger ones descend over single moves from where they are; those
-whose latency matters also from fresh starts, and, when clusters are few, exact shortest paths at
-the descent's batch try to do better still.
+A Pareto local search (Paquete, Chiarandini and Stuetzle 2004): a pool of layouts in which none of a
+cluster's beats another in both latency and priced energy grows by the neighbours of its rows until
+none of them enters. One row per cluster is picked for all clusters together; near that pick's
+length of a round, where a difference matters, rows are told apart finely. Clusters with few layouts
+are enumerated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
-from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.layouts import Layouts, replaced, stack
-from collapipe_flwr.scheduler.dual_prices import LEAST_SLOPE, DualPrices, best_of
+from collapipe_flwr.scheduler.dual_prices import LEAST_SLOPE, DualPrices
 from collapipe_flwr.scheduler.initial_layouts import (
     all_layouts,
     count_layouts,
-    filling_rows,
+    first_rows,
     rows_for,
-    starting_rows,
 )
-from collapipe_flwr.scheduler.local_search import Candidates, Neighbourhood, descend, every_batch
+from collapipe_flwr.scheduler.local_search import Moves, every_batch
+from collapipe_flwr.scheduler.pool import Picking, Pool, front, pool_of
 from collapipe_flwr.scheduler.problem import RoundProblem
-from collapipe_flwr.scheduler.segment_dp import any_order, best_path
-from collapipe_flwr.scheduler.segment_problem import Terms, segment_problem
-
-Score = Callable[[Layouts], Array]
+from collapipe_flwr.scheduler.scorer import Estimates
 
 ENUMERATED_ROWS = 20_000  # clusters with fewer candidates than this are searched completely
 ENUMERATED_IN_ALL = 60_000  # as long as all clusters together have fewer than this
-SPARES = 2  # devices without a segment that the descent tries, cheapest first
-ENOUGH = 1e-4  # share of the objective per cluster: smaller gains do not matter
-SWEEPS = 30  # of one descent at most
-CHUNK = 400  # clusters searched at a time: keeps candidates within tens of megabytes
-FRESH_CLUSTERS = 2  # so many of the clusters whose latency matters most start afresh, too
-FRESH_STARTS = 6  # each of them from so many simple layouts
-EXACT_CLUSTERS = 3  # shortest paths cost up to seconds: for so many clusters at most
+SPARES = 3  # devices without a segment that moves try where time is short, cheapest first
+ENOUGH = 2e-3  # of the objective: what all gains that are let go come to at most
+ROUNDS = 12  # of growth at most
+ROUNDS_AGAIN = 4  # the same where time is short
+FEW_CLUSTERS = 20  # with more, what is tried is limited
+NO_LIMIT = 10**9
+TRIED = (4150, 0.2)  # rows whose neighbours a decision from scratch tries: in all, per cluster
+TRIED_AGAIN = (150, 0.3)  # the same with rows in place
+SAMPLE = 200  # clusters that choose the pairs of more than twice as many
+PARTS = 3  # of what may be tried at one set of prices, so much at a time
+PRESSING = 0.9  # of the round's length: clusters that take longer are what it waits for
+PROMISING = 1.2  # pairs whose first plan costs up to this factor of the best one's are grown
+BAND = 1.3  # rows whose latency is worth within this factor of the pick's are told apart
+COARSE = 1.12  # factor by which latencies out of the band must differ
 
 
 class Search:
@@ -46,176 +50,198 @@ class Search:
 
     def __init__(self, problem: RoundProblem) -> None:
         self.problem = problem
-        self.counts, self.batches = problem.device_counts(), problem.batches()
-        self.small = self._enumerable()
-        self.place_of_batch = np.full(self.batches.max(0) + 1, -1)  # -1: no plan may choose it
-        self.place_of_batch[*self.batches.T] = np.arange(len(self.batches))
+        self.clusters = np.arange(problem.tables.num_clusters)
+        self.few = len(self.clusters) <= FEW_CLUSTERS
+        self.pool: Pool | None = None
+        self.left, self.thorough = NO_LIMIT, True
 
     def choose(self, prices: DualPrices, now: Layouts | None) -> Layouts:
-        """The best row found for every cluster, never worse than ``now``'s."""
-        self.prices = prices
-        start = rows = now if now is not None else self._plain()
-        for m in np.flatnonzero(self.small):
-            rows = replaced(rows, np.array([m]), self._enumerate(int(m), start))
-        large = np.flatnonzero(~self.small)
-        if not len(large):
-            return rows
-        fresh = large if now is None else self._pressing(large)
-        for chunk in self._chunks(start, large):
-            found = self._walk(start, chunk, np.intersect1d(chunk, fresh), now is None)
-            rows = replaced(rows, chunk, found)
-        if len(large) <= EXACT_CLUSTERS:
-            for m in large:
-                rows = self._exact(rows, int(m))
-        return rows
+        """The best rows found for all clusters together; raises InfeasibleError without any.
 
-    def _chunks(self, rows: Layouts, clusters: Ints) -> list[Ints]:
-        """Clusters of similar depth together, each part in order."""
-        by_depth = clusters[np.argsort(rows.depth_r[clusters], kind="stable")]
-        return [np.sort(part) for part in np.array_split(by_depth, -(-len(clusters) // CHUNK))]
+        The first choice of a search without rows in place starts from scratch, later ones from what
+        is known by then.
+        """
+        self.scorer = self.problem.scorer(prices, self.clusters)
+        self.cost_mi = self._device_cost(prices)
+        if self.pool is None and not self.few:
+            least, per_cluster = TRIED if now is None else TRIED_AGAIN
+            self.left = least + int(per_cluster * len(self.clusters))
+            self.thorough = now is None
+        if self.pool is None and now is None:
+            pool = self._first(prices)
+            fresh = np.ones(len(pool), bool)
+        else:
+            known = [] if self.pool is None else [self.pool.rows]
+            new = self._around(now, prices) if now is not None else []
+            pool = pool_of(self.problem, self.scorer, stack(known + new))
+            fresh = np.arange(len(pool)) >= sum(len(rows) for rows in known)
+        keep = self._promising(pool)
+        self.pool, choice = self._grown(pool.take(keep), fresh[keep])
+        rows = self.pool.rows.take(choice)
+        return replaced(rows, self.clusters, rows)  # no wider than needed
 
-    def _score(self, clusters: Ints, now: Layouts) -> Score:
-        """The objective of rows of ``clusters`` while other clusters stay as in ``now``."""
-        scorer = self.problem.scorer(self.prices, clusters)
-        every = every_batch(now.take(clusters), self.batches)[1]
-        rho = self.problem.learning.rho_rows(self.problem.tables, every, now)
-        first_m = np.zeros(len(self.counts), np.int64)
-        first_m[clusters] = len(self.batches) * np.arange(len(clusters))
+    # -- where a search starts --------------------------------------------------------------
 
-        def score(rows: Layouts) -> Array:
-            place = self.place_of_batch[rows.micro_batch_size_r, rows.micro_batches_r]
-            found = scorer.values(rows, rho.take(first_m[rows.cluster_r] + place))
-            return np.where(place < 0, np.inf, found)
+    def _first(self, prices: DualPrices) -> Pool:
+        """All rows of small clusters; simple ones of others, with the pairs that promise most."""
+        problem, counts = self.problem, self.problem.device_counts()
+        tables, batches = problem.tables, problem.batches()
+        small = self._enumerable(counts)
+        parts = [
+            rows_for(int(m), *all_layouts(int(counts[m]), tables.num_blocks), batches)
+            for m in np.flatnonzero(small)
+        ]
+        if len(large := np.flatnonzero(~small)):
+            pairs = self._sampled_pairs(prices, large)
+            parts += [first_rows(tables, problem.settings, prices, large, pair) for pair in pairs]
+        pool = pool_of(problem, self.scorer, stack(parts))
+        if (missing := np.setdiff1d(self.clusters, pool.rows.cluster_r)).size:
+            problem.refuse(int(missing[0]))
+        return pool.take(front(pool, len(batches), 0.0))
 
-        return score
+    def _enumerable(self, counts: Ints) -> Mask:
+        grid, blocks = len(self.problem.batches()), self.problem.tables.num_blocks
+        most = min(ENUMERATED_ROWS, ENUMERATED_IN_ALL // len(counts))
+        rows = {int(n): count_layouts(int(n), blocks) for n in set(counts.tolist())}
+        return np.array([rows[int(n)] * grid <= most for n in counts])
 
-    # -- small clusters ---------------------------------------------------------------------
+    def _widest_pairs(self) -> list[tuple[int, int]]:
+        """For every batch of the grid the pair with the most micro-batches."""
+        widest: dict[int, tuple[int, int]] = {}
+        for size, count in sorted(self.problem.batches().tolist()):
+            widest.setdefault(size * count, (size, count))
+        return list(widest.values())
 
-    def _enumerable(self) -> Mask:
-        grid, blocks = len(self.batches), self.problem.tables.num_blocks
-        most = min(ENUMERATED_ROWS, ENUMERATED_IN_ALL // len(self.counts))
-        counts = {int(n): count_layouts(int(n), blocks) for n in set(self.counts.tolist())}
-        return np.array([counts[int(n)] * grid <= most for n in self.counts])
+    def _sampled_pairs(self, prices: DualPrices, large: Ints) -> list[tuple[int, int]]:
+        """The widest pairs; of many clusters those with which some of them are quick."""
+        pairs, some = self._widest_pairs(), large[:: max(len(large) // SAMPLE, 1)]
+        if len(large) <= 2 * SAMPLE:
+            return pairs
+        problem, late = self.problem, []
+        every = np.ones((len(self.clusters), 1), np.int64)
+        for pair in pairs:
+            rows = first_rows(problem.tables, problem.settings, prices, some, pair)
+            pool, quickest = (
+                pool_of(problem, self.scorer, rows),
+                np.full(len(self.clusters), np.inf),
+            )
+            np.minimum.at(quickest, pool.rows.cluster_r, pool.costs.latency)
+            rows = Layouts(
+                cluster_r=self.clusters,
+                member_rs=every,
+                stop_rs=every * problem.tables.num_blocks,
+                micro_batch_size_r=every[:, 0] * pair[0],
+                micro_batches_r=every[:, 0] * pair[1],
+            )
+            late.append(problem.learning.rho(problem.tables, rows) * float(quickest[some].max()))
+        most = PROMISING * min(late)
+        good = [pair for pair, value in zip(pairs, late, strict=True) if value <= most]
+        return good if np.isfinite(most) else pairs
 
-    def _enumerate(self, m: int, now: Layouts) -> Layouts:
-        blocks = self.problem.tables.num_blocks
-        rows = rows_for(m, *all_layouts(int(self.counts[m]), blocks), self.batches)
-        values = self._score(np.array([m]), now)(rows)
-        best = int(np.argmin(values))
-        if not np.isfinite(values[best]):
-            self.problem.refuse(m)
-        return rows.take(np.array([best]))
+    def _promising(self, pool: Pool) -> Mask:
+        """Rows with pairs of which the first plan is not far from the best one."""
+        picking = Picking(self.problem, pool)
+        values = {int(pair): picking.common(int(pair))[0] for pair in np.unique(pool.pair_r)}
+        most = PROMISING * min(values.values())
+        keep = np.isin(pool.pair_r, [pair for pair, value in values.items() if value <= most])
+        served = np.isin(pool.rows.cluster_r, pool.rows.cluster_r[keep])
+        return np.asarray(keep | ~served)
 
-    # -- larger clusters --------------------------------------------------------------------
+    def _around(self, now: Layouts, prices: DualPrices) -> list[Layouts]:
+        """Rows in place with other micro-batches, and simple ones at these prices.
 
-    def _plain(self) -> Layouts:
-        """Everything on the first device: only a frame that better rows replace."""
-        reference = self.problem.learning.reference
-        size, count = reference.micro_batch_size, reference.micro_batches
-        clusters = len(self.counts)
-        return Layouts(
-            cluster_r=np.arange(clusters),
-            member_rs=np.ones((clusters, 1), np.int64),
-            stop_rs=np.full((clusters, 1), self.problem.tables.num_blocks),
-            micro_batch_size_r=np.full(clusters, size),
-            micro_batches_r=np.full(clusters, count),
-        )
+        The latter for all clusters where nothing else is known, else for those that matter most.
+        """
+        problem, pairs, which = self.problem, self.problem.batches(), self.clusters
+        used = np.stack([now.micro_batch_size_r, now.micro_batches_r], axis=1)
+        used, count = np.unique(used, axis=0, return_counts=True)
+        if not self.few:
+            pairs = np.unique(np.concatenate([used, np.array(self._widest_pairs())]), axis=0)
+        if self.pool is not None:
+            in_place = pool_of(problem, self.scorer, now)
+            value = Picking(problem, in_place).value(self.clusters)
+            which = np.flatnonzero(self._pressing(in_place.costs, value))
+        if not self.thorough:
+            used = used[[int(count.argmax())]] if self.pool is None else used[:0]
+        simple = [
+            first_rows(problem.tables, problem.settings, prices, which, (int(size), int(number)))
+            for size, number in used
+        ]
+        return [every_batch(now, pairs)[1], *simple]
 
-    def _pressing(self, clusters: Ints) -> Ints:
-        """Those whose latency matters most."""
-        order = np.argsort(-self.prices.slack_price_m[clusters], kind="stable")
-        return np.asarray(clusters[order[:FRESH_CLUSTERS]])
+    # -- growth -----------------------------------------------------------------------------
 
-    def _least(self) -> Array:
-        """The gain of every cluster that is worth a step; any where latency matters most."""
-        clusters = len(self.counts)
-        least = np.full(clusters, ENOUGH * self.problem.settings.penalty_weight / clusters)
-        least[self._pressing(np.arange(clusters))] = 0.0
-        return least
+    def _grown(self, pool: Pool, fresh: Mask) -> tuple[Pool, Ints]:
+        """The pool with what is worth knowing near ``fresh`` rows, and the row of every cluster.
 
-    def _walk(self, now: Layouts, clusters: Ints, fresh: Ints, only_fresh: bool) -> Layouts:
-        """Descend from where ``clusters`` are and from simple layouts of ``fresh``."""
-        score, starts = self._score(clusters, now), []
-        if not only_fresh:
-            starts.append(now.take(clusters))
-        if len(fresh):
-            starts.append(self._starts(fresh, score, 1 if only_fresh else FRESH_STARTS))
-        rows = stack(starts)
-        candidates = Candidates(rows, score(rows), self._least()[rows.cluster_r])
-        descend(candidates, score, self._neighbourhood(), SWEEPS)
-        place = np.searchsorted(clusters, candidates.rows.cluster_r)
-        return candidates.rows.take(best_of(candidates.values, place, len(clusters)))
+        Half of what may still be tried in this decision is left for other prices.
+        """
+        tried, spares = self.left // 2, self.cost_mi.shape[1] if self.thorough else SPARES
+        value, choice = Picking(self.problem, pool).best()
+        for _ in range(ROUNDS if self.thorough else ROUNDS_AGAIN):
+            keep = self._worth_knowing(pool, value, choice)
+            choice = (np.cumsum(keep) - 1)[choice]
+            pool, fresh = pool.take(keep), fresh[keep]
+            moving = self._in_order(pool, choice, np.flatnonzero(fresh))[: -(-tried // PARTS)]
+            if not len(moving):
+                break
+            tried, self.left = tried - len(moving), self.left - len(moving)
+            near = Moves(pool.rows.take(moving), self.cost_mi, spares).all()
+            if not len(near):
+                break
+            known = len(pool)
+            pool = pool.joined(pool_of(self.problem, self.scorer, near))
+            fresh = np.arange(len(pool)) >= known
+            value, choice = Picking(self.problem, pool).best()
+        return pool, choice
 
-    def _neighbourhood(self) -> Neighbourhood:
-        """What the descent tries; the cost of a device is that of an operation on it."""
-        members, prices = self.problem.tables.members, self.prices
+    def _in_order(self, pool: Pool, choice: Ints, rows: Ints) -> Ints:
+        """``rows``, first those of clusters that the round waits for, then the dearest."""
+        owner, latency = pool.rows.cluster_r[rows], pool.costs.latency[choice]
+        slow = latency > PRESSING * latency.max()
+        return rows[np.lexsort((-pool.costs.worth[choice][owner], ~slow[owner]))]
+
+    def _worth_knowing(self, pool: Pool, value: float, choice: Ints) -> Mask:
+        """Rows that no other beats, seen from a pick of that ``value``, and the pick's own."""
+        problem, costs, owner = self.problem, pool.costs, pool.rows.cluster_r
+        price_r = self._second(pool)
+        rho = problem.learning.rho(problem.tables, pool.rows.take(choice))
+        late = problem.latency_price * rho * float(costs.latency[choice].max())
+        near_r = self._pressing(costs.take(choice), value)[owner]
+        scaled = [_told_apart(price_r * s / late, near_r) for s in (costs.latency, costs.soft)]
+        seen = replace(pool, costs=Estimates(scaled[0], scaled[1], costs.worth))
+        keep = front(seen, len(problem.batches()), ENOUGH * value / len(self.clusters))
+        keep &= near_r | (price_r * costs.latency <= BAND * late)
+        keep[choice] = True
+        return keep
+
+    def _pressing(self, costs: Estimates, value: float) -> Mask:
+        """Clusters that make the round long or dear, (M,); all where there are few."""
+        slow = costs.latency > PRESSING * costs.latency.max()
+        return np.asarray(slow | (costs.worth > ENOUGH * value) | self.few)
+
+    def _second(self, pool: Pool) -> Array:
+        """What a second of the round costs if all clusters have the row's micro-batches, (R,)."""
+        problem, batches = self.problem, self.problem.batches()
+        price, some = np.zeros(len(batches)), pool.rows.take(np.zeros(len(self.clusters), np.int64))
+        every = replace(some, cluster_r=self.clusters)
+        for pair in np.unique(pool.pair_r):
+            rho = problem.learning.rho(problem.tables, every.with_batches(*batches[pair].tolist()))
+            price[pair] = problem.latency_price * rho
+        return price[pool.pair_r]
+
+    def _device_cost(self, prices: DualPrices) -> Array:
+        """What an operation costs on every member, infinite where none can work, (M, I)."""
+        members = self.problem.tables.members
         slope = np.maximum(prices.slack_price_m, LEAST_SLOPE * prices.latency_price)
         cost = slope[:, None] / members.speed_mi + prices.price_mi * members.energy_per_flop_mi
         cost[~members.present_mi] = np.inf
         cost[:, 0] = np.inf
-        return Neighbourhood(
-            cost_mi=cost,
-            spares=SPARES,
-            sizes=np.unique(self.batches[:, 0]),
-            counts=np.unique(self.batches[:, 1]),
-        )
+        return cost
 
-    def _starts(self, clusters: Ints, score: Score, each: int) -> Layouts:
-        """The best simple layouts of each of ``clusters``; raises InfeasibleError without any."""
-        reference = self.problem.learning.reference
-        batches = np.array(
-            [
-                [reference.micro_batch_size, reference.micro_batches],
-                min(self.batches, key=lambda pair: (pair[0] * pair[1], pair[0])),
-            ]
-        )
-        tables, options = self.problem.tables, self.problem.settings
-        rows = stack(
-            [
-                starting_rows(tables, clusters, self.counts, batches),
-                filling_rows(tables, options, clusters, batches),
-            ]
-        )
-        values = score(rows)
-        order = np.lexsort((values, rows.cluster_r))
-        first = np.searchsorted(rows.cluster_r[order], clusters)
-        for m in clusters[~np.isfinite(values[order[first]])]:
-            self.problem.refuse(int(m))
-        rank = np.arange(len(order)) - np.repeat(first, len(rows) // len(clusters))
-        return rows.take(order[(rank < each) & np.isfinite(values[order])])
 
-    def _better(self, rows: Layouts, rival: Layouts) -> Layouts:
-        """``rows`` with ``rival`` where it scores better."""
-        score = self._score(rival.cluster_r, rows)
-        wins = score(rival) < score(rows.take(rival.cluster_r))
-        return replaced(rows, rival.cluster_r[wins], rival.take(wins)) if wins.any() else rows
-
-    # -- exact paths ------------------------------------------------------------------------
-
-    def _exact(self, rows: Layouts, m: int) -> Layouts:
-        """The shortest path at the present batch, for both slopes of the objective."""
-        problem, prices = self.problem, self.prices
-        if int(self.counts[m]) > problem.settings.exact_devices:
-            return rows
-        slopes = {prices.latency_price, float(prices.slack_price_m[m])}
-        for slope in sorted(s for s in slopes if s > 0):
-            terms = Terms(
-                cluster=m,
-                micro_batch_size=int(rows.micro_batch_size_r[m]),
-                micro_batches=int(rows.micro_batches_r[m]),
-                slope=slope,
-                price_i=prices.price_mi[m],
-                room_i=prices.room_mi[m],
-                edge_hz=float(prices.edge_hz_m[m]),
-            )
-            try:
-                path = best_path(
-                    segment_problem(problem.tables, problem.settings, terms), any_order
-                )
-            except InfeasibleError:  # this batch fits nowhere; the descent's row stands
-                continue
-            members = np.array([[device + 1 for device in path.devices]])
-            stops = np.array([path.stops])
-            rival = replace(rows.take(np.array([m])), member_rs=members, stop_rs=stops)
-            rows = self._better(rows, rival)
-        return rows
+def _told_apart(late_r: Array, near_r: Mask) -> Array:
+    """Latency over the pick's, as coarse out of the band around 1 as differences matter."""
+    coarse = COARSE ** np.ceil(np.log(late_r) / np.log(COARSE))
+    coarse = np.where((late_r > 1.0 / BAND) & (late_r < BAND), late_r, coarse)
+    return np.where(near_r, coarse, np.maximum(late_r, 1.0 / BAND))

@@ -29,7 +29,7 @@ with socket.create_server(("", 4000)) as server:
 """
 SEND = """
 import socket, sys
-with socket.create_connection((sys.argv[1], 4000), timeout=10) as peer:
+with socket.create_connection((sys.argv[1], 4000), timeout=60) as peer:
     peer.sendall(bytes(int(sys.argv[2])))
 """
 MEASURE = f"""
@@ -41,7 +41,7 @@ with shaped(2, {RATE_BYTES_PER_S}) as network:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as receiver:
         receiver.stdout.readline()
         send = (*network.command(0), sys.executable, "-c", SEND, network.host(1), str(SIZE))
-        subprocess.run(send, check=True, timeout=20)
+        subprocess.run(send, check=True, timeout=60)
         size, seconds = receiver.stdout.readline().split()
     print(json.dumps([network.rights.kind, int(size), float(seconds)]))
 """

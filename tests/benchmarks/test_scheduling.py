@@ -32,7 +32,7 @@ def small() -> Setting:
 
 def test_a_tiny_bench_has_the_promised_form(small: Setting) -> None:
     ticks: list[str] = []
-    plan = BenchPlan(decisions=(small,), radio=small, instances=1)
+    plan = BenchPlan(decisions=(small,), radio=small, instances=1, search=())
     result = bench(plan, ticks.append)
     values = json.loads(json.dumps(result.as_json()))
     assert {"clusters", "devices", "blocks", "median_s"} <= set(values["decisions"][0])

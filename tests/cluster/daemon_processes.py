@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import selectors
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from collapipe_flwr.transport.tls import TlsFiles
-from tests.forked import Forked
+from tests.forked import Process, start
 
 ROOT = Path(__file__).parents[2]
 START_S = 60.0
@@ -38,12 +36,7 @@ class Daemon:
         path = os.pathsep.join(str(folder) for folder in (first, ROOT) if folder is not None)
         env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         env["SLOW_BOARD"] = str(slow or "")
-        self.process: Forked | subprocess.Popen[str]
-        if cold or first is not None or sys.platform != "linux":
-            words, pipe = [sys.executable, "-m", module, *arguments], subprocess.PIPE
-            self.process = subprocess.Popen(words, cwd=ROOT, env=env, stdout=pipe, text=True)
-        else:
-            self.process = Forked(module, *arguments, env=env)
+        self.process = start(module, *arguments, env=env, cold=cold or first is not None)
         self.address = ""
 
     def wait_until_it_listens(self) -> None:
@@ -51,7 +44,7 @@ class Daemon:
 
     def stop(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
         assert self.process.stdout is not None
         self.process.stdout.close()
 
@@ -70,13 +63,13 @@ def where_torch_never_loads(folder: Path) -> Path:
     return folder
 
 
-def first_line(process: Forked | subprocess.Popen[str]) -> str:
+def first_line(process: Process) -> str:
     assert process.stdout is not None
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         assert selector.select(START_S), "the daemon did not start"
     line = process.stdout.readline().strip()
-    assert line, f"the daemon ended with {process.wait(10)}"
+    assert line, f"the daemon ended with {process.wait(60)}"
     return line
 
 

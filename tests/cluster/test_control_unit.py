@@ -41,12 +41,12 @@ def _plan(*stops: int) -> ClusterPlan:
     return Cut(stops=stops, micro_batches=(2,)).plan()
 
 
-def _order(splitter: Splitter, plan: ClusterPlan) -> RoundOrder:
+def _order(splitter: Splitter, plan: ClusterPlan, deadline_s: float = 60.0) -> RoundOrder:
     return RoundOrder(
         plan=plan,
         weights=splitter.initial_weights(seed=0),
         learning=LearningSettings(
-            optimizer=OptimizerConfig(name="sgd"), schedule="gpipe", deadline_s=DEADLINE_S
+            optimizer=OptimizerConfig(name="sgd"), schedule="gpipe", deadline_s=deadline_s
         ),
     )
 
@@ -68,7 +68,8 @@ def test_a_silent_edge_is_given_up_at_the_deadline(splitter: Splitter) -> None:
     ours, _theirs = memory_pair("A/d1", "edge")
     started_s = time.monotonic()
     with pytest.raises(LinkError, match=r"edge sent nothing within 0.5 s"):
-        train_round(splitter, _order(splitter, _plan(1, 3)), _batches(splitter), fleet(ours))
+        order = _order(splitter, _plan(1, 3), DEADLINE_S)
+        train_round(splitter, order, _batches(splitter), fleet(ours))
     assert time.monotonic() - started_s < 60 * DEADLINE_S
     assert not _device_threads()
 

@@ -143,7 +143,7 @@ def test_an_edge_that_restarts_goes_on_from_its_state_dir(tmp_path, phase: str, 
 
         def restart() -> None:
             edge.process.kill()
-            edge.process.wait(10)
+            edge.process.wait(60)
             later.append(Daemon("edge", *options, listen=edge.address))
 
         try:

@@ -206,7 +206,7 @@ def refused(arguments: list[str]) -> str:
 def bash_n(text: str) -> str:
     """What bash says against the text without running it."""
     command = ["bash", "-n"]
-    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=20).stderr
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60).stderr
 
 
 def assignment(text: str) -> tuple[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.clientapp.mod import fixedclipping_mod
+from flwr.clientapp.mod import fixedclipping_mod, message_size_mod
 from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg, FedProx
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import BertConfig, BertForSequenceClassification
@@ -29,6 +29,7 @@ from collapipe_flwr import (
 )
 from collapipe_flwr.cluster.loader import LoaderBatches
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
+from collapipe_flwr.federation.cluster import mods_of
 from collapipe_flwr.federation.personal import PersonalArrays
 
 CLASSES, BATCH, LENGTH, EXAMPLES = 3, 8, 6, 20
@@ -180,6 +181,13 @@ def test_a_batch_of_another_size_than_planned_is_refused() -> None:
         run(strategy, client(batch_size=5), rounds=1)
 
 
+def test_texts_that_are_longer_than_planned_are_refused() -> None:
+    short = SplitModel(new_model(), batch_size=BATCH, length=LENGTH - 1)
+    strategy = CollaPipe(FedAvg(), model=short, on_total_failure="raise")
+    with pytest.raises(RunError, match=r"texts of 6 tokens.*planned for 5: set .*length=6"):
+        run(strategy, client(), rounds=1)
+
+
 class Stream(IterableDataset):
     """Examples whose number nobody knows."""
 
@@ -292,6 +300,17 @@ def test_a_clipping_mod_bounds_the_whole_update() -> None:
     expected, _ = run(deepcopy(inner), plain_client([fixedclipping_mod]), rounds=1)
     for key, tensor in expected.items():
         assert_close(found[key], tensor, key)
+
+
+def test_mods_of_a_train_function_with_a_name_count() -> None:
+    app = client()
+    assert mods_of(app) == []
+
+    @app.train("mine", mods=[fixedclipping_mod, message_size_mod])
+    def train(message: Message, context: Context) -> Message:
+        raise NotImplementedError
+
+    assert mods_of(app) == [fixedclipping_mod]
 
 
 def test_a_personal_head_is_trained_and_never_mixed() -> None:

@@ -25,7 +25,7 @@ NODE, BATCH, BLOCKS = 1, 8, 6
 BOARDS = ("board-1", "board-2", "board-3")
 FILE = 'id = "shed"\n[control-unit]\nname = "shed-cu"\n'
 DEVICE = '[[device]]\nname = "{}"\naddress = "{}"\nspeed-gflop-per-s = 0.03\n'
-Factors = Callable[[int, RoundRecord | None], Mapping[str, float]]
+Factors = Callable[[int, RoundRecord | None], Mapping[str, float | str]]
 
 
 def new_model() -> BertForSequenceClassification:
@@ -121,6 +121,7 @@ def assert_predicted(records: list[RoundRecord]) -> None:
     assert np.median(missed) < 0.1
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_throttled_daemon_loses_blocks_within_three_rounds(tmp_path: Path) -> None:
     slowness, name = throttling(5, 100)
@@ -142,3 +143,23 @@ def test_a_daemon_that_recovers_gets_its_blocks_back(tmp_path: Path) -> None:
     held = [blocks(record).get(name(), 0) for record in records]
     assert held[-1] == held[3]
     assert np.median([error(record) for record in records[18:]]) < 0.15
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_daemon_whose_reports_are_false_moves_at_most_a_block(tmp_path: Path) -> None:
+    """It says 0, NaN, and 1000 times more and less than is true, in every other round."""
+    lies = {5: "1.0 0.0", 7: "1.0 nan", 9: "1.0 1000", 11: "1.0 0.001"}
+    liar = "shed/board-2"
+
+    def slowness(index: int, before: RoundRecord | None) -> Mapping[str, str]:
+        del before
+        return {liar: lies[index]} if index in lies else {}
+
+    records = run(tmp_path, 13, slowness)
+    held = [blocks(record).get(liar, 0) for record in records[3:]]
+    assert held[0] > 0
+    assert max(held) - min(held) <= 1
+    for index in (5, 7, 9):  # cannot be true
+        (outcome,) = records[index - 1].outcome.clusters
+        assert liar not in {sample.device_id for sample in outcome.stages}

@@ -143,6 +143,7 @@ def test_a_sensor_goes_before_the_model_and_the_record_says_so() -> None:
         {"forward_s": 1e6},  # longer than the round
         {"forward_s": math.nan},
         {"forward_s": 0.0, "backward_s": 0.0},
+        {"forward_s": 0.0, "backward_s": 0.0, "optimizer_s": 0.1},
         {"forward_s": math.inf},
     ],
 )

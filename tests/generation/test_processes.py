@@ -131,7 +131,7 @@ def _check_server(shed: Shed, run_dir: Path) -> None:
         assert server.wait(30) == 0
     finally:
         server.kill()
-        server.wait(10)
+        server.wait(60)
         assert server.stdout is not None
         server.stdout.close()
 

@@ -38,22 +38,6 @@ def test_a_device_that_waits_has_loaded_no_library_of_models_or_of_flower():
     assert not loaded & (heavy | {"google", "cryptography"})
 
 
-@pytest.mark.long
-def test_a_hosted_segment_needs_neither_flower_nor_data_nor_solver():
-    script = (
-        "import sys\n"
-        "import collapipe_flwr.host.servicer, collapipe_flwr.host.service\n"
-        "import collapipe_flwr.transport.dialer, collapipe_flwr.models.splitter\n"
-        "print(*sorted({name.partition('.')[0] for name in sys.modules}))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=280, cwd=ROOT
-    )
-    loaded = set(done.stdout.split())
-    assert {"torch", "transformers", "grpc"} <= loaded
-    assert not loaded & {"flwr", "flwr_datasets", "datasets", "cvxpy", "pandas", "sacrebleu"}
-
-
 def test_a_stop_ends_an_idle_device_in_good_order():
     with running(Daemon("device", "--grace-s", "200", cold=True)) as (daemon,):
         assert resident_bytes(daemon.process.pid) < IDLE_MOST_BYTES

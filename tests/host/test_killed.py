@@ -12,7 +12,7 @@ import pytest
 from collapipe_flwr.core.errors import LinkError, LinkTimeout
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.transport.client import EdgeClient
-from tests.forked import Forked
+from tests.forked import start
 from tests.host.chain_to_edge import Cluster, open_session, service, session_key
 from tests.pipeline.chains import DEADLINE_S, make_batch, make_parts
 
@@ -36,11 +36,11 @@ class _Trigger:
 
 @pytest.fixture
 def edge_process():
-    process = Forked("tests.host.edge_process", env=os.environ)
+    process = start("tests.host.edge_process", env=os.environ)
     yield process
     process.send_signal(signal.SIGCONT)
     process.kill()
-    process.wait(10)
+    process.wait(60)
     process.stdout.close()
 
 

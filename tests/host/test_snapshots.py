@@ -20,7 +20,7 @@ from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.roles import FirstStage
 from collapipe_flwr.pipeline.state import PartState, live_state, load_optimizer_state
 from collapipe_flwr.transport.client import EdgeClient
-from tests.forked import Forked
+from tests.forked import Process, start
 from tests.full_disk import full_disk
 from tests.host.chain_to_edge import build_head, request, service, session_key
 from tests.pipeline.chains import WIDTH, Head, make_batch, make_parts, settings
@@ -171,7 +171,7 @@ def test_a_rollback_ends_a_stream_whose_device_hangs(undisturbed):
     while not session.running:
         thread.join(0.01)
     edge.rollback(session_key(), 0)
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     with pytest.raises(LinkError, match="rolled back"):
         ours.receive(deadline_s=1.0)
@@ -247,8 +247,8 @@ def test_state_travels_flat_and_comes_back_whole():
         )
 
 
-def edge_process(folder: Path, listen: str) -> tuple[Forked, str]:
-    process = Forked("tests.host.edge_process", listen, str(folder), env=os.environ)
+def edge_process(folder: Path, listen: str) -> tuple[Process, str]:
+    process = start("tests.host.edge_process", listen, str(folder), env=os.environ)
     return process, process.stdout.readline().strip()
 
 
@@ -261,7 +261,7 @@ def test_a_killed_edge_process_is_waited_for_and_goes_on_where_it_was(tmp_path):
             client.session(session_key()).push_weights(Head().state_dict())
             before = client.session(session_key()).fetch_weights()
             process.send_signal(signal.SIGKILL)
-            process.wait(10)
+            process.wait(60)
             with EdgeClient(address) as hasty, pytest.raises(Unreachable):
                 hasty.session(session_key()).rollback(0)
             again, _ = edge_process(tmp_path, address)
@@ -271,7 +271,7 @@ def test_a_killed_edge_process_is_waited_for_and_goes_on_where_it_was(tmp_path):
     finally:
         for each in filter(None, (process, again)):
             each.kill()
-            each.wait(10)
+            each.wait(60)
             each.stdout.close()
 
 

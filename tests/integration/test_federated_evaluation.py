@@ -27,6 +27,7 @@ SHARES: dict[str, Value] = {
     "scheduler.micro-batch-sizes": "2",
     "scheduler.micro-batches": "2",
     "world.memory-share": 1.0,
+    "scheduler.policy": "random",
 }
 
 

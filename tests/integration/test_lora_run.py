@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForSeq2SeqLM,
@@ -22,6 +22,13 @@ from collapipe_flwr.data.tasks import load_task
 from tests.closeness import assert_near
 from tests.integration.conftest import RunApp
 from tests.tiny_tasks import task_values
+
+
+def _with_adapter(plain: Any, run_dir: Path) -> Any:
+    from peft import PeftModel  # slow; other workers do without
+
+    return PeftModel.from_pretrained(plain, str(run_dir / "adapter")).eval()
+
 
 ALONE: dict[str, Value] = {
     "clusters": 1,
@@ -83,7 +90,7 @@ def test_adapters_alone_travel_and_learn_what_a_whole_client_learns(run_app: Run
     inputs = tokenizer(["forty two"], return_tensors="pt")
     merged = AutoModelForSeq2SeqLM.from_pretrained(split / "model").eval()
     plain = AutoModelForSeq2SeqLM.from_pretrained(base / "model")
-    adapted = PeftModel.from_pretrained(plain, str(split / "adapter")).eval()
+    adapted = _with_adapter(plain, split)
     labels = {"labels": inputs["input_ids"]}
     torch.testing.assert_close(
         merged(**inputs, **labels).logits, adapted(**inputs, **labels).logits, rtol=1e-4, atol=1e-5
@@ -118,7 +125,7 @@ def test_the_metrics_are_those_of_what_peft_loads(
     config = parse(values)
     task = load_task(config.seeded_data)
     plain = AutoModelForSequenceClassification.from_pretrained(base, num_labels=2)
-    adapted = PeftModel.from_pretrained(plain, str(run_dir / "adapter")).eval()
+    adapted = _with_adapter(plain, run_dir)
     rows = task.test.to_list()
     batch = task.collate(rows)
     with torch.no_grad():

@@ -42,8 +42,8 @@ def distance(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> f
 @pytest.mark.parametrize(
     "rule",
     [
-        {"train.optimizer": "adamw"},
         {"train.optimizer": "NAdam", "train.optimizer-arguments": "betas=[0.8,0.99]"},
+        pytest.param({"train.optimizer": "adamw"}, marks=pytest.mark.slow),
     ],
     ids=lambda rule: rule["train.optimizer"],
 )
@@ -88,7 +88,11 @@ def _started_again(values: dict[str, Value], *, dies_in: int | None = None) -> N
 
 @pytest.mark.parametrize(
     ("runtime", "optimizer"),
-    [("pipeline", "adamw"), ("whole", "adamw"), ("pipeline", "Adafactor")],
+    [
+        ("pipeline", "adamw"),
+        ("whole", "adamw"),
+        pytest.param("pipeline", "Adafactor", marks=pytest.mark.slow),
+    ],
 )
 def test_with_a_state_dir_neither_a_new_node_nor_a_resume_changes_a_bit(
     tmp_path: Path, caplog, runtime: str, optimizer: str

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from collapipe_flwr.transport.certificates import sign_all
-from tests.forked import Forked
+from tests.forked import Process, start
 from tests.host.test_daemon import resident_bytes
 from tests.laws.test_cluster_equals_whole import SGD, Cut, _steps, make_splitter
 from tests.laws.test_daemons_equal_whole import _order, cluster_of_daemons
@@ -72,19 +72,21 @@ def test_training_beside_a_hostile_peer_is_bit_for_bit_the_same(tmp_path: Path) 
 
 
 @contextmanager
-def _hostile(target: str, guest: Path, outside: Path) -> Iterator[Forked]:
+def _hostile(target: str, guest: Path, outside: Path) -> Iterator[Process]:
     """The attacks on one host as a process, which does not outlive the test."""
     words = (target, str(TIMES), str(guest), str(outside))
-    peer = Forked("tests.laws.hostile_peer", *words, env=os.environ)
+    peer = start("tests.laws.hostile_peer", *words, env=os.environ)
     try:
         yield peer
     finally:
         peer.kill()
-        peer.wait(10)
+        peer.wait(60)
+        assert peer.stdout is not None
         peer.stdout.close()
 
 
-def _told(peer: Forked) -> dict[str, dict[str, int]]:
+def _told(peer: Process) -> dict[str, dict[str, int]]:
+    assert peer.stdout is not None
     said = peer.stdout.read()
     assert peer.wait(120) == 0
     found: dict[str, dict[str, int]] = json.loads(said)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from torch import Tensor
 from torch.optim import AdamW
 from transformers import BertForMaskedLM
@@ -71,7 +70,9 @@ def moved(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def peft_model(spec: ModelSpec, folder: Path) -> PeftModel:
+def peft_model(spec: ModelSpec, folder: Path) -> Any:
+    from peft import PeftModel  # slow; other workers do without
+
     builder = auto_class(spec.task, Splitter(spec).config)
     base = builder.from_pretrained(spec.pretrained)
     return PeftModel.from_pretrained(base, str(folder), is_trainable=True)

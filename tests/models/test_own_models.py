@@ -10,6 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import (
+    BartForConditionalGeneration,
+    BertForMaskedLM,
+    MBartForConditionalGeneration,
+)
 
 from collapipe_flwr.cluster.control_unit import evaluate_batches
 from collapipe_flwr.cluster.evaluation import PredictionConfig
@@ -213,6 +218,18 @@ def test_a_head_that_reads_all_hidden_states_is_refused() -> None:
     context = splitter.context(batch(0))
     with pytest.raises(ModelError, match="asks its base model for output_hidden_states"):
         edge(torch.zeros(6, 8, 32), context)
+
+
+@pytest.mark.parametrize(
+    ("kind", "task"),
+    [
+        (BartForConditionalGeneration, "seq2seq"),
+        (MBartForConditionalGeneration, "seq2seq"),
+        (BertForMaskedLM, "masked-lm"),
+    ],
+)
+def test_the_task_of_a_class(kind: type, task: str) -> None:
+    assert known_task(kind) == task
 
 
 def test_a_tensor_that_is_missing_is_named() -> None:

@@ -19,6 +19,7 @@ from collapipe_flwr.core.errors import ModelError, ScheduleError
 from collapipe_flwr.models import SplitModel, profile_model, splitter_of
 from collapipe_flwr.models.split_model import as_batch
 from collapipe_flwr.pipeline.config import Execution
+from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from tests.closeness import assert_near, near
 from tests.laws.test_cluster_equals_whole import (
     SGD,
@@ -168,6 +169,13 @@ def test_running_statistics_come_back() -> None:
     )
     assert int(split["norm.num_batches_tracked"]) == 3
     assert int(split["blocks.1.norm.num_batches_tracked"]) == 3
+
+
+def test_its_counters_have_no_optimizer() -> None:
+    _, split_model = live(own_models.BatchNormed, features)
+    optimizer_bytes = OptimizerConfig(name="AdamW").state_bytes
+    costs = profile_model(split_model.splitter, split_model.shape, optimizer_bytes).blocks
+    assert len({cost.state_bytes for cost in costs}) == 1
 
 
 def test_batches_that_such_a_model_sees_are_not_cut() -> None:
@@ -381,6 +389,7 @@ def test_a_model_without_blocks_is_refused() -> None:
         (own_models.VisionTransformer(blocks=2), {}, "build another one, .* instead of missing"),
         (own_models.narrow(), {}, "float32 .* instead of bfloat16"),
         (nn.DataParallel(own_models.NoBlocks()), {}, r"pass model\.module"),
+        (nn.Sequential(nn.LazyLinear(3)), {}, r"'0\.weight' of Sequential has no shape yet"),
         (own_models.NoBlocks().to("meta"), {}, "'one.weight' of NoBlocks is on the meta device"),
         (own_models.NoBlocks(), {"arguments": {}}, "arguments belong to what builds"),
     ],

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flwr.cli.build import build_fab_from_disk
 from typer.testing import CliRunner
 
 import collapipe_flwr
@@ -44,6 +43,9 @@ for name in {OPTIONAL!r}:
     sys.modules[name] = None
 for name in {BASE!r}:
     importlib.import_module(name)
+import collapipe_flwr
+for name in collapipe_flwr.__all__:
+    getattr(collapipe_flwr, name)
 for name in ("client_app.app", "server_app.app"):
     try:
         importlib.import_module(name)
@@ -75,6 +77,8 @@ def test_nothing_in_the_package_needs_what_is_not_in_the_wheel() -> None:
 
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # of Flower's
 def test_the_fab_holds_the_package_and_its_apps() -> None:
+    from flwr.cli.build import build_fab_from_disk  # slow; other workers do without
+
     with zipfile.ZipFile(BytesIO(build_fab_from_disk(ROOT))) as fab:
         found = {name.partition("/")[0] for name in fab.namelist()}
         apps = {name for name in fab.namelist() if name.endswith("/app.py")}
@@ -104,7 +108,7 @@ def test_flower_installs_what_the_apps_import() -> None:
 
 
 @pytest.mark.long
-def test_the_base_works_without_extras_and_the_apps_name_the_one_they_need() -> None:
+def test_base_and_library_work_without_extras_and_the_apps_name_the_one_they_need() -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_EXTRAS], capture_output=True, text=True, check=True, cwd=ROOT
     )

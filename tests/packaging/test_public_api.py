@@ -7,8 +7,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pytest
-
 import collapipe_flwr
 
 PROJECT = Path(__file__).parents[2]
@@ -44,21 +42,3 @@ def test_importing_the_strategy_loads_no_torch_and_is_light() -> None:
     cpu_s, mib = map(float, told[0].split())
     assert cpu_s < MOST_S
     assert mib < MOST_MIB
-
-
-_WITHOUT_EXTRAS = """
-import sys
-extras = ("ray", "datasets", "flwr_datasets", "sacrebleu", "peft", "matplotlib", "cvxpy")
-sys.modules.update(dict.fromkeys(extras))  # None: an import of it fails
-import collapipe_flwr
-for name in collapipe_flwr.__all__:
-    getattr(collapipe_flwr, name)
-"""
-
-
-@pytest.mark.long
-def test_the_library_needs_no_extra() -> None:
-    found = subprocess.run(
-        [sys.executable, "-c", _WITHOUT_EXTRAS], capture_output=True, text=True, cwd=PROJECT
-    )
-    assert found.returncode == 0, found.stderr

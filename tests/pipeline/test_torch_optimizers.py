@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -141,22 +139,6 @@ def test_muon_trains_matrices() -> None:
 
 def test_torch_brings_no_other_name() -> None:
     assert {made.func.__name__ for made in MADE} | {"Muon", "adamw", "sgd"} == set(rule_names())
-
-
-def test_no_optimizer_imports_the_compiler() -> None:
-    code = (
-        "import sys, torch\n"
-        "from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig\n"
-        "from collapipe_flwr.pipeline.update_rules import rule_names\n"
-        "for name in rule_names():\n"
-        "    w = torch.nn.Parameter(torch.ones(2, 3))\n"
-        "    w.grad = torch.ones(2, 3)\n"
-        "    optimizer = Optimizer(OptimizerConfig(name=name), [('w', w)])\n"
-        "    optimizer.step()\n"
-        "    optimizer.empty_state()\n"
-        "assert 'torch._dynamo' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_groups_are_chosen_by_key() -> None:

@@ -96,8 +96,8 @@ def test_an_overhead_is_a_lower_speed_at_one_size(a_snapshot: MakeSnapshot) -> N
     for one, other in ((chains[0], chains[1]),):
         for name in ("forward_stage_s", "backward_stage_s", "fixed_s", "fixed_j"):
             assert getattr(one, name) == pytest.approx(getattr(other, name), rel=1e-9)
-    for one, other in zip(*scores, strict=True):
-        assert one == pytest.approx(other, rel=1e-9)
+    for name in ("latency", "soft", "worth"):
+        assert getattr(scores[0], name) == pytest.approx(getattr(scores[1], name), rel=1e-9)
 
 
 def test_overheads_make_plans_prefer_large_micro_batches(a_snapshot: MakeSnapshot) -> None:

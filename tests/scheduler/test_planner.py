@@ -11,16 +11,13 @@ import pytest
 from benchmarks.oracles.brute_force import exhaustive
 from collapipe_flwr.core.domain import Snapshot
 from collapipe_flwr.core.errors import InfeasibleError, ScheduleError
-from collapipe_flwr.costs.chain import chain_of, powers_for, price_rows
-from collapipe_flwr.costs.layouts import of_members, stack
+from collapipe_flwr.costs.layouts import stack
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import initial_state, planner_for
 from collapipe_flwr.scheduler.initial_layouts import all_layouts, count_layouts, rows_for
 from collapipe_flwr.scheduler.local_search import Moves
 from collapipe_flwr.scheduler.planner import Planner
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.scheduler.segment_dp import any_order, best_path, describe
-from collapipe_flwr.scheduler.segment_problem import Terms, segment_problem
 
 MakeSnapshot = Callable[..., Snapshot]
 SMALL = SchedulerConfig(micro_batch_sizes=(2, 8), micro_batches=(2, 8))
@@ -94,80 +91,6 @@ def _name(rows: object, r: int) -> tuple[tuple[int, int], ...]:
     return tuple((m, s) for m, s in pairs if m > 0)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("overhead_s", [0.0, 0.02])
-def test_segment_problem_prices_like_the_cost_model(
-    a_snapshot: MakeSnapshot, schedule: str, overhead_s: float
-) -> None:
-    """The shortest path's arrays and the chain's arrays are two ways to the same number."""
-    settings = replace(SMALL, schedule=schedule)
-    snapshot = a_snapshot(4, clusters=1, devices=3, blocks=5)
-    late = snapshot.clusters[0].profile.with_members(lambda d: replace(d, overhead_s=overhead_s))
-    snapshot = replace(
-        snapshot,
-        edge=replace(snapshot.edge, overhead_s=overhead_s),
-        clusters=(replace(snapshot.clusters[0], profile=late),),
-    )
-    planner = a_planner(snapshot, settings, queue_seed=1)
-    tables, slope, width = planner.tables, 0.7, 3e7
-    terms = Terms(
-        cluster=0,
-        micro_batch_size=2,
-        micro_batches=8,
-        slope=slope,
-        price_i=planner.price_mi[0],
-        room_i=planner.room_mi[0],
-        edge_hz=width,
-    )
-    problem = segment_problem(tables, settings, terms)
-    every = rows_for(0, *all_layouts(3, 5), np.array([[2, 8]]))
-    for number in range(0, len(every), 7):
-        rows = every.take(np.array([number]))
-        chain, r = chain_of(tables, rows, settings), 0
-        depth = int(rows.depth_r[r])
-        devices = [int(m) - 1 for m in rows.member_rs[r, :depth]]
-        stops = rows.stop_rs[r, :depth].tolist()
-        times = np.zeros_like(chain.power_max_w)
-        member, at = 0, 0
-        for k, target in enumerate([*(d + 1 for d in devices), problem.devices + 1]):
-            wished = _wished(tables, terms, settings, (member, target, at))
-            times[r, k] = wished
-            if k < depth:
-                member, at = target, stops[k]
-        powers = powers_for(chain, np.array([width]), times)
-        priced = price_rows(chain, times, powers)
-        energy = (of_members(planner.price_mi, rows) * priced.energy_j).sum(1)[r]
-        expected = slope * priced.latency_s[r] + energy
-        assert describe(problem, devices, stops).value(problem) == pytest.approx(expected, rel=1e-9)
-
-
-def _wished(
-    tables: object, terms: Terms, settings: SchedulerConfig, hop: tuple[int, int, int]
-) -> tuple[float, float]:
-    gpipe = replace(settings, schedule="gpipe")
-    problem = segment_problem(tables, gpipe, terms)
-    return float(problem.hop_forward_ijl[hop]), float(problem.hop_backward_ijl[hop])
-
-
-def test_exact_paths_beat_or_match_the_descent(a_snapshot: MakeSnapshot) -> None:
-    """Five devices and nine blocks are beyond enumeration; the path must not win."""
-    settings = replace(SMALL, micro_batch_sizes=(4,), micro_batches=(8,), bound=False)
-    planner = a_planner(a_snapshot(7, clusters=1, devices=5, blocks=9), settings)
-    mine = planner.solve()
-    terms = Terms(
-        cluster=0,
-        micro_batch_size=4,
-        micro_batches=8,
-        slope=planner.latency_price,
-        price_i=planner.price_mi[0],
-        room_i=planner.room_mi[0],
-        edge_hz=float(mine.allocation.edge_hz_r[0]),
-    )
-    problem = segment_problem(planner.tables, settings, terms)
-    best = best_path(problem, any_order).value(problem)
-    assert mine.objective <= best * (1 + 1e-5)
-
-
 def test_no_memory_is_infeasible_with_a_way_out(a_snapshot: MakeSnapshot) -> None:
     snapshot = a_snapshot(1, clusters=2, devices=2, blocks=3)
     poor = snapshot.clusters[1]
@@ -202,7 +125,7 @@ def test_all_clusters_change_their_batches_together(a_snapshot: MakeSnapshot) ->
     start = planner.radio(planner.choose(planner.opening_prices(), None))
     for size, count in planner.batches():
         rows = start.rows.with_batches(np.full(3, size), np.full(3, count))
-        found = planner.together(planner.radio(rows))
+        found = planner.solve(planner.radio(rows))
         best = min(
             planner.radio(start.rows.with_batches(np.full(3, b), np.full(3, j))).objective
             for b, j in planner.batches()

@@ -24,6 +24,8 @@ from collapipe_flwr.scheduler.estimates import (
     profiles_learned,
     with_profiles,
 )
+from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
 
 
 def with_speed(snapshot: Snapshot, factor: float) -> Snapshot:
@@ -127,6 +129,19 @@ def test_work_done_corrects_a_profile_that_is_wrong(a_snapshot: Callable[..., Sn
     assert others[0] == others[1]  # who did not work is believed as before
 
 
+@pytest.mark.parametrize("slower", [0.3, 0.5, 2.0, 5.0])
+def test_stages_of_microseconds_are_learnt_like_others(
+    a_snapshot: Callable[..., Snapshot], slower: float
+) -> None:
+    truth, work = a_snapshot(0), (2.0, 1e5)
+    device = first(truth)
+    tiny = replace(
+        sample(device), passes=work[0], flop=work[1], busy_s=slower * taken_s(device, *work)
+    )
+    seen = first(planned(truth, showing(tiny)))
+    assert taken_s(seen, *work) == pytest.approx(slower * taken_s(device, *work), rel=0.05)
+
+
 def test_a_slower_device_of_known_power_pays_more_per_operation(
     a_snapshot: Callable[..., Snapshot],
 ) -> None:
@@ -224,3 +239,29 @@ def test_estimates_survive_a_checkpoint_and_old_checkpoints_are_read(
     text = f'{{"claimed": {{}}, "shown": {{"cluster-0": {{"{name}": {pair}}}}}}}'
     seen, _ = with_profiles(truth, from_json(ProfileEstimates, text, "estimates"), 0.8)
     assert speed(seen) == pytest.approx(speed(truth) / 2)
+
+
+@pytest.mark.parametrize("policy", ["dssda", "uniform"])
+def test_memory_that_seems_too_small_for_any_plan_ends_no_run(
+    a_snapshot: Callable[..., Snapshot], policy: str
+) -> None:
+    settings = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(4,))
+    scheduler, truth = make_scheduler(policy, settings), a_snapshot(0, clusters=1)
+    state = scheduler.init(truth)
+    plan, state = scheduler.step(state, truth)
+    peak = max(plan.clusters[0].memory_bytes.values())
+    tight = replace(
+        truth.clusters[0],
+        profile=truth.clusters[0].profile.with_members(
+            lambda d: replace(d, memory_bytes=int(1.1 * peak / 0.95))
+        ),
+    )
+    snapshot = replace(truth, clusters=(tight,))
+    plan, state = scheduler.step(state, snapshot)
+    samples = tuple(
+        replace(sample(d), planned_bytes=1000, peak_bytes=10**9) for d in tight.profile.members
+    )
+    for _ in range(3):
+        state = scheduler.observe(state, plan, showing(*samples))
+        plan, state = scheduler.step(state, snapshot)
+        assert plan.clusters

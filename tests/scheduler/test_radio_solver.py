@@ -8,7 +8,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from benchmarks.oracles.radio_reference import solve_reference
 from collapipe_flwr.core.domain import Snapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.chain import Chain, chain_of, full_power_times, powers_for, price_rows
@@ -58,6 +57,8 @@ def a_problem(make: MakeSnapshot, seed: int, clusters: int, **options: str) -> R
 def test_agrees_with_the_cvxpy_reference(
     a_snapshot: MakeSnapshot, seed: int, schedule: str
 ) -> None:
+    from benchmarks.oracles.radio_reference import solve_reference  # slow; others do without
+
     problem = a_problem(a_snapshot, seed, (1, 2, 5)[seed % 3], schedule=schedule)
     solver = InteriorPoint(problem)
     mine = solver.terms.objective(solver.solve(1e-6).point)

@@ -53,7 +53,7 @@ def host() -> Iterator[tuple[subprocess.Popen[str], int]]:
         yield process, int(process.stdout.readline())
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
         process.stdin.close()
         process.stdout.close()
 

@@ -1,0 +1,208 @@
+"""How far the scheduler's search is from the best of its rivals at the sizes that users have.
+
+Every seed is two decisions: with empty queues, where the objective is the time to the target, and
+with drawn ones, where energy counts too. Rivals search at full power and equal bandwidth; then the
+project's radio is optimised for every plan, and the best plan of all rivals is compared with.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.scheduling.exact_paths import exact
+from benchmarks.scheduling.optimality import queued
+from benchmarks.scheduling.plain_costs import PlainCosts
+from benchmarks.scheduling.rivals import Budget, Plans, anneal, climb, picked, promising
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.costs.tables import tabulate
+from collapipe_flwr.scheduler.base import planner_for
+from collapipe_flwr.scheduler.model_share import capped, least_shares
+from collapipe_flwr.scheduler.planner import Planner, Solution
+from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.scheduler.protocol import reference_of
+from collapipe_flwr.simulation.models import ModelShape
+from collapipe_flwr.simulation.setting import Setting
+from collapipe_flwr.simulation.simulate import Tick
+
+EXACT_DEVICES = 6  # beyond, shortest paths take minutes
+EXACT_PAIRS = 4
+WORST = 5  # seeds that are named
+BOUND = 0.01  # gaps above this are counted
+SMALL = Budget(starts=2, climbs=350, pairs=6, chains=48, cooling=500)
+LARGE = Budget(starts=2, climbs=2500, pairs=3, chains=8, cooling=6000)
+LARGE_FROM = 20  # clusters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchSize:
+    """Clusters, devices of each, blocks, and the seeds to draw."""
+
+    clusters: int
+    devices: int
+    blocks: int
+    seeds: range
+
+    def __str__(self) -> str:
+        return f"{self.clusters}x{self.devices}x{self.blocks}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchCase:
+    """One decision by the scheduler and by its rivals; objectives with radio optimised."""
+
+    seed: int
+    queues: bool
+    objective: float
+    rho_s: float  # rounds to the target over the reference's, times a round's seconds
+    seconds: float  # that the scheduler took
+    rivals: dict[str, float]  # objectives
+    rivals_rho_s: dict[str, float]
+
+    @property
+    def gap(self) -> float:
+        """Relative distance above the best rival; the larger of both measures without queues."""
+        gap = self.objective / min(self.rivals.values()) - 1.0
+        return gap if self.queues else max(gap, self.rho_s / min(self.rivals_rho_s.values()) - 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GapTable:
+    """The distribution of gaps of one size."""
+
+    queues: bool
+    instances: int
+    median: float
+    p90: float
+    p99: float
+    max: float
+    above: int  # gaps of more than ``BOUND``
+    better: int  # instances in which every rival is worse by more than ``BOUND``
+    median_s: float
+    max_s: float
+    worst: dict[int, float]  # gaps by seed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchGaps:
+    """All cases of one size and what they come to."""
+
+    size: str
+    seeds: str
+    tables: tuple[GapTable, ...]
+    cases: tuple[SearchCase, ...]
+
+
+def read_sizes(text: str) -> tuple[SearchSize, ...]:
+    """``4x6x12=50000-50199`` and so on, separated by commas; raises ConfigError."""
+    found = []
+    for word in text.split(","):
+        shape, _, seeds = word.strip().partition("=")
+        numbers, (first, _, last) = shape.split("x"), seeds.partition("-")
+        good = len(numbers) == 3 and all(n.isdigit() and int(n) > 0 for n in numbers)
+        if not (good and first.isdigit() and (last or first).isdigit()):
+            raise ConfigError(
+                "--search must list clusters x devices x blocks and seeds, for example "
+                f'"4x6x12=0-19", got {word!r}'
+            )
+        clusters, devices, blocks = (int(n) for n in numbers)
+        seed_range = range(int(first), int(last or first) + 1)
+        found.append(
+            SearchSize(clusters=clusters, devices=devices, blocks=blocks, seeds=seed_range)
+        )
+    return tuple(found)
+
+
+def search_gaps(size: SearchSize, tick: Tick) -> SearchGaps:
+    """Decide every case of a size; seconds to minutes each."""
+    cases = []
+    for seed in size.seeds:
+        for queues in (False, True):
+            cases.append(search_case(size, seed, queues))
+            tick(f"search {size}")
+    return SearchGaps(
+        size=str(size),
+        seeds=f"{size.seeds.start}-{size.seeds.stop - 1}",
+        tables=tuple(_table(cases, queues) for queues in (False, True)),
+        cases=tuple(cases),
+    )
+
+
+def _table(cases: list[SearchCase], queues: bool) -> GapTable:
+    chosen = [case for case in cases if case.queues == queues]
+    gaps: NDArray[np.float64] = np.array([case.gap for case in chosen])
+    seconds = [case.seconds for case in chosen]
+    worst = sorted(chosen, key=lambda case: -case.gap)[:WORST]
+    return GapTable(
+        queues=queues,
+        instances=len(chosen),
+        median=float(np.median(gaps)),
+        p90=float(np.quantile(gaps, 0.9)),
+        p99=float(np.quantile(gaps, 0.99)),
+        max=float(gaps.max()),
+        above=int((gaps > BOUND).sum()),
+        better=int((gaps < -BOUND).sum()),
+        median_s=float(np.median(seconds)),
+        max_s=float(max(seconds)),
+        worst={case.seed: case.gap for case in worst},
+    )
+
+
+def search_case(size: SearchSize, seed: int, queues: bool) -> SearchCase:
+    """The first decision of a seed's world, from scratch."""
+    planner = search_planner(size, seed, queues)
+    started = time.perf_counter()
+    ours = planner.solve()
+    seconds = time.perf_counter() - started
+    rivals = {
+        name: planner.radio(p.rows.layouts()) for name, p in rival_plans(planner, seed, queues)
+    }
+    return SearchCase(
+        seed=seed,
+        queues=queues,
+        objective=ours.objective,
+        rho_s=_rho_s(ours),
+        seconds=seconds,
+        rivals={name: rival.objective for name, rival in rivals.items()},
+        rivals_rho_s={name: _rho_s(rival) for name, rival in rivals.items()},
+    )
+
+
+def search_planner(size: SearchSize, seed: int, queues: bool) -> Planner:
+    """The preset's grid, budgets and cap on a drawn fleet, with or without energy owed.
+
+    Rivals price GPipe, so that is what all search for.
+    """
+    setting = Setting(
+        clusters=size.clusters, devices=size.devices, model=ModelShape(blocks=size.blocks)
+    )
+    profile, settings = setting.model.profile(), replace(setting.settings, schedule="gpipe")
+    snapshot = setting.world(seed, profile).snapshot(1, profile)
+    state = make_scheduler("dssda", settings).init(snapshot)
+    if queues:
+        state = queued(state, snapshot, np.random.default_rng([seed, 2509]))
+    tables, reference = tabulate(snapshot, settings.coarsest), reference_of(state)
+    caps = least_shares(tables, reference, settings)
+    return planner_for(capped(tables, caps, reference, settings), state, settings)
+
+
+def rival_plans(planner: Planner, seed: int, queues: bool) -> Iterator[tuple[str, Plans]]:
+    """The plan of every rival."""
+    costs, rng = PlainCosts(planner), np.random.default_rng(seed)
+    budget = LARGE if costs.clusters >= LARGE_FROM else SMALL
+    climbed = picked(costs, climb(costs, budget, rng))
+    yield "climb", climbed
+    yield "anneal", anneal(costs, climbed, budget, rng)
+    if (
+        costs.devices <= EXACT_DEVICES and not queues
+    ):  # where energy counts, one slope is not enough
+        pairs = promising(costs, budget)[:EXACT_PAIRS]
+        yield "exact", picked(costs, exact(costs, pairs))
+
+
+def _rho_s(solution: Solution) -> float:
+    return solution.rho * float(solution.priced.latency_s.max())

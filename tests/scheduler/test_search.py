@@ -1,0 +1,162 @@
+"""The search against exact paths, a hill climb and annealing, and its parts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+from benchmarks.scheduling.exact_paths import segments
+from benchmarks.scheduling.plain_costs import PlainCosts, rows_of
+from benchmarks.scheduling.rivals import Budget, climb, promising, random_rows
+from benchmarks.scheduling.search_gaps import SearchSize, read_sizes, search_case, search_planner
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.costs.chain import chain_of
+from collapipe_flwr.scheduler.planner import Planner
+from collapipe_flwr.scheduler.pool import Picking, Pool, front, pool_of
+from collapipe_flwr.scheduler.radio.interior_point import equal_shares
+from collapipe_flwr.scheduler.scorer import Estimates
+from collapipe_flwr.scheduler.segment_dp import any_order, best_path, describe
+
+SIZE = SearchSize(clusters=4, devices=6, blocks=12, seeds=range(1000, 1010))
+
+
+@pytest.mark.parametrize(
+    ("seed", "queues"), [(1000, False), (1001, False), (1004, False), (1002, True), (1009, True)]
+)
+def test_no_rival_is_better_by_a_hundredth_where_moves_alone_get_stuck(
+    seed: int, queues: bool
+) -> None:
+    """Several devices are the slowest at once: no single move of a block makes a round shorter."""
+    case = search_case(SIZE, seed, queues)
+    assert len(case.rivals) == 2 + (not queues)
+    assert case.gap < 0.01
+
+
+def test_many_clusters_are_searched_as_well_as_single_ones() -> None:
+    """From scratch and, with the limits of a warm decision, from a poor plan in place."""
+    size = SearchSize(clusters=24, devices=6, blocks=12, seeds=range(3, 4))
+    planner = search_planner(size, 3, queues=False)
+    found = planner.solve()
+    costs = PlainCosts(planner)
+    pair = promising(costs, Budget(pairs=1))
+    rng = np.random.default_rng(3)
+    rows = random_rows(costs, np.arange(24), np.repeat(pair, 24, 0), rng)
+    while not np.isfinite(costs.price_of(rows)[0]).all():
+        bad = ~np.isfinite(costs.price_of(rows)[0])
+        rows.put(
+            np.flatnonzero(bad),
+            random_rows(costs, rows.cluster[bad], np.repeat(pair, bad.sum(), 0), rng),
+        )
+    poor = planner.radio(rows.layouts())
+    warm = planner.solve(poor)
+    assert poor.objective > 1.2 * found.objective
+    assert warm.objective < 1.02 * found.objective
+
+
+def a_planner(queues: bool, seed: int = 5) -> Planner:
+    size = SearchSize(clusters=3, devices=4, blocks=6, seeds=range(1))
+    return search_planner(size, seed, queues)
+
+
+def test_rivals_price_as_the_cost_model_does() -> None:
+    for queues in (False, True):
+        planner = a_planner(queues)
+        costs = PlainCosts(planner)
+        rows = climb(costs, Budget(starts=1, climbs=20, pairs=2), np.random.default_rng(0)).rows
+        for start in range(6):
+            some = rows.take(np.flatnonzero(rows.cluster == 0)[[start]])
+            layouts = some.layouts()
+            layouts = layouts.take(np.zeros(3, int))
+            layouts = replace(layouts, cluster_r=np.arange(3))
+            seconds, energy = costs.price_of(rows_of(layouts, costs.devices))
+            chain = chain_of(planner.tables, layouts, planner.settings)
+            shares = equal_shares(chain, planner.tables.snapshot.radio.bandwidth_hz)
+            rho = planner.learning.rho(planner.tables, layouts)
+            priced = planner.priced(chain, shares, rho)
+            fits = np.isfinite(seconds)
+            assert priced.priced.latency_s[fits] == pytest.approx(seconds[fits], rel=1e-12)
+            if fits.all():
+                batch = (some.size * some.count).repeat(3)[None]
+                value = costs.objective(seconds[None], energy[None], batch)
+                assert value[0] == pytest.approx(priced.objective, rel=1e-12)
+
+
+def test_exact_paths_price_as_rivals_do_and_no_climb_beats_them() -> None:
+    planner = a_planner(queues=True)
+    costs = PlainCosts(planner)
+    pair, slope = promising(costs, Budget(pairs=1))[0], planner.latency_price
+    found = climb(costs, Budget(starts=4, climbs=200, pairs=1), np.random.default_rng(1))
+    for m in range(3):
+        problem = segments(costs, m, pair, slope)
+        mine = np.flatnonzero((found.rows.cluster == m) & np.isfinite(found.seconds))
+        values = slope * found.seconds[mine] + found.energy[mine]
+        paths = []
+        for r in mine:
+            used = found.rows.device[r] >= 0
+            devices = (found.rows.device[r][used] - 1).tolist()
+            stops = np.cumsum(found.rows.blocks[r][used]).tolist()
+            paths.append(describe(problem, devices, stops).value(problem))
+        # Both differ by what every layout costs, the same for all.
+        fixed = values - np.array(paths)
+        assert np.ptp(fixed) < 1e-9 * values.max()
+        assert best_path(problem, any_order).value(problem) <= min(paths) * (1 + 1e-12)
+
+
+def a_pool(planner: Planner, rows: int, seed: int) -> Pool:
+    costs, rng = PlainCosts(planner), np.random.default_rng(seed)
+    clusters = np.repeat(np.arange(3), rows)
+    pairs = costs.sizes[rng.integers(0, 6, len(clusters))]
+    layouts = random_rows(costs, clusters, pairs, rng).layouts()
+    scorer = planner.scorer(planner.opening_prices(), np.arange(3))
+    return pool_of(planner, scorer, layouts)
+
+
+@pytest.mark.parametrize("queues", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_pick_is_near_the_best_of_all_combinations(queues: bool, seed: int) -> None:
+    planner = a_planner(queues, seed)
+    pool = a_pool(planner, 40, seed)
+    picking = Picking(planner, pool)
+    mine = [np.flatnonzero(pool.rows.cluster_r == m) for m in range(3)]
+    best = min(picking.value(np.array(choice)) for choice in product(*(m[:14] for m in mine)))
+    value, choice = Picking(planner, pool.take(np.concatenate([m[:14] for m in mine]))).best()
+    assert value <= best * 1.01
+    assert (np.diff(np.sort(choice)) > 0).all()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_front_is_what_no_other_row_beats(seed: int) -> None:
+    planner, rng = a_planner(queues=True), np.random.default_rng(seed)
+    pool = a_pool(planner, 40, seed)
+    worth, latency = rng.integers(1, 9, len(pool)) / 2.0, rng.integers(1, 9, len(pool)) / 2.0
+    pool = replace(pool, costs=Estimates(latency, latency, worth))
+    group = pool.rows.cluster_r * 100 + pool.pair_r
+    kept = front(pool, 100, 0.0)
+    for r in range(len(pool)):
+        rivals = group == group[r]
+        better = (worth <= worth[r]) & (latency <= latency[r]) & rivals
+        strictly = better & ((worth < worth[r]) | (latency < latency[r]))
+        if kept[r]:
+            assert not strictly.any()
+        else:
+            assert (better & kept).any()
+
+
+def test_the_same_problem_has_the_same_answer() -> None:
+    one, two = (a_planner(queues=True).solve() for _ in range(2))
+    assert one.objective == two.objective
+    assert (one.rows.stop_rs == two.rows.stop_rs).all()
+
+
+def test_sizes_and_seeds_are_read_from_the_command_line() -> None:
+    sizes = read_sizes("4x6x12=5-7, 100x10x24=3")
+    assert [(str(size), list(size.seeds)) for size in sizes] == [
+        ("4x6x12", [5, 6, 7]),
+        ("100x10x24", [3]),
+    ]
+    for wrong in ("4x6=1-2", "4x6x12", "0x6x12=1", "4x6x12=a-b"):
+        with pytest.raises(ConfigError, match="--search"):
+            read_sizes(wrong)
