@@ -117,7 +117,8 @@ def test_plans_become_those_of_one_who_knew_the_true_rates(
     assert plans[0] == told[0] and decided(plans[0]) != decided(knew)
     assert took_s[0] > max(took_s[2:]) and max(took_s[2:]) < 1.01 * best_s
     for plan, real_s in zip(plans[2:], took_s[2:], strict=True):
-        assert plan.latency_s == pytest.approx(real_s, rel=0.01)  # and they foretell it
+        # And they foretell it, but for weights that go over a link that no activations take.
+        assert plan.latency_s == pytest.approx(real_s, rel=0.02)
 
 
 def test_rates_as_promised_leave_plans_bit_equal(a_world: MakeWorld) -> None:
