@@ -15,15 +15,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.optimize import linprog
 
 from benchmarks.scheduling.assignments import Round, batch_choices, rho_of, spreads
 from collapipe_flwr.costs.arrays import Array, Ints
 from collapipe_flwr.scheduler.problem import Learning
 
-STEPS = 60
-PATIENCE = 5  # steps without gain after which they become half as long
-POINTS = 200  # lengths of a round that are told apart
-LONGEST = 1.8  # times the shortest
+STEPS = 200
+ENOUGH = 1e-3  # relative distance from the best multipliers
+MOST = 10.0  # reference latencies per budget
+INWARD = 0.2  # part of the way from the best point to where planes are highest
+POINTS = 800  # lengths of a round that are told apart
+LONGEST = 10.0  # times the shortest; longer ones count as this
 FINE = 1.15  # the same for which links and rounds are told apart
 ACTIVE = 1.05  # batches whose quickest plan is within this factor are there in every step
 
@@ -42,6 +45,43 @@ class Options:
         return np.asarray(self.seconds_ta[:, 0])
 
 
+class Planes:
+    """The least of tangent planes of a concave function over multipliers >= 0 lies above it.
+
+    The next point is between the best one and where that least is highest: a step to the latter
+    alone (Kelley 1960) goes back and forth between corners.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.best, self.value, self.upper = np.zeros(width), -np.inf, np.inf
+        self._point = self.best
+        self._rows: list[Array] = []
+        self._heights: list[float] = []
+
+    @property
+    def gap(self) -> float:
+        """By how much the best point may be below the maximum, relatively."""
+        return (self.upper - self.value) / abs(self.value)
+
+    def add(self, value: float, slope: Array) -> None:
+        """What the function is at the point that was asked for."""
+        if value > self.value:
+            self.best, self.value = self._point, value
+        self._rows.append(slope.ravel())
+        self._heights.append(value - float(slope.ravel() @ self._point))
+
+    def next(self) -> Array:
+        """Where to look next."""
+        if self._rows:
+            planes = np.column_stack([-np.array(self._rows), np.ones(len(self._rows))])
+            goal = np.append(np.zeros(len(self.best)), -1.0)
+            limits = [(0.0, MOST)] * len(self.best) + [(None, None)]
+            found = linprog(goal, A_ub=planes, b_ub=self._heights, bounds=limits)
+            self.upper = -float(found.fun)
+            self._point = self.best + INWARD * (found.x[:-1] - self.best)
+        return self._point
+
+
 @dataclass(frozen=True, slots=True)
 class Clairvoyant:
     """All rounds of a world, enumerated; costs in reference latencies."""
@@ -51,28 +91,20 @@ class Clairvoyant:
     choices: Ints  # (K, M) places of batches
     rho_k: Array  # over the reference latency
 
-    def bound(self, level: float) -> tuple[float, Array]:
-        """The bound and its multipliers, (M, N); ``level`` is a cost known to be reached."""
+    def bound(self) -> tuple[float, Array]:
+        """The bound and its multipliers, (M, N)."""
         floor = self.floors()
         active = np.flatnonzero(floor.mean(1) <= ACTIVE * floor.mean(1).min())
-        clusters, width = len(self.spread_mn), max(s.shape[1] for s in self.spread_mn)
-        theta = np.zeros((clusters, width))
-        best, best_theta, scale, since = -np.inf, theta, 1.0, 0
+        planes = Planes(len(self.spread_mn) * max(s.shape[1] for s in self.spread_mn))
+        shape = (len(self.spread_mn), -1)
         for _ in range(STEPS):
+            theta = planes.next().reshape(shape)
             value, spent = self._value(theta, active)
-            if value > best * (1 + 1e-6):
-                best, best_theta, since = value, theta, 0
-            else:
-                since += 1
-                if since >= PATIENCE:
-                    theta, scale, since = best_theta, scale / 2.0, 0
-                    value, spent = self._value(theta, active)
-            push = np.where((theta > 0) | (spent > 1.0), spent - 1.0, 0.0)
-            if not push.any() or scale < 1e-3:
+            planes.add(value, spent - 1.0)
+            if planes.gap <= ENOUGH:
                 break
-            length = scale * max(level - value, 1e-4 * level) / float((push**2).sum())
-            theta = np.maximum(theta + length * push, 0.0)
-        return self.certified(best_theta), best_theta
+        theta = planes.best.reshape(shape)
+        return self.certified(theta), theta
 
     def certified(self, theta: Array) -> float:
         """The bound at these multipliers over every choice of batches."""

@@ -22,9 +22,23 @@ from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import REPAID, SchedulerState, reference_of
 from collapipe_flwr.simulation.episode import EpisodeRound, run_episode
 from collapipe_flwr.simulation.setting import Setting
-from collapipe_flwr.simulation.world import World
+from collapipe_flwr.simulation.world import EnergyBudget, World
 
-WORLDS = {"paper": Setting(), "neutral": Setting(clusters=5, devices=4)}
+NEUTRAL = Setting(clusters=5, devices=4)
+WORLDS = {
+    "paper": Setting(),
+    # The cap on a device's share of the model leaves little to decide here: blocks are spread
+    # evenly, and no budget binds.
+    "neutral": NEUTRAL,
+    # The same without a cap: quick boards take more, and their budgets bind.
+    "free": replace(NEUTRAL, settings=replace(NEUTRAL.settings, max_model_share=1.0)),
+    # The same with budgets of 1.2 equal shares, 30 % of training alone.
+    "tight": replace(
+        NEUTRAL,
+        settings=replace(NEUTRAL.settings, max_model_share=1.0),
+        budget=EnergyBudget(equal_shares=1.2),
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +123,7 @@ def price_case(name: str, setting: Setting, seed: int, rounds: int) -> PriceCase
     rival = float(np.mean([every_round_cost(one, learning, rng) for one in seen]))
     ours = float(np.mean([r.plan.rho * r.priced.latency_s for r in done]))
     scale = reference_of(first).latency_s
-    least, theta = clairvoyant(seen, learning).bound(min(ours, rival) / scale)
+    least, theta = clairvoyant(seen, learning).bound()
     used = energy_used(world, done)
     return PriceCase(
         world=name,

@@ -15,6 +15,10 @@ from collapipe_flwr.costs.makespan import Depths
 from collapipe_flwr.costs.price import PricedCluster, price_clusters
 from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.work import fits
+from collapipe_flwr.scheduler.accounts import (
+    opened_accounts,
+    settled_accounts,
+)
 from collapipe_flwr.scheduler.estimates import plausible_j, profiles_learned
 from collapipe_flwr.scheduler.gain_estimates import with_error
 from collapipe_flwr.scheduler.initial_layouts import rows_by_weight
@@ -29,9 +33,7 @@ from collapipe_flwr.scheduler.protocol import (
     SchedulerState,
     advance_energy,
     advance_participation,
-    opened_accounts,
     reference_of,
-    settled_accounts,
 )
 from collapipe_flwr.scheduler.radio.interior_point import equal_shares
 
@@ -59,6 +61,10 @@ class Policy:
             for c in outcome.clusters
         }
         connected = {*state.budget_j, *spent_j, *(c.cluster_id for c in plan.clusters)}
+        accounts_j = settled_accounts(
+            state.account_j, state.budget_j, spent_j, state.rounds, settings
+        )
+        placeholders_j = self._placeholders(state, accounts_j)
         return replace(
             state,
             energy_queue_j=advance_energy(
@@ -66,11 +72,10 @@ class Policy:
                 state.budget_j,
                 spent_j,
                 share=settings.aimed(state.rounds),
-                placeholders_j=state.placeholder_j,
+                placeholders_j=placeholders_j,
             ),
-            account_j=settled_accounts(
-                state.account_j, state.budget_j, spent_j, state.rounds, settings
-            ),
+            account_j=accounts_j,
+            placeholder_j=placeholders_j,
             participation_queue=advance_participation(
                 state.participation_queue,
                 connected,
@@ -87,6 +92,11 @@ class Policy:
                 mean_steps=sum(steps) / len(steps) if steps else 1.0,
             ),
         )
+
+    def _placeholders(self, state: SchedulerState, accounts_j: Nested) -> Nested:
+        """Place-holders after a round: who heeds no prices learns none."""
+        del accounts_j
+        return state.placeholder_j
 
 
 def initial_state(snapshot: Snapshot, settings: SchedulerConfig) -> SchedulerState:

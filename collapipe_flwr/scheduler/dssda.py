@@ -25,6 +25,7 @@ from collapipe_flwr.costs.layouts import Layouts, of_members, rows_of_plans, wit
 from collapipe_flwr.costs.radio import NOISE, SHARES, ladder
 from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.work import fits
+from collapipe_flwr.scheduler.accounts import settled_placeholders
 from collapipe_flwr.scheduler.base import (
     Policy,
     by_name,
@@ -195,6 +196,10 @@ class Dssda(Policy):
     def _room(self, tables: Tables, state: SchedulerState) -> Array:
         """Joules that every device may spend in this round."""
         return energy_room(tables, state, self.settings)
+
+    def _placeholders(self, state: SchedulerState, accounts_j: Nested) -> Nested:
+        """Place-holders after a round."""
+        return settled_placeholders(state.placeholder_j, accounts_j, state.budget_j)
 
     def _decide(self, state: SchedulerState, snapshot: Snapshot, share: float) -> Decision:
         """The best plan in which exactly the clusters of ``snapshot`` take part."""

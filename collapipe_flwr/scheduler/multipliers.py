@@ -4,14 +4,15 @@ With one multiplier per device, in reference latencies per budget,
 
     g(theta) = min over plans of  rho T / T_ref + sum theta (e / budget - 1)
 
-lies below the cost of every mix of plans that keeps all budgets on average. Polyak's subgradient
-steps (Polyak 1969) raise it, with the cost of a plan that keeps all budgets as the level. Queues
-then start at ``V theta`` instead of 0, as place-holder backlog (Huang and Neely 2011), and need
-not fill up first.
+lies below the cost of every mix of plans that keeps all budgets on average. Cutting planes find
+where it is highest: a plan that is best at some multipliers is a plane above g, `mixture` says
+where the least of all planes is highest, and the next multipliers are part of the way there
+(Ben-Ameur and Neto 2007, in-out). Queues then start at ``V theta`` instead of 0, as place-holder
+backlog (Huang and Neely 2011), and need not fill up first.
 
 V is the length of a queue that is worth the whole of a latency, so one budget more in a queue
-changes its multiplier by 1/V. That is half of what multipliers are, on average: where budgets have
-slack, multipliers are small and V large.
+changes its multiplier by 1/V. That is a tenth of what multipliers are, on average: where budgets
+have slack, multipliers are small and V large.
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ import numpy as np
 
 from collapipe_flwr.costs.arrays import Array, Mask
 from collapipe_flwr.scheduler.base import USUAL_WEIGHT
+from collapipe_flwr.scheduler.mixture import multipliers as mixed
 from collapipe_flwr.scheduler.planner import Planner, Solution
+from collapipe_flwr.scheduler.search import FEW_CLUSTERS
 
-STEPS = 15  # of a subgradient
-SEARCHES = 1000  # of single clusters that they may take together
+STEPS = 25  # cutting planes at most
+INWARD = 0.4  # part of the way from the best point to where planes are highest
+ENOUGH = 2e-3  # relative distance from the best multipliers
+WORK = 12_000  # clusters x devices x blocks that all of their searches may come to
+SEARCHES = 500  # of single clusters, where there are too many to search them thoroughly
 FEWEST = 5  # where time allows fewer steps, queues start empty
-PART = 0.5  # of the mean multiplier, by which one budget changes a multiplier
+PART = 0.1  # of the mean multiplier, by which one budget changes a multiplier
 WEIGHTS = (1.0, 1000.0)  # V is within these
-LEAST = 1e-3  # of the level, by which a step aims higher at least
 ALWAYS = 1e-6  # price of energy where its multiplier is 0, so that nothing is wasted
 
 
@@ -85,30 +90,36 @@ class Dual:
 
     @property
     def _steps(self) -> int:
-        return min(STEPS, SEARCHES // self.planner.tables.num_clusters)
+        clusters, blocks = self.planner.tables.num_clusters, self.planner.tables.num_blocks
+        if clusters > FEW_CLUSTERS:
+            return SEARCHES // clusters
+        devices = self.planner.price_mi.shape[1] - 1
+        return min(STEPS, WORK // (clusters * devices * blocks))
 
     def multipliers(self, kept: Solution) -> Array:
-        """Mean of the best multipliers met and of the later half of all, (M, I).
+        """The multipliers at which the least Lagrangian of all plans is highest, (M, I).
 
-        ``kept`` is a plan that keeps all budgets, whose cost steps are measured by.
+        ``kept`` is a plan that keeps all budgets, without which no mix may.
         """
-        theta = np.zeros_like(self.planner.price_mi)
-        now, level = self.solutions[0], self.value(kept, theta)
+        best = np.zeros_like(self.planner.price_mi)
+        value = self.value(self.solutions[0], best)
         self.solutions.append(kept)
-        best, most, later = theta, self.value(now, theta), []
-        for step in range(self._steps):
-            excess, value = self.excess(now), self.value(now, theta)
-            active = np.where((theta > 0.0) | (excess > 0.0), excess, 0.0)
-            if not active.any():
+        for _ in range(self._steps):
+            upper, goal = self._highest()
+            if upper - value <= ENOUGH * upper:
                 break
-            length = max(level - value, LEAST * level) / float((active**2).sum())
-            theta = np.maximum(theta + length * active, 0.0)
-            now = self.respond(theta)
-            if (value := self.value(now, theta)) > most:
-                best, most = theta, value
-            if 2 * step >= self._steps:
-                later.append(theta)
-        return 0.5 * (best + np.mean(later, axis=0)) if later else best
+            theta = best + INWARD * (goal - best)
+            if (found := self.value(self.respond(theta), theta)) > value:
+                best, value = theta, found
+        return best
+
+    def _highest(self) -> tuple[float, Array]:
+        """Where the plans seen so far leave the Lagrangian highest."""
+        nothing = np.zeros_like(self.planner.price_mi)
+        cost = np.array([self.value(s, nothing) for s in self.solutions])
+        excess = np.array([self.excess(s).ravel() for s in self.solutions])
+        value, theta = mixed(cost, excess)
+        return value, theta.reshape(nothing.shape)
 
 
 def weight_for(theta_mi: Array) -> float:

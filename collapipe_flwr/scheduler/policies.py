@@ -16,7 +16,7 @@ from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.scheduler.base import USUAL_WEIGHT
 from collapipe_flwr.scheduler.dssda import Dssda, usable_plans
-from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerConfig, SchedulerState
+from collapipe_flwr.scheduler.protocol import Nested, Scheduler, SchedulerConfig, SchedulerState
 from collapipe_flwr.scheduler.rules import RULES, RuleScheduler
 
 
@@ -45,6 +45,11 @@ class LatencyOnly(Dssda):
         """Queues that nobody heeds start empty."""
         del snapshot
         return replace(state, weight=self.settings.penalty_weight or USUAL_WEIGHT)
+
+    def _placeholders(self, state: SchedulerState, accounts_j: Nested) -> Nested:
+        """As they are."""
+        del accounts_j
+        return state.placeholder_j
 
     def _room(self, tables: Tables, state: SchedulerState) -> Array:
         """No limit."""

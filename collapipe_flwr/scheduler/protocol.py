@@ -165,9 +165,9 @@ class SchedulerConfig(PricingOptions):
     best_batches: bool = False  # rules, too, choose the best of the grid, once
     codecs: tuple[str, ...] = ("fp32",)  # that links may use; of several the plan chooses
     max_model_share: float = key(1.0, above(0))  # a device's share of the whole model's memory
-    budget_margin: float = 0.01  # plans aim this share below every energy budget
+    budget_margin: float = 0.005  # plans aim this share below every energy budget
     energy_advance: float = 1.0  # budgets to spend ahead, paid back in 10 rounds
-    hysteresis: float = 0.02  # least relative gain for which devices change segments
+    hysteresis: float = 0.005  # least relative gain for which devices change segments
     profile_memory: float = 0.8  # weight of the past in averages of measured speeds; 0: none
     rounds_of_search: int = 6  # alternations at most
 
@@ -201,39 +201,6 @@ class SchedulerConfig(PricingOptions):
     def coarsest(self) -> str:
         """The codec that leaves the least of an activation's bytes."""
         return CODECS[ladder(self.codecs)[-1]]
-
-
-def opened_accounts(
-    budgets_j: Nested, rounds: int, settings: SchedulerConfig
-) -> dict[str, dict[str, float]]:
-    """Accounts after ``rounds`` rounds: what is left of the advance, for finite budgets."""
-    left = (
-        (1.0 - settings.budget_margin) * settings.energy_advance * max(1.0 - rounds / REPAID, 0.0)
-    )
-    return {
-        cluster: {d: left * budget for d, budget in budgets.items() if math.isfinite(budget)}
-        for cluster, budgets in budgets_j.items()
-    }
-
-
-def settled_accounts(
-    accounts_j: Nested,
-    budgets_j: Nested,
-    spent_j: Nested,
-    rounds: int,
-    settings: SchedulerConfig,
-) -> dict[str, dict[str, float]]:
-    """Accounts after the ``rounds``-th round; a device seen for the first time opens one."""
-    share = settings.aimed(rounds)
-    return {
-        cluster: {
-            device: accounts_j.get(cluster, {}).get(device, first)
-            + share * budgets_j[cluster][device]
-            - spent_j.get(cluster, {}).get(device, 0.0)
-            for device, first in fresh.items()
-        }
-        for cluster, fresh in opened_accounts(budgets_j, rounds - 1, settings).items()
-    }
 
 
 class Scheduler(Protocol):

@@ -12,7 +12,7 @@ from collapipe_flwr.core.domain import ModelProfile, Snapshot
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.scheduler.dssda import Dssda
-from collapipe_flwr.scheduler.protocol import SchedulerState
+from collapipe_flwr.scheduler.protocol import Nested, SchedulerState
 from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.world import EnergyBudget, World, make_world, mixed_devices
 
@@ -26,6 +26,10 @@ class QueuesAlone(Dssda):
     def _started(self, state: SchedulerState, snapshot: Snapshot) -> SchedulerState:
         del snapshot
         return replace(state, weight=self.settings.penalty_weight)
+
+    def _placeholders(self, state: SchedulerState, accounts_j: Nested) -> Nested:
+        del accounts_j
+        return state.placeholder_j
 
     def _room(self, tables: Tables, state: SchedulerState) -> Array:
         del state

@@ -11,14 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collapipe_flwr.core.domain import ModelProfile
-from collapipe_flwr.scheduler.multipliers import WEIGHTS, weight_for
-from collapipe_flwr.scheduler.policies import make_scheduler
-from collapipe_flwr.scheduler.protocol import (
-    REPAID,
-    SchedulerConfig,
+from collapipe_flwr.scheduler.accounts import (
+    GAIN,
+    IN_HAND,
     opened_accounts,
     settled_accounts,
+    settled_placeholders,
 )
+from collapipe_flwr.scheduler.multipliers import WEIGHTS, weight_for
+from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.scheduler.protocol import REPAID, SchedulerConfig
 from collapipe_flwr.simulation.episode import EpisodeRound, run_episode
 from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.world import EnergyBudget, World, make_world
@@ -70,6 +72,17 @@ def test_accounts_that_never_fall_below_zero_keep_the_average(
             assert sum(spent) / index <= (1.0 - settings.budget_margin) * 2.0 + 1e-9
 
 
+def test_prices_fall_while_accounts_are_full_and_rise_while_they_are_empty() -> None:
+    def moved(held: float, before: float = 5.0) -> float:
+        after = settled_placeholders({"c": {"d": before}}, {"c": {"d": held}}, {"c": {"d": 2.0}})
+        return after["c"].get("d", 0.0)
+
+    assert moved(IN_HAND * 2.0) == 5.0
+    assert moved(2.0) < 5.0 < moved(0.0)
+    assert moved(1e9) == 5.0 - GAIN * 2.0 and moved(-1e9) == 5.0 + GAIN * 2.0  # bounded steps
+    assert moved(1e9, before=0.0) == 0.0
+
+
 def test_devices_that_join_late_or_have_no_budget() -> None:
     late = settled_accounts({}, {"c": {"d": 2.0}}, {}, REPAID + 1, SETTINGS)
     assert late["c"]["d"] == pytest.approx(2.0 * (1.0 - SETTINGS.budget_margin))
@@ -84,19 +97,21 @@ def test_every_budget_is_kept_at_any_end_of_a_run(
     shares = used(world[0], episode(world, settings))
     first = REPAID - 1 if advance else 0
     assert shares[first:].max() <= 1.0
-    assert shares[-1].max() > 0.9  # and what is allowed is used
+    assert shares[-1].max() > 0.85  # and what is allowed is used, but for what accounts hold
 
 
 def test_queues_start_at_prices_near_those_they_end_at(world: tuple[World, ModelProfile]) -> None:
     done = episode(world, SETTINGS)
     state = done[-1].state
-    started = state.placeholder_j["cluster-0"]
-    assert started and all(value > 0.0 for value in started.values())
+    started, later = (r.state.placeholder_j["cluster-0"] for r in (done[0], done[-1]))
+    assert any(value > 0.0 for value in started.values())
     budget = state.budget_j["cluster-0"]
-    for device, value in started.items():
-        moved = abs(state.energy_queue_j["cluster-0"][device]) / budget[device]
-        assert moved <= 2.0  # budgets: no queue had to fill up first
-        assert state.energy_queue_j["cluster-0"][device] >= -value - 1e-9
+    for device, queue in state.energy_queue_j["cluster-0"].items():
+        if device in started:  # no queue had to fill up first
+            assert (
+                abs(queue) + abs(later.get(device, 0.0) - started[device]) <= 2.0 * budget[device]
+            )
+            assert queue >= -later.get(device, 0.0) - 1e-9
 
 
 def test_a_round_is_never_much_slower_than_one_that_keeps_its_own_budgets(
