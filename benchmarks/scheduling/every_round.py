@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.scheduling.assignments import Round, rho_of, spreads
 from collapipe_flwr.costs.arrays import Array, Ints
-from collapipe_flwr.costs.chain import chain_of, powers_for, price_rows
+from collapipe_flwr.costs.chain import chain_of, choose_depths, powers_for, price_rows
 from collapipe_flwr.costs.layouts import UNUSED, Layouts, of_members
 from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.problem import Learning
@@ -21,6 +21,7 @@ from collapipe_flwr.scheduler.radio.interior_point import equal_shares
 
 SPREADS = 6  # of every cluster and pair of micro-batches, the quickest by what they take at least
 ORDERS = 30  # of the devices of each; random ones where there are more
+REPLAYED = 100  # rows at most whose 1F1B is replayed
 CLOSE = 1.15  # batches within this factor of the best, by what they take at least, are priced
 
 
@@ -111,5 +112,14 @@ def _within_budgets(one: Round, rows: Layouts) -> float:
     equal = equal_shares(chain, share * len(rows))
     priced = price_rows(chain, equal.times, powers_for(chain, equal.edge_hz_r, equal.times))
     budget: Array = of_members(tables.members.budget_mi, rows, padding=np.inf)
-    kept = (priced.energy_j <= budget).all(1)
-    return float(priced.latency_s[kept].min(initial=np.inf))
+    kept = np.flatnonzero((priced.energy_j <= budget).all(1))
+    if one.settings.schedule == "gpipe":
+        return float(priced.latency_s[kept].min(initial=np.inf))
+    # What prices say of 1F1B is a lower bound: rows are replayed, the most promising first.
+    best = np.inf
+    for row in kept[np.argsort(priced.latency_s[kept], kind="stable")][:REPLAYED]:
+        if priced.latency_s[row] >= best:
+            break
+        step_s = choose_depths(chain, equal.times, int(row)).makespan_s
+        best = min(best, float(chain.fixed_s[row] + chain.steps_r[row] * step_s))
+    return best

@@ -93,7 +93,7 @@ class Dual:
         clusters, blocks = self.planner.tables.num_clusters, self.planner.tables.num_blocks
         if clusters > FEW_CLUSTERS:
             return SEARCHES // clusters
-        devices = self.planner.price_mi.shape[1] - 1
+        devices = len(self.planner.price_mi[0]) - 1
         return min(STEPS, WORK // (clusters * devices * blocks))
 
     def multipliers(self, kept: Solution) -> Array:
