@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -11,12 +13,20 @@ from flwr.serverapp import Grid, ServerApp
 
 from collapipe_flwr import CollaPipe
 from collapipe_flwr.config.schema import AppConfig, parse
-from collapipe_flwr.core.errors import CollaPipeError, RunError, unexpected_as_run_error
+from collapipe_flwr.core.errors import (
+    CollaPipeError,
+    ConfigError,
+    DevicesMissing,
+    LinkError,
+    RunError,
+    unexpected_as_run_error,
+)
 from collapipe_flwr.federation.arrays import encode_tensors
 from collapipe_flwr.federation.deadline import DeadlineGrid, RoundClock
 from collapipe_flwr.federation.learner import Evaluator, Learner, drawn_sentence, make_learner
 from collapipe_flwr.federation.members import Members, discover_clusters
 from collapipe_flwr.federation.planner import ScheduledRounds
+from collapipe_flwr.federation.polling import polling
 from collapipe_flwr.federation.recorder import RunFolder, RunRecorder, open_run
 from collapipe_flwr.federation.records import task_config
 from collapipe_flwr.federation.resuming import Checkpointed
@@ -42,7 +52,7 @@ def main(grid: Grid, context: Context) -> None:
     """Run to the end; a failure is one sentence in the log and in the run's summary."""
     try:
         with unexpected_as_run_error():
-            run(grid, parse(context.run_config))
+            run(polling(grid), parse(context.run_config))
     except CollaPipeError as error:
         log.error("%s", error)
         raise
@@ -58,13 +68,29 @@ def run(grid: Grid, config: AppConfig) -> None:
     folder = open_run(config)
     recorder = _recorder(config, folder, evaluator, planner, members)
     try:
-        with unexpected_as_run_error():
+        with _saying_how_to_resume(folder), unexpected_as_run_error():
             _train(members, config, learner, planner, recorder, folder)
             _save_model(folder.directory, learner, recorder)
+            recorder.finish()
     except BaseException as error:
-        recorder.finish("failed", str(error) or type(error).__name__)
+        recorder.fail(str(error) or type(error).__name__)
         raise
-    recorder.finish("completed")
+
+
+@contextmanager
+def _saying_how_to_resume(folder: RunFolder) -> Iterator[None]:
+    """Add the way on to what ended a run, where something may be mended and its rounds are kept."""
+    try:
+        yield
+    except (DevicesMissing, LinkError, RunError) as error:
+        if folder.checkpoints is None:
+            raise
+        done, path = folder.checkpoints.newest_round(), folder.directory.path
+        kept = f"rounds 1 to {done} are kept" if done else "nothing is kept yet"
+        raise type(error)(
+            f"{error}; {kept}: go on with `collapipe run --resume {path}`, or with "
+            f'resume = "{path}" in the run-config'
+        ) from error
 
 
 def _clusters(
@@ -75,8 +101,16 @@ def _clusters(
         grid, expected=config.run.clusters, timeout_s=config.run.node_timeout_s
     )
     names = {node: found.cluster_id for node, found in clusters.items()}
-    slack = config.run.round_slack
-    members = DeadlineGrid(grid, names, RoundClock(slack)) if slack else Members(grid, names)
+    slack, joins_late = config.run.round_slack, config.run.round_late == "join"
+    if joins_late and not slack:
+        raise ConfigError("round-late=join has no effect without round-slack: set it, too, to 1.5")
+    patience_s = config.run.node_timeout_s
+    if slack:
+        members: Members = DeadlineGrid(
+            grid, names, RoundClock(slack, joins_late=joins_late), patience_s=patience_s
+        )
+    else:
+        members = Members(grid, names, patience_s=patience_s)
     if config.run.runtime != "pipeline":
         return members, None
     model = profile_model(learner.splitter, learner.shape, config.train.optimizer.state_bytes)
@@ -97,6 +131,7 @@ def _recorder(
         story=RunStory(
             metric_name=evaluator.task.metric_name,
             energy_budget_j={} if planner is None else planner.energy_budget_j,
+            rounds_asked=config.run.num_server_rounds,
         ),
         every=config.evaluation.every,
         past=folder.past,
@@ -113,6 +148,8 @@ def _train(
     recorder: RunRecorder,
     folder: RunFolder,
 ) -> None:
+    for sentence in learner.task.skipped.values():
+        recorder.say(sentence)
     weights, drawn = learner.splitter.first_weights(config.run.seed)
     if drawn:
         recorder.say(drawn_sentence(config.model.pretrained, drawn))
@@ -134,6 +171,8 @@ def _train(
             edge=config.edge,
             on_round=recorder.on_round,
             on_total_failure="raise",
+            retries=config.run.round_retries,
+            late=config.run.round_late,
         )
     if folder.checkpoints is not None:
         strategy = Checkpointed(strategy, folder.checkpoints, members.resumable)

@@ -1,7 +1,7 @@
 """What a plan costs at full power and equal bandwidth: plain code of its own, for rivals.
 
 Written from docs/theory.md, without the scheduler's scorer, layouts or radio solver: GPipe's closed
-form, energies, memory.
+form, the lower bound of 1F1B, energies, memory, re-computation.
 """
 
 from __future__ import annotations
@@ -85,13 +85,19 @@ class PlainCosts:
 
     def __init__(self, planner: Planner) -> None:
         self.planner, tables = planner, planner.tables
-        if planner.settings.schedule != "gpipe" or planner.settings.recompute:
-            raise NotImplementedError("rivals price GPipe without re-computation")
+        if planner.settings.half_duplex:
+            raise NotImplementedError("rivals price full-duplex links")
+        self.overlapped = planner.settings.schedule == "1f1b"
         snapshot, members, blocks = tables.snapshot, tables.members, tables.blocks
         self.tables, self.clusters, self.num_blocks = tables, tables.num_clusters, tables.num_blocks
         self.devices = members.speed_mi.shape[1] - 1
         self.present = members.present_mi
         self.model, self.prefix = snapshot.model, blocks
+        self.back_flop_l, self.kept_l, self.once = blocks.backward_flop_l, blocks.stash_bytes_l, 0.0
+        if planner.settings.recompute:  # block inputs alone are kept, and one block's activations
+            self.back_flop_l = self.back_flop_l + blocks.forward_flop_l
+            self.kept_l = np.concatenate([[0.0], np.cumsum(blocks.cut_bytes_l[:-1])])
+            self.once = float(np.diff(blocks.stash_bytes_l).max())
         width = tables.d2d_hz_mij.copy()
         width[:, :, -1] = snapshot.radio.bandwidth_hz / self.clusters
         over = tables.gain_mij / (snapshot.radio.noise_w_per_hz * width)
@@ -142,10 +148,7 @@ class PlainCosts:
         def blocks(prefix: Array) -> Array:
             return np.asarray(prefix[stop] - prefix[first])  # 0 on unused slots
 
-        ahead_flop, back_flop = (
-            blocks(self.prefix.forward_flop_l),
-            blocks(self.prefix.backward_flop_l),
-        )
+        ahead_flop, back_flop = blocks(self.prefix.forward_flop_l), blocks(self.back_flop_l)
         weights = blocks(self.prefix.parameter_bytes_l)
         step_s, sent = self._pipeline(rows, (ahead_flop / speed, back_flop / speed), stop)
         update = UPDATE_FLOP_PER_BYTE * weights
@@ -160,11 +163,12 @@ class PlainCosts:
         joules += self.price[m, 0] * members.energy_per_flop_mi[m, 0] * cu_flop
         energy = steps * (joules + count * sent) + self.send_worth[m, 0] * out.sum(1)
         energy += (self.send_worth[own, device] * collect).sum(1)
+        flight = self._in_flight(rows)
         need = blocks(self.prefix.state_bytes_l)
-        need = need + (size * count)[:, None] * blocks(self.prefix.stash_bytes_l)
+        need = need + size[:, None] * (flight[:, 1:-1] * blocks(self.kept_l) + self.once)
         good = ((need <= self.room[own, device]) | ~used).all(1) & used.any(1)
-        good &= start.state_bytes + size * count * start.stash_bytes <= self.room[m, 0]
-        good &= end.state_bytes + size * count * end.stash_bytes <= self.edge_room
+        good &= start.state_bytes + size * flight[:, 0] * start.stash_bytes <= self.room[m, 0]
+        good &= end.state_bytes + size * flight[:, -1] * end.stash_bytes <= self.edge_room
         return np.where(good, seconds, np.inf), np.where(good, energy, np.inf)
 
     def _pipeline(self, rows: Rows, stages: tuple[Array, Array], stop: Ints) -> tuple[Array, Array]:
@@ -181,13 +185,22 @@ class PlainCosts:
         sends = (np.arange(sender.shape[1]) <= depth[:, None]) * self.coded[own, sender, receiver]
         data = size[:, None] * self.prefix.cut_bytes_l[cut] * sends
         hops = [data * way[own, sender, receiver] for way in (self.ahead, self.back)]
-        ends, total, slowest = self.ends_2em[:, :, rows.cluster] * size, 0.0, []
-        for way in (0, 1):
-            stage = size[:, None] * stages[way]
-            total = total + stage.sum(1) + hops[way].sum(1) + ends[way].sum(0)
-            slowest.append(np.maximum(np.maximum(stage.max(1), hops[way].max(1)), ends[way].max(0)))
+        ends = self.ends_2em[:, :, rows.cluster] * size
+        times = [
+            np.column_stack([ends[way, 0], size[:, None] * stages[way], ends[way, 1]])
+            for way in (0, 1)
+        ]
         sent = self.send_worth[own, sender] * hops[0] + self.back_worth[own, receiver] * hops[1]
-        return total + (rows.count - 1.0) * (slowest[0] + slowest[1]), sent.sum(1)
+        seconds = _one_f_one_b if self.overlapped else _gpipe
+        return seconds(times, hops, rows.count.astype(float)), sent.sum(1)
+
+    def _in_flight(self, rows: Rows) -> Array:
+        """Micro-batches that control unit, slots and edge must hold at once, (R, N + 2)."""
+        count = rows.count.astype(float)[:, None]
+        if not self.overlapped:
+            return np.broadcast_to(count, (len(rows), self.devices + 2))
+        behind = rows.depth[:, None] + 2.0 - np.arange(self.devices + 2)
+        return np.asarray(np.minimum(np.maximum(behind, 1.0), count))
 
     def rho(self, batch: Ints) -> Array:
         """Rounds to the target over the reference's, of batches (K, M)."""
@@ -203,3 +216,24 @@ class PlainCosts:
         """``V rho max T / T_ref`` plus priced energy of plans, all (K, M)."""
         late = self.planner.latency_price * self.rho(batch) * seconds.max(1)
         return np.asarray(late + energy.sum(1))
+
+
+def _gpipe(stages: list[Array], hops: list[Array], count: Array) -> Array:
+    """All forwards, then all backwards: the first micro-batch, then the slowest for the others."""
+    seconds: Array = np.zeros(len(count))
+    for stage, hop in zip(stages, hops, strict=True):
+        slowest = np.maximum(stage.max(1), hop.max(1))
+        seconds = seconds + stage.sum(1) + hop.sum(1) + (count - 1.0) * slowest
+    return seconds
+
+
+def _one_f_one_b(stages: list[Array], hops: list[Array], count: Array) -> Array:
+    """No step is shorter: a stage's own work behind what must come before it, or the busiest link.
+
+    Slots without a device lie before the edge and take no time.
+    """
+    stage, hop = stages[0] + stages[1], hops[0] + hops[1]
+    before = np.cumsum(np.column_stack([np.zeros(len(count)), stage[:, :-1] + hop]), axis=1)
+    busy = (before + count[:, None] * stage).max(1)
+    one_way = np.max([times.max(1) for times in (*stages, *hops)], axis=0)
+    return np.asarray(np.maximum(busy, before[:, -1] + stage[:, -1] + (count - 1.0) * one_way))

@@ -33,22 +33,26 @@ EXACT_DEVICES = 6  # beyond, shortest paths take minutes
 EXACT_PAIRS = 4
 WORST = 5  # seeds that are named
 BOUND = 0.01  # gaps above this are counted
-SMALL = Budget(starts=2, climbs=350, pairs=6, chains=48, cooling=500)
+SMALL = Budget(starts=3, climbs=500, pairs=8, chains=48, cooling=2000)
 LARGE = Budget(starts=2, climbs=2500, pairs=3, chains=8, cooling=6000)
 LARGE_FROM = 20  # clusters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSize:
-    """Clusters, devices of each, blocks, and the seeds to draw."""
+    """Clusters, devices of each, blocks, the seeds to draw, and how a step runs."""
 
     clusters: int
     devices: int
     blocks: int
     seeds: range
+    schedule: str = "gpipe"
+    recompute: bool = False
 
     def __str__(self) -> str:
-        return f"{self.clusters}x{self.devices}x{self.blocks}"
+        shape = f"{self.clusters}x{self.devices}x{self.blocks}"
+        mode = f"{self.schedule}{':recompute' if self.recompute else ''}"
+        return shape if mode == "gpipe" else f"{shape}:{mode}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,21 +102,30 @@ class SearchGaps:
 
 
 def read_sizes(text: str) -> tuple[SearchSize, ...]:
-    """``4x6x12=50000-50199`` and so on, separated by commas; raises ConfigError."""
+    """``4x6x12=50000-50199``, ``5x4x12:1f1b:recompute=0-19`` and so on; raises ConfigError."""
     found = []
     for word in text.split(","):
-        shape, _, seeds = word.strip().partition("=")
+        case, _, seeds = word.strip().partition("=")
+        shape, *modes = case.split(":")
         numbers, (first, _, last) = shape.split("x"), seeds.partition("-")
         good = len(numbers) == 3 and all(n.isdigit() and int(n) > 0 for n in numbers)
+        good &= set(modes) <= {"gpipe", "1f1b", "recompute"} and len(modes) <= 2
         if not (good and first.isdigit() and (last or first).isdigit()):
             raise ConfigError(
                 "--search must list clusters x devices x blocks and seeds, for example "
-                f'"4x6x12=0-19", got {word!r}'
+                f'"4x6x12=0-19" or "4x6x12:1f1b:recompute=0-19", got {word!r}'
             )
         clusters, devices, blocks = (int(n) for n in numbers)
         seed_range = range(int(first), int(last or first) + 1)
         found.append(
-            SearchSize(clusters=clusters, devices=devices, blocks=blocks, seeds=seed_range)
+            SearchSize(
+                clusters=clusters,
+                devices=devices,
+                blocks=blocks,
+                seeds=seed_range,
+                schedule="1f1b" if "1f1b" in modes else "gpipe",
+                recompute="recompute" in modes,
+            )
         )
     return tuple(found)
 
@@ -173,14 +186,12 @@ def search_case(size: SearchSize, seed: int, queues: bool) -> SearchCase:
 
 
 def search_planner(size: SearchSize, seed: int, queues: bool) -> Planner:
-    """The preset's grid, budgets and cap on a drawn fleet, with or without energy owed.
-
-    Rivals price GPipe, so that is what all search for.
-    """
+    """The preset's grid, budgets and cap on a drawn fleet, with or without energy owed."""
     setting = Setting(
         clusters=size.clusters, devices=size.devices, model=ModelShape(blocks=size.blocks)
     )
-    profile, settings = setting.model.profile(), replace(setting.settings, schedule="gpipe")
+    profile = setting.model.profile()
+    settings = replace(setting.settings, schedule=size.schedule, recompute=size.recompute)
     snapshot = setting.world(seed, profile).snapshot(1, profile)
     state = make_scheduler("dssda", settings).init(snapshot)
     if queues:
@@ -197,9 +208,9 @@ def rival_plans(planner: Planner, seed: int, queues: bool) -> Iterator[tuple[str
     climbed = picked(costs, climb(costs, budget, rng))
     yield "climb", climbed
     yield "anneal", anneal(costs, climbed, budget, rng)
-    if (
-        costs.devices <= EXACT_DEVICES and not queues
-    ):  # where energy counts, one slope is not enough
+    plain = not costs.overlapped and not planner.settings.recompute
+    # Where energy counts, one slope is not enough.
+    if costs.devices <= EXACT_DEVICES and not queues and plain:
         pairs = promising(costs, budget)[:EXACT_PAIRS]
         yield "exact", picked(costs, exact(costs, pairs))
 

@@ -11,13 +11,13 @@ run, never what they compute; whether a device is a thread or a daemon is the fl
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig
-from collapipe_flwr.cluster.fleet import CONTROL_UNIT, Fleet, RoundOrder
+from collapipe_flwr.cluster.fleet import Fleet, RoundOrder
 from collapipe_flwr.cluster.recovery import (
     Incident,
     RecoveringRound,
@@ -25,6 +25,7 @@ from collapipe_flwr.cluster.recovery import (
     evaluate_chain,
     run_interval,
 )
+from collapipe_flwr.cluster.wires import CONTROL_UNIT
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.links import QUEUE_FRAMES
@@ -52,6 +53,7 @@ class RoundResult:
     moved: TransferStats = field(default_factory=TransferStats)  # weights to and from the devices
     plan: ClusterPlan  # that the round ended with
     incidents: tuple[Incident, ...] = ()
+    quarantined: Mapping[str, str] = field(default_factory=dict)  # devices, and what they did
 
 
 def train_round(
@@ -72,6 +74,7 @@ def train_round(
     `RecoveringRound.run` for what it raises then.
     """
     start_s = time.perf_counter()
+    quarantined: Mapping[str, str] = {}
     check_cluster_plan(order.plan, splitter.num_blocks)
     _refuse_cut_batches(splitter, order.plan)
     dry_run_plan(order.plan, order.learning.schedule, QUEUE_FRAMES)
@@ -84,6 +87,7 @@ def train_round(
         course = RecoveringRound(splitter, order, fleet, recovery)
         course.run(batches, probe)
         intervals, plan, incidents = course.intervals, course.order.plan, course.incidents
+        quarantined = course.suspects.quarantined
     return RoundResult(
         slots=between_rounds(intervals[-1].state.optimizer) if order.keep_optimizer else {},
         weights={k: t for interval in intervals for k, t in interval.state.weights.items()},
@@ -94,6 +98,7 @@ def train_round(
         moved=sum((interval.moved for interval in intervals), TransferStats()),
         plan=plan,
         incidents=tuple(incidents),
+        quarantined=quarantined,
     )
 
 

@@ -5,7 +5,8 @@ interval either ends with those states in hand, or it changes nothing that the c
 Before each one the control unit holds the state of every segment, and the edge a snapshot of its
 decoder after the same step. When anything breaks, the interval is void on all sides at once: the
 edge rolls back to its snapshot, the segments are placed again by a plan for the devices that still
-answer, and the same batches are replayed with the same seeds. So no step is applied twice or half,
+answer (without moving a block where every stage has a replica left), and the same batches are
+replayed with the same seeds. So no step is applied twice or half,
 and the weights are those of an undisturbed run on the new plan.
 
 With ``snapshot_every`` 0 the round is one interval: its first state came with the order and costs
@@ -27,16 +28,20 @@ from typing import Protocol, TypeVar
 
 from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig, generate_texts
 from collapipe_flwr.cluster.fleet import Fleet, RoundOrder
+from collapipe_flwr.cluster.suspects import Suspects
+from collapipe_flwr.cluster.wires import CONTROL_UNIT
 from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
-from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.core.errors import Blame, InfeasibleError, LinkError, MemberFailed
 from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.parts import EmbeddingPart
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage
+from collapipe_flwr.pipeline.soundness import oddity
 from collapipe_flwr.pipeline.state import PartState, load_optimizer_state, optimizer_state_of
 from collapipe_flwr.pipeline.step import MicroBatch, StepResult
+from collapipe_flwr.scheduler.remaining import without_lost
 from collapipe_flwr.scheduler.replan import ReplanInput, replan
 from collapipe_flwr.transport.weights import TransferStats
 
@@ -111,6 +116,7 @@ def run_interval(
         weights={**own, **segments.state.weights},
         optimizer={**slots, **segments.state.optimizer},
     )
+    _check_sound(splitter, order, state)
     return ReplayInterval(
         losses=tuple(step.loss for step in steps if step.weight),
         probe=tested,
@@ -119,6 +125,17 @@ def run_interval(
         reports=(first.report(), *segments.reports),
         moved=segments.moved,
     )
+
+
+def _check_sound(splitter: AnySplitter, order: RoundOrder, state: PartState) -> None:
+    """Raise MemberFailed for a device that gives back weights that cannot be right."""
+    owners = [(splitter.segment_keys(s.first_block, s.stop_block), s) for s in order.plan.segments]
+    owned = {key: segment.device_id for keys, segment in owners for key in keys}
+    for key, tensor in state.weights.items():
+        sent = order.weights.get(key)
+        if (odd := oddity(tensor)) and (sent is None or not oddity(sent)):
+            owner = owned.get(key, CONTROL_UNIT)
+            raise MemberFailed(owner, f"{owner} returned {key} with {odd}", Blame.UNSOUND)
 
 
 def evaluate_chain(
@@ -132,6 +149,8 @@ def evaluate_chain(
     embedding = splitter.build_embedding(order.weights)
     optimizer = Optimizer(order.learning.optimizer, embedding.named_parameters())
     taken, generates = tuple(batches), wanted is not None and wanted.generates(splitter.decodes)
+    if generates:  # a text stays on the devices that keep its hidden states
+        order = order.without_replicas
     predict = "" if wanted is None or generates else wanted.kind
     with fleet.chain(splitter, order) as chain:
         first = FirstStage(embedding, optimizer, order.settings(0), downstream=chain.link)
@@ -184,12 +203,14 @@ class Incident:
 
     reason: str
     lost: tuple[str, ...]  # device ids
+    quarantined: bool = False  # it answers, but is to blame
     from_step: int  # replayed from here
     noticed_s: float
     resumed_s: float  # when the first step of the replay that succeeded was done
 
     def __str__(self) -> str:
-        lost = f"lost {', '.join(self.lost)}" if self.lost else "lost no device"
+        what = "quarantined" if self.quarantined else "lost"
+        lost = f"{what} {', '.join(self.lost)}" if self.lost else "lost no device"
         seconds = self.resumed_s - self.noticed_s
         return f"{lost}, replayed from step {self.from_step} after {seconds:.1f} s ({self.reason})"
 
@@ -203,6 +224,7 @@ class RecoveringRound:
         self.order = order
         self.intervals: list[ReplayInterval] = []
         self.incidents: list[Incident] = []
+        self.suspects = Suspects()
         self._splitter = splitter
         self._fleet = fleet
         self._recovery = recovery
@@ -243,11 +265,12 @@ class RecoveringRound:
             try:
                 result = attempt()
             except LinkError as error:
-                ended.append(self._recover(error))
+                ended.append(self._recover(error, last=replays >= MOST_REPLAYS))
                 replays = 0 if ended[-1].lost else replays + 1
                 if replays > MOST_REPLAYS:
                     raise
             else:
+                self.suspects.close_trial()
                 at_s = resumed_s()
                 self.incidents += [replace(incident, resumed_s=at_s) for incident in ended]
                 return result
@@ -270,31 +293,40 @@ class RecoveringRound:
         self._recovery.edge.snapshot(self._done + len(interval.losses))
         return interval
 
-    def _recover(self, error: LinkError) -> Incident:
+    def _recover(self, error: LinkError, *, last: bool) -> Incident:
         """Void the interval everywhere, and plan for the devices that answer.
 
         A lost device stays out until the round is over: one that comes and goes would have the
-        interval replayed without end.
+        interval replayed without end. Where all answer, one may be to blame, see `Suspects`.
         """
         noticed_s, plan = time.monotonic(), self.order.plan
         ids = [device.device_id for device in self._recovery.profile.devices]
         missing = self._fleet.missing(ids)
-        lost = tuple(s.device_id for s in plan.segments if s.device_id in missing)
-        self._lost.update(lost)
+        lost = tuple(name for name in plan.device_ids if name in missing)
         log.warning("cluster %s: %s", plan.cluster_id, error)
+        quarantined = "" if lost else self.suspects.convict(error, plan, last=last)
+        if quarantined:
+            lost = (quarantined,)
+            log.warning("%s is quarantined: %s", quarantined, self.suspects.quarantined[lost[0]])
+        self._lost.update(lost)
         if lost:
             present = [name for name in ids if name not in missing | self._lost]
-            plan = replan(plan, self._remains(present))
+            remains = self._remains(present)
+            try:
+                plan = without_lost(plan, remains) or replan(plan, remains)
+            except InfeasibleError as short:
+                raise InfeasibleError(self.suspects.shortage(str(short))) from error
             self.order = replace(self.order, plan=plan)
         try:
             self._recovery.edge.rollback(self._done)
         except LinkError as gone:
             raise LinkError(f"{error}; the round cannot be replayed: {gone}") from error
-        where = ", ".join(s.device_id for s in plan.segments)
+        where = ", ".join(plan.device_ids)
         log.warning("replaying from step %d on %s", self._done, where)
         return Incident(
-            reason=str(error),
+            reason=self.suspects.quarantined.get(quarantined, str(error)),
             lost=lost,
+            quarantined=bool(quarantined),
             from_step=self._done,
             noticed_s=noticed_s,
             resumed_s=noticed_s,

@@ -73,7 +73,9 @@ class RunConfig:
     runtime: str = key("pipeline", one_of("pipeline", "whole"))  # whole: plain FedAvg, no split
     node_timeout_s: float = key(300.0, above(0))  # wait this long for the clusters to connect
     round_timeout_s: float = key(900.0, above(0))
+    round_retries: int = key(5, at_least(0))  # of a round in which every cluster failed
     round_slack: float = key(0.0, off_or_at_least(1))  # close at so many times the usual; 0: never
+    round_late: str = key("drop", one_of("drop", "join"))  # what comes after a round has closed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import IntEnum
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,7 +17,9 @@ _OWN = ("collapipe_flwr", "client_app", "server_app")
 
 
 class CollaPipeError(Exception):
-    """Base of everything that CollaPipe raises on purpose."""
+    """Base of everything that CollaPipe raises on purpose; a command ends with ``exit_code``."""
+
+    exit_code = 1
 
 
 class ConfigError(CollaPipeError):
@@ -43,12 +46,20 @@ class InfeasibleError(ScheduleError):
     """No plan satisfies the constraints (memory, bandwidth, ...)."""
 
 
+class DevicesMissing(InfeasibleError):
+    """No plan without the devices that were lost; they may be back by now."""
+
+
 class LinkError(CollaPipeError):
     """A peer that cannot be reached or broke off."""
 
 
 class LinkTimeout(LinkError):
     """A peer that did not answer before the deadline."""
+
+
+class PeerBroken(LinkError):
+    """A peer that failed at what it was asked."""
 
 
 class FrozenWanted(LinkError):
@@ -63,8 +74,57 @@ class ProtocolError(LinkError):
     """A peer that sent something malformed."""
 
 
+class Blame(IntEnum):
+    """What a member of a chain is blamed for; the number is that on the wire."""
+
+    RAISED = 0  # an error of its own
+    MALFORMED = 1  # it sent what makes no sense
+    UNSOUND = 2  # it sent or made numbers that cannot be right
+    UNREACHABLE = 3  # its neighbour cannot reach it, or it refuses
+    SILENT = 4  # it did not send in time
+
+
+class MemberFailed(ProtocolError):
+    """A member of a chain that failed, though it may well answer.
+
+    ``witness`` is the member that says so. It blames itself, or the neighbour on one ``side``;
+    without a name, it blames whoever hears it.
+    """
+
+    UPSTREAM, ITSELF, DOWNSTREAM = -1, 0, 1
+
+    def __init__(self, witness: str, why: str, blame: Blame, side: int = ITSELF) -> None:
+        super().__init__(witness, why, blame, side)
+        self.witness, self.why, self.blame, self.side = witness, why, blame, side
+
+    def __str__(self) -> str:
+        return self.why if self.side else f"{self.witness} failed: {self.why}"
+
+
+class MemberSilent(MemberFailed, LinkTimeout):
+    """The neighbour of a stage that did not send in time."""
+
+
+class NotFinite(ModelError):
+    """A pass that made finite numbers infinite or NaN."""
+
+
+class Diverged(CollaPipeError):
+    """Training whose numbers are no longer finite, wherever they are computed."""
+
+
 class RunError(CollaPipeError):
     """A federated run that cannot go on."""
+
+
+@contextmanager
+def wrong_input() -> Iterator[None]:
+    """Let a command end with exit code 2 by what the body refuses, as by a wrong option."""
+    try:
+        yield
+    except CollaPipeError as error:
+        error.exit_code = 2
+        raise
 
 
 @contextmanager

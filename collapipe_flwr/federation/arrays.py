@@ -96,6 +96,39 @@ def load_into(template: ArrayRecord, view: ArrayRecord) -> ArrayRecord:
     return ArrayRecord({**loaded, **{k: a for k, a in view.items() if k not in loaded}})
 
 
+def shifted(model: ArrayRecord, start: ArrayRecord, now: ArrayRecord) -> ArrayRecord:
+    """``now`` plus what ``model`` moved since ``start``, in the dtypes of ``model``.
+
+    Integers, and floats that are not finite (masks), are those of ``model``.
+    """
+    moved = ArrayRecord()
+    for key, array in model.items():
+        moved[key] = array
+        if is_floating(array) and key in start and key in now:
+            to, base, here = (_decode_tensor(key, r[key]).float() for r in (now, start, model))
+            if torch.isfinite(here).all() and torch.isfinite(base).all():
+                moved[key] = _cast(key, _encode_tensor(to + (here - base)), array)
+    return moved
+
+
+def not_finite(record: ArrayRecord, like: ArrayRecord) -> str | None:
+    """The first array of floats with infinities or NaN where that in ``like`` has none.
+
+    None where there is no such array; what ``like`` lacks is not looked at. Raises ProtocolError on
+    a malformed array.
+    """
+    for key, array in record.items():
+        if key in like and is_floating(array) and not _is_finite(key, array):
+            before = like[key]
+            if is_floating(before) and _is_finite(key, before):
+                return key
+    return None
+
+
+def _is_finite(key: str, array: Array) -> bool:
+    return bool(torch.isfinite(_decode_tensor(key, array).float()).all())
+
+
 def _encode_tensor(tensor: torch.Tensor) -> Array:
     tensor = tensor.detach().cpu()
     if tensor.dtype not in _RAW_NAMES:

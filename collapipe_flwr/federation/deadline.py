@@ -11,6 +11,9 @@ slowest cluster's own training (messages, start of apps, waiting in line). The r
 ``slack`` times that. A cluster that has not finished a round yet has no ratio: a round in which it
 takes part has no deadline.
 
+Where late updates join a later round (``joins_late``), nobody is waited for who is slower than the
+faster half: the deadline is that of the median cluster, and being late is no reason to wait longer.
+
 A cluster that was late says only that it needs more than it was given, so the next deadline is at
 least twice as long, and so on until it fits or the run's own timeout is reached. Who misses that as
 well is not waited for again while there are others: deadlines are as short as those need, until it
@@ -20,6 +23,7 @@ meets one.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -53,8 +57,9 @@ class _Kept:
 class RoundClock:
     """Estimates how long rounds take; they may take ``slack`` times that."""
 
-    def __init__(self, slack: float) -> None:
+    def __init__(self, slack: float, *, joins_late: bool = False) -> None:
         self._slack = slack
+        self.joins_late = joins_late
         self._ratios: dict[str, deque[float]] = {}  # wall over predicted seconds, by cluster
         self._overhead_s: deque[float] = deque(maxlen=REMEMBERED)
         self._missed: dict[str, float] = {}  # ratio to allow who was late; 0: no wait is worth it
@@ -64,7 +69,8 @@ class RoundClock:
         awaited_s = {name: s for name, s in predicted_s.items() if self._missed.get(name) != 0.0}
         if not self._overhead_s or not awaited_s or not awaited_s.keys() <= self._ratios.keys():
             return None
-        work_s = max(self._ratio(name) * s for name, s in awaited_s.items())
+        works_s = sorted(self._ratio(name) * s for name, s in awaited_s.items())
+        work_s = works_s[(len(works_s) - 1) // 2 if self.joins_late else -1]
         return self._slack * (max(self._overhead_s) + work_s)
 
     def _ratio(self, name: str) -> float:
@@ -114,9 +120,16 @@ class DeadlineGrid(Members):
         clusters: Mapping[int, str],
         clock: RoundClock,
         now: Callable[[], float] = time.monotonic,
+        patience_s: float = math.inf,
     ) -> None:
-        super().__init__(grid, clusters)
+        super().__init__(grid, clusters, patience_s=patience_s)
         self._clock, self._now = clock, now
+        self._late: frozenset[str] = frozenset()  # clusters whose updates join a later round
+
+    @property
+    def lost(self) -> frozenset[str]:
+        """See `Members.lost`."""
+        return super().lost - self._late
 
     @property
     def resumable(self) -> dict[str, Resumable]:
@@ -140,7 +153,10 @@ class DeadlineGrid(Members):
         there = {reply.metadata.reply_to_message_id for reply in replies}
         late = [message for message in sent if message.metadata.message_id not in there]
         self._clock.learn(predicted_s, _walls(replies), exchange_s)
-        self._clock.miss(_predicted(late), planned_s)
+        joins = self._clock.joins_late and planned_s is not None
+        self._late = frozenset(_predicted(late)) if joins else frozenset()
+        if not joins:
+            self._clock.miss(_predicted(late), planned_s)
         if late:
             log.warning("closed after %.1f s, %d of %d are late", exchange_s, len(late), len(sent))
         return replies if planned_s is None else [*replies, *(_late(m, planned_s) for m in late)]

@@ -10,21 +10,36 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from collapipe_flwr.cluster.fleet import LearningSettings
 from collapipe_flwr.config.schema import EdgeConfig
-from collapipe_flwr.core.errors import ConfigError, ProtocolError, RunError
-from collapipe_flwr.federation.arrays import inner_view, load_into, narrow_raw
-from collapipe_flwr.federation.checkpoint import Resumable
-from collapipe_flwr.federation.default_profile import DefaultProfilePlanner
-from collapipe_flwr.federation.described import DescribedClusters, Meets, Planning
+from collapipe_flwr.core.errors import (
+    DevicesMissing,
+    LinkError,
+    ProtocolError,
+    RunError,
+)
+from collapipe_flwr.federation.arrays import inner_view, load_into, narrow_raw, not_finite
+from collapipe_flwr.federation.attempts import (
+    DEFAULT_TIMEOUT_S,
+    Attempts,
+    Retries,
+    lasting,
+)
+from collapipe_flwr.federation.checkpoint import Resumable, restore_rng_state, rng_state
+from collapipe_flwr.federation.described import Meets, Planning
+from collapipe_flwr.federation.hook_options import (
+    Learning,
+    check_options,
+    learning_of,
+    planner_of,
+)
 from collapipe_flwr.federation.inner import layers
+from collapipe_flwr.federation.late_updates import LateUpdate, LateUpdates
 from collapipe_flwr.federation.messages import readdressed, restored, with_content
 from collapipe_flwr.federation.open_round import OpenRound
 from collapipe_flwr.federation.personal import PersonalArrays
@@ -41,19 +56,25 @@ from collapipe_flwr.federation.rounds import (
 from collapipe_flwr.federation.rpc_gateway import RpcEdgeGateway, open_edge
 from collapipe_flwr.federation.split import EdgeGateway, SplitRound
 from collapipe_flwr.models.described import DescribedModel
-from collapipe_flwr.models.profile import profile_model
-from collapipe_flwr.models.split_model import SplitModel
-from collapipe_flwr.pipeline.optimizer import OptimizerConfig
-from collapipe_flwr.pipeline.user_optimizer import optimizer_config
 from collapipe_flwr.scheduler.protocol import Scheduler
 
 log = logging.getLogger("flwr.collapipe")
-Learning = LearningSettings | Callable[[int], LearningSettings]  # the same, or by server round
 
 _NOT_RUNNING = (
     "a CollaPipe with a model to split does not run as the inside of another strategy, which would "
     "see parts of updates: put that inside, CollaPipe(OtherStrategy(FedAvg(), ...), model=...)"
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedRound:
+    """What Flower's loop asked for, and the state of the random generators then."""
+
+    server_round: int
+    arrays: ArrayRecord
+    config: ConfigRecord
+    grid: Grid
+    chance: str
 
 
 class Rounds:
@@ -70,6 +91,8 @@ class Rounds:
         edge: str | EdgeConfig | EdgeGateway | None,
         on_round: Callable[[RoundRecord], None] | None,
         raises: bool,
+        retries: Retries,
+        joins_late: bool = False,
     ) -> None:
         check_options(model, optimizer=optimizer, learning=learning, edge=edge)
         self.inner_strategy = inner
@@ -82,6 +105,13 @@ class Rounds:
         self._personal = PersonalArrays()
         self._on_round = on_round
         self._raises = raises  # where all clients of a round fail
+        self._retries = retries
+        self._attempts = Attempts(retries)
+        self._asked: AskedRound | None = None  # the newest one
+        self._timeout_s = DEFAULT_TIMEOUT_S
+        self._joins_late = joins_late
+        self._last_round = 0  # 0: not known
+        self.late = LateUpdates()
         self._round: OpenRound | None = None
         self._planned: RoundPlan | None = None  # of the newest round
 
@@ -102,16 +132,22 @@ class Rounds:
         return {name: part for name, part in parts.items() if isinstance(part, Resumable)}
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(
+        self, round_timeout_s: float = DEFAULT_TIMEOUT_S, last_round: int = 0
+    ) -> Iterator[None]:
         """Hold open what the rounds of a run need: the way to the edge, and its sessions.
 
-        :meth:`start` does it; whoever calls the hooks without it has to. Raises LinkError.
+        :meth:`start` does it; whoever calls the hooks without it has to. A round that is repeated
+        closes after ``round_timeout_s``, and the ``last_round`` waits as long for late updates.
+        Raises LinkError.
         """
+        self._timeout_s, self._last_round = round_timeout_s, last_round
         with ExitStack() as stack:
             if self._model is not None and isinstance(self._edge, EdgeConfig):
                 self._gateway = RpcEdgeGateway(stack.enter_context(open_edge(self._edge)))
                 stack.callback(self._forget_gateway)
             stack.callback(self.close)
+            stack.callback(self.late.close)
             yield
 
     def _forget_gateway(self) -> None:
@@ -124,7 +160,7 @@ class Rounds:
     def close(self) -> None:
         """End the edge sessions of a round that is still open."""
         if self._round is not None:
-            self._round.close()
+            self._round.close(keep=self.late.of(self._round))
             self._round = None
 
     def configure_train(
@@ -138,12 +174,33 @@ class Rounds:
         """
         if self._model is not None and self._gateway is None:
             raise RunError(_NOT_RUNNING)
+        self._attempts = Attempts(self._retries)
+        self._asked = AskedRound(
+            server_round=server_round, arrays=arrays, config=config, grid=grid, chance=rng_state()
+        )
+        return self._tried(self._configured)
+
+    def _tried(self, configure: Callable[[], list[Message]]) -> list[Message]:
+        """Messages of a round, which is tried again where the edge or devices are not there."""
+        while True:
+            try:
+                return configure()
+            except (LinkError, DevicesMissing) as error:
+                if not self._attempts.again(str(error)):
+                    raise type(error)(self._attempts.told(str(error))) from error
+
+    def _configured(self) -> list[Message]:
+        assert self._asked is not None
+        asked = self._asked
         self.close()
-        view = inner_view(arrays, self._hidden_keys)
-        messages = list(self.inner_strategy.configure_train(server_round, view, config, grid))
+        if self._attempts.failures:
+            restore_rng_state(asked.chance)  # the same draws as in the first attempt
+        view = inner_view(asked.arrays, self._hidden_keys)
+        configure, number = self.inner_strategy.configure_train, asked.server_round
+        messages = self._free(configure(number, view, asked.config, asked.grid))
         nodes = [message.metadata.dst_node_id for message in messages]
-        self._planned = self._plan(server_round, nodes, arrays, grid)
-        return self._opened(self._new_round(self._planned, server_round, arrays), messages)
+        self._planned = self._plan(number, nodes, asked.arrays, asked.grid)
+        return self._opened(self._new_round(self._planned, number, asked.arrays), messages)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -157,15 +214,57 @@ class Rounds:
         if self._round is None:
             raise RunError(f"round {server_round}: aggregate_train needs configure_train first")
         with closing(self):
-            closed = self._round.receive(replies, weight_key(self.inner_strategy))
-            self._judge(self._round.total_loss(closed))
+            closed = self._closed(replies)
+            joined = self._joined(closed) if self._joins_late else []
             arrays, metrics = self.inner_strategy.aggregate_train(server_round, closed.replies)
+            arrays = (
+                self._checked(self._restored(arrays, closed.before), closed) if arrays else None
+            )
             if arrays:
-                arrays = self._restored(arrays, closed.before)
                 closed.after = arrays
                 self._round.accept(closed)
+                self.late.accept(joined, closed)
             self._report(closed, metrics)
         return arrays, metrics
+
+    def _closed(self, replies: Iterable[Message]) -> ClosedRound:
+        """The round with its replies, or those of its first repetition that has any."""
+        while True:
+            assert self._round is not None and self._asked is not None
+            closed = self._round.receive(replies, weight_key(self.inner_strategy))
+            total_loss = self._round.total_loss(closed)
+            if not total_loss:
+                return closed
+            if lasting(closed.replies) or not self._attempts.again(total_loss):
+                self._judge(self._attempts.told(total_loss))
+                return closed
+            messages = self._tried(self._configured)
+            replies = self._asked.grid.send_and_receive(messages, timeout=self._timeout_s)
+
+    def _free(self, messages: Iterable[Message]) -> list[Message]:
+        """Those to nodes that do not train for an earlier round."""
+        busy = self.late.nodes
+        return [message for message in messages if message.metadata.dst_node_id not in busy]
+
+    def _joined(self, closed: ClosedRound) -> list[LateUpdate]:
+        """Late updates that join a round; it waits for one where it has nothing else."""
+        assert self._round is not None and self._asked is not None
+        self.late.keep(self._round, closed.late)
+        wanted = 0 if closed.models else 1
+        if closed.plan.server_round == self._last_round:
+            wanted = len(self.late.clusters)
+        self.late.pull(self._asked.grid, within_s=self._timeout_s, wanted=wanted)
+        return self.late.join(closed, weight_key(self.inner_strategy))
+
+    def _checked(self, arrays: ArrayRecord, closed: ClosedRound) -> ArrayRecord | None:
+        """The new model; None, which drops the round, if it holds what no reply brought."""
+        if (key := not_finite(arrays, closed.before)) is None:
+            return arrays
+        self._judge(
+            f"round {closed.plan.server_round}: {type(self.inner_strategy).__name__} made {key} of "
+            "the model infinite or NaN from finite replies: change strategy-arguments"
+        )
+        return None
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -176,7 +275,8 @@ class Rounds:
         at the edge, on the clusters that the plan asks; clusters that did not train get a plan.
         """
         view = inner_view(arrays, self._hidden_keys)
-        messages = list(self.inner_strategy.configure_evaluate(server_round, view, config, grid))
+        configure = self.inner_strategy.configure_evaluate
+        messages = self._free(configure(server_round, view, config, grid))
         if self._model is None:
             return [readdressed(m, restored(m.content, arrays, (), exact=False)) for m in messages]
         if self._planned is None:
@@ -186,7 +286,10 @@ class Rounds:
         if isinstance(self.planner, Meets) and not plan.cluster_ids.keys() >= set(nodes):
             self.planner.meet(grid, nodes)
             plan = self.planner.plan_evaluation(server_round, nodes, arrays)
-        return self._opened(self._new_round(plan, server_round, arrays), messages)
+        self._attempts = Attempts(self._retries)
+        return self._tried(
+            lambda: self._opened(self._new_round(plan, server_round, arrays), messages)
+        )
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -198,11 +301,11 @@ class Rounds:
                 bare = self._round.weighed(bare, weight_key(self.inner_strategy))
             return self.inner_strategy.aggregate_evaluate(server_round, bare)
 
-    def _judge(self, total_loss: str) -> None:
-        if total_loss and self._raises:
-            raise RunError(total_loss)
-        if total_loss:
-            log.warning("%s; the model stays as it is", total_loss)
+    def _judge(self, why: str) -> None:
+        """A round is lost for the reason ``why``."""
+        if self._raises:
+            raise RunError(why)
+        log.warning("%s; the model stays as it is", why)
 
     def _restored(self, arrays: ArrayRecord, before: ArrayRecord) -> ArrayRecord:
         if self._model is None:
@@ -223,7 +326,8 @@ class Rounds:
         if self._model is not None and self._gateway is not None:
             learning = self._learning(server_round)
             split = SplitRound(self._model, self._gateway, learning, server_round, plan.whole)
-        return OpenRound(plan, arrays, split, self._accepted, self._personal)
+        waits = self._joins_late
+        return OpenRound(plan, arrays, split, self._accepted, self._personal, waits_for_late=waits)
 
     def _opened(self, opened: OpenRound, messages: Iterable[Message]) -> list[Message]:
         """Messages of a round that is open from now on; closed again if one cannot be made."""
@@ -240,6 +344,7 @@ class Rounds:
             plan=closed.plan.plan,
             asked=tuple(sent.cluster_id for sent in closed.sent),
             failures=closed.failures,
+            remarks=(*self._attempts.failures, *closed.remarks),
             train_metrics=metrics_as_dict(metrics),
             telemetry=closed.telemetry,
             outcome=self.planner.settle(closed) if closed.plan.cluster_ids else Outcome(),
@@ -248,69 +353,6 @@ class Rounds:
         )
         if self._on_round is not None:
             self._on_round(record)
-
-
-def check_options(model: object, *, optimizer: object, learning: object, edge: object) -> None:
-    """Raise ConfigError for an option of another kind, or one that has no effect."""
-    if not isinstance(model, DescribedModel | None):
-        raise ConfigError(
-            f"model must be a SplitModel, got {type(model).__name__}: describe it, "
-            "CollaPipe(..., model=SplitModel(model, example=batch))"
-        )
-    options = {"optimizer": optimizer, "learning": learning, "edge": edge}
-    given = [name for name, value in options.items() if value is not None]
-    if model is None and given:
-        raise ConfigError(
-            f"{given[0]} has no effect without a model to split, since clients train as they "
-            "like: pass model=SplitModel(...) too, or leave it out"
-        )
-    if not (learning is None or callable(learning) or isinstance(learning, LearningSettings)):
-        raise ConfigError(
-            "learning must be LearningSettings, or a function of the round that returns them, got "
-            f"{learning!r}"
-        )
-    if not isinstance(edge, str | EdgeConfig | EdgeGateway | None):
-        raise ConfigError(f"edge must be an address, host:port, or an EdgeConfig, got {edge!r}")
-
-
-def planner_of(
-    scheduler: str | Scheduler | Planning | RoundPlanner | None,
-    model: DescribedModel | None,
-    learning: Callable[[int], LearningSettings],
-) -> RoundPlanner:
-    """What plans rounds: a planner as it is; for a ``model`` one of clusters that describe
-    themselves, else one of assumed clusters. Raises ConfigError for a bad name.
-    """
-    if isinstance(scheduler, RoundPlanner):
-        return scheduler
-    if isinstance(scheduler, Planning):
-        planning = scheduler
-    else:
-        planning = Planning(policy=scheduler or ("dssda" if model else "fedavg"))
-    if model is None:
-        return DefaultProfilePlanner(planning.scheduler)
-    if model.batch_size is not None:
-        planning = planning.for_batches(model.batch_size, cut=not model.splitter.whole_batches)
-    optimizer = learning(1).optimizer
-    return DescribedClusters(
-        planning, lambda: profile_model(model.splitter, model.shape, optimizer.state_bytes)
-    )
-
-
-def learning_of(
-    given: object, learning: Learning | None, model: DescribedModel | None
-) -> Callable[[int], LearningSettings]:
-    """How clusters learn by server round, with the optimizer that is ``given`` if there is one."""
-    if given is not None:
-        given = optimizer_config(given, model.model if isinstance(model, SplitModel) else None)
-    return partial(_learning, learning or LearningSettings(), given)
-
-
-def _learning(
-    learning: Learning, optimizer: OptimizerConfig | None, server_round: int
-) -> LearningSettings:
-    settings = learning(server_round) if callable(learning) else learning
-    return settings if optimizer is None else replace(settings, optimizer=optimizer)
 
 
 def _without_telemetry(reply: Message) -> Message:

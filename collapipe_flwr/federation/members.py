@@ -12,19 +12,21 @@ a whole model get the progress of their clusters here, as :class:`CollaPipe` add
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from flwr.app import Message, RecordDict
+from flwr.app import Error, Message, RecordDict
 from flwr.serverapp import Grid
 
 from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import ProtocolError, RunError
+from collapipe_flwr.federation.arrays import not_finite
 from collapipe_flwr.federation.checkpoint import Resumable
-from collapipe_flwr.federation.messages import sentence
+from collapipe_flwr.federation.messages import BAD_REPLY, diverged, sentence
 from collapipe_flwr.federation.records import (
     QUERY_DESCRIBE,
     content_bytes,
@@ -47,8 +49,12 @@ _NODE_UNAVAILABLE = 5  # flwr's error code of a node whose heartbeats are missin
 class Members(Grid):
     """``grid`` without the nodes that are none of ``clusters``; counts what training sends."""
 
-    def __init__(self, grid: Grid, clusters: Mapping[int, str]) -> None:
+    def __init__(
+        self, grid: Grid, clusters: Mapping[int, str], *, patience_s: float = math.inf
+    ) -> None:
         self._grid = grid
+        self._patience_s = patience_s
+        self._alone_since_s: float | None = None
         self._newcomers = Newcomers(grid)
         self._clusters = dict(clusters)
         self._strangers: set[int] = set()  # of no cluster of this run, or not any more
@@ -98,14 +104,31 @@ class Members(Grid):
         return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
 
     def get_node_ids(self) -> list[int]:
-        """The connected clusters, after new nodes have been identified."""
+        """The connected clusters, after new nodes have been identified.
+
+        Raises RunError if there has been none for longer than this grid has patience: strategies
+        ask again and again until there are as many as they need.
+        """
         nodes = list(self._grid.get_node_ids())
         late = [n for n in nodes if n not in self._clusters and n not in self._strangers]
         if late:
             for node, name in self._newcomers.names(late).items():
                 self._meet(node, name)
         self._connected = self._clusters.keys() & set(nodes)
+        self._check_not_alone()
         return [node for node in nodes if node in self._clusters]
+
+    def _check_not_alone(self) -> None:
+        now_s = time.monotonic()
+        if self._connected:
+            self._alone_since_s = None
+        elif self._alone_since_s is None:
+            self._alone_since_s = now_s
+        elif now_s - self._alone_since_s > self._patience_s:
+            raise RunError(
+                f"no cluster has been connected for {self._patience_s:g} s (node-timeout-s): start "
+                "the SuperNodes"
+            )
 
     def _meet(self, node: int, name: str) -> None:
         before = next((n for n, known in self._clusters.items() if known == name), None)
@@ -135,9 +158,22 @@ class Members(Grid):
             progress = self._accepted.progress(cluster_id)
             message.content = write_progress(message.content, progress)  # others share the old one
         replies = list(self._grid.send_and_receive(sent, timeout=timeout))
+        if any(map(_trains_whole, sent)):
+            replies = [self._usable(reply, sent) for reply in replies]
         if any(map(_trains, sent)):
             self._note(sent, replies)
         return replies
+
+    def _usable(self, reply: Message, sent: Sequence[Message]) -> Message:
+        """The reply; an error in its place where a plain strategy would average infinities."""
+        asked = next((m for m in sent if m.metadata.dst_node_id == _sender(reply, sent)), None)
+        if asked is None or reply.has_error():
+            return reply
+        before = next(iter(asked.content.array_records.values()))
+        for arrays in reply.content.array_records.values():
+            if (key := not_finite(arrays, before)) is not None:
+                return Message(Error(BAD_REPLY, diverged(key)), reply_to=asked)
+        return reply
 
     def _note(self, sent: Iterable[Message], replies: Iterable[Message]) -> None:
         """Record the bytes of a training round and the clusters it lost, not those that sat out."""

@@ -43,6 +43,14 @@ def sentence(error: Error) -> str:
     return line if len(line) <= LONGEST_SENTENCE else line[: LONGEST_SENTENCE - 3] + "..."
 
 
+def diverged(key: str) -> str:
+    """Why a reply is refused whose array ``key`` would spoil everyone's."""
+    return (
+        f"it returned {key} with values that are not finite: its training diverged; lower the "
+        "learning rate"
+    )
+
+
 def as_failed(sent: Sent, why: str) -> Message:
     """An error reply that any strategy counts as a failure."""
     return Message(Error(BAD_REPLY, why), reply_to=sent.message)

@@ -8,17 +8,26 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from flwr.app import ArrayRecord, Message, RecordDict
 
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import LinkError, ProtocolError
+from collapipe_flwr.federation.arrays import not_finite, shifted
+from collapipe_flwr.federation.example_counts import (
+    check_possible,
+    check_weight,
+    counted_examples,
+    weighing,
+    with_examples,
+)
 from collapipe_flwr.federation.messages import (
     LATE,
     Sent,
     as_failed,
+    diverged,
     only_arrays,
     readdressed,
     restored,
@@ -29,6 +38,7 @@ from collapipe_flwr.federation.messages import (
 )
 from collapipe_flwr.federation.personal import PersonalArrays
 from collapipe_flwr.federation.records import (
+    EXAMPLES,
     RoundAssignment,
     content_bytes,
     examples_of,
@@ -57,8 +67,11 @@ class OpenRound:
         split: SplitRound | None,
         accepted: AcceptedRounds,
         personal: PersonalArrays,
+        *,
+        waits_for_late: bool = False,
     ) -> None:
         self.plan = plan
+        self._waits_for_late = waits_for_late
         self.template = template
         self._hidden = split.model.hidden_keys if split is not None else frozenset[str]()
         self.sent: list[Sent] = []
@@ -77,10 +90,14 @@ class OpenRound:
         """Sort the replies; one that cannot be used becomes an error for the inner strategy."""
         closed = ClosedRound(plan=self.plan, before=self.template, sent=self.sent)
         for reply, sent in self._attributed(replies):
+            if sent is not None and self._is_late(reply):
+                closed.late.append(sent)
+                continue
             shown = reply if sent is None else self._receive(reply, sent, weighted_by, closed)
             closed.replies.append(shown)
         for sent in self.sent:
-            if sent.cluster_id not in closed.models and sent.cluster_id not in closed.failures:
+            unheard = sent.cluster_id not in closed.models.keys() | closed.failures.keys()
+            if unheard and sent not in closed.late:
                 closed.failures[sent.cluster_id] = "no reply before the round's timeout"
         return closed
 
@@ -93,8 +110,8 @@ class OpenRound:
 
         One that was late by plan is no loss: the next round waits longer for it.
         """
-        late = (r for r in closed.replies if r.has_error() and r.error.code == LATE)
-        if not self.sent or closed.models or any(late):
+        late = any(r.has_error() and r.error.code == LATE for r in closed.replies)
+        if not self.sent or closed.models or closed.late or late:
             return ""
         cluster_id, why = next(iter(closed.failures.items()))
         return (
@@ -102,18 +119,55 @@ class OpenRound:
             f"first {cluster_id}: {why}"
         )
 
-    def accept(self, closed: ClosedRound) -> None:
-        """Count the replies as part of the global model: clusters continue from this round."""
-        for cluster_id, model in closed.models.items():
-            if self._split is not None:
-                self._split.accept(cluster_id)
-                self._personal.keep(cluster_id, model, self._split.model.personal_keys)
-            self._accepted.accept(cluster_id, self.plan.server_round)
+    def receive_late(
+        self, reply: Message, sent: Sent, weighted_by: str, closed: ClosedRound
+    ) -> bool:
+        """Add a reply to this round to one that closes later, see `late_updates`.
 
-    def close(self) -> None:
-        """End the edge sessions."""
+        Whether it can be used; else ``closed`` says why not.
+        """
+        alone = ClosedRound(plan=self.plan, before=self.template, sent=[sent])
+        shown, name = self._receive(reply, sent, weighted_by, alone), sent.cluster_id
+        closed.received_bytes += alone.received_bytes
+        closed.remarks += alone.remarks
+        late_by = closed.plan.server_round - self.plan.server_round
+        if name not in alone.models:
+            closed.failures[name] = f"late by {late_by} rounds: {alone.failures[name]}"
+            return False
+        weight = 1.0 / math.sqrt(1.0 + late_by)
+        moved = shifted(alone.models[name], self.template, closed.before)
+        content = weighing(shown.content, weighted_by, weight)
+        arrays_name = next(iter(content.array_records))
+        content[arrays_name] = viewed(RecordDict({"a": moved}), self._hidden).array_records["a"]
+        closed.replies.append(with_content(shown, content))
+        closed.models[name], closed.examples[name] = moved, weight * alone.examples[name]
+        closed.telemetry |= alone.telemetry
+        closed.remarks.append(f"cluster {name} joins late by {late_by} rounds, weight {weight:.2f}")
+        return True
+
+    def accept(self, closed: ClosedRound) -> None:
+        """Count the replies as part of the global model: clusters continue from this round.
+
+        Those that joined late are accepted one by one.
+        """
+        for sent in self.sent:
+            if sent.cluster_id in closed.models and sent not in closed.late:
+                self.accept_cluster(sent.cluster_id, closed.models[sent.cluster_id])
+
+    def accept_cluster(self, cluster_id: str, model: ArrayRecord) -> None:
+        """Count the reply of one cluster."""
         if self._split is not None:
-            self._split.close()
+            self._split.accept(cluster_id)
+            self._personal.keep(cluster_id, model, self._split.model.personal_keys)
+        self._accepted.accept(cluster_id, self.plan.server_round)
+
+    def close(self, keep: Collection[str] = ()) -> None:
+        """End the edge sessions but those of the clusters to ``keep``."""
+        if self._split is not None:
+            self._split.close(keep)
+
+    def _is_late(self, reply: Message) -> bool:
+        return self._waits_for_late and reply.has_error() and reply.error.code == LATE
 
     def _address(self, message: Message) -> Sent:
         node_id = message.metadata.dst_node_id
@@ -178,10 +232,14 @@ class OpenRound:
             return reply
         closed.received_bytes += content_bytes(reply.content)
         try:
-            examples = examples_of(reply.content, weighted_by)
-            if self._split is not None:
-                check_weight(examples, weighted_by, name)
             content, telemetry = self._unpack(reply.content, name)
+            counted = counted_examples(self.plan.cluster_plan(sent.node_id), telemetry)
+            if counted is not None and telemetry is not None:
+                content = self._believed(content, counted, name, closed, weighted_by)
+                telemetry = replace(telemetry, examples=min(telemetry.examples, counted))
+            examples = examples_of(content, weighted_by)
+            check = check_possible if self._split is None else check_weight
+            check(examples, weighted_by, name)
             shown = viewed(content, self._hidden)
         except LinkError as error:
             closed.failures[name] = str(error)
@@ -193,6 +251,26 @@ class OpenRound:
             closed.telemetry[name] = telemetry
         return with_content(reply, shown)
 
+    def _believed(
+        self,
+        content: RecordDict,
+        counted: int,
+        cluster_id: str,
+        closed: ClosedRound,
+        weighted_by: str,
+    ) -> RecordDict:
+        """The reply with the examples that the edge counted, where it claims more."""
+        claimed = examples_of(content, EXAMPLES)
+        if weighted_by != EXAMPLES or not claimed > counted:
+            return content
+        remark = (
+            f"cluster {cluster_id} claims {claimed:g} examples, but the edge counted {counted}"
+            f" at most: its reply weighs {counted}"
+        )
+        log.warning("%s", remark)
+        closed.remarks.append(remark)
+        return with_examples(content, counted)
+
     def _unpack(
         self, content: RecordDict, cluster_id: str
     ) -> tuple[RecordDict, ClusterTelemetry | None]:
@@ -200,21 +278,20 @@ class OpenRound:
         content, telemetry = take_telemetry(content)
         if telemetry is not None and telemetry.cluster_id != cluster_id:
             raise ProtocolError(f"cluster {cluster_id} sent telemetry of {telemetry.cluster_id!r}")
-        if self._split is not None:
+        if self._split is None:
+            self._check_finite(content, cluster_id)
+        else:
             name, arrays = only_arrays(content, f"the reply of cluster {cluster_id}")
             content[name] = self._split.join(cluster_id, arrays, self.template)
             if telemetry is not None:
                 telemetry = replace(telemetry, edge=self._split.report(cluster_id))
         return content, telemetry
 
-
-def check_weight(examples: float, weighted_by: str, cluster_id: str) -> None:
-    """Raise ProtocolError for a weight that would spoil the average."""
-    if not (math.isfinite(examples) and examples > 0):
-        raise ProtocolError(
-            f"cluster {cluster_id} replied with {weighted_by} = {examples:g} or without it: it "
-            "weighs the reply, so it must be > 0"
-        )
+    def _check_finite(self, content: RecordDict, cluster_id: str) -> None:
+        """Raise ProtocolError for a whole model that would spoil everyone's."""
+        for arrays in content.array_records.values():
+            if (key := not_finite(arrays, self.template)) is not None:
+                raise ProtocolError(f"cluster {cluster_id}: {diverged(key)}")
 
 
 def edge_depth(plan: ClusterPlan | None) -> int:

@@ -181,6 +181,7 @@ def telemetry(result: RoundResult, batches: Batches, absent: tuple[str, ...]) ->
         replanned=result.plan if replanned else None,
         incidents=tuple(str(incident) for incident in result.incidents),
         absent=absent,
+        quarantined=result.quarantined,
         fresh_examples=batches.fresh_examples,
         prequential_loss=result.probe.loss if batches.fresh_examples else None,
     )

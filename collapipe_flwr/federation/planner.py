@@ -16,12 +16,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 from flwr.app import ArrayRecord
-from numpy.typing import NDArray
 
 from collapipe_flwr.core.domain import (
     ChannelState,
@@ -35,14 +33,15 @@ from collapipe_flwr.core.domain import (
     RoundOutcome,
     Snapshot,
 )
-from collapipe_flwr.core.errors import InfeasibleError
+from collapipe_flwr.core.errors import DevicesMissing, InfeasibleError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.costs.measured import explained_s
 from collapipe_flwr.costs.price import PricedCluster, price, with_rates
 from collapipe_flwr.costs.work import PricingOptions
-from collapipe_flwr.federation.arrays import averaging_view
 from collapipe_flwr.federation.checkpoint import Memory
+from collapipe_flwr.federation.movement import MovementMeter
 from collapipe_flwr.federation.outcomes import measured_outcome
+from collapipe_flwr.federation.quarantine import Quarantine, Sentences
 from collapipe_flwr.federation.rounds import ClosedRound, Outcome, RoundPlan
 from collapipe_flwr.federation.telemetry import ClusterTelemetry, link_samples
 from collapipe_flwr.scheduler.estimates import expected_s
@@ -63,6 +62,7 @@ class _Kept:
     state: str = ""
     absent: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     examples: Mapping[str, int] = field(default_factory=dict)
+    quarantine: Sentences = field(default_factory=dict)
 
 
 class ScheduledRounds:
@@ -93,6 +93,8 @@ class ScheduledRounds:
         self._paced = paced
         self._meter = MovementMeter()
         self._absent: dict[str, tuple[str, ...]] = {}  # devices by cluster
+        self._quarantine = Quarantine()
+        self._before: tuple[int, SchedulerState | None] | None = None  # of a round not settled yet
         self._examples: dict[str, int] = {}  # of a round, where machines trained on others
 
     @property
@@ -102,8 +104,14 @@ class ScheduledRounds:
         return {device.device_id: device.energy_budget_j for device in members}
 
     def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
-        """The scheduler's plan for the clusters behind ``nodes``; raises ScheduleError."""
+        """The scheduler's plan for the clusters behind ``nodes``; raises ScheduleError.
+
+        Of a round that is tried again, nothing but the plan of the last attempt is remembered.
+        """
         del arrays
+        if self._before is not None and self._before[0] == server_round:
+            self.state = self._before[1]
+        self._before = (server_round, self.state)
         names = {node: self._clusters.get(node, f"node-{node}") for node in nodes}
         plan = self._step(server_round, [n for n in names.values() if n in self._known()])
         return RoundPlan(
@@ -117,10 +125,13 @@ class ScheduledRounds:
     def settle(self, closed: ClosedRound) -> Outcome:
         """Price the finished part of the plan and let the scheduler observe it, if there is any."""
         assert closed.plan.plan is not None and self.state is not None
+        self._before = None
         done = finished(closed.plan.plan, closed)
         if not done.clusters:
             return Outcome(queues_j=self.state.energy_queue_j)
         self._absent |= {name: told.absent for name, told in closed.telemetry.items()}
+        for name, told in closed.telemetry.items():
+            self._quarantine.learn(closed.plan.server_round, name, told)
         self._examples |= _other_examples(done, closed.telemetry, self._snapshot(closed))
         outcome = self._outcome(done, closed)
         self.state = self._scheduler.observe(self.state, closed.plan.plan, outcome)
@@ -134,7 +145,14 @@ class ScheduledRounds:
     def dump(self) -> Memory:
         """Queues, estimates, the last plan, the last movement, and who was absent."""
         state = self.state.to_json() if self.state is not None else ""
-        kept = to_json(_Kept(state=state, absent=self._absent, examples=self._examples))
+        kept = to_json(
+            _Kept(
+                state=state,
+                absent=self._absent,
+                examples=self._examples,
+                quarantine=self._quarantine.sentences,
+            )
+        )
         return Memory(text=kept, arrays=self._meter.last)
 
     def load(self, memory: Memory) -> None:
@@ -142,28 +160,44 @@ class ScheduledRounds:
         kept = from_json(_Kept, memory.text, "the planner's checkpoint") if memory.text else _Kept()
         self.state = SchedulerState.from_json(kept.state) if kept.state else None
         self._absent, self._examples = dict(kept.absent), dict(kept.examples)
+        self._quarantine = Quarantine(kept.quarantine)
         self._meter.last = dict(memory.arrays)
 
     def _step(self, server_round: int, present: Sequence[str]) -> Plan:
         snapshot = self._believed(server_round, present)
         if self.state is None:
             self.state = self._scheduler.init(snapshot)
-        there = without_absent(snapshot, self._absent)
+        out = self._left_out_in(server_round)
+        there = without_absent(snapshot, out)
         if snapshot.clusters and not there.clusters:
-            self._absent.clear()
-            raise InfeasibleError("no cluster has a device left: bring one back")
+            self._try_in_full(out)
+            raise DevicesMissing("no cluster has a device left: bring one back")
         try:
             plan, self.state = self._scheduler.step(self.state, there)
-        except InfeasibleError:
-            short = [name for name, devices in self._absent.items() if devices]
-            if not (rest := without_clusters(there, short)).clusters or not short:
+        except InfeasibleError as error:
+            short = [name for name, devices in out.items() if devices]
+            if not short:
                 raise
+            if not (rest := without_clusters(there, short)).clusters:
+                self._try_in_full(out)
+                raise DevicesMissing(str(error)) from error
             log.warning("%s cannot take part without their lost devices", ", ".join(short))
             plan, self.state = self._scheduler.step(self.state, rest)
-            self._absent.clear()  # who sits out reports nothing: try it in full next time
-        for cluster_id in _left_out(snapshot, there):
-            self._absent.pop(cluster_id, None)  # the same
+            self._try_in_full(out)  # who sits out reports nothing
+        self._try_in_full(_left_out(snapshot, there))
         return with_rates(plan, snapshot)
+
+    def _left_out_in(self, server_round: int) -> dict[str, tuple[str, ...]]:
+        """The devices of each cluster that are absent or in quarantine."""
+        held = self._quarantine.devices(server_round)
+        names = self._absent.keys() | held.keys()
+        return {name: (*self._absent.get(name, ()), *held.get(name, ())) for name in names}
+
+    def _try_in_full(self, cluster_ids: Iterable[str]) -> None:
+        """Plan with all devices of these clusters next time."""
+        for cluster_id in cluster_ids:
+            self._absent.pop(cluster_id, None)
+            self._quarantine.lift(cluster_id)
 
     def _outcome(self, plan: Plan, closed: ClosedRound) -> RoundOutcome:
         """What the scheduler may learn from the round."""
@@ -317,60 +351,3 @@ def _without(cluster: ClusterSnapshot, missing: Collection[str]) -> ClusterSnaps
 
 def _between(matrix: Matrix, members: Sequence[int]) -> Matrix:
     return tuple(tuple(matrix[i][j] for j in members) for i in members)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Movement:
-    """Norms over all averaged arrays; ``change_norm`` is None in the first round."""
-
-    norm: float
-    change_norm: float | None
-    spread: float
-
-
-class MovementMeter:
-    """How far the model moved in successive rounds; ``last`` is the previous update.
-
-    With x the global update and x_m that of cluster m: |x|, |x - previous x|, and the
-    example-weighted mean of |x_m - x|^2. Works key by key, so memory stays at one model.
-    """
-
-    def __init__(self) -> None:
-        self.last: dict[str, NDArray[np.floating]] = {}
-
-    def measure(self, closed: ClosedRound) -> Movement | None:
-        """The movement of a round; None where the inner strategy dropped it."""
-        if closed.after is None:
-            return None
-        before, after = averaging_view(closed.before), averaging_view(closed.after)
-        moved = {}
-        for key in (key for key in before if key in after):
-            start = before[key].numpy()
-            if np.isfinite(start).all():  # a mask may hold -inf
-                moved[key] = after[key].numpy() - start
-        change = None
-        if self.last.keys() == moved.keys():
-            change = math.sqrt(sum(_square(x - self.last[k]) for k, x in moved.items()))
-        self.last = moved
-        return Movement(
-            norm=math.sqrt(sum(_square(x) for x in moved.values())),
-            change_norm=change,
-            spread=_spread({k: after[k].numpy() for k in moved}, closed),
-        )
-
-
-def _spread(after: Mapping[str, NDArray[np.floating]], closed: ClosedRound) -> float:
-    total = math.fsum(closed.examples[name] for name in closed.models)
-    if total <= 0:
-        return 0.0
-    spread = 0.0
-    for name, record in closed.models.items():
-        view = averaging_view(record)
-        distance = sum(_square(view[k].numpy() - mean) for k, mean in after.items() if k in view)
-        spread += closed.examples[name] / total * distance
-    return spread
-
-
-def _square(x: NDArray[np.floating]) -> float:
-    flat = x.ravel().astype(np.float64, copy=False)
-    return float(flat @ flat)

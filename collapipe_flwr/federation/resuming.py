@@ -87,7 +87,7 @@ class Checkpointed(Strategy):
 
         Raises RunError if the checkpoint cannot be read or is of another model or strategy.
         """
-        with self._ours.running() if self._ours is not None else nullcontext():
+        with self._ours.running(timeout, num_rounds) if self._ours is not None else nullcontext():
             arrays = self._resume(initial_arrays)
             result = driver(self._inner, self).start(
                 grid,

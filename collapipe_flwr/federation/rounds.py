@@ -131,6 +131,8 @@ class ClosedRound:
     examples: dict[str, float] = field(default_factory=dict)
     telemetry: dict[str, ClusterTelemetry] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
+    late: list[Sent] = field(default_factory=list)  # who may join a later round
+    remarks: list[str] = field(default_factory=list)  # on replies that were used nevertheless
     received_bytes: int = 0
 
 
@@ -172,6 +174,7 @@ class RoundRecord:
     outcome: Outcome
     flower_bytes_sent: int
     flower_bytes_received: int
+    remarks: tuple[str, ...] = ()  # attempts that failed, and what was not believed
 
     def __str__(self) -> str:
         """A line for the round, and one for each cluster: who held what, how batches were cut."""
@@ -179,11 +182,13 @@ class RoundRecord:
         lines = [f"round {self.server_round}: {', '.join(numbers) or 'nothing was aggregated'}"]
         for plan in filter(None, map(self.executed, sorted(self.asked))):
             held = ", ".join(
-                f"{s.device_id} blocks {s.first_block}-{s.stop_block - 1}" for s in plan.segments
+                f"{' and '.join(s.device_ids)} blocks {s.first_block}-{s.stop_block - 1}"
+                for s in plan.segments
             )
             cut = f"{plan.micro_batches} x {plan.micro_batch_size} examples"
             lines.append(f"  {plan.cluster_id}: {held}; {cut}, predicted {plan.latency_s:.3g} s")
-        return "\n".join([*lines, *(f"  {name} failed: {w}" for name, w in self.failures.items())])
+        lines += [f"  {name} failed: {why}" for name, why in self.failures.items()]
+        return "\n".join([*lines, *(f"  {remark}" for remark in self.remarks)])
 
     @property
     def link_bytes(self) -> dict[str, int]:

@@ -159,10 +159,13 @@ class SplitRound:
             log.warning("no report of the decoder of cluster %s: %s", cluster_id, error)
             return None
 
-    def close(self) -> None:
-        """End every session; one that is gone already, or its edge, is logged and not raised."""
-        while self._sessions:
-            cluster_id, session = self._sessions.popitem()
+    def close(self, keep: Collection[str] = ()) -> None:
+        """End every session but those of the clusters to ``keep``.
+
+        One that is gone already, or its edge, is logged and not raised.
+        """
+        for cluster_id in [name for name in self._sessions if name not in keep]:
+            session = self._sessions.pop(cluster_id)
             try:
                 self._edge.close(session)
             except LinkError as error:

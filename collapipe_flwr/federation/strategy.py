@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -22,14 +23,16 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.federation.attempts import DEFAULT_TIMEOUT_S, Retries
 from collapipe_flwr.federation.driving import driver
 from collapipe_flwr.federation.inner import check_inner
+from collapipe_flwr.federation.polling import polling
 
 if TYPE_CHECKING:  # whoever only imports the strategy need not wait for torch
     from collapipe_flwr.config.schema import EdgeConfig
     from collapipe_flwr.federation.checkpoint import Resumable
     from collapipe_flwr.federation.described import Planning
-    from collapipe_flwr.federation.hooks import Learning
+    from collapipe_flwr.federation.hook_options import Learning
     from collapipe_flwr.federation.rounds import RoundPlanner, RoundRecord
     from collapipe_flwr.federation.split import EdgeGateway
     from collapipe_flwr.models.described import DescribedModel
@@ -37,6 +40,7 @@ if TYPE_CHECKING:  # whoever only imports the strategy need not wait for torch
 
 log = logging.getLogger("flwr.collapipe")
 CONTINUE, RAISE = "continue", "raise"
+DROP, JOIN = "drop", "join"
 
 
 class CollaPipe(Strategy):
@@ -53,10 +57,13 @@ class CollaPipe(Strategy):
     Without a model clients train whole models as ever, and plans are advice. Callers with clusters
     or an edge of their own pass a :class:`RoundPlanner` or an :class:`EdgeGateway`.
 
-    A round in which every client fails leaves the arrays unchanged, as in Flower;
-    ``on_total_failure="raise"`` ends the run with a RunError instead. Attributes that it lacks are
-    read from the inner strategy, and new ones are set there. Raises ConfigError for what it cannot
-    wrap.
+    A round in which every client fails is repeated up to ``retries`` times, after ever longer
+    pauses. Then it leaves the arrays unchanged, as in Flower; ``on_total_failure="raise"`` ends the
+    run with a RunError instead. With ``late="join"``, replies that the deadline of a grid closed a
+    round without join a later round (`late_updates`).
+
+    Attributes that it lacks are read from the inner strategy, and new ones are set there. Raises
+    ConfigError for what it cannot wrap.
     """
 
     def __init__(
@@ -70,6 +77,8 @@ class CollaPipe(Strategy):
         edge: str | EdgeConfig | EdgeGateway | None = None,
         on_round: Callable[[RoundRecord], None] | None = None,
         on_total_failure: str = CONTINUE,
+        retries: int | Retries = 0,
+        late: str = DROP,
     ) -> None:
         from collapipe_flwr.federation.hooks import Rounds  # loads torch
 
@@ -78,6 +87,8 @@ class CollaPipe(Strategy):
             raise ConfigError(
                 f"on_total_failure must be {CONTINUE!r} or {RAISE!r}, got {on_total_failure!r}"
             )
+        if late not in (DROP, JOIN):
+            raise ConfigError(f"late must be {DROP!r} or {JOIN!r}, got {late!r}")
         self._rounds = Rounds(
             inner_strategy,
             model=model,
@@ -87,6 +98,8 @@ class CollaPipe(Strategy):
             edge=edge,
             on_round=on_round,
             raises=on_total_failure == RAISE,
+            retries=retries if isinstance(retries, Retries) else Retries(most=retries),
+            joins_late=late == JOIN,
         )
         self.inner_strategy = inner_strategy  # last: new attributes are the inner strategy's now
 
@@ -123,17 +136,27 @@ class CollaPipe(Strategy):
     def start(self, *args: Any, **kwargs: Any) -> Result:
         """The inner strategy's own ``start``, with its arguments, around our hooks.
 
-        Edge sessions, and an edge of its own, end with it in any case.
+        Edge sessions, and an edge of its own, end with it in any case. A grid of Flower's is asked
+        for replies as `PollingGrid` does.
         """
-        with self.running():
+        args = tuple(polling(given) if isinstance(given, Grid) else given for given in args)
+        kwargs = {k: polling(v) if isinstance(v, Grid) else v for k, v in kwargs.items()}
+        given = signature(self.inner_strategy.start).bind(*args, **kwargs)
+        given.apply_defaults()
+        timeout_s = float(given.arguments.get("timeout", DEFAULT_TIMEOUT_S))
+        with self.running(timeout_s, int(given.arguments.get("num_rounds", 0))):
             return driver(self.inner_strategy, self).start(*args, **kwargs)
 
-    def running(self) -> AbstractContextManager[None]:
+    def running(
+        self, round_timeout_s: float = DEFAULT_TIMEOUT_S, last_round: int = 0
+    ) -> AbstractContextManager[None]:
         """Hold open what the rounds of a run need: the way to the edge, and its sessions.
 
-        :meth:`start` does it; whoever calls the hooks without it has to. Raises LinkError.
+        :meth:`start` does it; whoever calls the hooks without it has to. A round that is repeated
+        closes after ``round_timeout_s``, and the ``last_round`` waits as long for late updates.
+        Raises LinkError.
         """
-        return self._rounds.running()
+        return self._rounds.running(round_timeout_s, last_round)
 
     def close(self) -> None:
         """End the edge sessions of a round that is still open."""

@@ -10,7 +10,7 @@ from enum import IntEnum
 from threading import Condition
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from collapipe_flwr.core.errors import LinkError, LinkTimeout
+from collapipe_flwr.core.errors import Blame, LinkError, LinkTimeout, MemberFailed
 from collapipe_flwr.core.links import QUEUE_FRAMES, LinkTraffic
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class FrameKind(IntEnum):
     SERVE = 10  # down the chain: from now on generate texts, until END (`generation`)
     TOKENS = 11  # up the chain: new tokens of a text, or those whose hidden states are asked for
     STOP = 12  # down the chain: the client wants no more of this text
+    SUM = 13  # between replicas of a stage: a piece of their gradients (`siblings`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,32 @@ class Frame:
     def tensor_bytes(self) -> int:
         """Bytes of all tensors as they are in memory."""
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+
+_BLAME, _SIDE = "blame", "side"  # scalars of an ERROR frame whose first line names its witness
+_TOLD = " failed: "  # by whoever passes it on
+MOST_CHARACTERS = 1000  # of an error that travel
+
+
+def error_frame(error: LinkError) -> Frame:
+    """The ERROR frame that tells a neighbour."""
+    if not isinstance(error, MemberFailed):
+        return Frame(kind=FrameKind.ERROR, text=str(error)[:MOST_CHARACTERS])
+    return Frame(
+        kind=FrameKind.ERROR,
+        scalars={_BLAME: float(error.blame), _SIDE: float(error.side)},
+        text=f"{error.witness}\n{error.why}"[:MOST_CHARACTERS],
+    )
+
+
+def error_of(frame: Frame, peer: str) -> LinkError:
+    """What an ERROR frame of ``peer`` says; who passes an error on is not named."""
+    text, scalars = frame.text[:MOST_CHARACTERS], frame.scalars
+    blame, side = scalars.get(_BLAME), scalars.get(_SIDE)
+    if blame in tuple(Blame) and side in (-1, 0, 1):
+        witness, _, why = text.partition("\n")
+        return MemberFailed(witness, why, Blame(int(blame)), int(side))
+    return LinkError(text if _TOLD in text else f"{peer}{_TOLD}{text}")
 
 
 class Link(Protocol):
@@ -83,7 +110,7 @@ class Link(Protocol):
         """Take the next frame. Raises LinkError at once when the peer failed or closed."""
         ...
 
-    def close(self, error: str = "") -> None:
+    def close(self, error: str | LinkError = "") -> None:
         """Close both directions; an error overtakes queued frames and is raised by the peer.
 
         Closing twice is allowed.
@@ -203,11 +230,13 @@ class MemoryLink:
         self.received.bytes += frame.tensor_bytes
         return frame
 
-    def close(self, error: str = "") -> None:
+    def close(self, error: str | LinkError = "") -> None:
         """See `Link.close`."""
         if error:
-            self._outbox.fail(LinkError(f"{self.name} failed: {error}"))
-            self._inbox.fail(LinkError(f"{self.name} failed: {error}"))
+            told = error if isinstance(error, LinkError) else LinkError(error)
+            heard = error_of(error_frame(told), self.name)
+            self._outbox.fail(heard)
+            self._inbox.fail(heard)
         self._outbox.end()
         self._inbox.fail(LinkError(f"{self.name} closed the link"))
 

@@ -57,10 +57,11 @@ class _Leader(Stage):
         flight = self._stash[micro_batch]
         gradient, wanted = frame.tensors.get(GRAD), self._learns or learns_before(flight.frame)
         fits = gradient is not None and gradient.shape == flight.shape
-        if (wanted and not fits) or "loss" not in frame.scalars:
-            raise ProtocolError(
-                f"{self.downstream.peer} sent no loss or no gradient of {tuple(flight.shape)}"
-            )
+        with self._blaming(self.downstream):
+            if (wanted and not fits) or "loss" not in frame.scalars:
+                raise ProtocolError(
+                    f"{self.downstream.peer} sent no loss or no gradient of {tuple(flight.shape)}"
+                )
         return frame
 
 
@@ -204,7 +205,8 @@ class _Follower(Stage):
                     self._relay(frame)
                     self._generate(frame)
                     return
-                step = Step.of(frame)
+                with self._blaming(self.upstream):
+                    step = Step.of(frame)
                 self._relay(frame)
                 self.run_step(step)
                 if not step.train:
@@ -212,9 +214,12 @@ class _Follower(Stage):
             self._relay(frame)
 
     def _next_order(self) -> Frame:
-        frame = self.upstream.receive(deadline_s=self.settings.pause_s)
-        if frame.kind not in (FrameKind.BEGIN, FrameKind.END, FrameKind.SERVE):
-            raise ProtocolError(f"{self.upstream.peer} sent {frame.kind.name} between two steps")
+        with self._blaming(self.upstream):
+            frame = self.upstream.receive(deadline_s=self.settings.pause_s)
+            if frame.kind not in (FrameKind.BEGIN, FrameKind.END, FrameKind.SERVE):
+                raise ProtocolError(
+                    f"{self.upstream.peer} sent {frame.kind.name} between two steps"
+                )
         return frame
 
     def _relay(self, frame: Frame) -> None:
@@ -249,10 +254,11 @@ class _Follower(Stage):
     def _take(self, step: Step, micro_batch: int) -> Frame:
         frame = self._receive(self.upstream, FrameKind.ACTIVATION, step.index, micro_batch)
         scale, weight = frame.scalars.get("scale", -1.0), frame.scalars.get("weight", -1.0)
-        if HIDDEN not in frame.tensors or not scale >= 0 or not weight >= 0:
-            raise ProtocolError(
-                f"{self.upstream.peer} sent an ACTIVATION without hidden state or scale"
-            )
+        with self._blaming(self.upstream):
+            if HIDDEN not in frame.tensors or not scale >= 0 or not weight >= 0:
+                raise ProtocolError(
+                    f"{self.upstream.peer} sent an ACTIVATION without hidden state or scale"
+                )
         return frame
 
     def _emit_gradient(self, frame: Frame) -> None:

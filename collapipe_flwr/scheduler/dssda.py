@@ -51,6 +51,8 @@ from collapipe_flwr.scheduler.protocol import (
     SchedulerState,
     reference_of,
 )
+from collapipe_flwr.scheduler.replicating import with_replicas
+from collapipe_flwr.scheduler.search import FEW_CLUSTERS
 
 MARGIN = 0.02  # what finer codecs may cost
 RADIO_SPARE = 0.05  # of transmissions' energy: another plan may need a little more
@@ -132,7 +134,10 @@ class Decision:
 
     def plan(self, policy: str) -> Plan:
         """In names and units, with codecs no coarser than they must be."""
-        plan = solution_plan(refined(self.planner, self.solution), policy, self.share)
+        refined_solution = refined(self.planner, self.solution)
+        plan = solution_plan(refined_solution, policy, self.share)
+        if self.planner.settings.replicas:
+            plan = with_replicas(plan, self.planner, refined_solution.rho)
         return with_model_shares(plan, self.model_share_m)
 
 
@@ -250,7 +255,7 @@ class Dssda(Policy):
         stay = left.priced(stay.chain, stay.allocation, stay.rho)
         solution = left.solve(stay)
         spare = kept_rows(planner.tables, state.spare_plan, self.settings)
-        if spare is not None:
+        if spare is not None and planner.tables.num_clusters <= FEW_CLUSTERS:
             rival = left.radio(spare)
             if rival.objective < min(stay.objective, solution.objective):
                 solution = left.improve(rival)
@@ -266,8 +271,12 @@ def with_radio(planner: Planner, solution: Solution) -> Planner:
 
 
 def within(planner: Planner, solution: Solution) -> Solution:
-    """``solution``, improved with less room for computing while transmissions overdraw accounts."""
-    for _ in range(OVERDRAFTS):
+    """``solution``, improved with less room for computing while transmissions overdraw accounts.
+
+    Many clusters leave no time for that: what is overdrawn by transmissions is paid back later.
+    """
+    few = planner.tables.num_clusters <= FEW_CLUSTERS
+    for _ in range(OVERDRAFTS if few else 0):
         room = of_members(planner.room_mi, solution.rows, padding=np.inf)
         if (solution.priced.energy_j <= room).all():
             break
@@ -318,7 +327,7 @@ def usable_plans(last: Plan | None, snapshot: Snapshot) -> tuple[ClusterPlan, ..
         if profile is None:
             return False
         names = {device.device_id for device in profile.devices}
-        return all(segment.device_id in names for segment in plan.segments)
+        return names.issuperset(plan.device_ids)
 
     return () if last is None else tuple(c for c in last.clusters if stands(c))
 

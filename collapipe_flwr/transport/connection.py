@@ -15,6 +15,7 @@ from collapipe_flwr.core.errors import (
     FrozenWanted,
     LinkError,
     LinkTimeout,
+    PeerBroken,
     ProtocolError,
     Unreachable,
 )
@@ -34,6 +35,8 @@ _AWAY = frozenset(
         grpc.StatusCode.CANCELLED,
     }
 )
+_BROKEN = frozenset({grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL})
+_RAISED = "Exception calling application: "  # what gRPC puts before an exception's words
 _CLOSED = "Channel closed!"  # what gRPC says of calls on a channel that this side closed
 
 
@@ -153,7 +156,10 @@ class Connection:
             return Unreachable(f"{self.peer} cannot be reached or broke off: {details}")
         if code is grpc.StatusCode.NOT_FOUND:
             return FrozenWanted(f"{self.peer} refused: {details}")
-        return LinkError(f"{self.peer} refused: {details}")
+        if code in _BROKEN:
+            return PeerBroken(f"{self.peer} failed: {(details or '').removeprefix(_RAISED)}")
+        kind = PeerBroken if code is grpc.StatusCode.INVALID_ARGUMENT else LinkError
+        return kind(f"{self.peer} refused: {details}")
 
     def close(self) -> None:
         """Close the channel; its streams break."""

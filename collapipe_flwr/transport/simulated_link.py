@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 
 from torch import Tensor
 
-from collapipe_flwr.core.errors import LinkTimeout
+from collapipe_flwr.core.errors import LinkError, LinkTimeout
 from collapipe_flwr.core.links import LinkConfig, LinkTraffic
 from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, Link, memory_pair
 from collapipe_flwr.transport.quantize import WIRE_CODECS
@@ -28,7 +28,7 @@ def simulated_pair(left: str, right: str, link: LinkConfig) -> tuple[Link, Link]
 
 def simulated(left: Link, right: Link, link: LinkConfig) -> tuple[Link, Link]:
     """The same two joined ends, as they are where ``link`` is exact and without a rate."""
-    if link == LinkConfig():
+    if link.codec == "fp32" and link == link.unpaced:
         return left, right
     ahead, back = Wire(link.forward_bit_per_s), Wire(link.backward_bit_per_s)
     return (
@@ -103,7 +103,7 @@ class SimulatedLink:
         self._back.await_frame(self.peer, deadline_s)
         return frame
 
-    def close(self, error: str = "") -> None:
+    def close(self, error: str | LinkError = "") -> None:
         if error:
             self._there.cut.set()
             self._back.cut.set()

@@ -18,12 +18,11 @@ from functools import partial
 
 import grpc
 
-from collapipe_flwr.core.errors import ConfigError, LinkError
+from collapipe_flwr.core.errors import Blame, ConfigError, LinkError, MemberFailed, ProtocolError
 from collapipe_flwr.core.links import QUEUE_FRAMES, LinkTraffic
-from collapipe_flwr.pipeline.link import Frame, FrameKind, Mailbox
+from collapipe_flwr.pipeline.link import Frame, FrameKind, Mailbox, error_frame, error_of
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
 
-_SENTENCE = 1000  # characters of an error that travel
 _QUEUE_BYTES = 512 * 2**20  # of each direction
 
 
@@ -94,9 +93,9 @@ class StreamLink:
     def receive(self, *, deadline_s: float) -> Frame:
         return self._inbox.get(deadline_s)
 
-    def close(self, error: str = "") -> None:
+    def close(self, error: str | LinkError = "") -> None:
         if error:
-            self._give_up(LinkError(error))
+            self._give_up(error if isinstance(error, LinkError) else LinkError(error))
         self._outbox.end()
         self._inbox.fail(LinkError(f"the link to {self.peer} is closed"))
         self._hang_up(not error)
@@ -133,6 +132,10 @@ class StreamLink:
             self._inbox.end()
         except grpc.RpcError as error:
             self.broken(self._translate(error))
+        except ProtocolError as error:
+            blaming_the_peer = MemberFailed("", str(error), Blame.MALFORMED)
+            self._outbox.end_with(encode_frame(error_frame(blaming_the_peer)), error)
+            self._inbox.fail(error)
         except LinkError as error:
             self._give_up(error)
             self._inbox.fail(error)
@@ -142,10 +145,9 @@ class StreamLink:
         frame = decode_frame(data)
         self.received.bytes += len(data)
         if frame.kind is FrameKind.ERROR:
-            self.broken(LinkError(f"{self.peer} failed: {frame.text[:_SENTENCE]}"))
+            self.broken(error_of(frame, self.peer))
         else:
             self._inbox.put(frame, None, size_bytes=len(data))
 
     def _give_up(self, error: LinkError) -> None:
-        text = str(error)[:_SENTENCE]
-        self._outbox.end_with(encode_frame(Frame(kind=FrameKind.ERROR, text=text)), error)
+        self._outbox.end_with(encode_frame(error_frame(error)), error)

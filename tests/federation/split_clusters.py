@@ -124,7 +124,7 @@ def failing(message, context):
     raise LinkError(f"device d2 of node {context.node_id} does not answer; restart it")
 
 
-def wrapped(edge, planner, records, inner=None, keys=()) -> CollaPipe:
+def wrapped(edge, planner, records, inner=None, keys=(), **more) -> CollaPipe:
     splitter = SimpleNamespace(
         all_keys=lambda: keys or model(),
         edge_keys=lambda: EDGE_KEYS,
@@ -146,4 +146,5 @@ def wrapped(edge, planner, records, inner=None, keys=()) -> CollaPipe:
         edge=edge,
         on_round=records.append,
         on_total_failure="raise",
+        **more,
     )

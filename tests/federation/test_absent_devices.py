@@ -131,3 +131,39 @@ def test_channels_follow_their_devices():
     assert after.channel.edge_gain == (before.channel.edge_gain[0], before.channel.edge_gain[2])
     assert after.channel.d2d_gain[0][1] == before.channel.d2d_gain[0][2]
     assert after.channel.d2d_gain[1][1] == before.channel.d2d_gain[2][2]
+
+
+def test_a_device_that_was_at_fault_is_left_out_for_a_while_and_longer_each_time():
+    planner, left_out = rounds("uniform"), []
+    for server_round in range(1, 12):
+        planned = planner.plan(server_round, [11, 12], EMPTY)
+        used = devices_of(planned, 11)
+        left_out.append("cluster-0/d1" not in used)
+        done = closed(planned, *CLUSTERS, after=weights(0.5))
+        found = {"cluster-0/d1": "it sent NaN"} if "cluster-0/d1" in used else {}
+        telemetry = {name: replace(told(name), reports=()) for name in CLUSTERS}
+        telemetry["cluster-0"] = replace(telemetry["cluster-0"], quarantined=found)
+        planner.settle(replace(done, telemetry=telemetry))
+        again = rounds("uniform")
+        again.load(planner.dump())  # a resumed run remembers
+        planner = again
+    assert left_out == [False, True, True, False, *[True] * 4, False, True, True]
+
+
+def test_a_cluster_that_cannot_do_without_a_device_in_quarantine_is_tried_in_full():
+    planner = rounds()
+    planned = planner.plan(1, [11, 12], EMPTY)
+    gone = dict.fromkeys(("cluster-0/d1", "cluster-0/d2"), "it sent NaN")
+    done = closed(planned, *CLUSTERS, after=weights(0.5))
+    telemetry = {name: replace(told(name), reports=()) for name in CLUSTERS}
+    telemetry["cluster-0"] = replace(telemetry["cluster-0"], quarantined=gone)
+    planner.settle(replace(done, telemetry=telemetry))
+    assert not planner.plan(2, [11, 12], EMPTY).takes_part(11)
+    assert planner.plan(3, [11, 12], EMPTY).takes_part(11)
+
+
+def test_a_round_that_is_planned_again_is_planned_from_the_same_state():
+    planner, once = rounds(), rounds()
+    first = planner.plan(1, [11, 12], EMPTY)
+    assert planner.plan(1, [11, 12], EMPTY) == first == once.plan(1, [11, 12], EMPTY)
+    assert planner.state == once.state

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
+from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.members import Members
 from collapipe_flwr.federation.records import (
@@ -167,3 +170,11 @@ def test_an_answer_of_a_node_that_has_gone_since_counts_for_nothing():
     grid.add(10, cluster("b"))
     assert members.get_node_ids() == [1, 10]
     assert members.clusters == {1: "a", 10: "b"}
+
+
+def test_clusters_that_are_all_gone_are_waited_for_as_long_as_there_is_patience():
+    members = Members(LocalGrid({}), {1: "A"}, patience_s=0.05)
+    assert members.get_node_ids() == []
+    time.sleep(0.06)
+    with pytest.raises(RunError, match=r"no cluster has been connected for 0\.05 s"):
+        members.get_node_ids()

@@ -66,6 +66,7 @@ def test_killing_the_edge_in_a_round_ends_the_run_with_a_sentence(
                     "edge.address": address,
                     "edge.timeout-s": 5.0,
                     "num-server-rounds": 50,
+                    "round-retries": 1,
                     "train.examples-per-round": 400,
                 }
             )
@@ -77,4 +78,5 @@ def test_killing_the_edge_in_a_round_ends_the_run_with_a_sentence(
     summary = json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())
     assert summary["status"] == "failed"
     assert address in summary["reason"]
+    assert f"collapipe run --resume {tmp_path / 'runs' / 'run'}" in summary["reason"]
     assert not (tmp_path / "runs" / "run" / "model").exists()

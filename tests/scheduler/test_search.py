@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +15,11 @@ from benchmarks.scheduling.rivals import Budget, climb, promising, random_rows
 from benchmarks.scheduling.search_gaps import SearchSize, read_sizes, search_case, search_planner
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.costs.chain import chain_of
+from collapipe_flwr.costs.layouts import of_members
 from collapipe_flwr.scheduler.planner import Planner
 from collapipe_flwr.scheduler.pool import Picking, Pool, front, pool_of
-from collapipe_flwr.scheduler.radio.interior_point import equal_shares
+from collapipe_flwr.scheduler.radio.interior_point import allocate, equal_shares
+from collapipe_flwr.scheduler.radio.problem import convex_latency_s
 from collapipe_flwr.scheduler.scorer import Estimates
 from collapipe_flwr.scheduler.segment_dp import any_order, best_path, describe
 
@@ -44,6 +47,24 @@ def test_no_rival_is_better_by_a_hundredth_where_moves_alone_get_stuck(
     assert case.gap < 0.01
 
 
+def test_links_are_not_slowed_for_time_that_1f1b_does_not_take() -> None:
+    """Its convex formula takes a cluster for the slowest that is not, and slows another's links."""
+    planner = search_planner(replace(SIZE, schedule="1f1b", recompute=True), 70000, queues=False)
+    rows = planner.choose(planner.opening_prices(), None)
+    chain = chain_of(planner.tables, rows, planner.settings)
+    rho = planner.learning.rho(planner.tables, rows)
+    plain = allocate(
+        chain,
+        of_members(planner.price_mi, rows),
+        latency_price=planner.latency_price * rho,
+        bandwidth_hz=planner.tables.snapshot.radio.bandwidth_hz,
+    )
+    said = convex_latency_s(chain, plain.times)  # at least the bound that prices the plan
+    priced = planner.priced(chain, plain, rho)
+    assert (said >= priced.priced.latency_s * (1 - 1e-9)).all()
+    assert planner.radio(rows).objective < 0.99 * priced.objective
+
+
 def test_many_clusters_are_searched_as_well_as_single_ones() -> None:
     """From scratch and, with the limits of a warm decision, from a poor plan in place."""
     size = SearchSize(clusters=24, devices=6, blocks=12, seeds=range(3, 4))
@@ -65,14 +86,17 @@ def test_many_clusters_are_searched_as_well_as_single_ones() -> None:
     assert warm.objective < 1.02 * found.objective
 
 
-def a_planner(queues: bool, seed: int = 5) -> Planner:
-    size = SearchSize(clusters=3, devices=4, blocks=6, seeds=range(1))
+def a_planner(queues: bool, seed: int = 5, **mode: Any) -> Planner:
+    size = SearchSize(clusters=3, devices=4, blocks=6, seeds=range(1), **mode)
     return search_planner(size, seed, queues)
 
 
-def test_rivals_price_as_the_cost_model_does() -> None:
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_rivals_price_as_the_cost_model_does(schedule: str, recompute: bool) -> None:
+    """Under 1F1B as its lower bound, which is what the search goes by."""
     for queues in (False, True):
-        planner = a_planner(queues)
+        planner = a_planner(queues, schedule=schedule, recompute=recompute)
         costs = PlainCosts(planner)
         rows = climb(costs, Budget(starts=1, climbs=20, pairs=2), np.random.default_rng(0)).rows
         for start in range(6):

@@ -1,0 +1,111 @@
+"""Devices that answer and yet cannot be worked with: who is blamed, and who is at fault.
+
+A device with a broken installation raises when it gets its segment or computes; one with broken
+memory returns numbers that cannot be right; one behind a wall cannot be reached by its neighbour.
+The stage that notices names itself or a neighbour (`MemberFailed`). Whom it blames is quarantined:
+the steps are replayed without it, which is also the trial. If they work then, it was at fault. If
+another device fails in the same way, neither is: the error is everybody's, or the training
+diverges, and the round ends with a sentence that says so.
+"""
+
+from __future__ import annotations
+
+import re
+
+from collapipe_flwr.cluster.wires import CONTROL_UNIT
+from collapipe_flwr.core.domain import ClusterPlan
+from collapipe_flwr.core.errors import (
+    Blame,
+    CollaPipeError,
+    Diverged,
+    LinkError,
+    MemberFailed,
+    ModelError,
+)
+
+EDGE = "edge"
+_OWN_WORDS = re.compile(r"\(blocks [\d, -]+\)|[\w.:\[\]-]*\d[\w.:\[\]-]*")  # of one device
+_ADVICE = "lower the learning rate, or bound gradients with train.clip-norm"
+
+
+class Suspects:
+    """The quarantine of one round: devices, and what each of them did."""
+
+    def __init__(self) -> None:
+        self.quarantined: dict[str, str] = {}
+        self._trial: list[tuple[str, MemberFailed]] = []  # of the interval that is replayed
+
+    def close_trial(self) -> None:
+        """The interval works without those on trial."""
+        self._trial = []
+
+    def convict(self, error: LinkError, plan: ClusterPlan, *, last: bool) -> str:
+        """The device to do without from now on, "" where there is none to blame.
+
+        ``last`` says that the interval has been replayed often enough to blame a link. Raises
+        Diverged or ModelError where it is not the fault of one device.
+        """
+        if not isinstance(error, MemberFailed):
+            return ""
+        if error.blame is Blame.UNREACHABLE and not last:
+            return ""
+        accused = _accused(error, plan)
+        for before in self._trial:
+            if _alike(before[1], error):
+                raise _nobodys(before, (accused, error))
+        self._trial.append((accused, error))
+        if accused in ("", CONTROL_UNIT, EDGE):
+            return ""
+        self.quarantined[accused] = _named(accused, error)
+        return accused
+
+    def shortage(self, refusal: str) -> str:
+        """The sentence for a cluster whose other devices cannot hold the model: a ``refusal``."""
+        if not self._trial:
+            return refusal
+        accused, error = self._trial[-1]
+        doubt = (
+            "; whether it computes wrongly or the training diverges shows only where another "
+            f"device can hold its blocks: add one, or {_ADVICE}"
+        )
+        return f"{_named(accused, error)}; {refusal}{doubt if error.blame is Blame.UNSOUND else ''}"
+
+
+def _accused(error: MemberFailed, plan: ClusterPlan) -> str:
+    """The device that is blamed, or control unit or edge; "" for a witness of no such name."""
+    chain = (CONTROL_UNIT, *(segment.device_id for segment in plan.segments), EDGE)
+    if error.witness not in chain:
+        return ""
+    place = chain.index(error.witness) + error.side
+    if error.blame is Blame.UNREACHABLE:  # the two ends are there for all others
+        place = min(max(place, 1), len(chain) - 2)
+    return chain[min(max(place, 0), len(chain) - 1)]
+
+
+def _named(accused: str, error: MemberFailed) -> str:
+    """What a member did, in a sentence that holds its name; neighbours may have another for it."""
+    return error.why if accused in error.why else f"{accused}: {error.why}"
+
+
+def _alike(before: MemberFailed, now: MemberFailed) -> bool:
+    """Whether two members failed in the same way, apart from their names and numbers."""
+    if Blame.UNSOUND in (before.blame, now.blame):
+        return before.blame is now.blame
+    words = (_OWN_WORDS.sub("", error.why) for error in (before, now))
+    return before.blame is now.blame is Blame.RAISED and next(words) == next(words)
+
+
+def _nobodys(before: tuple[str, MemberFailed], now: tuple[str, MemberFailed]) -> CollaPipeError:
+    (first, error), (second, again) = before, now
+    if error.blame is not Blame.UNSOUND:
+        return ModelError(f"{first} and {second} fail alike, so no device is to blame: {error.why}")
+    if first == second == EDGE:
+        return Diverged(
+            f"{again.why}, in a replay, too: the training diverged, or the edge computes wrongly; "
+            f"{_ADVICE}"
+        )
+    without = f"without {first}" if first not in ("", CONTROL_UNIT, EDGE) else "again"
+    return Diverged(
+        f"{_named(first, error)}; replayed {without}, {_named(second, again)}: no device is to "
+        f"blame, the training diverged; {_ADVICE}"
+    )

@@ -1,0 +1,116 @@
+"""Semi-synchronous rounds: replies that come after their round has closed join a later one.
+
+A round closes with the clusters that are there at the planned time. The others go on training and
+are not asked again before they have replied; the edge keeps their sessions. What they learnt joins
+the round that is open when the reply arrives: as an update of the model that is current then,
+
+    x_now + (x_cluster - x_sent),   weighing its examples times 1 / sqrt(1 + s),
+
+s being by how many rounds it is late (FedBuff; Nguyen et al., 2022). Every reply is pulled once and
+joins once, or is refused with a sentence as any other; a cluster continues from it only if it was
+aggregated. The last round waits for all. A server that dies loses what is under way, which its
+clusters train again, since it was not accepted.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from collapipe_flwr.federation.messages import Sent
+from collapipe_flwr.federation.open_round import OpenRound
+from collapipe_flwr.federation.rounds import ClosedRound
+
+log = logging.getLogger("flwr.collapipe")
+_LOOK_S = 0.2
+
+
+@dataclass(slots=True, kw_only=True)
+class LateUpdate:
+    """A cluster that still trains what ``opened`` asked for, or its reply."""
+
+    opened: OpenRound
+    sent: Sent
+    reply: Message | None = None
+    since_s: float = field(default_factory=time.monotonic)
+
+
+class LateUpdates:
+    """The updates that are under way, by cluster."""
+
+    def __init__(self, sleep: Callable[[float], None] = time.sleep) -> None:
+        self._under_way: dict[str, LateUpdate] = {}
+        self._sleep = sleep
+
+    @property
+    def nodes(self) -> frozenset[int]:
+        """The nodes that are not asked for anything else."""
+        return frozenset(late.sent.node_id for late in self._under_way.values())
+
+    @property
+    def clusters(self) -> frozenset[str]:
+        """Their clusters."""
+        return frozenset(self._under_way)
+
+    def keep(self, opened: OpenRound, late: Collection[Sent]) -> None:
+        """Go on waiting for clusters whose round closes without them."""
+        for sent in late:
+            self._under_way[sent.cluster_id] = LateUpdate(opened=opened, sent=sent)
+
+    def pull(self, grid: Grid, *, within_s: float, wanted: int = 0) -> None:
+        """Fetch what has arrived, waiting for so many replies; a cluster that has said nothing for
+        ``within_s`` counts as gone, and is asked again.
+        """
+        end_s = time.monotonic() + within_s
+        while True:
+            awaited = [late for late in self._under_way.values() if late.reply is None]
+            ids = {late.sent.message.metadata.message_id: late for late in awaited}
+            for reply in grid.pull_messages(list(ids)) if ids else ():
+                ids[reply.metadata.reply_to_message_id].reply = reply
+            left = [late for late in awaited if late.reply is None]
+            if len(self._under_way) - len(left) >= wanted or time.monotonic() >= end_s or not left:
+                break
+            self._sleep(_LOOK_S)
+        for late in left:
+            if time.monotonic() - late.since_s >= within_s:
+                log.warning("cluster %s has not replied for %g s", late.sent.cluster_id, within_s)
+                self._drop(late)
+
+    def join(self, closed: ClosedRound, weighted_by: str) -> list[LateUpdate]:
+        """Add the replies that are here to a round, one after the other by cluster."""
+        here = sorted(
+            (late for late in self._under_way.values() if late.reply is not None),
+            key=lambda late: late.sent.cluster_id,
+        )
+        joined = []
+        for late in here:
+            assert late.reply is not None
+            if late.opened.receive_late(late.reply, late.sent, weighted_by, closed):
+                joined.append(late)
+            else:
+                self._drop(late)
+        return joined
+
+    def accept(self, joined: Sequence[LateUpdate], closed: ClosedRound) -> None:
+        """The global model contains them."""
+        for late in joined:
+            late.opened.accept_cluster(late.sent.cluster_id, closed.models[late.sent.cluster_id])
+            self._drop(late)
+
+    def of(self, opened: OpenRound) -> frozenset[str]:
+        """The clusters that still train what a round asked for."""
+        return frozenset(c for c, late in self._under_way.items() if late.opened is opened)
+
+    def close(self) -> None:
+        """Give all of them up."""
+        for late in list(self._under_way.values()):
+            self._drop(late)
+
+    def _drop(self, late: LateUpdate) -> None:
+        del self._under_way[late.sent.cluster_id]
+        late.opened.close(keep=self.of(late.opened))

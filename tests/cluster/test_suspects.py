@@ -1,0 +1,159 @@
+"""A device that answers and yet computes wrongly is found out, and nobody else is blamed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from collapipe_flwr.cluster.control_unit import RoundResult, train_round
+from collapipe_flwr.cluster.fleet import ThreadFleet
+from collapipe_flwr.core.errors import (
+    CollaPipeError,
+    DataError,
+    Diverged,
+    InfeasibleError,
+    ModelError,
+)
+from collapipe_flwr.pipeline.link import GRAD
+from collapipe_flwr.pipeline.roles import MiddleStage
+from tests.cluster.test_recovery import (  # noqa: F401
+    CUT,
+    STEPS,
+    Edge,
+    assert_same,
+    first,
+    new_edge,
+    order,
+    recovery,
+    splitter,
+    undisturbed,
+)
+from tests.laws.test_cluster_equals_whole import _micro_batches, _steps, session_key
+
+Make = Callable[..., MiddleStage]
+
+
+def sick(*device_ids: str, how: str, step: int = 1) -> Make:
+    """Stages of which those of some devices are ``how`` from a step on."""
+
+    class SickStage(MiddleStage):
+        def _is_ill(self, at: int) -> bool:
+            return self.settings.name in device_ids and at >= step
+
+        def _compute(self, frame, hidden):
+            output = super()._compute(frame, hidden)
+            if not self._is_ill(frame.step):
+                return output
+            if how == "raising":
+                raise DataError(f"{self.settings.name} has no class Blocks")
+            factor = {"nan": torch.nan, "infinite": torch.inf, "absurd": 1e30}.get(how, 1.0)
+            return output * factor
+
+        def _emit_gradient(self, frame):
+            if self._is_ill(frame.step) and how.startswith("gradient"):
+                wrong = frame.tensors[GRAD] * torch.nan
+                if how == "gradient shape":
+                    wrong = frame.tensors[GRAD][:, :1]
+                frame = replace(frame, tensors={GRAD: wrong})
+            super()._emit_gradient(frame)
+
+        def _apply(self, step_):
+            super()._apply(step_)
+            if self._is_ill(step_.index) and how == "weights":
+                with torch.no_grad():
+                    next(iter(self.part.parameters())).fill_(torch.nan)
+
+    return SickStage
+
+
+def trained(splitter, first, make: Make, edge: Edge, **options) -> RoundResult:  # noqa: F811
+    batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
+    plans = recovery(splitter, edge, **options)
+    return train_round(
+        splitter, order(first), batches, ThreadFleet(edge.connect, make), recovery=plans
+    )
+
+
+@pytest.mark.parametrize("device_id", ["A/d0", "A/d1", "A/d2"])
+@pytest.mark.parametrize(
+    "how", ["raising", "nan", "infinite", "absurd", "gradient", "gradient shape", "weights"]
+)
+def test_who_computes_wrongly_is_named_and_the_round_is_done_without_it(
+    splitter,  # noqa: F811
+    first,  # noqa: F811
+    undisturbed,  # noqa: F811
+    how: str,
+    device_id: str,
+) -> None:
+    edge = new_edge(splitter, first)
+    result = trained(splitter, first, sick(device_id, how=how), edge)
+    assert set(result.quarantined) == {device_id}
+    (incident,) = result.incidents
+    assert incident.lost == (device_id,) and "quarantined" in str(incident)
+    assert device_id in incident.reason
+    weights = {**result.weights, **edge.service.weights(session_key("A"))}
+    assert_same(weights, undisturbed(result.plan))
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_what_all_devices_fail_with_is_nobodys_fault_and_tried_twice(
+    splitter,  # noqa: F811
+    first,  # noqa: F811
+    every: int,
+) -> None:
+    edge = new_edge(splitter, first)
+    make = sick("A/d0", "A/d1", "A/d2", how="raising")
+    words = r"A/d0 and A/d\d fail alike, so no device is to blame: A/d0 has no class Blocks$"
+    with pytest.raises(ModelError, match=words):
+        trained(splitter, first, make, edge, every=every)
+    assert edge.rollbacks == 1
+
+
+@pytest.mark.parametrize("how", ["nan", "gradient", "weights"])
+def test_numbers_that_two_devices_make_infinite_are_the_trainings(
+    splitter,  # noqa: F811
+    first,  # noqa: F811
+    how: str,
+) -> None:
+    edge = new_edge(splitter, first)
+    make = sick("A/d0", "A/d1", "A/d2", how=how)
+    with pytest.raises(Diverged, match=r"no device is to blame, the training diverged; lower the"):
+        trained(splitter, first, make, edge)
+
+
+def test_a_learning_rate_that_is_too_high_is_nobodys_fault(splitter, first) -> None:  # noqa: F811
+    edge = new_edge(splitter, first)
+    fast = order(first)
+    rule = replace(fast.learning.optimizer, learning_rate=1e12)
+    fast = replace(fast, learning=replace(fast.learning, optimizer=rule))
+    batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
+    fleet, plans = ThreadFleet(edge.connect), recovery(splitter, edge)
+    with pytest.raises(Diverged, match="the training diverged"):
+        train_round(splitter, fast, batches, fleet, recovery=plans)
+
+
+def test_without_another_device_the_sentence_names_the_one_and_the_doubt(
+    splitter,  # noqa: F811
+    first,  # noqa: F811
+) -> None:
+    edge = new_edge(splitter, first)
+    make = sick("A/d2", how="nan")
+    with pytest.raises(InfeasibleError) as failure:
+        trained(splitter, first, make, edge, memory_bytes=25_000)
+    said = str(failure.value)
+    assert said.startswith(
+        "A/d2: last device sent hidden states of step 1 with values that are not finite; "
+    )
+    assert "whether it computes wrongly or the training diverges shows only where" in said
+
+
+def test_sentences_pass_through_the_chain_without_growing(splitter, first) -> None:  # noqa: F811
+    edge = new_edge(splitter, first)
+    batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
+    fleet = ThreadFleet(edge.connect, sick("A/d2", how="raising"))
+    with pytest.raises(CollaPipeError) as failure:
+        train_round(splitter, order(first), batches, fleet)
+    assert str(failure.value) == "A/d2 failed: A/d2 has no class Blocks"

@@ -1,0 +1,145 @@
+"""A round in which everybody failed is repeated; what comes of it is an undisturbed round."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import pytest
+import torch
+from flwr.app import Message, MetricRecord, RecordDict
+from flwr.serverapp.strategy import FedAvg
+
+from collapipe_flwr.core.errors import DataError, LinkError, RunError
+from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
+from collapipe_flwr.federation.attempts import Retries
+from collapipe_flwr.federation.local_grid import LocalGrid
+from collapipe_flwr.federation.strategy import CollaPipe
+from tests.federation.memory_edge import MemoryEdge
+from tests.federation.split_clusters import FixedPlanner, model, trainer, wrapped
+
+
+class Flaky:
+    """A client whose first ``failures`` calls raise; it also draws, as a ClientApp may."""
+
+    def __init__(self, train, failures: int, error: Exception | None = None) -> None:
+        self._train, self._left = train, failures
+        self._error = error or LinkError("device d2 does not answer")
+        self.calls = 0
+
+    def __call__(self, message: Message, context) -> Message:
+        self.calls += 1
+        random.random()
+        if self._left:
+            self._left -= 1
+            raise self._error
+        return self._train(message, context)
+
+
+def patient(edge: MemoryEdge, records: list, most: int, pauses: list[float]) -> CollaPipe:
+    retries = Retries(most=most, sleep=pauses.append)
+    inner = FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
+    return wrapped(edge, FixedPlanner("c1", "c2"), records, inner, retries=retries)
+
+
+def test_a_round_in_which_all_failed_is_repeated_after_growing_pauses_to_the_same_bits():
+    models = []
+    for failures in (0, 3):
+        edge, records, pauses = MemoryEdge(), [], []
+        nodes = {n: Flaky(trainer(edge, float(n), 10 * n), failures) for n in (1, 2)}
+        strategy = patient(edge, records, 3, pauses)
+        result = strategy.start(LocalGrid(nodes), encode_tensors(model()), num_rounds=2)
+        models.append({key: array.data for key, array in result.arrays.items()})
+        assert pauses == [2.0, 4.0, 8.0][:failures]
+        assert edge.replicas == {}
+        assert [len(record.remarks) for record in records] == [failures, 0]
+        assert not records[0].failures
+    assert models[0] == models[1]
+
+
+def test_nodes_are_drawn_as_if_nothing_had_failed():
+    """The inner strategy samples half of its clients, by Python's generator."""
+    sampled = []
+    for failures in (0, 1):
+        random.seed(5)
+        edge = MemoryEdge()
+        nodes = {n: Flaky(trainer(edge, 1.0, 10), failures) for n in range(1, 9)}
+        inner = FedAvg(fraction_train=0.5, fraction_evaluate=0.0, min_available_nodes=8)
+        retries = Retries(most=1, sleep=lambda _: None)
+        names = [f"c{n}" for n in nodes]
+        strategy = wrapped(edge, FixedPlanner(*names), [], inner, retries=retries)
+        grid = LocalGrid(nodes)
+        strategy.start(grid, encode_tensors(model()), num_rounds=1)
+        sampled.append([m.metadata.dst_node_id for m in grid.sent])
+    assert sampled[1] == 2 * sampled[0]
+
+
+def test_when_the_repetitions_are_used_up_the_run_ends_with_the_last_sentence_and_their_number():
+    edge, pauses = MemoryEdge(), []
+    nodes = {n: Flaky(trainer(edge, 1.0, 10), 99) for n in (1, 2)}
+    words = r"all 2 clusters failed, first c1: device d2 does not answer \(tried 3 times in 0 s\)"
+    with pytest.raises(RunError, match=words):
+        patient(edge, [], 2, pauses).start(LocalGrid(nodes), encode_tensors(model()))
+    assert [node.calls for node in nodes.values()] == [3, 3]
+
+
+def test_what_time_does_not_mend_is_not_repeated():
+    edge, pauses = MemoryEdge(), []
+    nodes = {n: Flaky(trainer(edge, 1.0, 10), 9, DataError("no column text")) for n in (1, 2)}
+    with pytest.raises(RunError, match=r"first c1: no column text$"):
+        patient(edge, [], 5, pauses).start(LocalGrid(nodes), encode_tensors(model()))
+    assert pauses == []
+
+
+@pytest.mark.parametrize("away", [2, 9])
+def test_an_edge_that_is_away_when_a_round_opens_is_waited_for(away: int):
+    class Away(MemoryEdge):
+        left = away
+
+        def open(self, order):
+            if self.left:
+                self.left -= 1
+                raise LinkError("the edge cannot be reached")
+            return super().open(order)
+
+    edge, records, pauses = Away(), [], []
+    grid = LocalGrid({n: trainer(edge, 1.0, 10) for n in (1, 2)})
+    strategy = patient(edge, records, 3, pauses)
+    if away > 3:
+        with pytest.raises(LinkError, match=r"cannot be reached \(tried 4 times in 0 s\)"):
+            strategy.start(grid, encode_tensors(model()), num_rounds=1)
+        return
+    strategy.start(grid, encode_tensors(model()), num_rounds=1)
+    assert records[0].remarks == ("the edge cannot be reached",) * away
+
+
+def test_a_strategy_that_makes_finite_replies_infinite_does_not_spoil_the_model(caplog):
+    class Spoiling(FedAvg):
+        def aggregate_train(self, server_round, replies):
+            arrays, metrics = super().aggregate_train(server_round, replies)
+            broken = {k: v / 0.0 for k, v in decode_tensors(arrays).items()}
+            return encode_tensors(broken), metrics
+
+    edge, seen = MemoryEdge(), []
+    grid = LocalGrid({n: trainer(edge, 1.0, 10) for n in (1, 2)})
+    strategy = wrapped(edge, FixedPlanner("c1", "c2"), [], Spoiling(fraction_evaluate=0.0))
+    with pytest.raises(RunError, match=r"Spoiling made embed\.weight of the model infinite or NaN"):
+        strategy.start(grid, encode_tensors(model()), num_rounds=1)
+    forgiving = CollaPipe(Spoiling(fraction_evaluate=0.0))
+    whole = LocalGrid(dict.fromkeys((1, 2), _whole))
+    with caplog.at_level(logging.WARNING, "flwr.collapipe"):
+        forgiving.start(
+            whole,
+            encode_tensors({"w": torch.ones(2)}),
+            num_rounds=1,
+            evaluate_fn=lambda _, arrays: seen.append(decode_tensors(arrays)["w"]),
+        )
+    assert [w.tolist() for w in seen] == [[1.0, 1.0]] * 2
+    assert "the model stays as it is" in caplog.text
+
+
+def _whole(message: Message, context) -> Message:
+    del context
+    arrays = message.content.array_records["arrays"]
+    content = RecordDict({"arrays": arrays, "metrics": MetricRecord({"num-examples": 1})})
+    return Message(content, reply_to=message)
