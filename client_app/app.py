@@ -1,37 +1,5 @@
-"""The ClientApp: one Flower client is one cluster of devices, described by the run-config."""
+"""The ClientApp: `client_app.cluster`, called in the resident control unit where there is one."""
 
-from __future__ import annotations
+from collapipe_flwr.federation.relay import Relay
 
-from flwr.app import Context, Message
-from flwr.clientapp import ClientApp
-
-from collapipe_flwr import Cluster
-from collapipe_flwr.core.errors import unexpected_as_run_error
-from collapipe_flwr.federation.node import Node
-from collapipe_flwr.federation.unsplit_round import UnsplitRound
-from collapipe_flwr.host.allocator import configured_malloc
-
-app = ClientApp()
-cluster = Cluster(app, site=Node.site_of, examples=Node.examples_of)
-
-
-@app.train()
-@unexpected_as_run_error()
-@configured_malloc()
-def train(message: Message, context: Context) -> Message:
-    """One round: through the planned pipeline, or the whole model for a plain strategy."""
-    unsplit = UnsplitRound.of(message, context)
-    if unsplit is not None:
-        return unsplit.train()
-    return cluster.train(message, context, Node.of(context).examples(message))
-
-
-@app.evaluate()
-@unexpected_as_run_error()
-@configured_malloc()
-def evaluate(message: Message, context: Context) -> Message:
-    """Loss and metrics on the cluster's share of the test set, by the path that training takes."""
-    unsplit = UnsplitRound.of(message, context)
-    if unsplit is not None:
-        return unsplit.evaluate()
-    return cluster.evaluate(message, context, Node.of(context).test(message))
+app = Relay("client_app.cluster:app")

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collapipe_flwr.federation.cluster import Cluster
     from collapipe_flwr.federation.described import Planning
     from collapipe_flwr.federation.local_grid import LocalGrid
+    from collapipe_flwr.federation.relay import Relay
     from collapipe_flwr.federation.rounds import RoundRecord
     from collapipe_flwr.federation.strategy import CollaPipe
     from collapipe_flwr.models.split_model import SplitModel
@@ -48,6 +49,7 @@ __all__ = [
     "OptimizerConfig",
     "ParameterGroup",
     "Planning",
+    "Relay",
     "RoundRecord",
     "RunError",
     "ScheduleError",
@@ -70,6 +72,7 @@ _MODULES = {
     "federation.cluster": ("Cluster",),
     "federation.described": ("Planning",),
     "federation.local_grid": ("LocalGrid",),
+    "federation.relay": ("Relay",),
     "federation.rounds": ("RoundRecord",),
     "federation.strategy": ("CollaPipe",),
     "models.split_model": ("SplitModel",),

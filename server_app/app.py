@@ -26,6 +26,7 @@ from collapipe_flwr.federation.deadline import DeadlineGrid, RoundClock
 from collapipe_flwr.federation.learner import Evaluator, Learner, drawn_sentence, make_learner
 from collapipe_flwr.federation.members import Members, discover_clusters
 from collapipe_flwr.federation.planner import ScheduledRounds
+from collapipe_flwr.federation.polling import polling
 from collapipe_flwr.federation.recorder import RunFolder, RunRecorder, open_run
 from collapipe_flwr.federation.records import task_config
 from collapipe_flwr.federation.resuming import Checkpointed
@@ -51,7 +52,7 @@ def main(grid: Grid, context: Context) -> None:
     """Run to the end; a failure is one sentence in the log and in the run's summary."""
     try:
         with unexpected_as_run_error():
-            run(grid, parse(context.run_config))
+            run(polling(grid), parse(context.run_config))
     except CollaPipeError as error:
         log.error("%s", error)
         raise
@@ -70,10 +71,10 @@ def run(grid: Grid, config: AppConfig) -> None:
         with _saying_how_to_resume(folder), unexpected_as_run_error():
             _train(members, config, learner, planner, recorder, folder)
             _save_model(folder.directory, learner, recorder)
+            recorder.finish()
     except BaseException as error:
-        recorder.finish("failed", str(error) or type(error).__name__)
+        recorder.fail(str(error) or type(error).__name__)
         raise
-    recorder.finish("completed")
 
 
 @contextmanager
@@ -130,6 +131,7 @@ def _recorder(
         story=RunStory(
             metric_name=evaluator.task.metric_name,
             energy_budget_j={} if planner is None else planner.energy_budget_j,
+            rounds_asked=config.run.num_server_rounds,
         ),
         every=config.evaluation.every,
         past=folder.past,
@@ -146,6 +148,8 @@ def _train(
     recorder: RunRecorder,
     folder: RunFolder,
 ) -> None:
+    for sentence in learner.task.skipped.values():
+        recorder.say(sentence)
     weights, drawn = learner.splitter.first_weights(config.run.seed)
     if drawn:
         recorder.say(drawn_sentence(config.model.pretrained, drawn))

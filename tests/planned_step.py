@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collapipe_flwr.core.domain import ClusterPlan, Snapshot
-from collapipe_flwr.core.schedule import Trace, replay
+from collapipe_flwr.core.replay import Trace, replay
 from collapipe_flwr.costs.chain import chain_of, step_times
 from collapipe_flwr.costs.layouts import planned_codecs, restricted, rows_of_plans
 from collapipe_flwr.costs.price import achieved_times, planned_powers

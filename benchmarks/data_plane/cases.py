@@ -28,7 +28,7 @@ from collapipe_flwr.core.domain import (
     RadioProfile,
     Snapshot,
 )
-from collapipe_flwr.core.schedule import StepTimes
+from collapipe_flwr.core.replay import StepTimes
 from collapipe_flwr.costs.makespan import choose_warm_up
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig

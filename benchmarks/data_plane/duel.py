@@ -17,7 +17,7 @@ from benchmarks.data_plane.crew import BenchError, Crew
 from benchmarks.data_plane.job import Job, StepSeconds, Turn
 from benchmarks.data_plane.network import Network
 from collapipe_flwr.core.json_codec import from_json, to_json
-from collapipe_flwr.core.schedule import StepTimes, replay
+from collapipe_flwr.core.replay import StepTimes, replay
 
 SAME_LOSS = 1e-3  # relative: both trained the same model on the same batch
 QUIET = 0.02  # of the processors' time

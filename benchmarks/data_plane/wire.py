@@ -17,6 +17,7 @@ from benchmarks.data_plane.duel import Pace, open_chain
 from benchmarks.data_plane.job import Job
 from benchmarks.data_plane.network import Network
 from collapipe_flwr.core.links import LinkConfig, TlsFiles
+from collapipe_flwr.host.lanes import ONLY, Lane
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.host.session import Stream
 from collapipe_flwr.pipeline.config import SessionKey, SessionRequest
@@ -32,14 +33,15 @@ _WARM_FRAMES = 8
 class Sink(EdgeService):
     """A host that receives, counts and answers once at the end; sessions hold no model."""
 
-    def claim(self, key: SessionKey) -> Stream:
+    def claim(self, key: SessionKey, lane: Lane = ONLY) -> Stream:
         """See `EdgeService.claim`."""
         session = self.find(key)
         with session.at_rest():
-            return session.claim()
+            return session.claim(lane)
 
-    def serve(self, stream: Stream, upstream: Link) -> None:
+    def serve(self, stream: Stream, upstream: Link, behind: Link | None = None) -> None:
         """Receive until END, confirming every frame whose micro-batch number is not 0."""
+        assert behind is None
         while (frame := upstream.receive(deadline_s=_DEADLINE_S)).kind is not FrameKind.END:
             if frame.micro_batch:
                 upstream.send(Frame(kind=FrameKind.TOTALS), deadline_s=_DEADLINE_S)

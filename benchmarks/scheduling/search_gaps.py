@@ -33,7 +33,7 @@ EXACT_DEVICES = 6  # beyond, shortest paths take minutes
 EXACT_PAIRS = 4
 WORST = 5  # seeds that are named
 BOUND = 0.01  # gaps above this are counted
-SMALL = Budget(starts=4, climbs=600, pairs=8, chains=64, cooling=3000)
+SMALL = Budget(starts=3, climbs=500, pairs=8, chains=48, cooling=2000)
 LARGE = Budget(starts=2, climbs=2500, pairs=3, chains=8, cooling=6000)
 LARGE_FROM = 20  # clusters
 

@@ -5,14 +5,19 @@ Commands import what they need when they run, so that a small board pays for not
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
+from platform import python_version
+from typing import Annotated
+
 import typer
 
 from collapipe_flwr.cli.bench import bench
 from collapipe_flwr.cli.cluster import certs, clusters
 from collapipe_flwr.cli.generate import generate
-from collapipe_flwr.cli.hosting import device, edge
+from collapipe_flwr.cli.hosting import control_unit, device, edge
 from collapipe_flwr.cli.profile import profile
-from collapipe_flwr.cli.run import compare, run
+from collapipe_flwr.cli.run import check_config, compare, run
 from collapipe_flwr.cli.simulate import simulate
 from collapipe_flwr.core.errors import CollaPipeError
 
@@ -23,7 +28,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (run, compare, edge, generate, device, certs, profile, simulate):
+COMMANDS = (
+    *(run, check_config, compare, edge, control_unit),
+    *(generate, device, certs, profile, simulate),
+)
+for command in COMMANDS:
     app.command()(command)
 # Arguments, `--help` among them, are for the app in benchmarks/.
 app.command(
@@ -33,13 +42,46 @@ app.command(
 app.add_typer(clusters, name="cluster")
 
 
+def versions() -> str:
+    """This package, and those that its results depend on; found without importing them."""
+    names = ("collapipe-flwr", "flwr", "torch", "transformers", "ray", "datasets")
+    found = [f"{name} {known}" for name in names if (known := _version(name))]
+    return f"{', '.join(found)}, Python {python_version()}"
+
+
+def _version(name: str) -> str:
+    try:
+        return version_of(name)
+    except PackageNotFoundError:
+        return ""
+
+
 def run_commands(commands: typer.Typer) -> None:
-    """Run ``commands``; a CollaPipeError becomes one sentence on stderr and exit code 1."""
+    """Run ``commands``; a CollaPipeError becomes one sentence on stderr and its exit code."""
     try:
         commands()
     except CollaPipeError as error:
         typer.secho(f"Error: {error}", fg=typer.colors.RED, err=True)
-        raise SystemExit(1) from error
+        raise SystemExit(error.exit_code) from error
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(versions())
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Show versions and exit.", callback=_show_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Clusters of weak devices train one transformer as a single Flower client."""
+    del version
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""``collapipe edge`` and ``collapipe device``: the daemons of an edge server and of a board."""
+"""``collapipe edge``, ``device`` and ``control-unit``: the daemons of edge server and boards."""
 
 from __future__ import annotations
 
@@ -188,3 +188,34 @@ def edge(
         grace_s=grace_s,
     )
     serve(settings, passes_on=False, announce=lambda a: typer.echo(f"edge server on {a}"))
+
+
+def control_unit(
+    socket: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where ClientApps of this user find it. Default: $COLLAPIPE_CONTROL_UNIT, else "
+            "in $XDG_RUNTIME_DIR/collapipe, else in /var/lib/collapipe-control-unit."
+        ),
+    ] = None,
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Keep what lasts longer than a round here, unless node or run say where."
+        ),
+    ] = None,
+    grace_s: Annotated[
+        float, typer.Option(help="Seconds that a round gets on a stop.", min=0)
+    ] = 10.0,
+) -> None:
+    """Stay beside a SuperNode and work on its messages, until SIGTERM or Ctrl-C.
+
+    It keeps what a ClientApp, which Flower starts anew for every message, would load again. It runs
+    the app of the run, from the files that Flower installed. Without it, ClientApps do all
+    themselves.
+    """
+    from collapipe_flwr.federation.local_socket import default_path
+    from collapipe_flwr.federation.resident import ResidentSettings, serve
+
+    settings = ResidentSettings(path=socket or default_path(), state_dir=state_dir, grace_s=grace_s)
+    serve(settings, lambda path: typer.echo(f"control unit at {path}"))

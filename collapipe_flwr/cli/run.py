@@ -1,64 +1,97 @@
-"""``collapipe run`` and ``collapipe compare``: run the app, and show runs side by side."""
+"""``collapipe run``, ``check-config`` and ``compare``: run the app, and show runs side by side."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from collapipe_flwr.core.errors import CollaPipeError
+Project = Annotated[Path, typer.Argument(help="Folder of the Flower app.")]
+RunConfig = Annotated[
+    list[str] | None,
+    typer.Option("--run-config", "-c", help="KEY=VALUE or a .toml file; may be repeated."),
+]
+FederationConfig = Annotated[
+    Path | None,
+    typer.Option(help="TOML file with num-supernodes, client-resources-num-cpus, ..."),
+]
+OutputDir = Annotated[Path, typer.Option(help="Folder for run directories.")]
+Resume = Annotated[
+    Path | None, typer.Option(help="Run directory to resume from its newest checkpoint.")
+]
 
 
 def run(
-    project: Annotated[Path, typer.Argument(help="Folder of the Flower app.")] = Path("."),
-    run_config: Annotated[
-        list[str] | None,
-        typer.Option("--run-config", "-c", help="KEY=VALUE or a .toml file; may be repeated."),
-    ] = None,
-    federation_config: Annotated[
-        Path | None,
-        typer.Option(help="TOML file with num-supernodes, client-resources-num-cpus, ..."),
-    ] = None,
-    output_dir: Annotated[Path, typer.Option(help="Folder for run directories.")] = Path("runs"),
-    resume: Annotated[
-        Path | None,
-        typer.Option(help="Run directory to resume from its newest checkpoint."),
+    project: Project = Path("."),
+    run_config: RunConfig = None,
+    federation_config: FederationConfig = None,
+    output_dir: OutputDir = Path("runs"),
+    resume: Resume = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print the run directory and errors only.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print the whole log, tracebacks included.")
+    ] = False,
+) -> None:
+    """Check the run, then run the app with `flwr run . --stream` on a private SuperLink.
+
+    Exit code 2: something about the run is wrong, and nothing was started. Exit code 1: the run
+    did not complete. The last line printed is the path of the run directory; `run.log` in it has
+    all that Flower, Ray and the apps print.
+    """
+    from collapipe_flwr.core.processes import terminable
+    from collapipe_flwr.federation.running import Attempt, Order
+    from collapipe_flwr.reporting.screen import Screen
+
+    screen = Screen(quiet=quiet, verbose=verbose)
+    order = Order(
+        project=project,
+        run_config=tuple(run_config or ()),
+        federation_config=federation_config,
+        output_dir=output_dir,
+        resume=resume,
+    )
+    attempt = Attempt(order, screen)
+    with terminable(attempt.stopping):
+        attempt.check()
+        summary = attempt.carry_out()
+    screen.show_summary(summary)
+    typer.echo(attempt.run_dir)
+
+
+def check_config(
+    project: Project = Path("."),
+    run_config: RunConfig = None,
+    federation_config: FederationConfig = None,
+    output_dir: OutputDir = Path("runs"),
+    resume: Resume = None,
+    cluster: Annotated[
+        list[Path] | None,
+        typer.Option(help="Cluster file of a SuperNode, one for each; may be repeated."),
     ] = None,
 ) -> None:
-    """Run the app with `flwr run . --stream` on a private SuperLink and exit by its outcome.
+    """Check what `collapipe run` would do, without starting anything.
 
-    Unlike plain `flwr run --stream`, the exit code is 1 when the run did not complete.
-    The last line printed is the path of the run directory.
+    Run-config, data, model, output folder and the first plan. Exit code 2 and one sentence if
+    something is wrong.
     """
-    from collapipe_flwr.federation.launcher import Launch, check_overrides, read_overrides, run_app
-    from collapipe_flwr.reporting.console import summary_table
-    from collapipe_flwr.reporting.run_directory import read_summary, resumed_config
+    from collapipe_flwr.core.errors import wrong_input
+    from collapipe_flwr.federation.running import Order
 
-    overrides = read_overrides(run_config or ())
-    check_overrides(project, overrides)
-    run_dir = output_dir.resolve() / time.strftime("%Y%m%d-%H%M%S")
-    if resume is not None:
-        run_dir = resume.resolve()
-        overrides = resumed_config(run_dir, overrides)
-    overrides = {"train.state-dir": str(run_dir / "clusters"), **overrides}
-    launch = Launch(
-        app=project.resolve(),
-        output_dir=run_dir.parent,
-        run_name=run_dir.name,
-        run_config=overrides,
+    order = Order(
+        project=project,
+        run_config=tuple(run_config or ()),
         federation_config=federation_config,
+        output_dir=output_dir,
+        resume=resume,
     )
-    first_error = run_app(launch)
-    summary = read_summary(launch.run_dir)
-    if summary is None:
-        raise CollaPipeError(first_error or "the run ended early; the reason stands above")
-    Console().print(summary_table(summary))
-    if summary["status"] != "completed":
-        raise CollaPipeError(f"the run failed: {summary['reason']} (see {launch.run_dir})")
-    typer.echo(launch.run_dir)
+    with wrong_input():
+        launch = order.launch()
+        from collapipe_flwr.federation.preflight import check_launch
+
+        typer.echo(check_launch(launch, cluster or ()))
 
 
 def compare(
@@ -69,8 +102,11 @@ def compare(
     plot: Annotated[Path | None, typer.Option(help="Draw the curves to this file.")] = None,
 ) -> None:
     """Print learning curves and costs of several runs side by side, as Markdown."""
+    from collapipe_flwr.core.errors import require
     from collapipe_flwr.reporting.comparison import draw, markdown, read_curves
 
+    if plot is not None:
+        require("matplotlib", "plot")
     curves = read_curves(runs)
     if plot is not None:
         draw(curves, plot)

@@ -75,6 +75,13 @@ def simulate(
         bool | None,
         typer.Option("--recompute", help="Recompute activations instead of keeping them."),
     ] = None,
+    replicas: Annotated[
+        bool | None,
+        typer.Option(
+            "--replicas",
+            help="DSSDA lets devices share a stage; what is possible is without replicas.",
+        ),
+    ] = None,
     profile_error: Annotated[
         float | None, typer.Option(help="Largest relative error of the profiles schedulers see.")
     ] = None,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig
-from collapipe_flwr.cluster.fleet import CONTROL_UNIT, Fleet, RoundOrder
+from collapipe_flwr.cluster.fleet import Fleet, RoundOrder
 from collapipe_flwr.cluster.recovery import (
     Incident,
     RecoveringRound,
@@ -25,6 +25,7 @@ from collapipe_flwr.cluster.recovery import (
     evaluate_chain,
     run_interval,
 )
+from collapipe_flwr.cluster.wires import CONTROL_UNIT
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.links import QUEUE_FRAMES

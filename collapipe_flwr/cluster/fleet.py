@@ -10,15 +10,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torch import Tensor
 
-from collapipe_flwr.core.domain import ClusterPlan
+from collapipe_flwr.cluster.wires import CONTROL_UNIT, Wires
+from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.core.errors import CollaPipeError, LinkError, LinkTimeout
 from collapipe_flwr.core.links import Heartbeat, LinkConfig
+from collapipe_flwr.core.turns import ALONE, Turn, turns
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.pipeline.config import Execution, StageConfig
 from collapipe_flwr.pipeline.link import Link
@@ -31,10 +32,8 @@ from collapipe_flwr.pipeline.state import (
     load_optimizer_state,
     optimizer_state_of,
 )
-from collapipe_flwr.transport.simulated_link import simulated_pair
 from collapipe_flwr.transport.weights import TransferStats
 
-CONTROL_UNIT = "control-unit"
 PATIENCE_PER_STAGE = 0.5  # upstream waits longer, so that the neighbour of a silent stage speaks
 
 
@@ -72,28 +71,59 @@ class RoundOrder:
     def hops(self) -> tuple[LinkConfig, ...]:
         """How every hop behaves: as planned, else as the run says."""
         execution = self.learning.execution
-        planned = self.plan.hops or (LinkConfig(codec=execution.codec),) * len(self.names)
+        planned = self.plan.hops or (LinkConfig(codec=execution.codec),) * (
+            1 + len(self.plan.segments)
+        )
         return planned if execution.paced else tuple(hop.unpaced for hop in planned)
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The stages in front of the edge: the control unit, then the planned devices."""
-        return (CONTROL_UNIT, *(segment.device_id for segment in self.plan.segments))
+    def holders(self) -> tuple[Holder, ...]:
+        """The planned devices in pipeline order, replicas next to each other."""
+        return tuple(
+            Holder(stage=stage, turn=turn, segment=segment)
+            for stage, segment in enumerate(self.plan.segments, start=1)
+            for turn in turns(len(segment.device_ids))
+        )
 
-    def settings(self, stage: int) -> StageConfig:
-        """How stage ``stage`` runs; 0 is the control unit, n + 1 the n-th planned device."""
-        learning = self.learning
-        stages_between_here_and_edge = len(self.names) - 1 - stage
-        patience = 1 + PATIENCE_PER_STAGE * stages_between_here_and_edge
+    @property
+    def without_replicas(self) -> RoundOrder:
+        """The same over the first device of every stage."""
+        segments = tuple(replace(segment, replicas=()) for segment in self.plan.segments)
+        return replace(self, plan=replace(self.plan, segments=segments))
+
+    def settings(self, stage: int, turn: Turn = ALONE) -> StageConfig:
+        """How stage ``stage``, or a replica of it, runs; 0 is the control unit."""
+        learning, segments = self.learning, self.plan.segments
+        patience = 1 + PATIENCE_PER_STAGE * (len(segments) - stage)
         return StageConfig(
-            name=self.names[stage],
+            name=segments[stage - 1].device_ids[turn.replica] if stage else CONTROL_UNIT,
             schedule=learning.schedule,
             depth=self.plan.warmup_depth[stage],
             deadline_s=learning.deadline_s * patience,
             idle_s=self.idle_s,
             seed=self.dropout_seed,
             execution=learning.execution if stage else learning.execution.without_recompute,
+            turn=turn,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """A planned device: one replica of a stage; the first device is stage 1."""
+
+    stage: int
+    turn: Turn
+    segment: Segment
+
+    @property
+    def device_id(self) -> str:
+        """The device that holds the segment."""
+        return self.segment.device_ids[self.turn.replica]
+
+    def lane_to(self, receiver: Turn) -> tuple[int, int]:
+        """Which of the links that ``receiver`` takes micro-batches from is ours, of how many."""
+        senders = receiver.meets(self.turn.replicas)
+        return senders.index(self.turn.replica), len(senders)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,8 +188,12 @@ class ThreadFleet:
     def chain(self, splitter: AnySplitter, order: RoundOrder) -> Iterator[ThreadChain]:
         """See `Fleet.chain`; every thread has ended afterwards."""
         with ExitStack() as edge:
-            downstream = edge.enter_context(self._connect(order.hops[-1]))
-            link, stages = _join(splitter, order, downstream, self._make_stage)
+            last = order.plan.replicas[-2]
+            edges = [
+                edge.enter_context(self._connect(replace(order.hops[-1], lane=lane, lanes=last)))
+                for lane in range(last)
+            ]
+            link, stages = join(splitter, order, edges, self._make_stage)
             threads = [DeviceThread(stage) for stage in stages]
             chain = ThreadChain(link, threads, order.learning.deadline_s, edge)
             chain.start()
@@ -208,10 +242,11 @@ class ThreadChain:
             device.join(self._deadline_s)
         self._edge.close()
         stages = [device.stage for device in self._devices]
-        kept = stages if keep_optimizer() else ()
+        firsts = [stage for stage in stages if stage.settings.turn.replica == 0]
+        kept = firsts if keep_optimizer() else ()
         return Segments(
             state=PartState(
-                weights={k: t.detach() for s in stages for k, t in s.part.state_dict().items()},
+                weights={k: t.detach() for s in firsts for k, t in s.part.state_dict().items()},
                 optimizer={k: t for s in kept for k, t in optimizer_state_of(s.optimizer).items()},
             ),
             reports=tuple(stage.report() for stage in stages),
@@ -262,27 +297,25 @@ class DeviceThread:
             self._failure = error
 
 
-def _join(
-    splitter: AnySplitter, order: RoundOrder, edge: Link, make_stage: MakeStage
+def join(
+    splitter: AnySplitter, order: RoundOrder, edges: Sequence[Link], make_stage: MakeStage
 ) -> tuple[Link, list[MiddleStage]]:
-    """The control unit's link, and a stage per segment with its links, the last one to ``edge``."""
-    pairs = [
-        simulated_pair(left, right, config)
-        for (left, right), config in zip(pairwise(order.names), order.hops, strict=False)
-    ]
-    downstream: list[Link] = [*(left for left, _ in pairs), edge]
+    """The control unit's link, and a stage per holder with its links.
+
+    ``edges`` are those of the last stage's replicas to the edge.
+    """
+    wires = Wires(order.plan, order.hops, edges)
     stages = []
-    for index, segment in enumerate(order.plan.segments):
+    for holder in order.holders:
+        segment, stage, turn = holder.segment, holder.stage, holder.turn
         part = splitter.build_segment(segment.first_block, segment.stop_block, order.weights)
         optimizer = Optimizer(order.learning.optimizer, part.named_parameters())
         load_optimizer_state(optimizer, order.slots)
-        stages.append(
-            make_stage(
-                part,
-                optimizer,
-                order.settings(index + 1),
-                upstream=pairs[index][1],
-                downstream=downstream[index + 1],
-            )
-        )
-    return downstream[0], stages
+        links: dict[str, object] = {
+            "upstream": wires.up(stage, turn),
+            "downstream": wires.down(stage, turn),
+        }
+        if turn.replicas > 1:
+            links["siblings"] = wires.beside(stage, turn)
+        stages.append(make_stage(part, optimizer, order.settings(stage, turn), **links))
+    return wires.down(0, ALONE), stages

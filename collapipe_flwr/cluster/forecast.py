@@ -167,7 +167,8 @@ def _words(plan: ClusterPlan, cluster: ClusterProfile) -> str:
     used = {name: size for name, size in plan.memory_bytes.items() if name in memory}
     fullest = max(used, key=lambda name: used[name] / memory[name])
     segments = ", ".join(
-        f"{s.device_id.rpartition('/')[2]} {_range(s.first_block, s.stop_block)}"
+        f"{' and '.join(name.rpartition('/')[2] for name in s.device_ids)} "
+        f"{_range(s.first_block, s.stop_block)}"
         for s in plan.segments
     )
     return (

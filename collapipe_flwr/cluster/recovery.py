@@ -5,7 +5,8 @@ interval either ends with those states in hand, or it changes nothing that the c
 Before each one the control unit holds the state of every segment, and the edge a snapshot of its
 decoder after the same step. When anything breaks, the interval is void on all sides at once: the
 edge rolls back to its snapshot, the segments are placed again by a plan for the devices that still
-answer, and the same batches are replayed with the same seeds. So no step is applied twice or half,
+answer (without moving a block where every stage has a replica left), and the same batches are
+replayed with the same seeds. So no step is applied twice or half,
 and the weights are those of an undisturbed run on the new plan.
 
 With ``snapshot_every`` 0 the round is one interval: its first state came with the order and costs
@@ -26,8 +27,9 @@ from itertools import count
 from typing import Protocol, TypeVar
 
 from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig, generate_texts
-from collapipe_flwr.cluster.fleet import CONTROL_UNIT, Fleet, RoundOrder
+from collapipe_flwr.cluster.fleet import Fleet, RoundOrder
 from collapipe_flwr.cluster.suspects import Suspects
+from collapipe_flwr.cluster.wires import CONTROL_UNIT
 from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
 from collapipe_flwr.core.errors import Blame, InfeasibleError, LinkError, MemberFailed
 from collapipe_flwr.costs.work import PricingOptions
@@ -39,6 +41,7 @@ from collapipe_flwr.pipeline.roles import FirstStage
 from collapipe_flwr.pipeline.soundness import oddity
 from collapipe_flwr.pipeline.state import PartState, load_optimizer_state, optimizer_state_of
 from collapipe_flwr.pipeline.step import MicroBatch, StepResult
+from collapipe_flwr.scheduler.remaining import without_lost
 from collapipe_flwr.scheduler.replan import ReplanInput, replan
 from collapipe_flwr.transport.weights import TransferStats
 
@@ -146,6 +149,8 @@ def evaluate_chain(
     embedding = splitter.build_embedding(order.weights)
     optimizer = Optimizer(order.learning.optimizer, embedding.named_parameters())
     taken, generates = tuple(batches), wanted is not None and wanted.generates(splitter.decodes)
+    if generates:  # a text stays on the devices that keep its hidden states
+        order = order.without_replicas
     predict = "" if wanted is None or generates else wanted.kind
     with fleet.chain(splitter, order) as chain:
         first = FirstStage(embedding, optimizer, order.settings(0), downstream=chain.link)
@@ -297,7 +302,7 @@ class RecoveringRound:
         noticed_s, plan = time.monotonic(), self.order.plan
         ids = [device.device_id for device in self._recovery.profile.devices]
         missing = self._fleet.missing(ids)
-        lost = tuple(s.device_id for s in plan.segments if s.device_id in missing)
+        lost = tuple(name for name in plan.device_ids if name in missing)
         log.warning("cluster %s: %s", plan.cluster_id, error)
         quarantined = "" if lost else self.suspects.convict(error, plan, last=last)
         if quarantined:
@@ -306,8 +311,9 @@ class RecoveringRound:
         self._lost.update(lost)
         if lost:
             present = [name for name in ids if name not in missing | self._lost]
+            remains = self._remains(present)
             try:
-                plan = replan(plan, self._remains(present))
+                plan = without_lost(plan, remains) or replan(plan, remains)
             except InfeasibleError as short:
                 raise InfeasibleError(self.suspects.shortage(str(short))) from error
             self.order = replace(self.order, plan=plan)
@@ -315,7 +321,7 @@ class RecoveringRound:
             self._recovery.edge.rollback(self._done)
         except LinkError as gone:
             raise LinkError(f"{error}; the round cannot be replayed: {gone}") from error
-        where = ", ".join(s.device_id for s in plan.segments)
+        where = ", ".join(plan.device_ids)
         log.warning("replaying from step %d on %s", self._done, where)
         return Incident(
             reason=self.suspects.quarantined.get(quarantined, str(error)),

@@ -7,12 +7,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import TypeVar
 
 from torch import Tensor
 
-from collapipe_flwr.cluster.fleet import CONTROL_UNIT, RoundOrder, Segments
+from collapipe_flwr.cluster.fleet import Holder, RoundOrder, Segments
+from collapipe_flwr.cluster.routes import Routes
+from collapipe_flwr.cluster.wires import CONTROL_UNIT
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.core.errors import (
     Blame,
@@ -25,8 +26,10 @@ from collapipe_flwr.core.errors import (
     Unreachable,
 )
 from collapipe_flwr.core.links import Heartbeat, LinkConfig
+from collapipe_flwr.core.turns import ALONE
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.pipeline.config import NextHop, Placement, SessionKey, SessionRequest
+from collapipe_flwr.pipeline.fan import fan_of
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.state import PartState
 from collapipe_flwr.transport.client import EdgeClient, Session
@@ -59,20 +62,24 @@ class RemoteFleet:
     def chain(self, splitter: AnySplitter, order: RoundOrder) -> Iterator[RemoteChain]:
         """See `Fleet.chain`; every session is closed afterwards, as far as devices answer."""
         with ExitStack() as stack:
-            members = [
-                stack.enter_context(self._client(segment.device_id))
-                for segment in order.plan.segments
+            places = {name: self._hop(name) for name in order.plan.device_ids}
+            links = [self._limited(hop) for hop in order.hops]
+            routes = Routes(order, places, self._edge(), links)
+            sessions = [
+                Hosted(
+                    stack.enter_context(self._client(holder.device_id)),
+                    _request(splitter, order, holder, routes),
+                )
+                for holder in order.holders
             ]
-            hops = [*(self._hop(s.device_id) for s in order.plan.segments), self._edge()]
-            hops = [
-                replace(hop, link=self._limited(c)) for hop, c in zip(hops, order.hops, strict=True)
-            ]
-            requests = _requests(splitter, order, hops)
-            sessions = [Hosted(*pair) for pair in zip(members, requests, strict=True)]
             stack.callback(_close_all, sessions)
             _at_once(lambda hosted: hosted.open(splitter, order), sessions)
-            link = sessions[0].session.stream(name=CONTROL_UNIT, config=hops[0].link)
-            stack.callback(link.close)
+            first = sessions[: order.plan.replicas[1]]
+            joined = []
+            for hosted in first:
+                joined.append(hosted.session.stream(name=CONTROL_UNIT, config=links[0]))
+                stack.callback(joined[-1].close)
+            link = fan_of(joined, ALONE)
             try:
                 yield RemoteChain(link, sessions)
             except BaseException as error:
@@ -173,8 +180,11 @@ class Hosted:
             self.moved.append(self.session.push_missing(tensors))
 
     def collect(self, keep_optimizer: bool) -> Segments:
-        """The segment and its report."""
+        """The segment and its report; replicas but the first, which are equal, report only."""
         report = self.session.report()
+        if self.request.stage.turn.replica:
+            moved = sum(self.moved, TransferStats())
+            return Segments(state=PartState(weights={}), reports=(report,), moved=moved)
         tensors, moved = self.session.fetch_changed(self.pushed, with_optimizer=keep_optimizer)
         self.moved.append(moved)
         state = PartState.of_tensors(tensors)
@@ -215,27 +225,26 @@ class RemoteChain:
         )
 
 
-def _requests(
-    splitter: AnySplitter, order: RoundOrder, hops: Sequence[NextHop]
-) -> list[SessionRequest]:
-    """A session per segment; ``hops`` are those sessions and the one of the edge."""
-    return [
-        SessionRequest(
-            key=here.key,
-            spec_json=splitter.spec.to_json(),
-            stage=order.settings(index),
-            placement=Placement(
-                blocks=(segment.first_block, segment.stop_block),
-                next_hop=behind,
-                tx_power_w=order.plan.tx_power_w.get(segment.device_id),
-            ),
-            optimizer=order.learning.optimizer,
-            keep_optimizer=order.keep_optimizer,
-        )
-        for index, (segment, (here, behind)) in enumerate(
-            zip(order.plan.segments, pairwise(hops), strict=True), start=1
-        )
-    ]
+def _request(
+    splitter: AnySplitter, order: RoundOrder, holder: Holder, routes: Routes
+) -> SessionRequest:
+    """The session of one device."""
+    segment = holder.segment
+    next_hop, *more_hops = routes.down(holder)
+    return SessionRequest(
+        key=routes.places[holder.device_id].key,
+        spec_json=splitter.spec.to_json(),
+        stage=order.settings(holder.stage, holder.turn),
+        placement=Placement(
+            blocks=(segment.first_block, segment.stop_block),
+            next_hop=next_hop,
+            tx_power_w=order.plan.tx_power_w.get(holder.device_id),
+            more_hops=tuple(more_hops),
+            sibling=routes.ahead(holder),
+        ),
+        optimizer=order.learning.optimizer,
+        keep_optimizer=order.keep_optimizer,
+    )
 
 
 def _at_once(work: Callable[[Hosted], Answer], sessions: Sequence[Hosted]) -> list[Answer]:

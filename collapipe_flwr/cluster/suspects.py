@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 
-from collapipe_flwr.cluster.fleet import CONTROL_UNIT
+from collapipe_flwr.cluster.wires import CONTROL_UNIT
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import (
     Blame,

@@ -23,7 +23,12 @@ def parse_section(default: T, prefix: str, values: Mapping[str, Value]) -> T:
             found[field_.name] = parse_section(getattr(default, field_.name), prefix, values)
         elif name in values:
             found[field_.name] = _parsed(name, values[name], field_)
-    return replace(default, **found)  # type: ignore[type-var]
+    try:
+        return replace(default, **found)  # type: ignore[type-var]
+    except ConfigError as error:  # of values that do not go together
+        if str(error).startswith(prefix):
+            raise
+        raise ConfigError(f"{prefix}{error}") from error
 
 
 def flatten_section(section: Any, prefix: str) -> dict[str, Value]:

@@ -145,16 +145,27 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Blocks ``first_block .. stop_block - 1`` on one device."""
+    """Blocks ``first_block .. stop_block - 1`` on one device, or on it and its ``replicas``.
+
+    Micro-batches alternate among them: m passes number m mod R of all R, the device being 0.
+    """
 
     device_id: str
     first_block: int
     stop_block: int
+    replicas: tuple[str, ...] = ()
+
+    @property
+    def device_ids(self) -> tuple[str, ...]:
+        """All that hold the blocks, in the order of their turns."""
+        return (self.device_id, *self.replicas)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPlan:
     """What one cluster does in one round; segments stand in pipeline order.
+
+    ``warmup_depth`` holds for every replica of a stage.
 
     ``tx_power_w`` is the power of every member's activations (towards the next stage, the control
     unit included), ``gradient_power_w`` that of every device's gradients (towards the previous
@@ -182,6 +193,16 @@ class ClusterPlan:
         """The control unit, which alone sends no gradients, and the devices in pipeline order."""
         control_unit = next(name for name in self.tx_power_w if name not in self.gradient_power_w)
         return (control_unit, *(segment.device_id for segment in self.segments))
+
+    @property
+    def device_ids(self) -> tuple[str, ...]:
+        """Every device with a segment, in pipeline order, replicas next to each other."""
+        return tuple(name for segment in self.segments for name in segment.device_ids)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """How many workers every stage has: control unit, segments, edge."""
+        return (1, *(len(segment.device_ids) for segment in self.segments), 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,9 @@ _OWN = ("collapipe_flwr", "client_app", "server_app")
 
 
 class CollaPipeError(Exception):
-    """Base of everything that CollaPipe raises on purpose."""
+    """Base of everything that CollaPipe raises on purpose; a command ends with ``exit_code``."""
+
+    exit_code = 1
 
 
 class ConfigError(CollaPipeError):
@@ -113,6 +115,16 @@ class Diverged(CollaPipeError):
 
 class RunError(CollaPipeError):
     """A federated run that cannot go on."""
+
+
+@contextmanager
+def wrong_input() -> Iterator[None]:
+    """Let a command end with exit code 2 by what the body refuses, as by a wrong option."""
+    try:
+        yield
+    except CollaPipeError as error:
+        error.exit_code = 2
+        raise
 
 
 @contextmanager

@@ -29,21 +29,26 @@ class LinkConfig:
     """Codec of hidden states and gradients, and the rates that senders keep to.
 
     In a plan the rates are those that the planned power and bandwidth reach, None where nobody
-    computed them.
+    computed them. Where the sender is one of several replicas of its stage, the receiver takes
+    micro-batches from ``lanes`` links in turn, and this is number ``lane``; without lanes the link
+    joins two replicas of one stage.
     """
 
     codec: str = "fp32"
     forward_bit_per_s: float | None = None
     backward_bit_per_s: float | None = None
+    lane: int = 0
+    lanes: int = 1
 
     @property
     def unpaced(self) -> LinkConfig:
         """The same link without rate limits."""
-        return LinkConfig(codec=self.codec)
+        return replace(self, forward_bit_per_s=None, backward_bit_per_s=None)
 
     def limited(self, codec: str, bit_per_s: float | None) -> LinkConfig:
         """The same link bound to ``codec`` (empty: its own), and to the slower of two rates."""
-        return LinkConfig(
+        return replace(
+            self,
             codec=codec or self.codec,
             forward_bit_per_s=slower(self.forward_bit_per_s, bit_per_s),
             backward_bit_per_s=slower(self.backward_bit_per_s, bit_per_s),

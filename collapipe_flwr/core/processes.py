@@ -3,9 +3,10 @@
 The parent holds a pipe open, and the child has the other end as its stdin. The kernel closes the
 pipe with the parent, also on SIGKILL, and the child ends itself as by SIGTERM.
 
-Run as ``python -P -m collapipe_flwr.core.processes COMMAND ...`` with a pipe as stdin (`keeping`),
-this module runs a program that is not ours. It ends with the status of the command, or ends the
-command, with its children, when the pipe is closed or on SIGTERM.
+Run as ``python -P -m collapipe_flwr.core.processes SECONDS COMMAND ...`` with a pipe as stdin
+(`keeping`), this module runs a program that is not ours. It ends with the status of the command, or
+ends the command, with its children, when the pipe is closed or on SIGTERM: by SIGTERM to all of
+them, and by SIGKILL to those that are left after so many seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 _STOP_S = 20.0
-_PROBE_S = 0.25
+_PROBE_S = 0.1
 _SIGNS = (signal.SIGTERM, signal.SIGINT)
 _Handler = Callable[[int, FrameType | None], object]
 
@@ -35,16 +36,19 @@ def stopping() -> Iterator[threading.Event]:
 
 
 @contextmanager
-def terminable() -> Iterator[None]:
+def terminable(answer: Callable[[], str] | None = None) -> Iterator[None]:
     """Turn SIGTERM and SIGINT into SystemExit in the body, so that it stops what it has started.
 
-    Further signals are ignored, so cleanup must have deadlines of its own.
+    What ``answer`` returns is written to stderr at once. Further signals are ignored, so cleanup
+    must have deadlines of its own.
     """
 
     def leave(signum: int, frame: FrameType | None) -> None:
         del frame
         for sign in _SIGNS:
             signal.signal(sign, signal.SIG_IGN)
+        if answer is not None:  # unbuffered: the body may be in the midst of printing
+            os.write(2, f"{answer()}\n".encode())
         raise SystemExit(128 + signum)
 
     with _handled(leave):
@@ -92,16 +96,21 @@ def _read(take: Callable[[str], object] | None) -> None:
     signal.pthread_kill(main, signal.SIGTERM)
 
 
-def keeping(command: Sequence[str]) -> list[str]:
-    """Return the command that runs ``command``; leaving a `Popen` of it with a pipe ends both."""
-    return [sys.executable, "-P", "-m", "collapipe_flwr.core.processes", *command]
+def keeping(command: Sequence[str], patience_s: float = _STOP_S) -> list[str]:
+    """Return the command that runs ``command``; leaving a `Popen` of it with a pipe ends both.
+
+    What has not ended ``patience_s`` after it was asked to is killed.
+    """
+    keeper = [sys.executable, "-P", "-m", "collapipe_flwr.core.processes"]
+    return [*keeper, str(patience_s), *command]
 
 
 def main() -> None:
     """Run the command on the command line, its stdin empty, in a session of its own."""
     end_with_parent()
+    patience_s, *command = sys.argv[1:]
     with stopping() as stop:
-        process = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
         def wait() -> None:
             process.wait()
@@ -110,27 +119,9 @@ def main() -> None:
         threading.Thread(target=wait, daemon=True).start()
         stop.wait()
         if process.poll() is None:
-            _end(process)
+            _end({process.pid, *_groups_below(process.pid)}, float(patience_s))
+            process.wait()
     raise SystemExit(process.returncode if process.returncode >= 0 else 128 - process.returncode)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    groups = _groups_below(process.pid)
-    _stop_group(process)
-    for group in groups:
-        _end_group(group)
-
-
-def _stop_group(process: subprocess.Popen[bytes]) -> None:
-    """Send SIGTERM to the process group of the command, SIGKILL after the deadline."""
-    for sign in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, sign)
-            process.wait(timeout=_STOP_S)
-        except ProcessLookupError:
-            return
-        except subprocess.TimeoutExpired:
-            continue
 
 
 def _groups_below(pid: int) -> set[int]:
@@ -142,17 +133,24 @@ def _groups_below(pid: int) -> set[int]:
     return {group for parent, group in rows if parent == pid and group != pid}
 
 
-def _end_group(group: int) -> None:
-    """Do the same to a process group that holds no child of ours."""
-    deadline = time.monotonic() + _STOP_S
+def _end(groups: set[int], patience_s: float) -> None:
+    """Send SIGTERM to all groups, and SIGKILL to those that are left at the deadline."""
+    deadline = time.monotonic() + patience_s
+    left = {group for group in groups if _signalled(group, signal.SIGTERM)}
+    while left and time.monotonic() < deadline:
+        time.sleep(_PROBE_S)
+        left = {group for group in left if _signalled(group, 0)}
+    for group in left:
+        _signalled(group, signal.SIGKILL)
+
+
+def _signalled(group: int, signum: int) -> bool:
+    """Whether the group still had a process, which got the signal (0: none)."""
     try:
-        os.killpg(group, signal.SIGTERM)
-        while time.monotonic() < deadline:
-            os.killpg(group, 0)  # raises when nobody is left
-            time.sleep(_PROBE_S)
-        os.killpg(group, signal.SIGKILL)
+        os.killpg(group, signum)
     except ProcessLookupError:
-        return
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -2,21 +2,22 @@
 
 A `Schedule` lists the forward and backward passes of every stage (0 is the control unit, the last
 one the edge). Stages execute these actions, `Schedule.dry_run` checks them without computing, and
-`replay` plays them in time, which prices 1F1B: no closed form with slow links is known for it.
-Standard library only.
+`replay` plays them in time.
+A stage with replicas has as many *workers*, among which micro-batches alternate (`turns`); all
+others have one. Standard library only.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
 from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.core.turns import ALONE, Turn, turns
 
 SCHEDULES = ("gpipe", "1f1b")
 
@@ -43,19 +44,23 @@ Actions = tuple[Action, ...]
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The actions of every stage in one optimizer step."""
+    """The actions of every worker in one optimizer step, stage by stage.
+
+    ``replicas`` are those of every stage; without them every stage has one worker.
+    """
 
     name: str
     actions: tuple[Actions, ...]
+    replicas: tuple[int, ...] = ()
 
     def grid(self) -> str:
         """One line per stage, one column per time slot (every action takes one slot)."""
         slots = self._slots(queue_frames=None)
         width = max(len(str(a)) for stage in self.actions for a in stage) + 1
         lines = []
-        for stage in range(len(self.actions)):
-            cells = [str(slot.get(stage, "·")).ljust(width) for slot in slots]
-            lines.append(f"stage {stage} | " + "".join(cells).rstrip())
+        for worker, place in enumerate(self.workers.places):
+            cells = [str(slot.get(worker, "·")).ljust(width) for slot in slots]
+            lines.append(f"stage {place} | " + "".join(cells).rstrip())
         return "\n".join(lines)
 
     def dry_run(self, queue_frames: int | None = None) -> int:
@@ -66,28 +71,61 @@ class Schedule:
         """
         return len(self._slots(queue_frames))
 
+    @property
+    def workers(self) -> Workers:
+        """Who executes the actions."""
+        return Workers(self.replicas or (1,) * len(self.actions))
+
     def in_flight(self) -> tuple[int, ...]:
-        """Per stage, the most micro-batches that wait for their backward at any time."""
+        """Per worker, the most micro-batches that wait for their backward at any time."""
         return tuple(
             max(accumulate((1 if op is Op.FORWARD else -1 for op, _ in stage), initial=0))
             for stage in self.actions
         )
 
     def _slots(self, queue_frames: int | None) -> list[dict[int, Action]]:
-        """The actions done in every time slot by stage; an action sees only earlier slots."""
-        progress = _Progress(self.actions, queue_frames)
+        """The actions done in every time slot by worker; an action sees only earlier slots."""
+        progress = _Progress(self, queue_frames)
         slots: list[dict[int, Action]] = []
         while blockers := progress.blockers():
-            ready = [stage for stage, reason in blockers.items() if not reason]
+            ready = [worker for worker, reason in blockers.items() if not reason]
             if not ready:
                 raise ScheduleError(f"schedule {self.name} blocks: {'; '.join(blockers.values())}")
-            slots.append({stage: progress.advance(stage) for stage in ready})
+            slots.append({worker: progress.advance(worker) for worker in ready})
         return slots
 
 
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One replica of one stage; prints as the stage's number, with its own where it has others."""
+
+    stage: int
+    turn: Turn
+
+    def __str__(self) -> str:
+        return f"{self.stage}" if self.turn.replicas == 1 else f"{self.stage}.{self.turn.replica}"
+
+
+class Workers:
+    """All workers of a chain, numbered stage by stage, from the replicas of every stage."""
+
+    def __init__(self, replicas: Sequence[int]) -> None:
+        self.places = tuple(
+            Worker(s, turn) for s, count in enumerate(replicas) for turn in turns(count)
+        )
+        self._replicas = tuple(replicas)
+        self._first = tuple(accumulate(replicas, initial=0))
+
+    def at(self, stage: int, micro_batch: int) -> int | None:
+        """The worker of a stage that a micro-batch passes; None beyond the ends of the chain."""
+        if not 0 <= stage < len(self._replicas):
+            return None
+        return self._first[stage] + micro_batch % self._replicas[stage]
+
+
 @lru_cache(maxsize=1024)
-def stage_actions(name: str, depth: int, micro_batches: int) -> Actions:
-    """The actions of one stage.
+def stage_actions(name: str, depth: int, micro_batches: int, turn: Turn = ALONE) -> Actions:
+    """The actions of one stage, or of one of its replicas, with its own micro-batches.
 
     `gpipe`: all forwards, then all backwards (`depth` is ignored). `1f1b`: `depth` forwards to
     warm up, then one backward and one forward in turn, so at most `depth` are in flight; from
@@ -95,24 +133,25 @@ def stage_actions(name: str, depth: int, micro_batches: int) -> Actions:
     """
     if micro_batches < 1:
         raise ScheduleError(f"micro-batches must be >= 1, got {micro_batches}")
+    own = turn.own(micro_batches)
     if name == "gpipe":
         depth = micro_batches
     elif name != "1f1b":
         raise ScheduleError(f"schedule must be one of {', '.join(SCHEDULES)}, got {name!r}")
     if depth < 1:
         raise ScheduleError(f"warm-up depth must be >= 1, got {depth}")
-    warm = min(depth, micro_batches)
-    actions = [Action(Op.FORWARD, m) for m in range(warm)]
-    for m in range(micro_batches):
+    warm = min(depth, len(own))
+    actions = [Action(Op.FORWARD, m) for m in own[:warm]]
+    for done, m in enumerate(own):
         actions.append(Action(Op.BACKWARD, m))
-        if m + warm < micro_batches:
-            actions.append(Action(Op.FORWARD, m + warm))
+        if done + warm < len(own):
+            actions.append(Action(Op.FORWARD, own[done + warm]))
     return tuple(actions)
 
 
-def forward_actions(micro_batches: int) -> Actions:
-    """The actions of one stage in evaluation."""
-    return tuple(Action(Op.FORWARD, m) for m in range(micro_batches))
+def forward_actions(micro_batches: int, turn: Turn) -> Actions:
+    """The actions of one worker in evaluation."""
+    return tuple(Action(Op.FORWARD, m) for m in turn.own(micro_batches))
 
 
 def gpipe(stages: int, micro_batches: int) -> Schedule:
@@ -125,214 +164,87 @@ def one_f_one_b(depths: Sequence[int], micro_batches: int) -> Schedule:
     return build_schedule("1f1b", depths, micro_batches)
 
 
-def build_schedule(name: str, depths: Sequence[int], micro_batches: int) -> Schedule:
+def build_schedule(
+    name: str, depths: Sequence[int], micro_batches: int, replicas: Sequence[int] = ()
+) -> Schedule:
     """The schedule `name` over `len(depths)` stages. Raises ScheduleError if it would block."""
-    schedule = Schedule(name, tuple(stage_actions(name, d, micro_batches) for d in depths))
+    schedule = unchecked_schedule(name, depths, micro_batches, replicas)
     schedule.dry_run()
     return schedule
 
 
+def textbook_depths(replicas: Sequence[int], slack: int = 0) -> tuple[int, ...]:
+    """Warm-up depths of 1F1B, of every replica: a micro-batch per worker from here to the edge.
+
+    With ``slack`` every stage has so many more in flight than the one behind it.
+    """
+    behind = list(accumulate(reversed(replicas)))
+    flights = reversed([most + slack * place for place, most in enumerate(behind)])
+    return tuple(-(-most // own) for most, own in zip(flights, replicas, strict=True))
+
+
+def unchecked_schedule(
+    name: str, depths: Sequence[int], micro_batches: int, replicas: Sequence[int] = ()
+) -> Schedule:
+    """As `build_schedule`, which may block; a depth is that of each replica."""
+    counts = tuple(replicas) or (1,) * len(depths)
+    actions = tuple(
+        stage_actions(name, depths[worker.stage], micro_batches, worker.turn)
+        for worker in Workers(counts).places
+    )
+    return Schedule(name, actions, counts)
+
+
 class _Progress:
-    """How far each stage has come, and the micro-batches queued in each link.
+    """How far each worker has come, and the micro-batches queued in each link.
 
     Frames are taken from a link in the order they were put.
     """
 
-    def __init__(self, actions: tuple[Actions, ...], queue_frames: int | None) -> None:
-        self._actions, self._queue_frames = actions, queue_frames
-        self._stages = range(len(actions))
-        self._next = [0] * len(actions)
-        self._stashed: list[set[int]] = [set() for _ in actions]
-        self._links: dict[tuple[int, int], list[int]] = {}  # (from, to) -> micro-batches inside
+    def __init__(self, schedule: Schedule, queue_frames: int | None) -> None:
+        self._actions, self._queue_frames = schedule.actions, queue_frames
+        self._workers = schedule.workers
+        self._next = [0] * len(self._actions)
+        self._stashed: list[set[int]] = [set() for _ in self._actions]
+        self._links: dict[
+            tuple[int, int | None], list[int]
+        ] = {}  # (from, to) -> micro-batches inside
 
     def blockers(self) -> dict[int, str]:
-        """Why each stage that has actions left cannot do the next one now; empty where it can."""
+        """Why each worker that has actions left cannot do the next one now; empty where it can."""
         return {
-            stage: self._blocker(stage, actions[at])
-            for stage, (actions, at) in enumerate(zip(self._actions, self._next, strict=True))
+            worker: self._blocker(worker, actions[at])
+            for worker, (actions, at) in enumerate(zip(self._actions, self._next, strict=True))
             if at < len(actions)
         }
 
-    def advance(self, stage: int) -> Action:
-        action = self._actions[stage][self._next[stage]]
-        source, target = self._route(stage, action)
-        if source in self._stages:
-            self._links[source, stage].pop(0)
-        if target in self._stages:
-            self._links.setdefault((stage, target), []).append(action.micro_batch)
+    def advance(self, worker: int) -> Action:
+        action = self._actions[worker][self._next[worker]]
+        source, target = self._route(worker, action)
+        if source is not None:
+            self._links[source, worker].pop(0)
+        if target is not None:
+            self._links.setdefault((worker, target), []).append(action.micro_batch)
         if action.op is Op.FORWARD:
-            self._stashed[stage].add(action.micro_batch)
-        self._next[stage] += 1
+            self._stashed[worker].add(action.micro_batch)
+        self._next[worker] += 1
         return action
 
-    def _blocker(self, stage: int, action: Action) -> str:
-        source, target = self._route(stage, action)
-        if source in self._stages:
-            inside = self._links.get((source, stage), [])
+    def _blocker(self, worker: int, action: Action) -> str:
+        source, target = self._route(worker, action)
+        places, here = self._workers.places, f"stage {self._workers.places[worker]}"
+        if source is not None:
+            inside = self._links.get((source, worker), [])
             if inside[:1] != [action.micro_batch]:
-                return f"stage {stage} waits with {action} for stage {source}"
-        queued = len(self._links.get((stage, target), []))
-        if target in self._stages and queued == self._queue_frames:
-            return f"stage {stage} cannot send {action} to stage {target}, whose queue is full"
-        if action.op is Op.BACKWARD and action.micro_batch not in self._stashed[stage]:
-            return f"stage {stage} has {action} before its forward"
+                return f"{here} waits with {action} for stage {places[source]}"
+        queued = len(self._links.get((worker, target), []))
+        if target is not None and queued == self._queue_frames:
+            return f"{here} cannot send {action} to stage {places[target]}, whose queue is full"
+        if action.op is Op.BACKWARD and action.micro_batch not in self._stashed[worker]:
+            return f"{here} has {action} before its forward"
         return ""
 
-    def _route(self, stage: int, action: Action) -> tuple[int, int]:
+    def _route(self, worker: int, action: Action) -> tuple[int | None, int | None]:
         step = 1 if action.op is Op.FORWARD else -1
-        return stage - step, stage + step
-
-
-# -- replay in time -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTimes:
-    """Seconds per micro-batch: `stage_s[op][stage]` and `hop_s[op][hop]`.
-
-    `weights_s[stage]` is the part of a backward pass that comes after its gradient was handed on;
-    where nothing is given all of it comes before. Half-duplex links serve both directions with
-    one resource.
-    """
-
-    stage_s: tuple[tuple[float, ...], tuple[float, ...]]
-    hop_s: tuple[tuple[float, ...], tuple[float, ...]]
-    half_duplex: bool = False
-    weights_s: tuple[float, ...] = ()
-
-    @property
-    def stages(self) -> int:
-        """Number of stages; there is one hop fewer."""
-        return len(self.stage_s[0])
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One use of one resource: "stage 2", "hop 1 forward", "hop 1 backward" or "hop 1"."""
-
-    resource: str
-    micro_batch: int
-    start_s: float
-    end_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """What happened when."""
-
-    makespan_s: float
-    spans: tuple[Span, ...]
-
-
-def replay(times: StepTimes, depths: Sequence[int], micro_batches: int) -> Trace:
-    """Play one 1F1B step with these warm-up depths; from `micro_batches` on a depth is GPipe's.
-
-    A stage runs its actions in order, a link carries one payload at a time, first come first
-    served. Raises ScheduleError on deadlock.
-    """
-    if len(depths) != times.stages:
-        raise ScheduleError(f"{times.stages} stages need as many depths, got {len(depths)}")
-    orders = tuple(stage_actions("1f1b", depth, micro_batches) for depth in depths)
-    trace = _Replay(times, orders).run()
-    if trace is None:
-        Schedule("1f1b", orders).dry_run()  # says why
-        raise AssertionError("a replay blocked where the dry run does not")
-    return trace
-
-
-_Done = Callable[[int, Action], None]
-
-
-@dataclass(slots=True)
-class _Link:
-    """One direction of a link, or both, with what waits for it."""
-
-    name: str
-    busy: bool = False
-    queue: list[Action] = field(default_factory=list)
-
-
-class _Replay:
-    """The state of a replay: the next event is always the earliest end of a span."""
-
-    def __init__(self, times: StepTimes, orders: Sequence[Actions]) -> None:
-        self.times, self.orders = times, orders
-        self.last = times.stages - 1
-        self.at = [0] * times.stages
-        self.stage_busy = [False] * times.stages
-        self.arrived: set[tuple[int, Action]] = set()
-        self.links = [self._link_pair(hop) for hop in range(self.last)]
-        self.events: list[tuple[float, int, _Done, int, Action]] = []  # end, serial number, ...
-        self.spans: list[Span] = []
-        self.now = 0.0
-
-    def _link_pair(self, hop: int) -> tuple[_Link, _Link]:
-        if self.times.half_duplex:
-            shared = _Link(f"hop {hop}")
-            return shared, shared
-        return _Link(f"hop {hop} forward"), _Link(f"hop {hop} backward")
-
-    def run(self) -> Trace | None:
-        """What happened when, or None where the stages block each other."""
-        self.arrived |= {(0, action) for action in self.orders[0] if action.op is Op.FORWARD}
-        for stage in range(self.times.stages):
-            self._start_stage(stage)
-        while self.events:
-            self.now, _, done, place, action = heapq.heappop(self.events)
-            done(place, action)
-        if any(at < len(order) for at, order in zip(self.at, self.orders, strict=True)):
-            return None
-        return Trace(self.now, tuple(self.spans))
-
-    def _use(self, name: str, length_s: float, done: _Done, place: int, action: Action) -> None:
-        """Occupy a resource from now on; `done` is called with place and action at the end."""
-        end = self.now + length_s
-        heapq.heappush(self.events, (end, len(self.spans), done, place, action))
-        self.spans.append(Span(name, action.micro_batch, self.now, end))
-
-    def _start_stage(self, stage: int) -> None:
-        if self.stage_busy[stage] or self.at[stage] == len(self.orders[stage]):
-            return
-        action = self.orders[stage][self.at[stage]]
-        if (stage, action) not in self.arrived:
-            return
-        self.stage_busy[stage] = True
-        length = self.times.stage_s[action.op][stage]
-        self._use(f"stage {stage}", length, self._pass_done, stage, action)
-
-    def _pass_done(self, stage: int, action: Action) -> None:
-        if action.op is Op.FORWARD and stage == self.last:
-            self.arrived.add((stage, Action(Op.BACKWARD, action.micro_batch)))
-        elif action.op is Op.FORWARD:
-            self._request(stage, action)
-        elif stage > 0:
-            self._request(stage - 1, action)
-        if action.op is Op.BACKWARD and self.times.weights_s:
-            length = self.times.weights_s[stage]
-            self._use(f"stage {stage}", length, self._stage_done, stage, action)
-        else:
-            self._stage_done(stage, action)
-
-    def _stage_done(self, stage: int, _: Action) -> None:
-        self.stage_busy[stage] = False
-        self.at[stage] += 1
-        self._start_stage(stage)
-
-    def _request(self, hop: int, action: Action) -> None:
-        self.links[hop][action.op].queue.append(action)
-        self._start_hop(hop, action.op)
-
-    def _start_hop(self, hop: int, op: Op) -> None:
-        link = self.links[hop][op]
-        if link.busy or not link.queue:
-            return
-        link.busy = True
-        action = link.queue.pop(0)
-        self._use(link.name, self.times.hop_s[action.op][hop], self._hop_done, hop, action)
-
-    def _hop_done(self, hop: int, action: Action) -> None:
-        self.links[hop][action.op].busy = False
-        stage = hop + 1 if action.op is Op.FORWARD else hop
-        self.arrived.add((stage, action))
-        self._start_stage(stage)
-        self._start_hop(hop, action.op)
+        at, stage = self._workers.at, self._workers.places[worker].stage
+        return at(stage - step, action.micro_batch), at(stage + step, action.micro_batch)

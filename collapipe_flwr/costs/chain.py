@@ -15,7 +15,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from collapipe_flwr.core.schedule import StepTimes
+from collapipe_flwr.core.replay import StepTimes
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.layouts import Hops, Layouts, hops_of
 from collapipe_flwr.costs.makespan import (

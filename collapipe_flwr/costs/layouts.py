@@ -213,15 +213,21 @@ def rows_of_plans(tables: Tables, plans: Sequence[ClusterPlan]) -> Layouts:
 
 
 def _member_indices(tables: Tables, m: int, plan: ClusterPlan) -> Ints:
-    devices = tables.snapshot.clusters[m].profile.devices
-    index = {device.device_id: n + 1 for n, device in enumerate(devices)}
-    missing = [s.device_id for s in plan.segments if s.device_id not in index]
+    """Of the first device of every segment; replicas must be connected as well."""
+    index = member_indices(tables, m)
+    missing = [name for name in plan.device_ids if name not in index]
     if missing:
         raise ScheduleError(
             f"plan of cluster {plan.cluster_id!r} uses devices {missing} that are not "
             "connected: plan the round again"
         )
     return np.array([index[s.device_id] for s in plan.segments], dtype=np.int64)
+
+
+def member_indices(tables: Tables, m: int) -> dict[str, int]:
+    """Place on the member axis of every device of a cluster."""
+    devices = tables.snapshot.clusters[m].profile.devices
+    return {device.device_id: n + 1 for n, device in enumerate(devices)}
 
 
 def with_codecs(tables: Tables, rows: Layouts, codec_rh: Ints) -> Tables:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from collapipe_flwr.core.schedule import StepTimes, replay
+from collapipe_flwr.core.replay import StepTimes, replay
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.work import PricingOptions
 

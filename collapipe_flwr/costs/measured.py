@@ -37,7 +37,8 @@ def stage_parts(
         blocks = model.blocks[segment.first_block : segment.stop_block]
         again = sum(block.forward_flop for block in blocks) if recompute else 0.0
         flop = sum(block.forward_flop + block.backward_flop for block in blocks) + again
-        parts[segment.device_id] = (len(blocks) * (1.0 + AHEAD * recompute), flop)
+        own = (len(blocks) * (1.0 + AHEAD * recompute), flop)
+        parts |= dict.fromkeys(segment.device_ids, own)
     return parts
 
 

@@ -25,7 +25,8 @@ from collapipe_flwr.costs.chain import (
 from collapipe_flwr.costs.layouts import planned_codecs, restricted, rows_of_plans, stage_names
 from collapipe_flwr.costs.makespan import Depths
 from collapipe_flwr.costs.radio import rate_bit_per_s
-from collapipe_flwr.costs.tables import tabulate
+from collapipe_flwr.costs.replicas import price_replicated
+from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.work import PricingOptions, peak_bytes
 
 
@@ -59,9 +60,13 @@ def price(plan: Plan, snapshot: Snapshot, options: PricingOptions | None = None)
     chain = _chain(plan, snapshot, options or PricingOptions())
     powers = planned_powers(chain, plan.clusters)
     times = achieved_times(chain, plan.clusters, powers)
-    depths = [c.warmup_depth for c in plan.clusters]
+    depths = [_depths_alone(c) for c in plan.clusters]
     step_s = planned_makespan_s(chain, times, depths)
     clusters = price_clusters(chain, price_rows(chain, times, powers).energy_j, depths, step_s)
+    clusters = tuple(
+        with_replicas(chain.tables, m, each, chain.options) if max(each.replicas) > 1 else priced
+        for m, (each, priced) in enumerate(zip(plan.clusters, clusters, strict=True))
+    )
     return PricedRound(latency_s=max(c.latency_s for c in clusters), clusters=clusters)
 
 
@@ -88,6 +93,27 @@ def price_clusters(
     return tuple(clusters)
 
 
+def _depths_alone(plan: ClusterPlan) -> Depths:
+    """Of the first device of every stage; where there are others, such as never block."""
+    shared = max(plan.replicas) > 1
+    return (plan.micro_batches,) * len(plan.warmup_depth) if shared else plan.warmup_depth
+
+
+def with_replicas(
+    tables: Tables, m: int, plan: ClusterPlan, options: PricingOptions
+) -> PricedCluster:
+    """The price of cluster ``m``, some of whose stages have replicas."""
+    found = price_replicated(tables, m, plan, options)
+    idle = dict.fromkeys((p.device_id for p in tables.snapshot.clusters[m].profile.members), 0.0)
+    return PricedCluster(
+        cluster_id=plan.cluster_id,
+        latency_s=found.latency_s,
+        step_s=found.step_s,
+        energy_j=idle | found.energy_j,
+        memory_bytes=found.memory_bytes,
+    )
+
+
 def with_rates(plan: Plan, snapshot: Snapshot) -> Plan:
     """The plan with the rate of every hop over the snapshot's gains, as far as links reach it.
 
@@ -98,6 +124,10 @@ def with_rates(plan: Plan, snapshot: Snapshot) -> Plan:
     chain = _chain(plan, snapshot, PricingOptions())
     rates = achieved_rates(chain, plan.clusters, planned_powers(chain, plan.clusters))
     rates = rates * chain.hops.share[:, :, None]
+    for m, cluster in enumerate(plan.clusters):
+        if max(cluster.replicas) > 1:
+            priced = price_replicated(chain.tables, m, cluster, chain.options)
+            rates[m, : len(priced.rates)] = priced.rates
     clusters = [
         replace(cluster, hops=_rated(cluster, rates[m])) for m, cluster in enumerate(plan.clusters)
     ]

@@ -121,6 +121,20 @@ def bulk_of(tables: Tables, rows: Layouts) -> tuple[Array, Array]:
     The control unit gets the weights from the Flower server, hands each device its segment,
     collects the segments and returns the weights.
     """
+    out, back = hand_out_s(tables, rows)
+    power = of_members(tables.members.power_max_mi, rows)
+    sending = np.concatenate([out.sum(1)[:, None], back], axis=1)
+    return server_s(tables, rows) + out.sum(1) + back.sum(1), power * sending
+
+
+def server_s(tables: Tables, rows: Layouts) -> Array:
+    """Seconds of a round's weights from the Flower server and back, (R,)."""
+    whole = tables.snapshot.model.embedding.parameter_bytes + tables.blocks.parameter_bytes_l[-1]
+    return np.asarray(2.0 * 8.0 * whole / tables.server_rate_m[rows.cluster_r])
+
+
+def hand_out_s(tables: Tables, rows: Layouts) -> tuple[Array, Array]:
+    """Seconds in which each slot's weights get to its device, and from there back, (R, S)."""
     cluster = rows.cluster_r
     member = np.maximum(rows.member_rs, 0)
     share = tables.share_mij[cluster[:, None], 0, member]
@@ -132,10 +146,7 @@ def bulk_of(tables: Tables, rows: Layouts) -> tuple[Array, Array]:
     power = tables.members.power_max_mi
     out = send_time_s(bits, width, power[cluster, 0][:, None] * gain_out / noise)
     back = send_time_s(bits, width, power[cluster[:, None], member] * gain_back / noise)
-    whole = tables.snapshot.model.embedding.parameter_bytes + tables.blocks.parameter_bytes_l[-1]
-    server_s = 2.0 * 8.0 * whole / tables.server_rate_m[cluster]
-    sending = np.concatenate([out.sum(1)[:, None], back], axis=1)
-    return server_s + out.sum(1) + back.sum(1), of_members(power, rows) * sending
+    return out, back
 
 
 def radio_energy_j(count_r: Array, forward_hop_j: Array, backward_hop_j: Array) -> Array:

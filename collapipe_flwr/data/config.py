@@ -63,6 +63,7 @@ class DataConfig:
     bucketing: str = key("none", one_of("none", "tokens"))  # tokens: micro-batches of like lengths
     stream: str = key("")  # folder that grows, STREAM/<cluster number>/FILE; empty: none
     stream_replay: float = key(0.5, between(0, 1))  # share of a round drawn from earlier examples
+    skip_bad_rows: bool = key(False)  # without a text, or with other tags than words; else refused
     train_examples: int = key(0, at_least(0))  # 0: all
     test_examples: int = key(0, at_least(0))  # 0: all
     seed: int = 0

@@ -12,10 +12,14 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import groupby
+from logging import CRITICAL
 from pathlib import Path
 from typing import IO, Any
 
 from collapipe_flwr.core.errors import DataError, extra
+from collapipe_flwr.core.hub import folder_only, is_reachable
+from collapipe_flwr.data.reader import numbered
 
 with extra("data"):
     from datasets import (
@@ -28,6 +32,7 @@ with extra("data"):
         load_from_disk,
     )
     from datasets.exceptions import DatasetsError
+    from datasets.utils.logging import get_verbosity, set_verbosity
 
 CONLL_SUFFIXES = (".conll", ".bio", ".iob", ".iob2")
 _DOCUMENT = "-DOCSTART-"
@@ -42,45 +47,54 @@ def _opened(path: Path, key: str) -> Iterator[IO[bytes]]:
         with opening(path, "rb") as file:
             yield file
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise DataError(f'{key} "{path}" could not be read: {error}') from error
+        raise DataError(
+            f'{key} "{path}" could not be read ({error}): give a file that is whole, in UTF-8, and '
+            "packed by gzip where its name ends in .gz"
+        ) from error
 
 
-def read_conll(path: Path, key: str) -> Dataset:
-    """A table with the columns ``tokens`` and ``tags``; raises DataError, naming ``key``."""
-    with _opened(path, key) as file:
-        lines = io.TextIOWrapper(file, encoding="utf-8")
-        sentences = list(_sentences(lines, f'{key} "{path}"'))
+def read_conll(path: Path, key: str, *, skip_bad_rows: bool = False) -> Dataset:
+    """A table with the columns ``tokens`` and ``tags``; raises DataError, naming ``key``.
+
+    Words without a tag are refused, or make rows with fewer tags than words.
+    """
+    what = f'{key} "{path}"'
+    with _opened(path, key) as file, io.TextIOWrapper(file, encoding="utf-8") as text:
+        lines = list(text)
+    _refuse_comments(lines, what)
+    rows = [line.split() for line in lines]
+    bare = [n for n, fields in enumerate(rows) if len(fields) == 1 and fields[0] != _DOCUMENT]
+    if bare and not skip_bad_rows:
+        raise DataError(
+            f"{what} has {len(bare)} words without a tag, in {numbered(bare, 'line')}: write a "
+            "word and its tag in every line, separated by a space, or leave these sentences out "
+            "by data.skip-bad-rows=true"
+        )
+    sentences = list(_sentences(rows))
     if not sentences:
-        raise DataError(f'{key} "{path}" has no sentences: give a file with a word per line')
+        raise DataError(f"{what} has no sentences: give a file with a word and its tag per line")
     return Dataset.from_dict(
         {
-            "tokens": [[word for word, _ in sentence] for sentence in sentences],
-            "tags": [[tag for _, tag in sentence] for sentence in sentences],
+            "tokens": [[fields[0] for fields in sentence] for sentence in sentences],
+            "tags": [[fields[-1] for fields in s if len(fields) > 1] for s in sentences],
         }
     )
 
 
-def _sentences(lines: Iterable[str], what: str) -> Iterator[list[tuple[str, str]]]:
-    sentence: list[tuple[str, str]] = []
+def _refuse_comments(lines: Iterable[str], what: str) -> None:
     for number, line in enumerate(lines, start=1):
         if _UNIVERSAL.match(line):
             raise DataError(
                 f"{what} has the comment {line.strip()!r} in line {number}, as CoNLL-U files do: "
                 "write a word and its tag in every line, nothing else"
             )
-        fields = line.split()
-        if fields and fields[0] != _DOCUMENT:
-            if len(fields) < 2:
-                raise DataError(
-                    f"{what} has the word {fields[0]!r} without a tag in line {number}: write a "
-                    "word and its tag in every line, separated by a space"
-                )
-            sentence.append((fields[0], fields[-1]))
-        elif sentence:
-            yield sentence
-            sentence = []
-    if sentence:
-        yield sentence
+
+
+def _sentences(rows: Iterable[list[str]]) -> Iterator[list[list[str]]]:
+    """Lines between those that are empty or begin a document."""
+    for is_between, lines in groupby(rows, lambda fields: not fields or fields[0] == _DOCUMENT):
+        if not is_between:
+            yield list(lines)
 
 
 _FORMATS = {
@@ -94,9 +108,17 @@ _FORMATS = {
 }
 _SAVED = ("state.json", "dataset_dict.json")  # what save_to_disk of datasets leaves in a folder
 _HEADER_BYTES = 1 << 20
+_NO_DATA = "corresponds to no data"  # as datasets says it
 
 
-def load_table(name: str, *, key: str, split: str, only_split_serves: bool = True) -> Dataset:
+def load_table(
+    name: str,
+    *,
+    key: str,
+    split: str,
+    only_split_serves: bool = True,
+    skip_bad_rows: bool = False,
+) -> Dataset:
     """The rows of a file, a directory or a hub data set.
 
     Files are ``.csv .tsv .json .jsonl .parquet``, ``.txt`` (a column ``text``, a row per line that
@@ -118,7 +140,7 @@ def load_table(name: str, *, key: str, split: str, only_split_serves: bool = Tru
                 " optionally followed by .gz"
             )
         if builder == "conll":
-            return read_conll(path, key)
+            return read_conll(path, key, skip_bad_rows=skip_bad_rows)
         rows = _load(key, name, builder, data_files=str(path), split="train", **_options(path, key))
         return without_empty(rows) if builder == "text" else rows
     if path.is_dir():
@@ -126,11 +148,12 @@ def load_table(name: str, *, key: str, split: str, only_split_serves: bool = Tru
     folder, chosen = _folder_and_split(name)
     if chosen:
         return _folder(folder, key=key, split=chosen, only_split_serves=False)
-    if builder is not None or name.startswith((".", "/", "~")):
+    if builder is not None or folder_only(name):
         raise DataError(
             f'{key} "{name}" does not exist (looked for {path.absolute()}): correct the path'
         )
     hub_name, config, hub_split = (*name.split(":"), "", "")[:3]
+    is_reachable()
     return _load(key, name, hub_name, name=config or None, split=hub_split or split)
 
 
@@ -166,9 +189,14 @@ def _header(path: Path, separator: str, key: str) -> list[str]:
         start = file.read(_HEADER_BYTES).decode("utf-8-sig", errors="replace")
     rows = csv.reader(io.StringIO(start), delimiter=separator)
     names, first = next(rows, []), next(rows, [])
+    if not names and not start.strip():
+        raise DataError(
+            f'{key} "{path}" is empty: give a file with a line of column names, then examples'
+        )
     if not names or len(set(names)) < len(names):
         raise DataError(
-            f'{key} "{path}" must begin with a line of distinct column names, got {names}'
+            f'{key} "{path}" must begin with a line of distinct column names, got {names}: '
+            "give each column its own name"
         )
     if len(first) > len(names):  # pandas would shift the columns
         raise DataError(
@@ -206,12 +234,23 @@ def _load(key: str, shown: str, source: str, **options: Any) -> Dataset:
 
 def _loaded(key: str, shown: str, source: str, **options: Any) -> Any:
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _without_log():
             # datasets leaves it to the garbage collector to close a CSV file.
             warnings.simplefilter("ignore", ResourceWarning)
             return load_dataset(source, **options)
     except (OSError, EOFError, ValueError, RuntimeError, StopIteration, DatasetsError) as error:
         raise DataError(f'{key} "{shown}" could not be loaded {_reason(error)}') from error
+
+
+@contextmanager
+def _without_log() -> Iterator[None]:
+    """What datasets logs of an error stands in the error."""
+    before = get_verbosity()
+    set_verbosity(CRITICAL)
+    try:
+        yield
+    finally:
+        set_verbosity(before)
 
 
 def _with_rows(table: Dataset, key: str, shown: str) -> Dataset:
@@ -226,6 +265,8 @@ def _reason(error: BaseException) -> str:
     first = str(cause).strip().split("\n", maxsplit=1)[0] or "it is empty"
     if isinstance(cause, UnicodeDecodeError):
         return f"({first}): save the file as UTF-8"
+    if _NO_DATA in first:
+        return "(it has no rows): give a file with examples"
     return (
         f"({first}): give a local CSV or JSON file, or a hub data set that this machine can reach"
     )

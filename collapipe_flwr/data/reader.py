@@ -16,6 +16,7 @@ with extra("data"):
     from datasets import ClassLabel, Dataset, List, Value
 
 _PLAIN = (str, int, float)
+_MOST_NAMED = 20  # rows in a sentence
 ReadColumn = Callable[..., list[Any]]  # as `column`
 
 
@@ -61,21 +62,37 @@ def name_of(number: Any, names: Sequence[str], what: str) -> str:
 
 
 def column(table: Dataset, name: str, *, key: str, of: str) -> list[str]:
-    """A column as texts; the names of class labels instead of their numbers.
-
-    Raises DataError, naming ``key``, if the column is not there or a row of it is empty.
-    """
+    """A column as texts, see `sparse_column`; raises DataError, too, if a row of it is empty."""
     texts = sparse_column(table, name, key=key, of=of)
-    if empty := [row for row, text in enumerate(texts, start=1) if not text.strip()]:
+    if empty := empty_rows(texts):
         raise DataError(
-            f'{key} "{name}" of "{of}" is empty in {len(empty)} of {len(texts)} rows, first in row '
-            f"{empty[0]}: fill or remove these rows"
+            f'{key} "{name}" of "{of}" is empty in {len(empty)} of {len(texts)} rows, '
+            f"{numbered(empty)}: fill or remove these rows"
         )
     return texts
 
 
+def empty_rows(texts: Sequence[str]) -> list[int]:
+    """The rows without a text."""
+    return [row for row, text in enumerate(texts) if not text.strip()]
+
+
+def numbered(rows: Sequence[int], what: str = "row") -> str:
+    """``rows 3, 8 and 41`` of rows from 0 on; a long list is cut short."""
+    shown = [str(row + 1) for row in rows[:_MOST_NAMED]]
+    left = len(rows) - len(shown)
+    if left:
+        return f"{what}s {', '.join(shown)} and {left} more"
+    *first, last = shown
+    return f"{what}s {', '.join(first)} and {last}" if first else f"{what} {last}"
+
+
 def sparse_column(table: Dataset, name: str, *, key: str, of: str) -> list[str]:
-    """The same, but rows may be empty. A field in an object is named ``column.field``."""
+    """A column as texts; the names of class labels instead of their numbers.
+
+    A field in an object is named ``column.field``. Raises DataError, naming ``key``, if the column
+    is not there or holds no texts.
+    """
     if "." in name and name not in table.column_names:
         table = table.flatten()
     require_column(table, name, key=key, of=of)

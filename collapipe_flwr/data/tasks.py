@@ -8,7 +8,7 @@ from functools import cached_property
 from importlib import import_module
 from itertools import chain, islice
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor
@@ -19,7 +19,7 @@ from collapipe_flwr.data.batches import Example, partition_rows
 from collapipe_flwr.data.config import TASK_CLASSES, TRAIN_TOKENIZER, DataConfig, key_of
 from collapipe_flwr.data.files import is_one_table, load_table
 from collapipe_flwr.data.metrics import Measure, Tally
-from collapipe_flwr.data.reader import ReadColumn, column, with_names
+from collapipe_flwr.data.reader import ReadColumn, empty_rows, numbered, sparse_column, with_names
 from collapipe_flwr.data.tokenizer import (
     IGNORED_LABEL,
     IGNORED_TAG,
@@ -57,7 +57,7 @@ class Task(ABC):
     metric_name: ClassVar[str]  # the metric that counts
     measures: ClassVar[Mapping[str, Measure]]  # all of them but those of the loss
     columns: ClassVar[Mapping[str, str]]  # of the examples: the field that names the user's column
-    readers: ClassVar[Mapping[str, ReadColumn]] = {}  # of columns that are no texts; see `column`
+    readers: ClassVar[Mapping[str, ReadColumn]] = {}  # of columns that need no text in each row
     text_columns: ClassVar[tuple[str, ...]]  # the tokenizer's training texts; () if there are none
     starts_with_bos: ClassVar[bool]  # how a trained tokenizer begins a text
     needs_mask_token: ClassVar[bool] = False  # of a trained tokenizer
@@ -73,6 +73,7 @@ class Task(ABC):
         self.settings = settings
         self._given_vocabulary = vocabulary
         self._known_labels = known_labels
+        self.skipped: dict[str, str] = {}  # by file, what was left out of it and why
 
     @cached_property
     def train(self) -> Dataset:
@@ -103,7 +104,8 @@ class Task(ABC):
 
     def file_rows(self, name: str) -> Dataset:
         """All rows of such a file."""
-        table = self._named(load_table(name, key="data.stream", split="train"))
+        skip = self.settings.skip_bad_rows
+        table = self._named(load_table(name, key="data.stream", split="train", skip_bad_rows=skip))
         return self._read(table, self.columns, name)
 
     def checked(self, examples: Dataset, key: str) -> Dataset:
@@ -256,7 +258,13 @@ class Task(ABC):
                 "from there: name a CSV or JSON file, a directory or a hub data set"
             )
         both = self.settings.train == self.settings.test
-        table = load_table(name, key=key_of(which), split=which, only_split_serves=not both)
+        table = load_table(
+            name,
+            key=key_of(which),
+            split=which,
+            only_split_serves=not both,
+            skip_bad_rows=self.settings.skip_bad_rows,
+        )
         return self._named(table)
 
     def _named(self, table: Dataset) -> Dataset:
@@ -270,9 +278,33 @@ class Task(ABC):
         """The columns of ``table`` that ``fields`` names, under our own names."""
         found = {}
         for ours, field in fields.items():
-            read: ReadColumn = self.readers.get(ours, column)
+            read: ReadColumn = self.readers.get(ours, sparse_column)
             found[ours] = read(table, getattr(self.settings, field), key=key_of(field), of=name)
-        return Dataset.from_dict(found)
+        return self._usable(Dataset.from_dict(found), self.bad_rows(found), name)
+
+    def bad_rows(self, found: Mapping[str, Sequence[Any]]) -> dict[str, list[int]]:
+        """The rows that cannot be used, by what is wrong with them."""
+        bad = {}
+        for ours in found:
+            field = self.columns.get(ours, "partition_column")
+            what = f'{key_of(field)} "{getattr(self.settings, field)}"'
+            if ours not in self.readers:
+                bad[f"{what} is empty"] = empty_rows(found[ours])
+        return {what: rows for what, rows in bad.items() if rows}
+
+    def _usable(self, rows: Dataset, bad: Mapping[str, list[int]], name: str) -> Dataset:
+        """The rows without the bad ones; raises DataError unless these are to be skipped."""
+        if not bad:
+            return rows
+        left_out = set().union(*bad.values())
+        what = "; ".join(f"{what} in {numbered(each)}" for what, each in bad.items())
+        if not self.settings.skip_bad_rows or len(left_out) == len(rows):
+            raise DataError(
+                f'{len(left_out)} of {len(rows)} rows of "{name}" cannot be used: {what}; correct '
+                "or remove them, or leave them out by data.skip-bad-rows=true"
+            )
+        self.skipped[name] = f'{len(left_out)} of {len(rows)} rows of "{name}" skipped: {what}'
+        return rows.select([row for row in range(len(rows)) if row not in left_out])
 
     def _make_tokenizer(self) -> PreTrainedTokenizerFast:
         if self.settings.tokenizer != TRAIN_TOKENIZER:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain, zip_longest
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -85,16 +85,21 @@ class TokenClassification(Task):
         ours = [_as_long_as(p, r) for p, r in zip(predictions, references, strict=True)]
         return super().count(ours, references)
 
+    def bad_rows(self, found: Mapping[str, Sequence[Any]]) -> dict[str, list[int]]:
+        rows = list(enumerate(zip(found["tokens"], found["tags"], strict=True)))
+        odd = [row for row, (row_words, row_tags) in rows if len(row_words) != len(row_tags)]
+        empty = [row for row, (row_words, _) in rows if not all(w.strip() for w in row_words)]
+        words, tags = self.settings.tokens_column, self.settings.tags_column
+        bad = {
+            f'data.tags-column "{tags}" has not as many tags as words': odd,
+            f'data.tokens-column "{words}" has an empty word': empty,
+        }
+        return {**super().bad_rows(found), **{what: each for what, each in bad.items() if each}}
+
     def checked(self, examples: Dataset, key: str) -> Dataset:
         rows = zip(examples["tokens"], examples["tags"], strict=True)
         examples = examples.select([row for row, pair in enumerate(rows) if any(pair)])
-        rows = zip(examples["tokens"], examples["tags"], strict=True)
-        for number, (words, tags) in enumerate(rows, start=1):
-            if len(words) != len(tags) or not all(w.strip() for w in words):
-                raise DataError(
-                    f"{key} has {len(words)} words and {len(tags)} tags in example {number}: give "
-                    "every word a tag, and no empty words"
-                )
+        for tags in examples["tags"]:
             unknown = set(tags).difference(self.label_ids)
             if unknown:
                 raise DataError(

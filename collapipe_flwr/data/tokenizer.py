@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -17,6 +18,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from collapipe_flwr.core.errors import DataError
+from collapipe_flwr.core.hub import folder_only, unreachable
 
 PAD, EOS, BOS, UNK, MASK = "<pad>", "</s>", "<s>", "<unk>", "<mask>"
 _KEPT_SETTINGS = ("model_max_length", "padding_side", "truncation_side", "model_input_names")
@@ -68,12 +70,20 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
 
     Raises DataError if it cannot be loaded or is not one of the ``tokenizers`` library.
     """
+    folder = Path(name).expanduser()
+    if not folder.is_dir() and folder_only(name):
+        raise DataError(
+            f'data.tokenizer "{name}" does not exist (looked for {folder.absolute()}): give the '
+            'directory of a saved tokenizer, a hub name such as owner/model, or "train"'
+        )
+    offline = "" if folder.is_dir() else unreachable(name)
     try:
         loaded = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, ImportError, KeyError) as error:
+        why = f" ({offline})" if offline else ""
         raise DataError(
-            f'data.tokenizer "{name}" could not be loaded: give the directory of a saved tokenizer,'
-            ' a hub name that this machine can reach, or "train"'
+            f'data.tokenizer "{name}" could not be loaded{why}: give the directory of a saved '
+            'tokenizer, a hub name that this machine can reach, or "train"'
         ) from error
     if not loaded.is_fast:
         raise DataError(

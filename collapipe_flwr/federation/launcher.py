@@ -3,17 +3,13 @@
 ``flwr run`` keeps one detached local SuperLink per port and reuses whichever answers there, with
 the environment and working directory of its first launcher; and with ``--stream`` it exits with 0
 even when the run failed. So :func:`run_app` starts a private SuperLink (own ports, own Flower
-home, this very Python environment), lets ``flwr run`` find that one, reads the outcome from the
-run directory, and stops what it started. What it started also ends when this process is killed.
-
-Overrides of the run-config, from files and the command line, are merged into one flat file for
-Flower: ``flwr run --run-config a.b=1 --run-config a.c=2`` keeps only ``a.c``, because each flag
-replaces the whole table ``a``.
+home, this very Python environment), lets ``flwr run`` find that one, writes what both print to the
+log in the run directory, and stops what it started. What it started also ends when this process is
+killed. How the run came out stands in its directory, see `federation.running`.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
@@ -21,90 +17,24 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO
 
-from collapipe_flwr.config.parsing import refuse_unknown
-from collapipe_flwr.config.schema import known_keys, parse
-from collapipe_flwr.core.errors import ConfigError, RunError, require
+from collapipe_flwr.config.overrides import write_overrides
+from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.core.keys import Value
-from collapipe_flwr.core.processes import keeping, terminable
-
-
-def read_overrides(sources: Sequence[str]) -> dict[str, Value]:
-    """Merge ``KEY=VALUE`` pairs and ``.toml`` files, later ones first in rank.
-
-    A value is TOML; what is none is taken as a string, so quotes are optional. Raises ConfigError.
-    """
-    merged: dict[str, Value] = {}
-    for source in sources:
-        merged |= _read_file(Path(source)) if source.endswith(".toml") else _read_pair(source)
-    return merged
-
-
-def check_overrides(project: Path, overrides: Mapping[str, Value]) -> None:
-    """Raise ConfigError for keys that the app does not declare; Flower would not say which.
-
-    For an app with exactly our keys, its values are checked as well, and that the extra ``data``
-    is installed, before anything starts.
-    """
-    # The launcher sets these itself, to find the run again.
-    for key, option in (("output-dir", "output-dir"), ("run-name", "output-dir"), ("resume",) * 2):
-        if key in overrides:
-            raise ConfigError(f"--run-config {key} cannot be set here: use --{option}")
-    path = project / "pyproject.toml"
-    if not path.exists():
-        raise ConfigError(f"{project} is no Flower app: it has no pyproject.toml")
-    table = tomllib.loads(path.read_text(encoding="utf-8"))
-    declared = _flat(table.get("tool", {}).get("flwr", {}).get("app", {}).get("config", {}))
-    refuse_unknown(overrides, set(declared))
-    if set(declared) == known_keys():
-        require("datasets", "data")
-        parse({**declared, **overrides})
-
-
-def write_overrides(overrides: Mapping[str, Value], path: Path) -> None:
-    """A flat TOML file; JSON's strings, numbers and truth values are TOML's as well."""
-    lines = [f"{json.dumps(key)} = {json.dumps(value)}\n" for key, value in overrides.items()]
-    path.write_text("".join(lines), encoding="utf-8")
-
-
-def _read_file(path: Path) -> dict[str, Value]:
-    try:
-        return _flat(tomllib.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise ConfigError(f"--run-config {path} cannot be read ({error.strerror})") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"--run-config {path} is not TOML: {error}") from error
-
-
-def _read_pair(source: str) -> dict[str, Value]:
-    key, equals, text = source.partition("=")
-    if not key.strip() or not equals:
-        raise ConfigError(f"--run-config {source!r} is neither KEY=VALUE nor a .toml file")
-    try:
-        value: Value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text.strip()
-    return {key.strip(): value}
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
-    flat: dict[str, Value] = {}
-    for key, value in table.items():
-        name = prefix + key
-        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
-    return flat
-
+from collapipe_flwr.core.processes import keeping
+from collapipe_flwr.reporting.run_directory import LOG
 
 _START_S = 60.0
 _PROBE_S = 0.25
+_LOOK_S = 0.2
+_PATIENCE_S = 5.0  # that Flower and Ray get to end; `collapipe run` is to end within 10 s
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -123,21 +53,43 @@ class Launch:
         """Where the ServerApp leaves its results."""
         return self.output_dir / self.run_name
 
+    @property
+    def log(self) -> Path:
+        """All that Flower, Ray and the apps print."""
+        return self.run_dir / LOG
 
-def run_app(launch: Launch) -> str | None:
-    """Run to the end, showing Flower's log; the first error in it, or None.
 
-    Raises RunError when the SuperLink does not start, ConfigError when Ray is not installed, and
-    SystemExit on SIGTERM or SIGINT.
+def run_app(launch: Launch, look: Callable[[], None]) -> None:
+    """Run to the end, with Flower's log in the run directory; ``look`` is called all the time.
+
+    Raises RunError when the SuperLink does not start.
     """
-    require("ray", "simulation")
-    with terminable(), tempfile.TemporaryDirectory(prefix="collapipe-flwr-home-") as home:
+    with tempfile.TemporaryDirectory(prefix="collapipe-flwr-home-") as home:
         env = private_environment(Path(home))
         config = Path(home) / "run-config.toml"
         where = {"output-dir": str(launch.output_dir), "run-name": launch.run_name}
         write_overrides({**launch.run_config, **where}, config)
-        with private_superlink(launch.app, env):
-            return _show(_flwr_run(launch, config), launch.app, env)
+        with (
+            launch.log.open("ab") as log,
+            private_superlink(launch.app, env),
+            _started(_flwr_run(launch, config), launch.app, env, log) as process,
+        ):
+            while process.poll() is None:
+                look()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_LOOK_S)
+    look()
+
+
+def first_error(log: Path, start: int = 0) -> str | None:
+    """The first error that Flower logged behind the ``start``-th byte, in one line."""
+    with log.open("rb") as file:
+        file.seek(start)
+        for line in file.read().decode(errors="replace").splitlines():
+            plain = _COLOUR.sub("", line)
+            if plain.startswith("ERROR"):
+                return plain.partition(":")[2].strip()
+    return None
 
 
 def _flwr_run(launch: Launch, config: Path) -> list[str]:
@@ -147,26 +99,18 @@ def _flwr_run(launch: Launch, config: Path) -> list[str]:
     return command
 
 
-def _show(command: list[str], app: Path, env: dict[str, str]) -> str | None:
-    """Pass the command's output on line by line; the first line that Flower logged as error."""
-    first_error = None
-    with subprocess.Popen(
-        keeping(command),
+def _started(
+    command: list[str], app: Path, env: dict[str, str], log: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    """A program of Flower's; leaving it as a context ends it and its children."""
+    return subprocess.Popen(
+        keeping(command, _PATIENCE_S),
         cwd=app,
         env=env,
         stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            plain = _COLOUR.sub("", line)
-            if first_error is None and plain.startswith("ERROR"):
-                first_error = plain.partition(":")[2].strip()
-    return first_error
+        stdout=log,
+        stderr=log,
+    )
 
 
 def private_environment(home: Path) -> dict[str, str]:
@@ -200,12 +144,7 @@ def private_superlink(app: Path, env: dict[str, str]) -> Iterator[None]:
     command = [_script("flower-superlink"), "--insecure", "--simulation"]
     command += ["--isolation", "subprocess", "--control-api-address", control]
     command += ["--host", "127.0.0.1", "--port", http_port]
-    with (
-        log_path.open("wb") as log,
-        subprocess.Popen(
-            keeping(command), cwd=app, env=env, stdin=subprocess.PIPE, stdout=log, stderr=log
-        ) as process,
-    ):
+    with log_path.open("wb") as log, _started(command, app, env, log) as process:
         _wait_until_healthy(process, f"http://127.0.0.1:{http_port}/health", log_path)
         yield
 

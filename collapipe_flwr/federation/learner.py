@@ -9,6 +9,7 @@ from statistics import mean
 from typing import Any
 
 from torch import Tensor
+from transformers import CONFIG_MAPPING
 
 from collapipe_flwr.cluster.evaluation import EvalResult, TestPart, prediction_config, tally_of
 from collapipe_flwr.cluster.unsplit import evaluate_unsplit
@@ -113,7 +114,8 @@ def _spec(config: AppConfig, task: Task) -> ModelSpec:
     pretrained = config.model.pretrained
     tokens = _token_settings(task, from_checkpoint=bool(pretrained))
     _refuse_lora_from_scratch(config)
-    with blaming("model.pretrained" if pretrained else "model.type, model.overrides"):
+    keys = "model.pretrained" if pretrained else "model.type, model.overrides"
+    with blaming(f"{keys}, model.edge-blocks" if config.model.edge_blocks else keys):
         return make_spec(
             task.model_task,
             model_type=None if pretrained else config.model.type,
@@ -165,6 +167,11 @@ def _image_settings(config: AppConfig, task: Task) -> dict[str, object]:
         "num_channels": config.data.image_channels,
     }
     theirs = config.model.settings
+    if not config.model.pretrained and not _takes_pictures(config.model.type):
+        raise ConfigError(
+            f'model.type "{config.model.type}" takes no pictures, which data.task '
+            '"image-classification" gives it: choose one that does, such as vit'
+        )
     if config.model.pretrained:
         theirs = {**read_pretrained_config(config.model.pretrained).to_dict(), **theirs}
     for key, name in (("image_size", "image-size"), ("num_channels", "image-channels")):
@@ -174,6 +181,13 @@ def _image_settings(config: AppConfig, task: Task) -> dict[str, object]:
                 f"set data.{name}={theirs[key]}"
             )
     return {} if config.model.pretrained else ours
+
+
+def _takes_pictures(model_type: str) -> bool:
+    """Whether a type has settings for the size of pictures; one that is unknown may have."""
+    if model_type not in CONFIG_MAPPING:
+        return True
+    return hasattr(CONFIG_MAPPING[model_type](), "image_size")
 
 
 def _shape(task: Task) -> BatchShape:

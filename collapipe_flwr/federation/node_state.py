@@ -27,11 +27,11 @@ from safetensors.torch import load_file, save_file
 from collapipe_flwr.core.durable import clean, draft, make_folder, publish
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError, ModelError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
+from collapipe_flwr.federation.node_keys import STATE_KEY
 from collapipe_flwr.federation.rounds import Progress
 from collapipe_flwr.pipeline.state import OptimizerState, PartState
 
 log = logging.getLogger("flwr.collapipe")
-STATE_KEY = "state-dir"
 _NAME = re.compile(r"round-(\d{6,})-([0-9a-f]{64})")
 T = TypeVar("T")
 Record = ArrayRecord | ConfigRecord

@@ -97,6 +97,11 @@ def _energy_j(plan: ClusterPlan, name: str, reports: dict[str, StageReport], wat
     return watt * _busy_s(report) + ahead + back
 
 
+def _micro_batches(plan: ClusterPlan, report: StageReport | None) -> int:
+    """That passed a stage, or one of its replicas, in training."""
+    return (report.micro_batches or report.steps * plan.micro_batches) if report else 0
+
+
 def _samples(
     plan: ClusterPlan,
     told: ClusterTelemetry,
@@ -107,16 +112,17 @@ def _samples(
     """A sample of every stage; none of a round in which blocks moved."""
     if told.incidents:
         return
+    together = {name: s.device_ids for s in plan.segments for name in s.device_ids}
     for name, (passes, flop) in stage_parts(plan, model, recompute=recompute).items():
-        report = reports.get(name)
-        count = (report.micro_batches or report.steps * plan.micro_batches) if report else 0
+        report, count = reports.get(name), _micro_batches(plan, reports.get(name))
+        whole = sum(_micro_batches(plan, reports.get(n)) for n in together.get(name, (name,)))
         if report is None or count <= 0:
             continue
         busy_s = _busy_s(report)
         yield StageSample(
             device_id=name,
             passes=passes,
-            flop=flop * told.examples / count,
+            flop=flop * told.examples / whole,
             busy_s=(report.forward_s + report.backward_s) / count,
             watt=report.energy_j / busy_s if report.energy_j and _is_metered(report) else None,
             planned_bytes=plan.memory_bytes.get(name, 0),

@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord, MetricRecord
 from torch import Tensor
 
 from collapipe_flwr.config.schema import AppConfig, flatten, parse
-from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.core.json_codec import plain
 from collapipe_flwr.federation.arrays import decode_tensors
 from collapipe_flwr.federation.checkpoint import Checkpoints
@@ -19,7 +19,14 @@ from collapipe_flwr.federation.rounds import RoundRecord
 from collapipe_flwr.pipeline.timeline import write_trace
 from collapipe_flwr.reporting.console import RoundPrinter
 from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, RunStory, cluster_json
-from collapipe_flwr.reporting.run_directory import Past, RunDirectory, read_config, read_past
+from collapipe_flwr.reporting.run_directory import (
+    Past,
+    RunDirectory,
+    read_config,
+    read_past,
+    read_summary,
+    rounds_done,
+)
 
 Evaluate = Callable[[Mapping[str, Tensor]], dict[str, float]]
 
@@ -46,7 +53,7 @@ class RunRecorder:
     ) -> None:
         self._paced, self._lost = paced, lost
         past = past or Past()
-        self.story = replace(story, initial=past.initial, events=past.events)
+        self.story = replace(story, initial=past.initial, events=past.events, notes=past.notes)
         self.weights: Mapping[str, Tensor] | None = None  # of the last round
         self._directory = directory
         self._printer = printer
@@ -61,7 +68,10 @@ class RunRecorder:
         self._save("running")
 
     def say(self, sentence: str) -> None:
-        """Tell whoever watches something about the run as a whole."""
+        """Tell whoever watches something about the run as a whole, and keep it in the summary."""
+        if sentence not in self.story.notes:
+            self.story = replace(self.story, notes=(*self.story.notes, sentence))
+        self._save("running")
         self._printer.say(sentence)
 
     def on_round(self, record: RoundRecord) -> None:
@@ -105,15 +115,22 @@ class RunRecorder:
             self.story = replace(self.story, initial=metrics)
             self._round_started_s = time.monotonic()
             self._save("running")  # a resumed run cannot find it out again
-            self._printer.say(f"untrained: {_words(metrics)}")
+            self._printer.show_untrained(metrics)
         else:
             self.weights = weights
             self._finish_round(server_round, metrics)
         return _metric_record(metrics)
 
-    def finish(self, status: str, reason: str | None = None) -> None:
-        """The last word on the run."""
-        self._save(status, reason)
+    def fail(self, reason: str) -> None:
+        """The last word on a run that cannot go on."""
+        self._save("failed", reason)
+
+    def finish(self) -> None:
+        """The last word on a run that went to its end; raises RunError where rounds are missing."""
+        done, asked = len(self.story.events), self.story.rounds_asked
+        if asked is not None and done < asked:
+            raise RunError(f"only {done} of {asked} rounds were done")
+        self._save("completed")
 
     def _finish_round(self, server_round: int, metrics: Mapping[str, float]) -> None:
         now_s = time.monotonic()
@@ -202,10 +219,6 @@ def _role(cluster_id: str, role: str) -> str:
     return role if role.startswith(f"{cluster_id}/") else f"{cluster_id}/{role}"
 
 
-def _words(metrics: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-
-
 # What a resumed run may change: none of these alters a round that is done or its data.
 _ROUNDS = "num-server-rounds"  # free where the learning rate does not depend on it
 _FREE = (
@@ -248,16 +261,44 @@ def open_run(config: AppConfig) -> RunFolder:
 
 
 def _reopen(config: AppConfig, path: Path) -> RunFolder:
-    directory = RunDirectory.reopen(path)
-    check_same_run(config, path)
-    checkpoints = _checkpoints(config, directory)
-    if checkpoints is None:
-        raise ConfigError("resume: only runs with checkpoints can go on: checkpoint-every is 0")
+    directory, checkpoints = check_resumable(config, path)
     return RunFolder(
         directory=directory,
         checkpoints=checkpoints,
         past=read_past(path, checkpoints.newest_round()),
     )
+
+
+def check_resumable(config: AppConfig, path: Path) -> tuple[RunDirectory, Checkpoints]:
+    """The folder of a run that can go on and its checkpoints; raises ConfigError with the reason.
+
+    A run that died before its first checkpoint begins again; one that had checkpoints does not.
+    """
+    directory = RunDirectory.reopen(path)
+    check_same_run(config, path)
+    checkpoints = _checkpoints(config, directory)
+    if checkpoints is None:
+        raise ConfigError(
+            f"checkpoint-every is 0, but only a run with checkpoints can go on: resume {path} with "
+            "checkpoint-every=1"
+        )
+    done, newest, asked = (
+        rounds_done(path),
+        checkpoints.newest_round(),
+        config.run.num_server_rounds,
+    )
+    first_due = int((read_config(path) or {}).get("checkpoint-every", 1))
+    if not newest and done >= max(first_due, 1):
+        raise ConfigError(
+            f'resume: "{path}" tells of {done} rounds, but {directory.checkpoint_path} holds none '
+            "of their checkpoints: put them back, or start a new run"
+        )
+    if newest >= asked and (read_summary(path) or {}).get("status") == "completed":
+        raise ConfigError(
+            f'resume: the run in "{path}" is completed: all {asked} rounds are done; to train on, '
+            f"raise num-server-rounds (it is {asked}), or start a new run from its model"
+        )
+    return directory, checkpoints
 
 
 def _checkpoints(config: AppConfig, directory: RunDirectory) -> Checkpoints | None:

@@ -182,7 +182,8 @@ class RoundRecord:
         lines = [f"round {self.server_round}: {', '.join(numbers) or 'nothing was aggregated'}"]
         for plan in filter(None, map(self.executed, sorted(self.asked))):
             held = ", ".join(
-                f"{s.device_id} blocks {s.first_block}-{s.stop_block - 1}" for s in plan.segments
+                f"{' and '.join(s.device_ids)} blocks {s.first_block}-{s.stop_block - 1}"
+                for s in plan.segments
             )
             cut = f"{plan.micro_batches} x {plan.micro_batch_size} examples"
             lines.append(f"  {plan.cluster_id}: {held}; {cut}, predicted {plan.latency_s:.3g} s")

@@ -18,14 +18,14 @@ from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
 from collapipe_flwr.config.schema import EdgeConfig
 from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.federation.node_state import STATE_KEY, NodeState, state_folder
+from collapipe_flwr.federation.node_keys import CLUSTER_KEY, STATE_KEY
+from collapipe_flwr.federation.node_state import NodeState, state_folder
 from collapipe_flwr.federation.records import SplitTask, read_progress
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.pipeline.config import NextHop
 from collapipe_flwr.transport.client import EdgeClient, Session
 
-CLUSTER_KEY = "cluster"
 _ANY = 1  # examples, where a round is under way
 
 
@@ -118,11 +118,20 @@ def cluster_file(node_config: Mapping[str, object]) -> ClusterConfig | None:
     path = node_config.get(CLUSTER_KEY, "")
     if not isinstance(path, str):
         raise ConfigError(f"node-config cluster must be the path of a file, got {path!r}")
-    return _read(Path(path)) if path else None
+    return _read(Path(path), _changed(Path(path))) if path else None
+
+
+def _changed(path: Path) -> tuple[int, int] | None:
+    """What differs once a file was written again; None where there is none to read."""
+    if not path.is_file():
+        return None
+    found = path.stat()
+    return found.st_mtime_ns, found.st_size
 
 
 @lru_cache(maxsize=4)
-def _read(path: Path) -> ClusterConfig:
+def _read(path: Path, changed: tuple[int, int] | None) -> ClusterConfig:
+    del changed  # a process that stays reads a file again that was written again
     return read_cluster(path)
 
 

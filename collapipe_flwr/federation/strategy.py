@@ -26,6 +26,7 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.federation.attempts import DEFAULT_TIMEOUT_S, Retries
 from collapipe_flwr.federation.driving import driver
 from collapipe_flwr.federation.inner import check_inner
+from collapipe_flwr.federation.polling import polling
 
 if TYPE_CHECKING:  # whoever only imports the strategy need not wait for torch
     from collapipe_flwr.config.schema import EdgeConfig
@@ -135,8 +136,11 @@ class CollaPipe(Strategy):
     def start(self, *args: Any, **kwargs: Any) -> Result:
         """The inner strategy's own ``start``, with its arguments, around our hooks.
 
-        Edge sessions, and an edge of its own, end with it in any case.
+        Edge sessions, and an edge of its own, end with it in any case. A grid of Flower's is asked
+        for replies as `PollingGrid` does.
         """
+        args = tuple(polling(given) if isinstance(given, Grid) else given for given in args)
+        kwargs = {k: polling(v) if isinstance(v, Grid) else v for k, v in kwargs.items()}
         given = signature(self.inner_strategy.start).bind(*args, **kwargs)
         given.apply_defaults()
         timeout_s = float(given.arguments.get("timeout", DEFAULT_TIMEOUT_S))

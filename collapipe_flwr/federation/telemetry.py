@@ -8,9 +8,10 @@ says nothing about the link, so a paced sample means "at least as planned" (``Li
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from collapipe_flwr.core.domain import ClusterPlan, GradientNoise, LinkSample
 from collapipe_flwr.core.links import LinkReport, LinkTraffic
@@ -52,29 +53,32 @@ class ClusterTelemetry:
         Where a device was lost, another was the last; the edge knows what all of them sent.
         """
         hops = [report.sent_down.bytes + report.received_down.bytes for report in self.reports]
-        edge = self.edge
+        edge, beside = self.edge, sum(report.sent_beside_bytes for report in self.reports)
         last = edge.sent_up.bytes + edge.received_up.bytes if edge else sum(hops[-1:])
-        return {D2D: sum(hops) - last, D2E: last}
+        return {D2D: sum(hops) - last + beside, D2E: last}
 
     def links(self, plan: ClusterPlan, *, paced: bool) -> tuple[LinkReport, ...]:
         """The hops of ``plan``, with its rates where senders kept to them (``paced``).
 
-        None where the round ran over several chains.
+        None where the round ran over several chains. Where stages have replicas, every two that
+        meet have an entry; bytes of one end count by the micro-batches that they share.
         """
-        names = [report.name for report in self.reports[1:]]
-        if self.edge is None or names != [segment.device_id for segment in plan.segments]:
+        names = tuple(report.name for report in self.reports[1:])
+        if self.edge is None or names != plan.device_ids:
             return ()
-        stages = pairwise((*self.reports, self.edge))
+        left = iter((*self.reports, self.edge))
+        stages = [tuple(islice(left, count)) for count in plan.replicas]
         return tuple(
             LinkReport(
                 cluster_id=self.cluster_id,
-                sender=here.name,
-                receiver=behind.name,
+                sender=ahead[i].name,
+                receiver=behind[j].name,
                 link=hop if paced else hop.unpaced,
-                forward=_seen_by_both(here.sent_down, behind.received_up),
-                backward=_seen_by_both(behind.sent_up, here.received_down),
+                forward=_seen_by_both(ahead[i].sent_down, behind[j].received_up, of_sender),
+                backward=_seen_by_both(behind[j].sent_up, ahead[i].received_down, of_receiver),
             )
-            for (here, behind), hop in zip(stages, plan.hops, strict=False)
+            for (ahead, behind), hop in zip(pairwise(stages), plan.hops, strict=False)
+            for i, j, of_sender, of_receiver in _meetings(plan, len(ahead), len(behind))
         )
 
     @property
@@ -107,8 +111,11 @@ class ClusterTelemetry:
 
 
 def link_samples(plan: ClusterPlan, told: ClusterTelemetry, *, paced: bool) -> Iterator[LinkSample]:
-    """A sample of every hop that was measured; none of a round that lost devices."""
-    if told.incidents:
+    """A sample of every hop that was measured; none of a round that lost devices.
+
+    None of one with replicas, either: the planned rate of a hop is that of its slowest link.
+    """
+    if told.incidents or max(plan.replicas) > 1:
         return
     reports = told.links(plan, paced=paced)
     for ends, hop, seen in zip(pairwise((*plan.member_ids, "")), plan.hops, reports, strict=False):
@@ -127,11 +134,21 @@ def link_samples(plan: ClusterPlan, told: ClusterTelemetry, *, paced: bool) -> I
             )
 
 
-def _seen_by_both(sent: LinkTraffic, received: LinkTraffic) -> LinkTraffic:
+def _meetings(
+    plan: ClusterPlan, ahead: int, behind: int
+) -> Iterator[tuple[int, int, float, float]]:
+    """Replicas of neighbouring stages that meet, and how much of either's work that is."""
+    counts = Counter((m % ahead, m % behind) for m in range(plan.micro_batches))
+    for (i, j), count in sorted(counts.items()):
+        own = (len(range(i, plan.micro_batches, ahead)), len(range(j, plan.micro_batches, behind)))
+        yield i, j, count / own[0], count / own[1]
+
+
+def _seen_by_both(sent: LinkTraffic, received: LinkTraffic, share: float) -> LinkTraffic:
     """One direction of a hop, with the rate that follows from the notes of both ends."""
     return LinkTraffic(
-        bytes=sent.bytes,
-        sending_s=sent.sending_s,
+        bytes=round(share * sent.bytes),
+        sending_s=share * sent.sending_s,
         wire_bit_per_s=carried_bit_per_s(sent.notes, received.notes),
     )
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collapipe_flwr.host.servicer import Servicer
 
 CONTROL_THREADS = 8
+_STREAMS = 4  # of a session, all of them together: replicas ahead have one each
 _Messages = Iterator[bytes]
 _NOT_WHILE_DRAINING = (methods.OPEN_SESSION, methods.HEALTH)
 
@@ -46,7 +47,7 @@ class Listener(Server):
         tls: TlsFiles | None = None,
         access: AccessControl | None = None,
         on_edge: bool = False,
-        most_streams: int = 64,
+        most_sessions: int = 64,
     ) -> None:
         if access is not None and (tls is None or tls.ca is None):
             raise ConfigError(
@@ -62,7 +63,7 @@ class Listener(Server):
             method: partial(self._download if method.downloads else self._answer, method)
             for method in METHODS
         }
-        threads = most_streams + CONTROL_THREADS
+        threads = _STREAMS * most_sessions + CONTROL_THREADS
         super().__init__(
             listen,
             {**answers, methods.ECHO: self._echo, methods.STATUS: self._status},
@@ -144,5 +145,5 @@ class EdgeServer(Listener):
         from collapipe_flwr.host.servicer import Servicer
 
         servicer = Servicer(service)
-        most_streams = service.health().most_sessions
-        super().__init__(listen, lambda: servicer, tls=tls, most_streams=most_streams)
+        most_sessions = service.health().most_sessions
+        super().__init__(listen, lambda: servicer, tls=tls, most_sessions=most_sessions)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.core.schedule import stage_actions
 from collapipe_flwr.host.energy import ReadJoules
+from collapipe_flwr.host.lanes import ONLY, Lane
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
 from collapipe_flwr.host.parts import FOUND, SNAPSHOT, BuildPart, Parts, tensors_of
 from collapipe_flwr.host.session import Session, SessionRefused, Stream
@@ -31,9 +32,11 @@ from collapipe_flwr.host.sessions import SessionTable
 from collapipe_flwr.host.snapshot_store import SnapshotStore
 from collapipe_flwr.host.weight_cache import TensorStore, WeightCache
 from collapipe_flwr.pipeline.config import Health, NextHop, SessionKey, SessionRequest
+from collapipe_flwr.pipeline.fan import fan_of
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.meter import StageReport, Timeline, bytes_of
 from collapipe_flwr.pipeline.roles import LastStage, MiddleStage
+from collapipe_flwr.pipeline.siblings import Siblings
 from collapipe_flwr.pipeline.soundness import told
 from collapipe_flwr.pipeline.state import digests_of
 
@@ -284,21 +287,28 @@ class EdgeService:
         """Run a session's stage over one link until its END frame."""
         self.serve(self.claim(key), upstream)
 
-    def claim(self, key: SessionKey) -> Stream:
-        """Reserve a session for one stream, which `serve` then runs, or `release` gives up."""
+    def claim(self, key: SessionKey, lane: Lane = ONLY) -> Stream:
+        """Reserve a session for one stream, which `serve` then runs, or `release` gives up.
+
+        The lanes of one stream claim it one after the other, in any order.
+        """
         session = self.find(key)
-        with session.at_rest():
-            self._parts.part(session)
-            return session.claim()
+        with session.claiming:
+            if (stream := session.joined(lane)) is not None:
+                return stream
+            with session.at_rest():
+                self._parts.part(session)
+                return session.claim(lane)
 
-    def release(self, stream: Stream) -> None:
-        """Give a claimed stream up that was not served."""
-        stream.session.end(stream)
+    def release(self, stream: Stream, why: str = "the stream was given up") -> None:
+        """Give a stream up that is not over; all its lanes hear why."""
+        stream.session.give_up(stream, why)
 
-    def serve(self, stream: Stream, upstream: Link) -> None:
-        """Run a claimed stream. When it fails its session is gone or goes back, and it raises.
+    def serve(self, stream: Stream, upstream: Link, behind: Link | None = None) -> None:
+        """Run a claimed stream; `behind` is the link from the next replica of its stage.
 
-        Raises SessionRefused when it was broken off since: it does not run then.
+        When it fails its session is gone or goes back, and it raises. Raises SessionRefused when
+        it was broken off since: it does not run then.
         """
         session = stream.session
         try:
@@ -308,7 +318,7 @@ class EdgeService:
             raise
         try:
             before_j = self._read_joules()
-            with self._stage(stream, upstream) as stage:
+            with self._stage(stream, upstream, behind) as stage:
                 stage.serve()
             after_j = self._read_joules()
             energy_j = None if before_j is None or after_j is None else after_j - before_j
@@ -330,8 +340,10 @@ class EdgeService:
             self._snapshots.forget(session.request.key.session_id)
 
     @contextmanager
-    def _stage(self, stream: Stream, upstream: Link) -> Iterator[LastStage | MiddleStage]:
-        """The stage of a session, with its link downstream where there is one."""
+    def _stage(
+        self, stream: Stream, upstream: Link, behind: Link | None
+    ) -> Iterator[LastStage | MiddleStage]:
+        """The stage of a session, with its links to the hosts that it passes work on to."""
         session = stream.session
         assert session.part is not None and session.optimizer is not None
         part, optimizer = session.part, session.optimizer
@@ -341,6 +353,17 @@ class EdgeService:
             return
         if self._set_power is not None and placement.tx_power_w is not None:
             self._set_power(placement.tx_power_w)
-        with self._connect(placement.next_hop) as downstream:
-            session.add_link(stream, downstream)
-            yield MiddleStage(part, optimizer, config, upstream=upstream, downstream=downstream)
+        with ExitStack() as stack:
+
+            def connected(hop: NextHop) -> Link:
+                link = stack.enter_context(self._connect(hop))
+                session.add_link(stream, link)
+                return link
+
+            siblings = None
+            if config.turn.replicas > 1:
+                ahead = connected(placement.sibling) if placement.sibling is not None else None
+                siblings = Siblings(ahead, behind, config.turn.replica)
+            downstream = fan_of([connected(hop) for hop in placement.next_hops], config.turn)
+            ends = {"upstream": upstream, "downstream": downstream}
+            yield MiddleStage(part, optimizer, config, siblings=siblings, **ends)

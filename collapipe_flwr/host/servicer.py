@@ -6,10 +6,9 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import grpc
@@ -23,6 +22,7 @@ from collapipe_flwr.core.errors import (
     ProtocolError,
 )
 from collapipe_flwr.host.allocator import give_back
+from collapipe_flwr.host.lanes import Lane
 from collapipe_flwr.host.ledger import NoRoom
 from collapipe_flwr.host.service import EdgeService, Reserve
 from collapipe_flwr.host.session import SessionRefused, Stream
@@ -42,6 +42,7 @@ from collapipe_flwr.transport.weights import gather_weights, weight_frames
 
 _log = logging.getLogger(__name__)
 _SETTLE_S = 5.0
+_LANE_DIGITS = 10
 _TRANSFER_S = 600.0  # from the first piece of a part's weights to the last
 _SHARE_OF_GUEST = 0.25
 
@@ -207,31 +208,45 @@ class Servicer:
         return self._config.probe(decode_message(ProbeRequest, data))
 
     def stream(self, messages: Iterator[bytes], call: Call) -> Iterator[bytes]:
-        """Three threads: this one sends, a reader receives, a worker computes."""
-        config = _stream_config(call.metadata)
-        stream = self._service.claim(call.key)
+        """Three threads: this one sends, a reader receives, a worker computes.
+
+        The worker starts with the last of the stream's lanes.
+        """
+        config, lane = _stream_config(call.metadata), _lane(call.metadata)
+        stream = self._service.claim(call.key, lane)
         try:
-            link, work = self._begun(stream, config, call)
+            link = self._begun(stream, lane, config, call)
         except BaseException:
             self._service.release(stream)
             raise
         threading.Thread(target=link.feed, args=(messages,), daemon=True).start()
-        yield from link.outgoing()
-        wait([work], timeout=_SETTLE_S)  # so that the session's fate is known when the call ends
+        try:
+            yield from link.outgoing()
+        finally:
+            self._leave(stream)
+        stream.over.wait(_SETTLE_S)  # so that the session's fate is known when the call ends
 
-    def _begun(
-        self, stream: Stream, config: StreamConfig, call: Call
-    ) -> tuple[StreamLink, Future[None]]:
+    def _begun(self, stream: Stream, lane: Lane, config: StreamConfig, call: Call) -> StreamLink:
         peer = call.metadata.get(methods.NAME_KEY, call.context.peer())[:80]
         link = StreamLink(peer, config, lambda _: LinkError(f"{peer} broke off the stream"))
-        gone = partial(link.broken, LinkError(f"{peer} broke off the stream"))
+
+        def gone() -> None:
+            link.broken(LinkError(f"{peer} broke off the stream"))
+            self._leave(stream)
+
         if not call.context.add_callback(gone):  # it is gone already
             gone()
         link.send(Frame(kind=FrameKind.HELLO), deadline_s=1.0)
-        work = self._workers.submit(self._service.serve, stream, link)
-        session_id = stream.session.request.key.session_id
-        work.add_done_callback(lambda w: _finish(w, session_id, link))
-        return link, work
+        if stream.session.enter(stream, lane, link):
+            lanes = stream.lanes
+            work = self._workers.submit(self._service.serve, stream, lanes.upstream, lanes.behind)
+            work.add_done_callback(lambda w: _finish(w, stream))
+        return link
+
+    def _leave(self, stream: Stream) -> None:
+        """A lane has ended: its stage, which may wait for another one, must not go on."""
+        if stream.lanes.are_several:
+            self._service.release(stream, "another link of this stage broke off")
 
 
 def _stream_config(metadata: Mapping[str, str]) -> StreamConfig:
@@ -253,9 +268,20 @@ def _stream_config(metadata: Mapping[str, str]) -> StreamConfig:
     return StreamConfig(codec=codec, rate_bit_per_s=bit_per_s or None, stream_id=int(stream_id))
 
 
-def _finish(work: Future[None], session_id: str, link: StreamLink) -> None:
-    """Close the link behind a stage; an error that is no peer's fault is logged with its trace."""
-    link.close()
+def _lane(metadata: Mapping[str, str]) -> Lane:
+    """Which of the links of its stage a stream is. Raises SessionRefused for what is none."""
+    text = metadata.get(methods.LANE_KEY, "0/1")
+    number, _, of = text.partition("/")
+    if not (number.isdecimal() and of.isdecimal() and len(text) < _LANE_DIGITS):
+        raise SessionRefused(f"the lane of a stream must read like 0/2, got {text[:20]!r}")
+    return Lane(int(number), int(of))
+
+
+def _finish(work: Future[None], stream: Stream) -> None:
+    """Close the links behind a stage; an error that is no peer's fault is logged with its trace."""
+    session_id = stream.session.request.key.session_id
+    for link in filter(None, stream.lanes.links.values()):
+        link.close()
     error = work.exception()
     if isinstance(error, CollaPipeError):
         _log.warning("session %s ended: %s", session_id, error)

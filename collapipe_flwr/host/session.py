@@ -3,8 +3,8 @@
 A session is at rest, in use by one call, claimed by a stream, running one, or gone:
 
     REST -> BUSY -> REST                        a call reads or changes the part
-    BUSY -> CLAIMED -> RUNNING -> REST          a stream; one that is broken off before it begins
-    CLAIMED -> REST                               never runs
+    BUSY -> CLAIMED -> RUNNING -> REST          a stream; it begins when all its links are there
+    CLAIMED -> REST                               one that is broken off before never runs
     any but GONE -> GONE                        closed; where the part is in use, at the end of that
 
 All changes happen under one lock, and every use has a number of its own, its epoch, so that what
@@ -23,6 +23,7 @@ from enum import Enum, auto
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.host.lanes import Lane, Lanes
 from collapipe_flwr.host.ledger import Account
 from collapipe_flwr.pipeline.config import SessionRequest
 from collapipe_flwr.pipeline.link import Link
@@ -63,8 +64,10 @@ class Stream:
 
     session: Session
     epoch: int
+    lanes: Lanes
     links: list[Link] = field(default_factory=list)
     broken: str = ""  # why it must not go on
+    over: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +89,7 @@ class Session:
     saved: Snapshot | None = None  # where a recoverable session goes back to
     found: dict[str, Tensor] = field(default_factory=dict)  # here, for the next push, by digest
     wanted: Mapping[str, str] = field(default_factory=dict)  # digests that `missing` was asked for
+    claiming: threading.Lock = field(default_factory=threading.Lock)  # one lane at a time
     closed: str = ""  # why no use begins any more; one may still be about to end
     _life: Life = Life.REST
     _epoch: int = 0
@@ -113,13 +117,39 @@ class Session:
         finally:
             self._leave(epoch)
 
-    def claim(self) -> Stream:
-        """Give the part to a stream; the caller has it at rest."""
+    def claim(self, lane: Lane) -> Stream:
+        """Give the part to a stream; the caller has it at rest.
+
+        Raises SessionRefused for a lane that its stage has no use for.
+        """
         with self._turn:
             self._refuse_if_closed()
             assert self._life is Life.BUSY
-            self._stream = Stream(self, self._begin(Life.CLAIMED))
+            lanes = Lanes(self.request.stage.turn)
+            if not lanes.accepts(lane):
+                raise SessionRefused(f"the session's stage has no lane {lane.number} of {lane.of}")
+            lanes.links[lane] = None
+            self._stream = Stream(self, self._begin(Life.CLAIMED), lanes)
             return self._stream
+
+    def joined(self, lane: Lane) -> Stream | None:
+        """The claimed stream that waits for this lane, if there is one; it is taken then."""
+        with self._turn:
+            stream = self._stream
+            if stream is None or self._life is not Life.CLAIMED or not stream.lanes.accepts(lane):
+                return None
+            stream.lanes.links[lane] = None
+            return stream
+
+    def enter(self, stream: Stream, lane: Lane, link: Link) -> bool:
+        """A lane's link is there; whether it was the last one.
+
+        Raises SessionRefused when the stream was broken off.
+        """
+        with self._turn:
+            self.add_link(stream, link)
+            stream.lanes.links[lane] = link
+            return stream.lanes.complete
 
     def begin(self, stream: Stream, upstream: Link) -> None:
         """A claimed stream begins. Raises SessionRefused when it was broken off before."""
@@ -138,9 +168,17 @@ class Session:
                 raise SessionRefused(stream.broken)
             stream.links.append(link)
 
+    def give_up(self, stream: Stream, why: str) -> None:
+        """End a stream, unless it is over: one that has begun ends as its links are closed."""
+        with self._turn:
+            links = self._end_stream(why) if self._stream is stream else ()
+        for link in links:
+            link.close(why)
+
     def end(self, stream: Stream) -> None:
-        """The stream is over, or never begins; twice is fine."""
+        """The stream is over; twice is fine."""
         self._leave(stream.epoch)
+        stream.over.set()
 
     def fail(self, why: str) -> None:
         """Close the session from within its stream, which drops it when it ends."""
@@ -178,10 +216,12 @@ class Session:
             self._refuse_if_closed()
             self.closed = why
             whole = self._life in (Life.REST, Life.CLAIMED)
+            links = self._end_stream(why) if whole else ()
             if whole:
-                self._end_stream(why)
                 self._life = Life.GONE
         if whole:
+            for link in links:
+                link.close(why)
             self._drop()
             return True
         self.break_off(why)
@@ -223,6 +263,7 @@ class Session:
         self._stream.broken = self._stream.broken or why
         links = tuple(self._stream.links)
         if self._life is Life.CLAIMED:
+            self._stream.over.set()
             self._life, self._stream = Life.REST, None
             self._turn.notify_all()
         return links

@@ -31,6 +31,7 @@ from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
 from collapipe_flwr.core.errors import CheckpointMissing, ModelError
+from collapipe_flwr.core.hub import folder_only, unreachable
 from collapipe_flwr.models.skeleton import (
     build_skeleton,
     builder_of,
@@ -46,11 +47,18 @@ _TIE_FLAGS = ("tie_word_embeddings", "share_encoder_decoder_embeddings")
 
 def read_pretrained_config(pretrained: str) -> PreTrainedConfig:
     """The configuration of a checkpoint (folder or hub name); raises ModelError."""
+    folder = Path(pretrained).expanduser()
+    if not folder.is_dir() and folder_only(pretrained):
+        raise CheckpointMissing(
+            f"cannot read the checkpoint {pretrained!r}: there is no folder {folder.absolute()}; "
+            "correct the path, or give a hub name such as owner/model"
+        )
+    offline = "" if folder.is_dir() else unreachable(pretrained)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(pretrained)
     except (OSError, ValueError, KeyError) as cause:
         raise CheckpointMissing(
-            f"cannot read the checkpoint {pretrained!r}: {first_lines(cause)}; "
+            f"cannot read the checkpoint {pretrained!r}: {offline or first_lines(cause)}; "
             "give a folder with config.json or a hub name that this machine can reach"
         ) from cause
     if getattr(config, "quantization_config", None):

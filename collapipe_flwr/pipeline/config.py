@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import at_least, check_keys, key, one_of
 from collapipe_flwr.core.links import Heartbeat, LinkConfig
+from collapipe_flwr.core.turns import ALONE, Turn
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 
 PRECISIONS = ("fp32", "bf16")
@@ -60,7 +61,8 @@ class StageConfig:
     `depth` is the number of micro-batches in flight before the first backward pass. `deadline_s`
     bounds each wait inside a step, `pause_s` those between steps or texts. `seed` makes dropout
     independent of the cut (`randomness`); that of the first stage holds for the whole chain, and it
-    should change from round to round.
+    should change from round to round. `turn` says which micro-batches pass here, where the stage
+    has replicas.
     """
 
     name: str
@@ -70,6 +72,7 @@ class StageConfig:
     idle_s: float = 600.0
     seed: int | None = None
     execution: Execution = field(default_factory=Execution)
+    turn: Turn = ALONE
 
     def __post_init__(self) -> None:
         if self.seed is not None and not 0 <= self.seed < MOST_SEED:
@@ -121,13 +124,22 @@ class NextHop:
 class Placement:
     """What a device holds, and what follows it.
 
-    `blocks` are the first one and the one behind the last. `tx_power_w` is the planned power of the
-    device's radio (None: as it is).
+    `blocks` are the first one and the one behind the last. Where the next stage has replicas,
+    micro-batches alternate among `next_hop` and `more_hops`; where this one has, `sibling` is the
+    replica before this one. `tx_power_w` is the planned power of the device's radio (None: as it
+    is).
     """
 
     blocks: tuple[int, int]
     next_hop: NextHop
     tx_power_w: float | None = None
+    more_hops: tuple[NextHop, ...] = ()
+    sibling: NextHop | None = None
+
+    @property
+    def next_hops(self) -> tuple[NextHop, ...]:
+        """In the order in which micro-batches take them."""
+        return (self.next_hop, *self.more_hops)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

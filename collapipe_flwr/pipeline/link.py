@@ -38,6 +38,7 @@ class FrameKind(IntEnum):
     SERVE = 10  # down the chain: from now on generate texts, until END (`generation`)
     TOKENS = 11  # up the chain: new tokens of a text, or those whose hidden states are asked for
     STOP = 12  # down the chain: the client wants no more of this text
+    SUM = 13  # between replicas of a stage: a piece of their gradients (`siblings`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,8 @@ class StageReport:
     Its passes of `micro_batches` in training took `forward_s` and `backward_s`; what is only
     tested counts for neither. `wait_s` is time spent waiting for a neighbour, to receive or to find
     room to send. `energy_j` is what a sensor of its machine counted meanwhile, None without one.
-    `*_up` is the link towards the control unit, `*_down` towards the edge.
+    `*_up` is the link towards the control unit, `*_down` towards the edge; `sent_beside_bytes` went
+    to other replicas of the stage.
     `small_square_norm` and `big_square_norm` are means over the steps of the squared norm of this
     stage's gradients for the first micro-batch alone and for the whole batch.
     `peak_tensor_bytes`: see `MemoryMeter`. `spans` are there if they were asked for.
@@ -60,6 +61,7 @@ class StageReport:
     received_up: LinkTraffic = field(default_factory=LinkTraffic)
     sent_down: LinkTraffic = field(default_factory=LinkTraffic)
     received_down: LinkTraffic = field(default_factory=LinkTraffic)
+    sent_beside_bytes: int = 0
     peak_tensor_bytes: int = 0
     energy_j: float | None = None
     small_square_norm: float = 0.0

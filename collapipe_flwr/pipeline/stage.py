@@ -23,6 +23,7 @@ from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.core.schedule import Action, Op, forward_actions, stage_actions
 from collapipe_flwr.pipeline.backward import DeferredGradients, deferring, fuse_accumulation
 from collapipe_flwr.pipeline.config import StageConfig
+from collapipe_flwr.pipeline.fan import lane_of
 from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, FrameKind, Link
 from collapipe_flwr.pipeline.meter import (
     GradientNorms,
@@ -33,6 +34,7 @@ from collapipe_flwr.pipeline.meter import (
 )
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.randomness import SeededRandomness
+from collapipe_flwr.pipeline.siblings import Siblings
 from collapipe_flwr.pipeline.soundness import blaming, check_sound, told
 from collapipe_flwr.pipeline.step import Step
 from collapipe_flwr.pipeline.ties import borrows, shared_parameters
@@ -67,12 +69,14 @@ class Stage(ABC):
         *,
         upstream: Link | None = None,
         downstream: Link | None = None,
+        siblings: Siblings | None = None,
     ) -> None:
         self.part = part
         self.optimizer = optimizer
         self.settings = settings
         self.upstream = upstream
         self.downstream = downstream
+        self.siblings = siblings  # the other replicas of this stage
         self.recorder = Recorder(keep_spans=settings.execution.keep_spans)
         self.memory = MemoryMeter()
         fuse_accumulation(part)
@@ -124,6 +128,8 @@ class Stage(ABC):
         self.part.train(step.train)
         self._stash.clear()
         self._randomness = self._choose_randomness(step)
+        if step.train and self.siblings is not None:
+            self.siblings.check(self.part)
         for action in self._actions(step):
             if action.op is Op.FORWARD:
                 self._forward(step, action.micro_batch)
@@ -148,6 +154,7 @@ class Stage(ABC):
             received_up=replace(up.received) if up else LinkTraffic(),
             sent_down=replace(down.sent) if down else LinkTraffic(),
             received_down=replace(down.received) if down else LinkTraffic(),
+            sent_beside_bytes=self.siblings.sent_bytes if self.siblings else 0,
             peak_tensor_bytes=self.memory.peak_bytes,
             small_square_norm=self._norms.small_square_norm,
             big_square_norm=self._norms.big_square_norm,
@@ -156,21 +163,23 @@ class Stage(ABC):
 
     @contextmanager
     def telling_neighbours(self) -> Iterator[None]:
-        """If the body raises, close both links with its message, drop the step and re-raise."""
+        """If the body raises, close all links with its message, drop the step and re-raise."""
         try:
             yield
         except BaseException as error:
             self._stash.clear()
             self._sent.clear()
             self.optimizer.zero_grad()
-            for link in filter(None, (self.upstream, self.downstream)):
-                link.close(told(error, self.settings.name))
+            for neighbour in (self.upstream, self.downstream, self.siblings):
+                if neighbour is not None:
+                    neighbour.close(told(error, self.settings.name))
             raise
 
     def _actions(self, step: Step) -> tuple[Action, ...]:
         if not step.train:
-            return forward_actions(step.micro_batches)
-        return stage_actions(self.settings.schedule, self.settings.depth, step.micro_batches)
+            return forward_actions(step.micro_batches, self.settings.turn)
+        config = self.settings
+        return stage_actions(config.schedule, config.depth, step.micro_batches, config.turn)
 
     def _by_block(self) -> bool:
         """Turn on activation checkpointing by block; returns whether the part supports it."""
@@ -307,8 +316,13 @@ class Stage(ABC):
     def _apply(self, step: Step) -> None:
         if step.rows:
             self._return_rows(step)
+        if self.siblings is not None:
+            self.siblings.check(self.part)
+            named, send, receive = self.optimizer.by_name, self._send, self._receive
+            self.siblings.add_up(named, step.index, send, receive)
         with self.recorder.span("optimizer", step.index):
-            norm = square_norm(self._gradients())
+            counts = self.settings.turn.replica == 0  # once for all replicas
+            norm = square_norm(self._gradients()) if counts else 0.0
             shared = shared_parameters(self.part) if step.settle else {}  # see `ties.add_shared`
             self.optimizer.add_proximal(n for n in self.optimizer.by_name if n not in shared)
         factor = self._settle(step, self._square_norm_alone()) if step.settle else 1.0
@@ -348,7 +362,8 @@ class Stage(ABC):
 
     def _receive(self, link: Link, kind: FrameKind, step: int, micro_batch: int) -> Frame:
         """The next frame of a neighbour. Raises ProtocolError unless it is the expected one."""
-        with self._blaming(link):
+        side, link = self._side(link), lane_of(link, kind, micro_batch)
+        with blaming(self.settings.name, link.peer, side):
             with self.recorder.span("receive", step, micro_batch):
                 frame = link.receive(deadline_s=self.settings.deadline_s)
             if (frame.kind, frame.step, frame.micro_batch) != (kind, step, micro_batch):
@@ -357,7 +372,7 @@ class Stage(ABC):
                     f"{frame.micro_batch}, where {kind.name} of step {step}, micro-batch "
                     f"{micro_batch} was due"
                 )
-            check_sound(frame, self.settings.name, link.peer, self._side(link))
+            check_sound(frame, self.settings.name, link.peer, side)
         return frame
 
     def _blaming(self, link: Link) -> Around:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from textwrap import wrap
 from typing import Any
 
 from rich.console import Console
@@ -11,26 +12,47 @@ from rich.table import Table
 from collapipe_flwr.reporting.events import RoundEvent
 
 _WIDTH = 118
+_LEAST_WIDTH, _MOST_LINES = 40, 6  # of what is folded
 _MOST_LINKS = 12  # in the table at the end
 _MOST_ROUNDS = 8  # of one cluster that are named
 
 
 class RoundPrinter:
-    """Prints two lines per finished round: numbers and plan."""
+    """Prints two lines per finished round: numbers and plan.
 
-    def __init__(self, rounds: int, console: Console | None = None) -> None:
-        self._rounds = rounds
+    On a terminal no line is wider than it; elsewhere lines are as long as they are.
+    """
+
+    def __init__(self, rounds: int | None = None, console: Console | None = None) -> None:
+        self.rounds = rounds
         self._console = console or Console(width=_WIDTH, highlight=False, soft_wrap=True)
 
     def say(self, text: str) -> None:
-        """One plain line."""
-        self._console.print(text, markup=False)
+        """One plain line, folded where a terminal ends."""
+        if not self._console.is_terminal:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            return
+        indent = " " * (len(text) - len(text.lstrip()))
+        folded = wrap(
+            text.strip(),
+            max(self._console.width, _LEAST_WIDTH),
+            initial_indent=indent,
+            subsequent_indent=f"{indent}    ",
+            max_lines=_MOST_LINES,
+            placeholder=" ... (all of it is in events.jsonl)",
+        )
+        self._console.print("\n".join(folded), markup=False, highlight=False, soft_wrap=True)
+
+    def show_untrained(self, metrics: Mapping[str, float]) -> None:
+        """What the model scores before the first round."""
+        words = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        self.say(f"untrained: {words}")
 
     def show(self, event: RoundEvent) -> None:
         """One round: what was learned, then where."""
         loss = "-" if event.loss is None else f"{event.loss:.4f}"
         scores = "  ".join(f"test {name} {value:.4g}" for name, value in event.metrics.items())
-        numbers = f"round {event.round_index:>3}/{self._rounds}  {event.wall_s:5.1f} s"
+        numbers = f"round {event.round_index:>3}/{self.rounds or '?'}  {event.wall_s:5.1f} s"
         clusters = _clusters_text(event)
         fresh = ""
         if event.prequential_loss is not None:
@@ -60,7 +82,7 @@ def _plan_text(plan: Mapping[str, Any] | None) -> str:
     clusters = []
     for cluster in plan["clusters"]:
         segments = " ".join(
-            f"{s['device_id'].rpartition('/')[2]}:{s['first_block']}-{s['stop_block'] - 1}"
+            f"{_devices_text(s)}:{s['first_block']}-{s['stop_block'] - 1}"
             for s in cluster["segments"]
         )
         clusters.append(
@@ -68,6 +90,12 @@ def _plan_text(plan: Mapping[str, Any] | None) -> str:
             f"{cluster['micro_batch_size']}x{cluster['micro_batches']}{_codecs_text(cluster)}"
         )
     return "plan " + " | ".join(clusters) + f" | predicted {plan['latency_s']:.2f} s"
+
+
+def _devices_text(segment: Mapping[str, Any]) -> str:
+    """``pi5``, or ``pi5+nano`` where they are replicas; plans of earlier versions have none."""
+    names = (segment["device_id"], *segment.get("replicas", ()))
+    return "+".join(name.rpartition("/")[2] for name in names)
 
 
 def _took_text(event: RoundEvent) -> str:

@@ -83,6 +83,8 @@ class RunStory:
     initial: Mapping[str, float] = field(default_factory=dict)
     energy_budget_j: Mapping[str, float]
     events: tuple[RoundEvent, ...] = field(default=())
+    rounds_asked: int | None = None
+    notes: tuple[str, ...] = ()  # what the run said of itself as a whole
 
     def summary(self, *, status: str, wall_s: float, reason: str | None = None) -> dict[str, Any]:
         """The content of ``summary.json``."""
@@ -97,6 +99,9 @@ class RunStory:
             "status": status,
             "reason": reason,
             "rounds": len(self.events),
+            "rounds_asked": self.rounds_asked,
+            "notes": list(self.notes),
+            "untrained": dict(self.initial),
             "lost": self._lost_rounds(),
             "metric": {
                 "name": self.metric_name,

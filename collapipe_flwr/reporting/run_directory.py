@@ -2,9 +2,11 @@
 
 ``run-config.json`` says how the run was started. ``events.jsonl`` gets one line per round as soon
 as the round ends. ``summary.json`` is replaced as a whole, so a reader never sees half of it, and
-its ``status`` says ``running``, ``completed`` or ``failed``. A resumed run reopens its folder and
-goes on writing. What was written is on disk: after a power cut at most the end of the last line of
-``events.jsonl`` is missing, and that round is pending or is trained again.
+its ``status`` says ``running``, ``completed``, ``failed`` or ``stopped``. A resumed run reopens its
+folder and goes on writing. What was written is on disk: after a kill or a power cut at most the
+end of the last line of ``events.jsonl`` is missing, which readers pass over and a resumed run
+removes; that round is pending or is trained again. ``run.log`` is what `collapipe run` keeps of
+Flower's log.
 
 :class:`Past` is what an earlier process of a run left, as far as its newest checkpoint goes. A
 process may die between the checkpoint of a round and its evaluation, or after rounds that no
@@ -15,36 +17,40 @@ will be trained again, so their events are dropped.
 from __future__ import annotations
 
 import json
+import os
+import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from collapipe_flwr.core.durable import append_text, make_folder, sync, write_text
+from collapipe_flwr.core.durable import append_text, make_folder, write_text
 from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.reporting.events import RoundEvent
 
 Json = Mapping[str, object]
+LOG = "run.log"
 _SUMMARY, _EVENTS, _CONFIG = "summary.json", "events.jsonl", "run-config.json"
-_PENDING, _RUN_ID = "pending-round.json", "run-id"
+_PENDING, _RUN_ID, _CHECKPOINTS = "pending-round.json", "run-id", "checkpoints"
+_ROUND = re.compile(r"round-(\d{6,})")
 
 
 class RunDirectory:
     """Owns the folder of one run; every write is complete, or absent and a RunError."""
 
     def __init__(self, path: Path) -> None:
-        """Create the folder; raises ConfigError when it exists or cannot be made."""
+        """Create the folder; raises ConfigError when it exists or cannot be made.
+
+        One that holds nothing but a log was made for this run, by whoever keeps its log.
+        """
+        check_new(path)
         try:
-            make_folder(path.parent)
-            path.mkdir()
-            sync(path.parent)
-        except FileExistsError as error:
-            raise ConfigError(
-                f'output-dir: "{path}" exists already; choose another, or go on with it by resume'
-            ) from error
+            make_folder(path)
         except OSError as error:
-            raise ConfigError(f'output-dir: "{path}" cannot be made ({error.strerror})') from error
+            raise ConfigError(
+                f'output-dir: "{path}" cannot be made ({error.strerror}); choose another'
+            ) from error
         self.path = path
 
     @classmethod
@@ -67,7 +73,7 @@ class RunDirectory:
     @property
     def checkpoint_path(self) -> Path:
         """Where checkpoints go."""
-        return self.path / "checkpoints"
+        return self.path / _CHECKPOINTS
 
     @property
     def model_path(self) -> Path:
@@ -88,8 +94,11 @@ class RunDirectory:
         self._write(append_text, _EVENTS, _line(event))
 
     def rewrite_events(self, events: Iterable[Json]) -> None:
-        """Replace ``events.jsonl``."""
-        self._replace(_EVENTS, "".join(map(_line, events)))
+        """Replace ``events.jsonl`` unless it holds just these rounds; without any there is none."""
+        text, path = "".join(map(_line, events)), self.path / _EVENTS
+        before = path.read_bytes() if path.exists() else b""
+        if text.encode() != before:
+            self._replace(_EVENTS, text)
 
     def write_pending(self, event: Json) -> None:
         """Keep a round that is not evaluated yet, in case this process dies before it is."""
@@ -116,6 +125,14 @@ class RunDirectory:
             ) from error
 
 
+def check_new(path: Path) -> None:
+    """Raise ConfigError where the folder of a new run exists, but for one with a log alone."""
+    if path.exists() and (not path.is_dir() or [p.name for p in path.iterdir()] != [LOG]):
+        raise ConfigError(
+            f'output-dir: "{path}" exists already; choose another, or go on with it by resume'
+        )
+
+
 def _line(event: Json) -> str:
     return json.dumps(event, allow_nan=False) + "\n"
 
@@ -139,6 +156,47 @@ def resumed_config(run_dir: Path, overrides: Json) -> dict[str, Any]:
     if saved is None:
         raise ConfigError(f'--resume: "{run_dir}" is not the folder of a run')
     return {**saved, **overrides, "resume": str(run_dir)}
+
+
+class EventTail:
+    """Reads each line of ``events.jsonl`` once, while others write; a new file from its start."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / _EVENTS
+        self._file, self._place = 0, 0
+
+    def new(self) -> list[dict[str, Any]]:
+        """The rounds that were written since the last call, oldest first."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            number = os.fstat(file.fileno()).st_ino
+            self._file, self._place = number, self._place if number == self._file else 0
+            file.seek(self._place)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._place += len(whole) + len(newline)
+        return [json.loads(line) for line in whole.split(b"\n") if line]
+
+
+def summary_stamp(run_dir: Path) -> tuple[int, int] | None:
+    """What changes whenever the summary is replaced; None where there is none."""
+    try:
+        found = (run_dir / _SUMMARY).stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def newest_checkpoint(run_dir: Path) -> int:
+    """The round of the newest checkpoint in a run directory; 0 where there is none."""
+    folder = run_dir / _CHECKPOINTS
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return max((int(n[1]) for name in names if (n := _ROUND.fullmatch(name))), default=0)
+
+
+def rounds_done(run_dir: Path) -> int:
+    """The last round that a run directory tells of; 0 before the first."""
+    return max((event["round_index"] for event in read_events(run_dir)[-1:]), default=0)
 
 
 def read_pending(run_dir: Path) -> dict[str, Any] | None:
@@ -182,6 +240,7 @@ class Past:
 
     initial: Mapping[str, float] = field(default_factory=dict)  # metrics of the untrained model
     events: tuple[RoundEvent, ...] = ()
+    notes: tuple[str, ...] = ()
     pending: RoundEvent | None = None  # the checkpoint's round, if it was not evaluated yet
     wall_s: float = 0.0
 
@@ -194,8 +253,10 @@ def read_past(run_dir: Path, done: int) -> Past:
     pending, summary = read_pending(run_dir), read_summary(run_dir) or {}
     missing = not events or events[-1].round_index < done
     metric = summary.get("metric", {})
+    known = {} if metric.get("initial") is None else {metric["name"]: metric["initial"]}
     return Past(
-        initial={} if metric.get("initial") is None else {metric["name"]: metric["initial"]},
+        initial=summary.get("untrained", known),
+        notes=tuple(summary.get("notes", ())),
         events=tuple(events),
         pending=RoundEvent.of_json(pending)
         if missing and pending is not None and pending["round_index"] == done

@@ -256,7 +256,7 @@ def _segments(ran: Sequence[PolicyResult]) -> Figure:
     )
     for row, (_, plan) in enumerate(plans):
         for segment in plan.segments:
-            device = segment.device_id.rpartition("/")[2]
+            device = " + ".join(name.rpartition("/")[2] for name in segment.device_ids)
             left, width = segment.first_block, segment.stop_block - segment.first_block
             color = f"C{sum(map(ord, device)) % 10}"
             axes.barh(row, width, left=left, color=color, edgecolor="white")

@@ -36,6 +36,7 @@ from collapipe_flwr.scheduler.model_share import (
 )
 from collapipe_flwr.scheduler.planner import Planner, Solution
 from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState, reference_of
+from collapipe_flwr.scheduler.replicating import with_replicas
 
 MARGIN = 0.02  # what finer codecs may cost
 TINY = 1e-12  # relative
@@ -115,7 +116,10 @@ class Decision:
 
     def plan(self, policy: str) -> Plan:
         """In names and units, with codecs no coarser than they must be."""
-        plan = solution_plan(refined(self.planner, self.solution), policy, self.share)
+        refined_solution = refined(self.planner, self.solution)
+        plan = solution_plan(refined_solution, policy, self.share)
+        if self.planner.settings.replicas:
+            plan = with_replicas(plan, self.planner, refined_solution.rho)
         return with_model_shares(plan, self.model_share_m)
 
 
@@ -219,7 +223,7 @@ def usable_plans(last: Plan | None, snapshot: Snapshot) -> tuple[ClusterPlan, ..
         if profile is None:
             return False
         names = {device.device_id for device in profile.devices}
-        return all(segment.device_id in names for segment in plan.segments)
+        return names.issuperset(plan.device_ids)
 
     return () if last is None else tuple(c for c in last.clusters if stands(c))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from collapipe_flwr.scheduler.dual_prices import DualPrices
 from collapipe_flwr.scheduler.local_search import Moves, every_batch
 from collapipe_flwr.scheduler.problem import RoundProblem
 from collapipe_flwr.scheduler.radio.interior_point import Allocation, allocate
+from collapipe_flwr.scheduler.radio.problem import convex_latency_s
 from collapipe_flwr.scheduler.search import FEW_CLUSTERS, Search
 
 POLISHED_CLUSTERS = 4  # up to here time allows trying runners-up
@@ -21,6 +22,8 @@ POLISH_SOLVES = 16  # radio solves spent on runners-up
 POLISH_RIVALS = 8  # of them at a time
 WORTH_A_TRY = 0.15  # share of the objective by which a runner-up may seem worse
 ENOUGH = 1e-4  # relative gain of an alternation that is worth another
+CORRECTIONS = 3  # of the radio's formula of 1F1B at most
+EXCESS = 1e-3  # of a round: what that formula may say too much
 SAME = 1e-9  # relative differences below this count as none
 
 
@@ -104,9 +107,24 @@ class Planner(RoundProblem):
         """The best bandwidth and powers for one row per cluster."""
         chain = chain_of(self.tables, rows, self.settings)
         rho = self.learning.rho(self.tables, rows)
+        best = now = self._allocated(chain, rho)
+        excess_s = np.full(len(rows), np.inf)
+        for _ in range(CORRECTIONS if self.settings.schedule == "1f1b" else 0):
+            said = convex_latency_s(chain, now.allocation.times)
+            # The least seen: what is too much with slow links may not be with quicker ones.
+            less = np.minimum(excess_s, said - now.priced.latency_s)
+            if not (np.abs(less - excess_s) > EXCESS * said).any() or not less.any():
+                break
+            now, excess_s = self._allocated(chain, rho, less), less
+            best = min(best, now, key=lambda s: s.objective)
+        return best
+
+    def _allocated(self, chain: Chain, rho: float, excess_s: Array | float = 0.0) -> Solution:
+        """The radio's optimum if rounds are shorter by ``excess_s`` than its formula says."""
+        most = 0.9 * convex_latency_s(chain, None)
         allocation = allocate(
-            chain,
-            of_members(self.price_mi, rows),
+            replace(chain, fixed_s=chain.fixed_s - np.minimum(excess_s, most)),
+            of_members(self.price_mi, chain.rows),
             latency_price=self.latency_price * rho,
             bandwidth_hz=self.tables.snapshot.radio.bandwidth_hz,
         )

@@ -7,7 +7,7 @@ from math import isfinite
 from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.links import CODECS
-from collapipe_flwr.core.schedule import Schedule, stage_actions
+from collapipe_flwr.core.schedule import unchecked_schedule
 
 
 def check_cluster_plan(plan: ClusterPlan, num_blocks: int | None = None) -> None:
@@ -28,6 +28,11 @@ def check_cluster_plan(plan: ClusterPlan, num_blocks: int | None = None) -> None
             f"{where}: warmup_depth needs one entry >= 1 per stage "
             f"({len(plan.segments) + 2}), got {plan.warmup_depth}"
         )
+    if max(plan.replicas) > plan.micro_batches:
+        raise ScheduleError(
+            f"{where}: a stage has {max(plan.replicas)} replicas, but a step has "
+            f"{plan.micro_batches} micro-batches: plan no more replicas than micro-batches"
+        )
     if plan.hops:
         _check_hops(where, plan)
 
@@ -40,12 +45,11 @@ def dry_run_plan(plan: ClusterPlan, schedule: str, queue_frames: int | None = No
     """
     where = f"plan of cluster {plan.cluster_id!r}"
     depths, count = plan.warmup_depth, plan.micro_batches
-    actions = tuple(stage_actions(schedule, depth, count) for depth in depths)
-    found = Schedule(schedule, actions)
-    for stage, (most, depth) in enumerate(zip(found.in_flight(), depths, strict=True)):
-        if most > depth:
+    found = unchecked_schedule(schedule, depths, count, plan.replicas)
+    for worker, most in zip(found.workers.places, found.in_flight(), strict=True):
+        if most > (depth := depths[worker.stage]):
             raise ScheduleError(
-                f"{where}: {schedule} keeps {most} micro-batches in flight on stage {stage}, but "
+                f"{where}: {schedule} keeps {most} micro-batches in flight on stage {worker}, but "
                 f"warmup_depth allows {depth}: plan for {schedule}, or run the round as 1f1b"
             )
     try:
@@ -82,6 +86,6 @@ def _check_segments(where: str, segments: tuple[Segment, ...], num_blocks: int |
         at = segment.stop_block
     if num_blocks is not None and at != num_blocks:
         raise ScheduleError(f"{where}: segments cover {at} blocks, the model has {num_blocks}")
-    ids = [segment.device_id for segment in segments]
+    ids = [name for segment in segments for name in segment.device_ids]
     if len(set(ids)) != len(ids):
         raise ScheduleError(f"{where}: a device has two segments in {ids}; give it one")

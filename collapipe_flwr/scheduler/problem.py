@@ -20,6 +20,7 @@ from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.work import local_steps, steps_of
 from collapipe_flwr.scheduler.dual_prices import DualPrices
 from collapipe_flwr.scheduler.protocol import Reference, SchedulerConfig
+from collapipe_flwr.scheduler.refusal import refusal
 from collapipe_flwr.scheduler.scorer import Scorer
 
 NEVER = 1e3  # stands for "does not reach the target": finite, so that searches can cross it
@@ -117,22 +118,4 @@ class RoundProblem:
 
     def refuse(self, m: int) -> NoReturn:
         """Raise InfeasibleError: which memory is too small for cluster m, and what to do."""
-        snapshot, mib = self.tables.snapshot, 2.0**20
-        profile, model = snapshot.clusters[m].profile, snapshot.model
-        share = snapshot.edge.memory_bytes / self.tables.num_clusters
-        blocks = self.tables.blocks.state_bytes_l[-1]
-        room = sum(device.memory_bytes for device in profile.devices)
-        parts = (
-            ("the control unit", model.embedding.state_bytes, profile.control_unit.memory_bytes),
-            ("the edge (its share per cluster)", model.decoder.state_bytes, share),
-            (f"the {len(profile.devices)} devices together", blocks, room),
-        )
-        needs = "; ".join(
-            f"{name} need {need / mib:.0f} MiB of state plus activations and "
-            f"have {have / mib:.0f} MiB"
-            for name, need, have in sorted(parts, key=lambda p: p[2] / max(p[1], 1.0))
-        )
-        raise InfeasibleError(
-            f"cluster {profile.cluster_id!r}: no plan fits its memories ({needs}): add a device, "
-            "lower micro-batch-sizes or micro-batches, or choose a smaller model"
-        )
+        raise InfeasibleError(refusal(self.tables, m, self.settings))

@@ -144,6 +144,7 @@ class SchedulerConfig(PricingOptions):
     hysteresis: float = 0.02  # least relative gain for which devices change segments
     profile_memory: float = 0.8  # weight of the past in averages of measured speeds; 0: none
     rounds_of_search: int = 6  # alternations at most
+    replicas: bool = key(False)  # DSSDA lets devices share a stage where that wins
 
     def __post_init__(self) -> None:
         for name, rule in _RULES.items():

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
-from collapipe_flwr.costs.layouts import Layouts, replaced, stack
+from collapipe_flwr.costs.layouts import Layouts, key_of, replaced, stack
 from collapipe_flwr.scheduler.dual_prices import LEAST_SLOPE, DualPrices
 from collapipe_flwr.scheduler.initial_layouts import (
     all_layouts,
@@ -33,6 +33,7 @@ SPARES = 3  # devices without a segment that moves try where time is short, chea
 ENOUGH = 2e-3  # of the objective: what all gains that are let go come to at most
 ROUNDS = 12  # of growth at most
 ROUNDS_AGAIN = 4  # the same where time is short
+FAR_CLUSTERS = 8  # up to here time allows looking two moves away
 FEW_CLUSTERS = 20  # with more, what is tried is limited
 NO_LIMIT = 10**9
 TRIED = (4150, 0.2)  # rows whose neighbours a decision from scratch tries: in all, per cluster
@@ -180,15 +181,17 @@ class Search:
         """
         tried, spares = self.left // 2, self.cost_mi.shape[1] if self.thorough else SPARES
         value, choice = Picking(self.problem, pool).best()
+        jumped: set[bytes] = set()
         for _ in range(ROUNDS if self.thorough else ROUNDS_AGAIN):
             keep = self._worth_knowing(pool, value, choice)
             choice = (np.cumsum(keep) - 1)[choice]
             pool, fresh = pool.take(keep), fresh[keep]
             moving = self._in_order(pool, choice, np.flatnonzero(fresh))[: -(-tried // PARTS)]
-            if not len(moving):
-                break
             tried, self.left = tried - len(moving), self.left - len(moving)
-            near = Moves(pool.rows.take(moving), self.cost_mi, spares).all()
+            if len(moving):
+                near = Moves(pool.rows.take(moving), self.cost_mi, spares).all()
+            else:
+                near = self._far(pool.rows.take(choice), jumped)
             if not len(near):
                 break
             known = len(pool)
@@ -196,6 +199,20 @@ class Search:
             fresh = np.arange(len(pool)) >= known
             value, choice = Picking(self.problem, pool).best()
         return pool, choice
+
+    def _far(self, picked: Layouts, jumped: set[bytes]) -> Layouts:
+        """Two moves away from rows of which that has not been tried yet; for few clusters."""
+        none = picked.take(np.zeros(0, np.int64))
+        if len(self.clusters) > FAR_CLUSTERS:
+            return none
+        keys = [key_of(picked.take(np.array([r]))) for r in range(len(picked))]
+        new = [r for r, key in enumerate(keys) if key not in jumped]
+        jumped |= set(keys)
+        if not new:
+            return none
+        most = self.cost_mi.shape[1]
+        near = Moves(picked.take(np.array(new)), self.cost_mi, most).all()
+        return Moves(near, self.cost_mi, most).all() if len(near) else none
 
     def _in_order(self, pool: Pool, choice: Ints, rows: Ints) -> Ints:
         """``rows``, first those of clusters that the round waits for, then the dearest."""

@@ -131,7 +131,7 @@ def _efficiency(
     useful, possible = 0.0, 0.0
     for done in rounds:
         useful += sum(examples[c.cluster_id] * per_example for c in done.plan.clusters)
-        working = [s.device_id for c in done.plan.clusters for s in c.segments]
+        working = [name for c in done.plan.clusters for name in c.device_ids]
         total = sum(speed[d] for d in (speed if everyone else working))
         possible += total * done.priced.latency_s
     return useful / possible

@@ -152,7 +152,7 @@ _SETTING = ("clusters", "devices", "examples", "rounds", "channel", "radio", "tr
 _MODEL = ("blocks", "width", "tokens")
 _PLANNING = (
     *("penalty_weight", "schedule", "memory_margin", "max_model_share"),
-    *("best_batches", "half_duplex", "edge_shared", "recompute"),
+    *("best_batches", "half_duplex", "edge_shared", "recompute", "replicas"),
 )
 _DISTORTION = {"profile_error": "error", "profile_error_kind": "kind", "profile_delay": "delay"}
 

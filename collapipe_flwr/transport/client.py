@@ -197,6 +197,7 @@ class Session:
             (methods.NAME_KEY, name.encode("ascii", "replace").decode()),
             (methods.RATE_KEY, repr(config.backward_bit_per_s or 0.0)),
             (methods.STREAM_KEY, str(stream_id)),
+            (methods.LANE_KEY, f"{config.lane}/{config.lanes}"),
         )
         call = methods.STREAM.on(client.channel)(stream.outgoing(), metadata=metadata)
         reader = threading.Thread(target=read, name="reader", daemon=True)

@@ -25,6 +25,7 @@ SLOTS_KEY = "collapipe-with-optimizer"
 NAME_KEY = "collapipe-name"
 RATE_KEY = "collapipe-bit-per-s"
 STREAM_KEY = "collapipe-stream"
+LANE_KEY = "collapipe-lane"
 HTTP2_FRAME_BYTES = 4 * 2**20
 MOST_CONNECTIONS = 512
 MESSAGE_BYTES = 4 * 2**20  # more than any model config needs

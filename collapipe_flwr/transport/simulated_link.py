@@ -28,7 +28,7 @@ def simulated_pair(left: str, right: str, link: LinkConfig) -> tuple[Link, Link]
 
 def simulated(left: Link, right: Link, link: LinkConfig) -> tuple[Link, Link]:
     """The same two joined ends, as they are where ``link`` is exact and without a rate."""
-    if link == LinkConfig():
+    if link.codec == "fp32" and link == link.unpaced:
         return left, right
     ahead, back = Wire(link.forward_bit_per_s), Wire(link.backward_bit_per_s)
     return (

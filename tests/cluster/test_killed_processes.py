@@ -111,6 +111,26 @@ def test_a_killed_device_is_noticed_at_once_and_the_weights_are_those_of_the_new
     assert_same(weights, undisturbed)
 
 
+@pytest.mark.parametrize("victim", [1, pytest.param(2, marks=SLOW)])
+def test_a_killed_replica_is_noticed_at_once_and_no_block_moves(
+    warm_daemons: WarmDaemons, victim: int
+) -> None:
+    first, second = small_job(2, steps=4).plan.segments
+    alike = replace(second, replicas=("recovery/d2",))
+    job = replace(JOB, plan=replace(small_job(2).plan, segments=(first, alike)))
+    hosts, edge = warm_daemons()
+    cluster = cluster_of(hosts, edge)
+    with striking("backward", 1, hosts[victim].process.kill) as struck_s:
+        result, weights = run_job(job, cluster)
+    (incident,) = result.incidents
+    assert incident.lost == (f"recovery/d{victim}",)
+    assert incident.noticed_s - struck_s[0] < NOTICE_S
+    spans = [(s.first_block, s.stop_block) for s in result.plan.segments]
+    assert spans == [(s.first_block, s.stop_block) for s in job.plan.segments]
+    _, undisturbed = run_job(replace(job, plan=result.plan), cluster)
+    assert_same(weights, undisturbed)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_hanging_device_is_lost_at_its_deadline_and_may_rejoin(victim: int) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.core.schedule import StepTimes, replay
+from collapipe_flwr.core.replay import StepTimes, replay
 from collapipe_flwr.costs.makespan import gpipe_makespan_s
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from collapipe_flwr.core.schedule import StepTimes, replay
+from collapipe_flwr.core.replay import StepTimes, replay
 from collapipe_flwr.costs.bounds import EXACT, MOST_DEVICES, ClusterBound, shortest_step_s
 from collapipe_flwr.costs.chain import chain_of, full_power_times, price_rows, schedule_rows
 from collapipe_flwr.costs.makespan import choose_warm_up, step_makespan_s

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.core.schedule import replay
+from collapipe_flwr.core.replay import replay
 from collapipe_flwr.costs.chain import (
     Chain,
     chain_of,

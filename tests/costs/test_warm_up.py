@@ -8,7 +8,7 @@ from statistics import fmean
 
 import pytest
 
-from collapipe_flwr.core.schedule import StepTimes, replay
+from collapipe_flwr.core.replay import StepTimes, replay
 from collapipe_flwr.costs.makespan import (
     AS_GOOD,
     choose_warm_up,

@@ -73,9 +73,7 @@ def test_missing_column_lists_those_that_exist() -> None:
 @pytest.mark.parametrize("empty", ["", "  ", None])
 def test_empty_rows_are_counted_and_located(empty: str | None) -> None:
     table = Dataset.from_dict({"text": ["x", empty, "y", empty]})
-    with pytest.raises(
-        DataError, match=r"data\.text-column.* empty in 2 of 4 rows, first in row 2"
-    ):
+    with pytest.raises(DataError, match=r"data\.text-column.* empty in 2 of 4 rows, rows 2 and 4"):
         column(table, "text", key="data.text-column", of="x.csv")
 
 
@@ -85,14 +83,14 @@ def test_empty_rows_are_counted_and_located(empty: str | None) -> None:
         ("absent.csv", None, "does not exist"),
         ("./absent", None, "does not exist"),
         ("notes.doc", b"x", "no file that can be read"),
-        ("empty.csv", b"", "distinct column names"),
+        ("empty.csv", b"", "is empty: give a file"),
         ("twice.csv", b"a,a\n1,2\n", "distinct column names"),
         (
             "long.csv",
             b"text,label\n" + b"x,hello,a\n" * 3,
             "3 fields behind a first line with 2 names",
         ),
-        ("headonly.csv", b"a,b\n", "no data"),
+        ("headonly.csv", b"a,b\n", "it has no rows"),
         ("broken.jsonl", b"{]\n", "could not be loaded"),
         ("empty.jsonl", b"", "it is empty"),
         ("broken.csv.gz", b"no gzip", "could not be read"),

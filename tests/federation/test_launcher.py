@@ -101,5 +101,10 @@ def test_a_run_that_flower_ends_in_good_order_without_a_result_exits_with_1_and_
         command, capture_output=True, text=True, env=env, timeout=DEADLINE_S, check=False
     )
     assert done.returncode == 1
-    assert done.stderr == "Error: model.overrides: no setting d_modell\n"
-    assert "Starting run" in done.stdout
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    log = run_dir / "run.log"
+    assert done.stderr == (
+        "Error: the run failed: model.overrides: no setting d_modell (no round has a checkpoint "
+        f"yet, so start it again; the whole log is {log})\n"
+    )
+    assert "Starting run" in log.read_text() and "Starting run" not in done.stdout

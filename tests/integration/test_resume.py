@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -114,8 +115,30 @@ def test_a_run_resumes_only_as_itself(run_app: RunApp, shared_run: RunApp, tmp_p
         run_app({**resume, "train.learning-rate": 0.5})
     with pytest.raises(ConfigError, match="is not the folder of a run"):
         run_app({**resume, "resume": str(tmp_path)})
-    with pytest.raises(ConfigError, match="only runs with checkpoints"):
+    with pytest.raises(ConfigError, match="checkpoint-every is 0, but only"):
         run_app({**resume, "checkpoint-every": 0})
+
+
+def test_a_run_whose_checkpoints_are_gone_is_refused_and_its_records_stay(
+    run_app: RunApp, shared_run: RunApp, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "copy"
+    shutil.copytree(shared_run({"num-server-rounds": 1}), run_dir)
+    shutil.rmtree(run_dir / "checkpoints")
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    with pytest.raises(
+        ConfigError, match=r"tells of 1 rounds, but .* put them back, or start a new"
+    ):
+        run_app({"num-server-rounds": 1, "resume": str(run_dir)})
+    assert {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file()} == before
+
+
+def test_a_completed_run_has_nothing_to_resume(run_app: RunApp, shared_run: RunApp) -> None:
+    run_dir = shared_run({"num-server-rounds": 1})
+    before = (run_dir / "summary.json").stat().st_mtime_ns
+    with pytest.raises(ConfigError, match="is completed: all 1 rounds are done"):
+        run_app({"num-server-rounds": 1, "resume": str(run_dir)})
+    assert (run_dir / "summary.json").stat().st_mtime_ns == before
 
 
 def test_the_rounds_of_a_run_change_only_where_its_learning_rate_does_not_depend_on_them(

@@ -46,7 +46,7 @@ for name in {BASE!r}:
 import collapipe_flwr
 for name in collapipe_flwr.__all__:
     getattr(collapipe_flwr, name)
-for name in ("client_app.app", "server_app.app"):
+for name in ("client_app.cluster", "server_app.app"):
     try:
         importlib.import_module(name)
     except Exception as error:

@@ -15,9 +15,11 @@ from benchmarks.scheduling.rivals import Budget, climb, promising, random_rows
 from benchmarks.scheduling.search_gaps import SearchSize, read_sizes, search_case, search_planner
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.costs.chain import chain_of
+from collapipe_flwr.costs.layouts import of_members
 from collapipe_flwr.scheduler.planner import Planner
 from collapipe_flwr.scheduler.pool import Picking, Pool, front, pool_of
-from collapipe_flwr.scheduler.radio.interior_point import equal_shares
+from collapipe_flwr.scheduler.radio.interior_point import allocate, equal_shares
+from collapipe_flwr.scheduler.radio.problem import convex_latency_s
 from collapipe_flwr.scheduler.scorer import Estimates
 from collapipe_flwr.scheduler.segment_dp import any_order, best_path, describe
 
@@ -43,6 +45,24 @@ def test_no_rival_is_better_by_a_hundredth_where_moves_alone_get_stuck(
     case = search_case(SIZE, seed, queues)
     assert len(case.rivals) == 2 + (not queues)
     assert case.gap < 0.01
+
+
+def test_links_are_not_slowed_for_time_that_1f1b_does_not_take() -> None:
+    """Its convex formula takes a cluster for the slowest that is not, and slows another's links."""
+    planner = search_planner(replace(SIZE, schedule="1f1b", recompute=True), 70000, queues=False)
+    rows = planner.choose(planner.opening_prices(), None)
+    chain = chain_of(planner.tables, rows, planner.settings)
+    rho = planner.learning.rho(planner.tables, rows)
+    plain = allocate(
+        chain,
+        of_members(planner.price_mi, rows),
+        latency_price=planner.latency_price * rho,
+        bandwidth_hz=planner.tables.snapshot.radio.bandwidth_hz,
+    )
+    said = convex_latency_s(chain, plain.times)  # at least the bound that prices the plan
+    priced = planner.priced(chain, plain, rho)
+    assert (said >= priced.priced.latency_s * (1 - 1e-9)).all()
+    assert planner.radio(rows).objective < 0.99 * priced.objective
 
 
 def test_many_clusters_are_searched_as_well_as_single_ones() -> None:

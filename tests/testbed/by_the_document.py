@@ -46,6 +46,7 @@ _SAYS = {
     "collapipe-device": "{name} on 10.0.0.",
     "collapipe-edge": "edge server on 10.0.0.2:50061",
     "collapipe-superlink": "Uvicorn running on",
+    "collapipe-control-unit": "control unit at",
     "collapipe-supernode": "",
 }
 

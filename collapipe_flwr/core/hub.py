@@ -1,0 +1,63 @@
+"""Names that may be a folder or stand for something on the Hugging Face hub.
+
+A name that can only be a folder is never looked up. Before anything is, the hub is asked once
+whether it answers; the library alone would try again for a minute. Where it does not, the process
+goes on offline, so that what was downloaded before is used at once and the rest is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import urllib.error
+import urllib.request
+from functools import cache
+from pathlib import Path
+
+LIMIT_S = 5.0
+_MOST_SLASHES = 1  # in owner/name
+
+
+def folder_only(name: str) -> bool:
+    """Whether a name can only be that of a file or folder on this machine."""
+    starts, path = name.startswith((".", "/", "~")), Path(name).expanduser()
+    beside = "/" in name and path.parent.is_dir()
+    return starts or beside or name.endswith("/") or "\\" in name or name.count("/") > _MOST_SLASHES
+
+
+@cache
+def is_reachable() -> bool:
+    """Whether the hub answers within `LIMIT_S`; otherwise this process is offline from now on."""
+    from huggingface_hub import constants
+
+    answers = threading.Event()
+    asking = threading.Thread(target=_ask, args=(constants.ENDPOINT, answers), daemon=True)
+    if not constants.HF_HUB_OFFLINE:
+        asking.start()  # a name server may take longer than any limit of a connection
+        asking.join(LIMIT_S)
+    if not answers.is_set():
+        constants.HF_HUB_OFFLINE = True
+        if "datasets" in sys.modules:
+            sys.modules["datasets"].config.HF_HUB_OFFLINE = True
+    return answers.is_set()
+
+
+def unreachable(name: str) -> str:
+    """Why a name was not found on the hub, where the hub does not answer; else empty."""
+    if is_reachable():
+        return ""
+    return (
+        f"there is no folder {name!r}, the hub cannot be reached from this machine, and nothing of "
+        "that name was downloaded before"
+    )
+
+
+def _ask(endpoint: str, answers: threading.Event) -> None:
+    request = urllib.request.Request(endpoint, method="HEAD")
+    try:
+        urllib.request.urlopen(request, timeout=LIMIT_S).close()
+    except urllib.error.HTTPError:
+        answers.set()
+    except OSError:
+        return
+    answers.set()

@@ -1,0 +1,99 @@
+"""The socket between a ClientApp and the control unit beside it, which only its user can open.
+
+It lies in a folder of its user alone, and both sides ask the kernel who the other one is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.federation.node_keys import CLUSTER_KEY, CONTROL_UNIT_KEY
+
+log = logging.getLogger("flwr.collapipe")
+VARIABLE = "COLLAPIPE_CONTROL_UNIT"
+_SYSTEM = Path("/var/lib/collapipe-control-unit/socket")
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_BACKLOG = 8
+
+
+def default_path() -> Path:
+    """Where a control unit listens that is not told where."""
+    named, runtime = os.environ.get(VARIABLE), os.environ.get("XDG_RUNTIME_DIR")
+    if named:
+        return Path(named).expanduser()
+    return Path(runtime) / "collapipe" / "control-unit.sock" if runtime else _SYSTEM
+
+
+def path_for(node_config: Mapping[str, object]) -> Path | None:
+    """Where the control unit of a node would listen: as --node-config, else the environment says.
+
+    A node without a cluster file has one only where it is named; an empty name stands for none.
+    Raises ConfigError.
+    """
+    named = node_config.get(CONTROL_UNIT_KEY)
+    if named is not None and not isinstance(named, str):
+        raise ConfigError(
+            f"node-config {CONTROL_UNIT_KEY} must be the path of a socket, got {named!r}"
+        )
+    if named is not None:
+        return Path(named).expanduser() if named else None
+    return default_path() if CLUSTER_KEY in node_config or VARIABLE in os.environ else None
+
+
+def listen(path: Path) -> socket.socket:
+    """A socket there, in a folder that only this user may enter.
+
+    Raises ConfigError where another process listens, or the folder is open to others.
+    """
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _refuse_shared(path.parent)
+        if other := connected(path):
+            other.close()
+            raise ConfigError(f"another control unit listens at {path}: stop it, or give --socket")
+        path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"--socket {path} cannot be made: {error}") from error
+    return listener
+
+
+def connected(path: Path) -> socket.socket | None:
+    """A connection to who listens there; None where nobody does, or it is not this user."""
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        peer.connect(str(path))
+    except OSError:
+        peer.close()
+        return None
+    if not is_own(peer):
+        log.warning("%s is another user's control unit; it is not used", path)
+        peer.close()
+        return None
+    return peer
+
+
+def is_own(peer: socket.socket) -> bool:
+    """Whether the process at the other end is this user's; the folder decides on other systems."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return True
+    told = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    uid: int = _CREDENTIALS.unpack(told)[1]
+    return uid == os.geteuid()
+
+
+def _refuse_shared(folder: Path) -> None:
+    found = folder.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise ConfigError(
+            f"--socket: others may enter {folder}; it must be this user's alone (chmod 700)"
+        )

@@ -1,0 +1,194 @@
+"""The control unit as a process that stays: it answers the messages that relays bring.
+
+What a ClientApp loads per message, it loads once per run: libraries, data, tokenizer, the model's
+skeleton. It holds one run's code, imported from the folder that Flower installed it in. For another
+run, or other files, it begins anew; so it does when a relay is gone before it was answered, which
+ends the round with everything that it had open.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.supercore.task_identity import TaskIdentity
+
+from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.core.processes import stopping
+from collapipe_flwr.federation import local_socket
+from collapipe_flwr.federation.app_code import AppCode
+from collapipe_flwr.federation.node_keys import STATE_KEY
+from collapipe_flwr.federation.parcels import (
+    Parcel,
+    context_of,
+    message_of,
+    read_parcel,
+    write_parcel,
+)
+from collapipe_flwr.federation.relay import AGAIN, ALIVE, READY, REFUSED, VERSION
+from collapipe_flwr.federation.successor import begin_anew, inherited_listener, wanted_code
+from collapipe_flwr.host.allocator import configure_malloc, give_back
+
+log = logging.getLogger("flwr.collapipe")
+_LOOK_S = 0.1
+_ALIVE_S = 5.0
+_BODY_S = 60.0  # of silence of a relay that sends its message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidentSettings:
+    """Where a control unit listens; ``state_dir`` is for nodes and runs that name none.
+
+    On a stop, a message that is being worked on gets ``grace_s`` to be answered.
+    """
+
+    path: Path
+    state_dir: Path | None = None
+    grace_s: float = 10.0
+
+
+def serve(settings: ResidentSettings, announce: Callable[[str], None]) -> None:
+    """Answer relays until SIGTERM or SIGINT; raises ConfigError where it cannot listen."""
+    configure_malloc()
+    with stopping() as stop:
+        listener = inherited_listener() or local_socket.listen(settings.path)
+        announce(str(settings.path))
+        ControlUnit(listener, settings, stop).serve()
+        settings.path.unlink(missing_ok=True)
+        os._exit(
+            0
+        )  # a round that was not answered in time ends here, whatever its threads wait for
+
+
+@dataclass(slots=True)
+class _Work:
+    """One message, answered in a thread of its own so that its relay can be watched."""
+
+    app: ClientApp
+    message: Message
+    context: Context
+    head: dict[str, Any] = field(
+        default_factory=lambda: {"raised": ["RunError", "the app ended its thread"]}
+    )
+    content: RecordDict = field(default_factory=RecordDict)
+
+    def run(self) -> None:
+        try:
+            reply = self.app(self.message, self.context)
+        except Exception as error:  # as Flower does with whatever a client raises
+            log.error("the app raised an exception", exc_info=error)
+            self.head = {"raised": [type(error).__name__, str(error)]}
+            return
+        if reply.has_error():
+            self.head = {"error": {"code": reply.error.code, "reason": reply.error.reason}}
+        else:
+            self.head, self.content = {}, reply.content
+
+
+class ControlUnit:
+    """Answers relays one after the other, with the code that this process was executed for."""
+
+    def __init__(
+        self, listener: socket.socket, settings: ResidentSettings, stop: threading.Event
+    ) -> None:
+        self._listener, self._settings, self._stop = listener, settings, stop
+        self._code = wanted_code()
+        self._app: ClientApp | None = None
+        self._why = ""  # there is no app
+
+    def serve(self) -> None:
+        """Until a stop."""
+        if self._code is not None:
+            self._load(self._code)
+        while not self._stop.is_set():
+            if select.select([self._listener], [], [], _LOOK_S)[0]:
+                peer, _ = self._listener.accept()
+                with peer:
+                    self._meet(peer)
+                gc.collect()
+                give_back()
+
+    def _load(self, code: AppCode) -> None:
+        try:
+            self._app = code.load()
+        except Exception as error:  # whatever the app does at its top; every relay is told
+            log.error("%s cannot be imported", code.app, exc_info=error)
+            self._why = f"{code.app} cannot be imported: {error}"
+
+    def _meet(self, peer: socket.socket) -> None:
+        if not local_socket.is_own(peer):
+            log.warning("a process of another user was turned away")
+            return
+        peer.settimeout(_BODY_S)
+        try:
+            with peer.makefile("rb") as file:
+                hello = read_parcel(file).head
+                verdict, why = self._verdict(hello)
+                write_parcel(peer, {"verdict": verdict, "why": why})
+                parcel = read_parcel(file) if verdict == READY else None
+        except LinkError as error:
+            log.info("a relay left: %s", error)
+            return
+        if verdict == AGAIN:
+            begin_anew(self._listener, AppCode.of_json(hello))
+        if parcel is not None:
+            self._answer(peer, parcel)
+
+    def _verdict(self, hello: Mapping[str, Any]) -> tuple[str, str]:
+        if hello.get("version") != VERSION:
+            return REFUSED, "it was installed from another version than the app"
+        if AppCode.of_json(hello) != self._code:
+            return AGAIN, ""
+        return (REFUSED, self._why) if self._app is None else (READY, "")
+
+    def _answer(self, peer: socket.socket, parcel: Parcel) -> None:
+        assert self._app is not None and self._code is not None
+        content, state = parcel.contents
+        message = message_of(parcel.head["message"], content)
+        context = context_of(parcel.head["context"], state)
+        self._lend_state_dir(context)
+        TaskIdentity.task_id = message.metadata.dst_task_id or 0
+        TaskIdentity.run_id, TaskIdentity.node_id = context.run_id, context.node_id
+        work = _Work(self._app, message, context)
+        thread = threading.Thread(target=work.run, name="message", daemon=True)
+        thread.start()
+        try:
+            if self._awaited(peer, thread):
+                write_parcel(peer, work.head, work.content, context.state)
+        except LinkError as error:
+            log.warning("a message is abandoned: %s", error)
+            begin_anew(self._listener, self._code)
+
+    def _awaited(self, peer: socket.socket, thread: threading.Thread) -> bool:
+        """Wait for the work; False after a stop and its grace. Raises LinkError without a relay."""
+        told_s, stopped_s = time.monotonic(), None
+        while thread.is_alive():
+            thread.join(_LOOK_S)
+            now_s = time.monotonic()
+            if select.select([peer], [], [], 0)[0]:
+                raise LinkError("its relay left")
+            if now_s - told_s > _ALIVE_S:
+                write_parcel(peer, {ALIVE: True})
+                told_s = now_s
+            if self._stop.is_set():
+                stopped_s = stopped_s or now_s
+                if now_s - stopped_s > self._settings.grace_s:
+                    return False
+        return True
+
+    def _lend_state_dir(self, context: Context) -> None:
+        """What a run keeps lies in files here, unless node or run have a place for it."""
+        lent = self._settings.state_dir
+        if lent is not None and not context.run_config.get(f"train.{STATE_KEY}"):
+            context.node_config = {STATE_KEY: str(lent), **context.node_config}

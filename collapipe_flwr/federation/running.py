@@ -1,0 +1,198 @@
+"""One `collapipe run`, from its start to an ending that is true.
+
+A run is what its directory says, as far as this attempt wrote it: a ServerApp that refuses before
+it has written anything leaves the summary of an earlier attempt, which is not an outcome. Whatever
+ends the attempt, the summary says so afterwards, and nobody is left who could write another.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from collapipe_flwr.config.overrides import (
+    declared_config,
+    is_file,
+    overridden,
+    read_overrides,
+)
+from collapipe_flwr.core.durable import make_folder
+from collapipe_flwr.core.errors import ConfigError, RunError, require, wrong_input
+from collapipe_flwr.federation.launcher import Launch, first_error, run_app
+from collapipe_flwr.reporting.following import Follower
+from collapipe_flwr.reporting.run_directory import (
+    RunDirectory,
+    newest_checkpoint,
+    read_summary,
+    resumed_config,
+    rounds_done,
+    summary_stamp,
+)
+from collapipe_flwr.reporting.screen import Screen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What `collapipe run` was asked for."""
+
+    project: Path
+    run_config: tuple[str, ...] = ()
+    federation_config: Path | None = None
+    output_dir: Path = Path("runs")
+    resume: Path | None = None
+    run_name: str = field(default_factory=lambda: time.strftime("%Y%m%d-%H%M%S"))
+
+    def launch(self) -> Launch:
+        """What to start; raises ConfigError for keys that the app does not declare."""
+        overrides: Mapping[str, Any] = read_overrides(self.run_config)
+        declared = declared_config(self.project)
+        overridden(declared, overrides)
+        run_dir = self.output_dir.resolve() / self.run_name
+        if self.resume is not None:
+            run_dir = self.resume.resolve()
+            overrides = resumed_config(run_dir, overrides)
+        return Launch(
+            app=self.project.resolve(),
+            output_dir=run_dir.parent,
+            run_name=run_dir.name,
+            run_config={"train.state-dir": str(run_dir / "clusters"), **overrides},
+            federation_config=self.federation_config,
+        )
+
+    @property
+    def options(self) -> list[str]:
+        """The same for a command that may run in another folder."""
+        sources = (str(Path(s).resolve()) if is_file(s) else s for s in self.run_config)
+        options = [str(self.project.resolve()), *(o for s in sources for o in ("-c", s))]
+        options += ["--output-dir", str(self.output_dir.resolve())]
+        if self.federation_config is not None:
+            options += ["--federation-config", str(self.federation_config.resolve())]
+        return (
+            options if self.resume is None else [*options, "--resume", str(self.resume.resolve())]
+        )
+
+
+class Attempt:
+    """A run that is started, or resumed, and shown on ``screen`` while it goes on."""
+
+    def __init__(self, order: Order, screen: Screen) -> None:
+        self._order, self._screen = order, screen
+        with wrong_input():
+            self._launch = order.launch()
+        self.run_dir = self._launch.run_dir
+        self._began = False
+        self._before = summary_stamp(self.run_dir)
+
+    def check(self) -> None:
+        """Refuse a wrong run before anything is started, by a process that then ends.
+
+        So this one needs no library that computes, and answers signals at once. Raises ConfigError
+        for a missing extra, and SystemExit where the other process refused and said why.
+        """
+        with wrong_input():
+            require("ray", "simulation")
+        command = [sys.executable, "-m", "collapipe_flwr.cli.child", "check-config"]
+        with (
+            self._screen.phase("checking run-config, data, model and plan"),
+            subprocess.Popen(
+                [*command, *self._order.options],
+                cwd=self._launch.app,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            ) as process,
+        ):
+            assert process.stdout is not None
+            found = process.stdout.read()
+        if process.returncode:
+            raise SystemExit(process.returncode)
+        for line in found.splitlines():
+            self._screen.say(line)
+
+    def stopping(self) -> str:
+        """The answer to a signal: where the run stops and how it goes on."""
+        if not self._began:
+            return "stopping; nothing was started yet"
+        done = rounds_done(self.run_dir) if self._wrote else 0
+        asked = self._summary.get("rounds_asked")
+        place = f"round {done}" + (f" of {asked}" if asked else "")
+        where = f"stopping after {place}" if done else "stopping before the end of the first round"
+        return f"{where}; {self._way_on()}"
+
+    def carry_out(self) -> Mapping[str, Any]:
+        """Run to the end; the summary of a completed run.
+
+        Raises RunError for any other, SystemExit on a signal.
+        """
+        begin = self._open_log()
+        follower = Follower(self.run_dir, self._screen)
+        reason: str | None = None
+        self._began = True
+        try:
+            with self._screen.phase("starting Flower, then training"):
+                run_app(self._launch, follower.look)
+        except SystemExit:
+            self._close("stopped", "stopped by a signal")
+            raise
+        except RunError as error:
+            reason = str(error)
+        reason = reason or first_error(self._launch.log, begin)
+        self._close("failed", reason or "it ended without a word")
+        summary = self._summary if self._wrote else {}
+        if summary.get("status") != "completed":
+            why = summary.get("reason") or reason or "it ended before its first round"
+            raise RunError(self._failure(why))
+        return summary
+
+    @property
+    def _wrote(self) -> bool:
+        """Whether the summary is of this attempt."""
+        return summary_stamp(self.run_dir) != self._before
+
+    @property
+    def _summary(self) -> Mapping[str, Any]:
+        return read_summary(self.run_dir) or {}
+
+    def _open_log(self) -> int:
+        """Make the folder of the log; the bytes of earlier attempts in it."""
+        log = self._launch.log
+        try:
+            make_folder(log.parent)
+            with log.open("ab") as file:
+                return file.tell()
+        except OSError as error:
+            raise ConfigError(
+                f"--output-dir: {log} cannot be written ({error.strerror}); choose another folder"
+            ) from error
+
+    def _close(self, status: str, reason: str) -> None:
+        """Replace the status of an attempt whose processes have ended while it was running."""
+        summary = self._summary
+        if self._wrote and summary.get("status") == "running":
+            directory = RunDirectory.reopen(self.run_dir)
+            directory.write_summary({**summary, "status": status, "reason": reason})
+
+    def _failure(self, why: str) -> str:
+        why = why.rstrip(".")
+        return f"the run failed: {why} ({self._way_on()}; the whole log is {self._launch.log})"
+
+    def _way_on(self) -> str:
+        newest = newest_checkpoint(self.run_dir)
+        if not newest:
+            return "no round has a checkpoint yet, so start it again"
+        behind = newest < rounds_done(self.run_dir)
+        where = f" (it goes on after round {newest})" if behind else ""
+        command = f"collapipe run {shown(self._launch.app)} --resume {shown(self.run_dir)}"
+        return f"resume with `{command}`{where}"
+
+
+def shown(path: Path) -> str:
+    """A path as short as it can be typed from here."""
+    relative = os.path.relpath(path)
+    return relative if len(relative) < len(str(path)) else str(path)

@@ -1,0 +1,170 @@
+"""Replicas where they win: the last word on a plan whose segments, batches and radio are decided.
+
+Only the slowest cluster makes a round shorter, so its plan is changed, then that of the next
+slowest, as long as what it pays falls by `WORTH` each time. A change lets a device without a
+segment share the slowest stage, or lets stages next to each other share all their blocks: two of
+them, every two, or all. Bandwidth, micro-batches and the other clusters stay as they are, and hops
+keep their times, so what is found is a plan within the same limits; no more is claimed of it.
+Under 1F1B depths are the textbook's for so many workers, and deeper where that gains. Where nothing
+wins the plan is what it was, bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from collapipe_flwr.core.domain import ClusterPlan, Plan, Segment
+from collapipe_flwr.core.schedule import textbook_depths
+from collapipe_flwr.costs.layouts import member_indices
+from collapipe_flwr.costs.replicas import ReplicatedCosts, price_replicated, thrifty
+from collapipe_flwr.scheduler.problem import RoundProblem
+
+WORTH = 0.01  # of what a cluster pays, that a change must gain
+MOST_CLUSTERS = 20  # beyond, there is no time to try
+MOST_CHANGES = 8
+MOST_SLACK = 3  # micro-batches more in flight per stage than the textbook has
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    plan: ClusterPlan
+    costs: ReplicatedCosts
+
+
+def with_replicas(plan: Plan, problem: RoundProblem, rho: float) -> Plan:
+    """``plan`` with replicas in the clusters that make the round long."""
+    if len(plan.clusters) > MOST_CLUSTERS:
+        return plan
+    for _ in range(MOST_CHANGES):
+        m = max(range(len(plan.clusters)), key=lambda c: plan.clusters[c].latency_s)
+        better = _Changes(problem, rho, plan, m).best()
+        if better is None:
+            break
+        clusters = (*plan.clusters[:m], better, *plan.clusters[m + 1 :])
+        plan = replace(plan, clusters=clusters, latency_s=max(c.latency_s for c in clusters))
+    return plan
+
+
+class _Changes:
+    """What may be done to the plan of cluster ``m``."""
+
+    def __init__(self, problem: RoundProblem, rho: float, plan: Plan, m: int) -> None:
+        self._problem, self._m, self._now = problem, m, plan.clusters[m]
+        self._second_price = problem.latency_price * rho
+        self._members = member_indices(problem.tables, m)
+        self._others_s = max(
+            (c.latency_s for c in plan.clusters if c is not self._now), default=0.0
+        )
+
+    def best(self) -> ClusterPlan | None:
+        """The change that gains most; None where none is worth it."""
+        now = self._priced(self._now)
+        value = self._value(now)
+        least, found = value - WORTH * abs(value), None
+        for segments, hops in self._segments(now.costs.slowest_stage):
+            for candidate in self._candidates(segments, hops, now):
+                if candidate.costs.fits and self._value(candidate) < least:
+                    least, found = self._value(candidate), candidate
+        return None if found is None else self._predicted(found)
+
+    def _segments(self, slowest: int) -> Iterator[tuple[tuple[Segment, ...], tuple[int, ...]]]:
+        """Segments, and which hops of today's plan theirs are."""
+        segments, hops = self._now.segments, tuple(range(len(self._now.segments) + 1))
+        here = segments[slowest]
+        for name in (n for n in self._members if n not in self._now.device_ids):
+            more = replace(here, replicas=(*here.replicas, name))
+            yield (*segments[:slowest], more, *segments[slowest + 1 :]), hops
+        for group in _groups(len(segments)):
+            yield _merged(segments, group), (*sorted(set(group)), len(segments))
+
+    def _candidates(
+        self, segments: tuple[Segment, ...], hops: tuple[int, ...], now: _Candidate
+    ) -> Iterator[_Candidate]:
+        """With full depths under GPipe, else deeper ones as long as these gain."""
+        control_unit_w, devices_w = self._full_powers(segments)
+        plan = replace(
+            self._now,
+            segments=segments,
+            hops=tuple(self._now.hops[hop] for hop in hops if self._now.hops),
+            tx_power_w=control_unit_w | devices_w,
+            gradient_power_w=devices_w,
+        )
+        if max(plan.replicas) > plan.micro_batches:
+            return
+        tables, options = self._problem.tables, self._problem.settings
+        plan = thrifty(tables, self._m, plan, options, now.costs.hop_s[list(hops)])
+        shortest_s = float("inf")
+        for depths in self._depths(plan):
+            candidate = self._priced(replace(plan, warmup_depth=depths))
+            yield candidate
+            if candidate.costs.step_s >= shortest_s or not candidate.costs.fits:
+                return
+            shortest_s = candidate.costs.step_s
+
+    def _depths(self, plan: ClusterPlan) -> Iterator[tuple[int, ...]]:
+        most = plan.micro_batches
+        if self._problem.settings.schedule == "gpipe":
+            yield (most,) * len(plan.replicas)
+            return
+        for slack in range(MOST_SLACK + 1):
+            yield tuple(min(depth, most) for depth in textbook_depths(plan.replicas, slack))
+
+    def _full_powers(
+        self, segments: tuple[Segment, ...]
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Of the control unit and of the devices; `thrifty` lowers them."""
+        full = self._problem.tables.members.power_max_mi[self._m].tolist()
+        names = [name for segment in segments for name in segment.device_ids]
+        return {self._now.member_ids[0]: full[0]}, {n: full[self._members[n]] for n in names}
+
+    # -- prices -----------------------------------------------------------------------------
+
+    def _priced(self, plan: ClusterPlan) -> _Candidate:
+        tables, options = self._problem.tables, self._problem.settings
+        return _Candidate(plan, price_replicated(tables, self._m, plan, options))
+
+    def _value(self, candidate: _Candidate) -> float:
+        """What the cluster pays: seconds of the round, and joules."""
+        costs, prices = candidate.costs, self._problem.price_mi[self._m]
+        joules = sum(prices[self._members.get(n, 0)] * j for n, j in costs.energy_j.items())
+        return self._second_price * max(costs.latency_s, self._others_s) + float(joules)
+
+    def _predicted(self, found: _Candidate) -> ClusterPlan:
+        plan, costs = found.plan, found.costs
+        idle: Mapping[str, float] = dict.fromkeys(self._now.energy_j, 0.0)
+        return replace(
+            plan,
+            latency_s=costs.latency_s,
+            step_s=costs.step_s,
+            energy_j={**idle, **costs.energy_j},
+            memory_bytes=costs.memory_bytes,
+        )
+
+
+def _groups(count: int) -> list[tuple[int, ...]]:
+    """By stage, the first stage of those that it is put together with."""
+    pairs = [
+        tuple(first if stage == first + 1 else stage for stage in range(count))
+        for first in range(count - 1)
+    ]
+    every_two = tuple(stage - stage % 2 for stage in range(count))
+    found = dict.fromkeys((*pairs, every_two, (0,) * count))
+    return [group for group in found if group != tuple(range(count))]
+
+
+def _merged(segments: tuple[Segment, ...], group: tuple[int, ...]) -> tuple[Segment, ...]:
+    found = []
+    for _, stages in groupby(range(len(segments)), key=group.__getitem__):
+        together = [segments[stage] for stage in stages]
+        first, *others = (name for segment in together for name in segment.device_ids)
+        found.append(
+            Segment(
+                device_id=first,
+                first_block=together[0].first_block,
+                stop_block=together[-1].stop_block,
+                replicas=tuple(others),
+            )
+        )
+    return tuple(found)

@@ -1,0 +1,172 @@
+"""A replica that is lost costs its micro-batches, and no block a new place."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from collapipe_flwr.cluster.control_unit import RoundResult, train_round
+from collapipe_flwr.cluster.fleet import ThreadFleet
+from collapipe_flwr.core.links import LinkConfig
+from collapipe_flwr.core.turns import ALONE
+from collapipe_flwr.costs.work import PricingOptions
+from collapipe_flwr.models import Splitter
+from collapipe_flwr.pipeline.fan import fan_of
+from collapipe_flwr.pipeline.link import Link, memory_pair
+from collapipe_flwr.scheduler.remaining import without_lost
+from collapipe_flwr.scheduler.replan import ReplanInput
+from tests.closeness import assert_near
+from tests.cluster.faults import Fault, failing
+from tests.cluster.test_recovery import (
+    DROPOUT,
+    STEPS,
+    Edge,
+    assert_same,
+    new_edge,
+    order,
+    recovery,
+)
+from tests.laws.test_cluster_equals_whole import _micro_batches, _steps, make_splitter, session_key
+from tests.laws.test_replicas_equal_whole import Replicated
+
+CUT = Replicated(
+    stops=(2, 5), replicas=(2, 1), micro_batches=(2, 1, 2), schedule="1f1b", depths=(3, 1, 2, 1)
+)
+BEHIND = Replicated(
+    stops=(2, 5), replicas=(1, 2), micro_batches=(2, 1, 2), schedule="1f1b", depths=(3, 3, 1, 1)
+)
+
+
+def plan_of(cut: Replicated):
+    """On the devices of `profile`, in order."""
+    plan, names = cut.plan(), iter(("A/d0", "A/d1", "A/d2"))
+    segments = []
+    for segment in plan.segments:
+        first, *others = (next(names) for _ in segment.device_ids)
+        segments.append(replace(segment, device_id=first, replicas=tuple(others)))
+    return replace(plan, segments=tuple(segments))
+
+
+@pytest.fixture(scope="module")
+def splitter() -> Splitter:
+    torch.set_num_threads(1)
+    return make_splitter("bert", DROPOUT)
+
+
+@pytest.fixture(scope="module")
+def first(splitter: Splitter) -> dict[str, Tensor]:
+    return splitter.initial_weights(seed=1)
+
+
+@dataclass
+class FannedEdge(Edge):
+    """Which begins when the last of its lanes is there."""
+
+    waiting: list[Link] = field(default_factory=list)
+    running: list[threading.Thread] = field(default_factory=list)
+
+    @contextmanager
+    def connect(self, config: LinkConfig) -> Iterator[Link]:
+        ours, theirs = memory_pair(f"device {config.lane}", "edge")
+        self.waiting.append(theirs)
+        if len(self.waiting) == config.lanes:
+            joined, self.waiting = fan_of(self.waiting, ALONE), []
+            self.running.append(threading.Thread(target=self._run, args=(joined,)))
+            self.running[-1].start()
+        try:
+            yield ours
+        finally:
+            ours.close()
+            for thread in self.running:
+                thread.join(20)
+                assert not thread.is_alive()
+            self.running.clear()
+
+
+def run(
+    splitter: Splitter, first: dict[str, Tensor], plan, *faults: Fault, every: int = 0
+) -> tuple[RoundResult, dict[str, Tensor]]:
+    edge = FannedEdge(new_edge(splitter, first).service)
+    fleet = ThreadFleet(edge.connect, failing(*faults))
+    batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
+    plans = recovery(splitter, edge, every)
+    result = train_round(splitter, order(first, plan), iter(batches), fleet, recovery=plans)
+    return result, {**result.weights, **edge.service.weights(session_key("A"))}
+
+
+@pytest.mark.parametrize(
+    ("cut", "lost", "phase", "every"),
+    [
+        (CUT, "A/d1", "forward", 0),
+        (CUT, "A/d1", "applied", 1),
+        (CUT, "A/d0", "begin", 1),
+        (CUT, "A/d1", "apply", 1),
+        (BEHIND, "A/d2", "backward", 0),
+        (BEHIND, "A/d1", "apply", 1),
+    ],
+)
+def test_the_weights_are_those_of_the_plan_without_it(
+    splitter: Splitter, first, cut: Replicated, lost: str, phase: str, every: int
+) -> None:
+    plan = plan_of(cut)
+    fault = Fault(step=1, device_id=lost, phase=phase)
+    result, weights = run(splitter, first, plan, fault, every=every)
+    (incident,) = result.incidents
+    assert incident.lost == (lost,)
+    assert set(result.plan.device_ids) == {"A/d0", "A/d1", "A/d2"} - {lost}
+    spans = [(s.first_block, s.stop_block) for s in plan.segments]
+    assert [(s.first_block, s.stop_block) for s in result.plan.segments] == spans
+    _, undisturbed = run(splitter, first, result.plan)
+    if every:  # the first step's gradients were added up by more replicas
+        assert_near(weights, undisturbed, depth=STEPS)
+    else:
+        assert_same(weights, undisturbed)
+
+
+def test_a_stage_that_loses_its_only_device_is_planned_again(splitter: Splitter, first) -> None:
+    fault = Fault(step=1, device_id="A/d2", phase="forward")
+    result, weights = run(splitter, first, plan_of(CUT), fault)
+    assert "A/d2" not in result.plan.device_ids
+    assert result.plan.segments[-1].stop_block == 5
+    _, undisturbed = run(splitter, first, result.plan)
+    assert_same(weights, undisturbed)
+
+
+def _rest(splitter: Splitter, memory_bytes: int, schedule: str = "1f1b") -> ReplanInput:
+    plans = recovery(splitter, None, memory_bytes=memory_bytes)
+    return ReplanInput(
+        profile=plans.profile,
+        model=plans.model(),
+        present=("A/d0", "A/d2"),
+        options=PricingOptions(schedule=schedule),
+    )
+
+
+def test_one_that_cannot_hold_the_others_micro_batches_keeps_its_own_depth(
+    splitter: Splitter,
+) -> None:
+    """Under GPipe every micro-batch is in flight, so there blocks have to move."""
+    deep = replace(plan_of(CUT), micro_batches=64, warmup_depth=(64, 20, 20, 1))
+    roomy = without_lost(deep, _rest(splitter, 2**30))
+    assert roomy is not None and roomy.warmup_depth == (64, 40, 20, 1)
+    most = max(roomy.memory_bytes.values())
+    tight = without_lost(deep, _rest(splitter, most - 1000))
+    assert tight is not None and tight.warmup_depth == deep.warmup_depth
+    gpipe = replace(deep, warmup_depth=(64,) * 4)
+    assert without_lost(gpipe, _rest(splitter, most - 1000, "gpipe")) is None
+
+
+def test_predictions_are_of_those_that_are_left(splitter: Splitter) -> None:
+    watts = dict.fromkeys(("A/cu", "A/d0", "A/d1", "A/d2"), 0.1)
+    plan = replace(plan_of(CUT), tx_power_w=watts, energy_j=watts)
+    found = without_lost(plan, _rest(splitter, 2**30))
+    assert found is not None
+    assert found.energy_j == {"A/cu": 0.1, "A/d0": 0.2, "A/d2": 0.1}
+    assert found.tx_power_w.keys() == {"A/cu", "A/d0", "A/d2"}
+    assert found.step_s == 2 * plan.step_s

@@ -1,0 +1,189 @@
+"""Wrong inputs of a run, each with what its sentence must say: the key, and the way out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from collapipe_flwr.core.keys import Value
+
+ROWS = "".join(f"text number {i},{'ab'[i % 2]}\n" for i in range(40))
+TINY = (
+    "hidden_size=16 num_hidden_layers=4 num_attention_heads=2 intermediate_size=24 "
+    "max_position_embeddings=64"
+)
+TEXTS: Mapping[str, Value] = {
+    "data.task": "classification",
+    "data.train": "good.csv",
+    "data.test-examples": 4,
+    "model.type": "bert",
+    "model.overrides": TINY,
+    "world.memory-share": 0.01,
+    "train.examples-per-round": 20,
+}
+TAGS: Mapping[str, Value] = {
+    **TEXTS,
+    "data.task": "token-classification",
+    "data.train": "good.conll",
+}
+Wrong = tuple[dict[str, Value], str, str]  # overrides, the key, the way out
+
+
+def write_files(folder: Path) -> None:
+    """The good and the bad files that the overrides name."""
+    texts = {
+        "good.csv": f"text,label\n{ROWS}",
+        "good.conll": "Anna B-PER\nruns O\n\n" * 40,
+        "utf8.conll": "Anna B-PER\n\n",
+        "empty.csv": "",
+        "head.csv": "text,label\n",
+        "one.csv": "text,label\nhello,a\n",
+        "twice.csv": "text,text\nhello,a\n",
+        "wide.csv": "text,label\nhello,a,b\n",
+        "onelabel.csv": "text,label\n" + "hi,a\n" * 30,
+        "fraction.csv": "text,label\n" + "hi,0.5\nho,1.5\n" * 30,
+        "notext.csv": f"text,label\n{ROWS},a\n",
+        "nolabel.csv": f"text,label\n{ROWS}hi,\n",
+        "newlabel.csv": "text,label\nhello,zzz\n",
+        "bad.json": '{"text": "a", ',
+        "bad.parquet": "nonsense",
+        "bad.csv.gz": "nonsense",
+        "table.xlsx": "nonsense",
+        "notag.conll": "Anna B-PER\nruns\n\n" * 4,
+        "onetag.conll": "Anna O\nruns O\n\n" * 40,
+        "newtag.conll": "Anna B-ORG\n\n" * 4,
+        "universal.conll": "# text = Anna\nAnna B-PER\n\n" * 4,
+        "large.toml": "client-resources-num-cpus = 64\ninit-args-num-cpus = 2\n",
+        "typo.toml": "num-supernode = 2\n",
+        "torn.toml": "num-supernodes = \n",
+        "text.toml": 'num-supernodes = "two"\n',
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    rows = [{"tokens": ["a", "" if i == 3 else "b"], "tags": ["O", "B-X"]} for i in range(40)]
+    (folder / "emptyword.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    rows = [{"tokens": ["a", "b"], "tags": ["O", "B-X"][: 1 + i % 7]} for i in range(40)]
+    (folder / "fewtags.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (folder / "latin.csv").write_bytes(f"text,label\n{ROWS}".encode() + b"caf\xe9,a\n")
+    (folder / "utf16.csv").write_bytes(f"text,label\n{ROWS}".encode("utf-16"))
+    for name in ("folder", "checkpoint", "torn", "t5"):
+        (folder / name).mkdir()
+    (folder / "torn" / "config.json").write_text("{")
+
+
+DATA: list[Wrong] = [
+    ({"data.train": "nope.csv"}, "data.train", "correct the path"),
+    ({"data.train": "~/nope/rows"}, "data.train", "correct the path"),
+    ({"data.train": "folder/rows"}, "data.train", "correct the path"),
+    ({"data.train": "a/b/c"}, "data.train", "correct the path"),
+    ({"data.train": "table.xlsx"}, "data.train", "use one of .csv"),
+    ({"data.train": "folder"}, "data.train", "give a local CSV or JSON file"),
+    ({"data.train": ""}, "data.train", "name a CSV or JSON file"),
+    ({"data.train": "latin.csv"}, "data.train", "save the file as UTF-8"),
+    ({"data.train": "utf16.csv"}, "data.train", "save the file as UTF-8"),
+    ({"data.train": "empty.csv"}, "data.train", "give a file with a line of column names"),
+    ({"data.train": "head.csv"}, "data.train", "has no rows): give a file with examples"),
+    ({"data.train": "one.csv"}, "data.label-column", "needs at least two"),
+    ({"data.train": "twice.csv"}, "data.train", "give each column its own name"),
+    ({"data.train": "wide.csv"}, "data.train", "give every field a name"),
+    ({"data.train": "onelabel.csv"}, "data.label-column", "needs at least two"),
+    ({"data.train": "fraction.csv"}, "data.label-column", "write classes as names"),
+    ({"data.train": "notext.csv"}, "data.text-column", "in row 41; correct or remove them"),
+    ({"data.train": "nolabel.csv"}, "data.label-column", "data.skip-bad-rows=true"),
+    ({"data.train": "bad.json"}, "data.train", "give a local CSV or JSON file"),
+    ({"data.train": "bad.parquet"}, "data.train", "give a local CSV or JSON file"),
+    ({"data.train": "bad.csv.gz"}, "data.train", "packed by gzip"),
+    ({"data.test": "newlabel.csv"}, "data.test", "add training examples of them"),
+    ({"data.test": "good.csv"}, "data.test", "leave data.test empty"),
+    ({"data.test": "nope/x.csv"}, "data.test", "correct the path"),
+    ({"data.test-examples": 40}, "data.test-examples", "give more rows"),
+    ({"data.text-column": "words"}, "data.text-column", "which has text, label"),
+    ({"data.label-column": "mood"}, "data.label-column", "which has text, label"),
+    ({"data.label-names": "x"}, "data.label-names", "give one for every number"),
+    ({"data.partition-column": "who"}, "data.partition-column", "which has text, label"),
+    ({"data.partition": "by-hand"}, "data.partition", "must be one of auto, natural"),
+    ({"data.stream": "incoming"}, "data.stream", "make it"),
+    ({"data.vocab-size": 10}, "data.vocab-size", "must be at least 260"),
+    ({"data.max-source-length": 100}, "data.max-source-length", "=64, or raise max_position"),
+    ({"data.tokenizer": "./nope"}, "data.tokenizer", "give the directory of a saved tokenizer"),
+    ({"data.tokenizer": "checkpoint"}, "data.tokenizer", "give the directory of a saved"),
+    ({"data.task": "translation"}, "data.source-column", "which has text, label"),
+    ({"data.task": "image-classification"}, "data.image-column", "which has text, label"),
+    (
+        {"data.task": "image-classification", "data.image-column": "text"},
+        "model.type",
+        "choose one that does, such as vit",
+    ),
+    (
+        {"evaluation.federated": True, "data.test-examples": 1},
+        "data.test-examples",
+        "or set evaluation.federated to false",
+    ),
+]
+TAGGED: list[Wrong] = [
+    ({"data.train": "notag.conll"}, "data.train", "in lines 2, 5, 8 and 11: write a word and its"),
+    ({"data.train": "emptyword.jsonl"}, "data.tokens-column", "in row 4; correct or remove"),
+    ({"data.train": "fewtags.jsonl"}, "data.tags-column", "data.skip-bad-rows=true"),
+    ({"data.train": "onetag.conll"}, "data.tags-column", "at least two are needed"),
+    ({"data.train": "universal.conll"}, "data.train", "write a word and its tag in every line"),
+    ({"data.train": "good.csv"}, "data.tokens-column", "which has text, label"),
+    ({"data.test": "newtag.conll"}, "data.test", "add training examples of it"),
+]
+MODELS: list[Wrong] = [
+    ({"model.type": "martian"}, "model.type", "did you mean 'marian'"),
+    ({"model.overrides": "hidden_siz=3"}, "model.overrides", "did you mean 'hidden_size'"),
+    ({"model.overrides": "hidden_size=17"}, "model.overrides", "not a multiple"),
+    ({"model.overrides": "hidden_size=abc"}, "model.overrides", "expected int"),
+    ({"model.overrides": "hidden_size"}, "model.overrides", "must read like"),
+    ({"model.edge-blocks": 9}, "model.edge-blocks", "must be below the model's 4 blocks"),
+    ({"model.ties": "knot"}, "model.ties", "must be one of untie, rows"),
+    ({"model.pretrained": "./nope"}, "model.pretrained", "correct the path"),
+    ({"model.pretrained": "folder/nope"}, "model.pretrained", "correct the path"),
+    ({"model.pretrained": "checkpoint"}, "model.pretrained", "give a folder with config.json"),
+    ({"model.pretrained": "torn"}, "model.pretrained", "give a folder with config.json"),
+    ({"lora.rank": 4}, "lora.rank", "name one, or set lora.rank=0"),
+    ({"train.learning-rate": "fast"}, "train.learning-rate", "must be a number"),
+    ({"train.learning-rate": -1.0}, "train.learning-rate", "must be > 0"),
+    ({"train.optimizer": "adamx"}, "train.optimizer", "did you mean adamw"),
+    ({"train.optimizer-arguments": "betaz=1"}, "train.optimizer", "it knows betas"),
+    ({"train.learning-rat": 0.1}, "train.learning-rat", "did you mean train.learning-rate"),
+]
+RUNS: list[Wrong] = [
+    ({"clusters": 0}, "clusters", "must be at least 1"),
+    ({"clusters": 3}, "clusters", "set num-supernodes = 3"),
+    ({"strategy": "fedsgd"}, "strategy", "did you mean fedavg"),
+    ({"strategy-arguments": "x=1"}, "strategy-arguments", "known: fraction_train"),
+    ({"strategy": "bulyan"}, "strategy", "use more, or krum"),
+    ({"world.devices": "toaster"}, "world.devices", "choose one of raspberry-pi-4"),
+    ({"world.devices": ""}, "world.devices", "list presets"),
+    ({"world.control-unit": "toaster"}, "world.control-unit", "choose one of raspberry-pi-4"),
+    ({"world.memory-share": 1e-6}, "world.memory-share", "add a device, allow smaller"),
+    ({"world.memory-share": 2.0}, "world.memory-share", "must lie between 0 and 1"),
+    ({"world.channel": "fog"}, "world.channel", "must be one of static"),
+    ({"scheduler.policy": "astrology"}, "scheduler.policy", "choose one of dssda"),
+    ({"scheduler.micro-batch-sizes": "0"}, "scheduler.micro-batch-sizes", "for example"),
+    ({"scheduler.micro-batch-sizes": "65536"}, "world.memory-share", "smaller micro-batch-sizes"),
+    ({"links.codec": "zip"}, "links.codec", "must be one of fp32"),
+    ({"edge.address": "localhost"}, "edge.address", "must read like"),
+    ({"edge.address": "127.0.0.1:99999"}, "edge.address", "a port from 1 to 65535"),
+    ({"edge.address": "127.0.0.1:1"}, "edge.address", "start it there by"),
+    ({"edge.tls-ca": "no.pem"}, "edge.tls-ca", "write the files by `collapipe certs`"),
+    ({"output-dir": "good.csv/runs"}, "output-dir", "choose another"),
+    ({"train.state-dir": "good.csv"}, "train.state-dir", "choose another"),
+    ({"output-dir": ".", "run-name": "folder"}, "output-dir", "choose another"),
+    ({"resume": "folder"}, "resume", "is not the folder of a run"),
+]
+EXTRAS = {  # a missing package, and what needs it
+    "datasets": ({}, "collapipe-flwr[data]"),
+    "ray": ({}, "collapipe-flwr[simulation]"),
+    "sacrebleu": ({"data.task": "translation"}, "collapipe-flwr[metrics]"),
+    "peft": ({"lora.rank": 4, "model.pretrained": "checkpoint"}, "collapipe-flwr[lora]"),
+}
+FEDERATIONS = {
+    "nope.toml": "correct its path",
+    "torn.toml": "correct the file",
+    "typo.toml": "did you mean num-supernodes",
+    "text.toml": "must be a whole number",
+    "large.toml": "set it to 2 or less",
+}

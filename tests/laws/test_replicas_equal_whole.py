@@ -1,0 +1,401 @@
+"""The first law where stages have replicas: who handles a micro-batch changes nothing either.
+
+Replicas add their gradients up in another order than one device would, so results are equal to the
+unsplit model's to rounding and not bit by bit; among themselves replicas are equal bit by bit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from collapipe_flwr.cluster.control_unit import evaluate_batches, train_round
+from collapipe_flwr.cluster.evaluation import PredictionConfig
+from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder, ThreadFleet
+from collapipe_flwr.cluster.unsplit import evaluate_unsplit
+from collapipe_flwr.core.domain import ClusterPlan
+from collapipe_flwr.core.errors import ModelError, ScheduleError
+from collapipe_flwr.core.links import LinkConfig
+from collapipe_flwr.core.turns import ALONE
+from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.models import LoraConfig, Splitter, make_spec, save_whole
+from collapipe_flwr.pipeline import siblings
+from collapipe_flwr.pipeline.config import Execution, SessionRequest, StageConfig
+from collapipe_flwr.pipeline.fan import fan_of
+from collapipe_flwr.pipeline.link import Link, memory_pair
+from collapipe_flwr.pipeline.optimizer import OptimizerConfig
+from collapipe_flwr.pipeline.roles import MiddleStage
+from tests.closeness import assert_near, near
+from tests.laws.test_adapted_and_tied import _splitter as tied_splitter
+from tests.laws.test_adapted_and_tied import _steps as tied_steps
+from tests.laws.test_cluster_equals_whole import (
+    ADAMW,
+    SGD,
+    Batch,
+    Cut,
+    _largest_difference,
+    _micro_batches,
+    _steps,
+    _train_unsplit,
+    make_splitter,
+    session_key,
+)
+
+pytestmark = pytest.mark.usefixtures("small_matrices_are_fused")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replicated(Cut):
+    """A cut whose stages have so many replicas; depths are those of each replica."""
+
+    replicas: tuple[int, ...]
+    depths: tuple[int, ...] = ()
+
+    def plan(self) -> ClusterPlan:
+        plan = super().plan()
+        segments = tuple(
+            replace(s, replicas=tuple(f"{s.device_id}r{i}" for i in range(1, count)))
+            for s, count in zip(plan.segments, self.replicas, strict=True)
+        )
+        return replace(plan, segments=segments, warmup_depth=self.depths or plan.warmup_depth)
+
+
+CUTS = [
+    Replicated(stops=(5,), replicas=(2,), micro_batches=(2, 2)),
+    Replicated(stops=(2, 5), replicas=(1, 2), micro_batches=(2, 2, 1)),
+    Replicated(stops=(2, 5), replicas=(2, 2), micro_batches=(1, 2, 1, 2)),  # parallel pipelines
+    Replicated(
+        stops=(2, 5),
+        replicas=(2, 3),
+        micro_batches=(1, 1, 1, 1, 2),
+        schedule="1f1b",
+        depths=(7, 3, 2, 1),
+    ),
+    Replicated(
+        stops=(1, 3, 5),
+        replicas=(3, 1, 2),
+        micro_batches=(1,) * 7,
+        schedule="1f1b",
+        depths=(7, 2, 3, 1, 1),
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=["marian", "bert"])
+def splitter(request: pytest.FixtureRequest) -> Splitter:
+    return make_splitter(request.param, dropout=0.0)
+
+
+class Edge:
+    """A decoder session of a real edge service, behind a link in memory per replica ahead of it."""
+
+    def __init__(self, splitter: Splitter, weights: dict[str, Tensor], cut: Cut, rule) -> None:
+        self.service = EdgeService()
+        self.service.open(
+            SessionRequest(
+                key=session_key("A"),
+                spec_json=splitter.spec.to_json(),
+                stage=StageConfig(name="edge", schedule=cut.schedule),
+                optimizer=rule,
+            )
+        )
+        keys = (*splitter.edge_keys(), *splitter.shared_keys)
+        self.service.push_weights(session_key("A"), {key: weights[key] for key in keys})
+        self._ours: list[Link] = []
+
+    @contextmanager
+    def serving(self, replicas: int) -> Iterator[None]:
+        pairs = [memory_pair(f"device {lane}", "edge") for lane in range(replicas)]
+        self._ours = [ours for ours, _ in pairs]
+        joined = fan_of([theirs for _, theirs in pairs], ALONE)
+        thread = threading.Thread(
+            target=self.service.run, args=(session_key("A"), joined), daemon=True
+        )
+        thread.start()
+        yield
+        thread.join(10.0)
+        assert not thread.is_alive()
+
+    def connect(self, config: LinkConfig) -> AbstractContextManager[Link]:
+        assert config.lanes == len(self._ours)
+        return nullcontext(self._ours[config.lane])
+
+
+def _order(
+    cut: Replicated, weights: dict[str, Tensor], rule: OptimizerConfig, **more
+) -> RoundOrder:
+    execution = more.pop("execution", Execution())
+    return RoundOrder(
+        plan=cut.plan(),
+        weights=weights,
+        learning=LearningSettings(
+            optimizer=rule, schedule=cut.schedule, deadline_s=20.0, execution=execution
+        ),
+        **more,
+    )
+
+
+class Kept:
+    """Makes stages, and keeps them for a look at what they end with."""
+
+    def __init__(self) -> None:
+        self.stages: list[MiddleStage] = []
+
+    def __call__(self, *args, **kwargs) -> MiddleStage:
+        self.stages.append(MiddleStage(*args, **kwargs))
+        return self.stages[-1]
+
+
+def train_replicated(
+    splitter: Splitter,
+    weights: dict[str, Tensor],
+    cut: Replicated,
+    steps: Sequence[Sequence[Batch]],
+    rule: OptimizerConfig,
+    **more,
+) -> tuple[tuple[float, ...], dict[str, Tensor]]:
+    edge, kept = Edge(splitter, weights, cut, rule), Kept()
+    order = _order(cut, weights, rule, **more)
+    with edge.serving(cut.replicas[-1]):
+        fleet = ThreadFleet(edge.connect, kept)
+        result = train_round(splitter, order, _micro_batches(splitter, steps), fleet)
+    assert_replicas_are_equal(kept.stages, order)
+    return result.losses, {**result.weights, **edge.service.weights(session_key("A"))}
+
+
+def assert_replicas_are_equal(stages: Sequence[MiddleStage], order: RoundOrder) -> None:
+    """Weights and optimizer state, bit by bit."""
+    left = iter(stages)
+    for count in order.plan.replicas[1:-1]:
+        first, *others = (stage for stage in islice(left, count))
+        for other in others:
+            assert other.part is not first.part
+            ours, theirs = first.part.state_dict(), other.part.state_dict()
+            assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+            states = (stage.optimizer.state_tensors() for stage in (first, other))
+            assert all(
+                torch.equal(a, b)
+                for (_, one), (_, same) in zip(*(s.items() for s in states), strict=True)
+                for a, b in zip(one, same, strict=True)
+            )
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_loss_and_every_gradient_equal_the_unsplit_model(
+    splitter: Splitter, cut: Replicated
+) -> None:
+    weights = splitter.initial_weights(seed=1)
+    steps = _steps(splitter, cut, count=1)
+    losses, split = train_replicated(splitter, weights, cut, steps, SGD)
+    whole_losses, whole = _train_unsplit(splitter, weights, steps, SGD)
+    assert _largest_difference(whole, weights) > 1e-3
+    assert losses == near(whole_losses)
+    assert_near(split, whole)
+
+
+@pytest.mark.parametrize("cut", CUTS[1:], ids=str)
+def test_many_adamw_steps_stay_on_the_unsplit_path(splitter: Splitter, cut: Replicated) -> None:
+    weights = splitter.initial_weights(seed=2)
+    steps = _steps(splitter, cut, count=4)
+    losses, split = train_replicated(splitter, weights, cut, steps, ADAMW)
+    whole_losses, whole = _train_unsplit(splitter, weights, steps, ADAMW)
+    assert losses == near(whole_losses)
+    assert_near(split, whole)
+
+
+def test_a_batch_with_fewer_micro_batches_than_replicas(splitter: Splitter) -> None:
+    """A replica without a micro-batch takes the same optimizer step as the others."""
+    weights, cut = splitter.initial_weights(seed=2), CUTS[3]
+    first, last = _steps(splitter, cut, count=2)
+    steps = [first, last[:1], first, last[:2]]
+    losses, split = train_replicated(splitter, weights, cut, steps, ADAMW)
+    whole_losses, whole = _train_unsplit(splitter, weights, steps, ADAMW)
+    assert losses == near(whole_losses)
+    assert_near(split, whole)
+
+
+def test_gradients_in_small_pieces_sum_up_alike(
+    splitter: Splitter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, cut = splitter.initial_weights(seed=1), CUTS[4]
+    steps = _steps(splitter, cut, count=2)
+    _, expected = train_replicated(splitter, weights, cut, steps, ADAMW)
+    monkeypatch.setattr(siblings, "PIECE_BYTES", 100)
+    _, found = train_replicated(splitter, weights, cut, steps, ADAMW)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize(
+    "execution",
+    [Execution(clip_norm=0.05), Execution(recompute=True), Execution(check_finite=True)],
+    ids=["clip-norm", "recompute", "check-finite"],
+)
+def test_what_a_run_asks_of_stages_holds_for_replicas(
+    splitter: Splitter, execution: Execution
+) -> None:
+    """Clipping counts the gradients of a replicated stage once; else the norm is too large."""
+    weights, cut = splitter.initial_weights(seed=1), CUTS[3]
+    alone = Replicated(stops=(5,), replicas=(1,), micro_batches=cut.micro_batches)
+    steps = _steps(splitter, cut, count=2)
+    _, expected = train_replicated(splitter, weights, alone, steps, SGD, execution=execution)
+    _, found = train_replicated(splitter, weights, cut, steps, SGD, execution=execution)
+    assert_near(found, expected)
+    _, unbounded = train_replicated(splitter, weights, alone, steps, SGD)
+    if execution.clip_norm:
+        assert _largest_difference(unbounded, expected) > 1e-3
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8"])
+def test_codecs_round_hops_alike_and_gradients_between_replicas_never(codec: str) -> None:
+    """So the only difference to the same stages without replicas is the order of sums."""
+    splitter = make_splitter("bert", dropout=0.0)
+    weights, cut = splitter.initial_weights(seed=1), CUTS[3]
+    single = replace(cut, replicas=(1, 1), depths=())
+    steps = _steps(splitter, cut, count=1)
+    execution = Execution(codec=codec)
+    _, expected = train_replicated(splitter, weights, single, steps, SGD, execution=execution)
+    _, found = train_replicated(splitter, weights, cut, steps, SGD, execution=execution)
+    assert_near(found, expected)
+    _, exact = train_replicated(splitter, weights, single, steps, SGD)
+    assert _largest_difference(exact, expected) > 1e-5
+
+
+@pytest.mark.parametrize("model_type", ["marian", "bert"])
+def test_dropout_is_that_of_the_micro_batch_whoever_handles_it(model_type: str) -> None:
+    dropping = make_splitter(model_type, dropout=0.2)
+    weights = dropping.initial_weights(seed=5)
+    cut = CUTS[3]
+    alone = Replicated(stops=(5,), replicas=(1,), micro_batches=cut.micro_batches)
+    steps = _steps(dropping, cut, count=2)
+    losses, expected = train_replicated(dropping, weights, alone, steps, ADAMW, dropout_seed=1)
+    cut_losses, found = train_replicated(dropping, weights, cut, steps, ADAMW, dropout_seed=1)
+    other_losses, _ = train_replicated(dropping, weights, cut, steps, ADAMW, dropout_seed=2)
+    assert cut_losses == near(losses)
+    assert_near(found, expected)
+    assert other_losses != near(losses)
+
+
+@pytest.mark.parametrize(
+    "wanted", [None, PredictionConfig(logits=True), PredictionConfig(most_tokens=4)]
+)
+def test_a_test_set_comes_to_the_same(splitter: Splitter, wanted: PredictionConfig | None) -> None:
+    """Also where texts are generated, which one device of every stage does."""
+    weights, cut = splitter.initial_weights(seed=3), CUTS[3]
+    steps = _steps(splitter, cut, count=2)
+    edge = Edge(splitter, weights, cut, SGD)
+    generates = wanted is not None and wanted.generates(splitter.decodes)
+    with edge.serving(1 if generates else cut.replicas[-1]):
+        found = evaluate_batches(
+            splitter,
+            _order(cut, weights, SGD),
+            _micro_batches(splitter, steps),
+            ThreadFleet(edge.connect),
+            wanted=wanted,
+        )
+    whole = evaluate_unsplit(splitter, splitter.build_whole(weights), steps, wanted)
+    assert (found.loss, found.targets) == (near(whole.loss), whole.targets)
+    ours, theirs = ([ids for step in of.predictions for ids in step] for of in (found, whole))
+    assert len(ours) == len(theirs)
+    if wanted is not None and wanted.logits:
+        assert_near(dict(enumerate(ours)), dict(enumerate(theirs)))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "task", "choices"),
+    [
+        ("t5", "seq2seq", {"shared": "sum", "ties": "rows"}),
+        ("gpt2", "causal-lm", {"ties": "rows", "edge_blocks": 1}),
+    ],
+)
+def test_ties_across_replicas_are_exact(
+    model_type: str, task: str, choices: dict[str, object]
+) -> None:
+    """A parameter that several stages share counts once, however many replicas hold it."""
+    splitter = tied_splitter(model_type, task, choices)
+    weights = splitter.initial_weights(seed=1)
+    cut = Replicated(stops=(1, splitter.num_blocks), replicas=(2, 3), micro_batches=(1, 2, 1, 2))
+    for rule, count in ((SGD, 1), (ADAMW, 3)):
+        steps = tied_steps(splitter, cut, count)
+        losses, split = train_replicated(splitter, weights, cut, steps, rule)
+        whole_losses, whole = _train_unsplit(splitter, weights, steps, rule)
+        assert losses == near(whole_losses)
+        assert_near(split, whole)
+
+
+def test_adapters_train_alike_on_replicas(tmp_path: Path) -> None:
+    plain = tied_splitter("bert", "sequence-classification", {})
+    save_whole(plain.spec, plain.initial_weights(seed=1), tmp_path)
+    lora = LoraConfig(rank=2, dropout=0.2)
+    adapted = Splitter(make_spec("sequence-classification", pretrained=str(tmp_path), lora=lora))
+    weights = adapted.initial_weights(seed=1)
+    cut = Replicated(stops=(1, adapted.num_blocks), replicas=(2, 2), micro_batches=(1, 2, 1, 2))
+    alone = Replicated(stops=(adapted.num_blocks,), replicas=(1,), micro_batches=cut.micro_batches)
+    steps = tied_steps(adapted, cut, count=3)
+    losses, expected = train_replicated(adapted, weights, alone, steps, ADAMW, dropout_seed=4)
+    cut_losses, found = train_replicated(adapted, weights, cut, steps, ADAMW, dropout_seed=4)
+    assert cut_losses == near(losses)
+    assert_near(found, expected)
+    assert _largest_difference(found, weights) > 1e-3
+
+
+def test_a_part_that_learns_by_other_means_than_gradients_is_refused() -> None:
+    """A mean of what a layer has seen, say, of which each replica would see another part."""
+    part = torch.nn.Linear(2, 2)
+    part.register_buffer("seen", torch.zeros(1))
+    line = siblings.Siblings()
+    line.check(part)
+    line.check(part)
+    part.seen += 1.0
+    with pytest.raises(ModelError, match=r"its buffer seen .* set scheduler.replicas = false"):
+        line.check(part)
+
+
+def test_more_replicas_than_micro_batches_are_refused(splitter: Splitter) -> None:
+    weights = splitter.initial_weights(seed=3)
+    cut = Replicated(stops=(5,), replicas=(3,), micro_batches=(2, 2))
+    with pytest.raises(ScheduleError, match="plan no more replicas than micro-batches"):
+        train_round(splitter, _order(cut, weights, SGD), [], ThreadFleet(lambda _: nullcontext()))
+
+
+def test_norms_of_gradients_and_bytes_between_replicas(splitter: Splitter) -> None:
+    """Noise estimates count a replicated stage once; of a gradient each of two sends one copy."""
+    weights, cut = splitter.initial_weights(seed=1), CUTS[0]
+    alone = Replicated(stops=(5,), replicas=(1,), micro_batches=cut.micro_batches)
+    steps = _steps(splitter, cut, count=1)
+    reports = {}
+    for which in (cut, alone):
+        edge = Edge(splitter, weights, which, SGD)
+        with edge.serving(which.replicas[-1]):
+            result = train_round(
+                splitter,
+                _order(which, weights, SGD),
+                _micro_batches(splitter, steps),
+                ThreadFleet(edge.connect),
+            )
+        reports[which.replicas] = result.reports[1:]
+    first, other = reports[2,]
+    (single,) = reports[1,]
+    assert first.small_square_norm == near(single.small_square_norm)
+    assert first.big_square_norm == near(single.big_square_norm)
+    assert (other.small_square_norm, other.big_square_norm) == (0.0, 0.0)
+    assert (first.micro_batches, other.micro_batches, single.micro_batches) == (1, 1, 2)
+    part = splitter.build_segment(0, 5, weights)
+    gradient_bytes = sum(p.numel() * 4 for p in part.parameters() if p.requires_grad)
+    assert (first.sent_beside_bytes, other.sent_beside_bytes) == (gradient_bytes, gradient_bytes)
+    assert single.sent_beside_bytes == 0

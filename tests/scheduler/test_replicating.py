@@ -1,0 +1,156 @@
+"""Laws of replicas in plans: only where they win, within every limit, and priced as executed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from collapipe_flwr.core.domain import ClusterPlan, ModelProfile, Plan, Snapshot
+from collapipe_flwr.costs.price import price
+from collapipe_flwr.costs.tables import tabulate
+from collapipe_flwr.scheduler import replicating
+from collapipe_flwr.scheduler.base import planner_for
+from collapipe_flwr.scheduler.dssda import usable_plans
+from collapipe_flwr.scheduler.plans import check_cluster_plan, dry_run_plan
+from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState
+from collapipe_flwr.scheduler.replicating import MOST_CLUSTERS, with_replicas
+from collapipe_flwr.simulation.models import ModelShape
+from collapipe_flwr.simulation.world import EnergyBudget, make_world, mixed_devices
+
+KINDS = ("raspberry-pi-4", "raspberry-pi-5", "jetson-nano", "phone")
+SETTINGS = SchedulerConfig(
+    micro_batch_sizes=(1, 2, 4, 8), micro_batches=(1, 2, 4, 8, 16), schedule="1f1b", replicas=True
+)
+
+
+def adapted(blocks: int) -> ModelProfile:
+    """Of whose blocks a hundredth is trained and travels, as with low-rank adapters."""
+    whole = ModelShape(blocks=blocks).profile()
+    small = tuple(
+        replace(b, parameter_bytes=b.parameter_bytes // 100, state_bytes=b.state_bytes // 4)
+        for b in whole.blocks
+    )
+    return replace(whole, blocks=small)
+
+
+def first_round(seed: int, model: ModelProfile, *, clusters: int = 1, devices: int = 6) -> Snapshot:
+    world = make_world(
+        cluster_devices=mixed_devices(clusters, devices, seed, KINDS),
+        examples=[1000] * clusters,
+        channel="block-fading",
+        budget=EnergyBudget(equal_shares=1.8),
+        model=model,
+        seed=seed,
+    )
+    return world.snapshot(1, model)
+
+
+def planned(
+    snapshot: Snapshot, settings: SchedulerConfig = SETTINGS
+) -> tuple[Plan, SchedulerState]:
+    scheduler = make_scheduler("dssda", settings)
+    return scheduler.step(scheduler.init(snapshot), snapshot)
+
+
+def replicated(plan: Plan) -> list[ClusterPlan]:
+    return [cluster for cluster in plan.clusters if max(cluster.replicas) > 1]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_plan_with_replicas_keeps_every_limit_and_pays_less(seed: int, schedule: str) -> None:
+    snapshot, settings = first_round(seed, adapted(4)), replace(SETTINGS, schedule=schedule)
+    plain, state = planned(snapshot, replace(settings, replicas=False))
+    plan, _ = planned(snapshot, settings)
+    devices = {d.device_id: d for d in snapshot.clusters[0].profile.members}
+    for cluster in plan.clusters:
+        check_cluster_plan(cluster, 4)
+        dry_run_plan(cluster, schedule)
+        for name, size in cluster.memory_bytes.items():
+            assert size <= (1.0 - settings.memory_margin) * devices[name].memory_bytes
+        for powers in (cluster.tx_power_w, cluster.gradient_power_w):
+            assert all(0 <= w <= devices[n].tx_power_max_w * 1.000001 for n, w in powers.items())
+        assert set(cluster.device_ids) <= set(cluster.gradient_power_w)
+    priced = price(plan, snapshot, settings)
+    assert priced.latency_s == pytest.approx(plan.latency_s, rel=1e-9)
+    for cluster, found in zip(plan.clusters, priced.clusters, strict=True):
+        assert found.energy_j == pytest.approx(cluster.energy_j, rel=1e-9)
+        assert found.memory_bytes == cluster.memory_bytes
+    if not replicated(plan):
+        assert plan == plain
+        return
+    problem = planner_for(tabulate(snapshot), state, settings)
+    values = [
+        problem.latency_price * p.latency_s
+        + sum(
+            joule * problem.price_mi[0, i]
+            for i, joule in enumerate(p.clusters[0].energy_j.values())
+        )
+        for p in (plain, plan)
+    ]
+    assert values[1] < values[0] * (1.0 - replicating.WORTH / 2)
+
+
+def test_few_blocks_with_adapters_are_trained_sooner_by_replicas() -> None:
+    """Four of these devices have nothing else to do, and little to exchange."""
+    gains = []
+    for seed in range(6):
+        snapshot = first_round(seed, adapted(2))
+        plan, _ = planned(snapshot)
+        plain, _ = planned(snapshot, replace(SETTINGS, replicas=False))
+        assert plan.latency_s <= plain.latency_s * 1.000001
+        gains.append(1.0 - plan.latency_s / plain.latency_s)
+    assert max(gains) > 0.2
+
+
+def test_where_nothing_wins_the_plan_is_what_it_was() -> None:
+    """Here all weights travel after every step, which takes longer than replicas spare."""
+    for seed in range(3):
+        snapshot = first_round(seed, ModelShape().profile(), clusters=3, devices=4)
+        plan, _ = planned(snapshot)
+        assert not replicated(plan)
+        assert plan == planned(snapshot, replace(SETTINGS, replicas=False))[0]
+
+
+def test_more_clusters_than_there_is_time_for_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    snapshot = first_round(1, adapted(2))
+    plain, state = planned(snapshot, replace(SETTINGS, replicas=False))
+    problem = planner_for(tabulate(snapshot), state, SETTINGS)
+    assert with_replicas(plain, problem, 1.0) != plain
+    monkeypatch.setattr(replicating, "MOST_CLUSTERS", 0)
+    assert MOST_CLUSTERS >= 10
+    assert with_replicas(plain, problem, 1.0) is plain
+
+
+def test_a_plan_whose_replica_is_gone_is_not_repeated() -> None:
+    snapshot = first_round(1, adapted(2))
+    plan, _ = planned(snapshot)
+    (cluster,) = replicated(plan)
+    assert usable_plans(plan, snapshot) == (cluster,)
+    (only,) = snapshot.clusters
+    gone = next(name for s in cluster.segments for name in s.replicas)
+    left = tuple(d for d in only.profile.devices if d.device_id != gone)
+    fewer = replace(only, profile=replace(only.profile, devices=left))
+    assert usable_plans(plan, replace(snapshot, clusters=(fewer,))) == ()
+
+
+def test_a_state_with_replicas_survives_a_checkpoint() -> None:
+    _, state = planned(first_round(1, adapted(2)))
+    assert state.last_plan is not None and replicated(state.last_plan)
+    assert SchedulerState.from_json(state.to_json()) == state
+
+
+def test_rounds_with_replicas_go_on_from_each_other() -> None:
+    """The next decision starts from a plan with replicas as from any other."""
+    snapshot = first_round(1, adapted(2))
+    scheduler = make_scheduler("dssda", SETTINGS)
+    state, lengths = scheduler.init(snapshot), []
+    for index in range(3):
+        plan, state = scheduler.step(state, replace(snapshot, round_index=index + 1))
+        lengths.append(plan.latency_s)
+        assert replicated(plan)
+    assert max(lengths) < 1.02 * min(lengths)
