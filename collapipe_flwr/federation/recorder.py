@@ -228,6 +228,7 @@ _FREE = (
     "resume",
     "checkpoint-every",
     "round-slack",
+    "round-late",
     "round-retries",
     "train.state-dir",
 )
