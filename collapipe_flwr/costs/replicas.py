@@ -12,7 +12,7 @@ Times, energies and memories come from rows of the common tables (`variants`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -42,6 +42,9 @@ from collapipe_flwr.costs.work import (
     server_s,
 )
 
+Worth = Callable[[float, Mapping[str, float]], bool]
+"""Whether a round of so many seconds is wanted, with the joules of every member with work."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicatedCosts:
@@ -68,6 +71,14 @@ def price_replicated(
 ) -> ReplicatedCosts:
     """Price the plan of cluster ``m``, whose devices are all there."""
     return _Pricing(tables, m, plan, options).costs()
+
+
+def price_if(
+    tables: Tables, m: int, plan: ClusterPlan, options: PricingOptions, worth: Worth
+) -> ReplicatedCosts | None:
+    """The price, but None where not even seconds that no schedule undercuts are worth it."""
+    pricing = _Pricing(tables, m, plan, options)
+    return pricing.costs() if worth(*pricing.least()) else None
 
 
 def thrifty(
@@ -108,22 +119,28 @@ class _Pricing:
         self.times = np.asarray(bits / rate_bit_per_s(self.width, snr))
         self.meetings = [self.at.meetings(hop) for hop in range(self.at.edge)]
 
+        self.hop_s = np.array([self._hop_s(hop) for hop in range(self.at.edge)])
+        self.out, self.back = hand_out_s(tables, rows)
+        self.handed_s = sum(float(self.out[self.at.row(s, r), s - 1]) for s, r in self.at.devices)
+        self.exchange_s = max(self._exchange_s(stage) for stage in self.at.segments)
+
+    def least(self) -> tuple[float, dict[str, float]]:
+        """Seconds of a round in which the busiest device or hop is never idle, and joules."""
+        busiest_s = max(self._busy_s(stage) for stage in range(self.at.edge + 1))
+        hop_s = self.plan.micro_batches * float(self.hop_s.max())
+        return self._latency_s(max(busiest_s, hop_s)), self._energy_j()
+
     def costs(self) -> ReplicatedCosts:
-        hop_s = np.array([self._hop_s(hop) for hop in range(self.at.edge)])
-        out, back = hand_out_s(self.tables, self.chain.rows)
-        handed = sum(float(out[self.at.row(s, r), s - 1]) for s, r in self.at.devices)
-        fixed_s = float(server_s(self.tables, self.chain.rows)[0]) + handed + float(back[0].sum())
-        step_s = self._step_s(hop_s)
-        shared_s = max(self._exchange_s(stage) for stage in self.at.segments)
+        step_s = self._step_s()
         need, room = self._memory()
         return ReplicatedCosts(
-            latency_s=fixed_s + self.steps * (step_s + shared_s + self._optimiser_s()),
+            latency_s=self._latency_s(step_s),
             step_s=step_s,
-            exchange_s=shared_s,
+            exchange_s=self.exchange_s,
             slowest_stage=max(self.at.segments, key=self._busy_s) - 1,
-            energy_j=self._energy_j(handed, back),
-            hop_s=hop_s,
-            rates=np.array(self.chain.hops.bits * self.chain.hops.share)[0, :, None] / hop_s,
+            energy_j=self._energy_j(),
+            hop_s=self.hop_s,
+            rates=(self.chain.hops.bits * self.chain.hops.share)[0, :, None] / self.hop_s,
             memory_bytes=need,
             room_bytes=room,
         )
@@ -176,12 +193,18 @@ class _Pricing:
         replicas = range(self.at.replicas[stage])
         return max(self.at.own(stage, r) * sum(self._passes_s(stage, r)) for r in replicas)
 
-    def _step_s(self, hop_s: Array) -> float:
+    def _latency_s(self, step_s: float) -> float:
+        """Of a round with such steps."""
+        collected_s = float(self.back[0].sum())
+        fixed_s = float(server_s(self.tables, self.chain.rows)[0]) + self.handed_s + collected_s
+        return fixed_s + self.steps * (step_s + self.exchange_s + self._optimiser_s())
+
+    def _step_s(self) -> float:
         passes = [self._passes_s(*place) for place in (*self.at.members, (self.at.edge, 0))]
         ahead, back = zip(*passes, strict=True)
         times = StepTimes(
             stage_s=(ahead, back),
-            hop_s=(tuple(hop_s[:, 0].tolist()), tuple(hop_s[:, 1].tolist())),
+            hop_s=(tuple(self.hop_s[:, 0].tolist()), tuple(self.hop_s[:, 1].tolist())),
             half_duplex=self.options.half_duplex,
             replicas=self.at.replicas,
         )
@@ -221,16 +244,16 @@ class _Pricing:
 
     # -- joules and bytes -------------------------------------------------------------------
 
-    def _energy_j(self, handed_s: float, back: Array) -> dict[str, float]:
+    def _energy_j(self) -> dict[str, float]:
         at, full_w = self.at, self.tables.members.power_max_mi[self.m]
         found = {at.name(*place): self._computing_j(*place) for place in at.members}
 
         def send(stage: int, replica: int, seconds: float) -> None:
             found[at.name(stage, replica)] += float(full_w[at.member(stage, replica)]) * seconds
 
-        send(0, 0, handed_s)
+        send(0, 0, self.handed_s)
         for stage in at.segments:
-            send(stage, 0, float(back[0, stage - 1]))
+            send(stage, 0, float(self.back[0, stage - 1]))
             for replica, (up_s, down_s) in enumerate(self._legs(stage)):
                 send(stage, replica + 1, self.steps * up_s)
                 send(stage, replica, self.steps * down_s)
