@@ -232,6 +232,7 @@ _FREE = (
     "resume",
     "checkpoint-every",
     "round-slack",
+    "round-late",
     "round-retries",
     "train.state-dir",
 )

@@ -65,7 +65,7 @@ class _Changes:
         least, found = value - WORTH * abs(value), None
         for segments, hops in self._segments(now.costs.slowest_stage):
             for candidate in self._candidates(segments, hops, now):
-                if candidate.costs.fits and self._value(candidate) < least:
+                if self._allowed(candidate) and self._value(candidate) < least:
                     least, found = self._value(candidate), candidate
         return None if found is None else self._predicted(found)
 
@@ -124,6 +124,12 @@ class _Changes:
     def _priced(self, plan: ClusterPlan) -> _Candidate:
         tables, options = self._problem.tables, self._problem.settings
         return _Candidate(plan, price_replicated(tables, self._m, plan, options))
+
+    def _allowed(self, candidate: _Candidate) -> bool:
+        """Whether it fits all memories and what every device may spend in this round."""
+        room, at = self._problem.room_mi[self._m], self._members
+        spent = candidate.costs.energy_j.items()
+        return candidate.costs.fits and all(j <= room[at[n]] for n, j in spent if n in at)
 
     def _value(self, candidate: _Candidate) -> float:
         """What the cluster pays: seconds of the round, and joules."""
