@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import log
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 from typing import Any
 
 from benchmarks.testbed.runs import Round, Run
@@ -34,7 +34,10 @@ def policy_json(runs: Sequence[Run], target: float, speeds: Mapping[str, float])
     times = [run.time_to(target) for run in runs]
     peaks = [memory for run in runs for memory in run.memory.values()]
     return {
-        "round_s": spread([done.round_s for done in rounds]),
+        "round_s": {
+            **spread([done.round_s for done in rounds]),
+            "mean": fmean(done.round_s for done in rounds),
+        },
         "time_to_target_s": {**censored(times), "reached": sum(t is not None for t in times)},
         "last_metric": spread([run.rounds[-1].metric for run in runs]),
         "peak_rss_bytes": max(m.peak_bytes for m in peaks),

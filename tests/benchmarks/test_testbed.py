@@ -184,7 +184,7 @@ def test_policies_are_measured_on_real_daemons(tmp_path: Path) -> None:
     result = json.loads(path.read_text())
     assert set(result["policies"]) == {"dssda", "uniform"}
     for policy in result["policies"].values():
-        assert set(policy["round_s"]) == {"median", "q1", "q3"}
+        assert {"median", "q1", "q3", "mean"} <= set(policy["round_s"])
         assert {"median", "q1", "q3"} <= set(policy["time_to_target_s"])
         assert policy["peak_rss_bytes"] > policy["peak_rss_over_idle_bytes"] > 0
         assert policy["energy_over_budget_max"] > 0
