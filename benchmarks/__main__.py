@@ -95,6 +95,54 @@ def bench_memory(
     run_memory_bench(read_sizes(models), read_modes(modes), limit_gib, json_file)
 
 
+@app.command("testbed")
+def bench_testbed(
+    devices: Annotated[
+        str, typer.Option(help="Kinds of boards; `,` between them, `;` between clusters.")
+    ] = "",
+    policies: Annotated[
+        str, typer.Option(help="Which policies.")
+    ] = "dssda,fedavg,splitfed,uniform,throughput",
+    rounds: Annotated[int, typer.Option(help="Rounds of a run.", min=4)] = 5,
+    repetitions: Annotated[int, typer.Option(help="Runs of each policy.", min=1)] = 2,
+    seed: Annotated[int, typer.Option(help="Of the first repetition.", min=0)] = 500,
+    examples: Annotated[int, typer.Option(help="Of a cluster in a round.", min=16)] = 256,
+    target: Annotated[float, typer.Option(help="Accuracy to reach.", min=0.0, max=1.0)] = 0.9,
+    slow_down: Annotated[
+        float, typer.Option(help="How many times slower than boards; 0: as this host needs.", min=0)
+    ] = 0.0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write results.")] = None,
+) -> None:
+    """Run policies on real daemons behind shaped links, as slow as boards, and measure rounds."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # this host's speed is that of one thread
+
+    from benchmarks.testbed.boards import DEVICES, read_clusters
+    from benchmarks.testbed.report import run_testbed
+    from benchmarks.testbed.training import Training, read_policies
+
+    training = Training(
+        policies=read_policies(policies),
+        rounds=rounds,
+        repetitions=repetitions,
+        seed=seed,
+        examples=examples,
+        target=target,
+    )
+    run_testbed(read_clusters(devices or DEVICES), training, slow_down, json_file)
+
+
+@app.command("round")
+def bench_round(
+    models: Annotated[str, typer.Option(help="Which models.")] = "demo,bert-6x256",
+    rounds: Annotated[int, typer.Option(help="Timed rounds per side.", min=1)] = 8,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write results.")] = None,
+) -> None:
+    """Time deployed rounds with and without a resident control unit, beside plain Flower."""
+    from benchmarks.rounds.report import run_round_bench
+
+    run_round_bench([name.strip() for name in models.split(",")], rounds, json_file)
+
+
 @app.command("demo")
 def bench_demo(
     project: Annotated[Path, typer.Argument(help="Folder of the Flower app.")] = Path("."),

@@ -73,13 +73,23 @@ class Suspects:
 
 def _accused(error: MemberFailed, plan: ClusterPlan) -> str:
     """The device that is blamed, or control unit or edge; "" for a witness of no such name."""
-    chain = (CONTROL_UNIT, *(segment.device_id for segment in plan.segments), EDGE)
-    if error.witness not in chain:
-        return ""
-    place = chain.index(error.witness) + error.side
-    if error.blame is Blame.UNREACHABLE:  # the two ends are there for all others
-        place = min(max(place, 1), len(chain) - 2)
-    return chain[min(max(place, 0), len(chain) - 1)]
+    stages = [(CONTROL_UNIT,), *(segment.device_ids for segment in plan.segments), (EDGE,)]
+    here = next((n for n, members in enumerate(stages) if error.witness in members), None)
+    if here is None or not error.side:
+        return error.witness if here is not None else ""
+    named = [name for name in plan.device_ids if {name, name.rpartition("/")[2]} & _words(error)]
+    others = [name for name in named if name != error.witness]
+    if len(others) == 1:
+        return others[0]
+    place = here + error.side
+    if error.blame is Blame.UNREACHABLE and place in (0, len(stages) - 1):
+        return error.witness  # the two ends are there for all others
+    members = stages[min(max(place, 0), len(stages) - 1)]
+    return members[0] if len(members) == 1 else ""
+
+
+def _words(error: MemberFailed) -> set[str]:
+    return set(error.why.split())
 
 
 def _named(accused: str, error: MemberFailed) -> str:

@@ -10,11 +10,14 @@ import torch
 
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
 from collapipe_flwr.cluster.fleet import ThreadFleet
+from collapipe_flwr.cluster.suspects import Suspects
 from collapipe_flwr.core.errors import (
+    Blame,
     CollaPipeError,
     DataError,
     Diverged,
     InfeasibleError,
+    MemberFailed,
     ModelError,
 )
 from collapipe_flwr.pipeline.link import GRAD
@@ -157,3 +160,26 @@ def test_sentences_pass_through_the_chain_without_growing(splitter, first) -> No
     with pytest.raises(CollaPipeError) as failure:
         train_round(splitter, order(first), batches, fleet)
     assert str(failure.value) == "A/d2 failed: A/d2 has no class Blocks"
+
+
+@pytest.mark.parametrize(
+    ("witness", "why", "side", "accused"),
+    [
+        ("A/d0", "A/d1 at host:1 sent gradients with values that are not finite", 1, "A/d1"),
+        ("A/d3", "d0 sent hidden states with values that are not finite", -1, "A/d0"),
+        ("A/d1", "A/d3 at host:1 sent nothing", 1, "A/d3"),  # its sibling
+        ("A/d0", "somebody sent nonsense", 1, ""),  # one of two
+        ("A/d1", "somebody sent nonsense", -1, "A/d0"),
+        ("edge", "somebody sent nonsense", -1, "A/d2"),
+        ("A/d2", "edge at host:1 sent nonsense", 1, ""),
+        ("a stranger", "A/d0 sent nonsense", -1, ""),
+    ],
+)
+def test_the_accused_is_found_among_replicas(
+    witness: str, why: str, side: int, accused: str
+) -> None:
+    plan = CUT.plan()
+    first_, second, third = plan.segments
+    plan = replace(plan, segments=(first_, replace(second, replicas=("A/d3",)), third))
+    error = MemberFailed(witness, why, Blame.MALFORMED, side)
+    assert Suspects().convict(error, plan, last=False) == accused

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -25,11 +27,18 @@ def test_every_recorded_curve_is_shown_and_every_picture_is_there() -> None:
     assert all((DOCS / f"results/{name}.png").is_file() for name in shown)
 
 
-def test_the_stream_that_drifts_is_the_recorded_one() -> None:
-    text = (DOCS / "online.md").read_text(encoding="utf-8")
-    shown = re.search(r"<!-- table online-drift -->\n(.*?)<!-- end -->", text, re.DOTALL)
-    script, data = DOCS.parent / "benchmarks/online_drift.py", DOCS / "results/online-drift.json"
-    command = [sys.executable, str(script), "--table", str(data)]
+@pytest.mark.parametrize(
+    ("page", "name", "script"),
+    [
+        ("online.md", "online-drift", "benchmarks/online_drift.py"),
+        ("recovery.md", "late-updates", "benchmarks/late_updates.py"),
+    ],
+)
+def test_the_table_is_the_recorded_one(page: str, name: str, script: str) -> None:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    shown = re.search(rf"<!-- table {name} -->\n(.*?)<!-- end -->", text, re.DOTALL)
+    program, data = DOCS.parent / script, DOCS / f"results/{name}.json"
+    command = [sys.executable, str(program), "--table", str(data)]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert shown is not None
     assert shown.group(1).strip() == printed.stdout.strip()
