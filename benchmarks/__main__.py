@@ -27,8 +27,12 @@ def bench_scheduler(
         str, typer.Option(help="Sizes and seeds to compare with rivals of the search.")
     ] = "4x6x12=0-19,5x4x12=0-19,8x5x24=0-19,100x10x24=0-1",
     sections: Annotated[
-        str, typer.Option(help="What to measure.")
+        str, typer.Option(help="What to measure; prices alone.")
     ] = "decisions,radio,optimality,search",
+    worlds: Annotated[str, typer.Option(help="Of section prices.")] = "paper,neutral",
+    seeds: Annotated[str, typer.Option(help="Of section prices.")] = "20260-20279",
+    rounds: Annotated[int, typer.Option(help="Of section prices.", min=1)] = 50,
+    schedule: Annotated[str, typer.Option(help="Of section prices: gpipe, 1f1b.")] = "gpipe",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write results.")] = None,
 ) -> None:
     """Time decisions and solvers on one thread; measure gaps to brute force and to rivals."""
@@ -36,10 +40,14 @@ def bench_scheduler(
         os.environ[f"{name}_NUM_THREADS"] = "1"
 
     from benchmarks.scheduling.decisions import bench_plan
+    from benchmarks.scheduling.price_report import run_price_bench
     from benchmarks.scheduling.report import run_bench
     from benchmarks.scheduling.search_gaps import read_sizes
-    from collapipe_flwr.simulation.setting import whole_numbers
+    from collapipe_flwr.simulation.setting import seeds_of, whole_numbers
 
+    if sections == "prices":
+        run_price_bench(worlds.split(","), seeds_of(seeds), rounds, schedule, json_file)
+        return
     sizes, names = whole_numbers("clusters", clusters), [s.strip() for s in sections.split(",")]
     run_bench(bench_plan(sizes, instances, read_sizes(search), names), json_file)
 
@@ -85,6 +93,54 @@ def bench_memory(
     from benchmarks.memory.report import run_memory_bench
 
     run_memory_bench(read_sizes(models), read_modes(modes), limit_gib, json_file)
+
+
+@app.command("testbed")
+def bench_testbed(
+    devices: Annotated[
+        str, typer.Option(help="Kinds of boards; `,` between them, `;` between clusters.")
+    ] = "",
+    policies: Annotated[
+        str, typer.Option(help="Which policies.")
+    ] = "dssda,fedavg,splitfed,uniform,throughput",
+    rounds: Annotated[int, typer.Option(help="Rounds of a run.", min=4)] = 5,
+    repetitions: Annotated[int, typer.Option(help="Runs of each policy.", min=1)] = 2,
+    seed: Annotated[int, typer.Option(help="Of the first repetition.", min=0)] = 500,
+    examples: Annotated[int, typer.Option(help="Of a cluster in a round.", min=16)] = 256,
+    target: Annotated[float, typer.Option(help="Accuracy to reach.", min=0.0, max=1.0)] = 0.9,
+    slow_down: Annotated[
+        float, typer.Option(help="How many times slower than boards; 0: as this host needs.", min=0)
+    ] = 0.0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write results.")] = None,
+) -> None:
+    """Run policies on real daemons behind shaped links, as slow as boards, and measure rounds."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # this host's speed is that of one thread
+
+    from benchmarks.testbed.boards import DEVICES, read_clusters
+    from benchmarks.testbed.report import run_testbed
+    from benchmarks.testbed.training import Training, read_policies
+
+    training = Training(
+        policies=read_policies(policies),
+        rounds=rounds,
+        repetitions=repetitions,
+        seed=seed,
+        examples=examples,
+        target=target,
+    )
+    run_testbed(read_clusters(devices or DEVICES), training, slow_down, json_file)
+
+
+@app.command("round")
+def bench_round(
+    models: Annotated[str, typer.Option(help="Which models.")] = "demo,bert-6x256",
+    rounds: Annotated[int, typer.Option(help="Timed rounds per side.", min=1)] = 8,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write results.")] = None,
+) -> None:
+    """Time deployed rounds with and without a resident control unit, beside plain Flower."""
+    from benchmarks.rounds.report import run_round_bench
+
+    run_round_bench([name.strip() for name in models.split(",")], rounds, json_file)
 
 
 @app.command("demo")

@@ -1,4 +1,4 @@
-"""The memory of this process as the kernel counts it; Linux only.
+"""The memory of a process as the kernel counts it; Linux only.
 
 `getrusage` will not do: its peak includes what the parent held when it started the process. Pages
 of files (a checkpoint that is mapped, libraries) count as resident too, though the kernel takes
@@ -15,9 +15,19 @@ _LOOK_S = 0.02
 _STOP_S = 10.0
 
 
-def peak_bytes() -> int:
-    """Largest resident size of this process so far, pages of files included."""
-    return _status("VmHWM")
+def peak_bytes(pid: int | str = "self") -> int:
+    """Largest resident size of a process so far, pages of files included."""
+    return _status("VmHWM", pid)
+
+
+def resident_bytes(pid: int | str = "self") -> int:
+    """Resident size of a process now, pages of files included."""
+    return _status("VmRSS", pid)
+
+
+def forget_peak(pid: int | str = "self") -> None:
+    """Let the largest resident size be the present one: proc_pid_clear_refs(5)."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")
 
 
 class AnonymousPeak:
@@ -42,7 +52,7 @@ class AnonymousPeak:
         self.bytes = max(self.bytes, _status("RssAnon"))
 
 
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+def _status(name: str, pid: int | str = "self") -> int:
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
     (kilobytes,) = (line.split()[1] for line in lines if line.startswith(f"{name}:"))
     return int(kilobytes) * 1024

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 Tree = Mapping[str, bytes | None]  # by path below the root; None: a folder
-_CALLS = ("fsync", "replace", "rename", "unlink", "rmdir", "mkdir")
+CALLS = ("fsync", "replace", "rename", "unlink", "rmdir", "mkdir")
 
 
 @dataclass(eq=False)
@@ -133,7 +133,7 @@ def watched(root: Path) -> Iterator[Disk]:
     for path in (root, *root.rglob("*")):
         disk.flush(path)
     with pytest.MonkeyPatch.context() as patch:
-        for name in _CALLS:
+        for name in CALLS:
             patch.setattr(os, name, _stopping_at(disk, name, getattr(os, name)))
         yield disk
     disk.look()

@@ -162,23 +162,23 @@ class Shaped:
 
 
 @contextmanager
-def shaped(places: int, rate_bytes_per_s: float) -> Iterator[Shaped]:
-    """Places that reach each neighbour at this rate, both ways independently.
+def shaped(rates_bytes_per_s: Sequence[float]) -> Iterator[Shaped]:
+    """A place for each rate, at which it sends to every neighbour, independently.
 
     Made with the rights that we have, else with those of a user namespace; raises NetworkError
     where the kernel forbids both.
     """
     with ExitStack() as undo:
-        yield _made(places, rate_bytes_per_s, undo)
+        yield _made(rates_bytes_per_s, undo)
 
 
-def _made(places: int, rate_bytes_per_s: float, undo: ExitStack) -> Shaped:
+def _made(rates_bytes_per_s: Sequence[float], undo: ExitStack) -> Shaped:
     refusals = []
     for rights in (own_rights, user_rights):
         try:
             with ExitStack() as attempt:
                 network = Shaped(attempt.enter_context(rights()))
-                _build(network, places, rate_bytes_per_s, attempt)
+                _build(network, rates_bytes_per_s, attempt)
                 undo.push(attempt.pop_all())
                 return network
         except NetworkError as error:
@@ -186,18 +186,18 @@ def _made(places: int, rate_bytes_per_s: float, undo: ExitStack) -> Shaped:
     raise NetworkError("; ".join(refusals))
 
 
-def _build(network: Shaped, places: int, rate_bytes_per_s: float, undo: ExitStack) -> None:
+def _build(network: Shaped, rates_bytes_per_s: Sequence[float], undo: ExitStack) -> None:
     """All namespaces and cables; ``undo`` deletes what was made, also of a half-made network."""
-    hub = f"{network.name}-hub"
+    hub, places = f"{network.name}-hub", len(rates_bytes_per_s)
     for name in (hub, *(network.place(i) for i in range(places))):
         network.run("ip", "netns", "add", name)
         delete = (*network.rights.command, "ip", "netns", "delete", name)
         undo.callback(subprocess.run, delete, check=False, capture_output=True)
     network.run("ip", "-n", hub, "link", "add", "br0", "type", "bridge")
     network.run("ip", "-n", hub, "link", "set", "br0", "up")
-    for index in range(places):
+    for index, rate in enumerate(rates_bytes_per_s):
         _plug_in(network, hub, index)
-        _shape(network, index, places, rate_bytes_per_s)
+        _shape(network, index, places, rate)
 
 
 def _plug_in(network: Shaped, hub: str, index: int) -> None:

@@ -106,7 +106,7 @@ def _cases(plan: BenchPlan, flop_per_s: float, tick: Tick) -> tuple[list[Json], 
     even = [*loopback_cases(plan.terms, flop_per_s), *slow_device_cases(plan.terms, flop_per_s)]
     rows = _fight(even, Loopback(), plan.pace, tick)
     try:
-        with shaped(_WORKERS, SLOW_RATE_BYTES_PER_S) as network:
+        with shaped([SLOW_RATE_BYTES_PER_S] * _WORKERS) as network:
             rows += _fight(slow_link_cases(plan.terms, flop_per_s), network, plan.pace, tick)
             return rows, _SlowLinks(made_of=network.rights.kind)
     except NetworkError as error:

@@ -26,10 +26,17 @@ from collapipe_flwr.models.checkpoint import CheckpointSource
 from collapipe_flwr.models.lora import add_adapters, first_adapter, is_adapter
 from collapipe_flwr.models.tasks import auto_class
 from collapipe_flwr.pipeline.config import StageConfig
-from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, FrameKind, MemoryLink, memory_pair
+from collapipe_flwr.pipeline.link import (
+    GRAD,
+    HIDDEN,
+    LEARNS,
+    Frame,
+    FrameKind,
+    MemoryLink,
+    memory_pair,
+)
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.roles import FirstStage, LastStage, MiddleStage
-from collapipe_flwr.pipeline.stage import LEARNS
 from collapipe_flwr.pipeline.step import MicroBatch, Step
 
 RULE = OptimizerConfig(name="adamw", learning_rate=1e-4)

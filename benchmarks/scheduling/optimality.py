@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from benchmarks.oracles.brute_force import optimal_plan
 from collapipe_flwr.core.domain import Plan, Snapshot
 from collapipe_flwr.costs.tables import tabulate
-from collapipe_flwr.scheduler.base import planner_for
+from collapipe_flwr.scheduler.base import USUAL_WEIGHT, planner_for
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState
 from collapipe_flwr.simulation.models import ModelShape
@@ -107,7 +107,10 @@ def instance(seed: int) -> Instance:
 
 
 def queued(state: SchedulerState, snapshot: Snapshot, rng: np.random.Generator) -> SchedulerState:
-    """``state`` with energy queues of up to a few budgets on about half of all members."""
+    """``state`` with energy queues of up to a few budgets on about half of all members.
+
+    V is the settings', and accounts have room for any plan, as the brute force does not know them.
+    """
     queues = {
         c.profile.cluster_id: {
             m.device_id: float(rng.exponential(2.0) * rng.integers(0, 2)) * m.energy_budget_j
@@ -115,7 +118,8 @@ def queued(state: SchedulerState, snapshot: Snapshot, rng: np.random.Generator) 
         }
         for c in snapshot.clusters
     }
-    return replace(state, energy_queue_j=queues)
+    full = {cluster: dict.fromkeys(members, np.inf) for cluster, members in queues.items()}
+    return replace(state, energy_queue_j=queues, account_j=full, weight=USUAL_WEIGHT)
 
 
 def gap(case: Instance) -> float:

@@ -33,7 +33,7 @@ EXACT_DEVICES = 6  # beyond, shortest paths take minutes
 EXACT_PAIRS = 4
 WORST = 5  # seeds that are named
 BOUND = 0.01  # gaps above this are counted
-SMALL = Budget(starts=3, climbs=500, pairs=8, chains=48, cooling=2000)
+SMALL = Budget(starts=2, climbs=350, pairs=6, chains=32, cooling=1000)
 LARGE = Budget(starts=2, climbs=2500, pairs=3, chains=8, cooling=6000)
 LARGE_FROM = 20  # clusters
 

@@ -15,7 +15,7 @@ from collapipe_flwr.models.objective import scores_of
 from collapipe_flwr.pipeline.backward import fuse_accumulation
 from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.optimizer import Optimizer
-from collapipe_flwr.pipeline.stage import computing_in
+from collapipe_flwr.pipeline.precision import computing_in
 
 PLAIN = Execution()
 CONSTANT = repeat(1.0)

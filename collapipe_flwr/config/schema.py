@@ -101,7 +101,6 @@ class PlannerConfig:
     settings: SchedulerConfig = inline(
         SchedulerConfig(
             progress=NOISE_SCALE,
-            penalty_weight=1.0,
             micro_batch_sizes=(16, 32),
             micro_batches=(2, 4),
             max_model_share=0.5,

@@ -48,7 +48,8 @@ def terminable(answer: Callable[[], str] | None = None) -> Iterator[None]:
         for sign in _SIGNS:
             signal.signal(sign, signal.SIG_IGN)
         if answer is not None:  # unbuffered: the body may be in the midst of printing
-            os.write(2, f"{answer()}\n".encode())
+            begin = "\n" if os.isatty(2) else ""  # behind ^C, or a line that is redrawn
+            os.write(2, f"{begin}{answer()}\n".encode())
         raise SystemExit(128 + signum)
 
     with _handled(leave):

@@ -52,6 +52,7 @@ class Chain:
     backward_stage_s: Array
     fixed_s: Array  # (R,) round latency besides the H makespans
     fixed_j: Array  # (R, S + 1) energy besides the pipeline's transmissions
+    computing_j: Array  # (R, S + 1) of it without any radio
     d2d_hz_rh: Array  # (R, S + 1) of hops inside the cluster
     noise_over_gain: Array  # (R, S + 1) watts per hertz that give 0 dB
     power_max_w: Array  # (R, S + 1, 2): forward sender, backward sender
@@ -81,6 +82,7 @@ def chain_of(tables: Tables, rows: Layouts, options: PricingOptions) -> Chain:
         backward_stage_s=computing.backward_s,
         fixed_s=bulk_s + steps * computing.optimiser_s,
         fixed_j=computing.energy_j + bulk_j,
+        computing_j=computing.energy_j,
         d2d_hz_rh=tables.d2d_hz_mij[rows.cluster_r[:, None], hops.sender, hops.receiver],
         noise_over_gain=tables.snapshot.radio.noise_w_per_hz / hops.gain,
         power_max_w=_power_limits(tables, rows, hops),

@@ -171,6 +171,15 @@ def of_members(table_mi: Array, rows: Layouts, padding: float = 0.0) -> Array:
     return np.concatenate([table_mi[rows.cluster_r, 0][:, None], slots], axis=1)
 
 
+def by_member(values_rs: Array, rows: Layouts, shape: tuple[int, ...]) -> Array:
+    """Values of the control unit and of every slot as a table of members, (M, I), 0 elsewhere."""
+    table = np.zeros(shape)
+    table[rows.cluster_r, 0] = values_rs[:, 0]
+    row, slot = np.nonzero(rows.used_rs)
+    table[rows.cluster_r[row], rows.member_rs[row, slot]] = values_rs[row, slot + 1]
+    return table
+
+
 def span_sums(prefix_l: Array) -> Array:
     """Sums of a per-block quantity over blocks l..k-1, (L + 1, L + 1)."""
     return np.asarray(prefix_l[None, :] - prefix_l[:, None])

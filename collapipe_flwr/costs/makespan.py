@@ -147,11 +147,14 @@ class _Search:
         """Less on every stage, from the last one on, where a step takes no longer for it."""
         shortest_s = found.makespan_s
         for stage in reversed(range(self._step.stages - 1)):
-            while found.depths[stage] > found.depths[stage + 1]:
-                fewer = self._played(_one_less(found.depths, stage))
+            least = found.depths[stage + 1]
+            while least < found.depths[stage]:
+                depth = (least + found.depths[stage]) // 2
+                fewer = self._played(_with_depth(found.depths, stage, depth))
                 if fewer.makespan_s > shortest_s * (1.0 + AS_GOOD):
-                    break
-                found, shortest_s = fewer, min(shortest_s, fewer.makespan_s)
+                    least = depth + 1
+                else:
+                    found, shortest_s = fewer, min(shortest_s, fewer.makespan_s)
         return found
 
     def _played(self, depths: Depths) -> WarmUp:
@@ -169,5 +172,5 @@ def _with_slack(limit: Sequence[int], slack: int) -> Depths:
     return tuple(reversed(depths))
 
 
-def _one_less(depths: Depths, stage: int) -> Depths:
-    return (*depths[:stage], depths[stage] - 1, *depths[stage + 1 :])
+def _with_depth(depths: Depths, stage: int, depth: int) -> Depths:
+    return (*depths[:stage], depth, *depths[stage + 1 :])

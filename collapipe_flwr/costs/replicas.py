@@ -6,32 +6,24 @@ slow as the slowest of them. At the end of a step the gradients of a stage pass 
 of its replicas in pieces (`pipeline.siblings`) at full power, for all stages at once; their seconds
 count as if none began before the pipeline's last action.
 
-Times, energies and memories come from rows of the common tables: each variant picks one replica of
-every stage, in such a way that any two neighbours stand next to each other in one of them.
+Times, energies and memories come from rows of the common tables (`variants`).
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
-from collapipe_flwr.core.domain import ClusterPlan, Segment
+from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.replay import StepTimes, replay
-from collapipe_flwr.core.turns import PIECE_BYTES, pieces_ahead, turns
+from collapipe_flwr.core.turns import PIECE_BYTES, pieces_ahead
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import chain_of, hop_bandwidth_hz
-from collapipe_flwr.costs.layouts import (
-    Layouts,
-    hops_of,
-    member_indices,
-    segment_sums,
-    with_codecs,
-)
+from collapipe_flwr.costs.layouts import hops_of, segment_sums, with_codecs
 from collapipe_flwr.costs.radio import (
     codec_index,
     power_for_time_w,
@@ -39,6 +31,7 @@ from collapipe_flwr.costs.radio import (
     send_time_s,
 )
 from collapipe_flwr.costs.tables import Tables
+from collapipe_flwr.costs.variants import Variants
 from collapipe_flwr.costs.work import (
     OPTIMISER_FLOP_PER_BYTE,
     PricingOptions,
@@ -48,6 +41,9 @@ from collapipe_flwr.costs.work import (
     peak_bytes,
     server_s,
 )
+
+Worth = Callable[[float, Mapping[str, float]], bool]
+"""Whether a round of so many seconds is wanted, with the joules of every member with work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +73,14 @@ def price_replicated(
     return _Pricing(tables, m, plan, options).costs()
 
 
+def price_if(
+    tables: Tables, m: int, plan: ClusterPlan, options: PricingOptions, worth: Worth
+) -> ReplicatedCosts | None:
+    """The price, but None where not even seconds that no schedule undercuts are worth it."""
+    pricing = _Pricing(tables, m, plan, options)
+    return pricing.costs() if worth(*pricing.least()) else None
+
+
 def thrifty(
     tables: Tables, m: int, plan: ClusterPlan, options: PricingOptions, hop_s: Array
 ) -> ClusterPlan:
@@ -96,262 +100,188 @@ def exchange_s(legs: Sequence[float], size_bytes: float) -> float:
 
 
 class _Pricing:
-    """One plan; stages are numbered from the control unit (0) to the edge (K + 1)."""
+    """One plan; for the numbers of stages see `Variants`."""
 
     def __init__(self, tables: Tables, m: int, plan: ClusterPlan, options: PricingOptions) -> None:
         self.tables, self.m, self.plan, self.options = tables, m, plan, options
-        self.replicas, self.members = plan.replicas, member_indices(tables, m)
-        self.even = max(self.replicas[2:-1:2], default=1)  # variants of the stages 2, 4, ...
-        rows = self._rows(max(self.replicas[1:-1:2]))
+        self.at = Variants(tables, m, plan)
+        rows = self.at.rows()
         codecs = hops_of(tables, rows).codec.copy()
         if plan.hops:
             codecs[:] = [codec_index(hop.codec) for hop in plan.hops]
         self.chain = chain_of(with_codecs(tables, rows, codecs), rows, options)
-        self.powers = self._powers()
-        self.times = self._times()
         self.steps = float(self.chain.steps_r[0])
-        self.meetings = [self._meetings(hop) for hop in range(len(self.replicas) - 1)]
+        self.bytes_s = segment_sums(tables.blocks.parameter_bytes_l, rows)[0]
+        self.width = hop_bandwidth_hz(self.chain, np.full(len(rows), plan.bandwidth_hz))[:, :, None]
+        self.powers = self._powers()
+        snr = self.powers / self.chain.noise_over_gain[:, :, None]
+        bits = self.chain.hops.bits[:, :, None]
+        self.times = np.asarray(bits / rate_bit_per_s(self.width, snr))
+        self.meetings = [self.at.meetings(hop) for hop in range(self.at.edge)]
+
+        self.hop_s = np.array([self._hop_s(hop) for hop in range(self.at.edge)])
+        self.out, self.back = hand_out_s(tables, rows)
+        self.handed_s = sum(float(self.out[self.at.row(s, r), s - 1]) for s, r in self.at.devices)
+        self.exchange_s = max(self._exchange_s(stage) for stage in self.at.segments)
+
+    def least(self) -> tuple[float, dict[str, float]]:
+        """Seconds of a round in which the busiest device or hop is never idle, and joules."""
+        busiest_s = max(self._busy_s(stage) for stage in range(self.at.edge + 1))
+        hop_s = self.plan.micro_batches * float(self.hop_s.max())
+        return self._latency_s(max(busiest_s, hop_s)), self._energy_j()
 
     def costs(self) -> ReplicatedCosts:
-        hop_s = np.array([self._hop_s(hop) for hop in range(len(self.meetings))])
-        out, back = hand_out_s(self.tables, self.chain.rows)
-        handed = sum(float(out[self._variant(s, r), s - 1]) for s, r in self._devices())
-        collected = float(back[0].sum())
-        exchange_s = max(self._exchange_s(stage) for stage in range(1, len(self.replicas) - 1))
-        step_s = self._step_s(hop_s)
+        step_s = self._step_s()
         need, room = self._memory()
-        fixed_s = float(server_s(self.tables, self.chain.rows)[0]) + handed + collected
-        working_s = step_s + exchange_s + self._optimiser_s()
         return ReplicatedCosts(
-            latency_s=fixed_s + self.steps * working_s,
+            latency_s=self._latency_s(step_s),
             step_s=step_s,
-            exchange_s=exchange_s,
-            slowest_stage=max(range(1, len(self.replicas) - 1), key=self._busy_s) - 1,
-            energy_j=self._energy_j(handed, back),
-            hop_s=hop_s,
-            rates=np.array(self.chain.hops.bits * self.chain.hops.share)[0, :, None] / hop_s,
+            exchange_s=self.exchange_s,
+            slowest_stage=max(self.at.segments, key=self._busy_s) - 1,
+            energy_j=self._energy_j(),
+            hop_s=self.hop_s,
+            rates=(self.chain.hops.bits * self.chain.hops.share)[0, :, None] / self.hop_s,
             memory_bytes=need,
             room_bytes=room,
         )
-
-    def with_hops_of(self, hop_s: Array) -> ClusterPlan:
-        """A sender that reaches several replicas has the power for the worst of them."""
-        chain, last = self.chain, len(self.replicas) - 1
-        width = hop_bandwidth_hz(chain, np.full(len(chain.rows), self.plan.bandwidth_hz))
-        need = power_for_time_w(
-            chain.hops.bits[:, :, None],
-            width[:, :, None],
-            chain.noise_over_gain[:, :, None],
-            hop_s[None],
-        )
-        need = np.minimum(need, chain.power_max_w)
-        ahead: dict[str, float] = {}
-        back: dict[str, float] = {}
-        for hop, meetings in enumerate(self.meetings):
-            for sender, receiver in meetings:
-                found = need[self._variant(hop, sender, receiver), hop]
-                name = self._name(hop, sender)
-                ahead[name] = max(ahead.get(name, 0.0), float(found[0]))
-                if hop + 1 < last:
-                    name = self._name(hop + 1, receiver)
-                    back[name] = max(back.get(name, 0.0), float(found[1]))
-        return replace(self.plan, tx_power_w=ahead, gradient_power_w=back)
-
-    # -- variants ---------------------------------------------------------------------------
-
-    def _rows(self, odd: int) -> Layouts:
-        segments, plan = self.plan.segments, self.plan
-        members = [
-            [
-                self._member(segment, self._digit(stage, v))
-                for stage, segment in enumerate(segments, 1)
-            ]
-            for v in range(odd * self.even)
-        ]
-        stops = [segment.stop_block for segment in segments]
-        count = len(members)
-        return Layouts(
-            cluster_r=np.full(count, self.m),
-            member_rs=np.array(members, dtype=np.int64),
-            stop_rs=np.tile(np.array(stops, dtype=np.int64), (count, 1)),
-            micro_batch_size_r=np.full(count, plan.micro_batch_size),
-            micro_batches_r=np.full(count, plan.micro_batches),
-        )
-
-    def _digit(self, stage: int, variant: int) -> int:
-        return variant // self.even if stage % 2 else variant % self.even
-
-    def _member(self, segment: Segment, digit: int) -> int:
-        name = segment.device_ids[digit % len(segment.device_ids)]
-        return self.members[name]
-
-    def _variant(self, stage: int, replica: int, behind: int = 0) -> int:
-        """In which a replica stands beside that replica of the stage behind; ends have one."""
-        if stage % 2:
-            return replica * self.even + behind
-        return replica + behind * self.even
-
-    def _name(self, stage: int, replica: int) -> str:
-        if stage == 0:
-            return self.plan.member_ids[0]
-        return self.plan.segments[stage - 1].device_ids[replica]
-
-    def _devices(self) -> list[tuple[int, int]]:
-        """Stage and replica of every device."""
-        stages = range(1, len(self.replicas) - 1)
-        return [(s, r) for s in stages for r in range(self.replicas[s])]
-
-    def _own(self, stage: int, replica: int) -> int:
-        """Micro-batches of a step that pass a replica."""
-        turn = turns(self.replicas[stage])[replica]
-        return len(turn.own(self.plan.micro_batches))
 
     # -- hops -------------------------------------------------------------------------------
 
     def _powers(self) -> Array:
         """(V, K + 1, 2), as planned; the edge sends at its own full power."""
-        powers = self.chain.power_max_w.copy()
-        for variant, hop in np.ndindex(*powers.shape[:2]):
-            sender = self._name(hop, self._digit(hop, variant) % self.replicas[hop])
-            powers[variant, hop, 0] = self.plan.tx_power_w[sender]
-            if hop + 1 < len(self.replicas) - 1:
-                digit = self._digit(hop + 1, variant) % self.replicas[hop + 1]
-                powers[variant, hop, 1] = self.plan.gradient_power_w[self._name(hop + 1, digit)]
+        powers, at = self.chain.power_max_w.copy(), self.at
+        for row, hop in np.ndindex(*powers.shape[:2]):
+            sender = at.name(hop, at.picked(hop, row))
+            powers[row, hop, 0] = self.plan.tx_power_w[sender]
+            if hop + 1 < at.edge:
+                receiver = at.name(hop + 1, at.picked(hop + 1, row))
+                powers[row, hop, 1] = self.plan.gradient_power_w[receiver]
         return powers
 
-    def _times(self) -> Array:
-        chain = self.chain
-        width = hop_bandwidth_hz(chain, np.full(len(chain.rows), self.plan.bandwidth_hz))
-        snr = self.powers / chain.noise_over_gain[:, :, None]
-        return np.asarray(chain.hops.bits[:, :, None] / rate_bit_per_s(width[:, :, None], snr))
-
-    def _meetings(self, hop: int) -> Counter[tuple[int, int]]:
-        """How many micro-batches of a step pass from which replica to which one behind."""
-        ahead, behind = self.replicas[hop], self.replicas[hop + 1]
-        return Counter((j % ahead, j % behind) for j in range(self.plan.micro_batches))
-
     def _hop_s(self, hop: int) -> tuple[float, float]:
-        found = [self.times[self._variant(hop, *pair), hop] for pair in self.meetings[hop]]
+        found = [self.times[self.at.row(hop, *pair), hop] for pair in self.meetings[hop]]
         there, home = np.max(found, axis=0).tolist()
         return there, home
 
-    def _busy_s(self, stage: int) -> float:
-        """Seconds of a step in which the busiest replica computes."""
-        chain = self.chain
-        return max(
-            self._own(stage, r)
-            * float(chain.forward_stage_s[v, stage] + chain.backward_stage_s[v, stage])
-            for r in range(self.replicas[stage])
-            if (v := self._variant(stage, r)) >= 0
-        )
+    def with_hops_of(self, hop_s: Array) -> ClusterPlan:
+        """A sender that reaches several replicas has the power for the worst of them."""
+        chain, at = self.chain, self.at
+        bits, noise = chain.hops.bits[:, :, None], chain.noise_over_gain[:, :, None]
+        need = power_for_time_w(bits, self.width, noise, hop_s[None])
+        need = np.minimum(need, chain.power_max_w)
+        ahead: dict[str, float] = {}
+        back: dict[str, float] = {}
+        for hop, meetings in enumerate(self.meetings):
+            for sender, receiver in meetings:
+                there, home = need[at.row(hop, sender, receiver), hop].tolist()
+                name = at.name(hop, sender)
+                ahead[name] = max(ahead.get(name, 0.0), there)
+                if hop + 1 < at.edge:
+                    name = at.name(hop + 1, receiver)
+                    back[name] = max(back.get(name, 0.0), home)
+        return replace(self.plan, tx_power_w=ahead, gradient_power_w=back)
 
     # -- seconds ----------------------------------------------------------------------------
 
-    def _step_s(self, hop_s: Array) -> float:
-        chain, edge = self.chain, len(self.replicas) - 1
-        places = [(0, 0), *self._devices()]
-        stages = tuple(
-            (*(float(s[self._variant(k, r), k]) for k, r in places), float(s[0, edge]))
-            for s in (chain.forward_stage_s, chain.backward_stage_s)
-        )
+    def _passes_s(self, stage: int, replica: int) -> tuple[float, float]:
+        """Of a micro-batch, forward and backward."""
+        place = self.at.row(stage, replica), stage
+        return float(self.chain.forward_stage_s[place]), float(self.chain.backward_stage_s[place])
+
+    def _busy_s(self, stage: int) -> float:
+        """Seconds of a step in which the busiest replica computes."""
+        replicas = range(self.at.replicas[stage])
+        return max(self.at.own(stage, r) * sum(self._passes_s(stage, r)) for r in replicas)
+
+    def _latency_s(self, step_s: float) -> float:
+        """Of a round with such steps."""
+        collected_s = float(self.back[0].sum())
+        fixed_s = float(server_s(self.tables, self.chain.rows)[0]) + self.handed_s + collected_s
+        return fixed_s + self.steps * (step_s + self.exchange_s + self._optimiser_s())
+
+    def _step_s(self) -> float:
+        passes = [self._passes_s(*place) for place in (*self.at.members, (self.at.edge, 0))]
+        ahead, back = zip(*passes, strict=True)
         times = StepTimes(
-            stage_s=(stages[0], stages[1]),
-            hop_s=(tuple(hop_s[:, 0].tolist()), tuple(hop_s[:, 1].tolist())),
+            stage_s=(ahead, back),
+            hop_s=(tuple(self.hop_s[:, 0].tolist()), tuple(self.hop_s[:, 1].tolist())),
             half_duplex=self.options.half_duplex,
-            replicas=self.replicas,
+            replicas=self.at.replicas,
         )
         return replay(times, self.plan.warmup_depth, self.plan.micro_batches).makespan_s
 
-    def _exchanges(self, stage: int) -> list[tuple[float, float]]:
+    def _legs(self, stage: int) -> list[tuple[float, float]]:
         """Seconds up and down every link of the line of a stage's replicas, in one step."""
-        tables, m = self.tables, self.m
-        noise, power = tables.snapshot.radio.noise_w_per_hz, tables.members.power_max_mi[m]
-        bits = 8.0 * float(
-            segment_sums(tables.blocks.parameter_bytes_l, self.chain.rows)[0, stage - 1]
-        )
-        line = [self._member(self.plan.segments[stage - 1], r) for r in range(self.replicas[stage])]
+        tables, m, noise = self.tables, self.m, self.tables.snapshot.radio.noise_w_per_hz
+        line = [self.at.member(stage, replica) for replica in range(self.at.replicas[stage])]
 
         def seconds(sender: int, receiver: int) -> float:
-            width, share = (
-                tables.d2d_hz_mij[m, sender, receiver],
-                tables.share_mij[m, sender, receiver],
-            )
-            snr = power[sender] * tables.gain_mij[m, sender, receiver] / noise
-            return float(send_time_s(bits / share, width, snr))
+            link = m, sender, receiver
+            snr = tables.members.power_max_mi[m, sender] * tables.gain_mij[link] / noise
+            bits = 8.0 * self.bytes_s[stage - 1] / tables.share_mij[link]
+            return float(send_time_s(bits, tables.d2d_hz_mij[link], snr))
 
-        return [(seconds(b, a), seconds(a, b)) for a, b in pairwise(line)]
+        return [
+            (seconds(behind, ahead), seconds(ahead, behind)) for ahead, behind in pairwise(line)
+        ]
 
     def _exchange_s(self, stage: int) -> float:
         """Of all pieces up and down the line; half-duplex links carry them one after the other."""
-        legs = [seconds for pair in self._exchanges(stage) for seconds in pair]
+        legs = [seconds for pair in self._legs(stage) for seconds in pair]
         if self.options.half_duplex or not legs:
             return sum(legs)
-        return exchange_s(legs, self._parameters(stage))
+        return exchange_s(legs, float(self.bytes_s[stage - 1]))
 
     def _optimiser_s(self) -> float:
         """Of a step, one stage after the other; a stage takes as long as its slowest replica."""
         model, speed = self.tables.snapshot.model, self.tables.members.speed_mi[self.m]
         ends = model.embedding.parameter_bytes / speed[0]
         ends += model.decoder.parameter_bytes / edge_speed(self.tables, self.options)
-        found = np.zeros(len(self.replicas))
-        for stage, replica in self._devices():
-            found[stage] = max(found[stage], self._parameters(stage) / self._speed(stage, replica))
-        return float(OPTIMISER_FLOP_PER_BYTE * (ends + found.sum()))
-
-    def _parameters(self, stage: int) -> float:
-        return float(
-            segment_sums(self.tables.blocks.parameter_bytes_l, self.chain.rows)[0, stage - 1]
-        )
-
-    def _speed(self, stage: int, replica: int) -> float:
-        member = self._member(self.plan.segments[stage - 1], replica) if stage else 0
-        return float(self.tables.members.speed_mi[self.m, member])
+        slowest = np.full(self.at.edge, np.inf)
+        for stage, replica in self.at.devices:
+            slowest[stage] = min(slowest[stage], speed[self.at.member(stage, replica)])
+        return float(OPTIMISER_FLOP_PER_BYTE * (ends + (self.bytes_s / slowest[1:]).sum()))
 
     # -- joules and bytes -------------------------------------------------------------------
 
-    def _energy_j(self, handed_s: float, back: Array) -> dict[str, float]:
-        power = {self._name(s, r): self._full_power(s, r) for s, r in [(0, 0), *self._devices()]}
-        found = {self._name(s, r): self._computing_j(s, r) for s, r in [(0, 0), *self._devices()]}
-        found[self._name(0, 0)] += power[self._name(0, 0)] * handed_s
-        for stage in range(1, len(self.replicas) - 1):
-            first = self._name(stage, 0)
-            found[first] += power[first] * float(back[0, stage - 1])
-            for ahead, (up, down) in enumerate(self._exchanges(stage)):
-                for replica, seconds in ((ahead + 1, up), (ahead, down)):
-                    name = self._name(stage, replica)
-                    found[name] += self.steps * power[name] * seconds
+    def _energy_j(self) -> dict[str, float]:
+        at, full_w = self.at, self.tables.members.power_max_mi[self.m]
+        found = {at.name(*place): self._computing_j(*place) for place in at.members}
+
+        def send(stage: int, replica: int, seconds: float) -> None:
+            found[at.name(stage, replica)] += float(full_w[at.member(stage, replica)]) * seconds
+
+        send(0, 0, self.handed_s)
+        for stage in at.segments:
+            send(stage, 0, float(self.back[0, stage - 1]))
+            for replica, (up_s, down_s) in enumerate(self._legs(stage)):
+                send(stage, replica + 1, self.steps * up_s)
+                send(stage, replica, self.steps * down_s)
         for hop, meetings in enumerate(self.meetings):
             for (sender, receiver), count in meetings.items():
-                variant = self._variant(hop, sender, receiver)
-                joule = self.steps * count * self.powers[variant, hop] * self.times[variant, hop]
-                found[self._name(hop, sender)] += float(joule[0])
-                if hop + 1 < len(self.replicas) - 1:
-                    found[self._name(hop + 1, receiver)] += float(joule[1])
+                place = at.row(hop, sender, receiver), hop
+                there, home = (self.steps * count * self.powers[place] * self.times[place]).tolist()
+                found[at.name(hop, sender)] += there
+                if hop + 1 < at.edge:
+                    found[at.name(hop + 1, receiver)] += home
         return found
 
-    def _full_power(self, stage: int, replica: int) -> float:
-        member = self._member(self.plan.segments[stage - 1], replica) if stage else 0
-        return float(self.tables.members.power_max_mi[self.m, member])
-
     def _computing_j(self, stage: int, replica: int) -> float:
-        chain, variant = self.chain, self._variant(stage, replica)
-        member = self._member(self.plan.segments[stage - 1], replica) if stage else 0
-        per_flop = float(self.tables.members.energy_per_flop_mi[self.m, member])
-        busy_s = chain.forward_stage_s[variant, stage] + chain.backward_stage_s[variant, stage]
-        flop = self._own(stage, replica) * float(busy_s) * self._speed(stage, replica)
+        members, member = self.tables.members, self.at.member(stage, replica)
+        busy_s = self.at.own(stage, replica) * sum(self._passes_s(stage, replica))
         embedding = float(self.tables.snapshot.model.embedding.parameter_bytes)
-        flop += OPTIMISER_FLOP_PER_BYTE * (self._parameters(stage) if stage else embedding)
-        return self.steps * per_flop * flop
+        held = float(self.bytes_s[stage - 1]) if stage else embedding
+        flop = busy_s * members.speed_mi[self.m, member] + OPTIMISER_FLOP_PER_BYTE * held
+        return float(self.steps * members.energy_per_flop_mi[self.m, member] * flop)
 
     def _memory(self) -> tuple[dict[str, int], dict[str, float]]:
         """Peak bytes of every member, and those that plans may use."""
-        chain, depths = self.chain, self.plan.warmup_depth
-        flight = np.tile(np.array(depths, dtype=np.float64), (len(chain.rows), 1))
-        for variant, stage in np.ndindex(*flight.shape):
-            replica = self._digit(stage, variant) % self.replicas[stage]
-            flight[variant, stage] = min(depths[stage], self._own(stage, replica))
-        need = peak_bytes(self.tables, chain.rows, self.options, flight)
-        room = capacity_bytes(self.tables, chain.rows, self.options)
-        places = {self._name(s, r): (self._variant(s, r), s) for s, r in [(0, 0), *self._devices()]}
+        at, rows, depths = self.at, self.chain.rows, self.plan.warmup_depth
+        flight = np.tile(np.array(depths, dtype=np.float64), (len(rows), 1))
+        for row, stage in np.ndindex(*flight.shape):
+            flight[row, stage] = min(depths[stage], at.own(stage, at.picked(stage, row)))
+        need = peak_bytes(self.tables, rows, self.options, flight)
+        room = capacity_bytes(self.tables, rows, self.options)
+        places = {at.name(s, r): (at.row(s, r), s) for s, r in at.members}
         peak = {name: int(need[place]) for name, place in places.items()}
         return peak, {name: float(room[place]) for name, place in places.items()}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -110,6 +111,7 @@ class Cluster:
         Raises DataError for batches or examples of another size than planned, and LinkError
         where the edge, or all devices, are lost.
         """
+        start_s = time.perf_counter()
         with configured_malloc():
             asked, site, name, weights = self._begin(message, context)
             if not isinstance(batches, Batches):
@@ -123,7 +125,8 @@ class Cluster:
             metrics = MetricRecord({"train_loss": loss, records.EXAMPLES: batches.examples})
             trained = asked.completed(weights, result.weights)
             content = RecordDict({name: take_record(trained), records.METRICS: metrics})
-            content = records.write_telemetry(content, telemetry(result, batches, absent))
+            told = telemetry(result, batches, absent, wall_s=time.perf_counter() - start_s)
+            content = records.write_telemetry(content, told)
         return Message(content, reply_to=message)
 
     def evaluate(

@@ -1,12 +1,14 @@
 """A Flower Grid whose nodes are ClientApps in this process: for tests, notebooks and dry runs.
 
 It keeps Flower's contract (ids, error replies, copies instead of shared objects) and nothing else:
-no Ray, no SuperLink, no waiting. Nodes answer one after the other.
+no Ray, no SuperLink, no waiting. Nodes answer one after the other, or all at once where they only
+pass messages on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from typing import TYPE_CHECKING
 
@@ -30,7 +32,8 @@ class LocalGrid(Grid):
     """Nodes by id; each is a ClientApp or any callable of the same shape.
 
     ``node_configs`` is what ``--node-config`` gives a SuperNode; ``wire`` is what a content goes
-    through on its way (a deep copy by default). ``sent`` keeps the messages.
+    through on its way (a deep copy by default). ``at_once`` calls the nodes in threads. ``sent``
+    keeps the messages.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class LocalGrid(Grid):
         node_configs: Mapping[int, Mapping[str, str | int | float | bool]] | None = None,
         run_config: Mapping[str, str | int | float | bool] | None = None,
         wire: Wire = deepcopy,
+        at_once: bool = False,
     ) -> None:
         self._nodes: dict[int, ClientApp | Answer] = {}
         self._contexts: dict[int, Context] = {}
@@ -47,7 +51,7 @@ class LocalGrid(Grid):
         self._run_config = dict(run_config or {})
         # Flower refuses to make a Message before the process has an identity.
         TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, SERVER_NODE
-        self._wire = wire
+        self._wire, self._at_once = wire, at_once
         self._replies: dict[str, Message] = {}
         self._run: Run | None = None
         self.sent: list[Message] = []
@@ -87,15 +91,21 @@ class LocalGrid(Grid):
         return list(self._nodes)
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        """Deliver; every node answers at once."""
-        ids = []
-        for message in messages:
-            message_id = f"message-{len(self.sent) + 1}"
+        """Deliver; every node answers now."""
+        pushed = list(messages)
+        first = len(self.sent) + 1
+        ids = [f"message-{number}" for number in range(first, first + len(pushed))]
+        for message_id, message in zip(ids, pushed, strict=True):
             message.metadata.__dict__["_message_id"] = message_id
-            self.sent.append(message)
-            self._replies[message_id] = self._answer(message)
-            ids.append(message_id)
+        self.sent += pushed
+        self._replies |= dict(zip(ids, self._answers(pushed), strict=True))
         return ids
+
+    def _answers(self, messages: list[Message]) -> list[Message]:
+        if not self._at_once:
+            return [self._answer(message) for message in messages]
+        with ThreadPoolExecutor(max(len(messages), 1)) as pool:
+            return list(pool.map(self._answer, messages))
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         """The replies, each once."""

@@ -1,10 +1,10 @@
 """What a round of a cluster of machines came to, from what they measured.
 
-Seconds are those of each machine's own clock: the control unit's for the round, every stage's for
-its passes. The way to the Flower server is not timed and counts as the cost model has it. Energy is
-a sensor's where a machine has one. Else it is modelled from measured times: the power of its
-profile while it computes, and its planned transmit powers while it sends. Weights that are handed
-out and collected are not timed hop by hop and spend no energy here.
+Seconds are those of each machine's own clock: the control unit's from its order to its reply, every
+stage's for its passes. The way to the Flower server is not timed and counts as the cost model has
+it. Energy is a sensor's where a machine has one. Else it is modelled from measured times: the power
+of its profile while it computes, and its planned transmit powers while it sends. Weights that are
+handed out and collected are not timed hop by hop and spend no energy here.
 
 A stage cannot have computed for longer than the round lasted: such a report is false, nothing is
 learnt from it, and its energy counts as planned. So do seconds that are zero or no number.

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.app.metadata import Metadata
 
-from collapipe_flwr.core.errors import LinkError, ProtocolError
+from collapipe_flwr.core.errors import LinkError, LinkTimeout, ProtocolError
 
 _LENGTH = struct.Struct("!Q")
 _MOST_HEAD_BYTES = 2**28
@@ -86,6 +86,8 @@ def context_of(head: Mapping[str, Any], state: RecordDict) -> Context:
 def _read(file: BinaryIO, size: int) -> bytes:
     try:
         data = file.read(size)
+    except TimeoutError as error:
+        raise LinkTimeout("the other side of the local socket was silent for too long") from error
     except OSError as error:
         raise LinkError(f"the other side of the local socket is gone: {error}") from error
     if len(data) < size:

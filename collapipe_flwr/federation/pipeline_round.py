@@ -168,13 +168,15 @@ def _micro_batches(splitter: AnySplitter, steps: Steps) -> Iterator[list[MicroBa
         ]
 
 
-def telemetry(result: RoundResult, batches: Batches, absent: tuple[str, ...]) -> ClusterTelemetry:
-    """What a round measured."""
+def telemetry(
+    result: RoundResult, batches: Batches, absent: tuple[str, ...], *, wall_s: float
+) -> ClusterTelemetry:
+    """What a round of ``wall_s`` seconds measured, from its message to its reply."""
     replanned = any(incident.lost for incident in result.incidents)
     return ClusterTelemetry(
         cluster_id=result.plan.cluster_id,
         examples=batches.examples * batches.epochs,
-        wall_s=result.wall_s,
+        wall_s=wall_s,
         losses=result.losses,
         reports=result.reports,
         moved=result.moved,

@@ -110,6 +110,7 @@ class RunRecorder:
             self.weights, self._round_started_s = weights, time.monotonic()
             return _metric_record(self.story.events[-1].metrics)
         due = server_round % self._every == 0 or server_round <= 1
+        started_s = time.monotonic()
         metrics = self._evaluate(weights) if due else {}
         if server_round == 0:
             self.story = replace(self.story, initial=metrics)
@@ -118,7 +119,7 @@ class RunRecorder:
             self._printer.show_untrained(metrics)
         else:
             self.weights = weights
-            self._finish_round(server_round, metrics)
+            self._finish_round(server_round, metrics, time.monotonic() - started_s)
         return _metric_record(metrics)
 
     def fail(self, reason: str) -> None:
@@ -132,7 +133,9 @@ class RunRecorder:
             raise RunError(f"only {done} of {asked} rounds were done")
         self._save("completed")
 
-    def _finish_round(self, server_round: int, metrics: Mapping[str, float]) -> None:
+    def _finish_round(
+        self, server_round: int, metrics: Mapping[str, float], evaluation_s: float
+    ) -> None:
         now_s = time.monotonic()
         event = replace(
             self._pending
@@ -142,6 +145,7 @@ class RunRecorder:
             clusters_loss=self._clusters.get("loss"),
             clusters_metrics={k: v for k, v in self._clusters.items() if k != "loss"},
             wall_s=now_s - self._round_started_s,
+            evaluation_s=evaluation_s,
         )
         self._round_started_s, self._pending, self._clusters = now_s, None, {}
         self.story = replace(self.story, events=(*self.story.events, event))

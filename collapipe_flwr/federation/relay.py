@@ -17,7 +17,7 @@ from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
 
 from collapipe_flwr.core import errors
-from collapipe_flwr.core.errors import CollaPipeError, LinkError, RunError
+from collapipe_flwr.core.errors import CollaPipeError, LinkError, LinkTimeout, RunError
 from collapipe_flwr.federation import local_socket
 from collapipe_flwr.federation.app_code import AppCode, load_app
 from collapipe_flwr.federation.parcels import (
@@ -63,6 +63,7 @@ def _accepted(path: Path, code: AppCode) -> socket.socket | None:
     for _ in range(_MOST_STARTS):
         peer = local_socket.connected(path)
         if peer is None:
+            log.info("no control unit listens at %s: the ClientApp works by itself", path)
             return None
         verdict, why = _introduced(peer, code)
         if verdict == READY:
@@ -82,6 +83,11 @@ def _introduced(peer: socket.socket, code: AppCode) -> tuple[str, str]:
         write_parcel(peer, {"version": VERSION, **asdict(code)})
         with peer.makefile("rb") as file:
             told = read_parcel(file).head
+    except LinkTimeout as error:
+        raise LinkTimeout(
+            f"the control unit has not answered for {LOAD_S:g} s: see its log; two SuperNodes on "
+            "one machine need a socket each (node-config control-unit)"
+        ) from error
     except LinkError:
         return AGAIN, ""
     return told["verdict"], told.get("why", "")

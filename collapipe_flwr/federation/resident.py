@@ -168,6 +168,8 @@ class ControlUnit:
                 write_parcel(peer, work.head, work.content, context.state)
         except LinkError as error:
             log.warning("a message is abandoned: %s", error)
+            if self._stop.is_set():  # SuperNode and control unit are stopped together
+                return
             begin_anew(self._listener, self._code)
 
     def _awaited(self, peer: socket.socket, thread: threading.Thread) -> bool:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 HIDDEN = "hidden"  # the tensor of an ACTIVATION frame that carries gradients
 GRAD = "grad"  # the tensor of a GRADIENT frame
+LEARNS = "learns"  # scalar of an ACTIVATION: 0 where everything ahead is frozen
 
 Item = TypeVar("Item")
 
@@ -82,6 +83,16 @@ def error_of(frame: Frame, peer: str) -> LinkError:
         witness, _, why = text.partition("\n")
         return MemberFailed(witness, why, Blame(int(blame)), int(side))
     return LinkError(text if _TOLD in text else f"{peer}{_TOLD}{text}")
+
+
+def learns_before(frame: Frame) -> bool:
+    """Whether any stage ahead of this one can use a gradient of the hidden state."""
+    return frame.scalars.get(LEARNS, 1.0) != 0.0
+
+
+def context_of(frame: Frame) -> dict[str, Tensor]:
+    """All tensors of an ACTIVATION frame but the hidden state."""
+    return {name: t for name, t in frame.tensors.items() if name != HIDDEN}
 
 
 class Link(Protocol):

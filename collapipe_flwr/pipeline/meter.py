@@ -44,7 +44,8 @@ class StageReport:
     `*_up` is the link towards the control unit, `*_down` towards the edge; `sent_beside_bytes` went
     to other replicas of the stage.
     `small_square_norm` and `big_square_norm` are means over the steps of the squared norm of this
-    stage's gradients for the first micro-batch alone and for the whole batch.
+    stage's gradients for the first micro-batch alone and for the whole batch; only the first
+    replica of a stage has them.
     `peak_tensor_bytes`: see `MemoryMeter`. `spans` are there if they were asked for.
 
     The sum of two reports keeps the first `MOST_SPANS` spans.

@@ -15,9 +15,18 @@ from collapipe_flwr.core.errors import ProtocolError, ScheduleError
 from collapipe_flwr.pipeline import ties
 from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.generation import GeneratingEdge, relay_generation
-from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, FrameKind, Link
+from collapipe_flwr.pipeline.link import (
+    GRAD,
+    HIDDEN,
+    LEARNS,
+    Frame,
+    FrameKind,
+    Link,
+    context_of,
+    learns_before,
+)
 from collapipe_flwr.pipeline.optimizer import Optimizer
-from collapipe_flwr.pipeline.stage import LEARNS, Stage, context_of, learns_before
+from collapipe_flwr.pipeline.stage import Stage
 from collapipe_flwr.pipeline.step import LOGITS, MicroBatch, Step, StepResult
 
 _SAME_SUM = 1e-6  # of weights, relative: another machine may add them up in another order

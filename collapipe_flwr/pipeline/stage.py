@@ -1,8 +1,8 @@
 """One loop that executes a stage's actions, whatever its place in the chain.
 
-A stage takes its input, computes and sends; on the way back it takes a gradient, computes and
-sends. `roles` implements the three places: first (control unit), middle (device), last (edge).
-When a stage fails, both neighbours are told why at once and it applies no optimizer step.
+A stage takes its input, computes and sends, and on the way back a gradient. `roles` implements the
+three places: first (control unit), middle (device), last (edge). When a stage fails, all neighbours
+are told why at once and it applies no optimizer step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ from collapipe_flwr.core.schedule import Action, Op, forward_actions, stage_acti
 from collapipe_flwr.pipeline.backward import DeferredGradients, deferring, fuse_accumulation
 from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.fan import lane_of
-from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, FrameKind, Link
+from collapipe_flwr.pipeline.link import (
+    GRAD,
+    HIDDEN,
+    Frame,
+    FrameKind,
+    Link,
+    context_of,
+    learns_before,
+)
 from collapipe_flwr.pipeline.meter import (
     GradientNorms,
     MemoryMeter,
@@ -33,6 +41,7 @@ from collapipe_flwr.pipeline.meter import (
     square_norm,
 )
 from collapipe_flwr.pipeline.optimizer import Optimizer
+from collapipe_flwr.pipeline.precision import computing_in
 from collapipe_flwr.pipeline.randomness import SeededRandomness
 from collapipe_flwr.pipeline.siblings import Siblings
 from collapipe_flwr.pipeline.soundness import blaming, check_sound, told
@@ -41,7 +50,6 @@ from collapipe_flwr.pipeline.ties import borrows, shared_parameters
 
 Around = AbstractContextManager[None]
 WEIGHTS = "weights"  # work: the part of a backward pass that is done after its gradient was sent
-LEARNS = "learns"  # scalar of an ACTIVATION: 0 where everything ahead is frozen
 
 # What torch and transformers raise for tensors that do not fit, and for memory that runs out.
 _PART_ERRORS = (RuntimeError, ValueError, IndexError, KeyError, TypeError, MemoryError)
@@ -128,13 +136,11 @@ class Stage(ABC):
         self.part.train(step.train)
         self._stash.clear()
         self._randomness = self._choose_randomness(step)
-        if step.train and self.siblings is not None:
+        if step.train and self.siblings:
             self.siblings.check(self.part)
         for action in self._actions(step):
-            if action.op is Op.FORWARD:
-                self._forward(step, action.micro_batch)
-            else:
-                self._backward(step, action.micro_batch)
+            run = self._forward if action.op is Op.FORWARD else self._backward
+            run(step, action.micro_batch)
         if step.train:
             self._apply(step)
         self._sent.clear()
@@ -176,10 +182,10 @@ class Stage(ABC):
             raise
 
     def _actions(self, step: Step) -> tuple[Action, ...]:
-        if not step.train:
-            return forward_actions(step.micro_batches, self.settings.turn)
-        config = self.settings
-        return stage_actions(config.schedule, config.depth, step.micro_batches, config.turn)
+        own, count = self.settings, step.micro_batches
+        if step.train:
+            return stage_actions(own.schedule, own.depth, count, own.turn)
+        return forward_actions(count, own.turn)
 
     def _by_block(self) -> bool:
         """Turn on activation checkpointing by block; returns whether the part supports it."""
@@ -318,11 +324,9 @@ class Stage(ABC):
             self._return_rows(step)
         if self.siblings is not None:
             self.siblings.check(self.part)
-            named, send, receive = self.optimizer.by_name, self._send, self._receive
-            self.siblings.add_up(named, step.index, send, receive)
+            self.siblings.add_up(self.optimizer.by_name, step.index, self._send, self._receive)
         with self.recorder.span("optimizer", step.index):
-            counts = self.settings.turn.replica == 0  # once for all replicas
-            norm = square_norm(self._gradients()) if counts else 0.0
+            norm = 0.0 if self.settings.turn.replica else square_norm(self._gradients())
             shared = shared_parameters(self.part) if step.settle else {}  # see `ties.add_shared`
             self.optimizer.add_proximal(n for n in self.optimizer.by_name if n not in shared)
         factor = self._settle(step, self._square_norm_alone()) if step.settle else 1.0
@@ -393,23 +397,3 @@ def _alive(method: WeakMethod[Callable[[], Around]]) -> Around:
 def _end_of(output: Tensor) -> GradientEdge | None:
     """Where the backward pass of an output begins; None if nothing behind it is trained."""
     return get_gradient_edge(output) if output.requires_grad else None
-
-
-def learns_before(frame: Frame) -> bool:
-    """Whether any stage ahead of this one can use a gradient of the hidden state."""
-    return frame.scalars.get(LEARNS, 1.0) != 0.0
-
-
-def computing_in(precision: str) -> AbstractContextManager[object]:
-    """Products in bfloat16 inside; the casts of weights pass gradients back to fp32 ones.
-
-    Whatever dtype comes out travels as it is, so that a cut changes nothing here either.
-    """
-    if precision == "fp32":
-        return nullcontext()
-    return torch.autocast("cpu", dtype=torch.bfloat16)
-
-
-def context_of(frame: Frame) -> dict[str, Tensor]:
-    """All tensors of an ACTIVATION frame but the hidden state."""
-    return {name: t for name, t in frame.tensors.items() if name != HIDDEN}

@@ -13,7 +13,8 @@ from collapipe_flwr.reporting.events import RoundEvent
 
 _WIDTH = 118
 _LEAST_WIDTH, _MOST_LINES = 40, 6  # of what is folded
-_MOST_LINKS = 12  # in the table at the end
+_MOST_LINKS = 4  # in the table at the end, which is to fit a screen
+_MOST_ROWS = 6  # there, of one kind: those that say most
 _MOST_ROUNDS = 8  # of one cluster that are named
 
 
@@ -121,7 +122,9 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     if found := summary.get("clusters"):
         words = "  ".join(f"{name} {_number(value)}" for name, value in found.items())
         table.add_row("found by clusters", words)
-    table.add_row("rounds", f"{summary['rounds']} in {summary['wall_s']:.0f} s")
+    asked = summary.get("rounds_asked")
+    done = f"{summary['rounds']} of {asked}" if asked else str(summary["rounds"])
+    table.add_row("rounds", f"{done} in {summary['wall_s']:.0f} s")
     if lost := summary.get("lost"):
         table.add_row("lost", _lost_text(lost))
     if (error := summary.get("prediction_error")) is not None:
@@ -137,12 +140,33 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         table.add_row(*_link_row(link))
     if len(reports) > _MOST_LINKS:
         table.add_row("links", f"{len(reports) - _MOST_LINKS} more in summary.json")
-    for device, budget_j in summary["energy"]["budget_j"].items():
-        mean_j = summary["energy"]["mean_j"].get(device, 0.0)
-        table.add_row(f"energy {device}", f"{mean_j:.3g} of {budget_j:.3g} J per round")
-    for role, size in summary["peak_memory_bytes"].items():
-        table.add_row(f"memory {role}", f"{size / 1e6:.1f} MB peak")
+    _add_rows(table, _energy_rows(summary["energy"]), "energy")
+    peaks = sorted(summary["peak_memory_bytes"].items(), key=lambda item: -item[1])
+    _add_rows(table, [(f"memory {k}", f"{v / 1e6:.1f} MB peak") for k, v in peaks], "memory")
     return table
+
+
+def _add_rows(table: Table, rows: Sequence[tuple[str, str]], what: str) -> None:
+    """The first rows, and how many there are besides."""
+    for row in rows[:_MOST_ROWS]:
+        table.add_row(*row)
+    if len(rows) > _MOST_ROWS:
+        table.add_row(what, f"{len(rows) - _MOST_ROWS} more in summary.json")
+
+
+def _energy_rows(energy: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Devices by how much of their budget they spent, those that overran it in red."""
+    shares, rows = {}, []
+    for device, budget_j in energy["budget_j"].items():
+        used_j = energy["mean_j"].get(device, 0.0)
+        shares[device] = used_j / budget_j if budget_j else 0.0  # None: without a limit
+    for device in sorted(shares, key=lambda name: -shares[name]):
+        used_j, budget_j = energy["mean_j"].get(device, 0.0), energy["budget_j"][device]
+        limit = "" if budget_j is None else f" of {budget_j:.3g}"
+        text = f"{used_j:.3g}{limit} J per round"
+        over = shares[device] > 1.0
+        rows.append((f"energy {device}", f"[red]{text}, over budget[/red]" if over else text))
+    return rows
 
 
 def _link_row(link: Mapping[str, Any]) -> tuple[str, str]:

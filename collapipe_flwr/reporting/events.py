@@ -36,8 +36,9 @@ class RoundEvent:
     """One line of ``events.jsonl``."""
 
     round_index: int
-    wall_s: float
+    wall_s: float  # with its evaluation by the server
     metrics: Mapping[str, float]  # on unseen examples; empty when this round was not evaluated
+    evaluation_s: float = 0.0  # of the wall time
     loss: float | None = None  # mean training loss, weighted by examples
     clusters_loss: float | None = None  # mean over the labels of the clusters' test shares
     clusters_metrics: Mapping[str, float] = field(default_factory=dict)  # on all shares together

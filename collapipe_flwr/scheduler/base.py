@@ -15,6 +15,10 @@ from collapipe_flwr.costs.makespan import Depths
 from collapipe_flwr.costs.price import PricedCluster, price_clusters
 from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.work import fits
+from collapipe_flwr.scheduler.accounts import (
+    opened_accounts,
+    settled_accounts,
+)
 from collapipe_flwr.scheduler.estimates import plausible_j, profiles_learned
 from collapipe_flwr.scheduler.gain_estimates import with_error
 from collapipe_flwr.scheduler.initial_layouts import rows_by_weight
@@ -33,6 +37,7 @@ from collapipe_flwr.scheduler.protocol import (
 )
 from collapipe_flwr.scheduler.radio.interior_point import equal_shares
 
+USUAL_WEIGHT = 100.0  # V where nothing says which
 THRIFT = 1e-3  # of the latency weight: the price of energy while all queues are empty
 
 
@@ -56,11 +61,21 @@ class Policy:
             for c in outcome.clusters
         }
         connected = {*state.budget_j, *spent_j, *(c.cluster_id for c in plan.clusters)}
+        accounts_j = settled_accounts(
+            state.account_j, state.budget_j, spent_j, state.rounds, settings
+        )
+        placeholders_j = self._placeholders(state, accounts_j)
         return replace(
             state,
             energy_queue_j=advance_energy(
-                state.energy_queue_j, state.budget_j, spent_j, margin=settings.budget_margin
+                state.energy_queue_j,
+                state.budget_j,
+                spent_j,
+                share=settings.aimed(state.rounds),
+                placeholders_j=placeholders_j,
             ),
+            account_j=accounts_j,
+            placeholder_j=placeholders_j,
             participation_queue=advance_participation(
                 state.participation_queue,
                 connected,
@@ -77,6 +92,11 @@ class Policy:
                 mean_steps=sum(steps) / len(steps) if steps else 1.0,
             ),
         )
+
+    def _placeholders(self, state: SchedulerState, accounts_j: Nested) -> Nested:
+        """Place-holders after a round: who heeds no prices learns none."""
+        del accounts_j
+        return state.placeholder_j
 
 
 def initial_state(snapshot: Snapshot, settings: SchedulerConfig) -> SchedulerState:
@@ -156,30 +176,68 @@ def planner_for(
     tables: Tables, state: SchedulerState, settings: SchedulerConfig, share: float = 1.0
 ) -> Planner:
     """The round's problem: V over the reference latency, and queues over squared budgets."""
+    chosen = replace(settings, penalty_weight=weight_of(state, settings))
     return Planner(
         tables=tables,
-        settings=settings,
+        settings=chosen,
         learning=learning_in(tables, state, settings),
-        latency_price=settings.penalty_weight / (reference_of(state).latency_s * share),
-        price_mi=energy_prices(tables, state, settings),
+        latency_price=chosen.penalty_weight / (reference_of(state).latency_s * share),
+        price_mi=energy_prices(tables, state, chosen),
+        room_mi=np.full_like(tables.members.budget_mi, np.inf),
     )
+
+
+def weight_of(state: SchedulerState, settings: SchedulerConfig) -> float:
+    """V: the user's, or what the first plan found."""
+    return settings.penalty_weight or state.weight or USUAL_WEIGHT
 
 
 def energy_prices(tables: Tables, state: SchedulerState, settings: SchedulerConfig) -> Array:
     """Objective per joule: ``Q / budget^2``, plus a little so that nothing is wasted."""
     members, reference = tables.members, reference_of(state)
-    queue = np.zeros_like(members.speed_mi)
-    for m, cluster in enumerate(tables.snapshot.clusters):
-        known = state.energy_queue_j.get(cluster.profile.cluster_id, {})
-        if known:
-            row = [known.get(member.device_id, 0.0) for member in cluster.profile.members]
-            queue[m, : len(row)] = row
+    queue = member_table(tables, state.energy_queue_j) + member_table(tables, state.placeholder_j)
     finite = np.isfinite(members.budget_mi)
     budget = np.where(finite, members.budget_mi, 1.0)
     busy_w = members.energy_per_flop_mi * members.speed_mi + members.power_max_mi
-    least = THRIFT * settings.penalty_weight / (busy_w * reference.latency_s)
+    least = THRIFT * weight_of(state, settings) / (busy_w * reference.latency_s)
     least /= max(int(members.present_mi.sum()), 1)
     return np.where(finite, queue / budget**2, 0.0) + least
+
+
+def energy_room(tables: Tables, state: SchedulerState, settings: SchedulerConfig) -> Array:
+    """Joules that devices may spend in this round, (M, I): their account and their budget.
+
+    Infinite without a budget, and for control units, which must work whatever it takes.
+    """
+    opened = opened_accounts(known_budgets({}, tables.snapshot), state.rounds, settings)
+    known = {c: accounts | dict(state.account_j.get(c, {})) for c, accounts in opened.items()}
+    share = settings.aimed(state.rounds + 1)
+    room = share * tables.members.budget_mi + member_table(tables, known)
+    room[:, 0] = np.inf
+    return room
+
+
+def member_table(tables: Tables, values: Nested) -> Array:
+    """Values by cluster and device as (M, I), 0 where none is known."""
+    table = np.zeros_like(tables.members.speed_mi)
+    for m, cluster in enumerate(tables.snapshot.clusters):
+        known = values.get(cluster.profile.cluster_id, {})
+        if known:
+            row = [known.get(member.device_id, 0.0) for member in cluster.profile.members]
+            table[m, : len(row)] = row
+    return table
+
+
+def by_name(tables: Tables, values_mi: Array) -> dict[str, dict[str, float]]:
+    """Values above 0 of (M, I) by cluster and device."""
+    return {
+        cluster.profile.cluster_id: {
+            member.device_id: float(value)
+            for member, value in zip(cluster.profile.members, values, strict=False)
+            if value > 0.0
+        }
+        for cluster, values in zip(tables.snapshot.clusters, values_mi, strict=True)
+    }
 
 
 def solution_plan(solution: Solution, policy: str, share: float) -> Plan:

@@ -25,7 +25,16 @@ from collapipe_flwr.costs.layouts import Layouts, of_members, rows_of_plans, wit
 from collapipe_flwr.costs.radio import NOISE, SHARES, ladder
 from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.work import fits
-from collapipe_flwr.scheduler.base import Policy, known_budgets, planner_for, solution_plan
+from collapipe_flwr.scheduler.accounts import settled_placeholders
+from collapipe_flwr.scheduler.base import (
+    Policy,
+    by_name,
+    energy_room,
+    known_budgets,
+    planner_for,
+    solution_plan,
+    weight_of,
+)
 from collapipe_flwr.scheduler.estimates import with_profiles
 from collapipe_flwr.scheduler.gain_estimates import robust, with_averages, with_forecast
 from collapipe_flwr.scheduler.model_share import (
@@ -34,11 +43,20 @@ from collapipe_flwr.scheduler.model_share import (
     widened,
     with_model_shares,
 )
+from collapipe_flwr.scheduler.multipliers import Dual, weight_for
 from collapipe_flwr.scheduler.planner import Planner, Solution
-from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState, reference_of
+from collapipe_flwr.scheduler.protocol import (
+    Nested,
+    SchedulerConfig,
+    SchedulerState,
+    reference_of,
+)
 from collapipe_flwr.scheduler.replicating import with_replicas
+from collapipe_flwr.scheduler.search import FEW_CLUSTERS
 
 MARGIN = 0.02  # what finer codecs may cost
+RADIO_SPARE = 0.05  # of transmissions' energy: another plan may need a little more
+OVERDRAFTS = 4  # searches at most for a plan whose transmissions overdraw no account
 TINY = 1e-12  # relative
 
 
@@ -135,12 +153,17 @@ class Dssda(Policy):
         gains = state.doubt
         try:
             gains = with_averages(gains, seen)
-            plan = self._plan(state, robust(gains, seen))
+            believed = robust(gains, seen)
+            if not state.weight:
+                state = self._started(state, believed)
+            plan = self._plan(state, believed)
         except (ScheduleError, np.linalg.LinAlgError) as error:
             plan = repeated(state, snapshot, error)
         gains = with_forecast(gains, plan, seen, self.settings)
         budgets = known_budgets(state.budget_j, snapshot)
+        spare = with_spare(state.spare_plan, plan, budgets, self.settings)
         after = replace(state, rounds=state.rounds + 1, budget_j=budgets, last_plan=plan)
+        after = replace(after, spare_plan=spare)
         return plan, replace(after, beliefs=profiles, doubt=gains)
 
     def _plan(self, state: SchedulerState, snapshot: Snapshot) -> Plan:
@@ -149,6 +172,40 @@ class Dssda(Policy):
             best = self._without_stragglers(state, snapshot, best)
         return best.plan(self.name)
 
+    def _started(self, state: SchedulerState, snapshot: Snapshot) -> SchedulerState:
+        """V and place-holders of the queues, from the static dual of the first round."""
+        settings, reference = replace(self.settings, penalty_weight=1.0), reference_of(state)
+        tables = tabulate(snapshot, settings.coarsest)
+        caps = least_shares(tables, reference, settings)
+        tables = capped(tables, caps, reference, settings)
+        dual, spare = Dual(planner_for(tables, state, settings)), None
+        theta = np.zeros_like(tables.members.budget_mi)
+        try:
+            if dual.broken:
+                share = 1.0 - settings.budget_margin
+                limited = dual.at(theta, share * tables.members.budget_mi)
+                kept = within(limited, limited.solve())
+                theta, spare = dual.multipliers(kept), solution_plan(kept, self.name, 1.0)
+        except InfeasibleError:  # the round's own search widens the caps
+            pass
+        weight = self.settings.penalty_weight or weight_for(theta)
+        budget = np.where(theta > 0.0, tables.members.budget_mi, 0.0)
+        known = known_budgets(state.budget_j, snapshot)
+        return replace(
+            state,
+            weight=weight,
+            placeholder_j=by_name(tables, weight * theta * budget),
+            spare_plan=spare and with_spare(None, spare, known, settings),
+        )
+
+    def _room(self, tables: Tables, state: SchedulerState) -> Array:
+        """Joules that every device may spend in this round."""
+        return energy_room(tables, state, self.settings)
+
+    def _placeholders(self, state: SchedulerState, accounts_j: Nested) -> Nested:
+        """Place-holders after a round."""
+        return settled_placeholders(state.placeholder_j, accounts_j, state.budget_j)
+
     def _decide(self, state: SchedulerState, snapshot: Snapshot, share: float) -> Decision:
         """The best plan in which exactly the clusters of ``snapshot`` take part."""
         tables, reference = tabulate(snapshot, self.settings.coarsest), reference_of(state)
@@ -156,6 +213,7 @@ class Dssda(Policy):
         while True:
             limited = capped(tables, caps, reference, self.settings)
             planner = planner_for(limited, state, self.settings, share)
+            planner = replace(planner, room_mi=self._room(limited, state))
             try:
                 solution = self._settle(planner, state)
             except InfeasibleError:
@@ -181,7 +239,7 @@ class Dssda(Policy):
             share = sum(c.profile.examples for c in rest) / examples
             fewer = self._decide(state, replace(snapshot, clusters=rest), share)
             deficit += state.participation_queue.get(here[slowest].profile.cluster_id, 0.0)
-            cost = fewer.solution.objective + self.settings.penalty_weight * deficit
+            cost = fewer.solution.objective + weight_of(state, self.settings) * deficit
             if not cost < value:
                 break
             best, value = fewer, cost
@@ -189,20 +247,49 @@ class Dssda(Policy):
 
     def _settle(self, planner: Planner, state: SchedulerState) -> Solution:
         """The new optimum, unless the segments in place are nearly as good."""
-        kept = kept_rows(planner.tables, state, self.settings)
+        kept = kept_rows(planner.tables, state.last_plan, self.settings)
         if kept is None:
-            return planner.solve()
+            return within(planner, planner.solve())
         stay = planner.radio(kept)
-        solution = planner.solve(stay)
+        left = with_radio(planner, stay)
+        stay = left.priced(stay.chain, stay.allocation, stay.rho)
+        solution = left.solve(stay)
+        spare = kept_rows(planner.tables, state.spare_plan, self.settings)
+        if spare is not None and planner.tables.num_clusters <= FEW_CLUSTERS:
+            rival = left.radio(spare)
+            if rival.objective < min(stay.objective, solution.objective):
+                solution = left.improve(rival)
         worth = stay.objective - solution.objective
-        return solution if worth > self.settings.hysteresis * abs(stay.objective) else stay
+        better = worth > self.settings.hysteresis * abs(stay.objective)
+        return within(planner, solution if better else stay)
 
 
-def kept_rows(tables: Tables, state: SchedulerState, settings: SchedulerConfig) -> Layouts | None:
-    """Last round's layouts where they still fit today's clusters, else None."""
-    if state.last_plan is None:
+def with_radio(planner: Planner, solution: Solution) -> Planner:
+    """``planner`` in which computing leaves room for the transmissions of ``solution``."""
+    needed = (1.0 + RADIO_SPARE) * solution.radio_mi(planner.room_mi.shape)
+    return replace(planner, room_mi=planner.room_mi - needed)
+
+
+def within(planner: Planner, solution: Solution) -> Solution:
+    """``solution``, improved with less room for computing while transmissions overdraw accounts.
+
+    Many clusters leave no time for that: what is overdrawn by transmissions is paid back later.
+    """
+    few = planner.tables.num_clusters <= FEW_CLUSTERS
+    for _ in range(OVERDRAFTS if few else 0):
+        room = of_members(planner.room_mi, solution.rows, padding=np.inf)
+        if (solution.priced.energy_j <= room).all():
+            break
+        left = with_radio(planner, solution)
+        solution = left.improve(left.priced(solution.chain, solution.allocation, solution.rho))
+    return solution
+
+
+def kept_rows(tables: Tables, last: Plan | None, settings: SchedulerConfig) -> Layouts | None:
+    """The layouts of ``last`` where they still fit today's clusters, else None."""
+    if last is None:
         return None
-    by_id = {plan.cluster_id: plan for plan in state.last_plan.clusters}
+    by_id = {plan.cluster_id: plan for plan in last.clusters}
     plans = [by_id.get(c.profile.cluster_id) for c in tables.snapshot.clusters]
     present = [plan for plan in plans if plan is not None]
     if len(present) < len(plans):
@@ -212,6 +299,23 @@ def kept_rows(tables: Tables, state: SchedulerState, settings: SchedulerConfig) 
     except ScheduleError:
         return None
     return rows if fits(tables, rows, settings).all() else None
+
+
+def with_spare(
+    spare: Plan | None, plan: Plan, budgets_j: Nested, settings: SchedulerConfig
+) -> Plan | None:
+    """The better of both plans by rho T that keeps every budget in a round of its own."""
+    if spare is not None and spare.rho * spare.latency_s <= plan.rho * plan.latency_s:
+        here = {c.cluster_id for c in plan.clusters}
+        if here <= {c.cluster_id for c in spare.clusters}:
+            return spare
+    share = 1.0 - settings.budget_margin
+    kept = all(
+        joule <= share * budgets_j[cluster.cluster_id][device]
+        for cluster in plan.clusters
+        for device, joule in cluster.energy_j.items()
+    )
+    return plan if kept and plan.fallback is None else spare
 
 
 def usable_plans(last: Plan | None, snapshot: Snapshot) -> tuple[ClusterPlan, ...]:

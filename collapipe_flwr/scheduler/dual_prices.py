@@ -20,6 +20,8 @@ from collapipe_flwr.costs.tables import Tables
 
 LEAST_SLOPE = 0.02  # of the latency price: even idle clusters do not waste time without limit
 NO_PRICE = 1e-30
+SURCHARGE = 10.0  # latencies of its plan that overdrawing an account costs at least
+SAME = 1e-9  # relative
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +30,20 @@ class DualPrices:
 
     latency_price: float  # objective per second of the round, at rho = 1
     price_mi: Array  # objective per joule of each member
+    room_mi: Array  # joules that computing may take in this round, infinite without a limit
     ceiling_m: Array  # the round's latency as far as the other clusters cause it
     slack_price_m: Array  # objective per second that a cluster stays below the ceiling
     edge_hz_m: Array
+
+
+def overdrawn(joule: Array, room: Array, budget: Array) -> Array:
+    """What spending more than ``room`` costs besides its price, in latencies of the plan.
+
+    More than there is to gain, so that a plan overdraws only where every plan does, and more the
+    further, so that searches find their way back.
+    """
+    over = np.maximum(joule - room, 0.0)
+    return np.where(over > SAME * joule, SURCHARGE * (1.0 + over / budget), 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,8 @@ import numpy as np
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import Chain, RowPrices, chain_of, powers_for, price_rows
 from collapipe_flwr.costs.convergence import others_max
-from collapipe_flwr.costs.layouts import Layouts, key_of, of_members, replaced, stack
-from collapipe_flwr.scheduler.dual_prices import DualPrices
+from collapipe_flwr.costs.layouts import Layouts, by_member, key_of, of_members, replaced, stack
+from collapipe_flwr.scheduler.dual_prices import DualPrices, overdrawn
 from collapipe_flwr.scheduler.local_search import Moves, every_batch
 from collapipe_flwr.scheduler.problem import RoundProblem
 from collapipe_flwr.scheduler.radio.interior_point import Allocation, allocate
@@ -42,6 +42,14 @@ class Solution:
     def rows(self) -> Layouts:
         """The layouts."""
         return self.chain.rows
+
+    def spent_mi(self, shape: tuple[int, ...]) -> Array:
+        """Joules of every member, (M, I)."""
+        return by_member(self.priced.energy_j, self.rows, shape)
+
+    def radio_mi(self, shape: tuple[int, ...]) -> Array:
+        """What of them is radio."""
+        return by_member(self.priced.energy_j - self.chain.computing_j, self.rows, shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +143,7 @@ class Planner(RoundProblem):
         powers = powers_for(chain, allocation.edge_hz_r, allocation.times)
         priced = price_rows(chain, allocation.times, powers)
         energy = (of_members(self.price_mi, chain.rows) * priced.energy_j).sum()
+        energy += self.latency_price * float((self.overdrawn(chain) * priced.latency_s).sum())
         return Solution(
             chain=chain,
             allocation=allocation,
@@ -144,12 +153,19 @@ class Planner(RoundProblem):
             objective=self.latency_price * rho * float(priced.latency_s.max()) + float(energy),
         )
 
+    def overdrawn(self, chain: Chain) -> Array:
+        """The surcharge of every row's computing, in latencies of its cluster."""
+        room = of_members(self.room_mi, chain.rows, padding=np.inf)[:, 1:]
+        budget = of_members(self.tables.members.budget_mi, chain.rows, padding=1.0)[:, 1:]
+        return np.asarray(overdrawn(chain.computing_j[:, 1:], room, budget).sum(1))
+
     def opening_prices(self) -> DualPrices:
         """Equal bandwidth; a second of any cluster costs as much as one of the round."""
         clusters = self.tables.num_clusters
         return DualPrices(
             latency_price=self.latency_price,
             price_mi=self.price_mi,
+            room_mi=self.room_mi,
             ceiling_m=np.zeros(clusters),
             slack_price_m=np.full(clusters, self.latency_price),
             edge_hz_m=np.full(clusters, self.tables.snapshot.radio.bandwidth_hz / clusters),
@@ -160,6 +176,7 @@ class Planner(RoundProblem):
         return DualPrices(
             latency_price=self.latency_price,
             price_mi=self.price_mi,
+            room_mi=self.room_mi,
             ceiling_m=others_max(now.priced.latency_s),
             slack_price_m=now.allocation.latency_price_r,
             edge_hz_m=now.allocation.edge_hz_r,

@@ -8,10 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from collapipe_flwr.core.domain import Plan, Snapshot
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.costs.arrays import Array
+from collapipe_flwr.costs.tables import Tables
+from collapipe_flwr.scheduler.base import USUAL_WEIGHT
 from collapipe_flwr.scheduler.dssda import Dssda, usable_plans
-from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerConfig, SchedulerState
+from collapipe_flwr.scheduler.protocol import Nested, Scheduler, SchedulerConfig, SchedulerState
 from collapipe_flwr.scheduler.rules import RULES, RuleScheduler
 
 
@@ -27,7 +32,7 @@ class Static(Dssda):
         if state.last_plan is None or len(usable) < len(snapshot.clusters):
             return Dssda.step(self, state, snapshot)
         plan = replace(state.last_plan, round_index=snapshot.round_index, clusters=usable)
-        return plan, replace(state, last_plan=plan)
+        return plan, replace(state, rounds=state.rounds + 1, last_plan=plan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,21 @@ class LatencyOnly(Dssda):
     """DSSDA that keeps its queues for reporting only."""
 
     name: str = "latency-only"
+
+    def _started(self, state: SchedulerState, snapshot: Snapshot) -> SchedulerState:
+        """Queues that nobody heeds start empty."""
+        del snapshot
+        return replace(state, weight=self.settings.penalty_weight or USUAL_WEIGHT)
+
+    def _placeholders(self, state: SchedulerState, accounts_j: Nested) -> Nested:
+        """As they are."""
+        del accounts_j
+        return state.placeholder_j
+
+    def _room(self, tables: Tables, state: SchedulerState) -> Array:
+        """No limit."""
+        del state
+        return np.full_like(tables.members.budget_mi, np.inf)
 
     def step(self, state: SchedulerState, snapshot: Snapshot) -> tuple[Plan, SchedulerState]:
         """Plan as if every queue were empty."""

@@ -77,13 +77,17 @@ def learning_for(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundProblem:
-    """What stays fixed while one round is planned; energy costs ``price_mi`` per joule."""
+    """What stays fixed while one round is planned; energy costs ``price_mi`` per joule.
+
+    Computing that takes more than ``room_mi`` joules of a device costs a surcharge.
+    """
 
     tables: Tables
     settings: SchedulerConfig
     learning: Learning
     latency_price: float
     price_mi: Array
+    room_mi: Array
 
     def scorer(self, prices: DualPrices, clusters: Ints) -> Scorer:
         """Fast pricing of candidate rows of ``clusters`` at ``prices``."""

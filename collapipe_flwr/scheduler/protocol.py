@@ -1,7 +1,7 @@
 """What every scheduler is: settings, and explicit state in, plan and state out.
 
 The state is plain values that survive a checkpoint. Virtual queues turn long-term constraints into
-prices per round: ``Q(t+1) = max(Q(t) + e(t) - budget, 0)``. Summing gives
+prices per round: ``Q(t+1) = max(Q(t) + e(t) - budget, -placeholder)``. Summing gives
 ``Q(T) - Q(0) >= sum (e - budget)``, so on every path the average excess is at most ``Q(T) / T``
 (Neely 2010, Stochastic Network Optimization, section 4). Queues advance by what rounds *really*
 cost.
@@ -46,13 +46,19 @@ class SchedulerState:
     """Queues, estimates and the last plan.
 
     ``energy_queue_j[cluster][device]`` is the energy-deficit queue, ``participation_queue``
-    the deficit of rounds per cluster, ``budget_j`` the budgets that the queues refer to. Fields are
-    named as in checkpoints.
+    the deficit of rounds per cluster, ``budget_j`` the budgets that the queues refer to.
+    ``placeholder_j`` is backlog that an energy queue starts with: prices follow the sum of both,
+    and the queue falls to its negative at most. ``account_j`` is what a device may spend in a round
+    besides its budget. ``weight`` is V, 0 before the first plan; ``spare_plan`` the best plan so
+    far that keeps all budgets in every round. Fields are named as in checkpoints.
     """
 
     rounds: int = 0
     reference: Reference | None = None
     energy_queue_j: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    placeholder_j: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    account_j: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    weight: float = 0.0
     participation_queue: Mapping[str, float] = field(default_factory=dict)
     budget_j: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     learning: LearningState = field(default_factory=LearningState)
@@ -60,6 +66,7 @@ class SchedulerState:
     doubt: RobustGains = field(default_factory=RobustGains)
     links: LinkEstimates = field(default_factory=dict)
     last_plan: Plan | None = None
+    spare_plan: Plan | None = None
 
     def to_json(self) -> str:
         """One line of JSON."""
@@ -81,20 +88,37 @@ def reference_of(state: SchedulerState) -> Reference:
     return state.reference
 
 
-def advance(queue: float, spent: float, budget: float) -> float:
-    """One step of a virtual queue."""
-    return 0.0 if math.isinf(budget) else max(queue + spent - budget, 0.0)
+REPAID = 10  # rounds in which devices pay their advance back
+
+
+def advance(queue: float, spent: float, budget: float, placeholder: float = 0.0) -> float:
+    """One step of a virtual queue, which together with its place-holder is never negative."""
+    return 0.0 if math.isinf(budget) else max(queue + spent - budget, -placeholder)
 
 
 def advance_energy(
-    queues_j: Nested, budgets_j: Nested, spent_j: Nested, *, margin: float
+    queues_j: Nested,
+    budgets_j: Nested,
+    spent_j: Nested,
+    *,
+    share: float,
+    placeholders_j: Nested | None = None,
 ) -> dict[str, dict[str, float]]:
-    """All energy queues after a round; members that spent nothing recover their budget."""
+    """All energy queues after a round in which devices got ``share`` of their budgets.
+
+    Members that spent nothing recover it.
+    """
     result: dict[str, dict[str, float]] = {}
     for cluster, budgets in budgets_j.items():
         before, spent = queues_j.get(cluster, {}), spent_j.get(cluster, {})
+        started = (placeholders_j or {}).get(cluster, {})
         result[cluster] = {
-            device: advance(before.get(device, 0.0), spent.get(device, 0.0), (1 - margin) * budget)
+            device: advance(
+                before.get(device, 0.0),
+                spent.get(device, 0.0),
+                share * budget,
+                started.get(device, 0.0),
+            )
             for device, budget in budgets.items()
         }
     return result
@@ -112,13 +136,14 @@ def advance_participation(
 
 _PART = Rule(lambda v: 0 <= v < 1, "must be in [0, 1)")
 _RULES = {
-    "penalty_weight": above(0),
+    "penalty_weight": at_least(0),
     "learning_rate": above(0),
     "participation_floor": between(0, 1),
     "memory_margin": _PART,
     "max_model_share": Rule(lambda v: 0 < v <= 1, "must be in (0, 1]"),
     "budget_margin": _PART,
     "profile_memory": _PART,
+    "energy_advance": Rule(lambda v: 0 <= v < REPAID, f"must be in [0, {REPAID})"),
     "hysteresis": at_least(0),
     "schedule": one_of(*SCHEDULES),
     "progress": one_of(NOISE_SCALE, BOUND),
@@ -129,7 +154,7 @@ _RULES = {
 class SchedulerConfig(PricingOptions):
     """What a user may choose about planning, and how plans are executed."""
 
-    penalty_weight: float = key(5.0, above(0))  # V: latency against queues, up to V budgets
+    penalty_weight: float = key(0.0, at_least(0))  # V: latency against queues; 0: by budgets
     micro_batch_sizes: tuple[int, ...] = key((1, 2, 4, 8, 16), counts())
     micro_batches: tuple[int, ...] = key((1, 2, 4, 8), counts())
     batch_size: int = 0  # examples of a step, however it is cut; 0: any pair of the two grids
@@ -140,8 +165,9 @@ class SchedulerConfig(PricingOptions):
     best_batches: bool = False  # rules, too, choose the best of the grid, once
     codecs: tuple[str, ...] = ("fp32",)  # that links may use; of several the plan chooses
     max_model_share: float = key(1.0, above(0))  # a device's share of the whole model's memory
-    budget_margin: float = 0.05  # queues aim this share below every energy budget
-    hysteresis: float = 0.02  # least relative gain for which devices change segments
+    budget_margin: float = 0.005  # plans aim this share below every energy budget
+    energy_advance: float = 1.0  # budgets to spend ahead, paid back in 10 rounds
+    hysteresis: float = 0.005  # least relative gain for which devices change segments
     profile_memory: float = 0.8  # weight of the past in averages of measured speeds; 0: none
     rounds_of_search: int = 6  # alternations at most
     replicas: bool = key(False)  # DSSDA lets devices share a stage where that wins
@@ -166,6 +192,11 @@ class SchedulerConfig(PricingOptions):
         """All pairs (size, count) of micro-batches that a plan may choose."""
         pairs = product(self.micro_batch_sizes, self.micro_batches)
         return tuple(p for p in pairs if not self.batch_size or p[0] * p[1] == self.batch_size)
+
+    def aimed(self, rounds: int) -> float:
+        """The share of its budget that a device gets for the ``rounds``-th round, from 1."""
+        repaid = self.energy_advance / REPAID if rounds <= REPAID else 0.0
+        return (1.0 - self.budget_margin) * (1.0 - repaid)
 
     @property
     def coarsest(self) -> str:

@@ -18,7 +18,7 @@ from itertools import groupby
 from collapipe_flwr.core.domain import ClusterPlan, Plan, Segment
 from collapipe_flwr.core.schedule import textbook_depths
 from collapipe_flwr.costs.layouts import member_indices
-from collapipe_flwr.costs.replicas import ReplicatedCosts, price_replicated, thrifty
+from collapipe_flwr.costs.replicas import ReplicatedCosts, price_if, price_replicated, thrifty
 from collapipe_flwr.scheduler.problem import RoundProblem
 
 WORTH = 0.01  # of what a cluster pays, that a change must gain
@@ -64,8 +64,8 @@ class _Changes:
         value = self._value(now)
         least, found = value - WORTH * abs(value), None
         for segments, hops in self._segments(now.costs.slowest_stage):
-            for candidate in self._candidates(segments, hops, now):
-                if candidate.costs.fits and self._value(candidate) < least:
+            for candidate in self._candidates(segments, hops, now, least):
+                if self._allowed(candidate) and self._value(candidate) < least:
                     least, found = self._value(candidate), candidate
         return None if found is None else self._predicted(found)
 
@@ -80,9 +80,12 @@ class _Changes:
             yield _merged(segments, group), (*sorted(set(group)), len(segments))
 
     def _candidates(
-        self, segments: tuple[Segment, ...], hops: tuple[int, ...], now: _Candidate
+        self, segments: tuple[Segment, ...], hops: tuple[int, ...], now: _Candidate, least: float
     ) -> Iterator[_Candidate]:
-        """With full depths under GPipe, else deeper ones as long as these gain."""
+        """With full depths under GPipe, else deeper ones as long as these gain.
+
+        None where no depth can make the cluster pay less than ``least``.
+        """
         control_unit_w, devices_w = self._full_powers(segments)
         plan = replace(
             self._now,
@@ -97,11 +100,14 @@ class _Changes:
         plan = thrifty(tables, self._m, plan, options, now.costs.hop_s[list(hops)])
         shortest_s = float("inf")
         for depths in self._depths(plan):
-            candidate = self._priced(replace(plan, warmup_depth=depths))
-            yield candidate
-            if candidate.costs.step_s >= shortest_s or not candidate.costs.fits:
+            deep = replace(plan, warmup_depth=depths)
+            costs = price_if(tables, self._m, deep, options, lambda s, j: self._pays(s, j) < least)
+            if costs is None:
                 return
-            shortest_s = candidate.costs.step_s
+            yield _Candidate(deep, costs)
+            if costs.step_s >= shortest_s or not costs.fits:
+                return
+            shortest_s = costs.step_s
 
     def _depths(self, plan: ClusterPlan) -> Iterator[tuple[int, ...]]:
         most = plan.micro_batches
@@ -125,11 +131,20 @@ class _Changes:
         tables, options = self._problem.tables, self._problem.settings
         return _Candidate(plan, price_replicated(tables, self._m, plan, options))
 
+    def _allowed(self, candidate: _Candidate) -> bool:
+        """Whether it fits all memories and what every device may spend in this round."""
+        room, at = self._problem.room_mi[self._m], self._members
+        spent = candidate.costs.energy_j.items()
+        return candidate.costs.fits and all(j <= room[at[n]] for n, j in spent if n in at)
+
     def _value(self, candidate: _Candidate) -> float:
+        return self._pays(candidate.costs.latency_s, candidate.costs.energy_j)
+
+    def _pays(self, latency_s: float, energy_j: Mapping[str, float]) -> float:
         """What the cluster pays: seconds of the round, and joules."""
-        costs, prices = candidate.costs, self._problem.price_mi[self._m]
-        joules = sum(prices[self._members.get(n, 0)] * j for n, j in costs.energy_j.items())
-        return self._second_price * max(costs.latency_s, self._others_s) + float(joules)
+        prices = self._problem.price_mi[self._m]
+        joules = sum(prices[self._members.get(name, 0)] * j for name, j in energy_j.items())
+        return self._second_price * max(latency_s, self._others_s) + float(joules)
 
     def _predicted(self, found: _Candidate) -> ClusterPlan:
         plan, costs = found.plan, found.costs

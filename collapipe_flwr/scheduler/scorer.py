@@ -27,7 +27,7 @@ from collapipe_flwr.costs.work import (
     kept_bytes,
     steps_of,
 )
-from collapipe_flwr.scheduler.dual_prices import DualPrices, link_table
+from collapipe_flwr.scheduler.dual_prices import DualPrices, link_table, overdrawn
 
 NORM = 8  # a power of two: the soft maximum's exponent
 TRUST = 0.1  # share of the ceiling down to which dual prices are trusted
@@ -74,6 +74,9 @@ class Scorer:
         self.links_per_count = len(clusters) * int(np.prod(tables.gain_mij.shape[1:]))
         self.spans = SpanTable(tables, options)
         self.members = MemberPrices(tables, options, prices.price_mi[clusters], clusters)
+        limited = bool(np.isfinite(prices.room_mi[clusters]).any())
+        self.room = prices.room_mi[clusters].ravel() if limited else None
+        self.budget = tables.members.budget_mi[clusters].ravel()
         self._price_ends()
         edge = tables.snapshot.edge.overhead_s
         own_m = tables.members.overhead_mi[:, 0]
@@ -154,10 +157,14 @@ class Scorer:
         fixed = (weights * members.bulk_seconds.take(at)).sum(0) + self.server_s_m[cluster]
         fixed += batch.steps * ((update * slowness).sum(0) + self.update_s_m[cluster])
         flop = batch.examples * (ahead + back) + update + batch.count * overhead_flop
+        joule = batch.steps * flop * members.joule_per_flop.take(at)
         worth = batch.steps * (flop * members.flop_worth.take(at)).sum(0)
         worth += (weights * members.bulk_worth.take(at)).sum(0)
         worth += batch.steps * (self._own_worth(rows, batch) + batch.count * hop_worth)
         latency = fixed + batch.steps * makespan
+        if self.room is not None:
+            over = overdrawn(joule, self.room.take(at), self.budget.take(at)) * slots.used
+            worth += self.prices.latency_price * latency * over.sum(0)
         crowd = self._crowding((forward, backward), hop_s) * (batch.count - 1.0)
         return Estimates(latency, latency + batch.steps * crowd, worth)
 
@@ -280,6 +287,7 @@ class MemberPrices:
         self.overhead = members.overhead_mi[clusters].ravel()
         self.room = (1.0 - options.memory_margin) * members.memory_mi[clusters].ravel()
         self.flop_worth = (price_ni * members.energy_per_flop_mi[clusters]).ravel()
+        self.joule_per_flop = members.energy_per_flop_mi[clusters].ravel()
         noise = tables.snapshot.radio.noise_w_per_hz
         width, watt = tables.d2d_hz_mij[clusters, 0, :-1], members.power_max_mi[clusters]
         gain = tables.gain_mij[clusters]

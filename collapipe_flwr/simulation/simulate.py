@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.work import whole_model
+from collapipe_flwr.scheduler.base import USUAL_WEIGHT
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.simulation.bounds import Bounds, bounds_in
 from collapipe_flwr.simulation.episode import run_episode
@@ -108,7 +109,7 @@ def penalty_sweep(setting: Setting, tick: Tick = silent) -> tuple[TradeoffPoint,
     points, profile, seed = [], setting.model.profile(), setting.seeds[0]
     worlds = [(seed, setting.world(seed, profile))]
     for factor in FACTORS:
-        weight = factor * setting.settings.penalty_weight
+        weight = factor * (setting.settings.penalty_weight or USUAL_WEIGHT)
         settings = replace(setting.settings, penalty_weight=weight)
         ran = _policy(replace(setting, settings=settings), OURS, profile, worlds, tick)
         if ran.refusal is not None:

@@ -36,7 +36,7 @@ MEASURE = f"""
 import json, subprocess, sys
 from benchmarks.data_plane.network import shaped
 RECEIVE, SEND, SIZE = {RECEIVE!r}, {SEND!r}, {SIZE}
-with shaped(2, {RATE_BYTES_PER_S}) as network:
+with shaped([{RATE_BYTES_PER_S}] * 2) as network:
     command = (*network.command(1), sys.executable, "-c", RECEIVE)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as receiver:
         receiver.stdout.readline()
@@ -49,7 +49,7 @@ with shaped(2, {RATE_BYTES_PER_S}) as network:
 HOLD = f"""
 import signal
 from benchmarks.data_plane.network import shaped
-with shaped(2, {RATE_BYTES_PER_S}) as network:
+with shaped([{RATE_BYTES_PER_S}] * 2) as network:
     print(network.rights.kind, flush=True)
     signal.pause()
 """

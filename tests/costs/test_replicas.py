@@ -16,7 +16,7 @@ from collapipe_flwr.core.replay import StepTimes, replay
 from collapipe_flwr.core.schedule import Action, Op, textbook_depths, unchecked_schedule
 from collapipe_flwr.core.turns import PIECE_BYTES, Turn, pieces_ahead, turns
 from collapipe_flwr.costs.price import price, with_rates
-from collapipe_flwr.costs.replicas import exchange_s, price_replicated
+from collapipe_flwr.costs.replicas import exchange_s, price_if, price_replicated
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.costs.work import OPTIMISER_FLOP_PER_BYTE, PricingOptions
 from collapipe_flwr.scheduler.policies import make_scheduler
@@ -241,6 +241,24 @@ def test_of_equal_replicas_each_does_its_share_and_all_of_the_optimiser() -> Non
     assert first + second == pytest.approx(expected, rel=1e-9)
     assert first - second == pytest.approx(watt * once_s, rel=1e-6)  # the first is collected
     assert two.step_s < one.step_s
+
+
+@pytest.mark.parametrize("replicas", [0, 1, 2])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_nothing_costs_less_than_what_is_refused_unseen(replicas: int, schedule: str) -> None:
+    single, _, snapshot = alone()
+    names = tuple(d.device_id for d in snapshot.clusters[0].profile.devices)
+    shared = replace(single.segments[0], replicas=names[1 : replicas + 1])
+    plan, options = replace(single, segments=(shared,)), PricingOptions(schedule=schedule)
+    costs = price_replicated(tabulate(snapshot), 0, plan, options)
+    for wanted in (costs.latency_s, 0.0):
+        found = price_if(tabulate(snapshot), 0, plan, options, lambda s, _, most=wanted: s <= most)
+        assert (found is None) == (wanted == 0.0)
+    seen = []
+    price_if(tabulate(snapshot), 0, plan, options, lambda s, j: bool(seen.append((s, j))))
+    ((least_s, joule),) = seen
+    assert 0.3 * costs.latency_s < least_s <= costs.latency_s
+    assert joule == costs.energy_j
 
 
 def test_a_slow_replica_holds_the_others_up_by_its_own_share() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
@@ -31,6 +32,8 @@ from collapipe_flwr.cluster.loader import LoaderBatches
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.cluster import mods_of
 from collapipe_flwr.federation.personal import PersonalArrays
+from collapipe_flwr.federation.rounds import RoundRecord
+from collapipe_flwr.federation.site import RoundDevices
 
 CLASSES, BATCH, LENGTH, EXAMPLES = 3, 8, 6, 20
 NODES = (1, 2)
@@ -142,6 +145,25 @@ def test_the_result_is_that_of_plain_flower() -> None:
         assert_close(found[key], tensor, key)
     losses = [dict(r.train_metrics_clientapp[2])["train_loss"] for r in (result, plain)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+def test_a_clusters_seconds_count_from_its_order_to_its_reply(monkeypatch) -> None:
+    read, absent, slow_s = Cluster._weights, RoundDevices.absent, 0.4
+
+    def slowly_read(cluster: Cluster, arrays: ArrayRecord) -> Weights:
+        time.sleep(slow_s)
+        return read(cluster, arrays)
+
+    def slowly_absent(devices: RoundDevices) -> tuple[str, ...]:
+        time.sleep(slow_s)
+        return absent(devices)
+
+    records: list[RoundRecord] = []
+    strategy = CollaPipe(FedAvg(), model=split(), optimizer=RULE, on_round=records.append)
+    monkeypatch.setattr(Cluster, "_weights", slowly_read)
+    monkeypatch.setattr(RoundDevices, "absent", slowly_absent)
+    run(strategy, client(), rounds=1)
+    assert all(told.wall_s > 2 * slow_s for told in records[0].telemetry.values())
 
 
 def test_metrics_are_those_of_all_examples_at_once() -> None:

@@ -130,7 +130,7 @@ def test_the_realised_price_of_a_finished_round_is_the_predicted_one():
 
 
 def test_queues_grow_by_realised_energy_over_budget_and_only_for_those_who_finished():
-    planner = rounds(budget_margin=0.0)
+    planner = rounds("latency-only", budget_margin=0.0, energy_advance=0.0)
     plan = planner.plan(1, [11, 12], EMPTY)
     outcome = planner.settle(closed(plan, "cluster-0", after=weights(1.0)))
     for device, spent in outcome.energy_j["cluster-0"].items():

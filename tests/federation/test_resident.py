@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -156,32 +156,47 @@ def test_an_app_that_it_cannot_import_runs_here(
     assert "probe_app.work:app cannot be imported" in caplog.text
 
 
+HOLD = """
+import sys; sys.path.insert(0, sys.argv[1])
+from flwr.supercore.task_identity import TaskIdentity as T
+T.task_id = T.run_id = T.node_id = 1
+from tests.federation.test_resident import ask
+ask(sys.argv[2], 'hold', 1, int(sys.argv[3]))
+"""
+
+
+@contextmanager
+def abandoned(project: Path, path: Path, meanwhile: Callable[[], None]) -> Iterator[socket.socket]:
+    """The connection of a round to a device, after the round's relay was killed."""
+    with socket.create_server(("127.0.0.1", 0)) as device:
+        device.settimeout(WAIT_S)
+        told = (str(project.parent), str(path), str(device.getsockname()[1]))
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        with subprocess.Popen([sys.executable, "-c", HOLD, *told], cwd=ROOT, env=env) as relay:
+            held, _ = device.accept()
+            meanwhile()
+            relay.kill()
+    with held:
+        held.settimeout(WAIT_S)
+        yield held
+
+
 def test_a_relay_that_leaves_ends_its_round_and_all_that_it_had_open(
     project: Path, tmp_path: Path
 ) -> None:
-    script = (
-        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1])\n"
-        "from flwr.supercore.task_identity import TaskIdentity as T\n"
-        "T.task_id = T.run_id = T.node_id = 1\n"
-        "from tests.federation.test_resident import ask\n"
-        "ask(sys.argv[2], 'hold', 1, int(sys.argv[3]))"
-    )
-    with (
-        control_unit(tmp_path) as (path, process),
-        socket.create_server(("127.0.0.1", 0)) as device,
-    ):
-        device.settimeout(WAIT_S)
-        port = device.getsockname()[1]
-        command = [sys.executable, "-c", script, str(project.parent), str(path), str(port)]
-        with subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
-        ) as relay:
-            held, _ = device.accept()
-            relay.kill()
-        with held:
-            held.settimeout(WAIT_S)
+    with control_unit(tmp_path) as (path, process):
+        with abandoned(project, path, lambda: None) as held:
             assert held.recv(1) == b"", "the connection to a device ended with the round"
         assert told(path) == {"pid": process.pid, "calls": 1, "version": 1}
+
+
+def test_a_stop_of_both_sides_ends_the_control_unit(project: Path, tmp_path: Path) -> None:
+    with (
+        control_unit(tmp_path, "--grace-s", "1000") as (path, process),
+        abandoned(project, path, process.terminate) as held,
+    ):
+        assert process.wait(WAIT_S) == 0
+        assert held.recv(1) == b""
 
 
 @pytest.mark.usefixtures("project")

@@ -219,6 +219,31 @@ def test_many_adamw_steps_stay_on_the_unsplit_path(splitter: Splitter, cut: Repl
     assert_near(split, whole)
 
 
+def test_the_proximal_term_counts_once_and_what_the_optimizer_keeps_goes_on(
+    splitter: Splitter,
+) -> None:
+    """Over two rounds, of which the second begins with the first one's optimizer."""
+    rule = OptimizerConfig(name="sgd", learning_rate=0.1, momentum=0.9, proximal_mu=0.5)
+    cut = CUTS[3]
+    alone = Replicated(stops=(5,), replicas=(1,), micro_batches=cut.micro_batches)
+    ends = []
+    for which in (alone, cut):
+        weights, slots = splitter.initial_weights(seed=2), {}
+        for steps in (_steps(splitter, cut, count=2), _steps(splitter, cut, count=3)):
+            edge = Edge(splitter, weights, which, rule)
+            order = _order(which, weights, rule, slots=slots, keep_optimizer=True)
+            with edge.serving(which.replicas[-1]):
+                fleet = ThreadFleet(edge.connect)
+                result = train_round(splitter, order, _micro_batches(splitter, steps), fleet)
+            trained = {**result.weights, **edge.service.weights(session_key("A"))}
+            weights, slots = {**weights, **trained}, result.slots
+        ends.append((weights, {k: t[0] for k, t in slots.items()}))
+    (expected, means), (found, same_means) = ends
+    assert means.keys() == same_means.keys() and len(means) > 20
+    assert_near(found, expected, depth=5)
+    assert_near(same_means, means, depth=5)
+
+
 def test_a_batch_with_fewer_micro_batches_than_replicas(splitter: Splitter) -> None:
     """A replica without a micro-batch takes the same optimizer step as the others."""
     weights, cut = splitter.initial_weights(seed=2), CUTS[3]

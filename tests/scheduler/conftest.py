@@ -3,16 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
 from collapipe_flwr.core.domain import ModelProfile, Snapshot
+from collapipe_flwr.costs.arrays import Array
+from collapipe_flwr.costs.tables import Tables
+from collapipe_flwr.scheduler.dssda import Dssda
+from collapipe_flwr.scheduler.protocol import Nested, SchedulerState
 from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.world import EnergyBudget, World, make_world, mixed_devices
 
 KINDS = ("raspberry-pi-4", "raspberry-pi-5", "jetson-nano", "phone", "jetson-orin-nano")
+
+
+@dataclass(frozen=True, slots=True)
+class QueuesAlone(Dssda):
+    """Plain drift plus penalty: queues start empty, and no account limits a round."""
+
+    def _started(self, state: SchedulerState, snapshot: Snapshot) -> SchedulerState:
+        del snapshot
+        return replace(state, weight=self.settings.penalty_weight)
+
+    def _placeholders(self, state: SchedulerState, accounts_j: Nested) -> Nested:
+        del accounts_j
+        return state.placeholder_j
+
+    def _room(self, tables: Tables, state: SchedulerState) -> Array:
+        del state
+        return np.full_like(tables.members.budget_mi, np.inf)
+
 
 MakeWorld = Callable[..., tuple[World, ModelProfile]]
 MakeSnapshot = Callable[..., Snapshot]

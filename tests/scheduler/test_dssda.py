@@ -21,6 +21,7 @@ from collapipe_flwr.scheduler.policies import POLICIES, make_scheduler
 from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerConfig, SchedulerState
 from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.world import EnergyBudget, World, make_world, mixed_devices
+from tests.scheduler.conftest import QueuesAlone
 
 MakeWorld = Callable[..., tuple[World, ModelProfile]]
 FAST = SchedulerConfig(micro_batch_sizes=(2, 8), micro_batches=(2, 4))
@@ -164,8 +165,10 @@ def test_larger_v_trades_queues_for_latency() -> None:
     )
     latency, queues = [], []
     for weight in (0.1, 1.0, 10.0):
-        options = replace(ONE, penalty_weight=weight, hysteresis=0.0, bound=False)
-        _, outcomes, state = run(make_scheduler("dssda", options), world, model, 20, options)
+        options = replace(
+            ONE, penalty_weight=weight, hysteresis=0.0, bound=False, energy_advance=0.0
+        )
+        _, outcomes, state = run(QueuesAlone(options), world, model, 20, options)
         latency.append(np.mean([o.latency_s for o in outcomes]))
         budget = state.budget_j["cluster-0"]
         queue = state.energy_queue_j["cluster-0"]
@@ -287,7 +290,7 @@ def test_hysteresis_keeps_segments_that_are_nearly_as_good(a_world: MakeWorld) -
 def test_names_and_settings_are_checked() -> None:
     with pytest.raises(ConfigError, match=r"dssda.*uniform"):
         make_scheduler("dsda")
-    with pytest.raises(ScheduleError, match=r"penalty-weight must be > 0, got -1"):
+    with pytest.raises(ScheduleError, match=r"penalty-weight must be at least 0, got -1"):
         SchedulerConfig(penalty_weight=-1)
     with pytest.raises(ScheduleError, match="micro-batches needs"):
         SchedulerConfig(micro_batches=())

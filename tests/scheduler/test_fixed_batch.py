@@ -38,7 +38,7 @@ def test_no_fixed_cut_is_better_than_the_chosen_one(a_snapshot) -> None:
 
 
 def latency_of(settings: SchedulerConfig, snapshot) -> float:
-    scheduler = make_scheduler("dssda", settings)
+    scheduler = make_scheduler("latency-only", settings)
     plan, _ = scheduler.step(scheduler.init(snapshot), snapshot)
     return plan.latency_s
 

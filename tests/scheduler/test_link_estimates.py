@@ -35,6 +35,7 @@ MakeWorld = Callable[..., tuple[World, ModelProfile]]
 SETTINGS = SchedulerConfig(
     micro_batch_sizes=(4,), micro_batches=(4,), codecs=("fp32", "int8"), hysteresis=0.0
 )
+POLICY = "latency-only"  # what links are like alone decides, and no account of energy
 Measure = Callable[[tuple[str, str], float], float]
 """Link and promised rate -> rate; promised is what gains, power and bandwidth give."""
 
@@ -66,7 +67,7 @@ def rounds(
     world: World, model: ModelProfile, measure: Measure, count: int = 6
 ) -> tuple[list[Plan], SchedulerState]:
     """Plans of successive rounds that learn from what links did."""
-    scheduler, plans = make_scheduler("dssda", SETTINGS), []
+    scheduler, plans = make_scheduler(POLICY, SETTINGS), []
     state = scheduler.init(world.snapshot(1, model))
     for _ in range(count):
         told = world.snapshot(1, model)
@@ -95,7 +96,7 @@ def decided(plan: Plan) -> list[tuple[object, ...]]:
 
 def believing(book: LinkEstimates, world: World, model: ModelProfile) -> Plan:
     """The plan of one who is told the shares."""
-    scheduler, told = make_scheduler("dssda", SETTINGS), world.snapshot(1, model)
+    scheduler, told = make_scheduler(POLICY, SETTINGS), world.snapshot(1, model)
     seen = with_links(told, book)
     return scheduler.step(scheduler.init(told), seen)[0]
 

@@ -34,5 +34,5 @@ def test_unlimited_budgets_never_queue() -> None:
 
 def test_members_that_rest_recover() -> None:
     before = {"a": {"d": 5.0}}
-    after = advance_energy(before, {"a": {"d": 2.0}}, {}, margin=0.0)
+    after = advance_energy(before, {"a": {"d": 2.0}}, {}, share=1.0)
     assert after == {"a": {"d": 3.0}}

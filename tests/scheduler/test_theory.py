@@ -20,7 +20,7 @@ def named_tests(text: str) -> list[tuple[str, str]]:
 
 
 def defined_tests() -> set[tuple[str, str]]:
-    folders = ("core", "costs", "scheduler", "simulation", "federation")
+    folders = ("core", "costs", "scheduler", "simulation", "federation", "benchmarks")
     files = (p for folder in folders for p in (ROOT / "tests" / folder).iterdir())
     return {
         (name, test)

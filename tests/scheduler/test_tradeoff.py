@@ -20,10 +20,13 @@ from collapipe_flwr.scheduler.protocol import SchedulerConfig, reference_of
 from collapipe_flwr.simulation.episode import run_episode
 from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.world import EnergyBudget, World, make_world
+from tests.scheduler.conftest import QueuesAlone
 
 ROUNDS = 60
 WEIGHTS = (0.1, 1.0, 3.0, 10.0)
-SETTINGS = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(4,), bound=False, hysteresis=0.0)
+SETTINGS = SchedulerConfig(
+    micro_batch_sizes=(4,), micro_batches=(4,), bound=False, hysteresis=0.0, energy_advance=0.0
+)
 BOARDS = ["raspberry-pi-5", "raspberry-pi-4", "raspberry-pi-5", "jetson-nano"]
 
 
@@ -65,7 +68,8 @@ def world() -> tuple[World, ModelProfile]:
 def walk(world: World, model: ModelProfile, policy: str, weight: float) -> Path:
     """One episode, in units of the reference's latency and of the budgets."""
     settings = replace(SETTINGS, penalty_weight=weight)
-    scheduler, snapshot = make_scheduler(policy, settings), world.snapshot(1, model)
+    scheduler = QueuesAlone(settings) if policy == "queues" else make_scheduler(policy, settings)
+    snapshot = world.snapshot(1, model)
     first = scheduler.init(snapshot)
     budget = first.budget_j["cluster-0"]
     idle = energy_prices(tabulate(snapshot), first, settings)[0] / weight
@@ -84,7 +88,7 @@ def walk(world: World, model: ModelProfile, policy: str, weight: float) -> Path:
 
 @pytest.fixture(scope="module")
 def paths(world: tuple[World, ModelProfile]) -> list[Path]:
-    return [walk(*world, "dssda", weight) for weight in WEIGHTS]
+    return [walk(*world, "queues", weight) for weight in WEIGHTS]
 
 
 @pytest.fixture(scope="module")

@@ -135,7 +135,7 @@ def test_all_policies_start_on_equal_terms() -> None:
         ("--seeds 1,0-2", "--seeds names one twice"),
         ("--preset home", "--preset: unknown preset 'home'"),
         ("--energy-budget -3", "--energy-budget must be joules per round"),
-        ("--penalty-weight 0", "penalty-weight must be > 0"),
+        ("--penalty-weight -1", "penalty-weight must be at least 0"),
         ("--channel rain", "unknown channel 'rain'"),
         ("--channel trace:/nowhere", "channel trace '/nowhere'"),
         ("--radio am", "unknown radio 'am'"),

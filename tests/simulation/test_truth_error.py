@@ -246,3 +246,20 @@ def test_a_simulation_scores_and_bounds_what_is_true(small: Setting) -> None:
                 assert np.mean(score.latency_s) >= bound.latency_s * (1 - 1e-9)
     with pytest.raises(ConfigError, match="--truth-error"):
         replace(small, truth_error=-1.0)
+
+
+@pytest.mark.parametrize("weight", [0.0, 5.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_devices_far_from_their_profiles_keep_their_budgets(seed: int, weight: float) -> None:
+    """Whatever V: accounts pay for what was really spent, and limit what comes next."""
+    world = a_world(seed, 2, truth_error=0.4, share=1.8)
+    settings = replace(SETTINGS, penalty_weight=weight)
+    scheduler = make_scheduler("dssda", settings)
+    spent: dict[str, float] = {}
+    for done in run_episode(world, scheduler, MODEL, 25, options=settings):
+        for cluster in done.priced.clusters:
+            for device, joule in cluster.energy_j.items():
+                spent[device] = spent.get(device, 0.0) + joule
+    for cluster in world.clusters:
+        for device in cluster.devices:
+            assert spent.get(device.device_id, 0.0) <= 25 * device.energy_budget_j

@@ -1,0 +1,233 @@
+"""Write docs/results-testbed.md from what ``collapipe bench testbed --json FILE`` measured.
+
+python benchmarks/results_testbed.py docs/results/testbed.json > docs/results-testbed.md
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+Json = dict[str, Any]
+COMMAND = "collapipe bench testbed"
+WHOLE = ("fedavg", "splitfed")  # one device of a cluster holds all blocks
+RIVALS = ("fedavg", "splitfed", "uniform")
+SATURATED = 0.9  # of the host's processors
+WIDTH = 100
+LATENCY, EFFICIENCY, MEMORY = 48.98, 15.09, 0.5
+
+
+def lines(result: Json) -> Iterator[str]:
+    """The whole document."""
+    settings, policies = result["settings"], result["policies"]
+    yield from ("# Results of the testbed", "")
+    yield from _paragraph(
+        "Measured, not simulated: policies take turns on real daemons, each in a network "
+        "namespace behind a shaped link and as slow as its board."
+    )
+    yield from ("", "```bash", *_command(settings), "```", "")
+    yield from _setting(settings)
+    yield from _table(policies, settings)
+    yield from _claims(policies)
+    yield from _predictions(policies)
+    yield from _boards(settings)
+
+
+def _command(settings: Json) -> Iterator[str]:
+    options = {
+        "policies": ",".join(settings["policies"]),
+        "rounds": settings["rounds"],
+        "repetitions": settings["repetitions"],
+        "seed": settings["seed"],
+        "examples": settings["examples"],
+        "target": settings["target"],
+    }
+    words = [f"--{name} {value}" for name, value in options.items()]
+    yield f"{COMMAND} {' '.join(words[:3])} \\"
+    yield f"    {' '.join(words[3:])} --json docs/results/testbed.json"
+    yield "python benchmarks/results_testbed.py docs/results/testbed.json > docs/results-testbed.md"
+
+
+def _setting(settings: Json) -> Iterator[str]:
+    shaping, host = settings["shaping"], settings["host"]
+    federation = settings["federation"]
+    yield from _paragraph(
+        f"Everything that a board does per second is {settings['slow_down']:.2f} times slower "
+        f"than its preset: operations ({shaping['brake']}), bits ({shaping['links']}, without a "
+        "delay) and watts. So joules are those of the boards, and a round takes that many times "
+        f"as long as on them. The host has {host['processors']} processors of "
+        f"{host['flop_per_s'] / 1e9:.0f} GFLOP/s on one thread. Data, first weights, schedule, "
+        "memory cap and grid of micro-batches are the same for all policies, and every rule has "
+        f"its best micro-batches. Seeds {', '.join(map(str, settings['seeds']))}; the task is to "
+        f"name the thousands of a number in words, {settings['examples']} examples per cluster "
+        "and round."
+    )
+    yield ""
+    yield from _paragraph(
+        f"{federation[0].upper()}{federation[1:]}. Joules are modelled from measured times; a "
+        "budget is half of what a device spends on training all blocks alone, as measured on the "
+        "fastest. Senders are not paced: links carry what cables do, whatever power a plan gives."
+    )
+
+
+def _table(policies: Mapping[str, Json], settings: Json) -> Iterator[str]:
+    accuracy = f"{100 * settings['target']:.0f} %"
+    yield from ("", "## Policies", "")
+    target = f"s to {accuracy} {settings['metric']}"
+    yield f"| policy | round s | {target} | RSS MB | over idle MB | joule / budget | used |"
+    yield "|---|---:|---:|---:|---:|---:|---:|"
+    for name, policy in policies.items():
+        cells = (
+            _spread(policy["round_s"]),
+            _spread(policy["time_to_target_s"]),
+            f"{policy['peak_rss_bytes'] / 1e6:.0f}",
+            f"{policy['peak_rss_over_idle_bytes'] / 1e6:.0f}",
+            f"{policy['energy_over_budget_max']:.2f}",
+            f"{policy['capacity_used']:.3f}",
+        )
+        yield f"| {name}{'' if _keeps(policy) else ' *'} | {' | '.join(cells)} |"
+    yield ""
+    yield from _paragraph(
+        "Median (quartiles); rounds are by the server's clock, without evaluation. RSS is that of "
+        "the largest device process, most of it libraries; how much it grew in a run stands "
+        "beside it. *Used* is useful operations over all that all devices could compute."
+    )
+    if not all(map(_keeps, policies.values())):
+        yield from ("", "\\* breaks an energy budget: does not count as a winner.")
+    busy = max(p["host_busy_share"] for p in policies.values())
+    yield from ("", f"The host's processors were busy for {100 * busy:.0f} % of the time at most.")
+    if busy > SATURATED:
+        yield from _paragraph(
+            "**That is too much**: something else ran there, and seconds are longer than they "
+            "should be. To be measured again on a quiet machine."
+        )
+
+
+def _claims(policies: Mapping[str, Json]) -> Iterator[str]:
+    """What the paper claims of DSSDA, read off the table."""
+    ours = policies.get("dssda")
+    if ours is None:
+        return
+    yield from (
+        "",
+        "## The claims",
+        "",
+        "| DSSDA against | needed | seen | |",
+        "|---|---:|---:|---|",
+    )
+    for name in (n for n in RIVALS if n in policies):
+        seen = 100 * (1 - ours["round_s"]["mean"] / policies[name]["round_s"]["mean"])
+        mark = "" if _keeps(policies[name]) else " (breaks a budget)"
+        rows = f"mean round below `{name}`{mark} | {LATENCY} % | {seen:.1f} %"
+        yield f"| {rows} | {_kept(seen, LATENCY)} |"
+    others = {n: p for n, p in policies.items() if n not in (*WHOLE, "dssda")}
+    feasible = {n: p for n, p in others.items() if _keeps(p)}
+    if feasible:
+        best = max(feasible, key=lambda n: feasible[n]["capacity_used"])
+        seen = 100 * (ours["capacity_used"] / feasible[best]["capacity_used"] - 1)
+        rows = f"capacity used, over `{best}` | {EFFICIENCY} % | {seen:.1f} %"
+        yield f"| {rows} | {_kept(seen, EFFICIENCY)} |"
+    elif others:
+        yield f"| capacity used, over the best pipeline within budgets | {EFFICIENCY} % | none | |"
+    whole = [policies[n]["peak_rss_over_idle_bytes"] for n in WHOLE if n in policies]
+    if whole:
+        seen = ours["peak_rss_over_idle_bytes"] / max(whole)
+        kept = "kept" if seen < MEMORY else f"missed by {seen - MEMORY:.2f}"
+        rows = f"memory over idle, of a device with all blocks | < {MEMORY} | {seen:.2f}"
+        yield f"| {rows} | {kept} |"
+
+
+def _kept(seen: float, needed: float) -> str:
+    return "kept" if seen >= needed else f"missed by {needed - seen:.1f}"
+
+
+def _predictions(policies: Mapping[str, Json]) -> Iterator[str]:
+    yield from ("", "## Predicted beside measured", "")
+    yield from _paragraph(
+        "Medians of abs(ln(predicted / measured)) after three rounds: of whole rounds by the "
+        "server's clock, and of clusters by their control units' clocks."
+    )
+    yield from ("", "| policy | predicted s | measured s | rounds | clusters |")
+    yield "|---|---:|---:|---:|---:|"
+    for name, policy in policies.items():
+        seconds = (_median(policy, key) for key in ("predicted_s", "round_s"))
+        errors = (policy[key] for key in ("prediction_error", "prediction_error_clusters"))
+        cells = (
+            *(f"{s:.1f}" for s in seconds),
+            *("-" if e is None else f"{e:.3f}" for e in errors),
+        )
+        yield f"| {name} | {' | '.join(cells)} |"
+    yield from ("", "Where they miss:", "")
+    for reason in REASONS:
+        yield from textwrap.wrap(f"- {reason}", WIDTH, subsequent_indent="  ")
+
+
+REASONS = (
+    "The server's planning and aggregation and the packing of messages are in no cluster's clock: "
+    "rounds are longer than their slowest cluster by about a fixed time.",
+    "Opening a session, taking weights and giving them back cost a device about a third of a "
+    "second of a whole processor per round: seconds on the slowest boards. Plans know one overhead "
+    "per cluster, not one per device: rounds with other devices than before are predicted badly.",
+    "A cluster that is not the slowest gets less power and bandwidth. Cables do not slow down for "
+    "that: such a cluster is faster than predicted, the round is not.",
+)
+
+
+def _boards(settings: Json) -> Iterator[str]:
+    yield from ("", "## The boards as they ran", "")
+    yield "| cluster | board | share of a processor | GFLOP/s | ms per block | uplink Mbit/s |"
+    yield "|---|---|---:|---:|---:|---:|"
+    for cluster in settings["clusters"]:
+        for place, board in enumerate(cluster["boards"]):
+            role = board["kind"] if place else f"{board['kind']} (control unit)"
+            cells = (
+                f"{100 * board['processor_share']:.1f} %",
+                f"{board['flop_per_s'] / 1e9:.1f}",
+                f"{1e3 * (board['overhead_s'] or 0.0):.0f}",
+                f"{board['uplink_bit_per_s'] / 1e6:.0f}",
+            )
+            yield f"| {cluster['name']} | {role} | {' | '.join(cells)} |"
+    versions = ", ".join(f"{name} {version}" for name, version in settings["versions"].items())
+    yield from (
+        "",
+        "Speeds and overheads are those that `collapipe cluster check` measured there, and",
+    )
+    yield f"that plans began with. Versions: {versions}."
+
+
+def _paragraph(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, break_on_hyphens=False)
+
+
+def _keeps(policy: Json) -> bool:
+    """Whether every energy budget is kept, in every repetition."""
+    return bool(policy["energy_over_budget_max"] <= 1.0)
+
+
+def _median(policy: Json, key: str) -> float:
+    value: float = policy[key]["median"]
+    return value
+
+
+def _spread(values: Json) -> str:
+    middle, low, high = (_seconds(values[key]) for key in ("median", "q1", "q3"))
+    return f"{middle} ({low} to {high})"
+
+
+def _seconds(value: float | None) -> str:
+    return "never" if value is None else f"{value:.1f}"
+
+
+def main() -> None:
+    """Print the document."""
+    if len(sys.argv) != 2:
+        raise SystemExit("usage: python benchmarks/results_testbed.py FILE")
+    print("\n".join(lines(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Rounds of a deployment, phase by phase, beside those of plain Flower."""

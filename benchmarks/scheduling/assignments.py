@@ -1,0 +1,176 @@
+"""Every way to spread a cluster's blocks over its devices, and what no plan with it undercuts.
+
+Blocks are equal here, so what computing takes depends on how many blocks each device holds, not on
+the order of the devices. The order decides over which links activations travel; ``least_s`` takes
+the fastest link into and out of every device and all of the edge's band. Formulas are those of
+docs/theory.md, written again: nothing here searches, and nothing is the scheduler's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.costs.arrays import Array, Ints, Mask
+from collapipe_flwr.costs.convergence import bound_sums
+from collapipe_flwr.costs.tables import Tables
+from collapipe_flwr.scheduler.problem import NEVER, Learning
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
+
+UPDATE_FLOP_PER_BYTE = 3.0
+
+
+def spreads(devices: int, blocks: int) -> Ints:
+    """All (A, N) counts of blocks per device that add up to ``blocks``."""
+    if devices == 1:
+        return np.array([[blocks]])
+    parts = []
+    for first in range(blocks + 1):
+        rest = spreads(devices - 1, blocks - first)
+        parts.append(np.concatenate([np.full((len(rest), 1), first), rest], axis=1))
+    return np.concatenate(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Seconds of one direction per micro-batch."""
+
+    stage_s: Array  # (A, N) of devices
+    hop_s: Array  # (A, N + 1) into devices, and to the edge
+    end_s: Array  # (2,) control unit and edge
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round of a world as plain arrays, for what its plans take at least."""
+
+    tables: Tables
+    settings: SchedulerConfig
+
+    def __post_init__(self) -> None:
+        blocks = set(self.tables.snapshot.model.blocks)
+        if len(blocks) > 1 or self.settings.recompute:
+            raise ConfigError("the clairvoyant bound is for equal blocks without re-computation")
+
+    def steps(self, m: int, batch: int) -> float:
+        """Optimiser steps of cluster m."""
+        return float(max(np.ceil(self.tables.examples_m[m] / batch), 1.0))
+
+    def fits(self, m: int, spread: Ints, size: int, count: int) -> Mask:
+        """Which of (A, N) keep within all memories."""
+        model, margin = self.tables.snapshot.model, 1.0 - self.settings.memory_margin
+        block, room = model.blocks[0], margin * self.tables.members.memory_mi[m]
+        here = self.tables.members.present_mi[m, 1:]
+        # 1F1B keeps a micro-batch on the edge and at least one more on every stage ahead of it.
+        flights = (count,) * 3 if self.settings.schedule == "gpipe" else (3, 2, 1)
+        first, device, last = (size * min(flight, count) for flight in flights)
+        need = spread * (block.state_bytes + device * block.stash_bytes)
+        edge = margin * self.tables.snapshot.edge.memory_bytes / self.tables.num_clusters
+        ends = model.embedding.state_bytes + first * model.embedding.stash_bytes <= room[0]
+        ends &= model.decoder.state_bytes + last * model.decoder.stash_bytes <= edge
+        good = (need <= room[1:]) & (here | (spread == 0))
+        return np.asarray(good.all(1) & ends)
+
+    def joule(self, m: int, batch: int) -> Array:
+        """Joules of every device of cluster m per block it holds, transmissions of a step apart."""
+        block, members = self.tables.snapshot.model.blocks[0], self.tables.members
+        flop = batch * (block.forward_flop + block.backward_flop)
+        flop += UPDATE_FLOP_PER_BYTE * block.parameter_bytes
+        home = self._seconds_per_bit(m, members.power_max_mi[m])[1:, 0]
+        bulk = members.power_max_mi[m, 1:] * 8.0 * block.parameter_bytes * home
+        computing = self.steps(m, batch) * members.energy_per_flop_mi[m, 1:] * flop
+        return np.asarray(computing + bulk)
+
+    def _seconds_per_bit(self, m: int, watt_i: Array) -> Array:
+        """Of every link (sender, receiver) of cluster m, the edge last; all of its band."""
+        tables, radio = self.tables, self.tables.snapshot.radio
+        width = tables.d2d_hz_mij[m].copy()
+        width[:, -1] = radio.bandwidth_hz
+        snr = watt_i[:, None] * tables.gain_mij[m] / (radio.noise_w_per_hz * width)
+        return np.asarray(1.0 / (tables.share_mij[m] * width * np.log2(1.0 + snr)))
+
+    def least_s(self, m: int, spread: Ints, pair: tuple[int, int], *, air: bool = True) -> Array:
+        """Seconds of the round that no order, power or split of the band undercuts, (A,).
+
+        Without ``air`` transmissions take no time at all.
+        """
+        size, count = pair
+        model, members = self.tables.snapshot.model, self.tables.members
+        block, used = model.blocks[0], spread > 0
+        speed, watt = members.speed_mi[m], members.power_max_mi[m]
+        ahead = self._seconds_per_bit(m, watt)
+        edge_w = self.tables.snapshot.edge.tx_power_w
+        down = self._seconds_per_bit(m, np.full_like(watt, edge_w))[:, -1]
+        others = np.where(np.eye(len(watt), dtype=bool), np.inf, ahead[:, :-1])
+        bits = 8.0 * size * block.output_bytes * air
+        # Into every device comes one hop from some member, and out of it one gradient to some.
+        into, out = bits * others.min(0)[1:], bits * others.min(1)[1:]
+        up = bits * np.where(used, ahead[1:, -1], np.inf).min(1)
+        home = bits * np.where(used, down[1:], np.inf).min(1)
+        edge = self.tables.snapshot.edge.speed_flop_per_s
+        edge = edge / self.tables.num_clusters if self.settings.edge_shared else edge
+        first, last = model.embedding, model.decoder
+        ways = []
+        for flop, start, end, hop, outer in (
+            (block.forward_flop, first.forward_flop, last.forward_flop, into, up),
+            (block.backward_flop, first.backward_flop, last.backward_flop, out, home),
+        ):
+            ends = size * np.array([start / speed[0], end / edge])
+            hops = np.concatenate([np.where(used, hop, 0.0), outer[:, None]], axis=1)
+            ways.append(Way(size * flop * spread / speed[1:], hops, ends))
+        schedule = gpipe_s if self.settings.schedule == "gpipe" else least_step_s
+        step = schedule(ways[0], ways[1], count)
+        update = spread * block.parameter_bytes / speed[1:]
+        rest = first.parameter_bytes / speed[0] + last.parameter_bytes / edge
+        step += UPDATE_FLOP_PER_BYTE * (update.sum(1) + rest)
+        bulk = 8.0 * block.parameter_bytes * air * (ahead[0, 1:-1] + ahead[1:, 0])
+        whole = first.parameter_bytes + self.tables.num_blocks * block.parameter_bytes
+        server = 16.0 * whole / self.tables.server_rate_m[m]
+        return np.asarray(self.steps(m, size * count) * step + spread @ bulk + server)
+
+
+def gpipe_s(ahead: Way, back: Way, count: int) -> Array:
+    """A step of GPipe, (A,)."""
+    step = np.zeros(len(ahead.stage_s))
+    for way in (ahead, back):
+        step += way.stage_s.sum(1) + way.hop_s.sum(1) + way.end_s.sum()
+        slowest = np.maximum(way.stage_s.max(1), way.hop_s.max(1))
+        step += (count - 1) * np.maximum(slowest, way.end_s.max())
+    return step
+
+
+def least_step_s(ahead: Way, back: Way, count: int) -> Array:
+    """What no order of actions and of devices undercuts, (A,).
+
+    A stage works for all micro-batches; the first has passed the stages ahead of it before, and the
+    last gradient passes them after. With y of a device and h of the hop into it, both ways, that is
+    ``sum of (y + h) up to it + (count - 1) y``: the largest is least where y falls along the
+    pipeline (Jackson's rule: the longest tail first).
+    """
+    stage, hop = ahead.stage_s + back.stage_s, ahead.hop_s + back.hop_s
+    order = np.argsort(-stage, axis=1, kind="stable")
+    stage = np.take_along_axis(stage, order, axis=1)
+    into = np.take_along_axis(hop[:, :-1], order, axis=1)
+    start, end = ahead.end_s + back.end_s
+    reached = start + np.cumsum(stage + into, axis=1)
+    last = reached[:, -1] + hop[:, -1] + count * end
+    return np.asarray(np.maximum((reached + (count - 1) * stage).max(1), last))
+
+
+def rho_of(learning: Learning, tables: Tables, batch_km: Ints) -> Array:
+    """Rounds to the target over the reference's, of the batches of all clusters, (K, M)."""
+    if learning.constants is None:
+        return np.ones(len(batch_km))
+    examples = tables.examples_m
+    steps = np.maximum(np.ceil(examples / batch_km), 1.0)
+    sums = bound_sums(examples / examples.sum(), steps, batch_km.astype(float))
+    return np.minimum(learning.constants.rounds(sums) / learning.reference_rounds, NEVER)
+
+
+def batch_choices(settings: SchedulerConfig, clusters: int) -> tuple[Ints, Ints]:
+    """The batches of the grid, (B,), and every choice of one per cluster by place, (K, M)."""
+    batches = np.unique(np.array(settings.batches).prod(1))
+    return batches, np.array(list(product(range(len(batches)), repeat=clusters)))

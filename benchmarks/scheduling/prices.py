@@ -1,0 +1,157 @@
+"""Section ``prices``: DSSDA over a run against what no scheduler beats and what keeps every round.
+
+Costs are means over rounds of rho T, in seconds: rounds to the target over the reference's, times
+how long the round takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+
+from benchmarks.scheduling.assignments import Round
+from benchmarks.scheduling.clairvoyant import clairvoyant
+from benchmarks.scheduling.every_round import every_round_cost
+from collapipe_flwr.costs.arrays import Array
+from collapipe_flwr.costs.tables import tabulate
+from collapipe_flwr.scheduler.base import learning_in
+from collapipe_flwr.scheduler.model_share import capped, least_shares
+from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.scheduler.protocol import REPAID, SchedulerState, reference_of
+from collapipe_flwr.simulation.episode import EpisodeRound, run_episode
+from collapipe_flwr.simulation.setting import Setting
+from collapipe_flwr.simulation.world import EnergyBudget, World
+
+NEUTRAL = Setting(clusters=5, devices=4)
+WORLDS = {
+    "paper": Setting(),
+    # The cap on a device's share of the model leaves little to decide here: blocks are spread
+    # evenly, and no budget binds.
+    "neutral": NEUTRAL,
+    # The same without a cap: quick boards take more, and their budgets bind.
+    "free": replace(NEUTRAL, settings=replace(NEUTRAL.settings, max_model_share=1.0)),
+    # The same with budgets of 1.2 equal shares, 30 % of training alone.
+    "tight": replace(
+        NEUTRAL,
+        settings=replace(NEUTRAL.settings, max_model_share=1.0),
+        budget=EnergyBudget(equal_shares=1.2),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PriceCase:
+    """One seed; costs are mean rho T in seconds, energies shares of budgets."""
+
+    world: str
+    seed: int
+    rounds: int
+    dssda: float
+    dssda_latency_s: float
+    every_round: float
+    bound: float
+    energy_used: float  # of the device that used most, over the run
+    energy_at_any_end: float  # the same for the worst end of a run from REPAID rounds on
+    weight: float  # V
+    multipliers: float  # sum of the bound's, in reference latencies
+
+    @property
+    def above_bound(self) -> float:
+        """DSSDA over the clairvoyant bound, less 1."""
+        return self.dssda / self.bound - 1.0
+
+    @property
+    def behind(self) -> float:
+        """DSSDA over the rival that keeps every round, less 1."""
+        return self.dssda / self.every_round - 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class PriceBench:
+    """All seeds of all worlds."""
+
+    cases: tuple[PriceCase, ...]
+    schedule: str
+
+    def as_json(self) -> dict[str, object]:
+        """Plain data with what the claims need."""
+        rows = [
+            {**asdict(c), "above_bound": c.above_bound, "behind_every_round": c.behind}
+            for c in self.cases
+        ]
+        worlds = {name: self.summary(name) for name in dict.fromkeys(c.world for c in self.cases)}
+        return {"schedule": self.schedule, "worlds": worlds, "cases": rows}
+
+    def of(self, world: str) -> list[PriceCase]:
+        """The seeds of one world, worst first."""
+        return sorted((c for c in self.cases if c.world == world), key=lambda c: -c.above_bound)
+
+    def summary(self, world: str) -> dict[str, float]:
+        """Means and worst seeds."""
+        cases = self.of(world)
+        return {
+            "seeds": len(cases),
+            "above_bound_mean": float(np.mean([c.above_bound for c in cases])),
+            "above_bound_max": max(c.above_bound for c in cases),
+            "behind_every_round_mean": float(np.mean([c.behind for c in cases])),
+            "behind_every_round_max": max(c.behind for c in cases),
+            "every_round_above_bound_mean": float(
+                np.mean([c.every_round / c.bound - 1.0 for c in cases])
+            ),
+            "energy_used_max": max(c.energy_used for c in cases),
+            "energy_at_any_end_max": max(c.energy_at_any_end for c in cases),
+        }
+
+
+def setting_of(world: str, schedule: str) -> Setting:
+    """The setting of that name with plans that follow ``schedule``."""
+    base = WORLDS[world]
+    return replace(base, settings=replace(base.settings, schedule=schedule))
+
+
+def price_case(name: str, setting: Setting, seed: int, rounds: int) -> PriceCase:
+    """DSSDA, the rival and the bound in one world."""
+    profile = setting.model.profile()
+    world, scheduler = setting.world(seed, profile), make_scheduler("dssda", setting.settings)
+    done = list(run_episode(world, scheduler, profile, rounds, options=setting.settings))
+    first = scheduler.init(world.snapshot(1, profile))
+    seen = [_round(setting, first, world, t) for t in range(1, rounds + 1)]
+    learning = learning_in(seen[0].tables, first, setting.settings)
+    rng = np.random.default_rng([seed, 16])
+    rival = float(np.mean([every_round_cost(one, learning, rng) for one in seen]))
+    ours = float(np.mean([r.plan.rho * r.priced.latency_s for r in done]))
+    scale = reference_of(first).latency_s
+    least, theta = clairvoyant(seen, learning).bound()
+    used = energy_used(world, done)
+    return PriceCase(
+        world=name,
+        seed=seed,
+        rounds=rounds,
+        dssda=ours,
+        dssda_latency_s=float(np.mean([r.priced.latency_s for r in done])),
+        every_round=rival,
+        bound=least * scale,
+        energy_used=float(used[-1].max()),
+        energy_at_any_end=float(used[min(REPAID, rounds) - 1 :].max()),
+        weight=done[-1].state.weight,
+        multipliers=float(theta.sum()),
+    )
+
+
+def _round(setting: Setting, state: SchedulerState, world: World, index: int) -> Round:
+    settings, reference = setting.settings, reference_of(state)
+    tables = tabulate(world.snapshot(index, setting.model.profile()), settings.coarsest)
+    shares = least_shares(tables, reference, settings)
+    return Round(capped(tables, shares, reference, settings), settings)
+
+
+def energy_used(world: World, done: Sequence[EpisodeRound]) -> Array:
+    """Mean energy of every device up to every round over its budget, (T, devices)."""
+    members = [device for c in world.clusters for device in c.members]
+    spent = np.zeros((len(done), len(members)))
+    for t, one in enumerate(done):
+        found = {d: j for c in one.priced.clusters for d, j in c.energy_j.items()}
+        spent[t] = [found.get(d.device_id, 0.0) / d.energy_budget_j for d in members]
+    return np.asarray(np.cumsum(spent, axis=0) / np.arange(1, len(done) + 1)[:, None])

@@ -1,0 +1,1 @@
+"""Policies on running machines: real daemons behind shaped links, as slow as boards."""

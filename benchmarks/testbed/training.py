@@ -1,0 +1,101 @@
+"""What is trained on the testbed: the same by every policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.ablation_digits import leading_digits
+from benchmarks.testbed.bed import Values
+from collapipe_flwr.config.schema import AppConfig, flatten
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.scheduler.policies import POLICIES
+
+METRIC = "accuracy"
+WIDTH = 256
+MODEL = (
+    f"hidden_size={WIDTH} num_hidden_layers=6 num_attention_heads=4 intermediate_size={2 * WIDTH} "
+    "max_position_embeddings=64 hidden_dropout_prob=0.0 attention_probs_dropout_prob=0.0"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What is trained, and by whom the rounds are planned; the same terms for all ``policies``.
+
+    Repetition r has seed ``seed`` + r for data, first weights, order of the examples and world.
+    """
+
+    policies: tuple[str, ...] = ("dssda", "fedavg", "splitfed", "uniform", "throughput")
+    rounds: int = 5
+    repetitions: int = 2
+    seed: int = 500
+    examples: int = 256  # of a cluster in a round
+    target: float = 0.9  # of the metric
+    learning_rate: float = 1e-3
+    energy_share: float = 0.5  # budget: of what a device spends on training all blocks alone
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """One for each repetition."""
+        return tuple(range(self.seed, self.seed + self.repetitions))
+
+    def run_config(self, policy: str, seed: int, path: Path) -> Values:
+        """All keys, for a run directory at ``path`` beside the data.
+
+        Policies differ in ``scheduler.policy`` alone.
+        """
+        data = data_folder(path.parent, seed)
+        ours: Values = {
+            "num-server-rounds": self.rounds,
+            "seed": seed,
+            "output-dir": str(path.parent),
+            "run-name": path.name,
+            "checkpoint-every": 0,
+            "data.task": "classification",
+            "data.train": str(data / "train.jsonl"),
+            "data.test": str(data / "test.jsonl"),
+            "model.type": "bert",
+            "model.overrides": MODEL,
+            "train.learning-rate": self.learning_rate,
+            "train.decay": "none",
+            "train.examples-per-round": self.examples,
+            "scheduler.policy": policy,
+            "scheduler.max-model-share": 1 / 3,  # as `collapipe simulate`
+            "world.channel": "static",  # cables
+            "world.energy-share": self.energy_share,
+            "edge.timeout-s": 120.0,
+            "edge.heartbeat-s": 10.0,
+        }
+        return {**flatten(AppConfig()), **ours}
+
+
+def read_policies(text: str) -> tuple[str, ...]:
+    """Names with ``,`` between them; raises ConfigError for an unknown one."""
+    names = tuple(name.strip() for name in text.split(","))
+    for name in names:
+        if name not in POLICIES:
+            known = ", ".join(POLICIES)
+            raise ConfigError(f"--policies: unknown policy {name!r}, choose some of {known}")
+    return names
+
+
+def turns(training: Training) -> Iterator[tuple[str, int]]:
+    """Policy and seed; every repetition begins with another policy, so that none always follows."""
+    for repetition, seed in enumerate(training.seeds):
+        at = repetition % len(training.policies)
+        for policy in (*training.policies[at:], *training.policies[:at]):
+            yield policy, seed
+
+
+def data_folder(folder: Path, seed: int) -> Path:
+    """Where `write_data` puts the rows of a seed."""
+    return folder / "data" / str(seed)
+
+
+def write_data(seeds: Sequence[int], folder: Path) -> None:
+    """The task of every seed: which digit a number in words begins with."""
+    for seed in seeds:
+        data_folder(folder, seed).mkdir(parents=True)
+        leading_digits(data_folder(folder, seed), seed)

@@ -1,0 +1,75 @@
+"""A plan with replicas as rows of the common tables, each of which picks one replica of a stage.
+
+The number of a row has two digits: one picks the replica of stages 1, 3, ... (modulo how many there
+are), the other that of stages 2, 4, ... So any two replicas of neighbouring stages stand next to
+each other in one of the rows, and a row is a chain like that of any plan.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from collapipe_flwr.core.domain import ClusterPlan
+from collapipe_flwr.core.turns import Turn
+from collapipe_flwr.costs.layouts import Layouts, member_indices
+from collapipe_flwr.costs.tables import Tables
+
+
+class Variants:
+    """Stages are numbered from the control unit (0) to the edge (K + 1), which have one place."""
+
+    def __init__(self, tables: Tables, m: int, plan: ClusterPlan) -> None:
+        self.replicas = plan.replicas
+        self.edge = len(plan.segments) + 1
+        self.segments = range(1, self.edge)
+        self.devices = [(s, r) for s in self.segments for r in range(self.replicas[s])]
+        self.members = [(0, 0), *self.devices]
+        self._even = max(self.replicas[2:-1:2], default=1)
+        self._plan, self._m = plan, m
+        self._indices = member_indices(tables, m)
+
+    def rows(self) -> Layouts:
+        """All of them."""
+        plan, count = self._plan, max(self.replicas[1:-1:2]) * self._even
+        members = [[self.member(s, self.picked(s, v)) for s in self.segments] for v in range(count)]
+        stops = np.array([segment.stop_block for segment in plan.segments], dtype=np.int64)
+        return Layouts(
+            cluster_r=np.full(count, self._m),
+            member_rs=np.array(members, dtype=np.int64),
+            stop_rs=np.tile(stops, (count, 1)),
+            micro_batch_size_r=np.full(count, plan.micro_batch_size),
+            micro_batches_r=np.full(count, plan.micro_batches),
+        )
+
+    def picked(self, stage: int, row: int) -> int:
+        """The replica of a stage in a row."""
+        digit = row // self._even if stage % 2 else row % self._even
+        return digit % self.replicas[stage]
+
+    def row(self, stage: int, replica: int, behind: int = 0) -> int:
+        """Where a replica stands beside that one of the stage behind."""
+        if stage % 2:
+            return replica * self._even + behind
+        return replica + behind * self._even
+
+    def member(self, stage: int, replica: int) -> int:
+        """The place on the member axis; the control unit's is 0."""
+        return self._indices[self.name(stage, replica)] if stage else 0
+
+    def name(self, stage: int, replica: int) -> str:
+        """The id of a device, or of the control unit."""
+        if stage == 0:
+            return self._plan.member_ids[0]
+        return self._plan.segments[stage - 1].device_ids[replica]
+
+    def own(self, stage: int, replica: int) -> int:
+        """Micro-batches of a step that pass a replica."""
+        turn = Turn(replica=replica, replicas=self.replicas[stage])
+        return len(turn.own(self._plan.micro_batches))
+
+    def meetings(self, hop: int) -> Counter[tuple[int, int]]:
+        """How many micro-batches of a step pass from which replica to which one behind."""
+        ahead, behind = self.replicas[hop], self.replicas[hop + 1]
+        return Counter((j % ahead, j % behind) for j in range(self._plan.micro_batches))

@@ -1,0 +1,112 @@
+"""The clairvoyant bound against complete enumeration, and the rival that keeps every round."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks.scheduling.assignments import Round, rho_of, spreads
+from benchmarks.scheduling.clairvoyant import clairvoyant
+from benchmarks.scheduling.every_round import every_round_cost
+from benchmarks.scheduling.prices import price_case
+from collapipe_flwr.costs.chain import chain_of, powers_for, price_rows, schedule_rows
+from collapipe_flwr.costs.layouts import Layouts, by_member
+from collapipe_flwr.costs.tables import tabulate
+from collapipe_flwr.scheduler.base import initial_state, learning_in
+from collapipe_flwr.scheduler.initial_layouts import all_layouts, rows_for
+from collapipe_flwr.scheduler.problem import Learning
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
+from collapipe_flwr.scheduler.radio.interior_point import equal_shares
+from collapipe_flwr.simulation.models import ModelShape
+from collapipe_flwr.simulation.setting import Setting
+from collapipe_flwr.simulation.world import EnergyBudget
+
+SETTING = Setting(
+    clusters=2,
+    devices=3,
+    examples=200,
+    model=ModelShape(blocks=5, width=256),
+    budget=EnergyBudget(equal_shares=1.3),
+    settings=SchedulerConfig(micro_batch_sizes=(2, 4), micro_batches=(2, 8)),
+)
+
+
+def rounds_of(schedule: str, count: int) -> tuple[list[Round], Learning]:
+    settings = replace(SETTING.settings, schedule=schedule)
+    profile = SETTING.model.profile()
+    world = SETTING.world(3, profile)
+    seen = [Round(tabulate(world.snapshot(t, profile)), settings) for t in range(1, count + 1)]
+    state = initial_state(world.snapshot(1, profile), settings)
+    return seen, learning_in(seen[0].tables, state, settings)
+
+
+def everything(one: Round) -> list[tuple[Layouts, np.ndarray, np.ndarray]]:
+    """All rows of every cluster at full power with all of the band: seconds and energies."""
+    found = []
+    for m in range(one.tables.num_clusters):
+        rows = rows_for(m, *all_layouts(3, 5), np.array(one.settings.batches))
+        chain = chain_of(one.tables, rows, one.settings)
+        radio = equal_shares(chain, one.tables.snapshot.radio.bandwidth_hz * len(rows))
+        priced = price_rows(chain, radio.times, powers_for(chain, radio.edge_hz_r, radio.times))
+        step_s = schedule_rows(chain, radio.times)[1]
+        found.append((rows, chain.fixed_s + chain.steps_r * step_s, priced.energy_j))
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_no_plan_undercuts_the_bound(schedule: str) -> None:
+    """The Lagrangian of every pair of rows, at random multipliers, is at least the bound."""
+    (one,), learning = rounds_of(schedule, 1)
+    lower, rng = clairvoyant([one], learning), np.random.default_rng(0)
+    parts, scale = everything(one), learning.reference.latency_s
+    budget = one.tables.members.budget_mi
+    for size in (0.0, 0.05, 0.3):
+        theta = size * rng.random((2, 3))
+        bound = lower.certified(theta)
+        worth = []
+        for m, (rows, _, joule) in enumerate(parts):
+            share = (
+                np.stack(
+                    [
+                        by_member(joule[[r]], rows.take(np.array([r])), budget.shape)[m]
+                        for r in range(len(rows))
+                    ]
+                )
+                / budget[m]
+            )
+            worth.append(share[:, 1:] @ theta[m])
+        batches = [rows.batch_r.astype(int) for rows, _, _ in parts]
+        best = np.inf
+        for r in range(len(parts[0][0])):
+            both = np.stack([np.full(len(batches[1]), batches[0][r]), batches[1]], axis=1)
+            late = np.maximum(parts[0][1][r], parts[1][1]) * rho_of(learning, one.tables, both)
+            best = min(best, float((late / scale + worth[0][r] + worth[1]).min()) - theta.sum())
+        assert bound <= best + 1e-9
+        if not size:
+            assert bound >= 0.85 * best  # and says something
+
+
+def test_spreads_are_all_ways_to_share_blocks() -> None:
+    found = spreads(3, 4)
+    assert len(found) == 15 == len(np.unique(found, axis=0))
+    assert (found.sum(1) == 4).all()
+
+
+def test_the_rival_keeps_every_round_and_stays_above_the_bound() -> None:
+    seen, learning = rounds_of("gpipe", 3)
+    rng = np.random.default_rng(0)
+    rival = np.mean([every_round_cost(one, learning, rng) for one in seen])
+    scale = learning.reference.latency_s
+    bound, theta = clairvoyant(seen, learning).bound()
+    assert np.isfinite(rival) and (theta >= 0.0).all()
+    assert bound * scale <= rival
+
+
+def test_a_short_run_is_close_to_the_bound_and_not_behind_the_rival() -> None:
+    setting = replace(SETTING, settings=replace(SETTING.settings, max_model_share=1.0))
+    case = price_case("small", setting, 3, 12)
+    assert case.energy_at_any_end <= 1.0
+    assert case.above_bound <= 0.05
+    assert case.behind <= 0.01

@@ -1,0 +1,37 @@
+"""What `collapipe bench round` makes of the marks of a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.rounds.measure import PHASES, _timing, measure
+from benchmarks.rounds.watch import Process, Watch
+from collapipe_flwr.core.errors import ConfigError
+
+FIRST = {"planned_s": 1.0, "called_s": 5.0, "begun_s": 20.0, "ended_s": 30.0, "answered_s": 31.0}
+MARKS = [
+    {**FIRST, "received_s": 39.0},
+    {**{name: 40.0 + at_s / 2 for name, at_s in FIRST.items()}, "received_s": 58.0},
+    {**{name: 60.0 + at_s / 2 for name, at_s in FIRST.items()}, "received_s": 79.0},
+]
+ENDS_S = [0.0, 40.0, 60.0, 82.0]
+
+
+def test_phases_add_up_to_the_round_and_the_first_round_does_not_count() -> None:
+    watch = Watch(())
+    watch.cpu_s = [(10.0, 5.0), (41.0, 9.0), (81.0, 11.0)]
+    watch.apps = {1: Process(9.0, 900), 2: Process(1.0, 100), 3: Process(3.0, 200)}
+    timing = _timing(ENDS_S, MARKS, watch)
+    assert tuple(timing.phases) == PHASES
+    assert sum(timing.phases.values()) == pytest.approx(timing.round_s) == 21.0
+    assert timing.train_s == 5.0
+    assert (timing.overhead_s, timing.longest_overhead_s) == (16.0, 17.0)
+    assert timing.cpu_s == 1.0
+    assert (timing.app_cpu_s, timing.rss_bytes) == (2.0, 200)
+
+
+def test_an_unknown_model_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"--models tiny is not known: choose of demo, bert-6x256"
+    ):
+        list(measure(["tiny"], 1, print))

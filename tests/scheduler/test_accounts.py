@@ -1,0 +1,131 @@
+"""Accounts keep every budget at any end of a run; queues start at learned prices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collapipe_flwr.core.domain import ModelProfile
+from collapipe_flwr.scheduler.accounts import (
+    GAIN,
+    IN_HAND,
+    opened_accounts,
+    settled_accounts,
+    settled_placeholders,
+)
+from collapipe_flwr.scheduler.multipliers import WEIGHTS, weight_for
+from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.scheduler.protocol import REPAID, SchedulerConfig
+from collapipe_flwr.simulation.episode import EpisodeRound, run_episode
+from collapipe_flwr.simulation.models import ModelShape
+from collapipe_flwr.simulation.world import EnergyBudget, World, make_world
+
+SETTINGS = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(4,), bound=False)
+BOARDS = ["raspberry-pi-5", "raspberry-pi-4", "raspberry-pi-5", "jetson-nano"]
+ROUNDS = 15
+
+
+@pytest.fixture(scope="module")
+def world() -> tuple[World, ModelProfile]:
+    model = ModelShape(blocks=6, decoder_blocks=6, width=128, tokens=32).profile()
+    budget = EnergyBudget(share=0.4, radio_s=1.0)
+    return make_world(cluster_devices=[BOARDS], examples=[400], budget=budget, model=model), model
+
+
+def episode(
+    world: tuple[World, ModelProfile], settings: SchedulerConfig, rounds: int = ROUNDS
+) -> list[EpisodeRound]:
+    scheduler = make_scheduler("dssda", settings)
+    return list(run_episode(world[0], scheduler, world[1], rounds, options=settings))
+
+
+def used(world: World, done: list[EpisodeRound]) -> np.ndarray:
+    """Mean energy up to every round over the budget, (T, devices); control units left out."""
+    devices = [d for c in world.clusters for d in c.devices]
+    joule = [{d: j for c in r.priced.clusters for d, j in c.energy_j.items()} for r in done]
+    spent = np.array([[e[d.device_id] / d.energy_budget_j for d in devices] for e in joule])
+    return np.cumsum(spent, axis=0) / np.arange(1, len(done) + 1)[:, None]
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.floats(0, 5))
+def test_accounts_that_never_fall_below_zero_keep_the_average(
+    parts: list[float], advance: float
+) -> None:
+    """Whoever spends within account and share keeps its budget at every end from REPAID on."""
+    settings = replace(SETTINGS, energy_advance=advance)
+    budgets, accounts, spent = (
+        {"c": {"d": 2.0}},
+        opened_accounts({"c": {"d": 2.0}}, 0, settings),
+        [],
+    )
+    for index, part in enumerate(parts, start=1):
+        room = accounts["c"]["d"] + settings.aimed(index) * 2.0
+        spent.append(part * room)
+        accounts = settled_accounts(accounts, budgets, {"c": {"d": spent[-1]}}, index, settings)
+        assert accounts["c"]["d"] >= -1e-9
+        if index >= REPAID or not advance:
+            assert sum(spent) / index <= (1.0 - settings.budget_margin) * 2.0 + 1e-9
+
+
+def test_prices_fall_while_accounts_are_full_and_rise_while_they_are_empty() -> None:
+    def moved(held: float, before: float = 5.0) -> float:
+        after = settled_placeholders({"c": {"d": before}}, {"c": {"d": held}}, {"c": {"d": 2.0}})
+        return after["c"].get("d", 0.0)
+
+    assert moved(IN_HAND * 2.0) == 5.0
+    assert moved(2.0) < 5.0 < moved(0.0)
+    assert moved(1e9) == 5.0 - GAIN * 2.0 and moved(-1e9) == 5.0 + GAIN * 2.0  # bounded steps
+    assert moved(1e9, before=0.0) == 0.0
+
+
+def test_devices_that_join_late_or_have_no_budget() -> None:
+    late = settled_accounts({}, {"c": {"d": 2.0}}, {}, REPAID + 1, SETTINGS)
+    assert late["c"]["d"] == pytest.approx(2.0 * (1.0 - SETTINGS.budget_margin))
+    assert opened_accounts({"c": {"d": math.inf}}, 0, SETTINGS) == {"c": {}}
+
+
+@pytest.mark.parametrize("advance", [0.0, 1.0])
+def test_every_budget_is_kept_at_any_end_of_a_run(
+    world: tuple[World, ModelProfile], advance: float
+) -> None:
+    settings = replace(SETTINGS, energy_advance=advance, penalty_weight=50.0)
+    shares = used(world[0], episode(world, settings))
+    first = REPAID - 1 if advance else 0
+    assert shares[first:].max() <= 1.0
+    assert shares[-1].max() > 0.85  # and what is allowed is used, but for what accounts hold
+
+
+def test_queues_start_at_prices_near_those_they_end_at(world: tuple[World, ModelProfile]) -> None:
+    done = episode(world, SETTINGS)
+    state = done[-1].state
+    started, later = (r.state.placeholder_j["cluster-0"] for r in (done[0], done[-1]))
+    assert any(value > 0.0 for value in started.values())
+    budget = state.budget_j["cluster-0"]
+    for device, queue in state.energy_queue_j["cluster-0"].items():
+        if device in started:  # no queue had to fill up first
+            assert (
+                abs(queue) + abs(later.get(device, 0.0) - started[device]) <= 2.0 * budget[device]
+            )
+            assert queue >= -later.get(device, 0.0) - 1e-9
+
+
+def test_a_round_is_never_much_slower_than_one_that_keeps_its_own_budgets(
+    world: tuple[World, ModelProfile],
+) -> None:
+    """The mean cost over a short run is within 1 % of the best plan that keeps every round."""
+    done = episode(world, SETTINGS)
+    spare = done[-1].state.spare_plan
+    assert spare is not None
+    mean = np.mean([r.plan.rho * r.priced.latency_s for r in done])
+    assert mean <= 1.01 * spare.rho * spare.latency_s
+
+
+def test_weights_follow_the_budgets_slack() -> None:
+    tight, loose = np.full((2, 3), 0.2), np.full((2, 3), 0.002)
+    assert weight_for(tight) < weight_for(loose)
+    assert weight_for(np.full((1, 1), 1e3)) == WEIGHTS[0]
