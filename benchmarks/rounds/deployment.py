@@ -20,7 +20,7 @@ from collapipe_flwr.core.processes import keeping
 
 ROOT = Path(collapipe_flwr.__file__).parents[1]
 BIN = Path(sys.executable).parent
-POLL_S = 0.2  # of Flower's SuperExec, as in our service files
+POLL_S = 0.2  # of the SuperNode's SuperExec, as in our service file
 START_S = 120.0
 _LOOK_S = 0.1
 _COLLAPIPE = (sys.executable, "-m", "collapipe_flwr.cli")
@@ -145,20 +145,21 @@ class Deployment:
             process = subprocess.Popen(
                 keeping(command),
                 cwd=self.folder,
-                env=self._environment(),
+                env=self._environment(name),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
         return self.stack.enter_context(process)
 
-    def _environment(self) -> dict[str, str]:
+    def _environment(self, name: str) -> dict[str, str]:
+        poll = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": str(POLL_S)} if name == "supernode" else {}
         return {
             **os.environ,
             "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}",
             "PYTHONPATH": str(ROOT),
             "FLWR_HOME": str(self.folder / "flower"),
-            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": str(POLL_S),
+            **poll,
             "OMP_NUM_THREADS": "1",  # of every program, on both sides: one board each
             "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
             "FLWR_DISABLE_UPDATE_CHECK": "1",

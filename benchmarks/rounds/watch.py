@@ -13,7 +13,7 @@ _PROC = Path("/proc")
 _LOOK_S = 0.1
 _STOP_S = 10.0
 _APP = b"flwr-clientapp"
-_UNIT = b"control-unit"
+_UNIT = b"control-unit\0--socket"
 
 
 @dataclass(slots=True)

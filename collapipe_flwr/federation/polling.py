@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from flwr.supercore.run import Run
 
 SHARE = 0.1
-SHORTEST_S, LONGEST_S = 0.1, 2.0
+SHORTEST_S, LONGEST_S = 0.25, 2.0  # a look is a transaction in the SuperLink's database
 
 
 class PollingGrid(Grid):
