@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -91,7 +92,9 @@ def check_config(
         launch = order.launch()
         from collapipe_flwr.federation.preflight import check_launch
 
-        typer.echo(check_launch(launch, cluster or ()))
+        files = [path.resolve() for path in cluster or ()]
+        os.chdir(launch.app)  # as the run does: paths in the run-config are relative to the app
+        typer.echo(check_launch(launch, files))
 
 
 def compare(

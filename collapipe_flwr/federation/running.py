@@ -62,7 +62,7 @@ class Order:
             output_dir=run_dir.parent,
             run_name=run_dir.name,
             run_config={"train.state-dir": str(run_dir / "clusters"), **overrides},
-            federation_config=self.federation_config,
+            federation_config=self.federation_config and self.federation_config.resolve(),
         )
 
     @property
