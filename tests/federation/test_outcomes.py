@@ -17,6 +17,7 @@ from collapipe_flwr.federation.planner import ScheduledRounds
 from collapipe_flwr.federation.rounds import Outcome, RoundPlan
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.pipeline.meter import StageReport
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from tests.federation.test_planner import MODEL, NODES, closed, rounds, weights
 
 NAME, EXAMPLES, STEPS = "cluster-0", 64, 8
@@ -110,6 +111,7 @@ def test_energy_is_power_by_measured_seconds_and_goes_into_queues() -> None:
     telemetry = told(plan, planner)
     outcome, cluster = settled(planner, planned, telemetry)
     assert cluster.metered == ()
+    share = SchedulerConfig().aimed(1)
     for member in planner.world.clusters[0].devices:
         report = next((r for r in telemetry.reports if r.name == member.device_id), None)
         if report is None:
@@ -121,7 +123,7 @@ def test_energy_is_power_by_measured_seconds_and_goes_into_queues() -> None:
         joules += 0.25 * plan.gradient_power_w[member.device_id]
         assert cluster.energy_j[member.device_id] == pytest.approx(joules)
         queue = outcome.queues_j[NAME][member.device_id]
-        assert queue == pytest.approx(max(joules - 0.95 * member.energy_budget_j, 0.0))
+        assert queue == pytest.approx(max(joules - share * member.energy_budget_j, 0.0))
 
 
 def test_a_sensor_goes_before_the_model_and_the_record_says_so() -> None:

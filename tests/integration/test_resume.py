@@ -196,6 +196,7 @@ def _story(run_dir: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     assert summary["rounds"] == ROUNDS and summary["status"] == "completed"
     for told in (*events, summary):
         assert told.pop("wall_s") > 0
+        told.pop("evaluation_s", None)
         told.pop("bytes")  # headers differ by the digits of ports
         told["links"] = [{**k, "forward": None, "backward": None} for k in told["links"]]
     return events, summary
