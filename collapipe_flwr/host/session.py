@@ -32,6 +32,7 @@ from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.state import PartState
 
 BUSY_S = 60.0  # for whoever uses a part before us
+LEAVING_S = 1.0  # in which a call that has been answered ends
 
 
 class SessionRefused(LinkError):
@@ -213,6 +214,8 @@ class Session:
         what uses the part does not end in time: then the session is dropped when that ends.
         """
         with self._turn:
+            # The caller may know the end of its last call before this host has left it.
+            self._turn.wait_for(lambda: self._life is not Life.BUSY, LEAVING_S)
             self._refuse_if_closed()
             self.closed = why
             whole = self._life in (Life.REST, Life.CLAIMED)
