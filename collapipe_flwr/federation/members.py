@@ -36,9 +36,10 @@ from collapipe_flwr.federation.records import (
     write_progress,
 )
 from collapipe_flwr.federation.rounds import AcceptedRounds
+from collapipe_flwr.federation.wrapped_grid import WrappedGrid
 
 if TYPE_CHECKING:
-    from flwr.supercore.run import Run
+    pass
 
 
 log = logging.getLogger("flwr.collapipe")
@@ -46,13 +47,13 @@ NO_CLUSTER = "make a collapipe_flwr.Cluster from the ClientApp"
 _NODE_UNAVAILABLE = 5  # flwr's error code of a node whose heartbeats are missing
 
 
-class Members(Grid):
+class Members(WrappedGrid):
     """``grid`` without the nodes that are none of ``clusters``; counts what training sends."""
 
     def __init__(
         self, grid: Grid, clusters: Mapping[int, str], *, patience_s: float = math.inf
     ) -> None:
-        self._grid = grid
+        super().__init__(grid)
         self._patience_s = patience_s
         self._alone_since_s: float | None = None
         self._newcomers = Newcomers(grid)
@@ -82,26 +83,6 @@ class Members(Grid):
         """Bytes of training messages and their replies since the last call."""
         taken, self._train_bytes = self._train_bytes, 0
         return taken
-
-    def set_run(self, run: Run) -> None:
-        """Set the run."""
-        self._grid.set_run(run)
-
-    @property
-    def run(self) -> Run:
-        """The run."""
-        return self._grid.run
-
-    def create_message(
-        self,
-        content: RecordDict,
-        message_type: str,
-        dst_node_id: int,
-        group_id: str,
-        ttl: float | None = None,
-    ) -> Message:
-        """A message of the grid."""
-        return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
 
     def get_node_ids(self) -> list[int]:
         """The connected clusters, after new nodes have been identified.
@@ -139,14 +120,6 @@ class Members(Grid):
         del self._clusters[before]
         self._strangers.add(before)  # Flower lists it for a while longer
         self._clusters[node] = name
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Push through the grid."""
-        return self._grid.push_messages(messages)
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Pull through the grid."""
-        return self._grid.pull_messages(message_ids)
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
-from flwr.app import Message, RecordDict
+from flwr.app import Message
 from flwr.serverapp import Grid
 
-if TYPE_CHECKING:
-    from flwr.supercore.run import Run
+from collapipe_flwr.federation.wrapped_grid import WrappedGrid
 
 SHARE = 0.1
 SHORTEST_S, LONGEST_S = 0.25, 2.0  # a look is a transaction in the SuperLink's database
 
 
-class PollingGrid(Grid):
+class PollingGrid(WrappedGrid):
     """``grid``, whose `send_and_receive` looks for replies at fitting intervals."""
 
     def __init__(
@@ -30,40 +28,9 @@ class PollingGrid(Grid):
         now: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._grid, self._now, self._pause = grid, now, pause
+        super().__init__(grid)
+        self._now, self._pause = now, pause
         self._took_s: dict[str, float] = {}  # the last exchange of each type of message
-
-    def set_run(self, run: Run) -> None:
-        """Set the run."""
-        self._grid.set_run(run)
-
-    @property
-    def run(self) -> Run:
-        """The run."""
-        return self._grid.run
-
-    def create_message(
-        self,
-        content: RecordDict,
-        message_type: str,
-        dst_node_id: int,
-        group_id: str,
-        ttl: float | None = None,
-    ) -> Message:
-        """A message of the grid."""
-        return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
-
-    def get_node_ids(self) -> Iterable[int]:
-        """The nodes of the grid."""
-        return self._grid.get_node_ids()
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Push through the grid."""
-        return self._grid.push_messages(messages)
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Pull through the grid."""
-        return self._grid.pull_messages(message_ids)
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
