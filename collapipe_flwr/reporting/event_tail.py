@@ -23,7 +23,7 @@ class EventTail:
         self.generation = 0
         self._path = run_dir / EVENTS
         self._inode = 0
-        self._begin()
+        self._place, self._number, self._mark = 0, 0, b""
 
     def new(self, about_bytes: int = -1) -> list[dict[str, Any]]:
         """The rounds that were written since the last call, oldest first.
@@ -38,7 +38,7 @@ class EventTail:
         with file:
             if not self._continues(file):
                 self.generation += 1
-                self._begin()
+                self._place, self._number, self._mark = 0, 0, b""
             self._inode = os.fstat(file.fileno()).st_ino
             file.seek(self._place)
             lines = file.readlines(about_bytes)
@@ -51,9 +51,6 @@ class EventTail:
             self._number += 1
             events.append(parse_event(self._path, self._number, line))
         return events
-
-    def _begin(self) -> None:
-        self._place, self._number, self._mark = 0, 0, b""
 
     def _continues(self, file: BinaryIO) -> bool:
         """Whether what was read is still there: an inode may be given to another file."""

@@ -31,7 +31,8 @@ from collapipe_flwr.reporting.events import RoundEvent
 Json = Mapping[str, object]
 LOG = "run.log"
 EVENTS = "events.jsonl"
-_SUMMARY, _CONFIG = "summary.json", "run-config.json"
+CONFIG = "run-config.json"
+_SUMMARY = "summary.json"
 _PENDING, _RUN_ID, _CHECKPOINTS = "pending-round.json", "run-id", "checkpoints"
 _PLANS = b',\n  "plans": ['  # as `write_summary` lays it out
 _BLOCK_BYTES = 1 << 20
@@ -58,7 +59,7 @@ class RunDirectory:
     @classmethod
     def reopen(cls, path: Path) -> RunDirectory:
         """The folder of an earlier run, to go on with it; raises ConfigError if it is none."""
-        if not (path / _CONFIG).is_file():
+        if not (path / CONFIG).is_file():
             raise ConfigError(f'resume: "{path}" is not the folder of a run')
         directory = cls.__new__(cls)
         directory.path = path
@@ -112,7 +113,7 @@ class RunDirectory:
 
     def write_config(self, config: Json) -> None:
         """Write ``run-config.json``: flat, as Flower takes it."""
-        self._replace(_CONFIG, json.dumps(config, indent=2) + "\n")
+        self._replace(CONFIG, json.dumps(config, indent=2) + "\n")
 
     def _replace(self, name: str, text: str) -> None:
         self._write(write_text, name, text)
@@ -157,7 +158,7 @@ def read_summary_head(run_dir: Path) -> dict[str, Any] | None:
 
 def read_config(run_dir: Path) -> dict[str, Any] | None:
     """The run-config of a run directory, or None where it is none."""
-    return _read(run_dir / _CONFIG)
+    return _read(run_dir / CONFIG)
 
 
 def resumed_config(run_dir: Path, overrides: Json) -> dict[str, Any]:

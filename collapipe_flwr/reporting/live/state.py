@@ -6,6 +6,7 @@ of the clusters, and the head. One that knows another file, or nothing, is sent 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,7 +46,7 @@ class RunState:
     def __init__(self) -> None:
         self.head: Json = {"status": "waiting"}
         self._budget_j: Mapping[str, float | None] = {}
-        self.place = Place()
+        self.place = Place(head=1)
         self.begin("")
 
     def begin(self, file: str) -> None:
@@ -90,7 +91,8 @@ class RunState:
         return {
             "anew": anew,
             "head": self.head,
-            "rounds": self._rows[known.rounds :],
+            "sent_s": time.time(),
+            "last": self._rows[-1] if self._rows else None,
             "incidents": told,
             "round": self.place.picture,
             "clusters": list(self._clusters.values()) if fresh else None,
