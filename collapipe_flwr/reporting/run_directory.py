@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -199,20 +199,29 @@ def read_pending(run_dir: Path) -> dict[str, Any] | None:
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
-    """The rounds of a run directory so far, oldest first.
+    """The rounds of a run directory so far, oldest first; see `iter_events`."""
+    return list(iter_events(run_dir))
+
+
+def iter_events(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """The same, one by one: a long run on many devices writes more than memory holds.
 
     A last line that a crash left is passed over; raises RunError for any other that is damaged.
     """
     path = run_dir / EVENTS
-    *lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    events = []
-    for number, line in enumerate(lines, 1):
-        try:
-            events.append(parse_event(path, number, line))
-        except RunError:
-            if number < len(lines):
-                raise
-    return events
+    if not path.exists():
+        return
+    damage: RunError | None = None
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if damage is not None:
+                raise damage
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield parse_event(path, number, line)
+            except RunError as error:
+                damage = error
 
 
 def parse_event(path: Path, number: int, line: bytes) -> dict[str, Any]:
