@@ -151,8 +151,17 @@ def by_round(traces: Sequence[Json], *, log: bool = False, zero: bool = False) -
     axis: Json = {"type": "log"} if log else {}
     if zero:
         axis["rangemode"] = "tozero"
-    layout = {"xaxis": {"title": {"text": "round"}, "tickformat": "d"}, "yaxis": axis}
+    longest = max((trace["x"] for trace in traces), key=len, default=[])
+    layout = {"xaxis": round_axis(longest), "yaxis": axis}
     return {"data": list(traces), "layout": {**layout, "hovermode": "x unified"}}
+
+
+def round_axis(rounds: Sequence[int]) -> Json:
+    """An axis whose ticks are whole rounds."""
+    axis: Json = {"title": {"text": "round"}, "tickformat": "d"}
+    if rounds and rounds[-1] - rounds[0] <= 10:
+        axis["dtick"] = 1
+    return axis
 
 
 def by_row(traces: Sequence[Json], rows: int, unit: str, **layout: Any) -> Json:

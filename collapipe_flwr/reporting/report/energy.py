@@ -158,8 +158,8 @@ def _queues(run: RunData) -> Chart | None:
     return Chart(
         key="queues",
         title="Energy queues in joules",
-        note="What a device spent beyond its budget so far; while queues stay bounded, budgets are "
-        "kept in the long run.",
+        note="What a device spent beyond its budgets so far, below 0 where it has saved. While "
+        "queues stay bounded, budgets are kept in the long run.",
         figure=by_round(traces, zero=True),
     )
 
@@ -182,7 +182,7 @@ def _row(each: Spent) -> list[str]:
         number(each.predicted_j),
         number(each.budget_j) if each.budget_j else "none",
         f"{100 * each.share:.0f} %{' ▲' if each.over else ''}" if each.share is not None else "-",
-        number(abs(each.queue_j) if each.queue_j is not None else None, 3),
+        number(None if each.queue_j is None else each.queue_j + 0.0, 3),
         "metered" if each.metered else "modelled",
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from math import isnan
 
 from collapipe_flwr.reporting.report.charts import (
@@ -127,13 +128,14 @@ def _with_untrained(run: RunData, traces: list[Json], name: str) -> list[Json]:
 
 
 def compared_learning(runs: Sequence[RunData]) -> Section:
-    """A chart for each number, a curve for each run."""
+    """A chart for each number, a curve for each run; the main metric also over time."""
     names = list(dict.fromkeys(name for run in runs for name in run.metrics))
     names.sort(key=lambda name: name != runs[0].metric)
     charts = [
-        _compared(runs, f"test {name}", [run.metrics.get(name) for run in runs]) for name in names
+        _compared(runs, f"test {name}", [r.metrics.get(name) for r in runs]) for name in names
     ]
     charts.append(_compared(runs, "training loss", [run.numbers["loss"] for run in runs]))
+    charts.insert(1, _over_time(runs))
     return Section(
         key="learning",
         title="Learning",
@@ -143,10 +145,8 @@ def compared_learning(runs: Sequence[RunData]) -> Section:
 
 def _compared(runs: Sequence[RunData], name: str, series: Sequence[Series | None]) -> Chart | None:
     traces = [
-        _curve(run, run.name, values, COLOURS[place % len(COLOURS)], dash)
-        for place, (run, values, dash) in enumerate(
-            zip(runs, series, _run_dashes(len(runs)), strict=True)
-        )
+        _curve(run, run.name, values, "", "solid") | _run_style(place, len(runs))
+        for place, (run, values) in enumerate(zip(runs, series, strict=True))
         if values is not None and values.known
     ]
     if not traces:
@@ -155,5 +155,33 @@ def _compared(runs: Sequence[RunData], name: str, series: Sequence[Series | None
     return Chart(key=f"compared-{name.replace(' ', '-')}", title=name, figure=figure)
 
 
-def _run_dashes(count: int) -> Sequence[str]:
-    return [("solid", "dash", "dot")[place // len(COLOURS) % 3] for place in range(count)]
+def _over_time(runs: Sequence[RunData]) -> Chart | None:
+    """The main metric of the first run, over minutes by the clock."""
+    name, traces = runs[0].metric, []
+    for place, run in enumerate(runs):
+        if name in run.metrics:
+            minutes = [total / 60 for total in accumulate(run.numbers["wall_s"].known)]
+            pairs = zip(minutes, run.metrics[name].padded(len(run.rounds)), strict=False)
+            known = [(minute, value) for minute, value in pairs if not isnan(value)]
+            known = known[:: stride_of(len(known))]
+            x, y = [minute for minute, _ in known], [value for _, value in known]
+            traces.append(line(run.name, x, y, "") | _run_style(place, len(runs)))
+    if not traces:
+        return None
+    figure = by_round(traces, log=name == "perplexity")
+    figure["layout"] |= {
+        "xaxis": {"title": {"text": "minutes by the clock"}},
+        "hovermode": "closest",
+    }
+    return Chart(key="over-time", title=f"test {name} over time", figure=figure)
+
+
+def _run_style(place: int, count: int) -> Json:
+    """Wider curves behind narrower ones, so that those which coincide are all seen."""
+    colour = COLOURS[place % len(COLOURS)]
+    dash = ("solid", "dash", "dot")[place // len(COLOURS) % 3]
+    width = min(2.0 + 1.3 * (count - 1 - place), 9.0)
+    return {
+        "line": {"color": colour, "dash": dash, "width": width},
+        "marker": {"color": colour, "size": width + 3},
+    }

@@ -87,7 +87,7 @@ def _rates(hops: Sequence[Hop]) -> Chart | None:
     if not rated:
         return None
     shown = rated[:MOST_BARS]
-    labels = [label(hop_name(key)) for key, _ in shown]
+    labels = [hop_label(key) for key, _ in shown]
     traces = []
     for name, way, colour in (("forward", "forward", FIRST), ("backward", "backward", SECOND)):
         rates = [_rate(getattr(hop, way)) for _, hop in shown]
@@ -120,6 +120,12 @@ def hop_name(key: tuple[str, str, str]) -> str:
     """``attic: 1-pi > 2-pi``."""
     cluster, sender, receiver = key
     return f"{cluster}: {sender.rpartition('/')[2]} > {receiver.rpartition('/')[2]}"
+
+
+def hop_label(key: tuple[str, str, str]) -> str:
+    """The same in two lines, for a chart."""
+    cluster, ends = hop_name(key).split(": ", 1)
+    return f"{label(cluster)}<br>{label(ends)}"
 
 
 def _table(hops: Sequence[Hop]) -> Table:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from collapipe_flwr.reporting.report.charts import (
     FIRST,
     MOST_BARS,
+    MUTED,
     SECOND,
-    WARNING,
     Chart,
     Section,
     Table,
@@ -103,7 +103,7 @@ def _chart(found: Sequence[Peak]) -> Chart:
     unit = "% of the limit" if limited else "MB"
     figure = by_row(traces, len(shown), unit)
     if limited:
-        line = {"color": WARNING, "dash": "dash", "width": 2}
+        line = {"color": MUTED, "dash": "dash", "width": 2}
         edge = {"type": "line", "x0": 100, "x1": 100, "y0": 0, "y1": 1, "yref": "paper"}
         figure["layout"]["shapes"] = [{**edge, "line": line}]
     left = len(found) - len(shown)

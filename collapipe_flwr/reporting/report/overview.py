@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from collapipe_flwr.reporting.report.charts import Section, Table, number, seconds, size
 from collapipe_flwr.reporting.report.energy import spent
 from collapipe_flwr.reporting.report.incidents import counts_text
+from collapipe_flwr.reporting.report.memory import peaks
 from collapipe_flwr.reporting.report.run_data import KINDS, RunData
 
 
@@ -23,8 +24,9 @@ class Tile:
 
 def tiles(run: RunData) -> list[Tile]:
     """What somebody wants to know first."""
-    found = [_status(run), _metric(run), _time(run), _traffic(run), _clusters(run), _energy(run)]
-    return [tile for tile in (*found, _prediction(run), _incidents(run)) if tile is not None]
+    found = [_status(run), _metric(run), _time(run), _traffic(run), _clusters(run)]
+    found += [_energy(run), _memory(run), _prediction(run), _incidents(run)]
+    return [tile for tile in found if tile is not None]
 
 
 def notes(run: RunData) -> list[str]:
@@ -89,6 +91,20 @@ def _energy(run: RunData) -> Tile | None:
         value=f"{100 * (worst.share or 0):.0f} % of budget",
         note=f"{over} of {len(limited)} devices over budget",
         warning=over > 0,
+    )
+
+
+def _memory(run: RunData) -> Tile | None:
+    fullest = next(iter(peaks(run)), None)
+    if fullest is None:
+        return None
+    if fullest.share is None:
+        return Tile(title="Memory, largest peak", value=size(fullest.most), note=fullest.name)
+    return Tile(
+        title="Memory, fullest device",
+        value=f"{100 * fullest.share:.0f} % of limit",
+        note=f"{fullest.name}, {size(fullest.most)}",
+        warning=fullest.share > 1,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from collapipe_flwr.reporting.report.charts import Chart, Json, Section, Table, label
+from collapipe_flwr.reporting.report.charts import Chart, Json, Section, Table, label, round_axis
 from collapipe_flwr.reporting.report.run_data import ClusterData, Placed, RunData
 
 _MOST_COLUMNS = 120  # rounds that a picture has room for
@@ -37,7 +37,7 @@ def placement(run: RunData) -> Section:
 def _note(run: RunData) -> str:
     stride = _stride(run)
     every = f" Every {_ordinal(stride)} round is shown." if stride > 1 else ""
-    return f"The darker, the more of the {run.blocks} blocks; no colour: none.{every}"
+    return f"The stronger the colour, the more of the {run.blocks} blocks; none: no block.{every}"
 
 
 def _ordinal(count: int) -> str:
@@ -68,6 +68,7 @@ def placed_blocks(run: RunData, cluster: str) -> Json:
                 "hovertemplate": "round %{x}<br>%{y}<br>blocks %{text}<extra></extra>",
                 "hoverongaps": False,
                 "colorscale": "@scale",
+                "textfont": {"color": "@text"},
                 "zmin": 0,
                 "zmax": run.blocks,
                 "xgap": 2 if few else 0,
@@ -77,7 +78,7 @@ def placed_blocks(run: RunData, cluster: str) -> Json:
         ],
         "layout": {
             "height": _FRAME_PIXELS + _ROW_PIXELS * len(names),
-            "xaxis": {"title": {"text": "round"}, "tickformat": "d", "showgrid": False},
+            "xaxis": {**round_axis([run.rounds[place] for place in places]), "showgrid": False},
             "yaxis": {"autorange": "reversed", "type": "category", "showgrid": False},
         },
     }

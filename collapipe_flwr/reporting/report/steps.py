@@ -16,6 +16,7 @@ from collapipe_flwr.reporting.report.charts import (
     FOURTH,
     MUTED,
     SECOND,
+    SIXTH,
     THIRD,
     Chart,
     Json,
@@ -33,7 +34,7 @@ _WORK = {
     "backward": ("backward", SECOND),
     "weights": ("weight gradients", FIFTH),
     "optimizer": ("optimizer", THIRD),
-    "send": ("sending", "@send"),
+    "send": ("sending", SIXTH),
     "receive": ("waiting", MUTED),
 }
 _THIN = ("send", "receive")

@@ -208,7 +208,7 @@ def _row(name: str, data: ClusterData) -> list[str]:
         str(len(data.latency_s.known)),
         seconds(_mean(data.predicted_s)),
         seconds(_mean(data.latency_s)),
-        f"{100 * median(errors):.2g} %" if errors else "-",
+        f"{100 * median(errors):.1f} %" if errors else "-",
     ]
 
 
