@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.core.schedule import stage_actions
-from collapipe_flwr.host.energy import ReadJoules
+from collapipe_flwr.host.energy import EnergyMeter
 from collapipe_flwr.host.lanes import ONLY, Lane
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
 from collapipe_flwr.host.parts import FOUND, SNAPSHOT, BuildPart, Parts, tensors_of
@@ -40,7 +40,7 @@ from collapipe_flwr.pipeline.meter import StageReport, Timeline, bytes_of
 from collapipe_flwr.pipeline.roles import LastStage, MiddleStage
 from collapipe_flwr.pipeline.siblings import Siblings
 from collapipe_flwr.pipeline.soundness import told
-from collapipe_flwr.pipeline.state import digests_of, live_state
+from collapipe_flwr.pipeline.state import digests_of
 
 Connect = Callable[[NextHop], AbstractContextManager[Link]]
 Reserve = Callable[[int], None]
@@ -83,13 +83,13 @@ class EdgeService:
         store: TensorStore | None = None,
         cache: WeightCache | None = None,
         set_power: Callable[[float], None] | None = None,
-        read_joules: ReadJoules | None = None,
+        meter: EnergyMeter | None = None,
         ledger: Ledger | None = None,
         compute: torch.device = CPU,
     ) -> None:
-        self._compute = compute
+        self.compute = compute
         self._set_power = set_power
-        self._read_joules = read_joules or (lambda: None)
+        self._meter = meter or EnergyMeter()
         self._store = store
         self._cache = cache
         self._parts = Parts(build_part, snapshots, cache, compute)
@@ -277,8 +277,9 @@ class EdgeService:
         )
 
     def spare_bytes(self) -> int:
-        """What the next session may have of the memory that is in use now."""
-        return self._store.held_bytes if self._store is not None else 0
+        """What the next session may have of the memory that is in use now, where parts are."""
+        here = self._store if self.compute == CPU else None
+        return here.held_bytes if here is not None else 0
 
     def request(self, session_id: str) -> SessionRequest | None:
         """What a session was opened with."""
@@ -322,16 +323,10 @@ class EdgeService:
             upstream.close(str(error))
             raise
         try:
-            before_j = self._read_joules()
-            with self._stage(stream, upstream, behind) as stage:
-                peak = AllocatorPeak(
-                    self._compute,
-                    bytes_of(live_state(stage.part, stage.optimizer).tensors().values()),
-                )
+            with self._meter.interval() as used, self._stage(stream, upstream, behind) as stage:
+                peak = AllocatorPeak(self.compute, bytes_of(stage.tensors))
                 stage.serve()
-            after_j = self._read_joules()
-            energy_j = None if before_j is None or after_j is None else after_j - before_j
-            report = replace(stage.report(), energy_j=energy_j)
+            report = replace(stage.report(), energy_j=used.joules)
             most_bytes = max(report.peak_tensor_bytes, peak.num_bytes)
             session.count(replace(report, peak_tensor_bytes=most_bytes))
         except BaseException as error:
