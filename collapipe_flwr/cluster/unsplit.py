@@ -13,7 +13,7 @@ from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig, pred
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.objective import scores_of
 from collapipe_flwr.pipeline.backward import fuse_accumulation
-from collapipe_flwr.pipeline.compute import CPU, bring, place_of
+from collapipe_flwr.pipeline.compute import CPU, bring, one_thread, place_of
 from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.precision import computing_in
@@ -52,7 +52,8 @@ def train_unsplit(
             with computing_in(execution.precision, place):
                 outputs = splitter.run_whole(model, micro_batch)
                 loss: Any = splitter.loss_of(outputs, micro_batch) * (count / sum(counts))
-            loss.backward()
+            with one_thread(place):
+                loss.backward()
             step_loss += float(loss.detach())
         optimizer.add_proximal()
         if execution.clip_norm:

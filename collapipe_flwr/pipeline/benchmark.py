@@ -75,7 +75,14 @@ def run_benchmark(
     import torch
     from torch import nn
 
-    from collapipe_flwr.pipeline.compute import CPU, describe, finish, free_bytes, torch_build
+    from collapipe_flwr.pipeline.compute import (
+        CPU,
+        describe,
+        finish,
+        free_bytes,
+        one_thread,
+        torch_build,
+    )
 
     place = place or CPU
     memory_bytes = free_bytes(place)
@@ -92,7 +99,8 @@ def run_benchmark(
 
     def once() -> float:
         start_s = clock()
-        block(hidden_BTD).square().mean().backward()
+        with one_thread(place):
+            block(hidden_BTD).square().mean().backward()
         finish(place)
         return clock() - start_s
 

@@ -90,11 +90,19 @@ class StageReport:
 
 
 class Recorder:
-    """Sums the seconds per kind of work, and keeps the first single spans when asked to."""
+    """Sums the seconds per kind of work, and keeps the first single spans when asked to.
+
+    Work has ended when `finish` returns, which waits for what was begun on an accelerator.
+    """
 
     def __init__(
-        self, *, keep_spans: bool = False, clock: Callable[[], float] = time.perf_counter
+        self,
+        *,
+        keep_spans: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+        finish: Callable[[], object] = lambda: None,
     ) -> None:
+        self._finish = finish
         self.spans: list[Span] = []
         self._keep = keep_spans
         self._clock = clock
@@ -106,6 +114,7 @@ class Recorder:
         start_s = self._clock()
         try:
             yield
+            self._finish()
         finally:
             stop_s = self._clock()
             self._seconds[work] = self._seconds.get(work, 0.0) + stop_s - start_s

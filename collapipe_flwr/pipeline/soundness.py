@@ -49,6 +49,15 @@ def check_sound(frame: Frame, witness: str, peer: str, side: int) -> None:
             raise MemberFailed(witness, why, Blame.UNSOUND, side)
 
 
+def check_finite(what: str, frame: Frame, taken: Tensor | None, given: Tensor) -> None:
+    """Raise NotFinite if a pass turned finite numbers into others."""
+    if not given.isfinite().all() and (taken is None or taken.isfinite().all()):
+        raise NotFinite(
+            f"{what} in step {frame.step}, micro-batch {frame.micro_batch}, made finite numbers "
+            "infinite or NaN: lower the learning rate, or bound gradients with train.clip-norm"
+        )
+
+
 @contextmanager
 def blaming(witness: str, peer: str, side: int) -> Iterator[None]:
     """Blame the neighbour on one side for what it sends, and for not being there."""

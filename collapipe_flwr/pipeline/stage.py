@@ -11,20 +11,22 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
+from itertools import chain
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from collapipe_flwr.core.errors import MemberFailed, ModelError, NotFinite, ProtocolError
+from collapipe_flwr.core.errors import MemberFailed, ModelError, ProtocolError
 from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.core.schedule import Action, Op, forward_actions, stage_actions
 from collapipe_flwr.pipeline.backward import DeferredGradients, deferring, fuse_accumulation
 from collapipe_flwr.pipeline.compute import bring, finish, home, one_thread, place_of
 from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.fan import lane_of
+from collapipe_flwr.pipeline.in_flight import InFlight, end_of
 from collapipe_flwr.pipeline.link import (
     GRAD,
     HIDDEN,
@@ -45,7 +47,7 @@ from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.precision import computing_in
 from collapipe_flwr.pipeline.randomness import SeededRandomness
 from collapipe_flwr.pipeline.siblings import Siblings
-from collapipe_flwr.pipeline.soundness import blaming, check_sound, told
+from collapipe_flwr.pipeline.soundness import blaming, check_finite, check_sound, told
 from collapipe_flwr.pipeline.step import Step
 from collapipe_flwr.pipeline.ties import borrows, shared_parameters
 
@@ -54,17 +56,6 @@ WEIGHTS = "weights"  # work: the part of a backward pass that is done after its 
 
 # What torch and transformers raise for tensors that do not fit, and for memory that runs out.
 _PART_ERRORS = (RuntimeError, ValueError, IndexError, KeyError, TypeError, MemoryError)
-
-
-@dataclass(slots=True, kw_only=True)
-class InFlight:
-    """One micro-batch between its forward and its backward."""
-
-    frame: Frame  # the input, without the hidden state; scalars: scale n_i / N, weight n_i
-    hidden: Tensor | None  # the input whose gradient goes upstream; the first stage has none
-    end: GradientEdge | None  # where the graph of the output ends, which itself may be freed
-    shape: torch.Size  # of the output
-    keeps: bool  # the graph; otherwise the whole part is computed again
 
 
 class Stage(ABC):
@@ -87,7 +78,9 @@ class Stage(ABC):
         self.upstream = upstream
         self.downstream = downstream
         self.siblings = siblings  # the other replicas of this stage
-        self.recorder = Recorder(keep_spans=settings.execution.keep_spans)
+        self.recorder = Recorder(
+            keep_spans=settings.execution.keep_spans, finish=partial(finish, self.place)
+        )
         self.memory = MemoryMeter()
         fuse_accumulation(part)
         self._randomness: SeededRandomness | None = None  # of the step; else torch's own
@@ -233,13 +226,12 @@ class Stage(ABC):
         keeps = step.train and self._keeps
         with self.recorder.span("forward" if step.train else "test", step.index, micro_batch):
             output = self._run_part(frame, hidden, grad=keeps)
-            finish(self.place)
         self._check_finite("forward", frame, hidden, output)
         if step.train:
             self._stash[micro_batch] = InFlight(
                 frame=replace(frame, tensors=context_of(frame)),
                 hidden=hidden,
-                end=_end_of(output),
+                end=end_of(output),
                 shape=output.shape,
                 keeps=keeps,
             )
@@ -273,14 +265,12 @@ class Stage(ABC):
         with self.recorder.span("backward", step.index, micro_batch):
             flight = self._stash.pop(micro_batch)
             gradient, deferred = self._backpropagate(flight, frame.tensors)
-            finish(self.place)
         self._check_finite("backward", frame, frame.tensors.get(GRAD), gradient.get(GRAD))
         self._sent = []
         self._emit_gradient(replace(frame, tensors=gradient))
         if deferred is not None:
             with self.recorder.span(WEIGHTS, step.index, micro_batch):
                 deferred.add()
-                finish(self.place)
         self.memory.release(micro_batch)
         self._micro_batches += 1
         if micro_batch == 0:
@@ -297,7 +287,7 @@ class Stage(ABC):
         end, hidden, frame = flight.end, flight.hidden, flight.frame
         wanted = hidden is not None and hidden.requires_grad
         if not flight.keeps:
-            end = _end_of(self._run_part(frame, hidden, grad=True))
+            end = end_of(self._run_part(frame, hidden, grad=True))
         self._returning = frame
         deferred = None
         if end is not None:
@@ -313,17 +303,11 @@ class Stage(ABC):
     def _check_finite(
         self, direction: str, frame: Frame, taken: Tensor | None, given: Tensor | None
     ) -> None:
-        """Raise NotFinite if a pass turned finite numbers into others and `check_finite` is on."""
-        if not self.settings.execution.check_finite or given is None:
-            return
-        if not given.isfinite().all() and (taken is None or taken.isfinite().all()):
+        if self.settings.execution.check_finite and given is not None:
             blocks = getattr(self.part, "block_range", None)
             holding = "" if blocks is None else f" (blocks {blocks[0]}-{blocks[-1]})"
-            raise NotFinite(
-                f"the {direction} pass of {self.settings.name}{holding} in step {frame.step}, "
-                f"micro-batch {frame.micro_batch}, made finite numbers infinite or NaN: lower the "
-                "learning rate, or bound gradients with train.clip-norm"
-            )
+            what = f"the {direction} pass of {self.settings.name}{holding}"
+            check_finite(what, frame, taken, given)
 
     def _apply(self, step: Step) -> None:
         if step.rows:
@@ -343,7 +327,6 @@ class Stage(ABC):
             self.optimizer.step(step.rate)
             self._note_fixed()
             self.optimizer.zero_grad()
-            finish(self.place)
         self._note_fixed()
 
     def _gradients(self) -> list[Tensor]:
@@ -358,13 +341,11 @@ class Stage(ABC):
     @property
     def tensors(self) -> list[Tensor]:
         """Weights and optimizer state."""
-        return [*self._weights, *self._optimizer_state()]
-
-    def _optimizer_state(self) -> list[Tensor]:
-        return [t for tensors in self.optimizer.state_tensors().values() for t in tensors]
+        state = self.optimizer.state_tensors().values()
+        return [*self._weights, *chain.from_iterable(state)]
 
     def _note_fixed(self) -> None:
-        self.memory.set_fixed(self._weights, self._gradients(), self._optimizer_state())
+        self.memory.set_fixed(self.tensors, self._gradients())
 
     # -- talking to neighbours --------------------------------------------------------------
 
@@ -414,8 +395,3 @@ def _alive(method: WeakMethod[Callable[[], Around]]) -> Around:
     found = method()
     assert found is not None, "a block was computed again after its stage had gone"
     return found()
-
-
-def _end_of(output: Tensor) -> GradientEdge | None:
-    """Where the backward pass of an output begins; None if nothing behind it is trained."""
-    return get_gradient_edge(output) if output.requires_grad else None

@@ -17,7 +17,7 @@ from torch import nn
 
 from collapipe_flwr.cluster.unsplit import evaluate_unsplit, train_unsplit
 from collapipe_flwr.models import LoraConfig, Splitter, make_spec, save_whole
-from collapipe_flwr.pipeline.compute import hold, home, place_of
+from collapipe_flwr.pipeline.compute import hold, home, one_thread, place_of
 from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.randomness import SeededRandomness
@@ -101,7 +101,8 @@ def test_whatever_draws_draws_as_on_a_cpu(accelerator: torch.device) -> None:  #
         part = hold(net, place)
         with SeededRandomness(part, 7).at(0, 1):
             found = part(hidden.to(place))
-        found.square().sum().backward()
+        with one_thread(place):
+            found.square().sum().backward()
         return [found.cpu(), *(p.grad.cpu() for p in part.parameters() if p.grad is not None)]
 
     expected = drawn(torch.device("cpu"))
@@ -225,7 +226,8 @@ def test_what_an_optimizer_keeps_goes_home_and_back(
         net.load_state_dict(weights or net.state_dict())
         optimizer = Optimizer(rule, hold(net, place).named_parameters())
         load_optimizer_state(optimizer, slots)
-        net(torch.arange(6.0).reshape(2, 3).to(place)).square().sum().backward()
+        with one_thread(place):
+            net(torch.arange(6.0).reshape(2, 3).to(place)).square().sum().backward()
         optimizer.add_proximal()
         optimizer.step()
         state = live_state(net, optimizer).copy()

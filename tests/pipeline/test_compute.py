@@ -1,0 +1,112 @@
+"""Where a process computes: what names stand for, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.host.daemon import HostSettings
+from collapipe_flwr.pipeline import compute
+from collapipe_flwr.pipeline.benchmark import BenchmarkRequest, available_memory_bytes
+from collapipe_flwr.pipeline.benchmark import run_benchmark as benchmark
+from collapipe_flwr.pipeline.compute import CPU, free_bytes, hold, resolve
+from tests.accelerators import accelerator  # noqa: F401
+from tests.pretend import LACKING, NAME, pretend_device
+
+GPU = torch.device("cuda", 1)
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    yield
+    resolve.cache_clear()
+
+
+def with_gpus(monkeypatch: pytest.MonkeyPatch, fault: str = "") -> None:
+    """Two CUDA devices, on which a product raises ``fault`` if there is one."""
+    there = (CPU, torch.device("cuda", 0), GPU)
+    resolve.cache_clear()
+    monkeypatch.setattr(compute, "present", lambda: there)
+    monkeypatch.setattr(compute, "_fault", lambda _, **__: fault)
+    monkeypatch.setattr(compute, "_prepared", lambda device: device)
+
+
+def test_names_stand_for_devices_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch)
+    names = {"cpu": CPU, "auto": torch.device("cuda", 0), "cuda": torch.device("cuda", 0)}
+    assert {name: resolve(name) for name in names} == names
+    assert resolve("cuda:1") == GPU
+
+
+def test_what_is_not_there_is_one_sentence_that_names_what_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with_gpus(monkeypatch)
+    with pytest.raises(ConfigError, match=r"^--compute is 'cuda:2'.* only cpu, cuda:0, cuda:1 "):
+        resolve("cuda:2", "--compute")
+    with pytest.raises(ConfigError, match=r"'mps'.*choose one of these, or auto$"):
+        resolve("mps")
+
+
+def test_a_device_that_cannot_compute_is_left_alone_or_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with_gpus(monkeypatch, fault="no kernel image is available")
+    assert resolve("auto") == CPU
+    with pytest.raises(ConfigError, match=r"no kernel image.*install a torch"):
+        resolve("cuda")
+
+
+def test_auto_never_takes_metal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute, "present", lambda: (CPU, torch.device("mps", 0)))
+    resolve.cache_clear()
+    assert resolve("auto") == CPU
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:x", "cpu:1", "", "cuda:-1"])
+def test_a_name_that_is_none(name: str) -> None:
+    with pytest.raises(ConfigError, match="must be auto, cpu, cuda"):
+        resolve(name)
+    with pytest.raises(ConfigError, match="--compute must be auto"):
+        HostSettings(listen="127.0.0.1:0", name="d", compute=name)
+
+
+@pytest.mark.skipif(bool(LACKING), reason=LACKING)
+def test_the_pretended_accelerator_mixes_no_places() -> None:
+    """Else the laws would hold on it whatever stays behind."""
+    there, here = torch.ones(2, 2).to(pretend_device()), torch.ones(2, 2)
+    assert there.device.type == NAME
+    for mixed in (
+        lambda: there + here,
+        lambda: there @ here,
+        lambda: torch.cat([there, here]),
+        lambda: torch.where(there > 0, here, there),
+        lambda: there[here.long()],
+        lambda: torch.nn.functional.linear(here, there),
+        lambda: here.add_(there),
+    ):
+        with pytest.raises(RuntimeError):
+            mixed()
+    with pytest.raises((RuntimeError, TypeError)):
+        there.numpy()
+    assert torch.equal((there + 1).cpu(), here + 1)
+
+
+def test_the_benchmark_runs_there(accelerator: torch.device) -> None:  # noqa: F811
+    small = BenchmarkRequest(width=32, tokens=4, examples=1, seconds=0.01)
+    found = benchmark(small, accelerator)
+    assert str(accelerator) in found.computes
+    assert torch.__version__.startswith(found.torch.partition(" ")[0])
+    assert found.memory_bytes == pytest.approx(free_bytes(accelerator), rel=0.2)
+    assert benchmark(small).computes == "cpu"
+
+
+def test_on_a_cpu_nothing_is_copied() -> None:
+    part = torch.nn.Linear(2, 2)
+    tensors = {"weight": part.weight}
+    assert hold(part, CPU).weight is tensors["weight"]
+    assert compute.bring(tensors, CPU) is tensors and compute.home(tensors) is tensors
+    assert free_bytes(CPU) == pytest.approx(available_memory_bytes(), rel=0.2)
