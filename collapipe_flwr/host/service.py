@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ConfigError, LinkError
@@ -31,6 +32,7 @@ from collapipe_flwr.host.session import Session, SessionRefused, Stream
 from collapipe_flwr.host.sessions import SessionTable
 from collapipe_flwr.host.snapshot_store import SnapshotStore
 from collapipe_flwr.host.weight_cache import TensorStore, WeightCache
+from collapipe_flwr.pipeline.compute import CPU, AllocatorPeak
 from collapipe_flwr.pipeline.config import Health, NextHop, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.fan import fan_of
 from collapipe_flwr.pipeline.link import Link
@@ -38,7 +40,7 @@ from collapipe_flwr.pipeline.meter import StageReport, Timeline, bytes_of
 from collapipe_flwr.pipeline.roles import LastStage, MiddleStage
 from collapipe_flwr.pipeline.siblings import Siblings
 from collapipe_flwr.pipeline.soundness import told
-from collapipe_flwr.pipeline.state import digests_of
+from collapipe_flwr.pipeline.state import digests_of, live_state
 
 Connect = Callable[[NextHop], AbstractContextManager[Link]]
 Reserve = Callable[[int], None]
@@ -65,7 +67,8 @@ def refuse_next_hop(hop: NextHop) -> AbstractContextManager[Link]:
 class EdgeService:
     """Holds up to `most_sessions` sessions; every method may be called from any thread.
 
-    What they hold is reserved in `ledger`; see there for what counts.
+    What they hold is reserved in `ledger`; see there for what counts. Parts `compute` on one
+    device; weights and snapshots come and go as CPU tensors.
     """
 
     def __init__(
@@ -82,12 +85,14 @@ class EdgeService:
         set_power: Callable[[float], None] | None = None,
         meter: EnergyMeter | None = None,
         ledger: Ledger | None = None,
+        compute: torch.device = CPU,
     ) -> None:
+        self._compute = compute
         self._set_power = set_power
         self._meter = meter or EnergyMeter()
         self._store = store
         self._cache = cache
-        self._parts = Parts(build_part, snapshots, cache)
+        self._parts = Parts(build_part, snapshots, cache, compute)
         self._connect = connect
         self._ledger = ledger or Ledger()
         self._sessions = SessionTable(most_sessions, forget_after_s, clock, self._let_go)
@@ -318,8 +323,12 @@ class EdgeService:
             raise
         try:
             with self._meter.interval() as used, self._stage(stream, upstream, behind) as stage:
+                held = bytes_of(live_state(stage.part, stage.optimizer).tensors().values())
+                peak = AllocatorPeak(self._compute, held)
                 stage.serve()
-            session.count(replace(stage.report(), energy_j=used.joules))
+            report = replace(stage.report(), energy_j=used.joules)
+            most_bytes = max(report.peak_tensor_bytes, peak.num_bytes)
+            session.count(replace(report, peak_tensor_bytes=most_bytes))
         except BaseException as error:
             if session.saved is None:
                 session.fail(str(error) or type(error).__name__)
