@@ -14,6 +14,7 @@ import typer
 
 from collapipe_flwr.cli.bench import bench
 from collapipe_flwr.cli.cluster import certs, clusters
+from collapipe_flwr.cli.deploy import deploy
 from collapipe_flwr.cli.generate import generate
 from collapipe_flwr.cli.hosting import control_unit, device, edge
 from collapipe_flwr.cli.profile import profile
@@ -30,7 +31,7 @@ app = typer.Typer(
 )
 COMMANDS = (
     *(run, check_config, compare, edge, control_unit),
-    *(generate, device, certs, profile, simulate),
+    *(generate, device, certs, deploy, profile, simulate),
 )
 for command in COMMANDS:
     app.command()(command)
