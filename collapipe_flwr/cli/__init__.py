@@ -16,6 +16,7 @@ from collapipe_flwr.cli.bench import bench
 from collapipe_flwr.cli.cluster import certs, clusters
 from collapipe_flwr.cli.generate import generate
 from collapipe_flwr.cli.hosting import control_unit, device, edge
+from collapipe_flwr.cli.joining import join
 from collapipe_flwr.cli.profile import profile
 from collapipe_flwr.cli.run import check_config, compare, run
 from collapipe_flwr.cli.simulate import simulate
@@ -30,7 +31,7 @@ app = typer.Typer(
 )
 COMMANDS = (
     *(run, check_config, compare, edge, control_unit),
-    *(generate, device, certs, profile, simulate),
+    *(generate, device, join, certs, profile, simulate),
 )
 for command in COMMANDS:
     app.command()(command)
