@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from collapipe_flwr.cluster.profile import Measurements
@@ -23,7 +23,6 @@ from collapipe_flwr.deployment.steps import Outcome, Result, Step, results_in, s
 
 T = TypeVar("T")
 _AT_ONCE = 32
-REGISTRAR = "collapipe-registrar"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +73,7 @@ class Deployment:
         """All phases; a machine that fails is left out of the next ones."""
         inventory, unit = self._inventory, self._inventory.control_unit
         self._phase(inventory.machines, lambda m: list(roles.preparing(m)))
-        founding = [*roles.founding(inventory), *roles.serving(inventory, unit, only=REGISTRAR)]
-        self._phase([unit], lambda _: founding)
+        self._phase([unit], lambda _: list(roles.founding(inventory)))
         if self._failed(unit):
             self._give_up()
             return self._deployed
@@ -174,8 +172,8 @@ class Deployment:
             text = self._ssh(machine).run(script, deadline_s=self._settings.deadline_s)
             return results_in(text, machine.name, steps)
         except LinkError as error:
-            failed = Result(machine=machine.name, step="", outcome=Outcome.FAILED, why=str(error))
-            return [replace(failed, step=steps[0].name)]
+            why = str(error)
+            return [Result(machine=machine.name, step="ssh", outcome=Outcome.FAILED, why=why)]
 
     def _everywhere(self, machines: Iterable[Machine], do: Callable[[Machine], T]) -> list[T]:
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="deploy") as pool:

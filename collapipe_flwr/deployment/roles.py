@@ -25,8 +25,9 @@ from collapipe_flwr.deployment.steps import Step
 OPT, ETC = "/opt/collapipe", "/etc/collapipe"
 USER, KEEPER = "collapipe", "collapipe-registrar"  # who trains; who has the key of the CA
 JOINING_PORT, PORTS = 50060, {DEVICE: 50071, EDGE: 50061, SERVER: 8000}
+REGISTRAR = "collapipe-registrar"
 _UNITS = {
-    CONTROL_UNIT: ("collapipe-registrar", "collapipe-control-unit", "collapipe-supernode"),
+    CONTROL_UNIT: (REGISTRAR, "collapipe-control-unit", "collapipe-supernode"),
     EDGE: ("collapipe-edge",),
     SERVER: ("collapipe-superlink",),
     DEVICE: ("collapipe-device",),
@@ -146,7 +147,7 @@ echo {mark} > {OPT}/installed""",
 
 
 def founding(inventory: Inventory) -> Iterator[Step]:
-    """The cluster, on its control unit, whose CA only its registrar can use."""
+    """The cluster and its registrar, who alone can use its CA, on the control unit."""
     role, cluster = inventory.one(CONTROL_UNIT), inventory.cluster
     folder = folder_of(role)
     init = (
@@ -163,6 +164,10 @@ def founding(inventory: Inventory) -> Iterator[Step]:
         f"umask 027\n{init}\n"
         f"chmod g+r {folder}/certs/{role.name}.key {folder}/certs/*.pem {folder}/{cluster}.*\n"
         f"touch {folder}/.shared",
+    )
+    listening = f"{role.address}:{JOINING_PORT}"
+    yield from _served(
+        Service(unit=REGISTRAR, settings={"COLLAPIPE_FOLDER": folder}, address=listening)
     )
 
 
@@ -189,14 +194,16 @@ def token_script(inventory: Inventory, kind: str, members: int) -> str:
     )
 
 
-def serving(inventory: Inventory, machine: Machine, only: str = "") -> Iterator[Step]:
-    """Settings and services of a machine's roles; of the unit ``only``, if one is named."""
+def serving(inventory: Inventory, machine: Machine) -> Iterator[Step]:
+    """Settings and services of a machine's roles, but for the registrar."""
     for service in (s for role in machine.roles for s in _services(inventory, role)):
-        if only and service.unit != only:
-            continue
-        text = "".join(f'{k}="{v}"\n' for k, v in service.settings.items())
-        yield _file(f"settings of {service.unit}", service.env_file, text)
-        yield _service(service)
+        yield from _served(service)
+
+
+def _served(service: Service) -> Iterator[Step]:
+    text = "".join(f'{k}="{v}"\n' for k, v in service.settings.items())
+    yield _file(f"settings of {service.unit}", service.env_file, text)
+    yield _service(service)
 
 
 def _services(inventory: Inventory, role: Role) -> Iterator[Service]:
@@ -207,14 +214,12 @@ def _services(inventory: Inventory, role: Role) -> Iterator[Service]:
         settings |= {"COLLAPIPE_OPTIONS": role.options} if role.options else {}
         yield Service(unit=unit, settings=settings, address=address_of(role))
         return
-    registrar, unit, supernode = _UNITS[role.kind]
-    here = {"COLLAPIPE_FOLDER": folder}
-    yield Service(unit=registrar, settings=here, address=f"{role.address}:{JOINING_PORT}")
+    _, unit, supernode = _UNITS[role.kind]
     yield Service(unit=unit, settings={"COLLAPIPE_OPTIONS": role.options} if role.options else {})
     node = f"partition-id=0 num-partitions=1 cluster='{folder}/{inventory.cluster}.toml'"
     superlink = address_of(inventory.one(SERVER))
-    more = {"COLLAPIPE_SUPERLINK": superlink, "COLLAPIPE_NODE_CONFIG": node}
-    yield Service(unit=supernode, settings={**here, **more})
+    settings = {"COLLAPIPE_FOLDER": folder, "COLLAPIPE_SUPERLINK": superlink}
+    yield Service(unit=supernode, settings=settings | {"COLLAPIPE_NODE_CONFIG": node})
 
 
 def _service(service: Service) -> Step:

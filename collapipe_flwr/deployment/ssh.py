@@ -30,11 +30,6 @@ class Ssh:
         whole = f"main() {{\n{script}\n}}\nmain\n"
         return self._call(_AS_ROOT, whole.encode(), deadline_s).decode(errors="replace")
 
-    def upload(self, data: bytes, path: str, *, deadline_s: float) -> None:
-        """Write a file below the user's home there, as a whole. Raises LinkError."""
-        command = f"sh -c 'umask 077; cat > {path}.part && mv {path}.part {path}'"
-        self._call(command, data, deadline_s)
-
     def _call(self, command: str, data: bytes, deadline_s: float) -> bytes:
         try:
             done = subprocess.run(

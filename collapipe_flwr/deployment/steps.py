@@ -8,7 +8,6 @@ from enum import StrEnum
 
 from collapipe_flwr.core.errors import LinkError
 
-LOCK = "/run/lock/collapipe-deploy"
 _LOCK_S = 60
 
 
@@ -44,7 +43,7 @@ class Result:
 
 
 _PRELUDE = """
-exec 9> {lock}
+exec 9< /opt
 flock -w {lock_s} 9 || {{
   printf 'failed\\tlock\\tanother deployment is at work there: wait until it has ended\\n'
   exit 0
@@ -70,7 +69,7 @@ step() {{
 
 def script_of(steps: Sequence[Step], *, dry: bool) -> str:
     """The bash script of these steps; see `results_in` for what it says."""
-    parts = [_PRELUDE.format(lock=LOCK, lock_s=_LOCK_S, dry="dry" if dry else "")]
+    parts = [_PRELUDE.format(lock_s=_LOCK_S, dry="dry" if dry else "")]
     for number, each in enumerate(steps):
         parts.append(f"test_{number}() {{\n{each.test}\n}}")
         parts.append(f"do_{number}() {{\n{each.action}\n}}")
