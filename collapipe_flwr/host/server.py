@@ -127,7 +127,9 @@ class Listener(Server):
         with self._admitted(context, methods.STATUS):
             only_message(messages, context)
             awake = self._servicer is not None
-            return encode_message(status_here(awake=awake, stopping=self._draining))
+            versions = self._rosters.versions if self._rosters else None
+            found = status_here(awake=awake, stopping=self._draining, rosters=versions)
+            return encode_message(found)
 
     def _roster(self, messages: _Messages, context: grpc.ServicerContext) -> bytes:
         """Whoever has a certificate may bring one: what counts is that the CA signed it."""
