@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collapipe_flwr.config.cluster_file import ClusterConfig
     from collapipe_flwr.membership.newcomer import Membership, Newcomer
     from collapipe_flwr.membership.registry import Registry
+    from collapipe_flwr.membership.status import ClusterStatus
     from collapipe_flwr.membership.tokens import JoinToken
 
 
@@ -137,6 +138,65 @@ def serve(
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     settings = ServeSettings(listen=listen, edge=edge, edge_options=tuple(edge_options or ()))
     stay(_registry(folder), settings, lambda text: typer.echo(text))
+
+
+def remove(
+    device: Annotated[str, typer.Argument(help="The device's name.")],
+    cluster: Annotated[str, typer.Option(help="Its cluster, if there are several here.")] = "",
+    folder: Folder = None,
+) -> None:
+    """Remove a device; run it on the control unit.
+
+    Its certificate is refused from now on by all that can be reached, what it has under way there
+    is cut, and its daemon ends. `collapipe cluster serve` tells the others when they are back.
+    """
+    from collapipe_flwr.membership.herald import listeners, tell
+
+    registry = _registry(folder)
+    with registry.changing():
+        before = registry.cluster(cluster)
+        after = registry.remove(before, device)
+        roster = registry.roster(after)
+    told = (*listeners(after), before.member(device))
+    faults = tell(after, told, roster)
+    typer.echo(f"{device} is no member of {after.id} any more")
+    for name, fault in faults.items():
+        if fault and name != device:
+            typer.echo(f"{name} will hear of it from `collapipe cluster serve`: {fault}")
+
+
+def status(
+    cluster: Annotated[str, typer.Argument(help="Its name, if there are several here.")] = "",
+    folder: Folder = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, once.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print once on a terminal, too.")] = False,
+) -> None:
+    """Show who is in a cluster, and who of them is there; run it on the control unit.
+
+    A table that stays up to date until Ctrl-C on a terminal, plain lines elsewhere. Exit code 1 if
+    somebody is not there.
+    """
+    from rich.console import Console
+
+    from collapipe_flwr.core.json_codec import to_json
+    from collapipe_flwr.membership.status import cluster_status
+    from collapipe_flwr.reporting.cluster_table import follow, status_lines, status_table
+
+    registry, console = _registry(folder), Console()
+
+    def look() -> ClusterStatus:
+        return cluster_status(registry.cluster(cluster))
+
+    found = look()
+    if as_json:
+        typer.echo(to_json(found))
+    elif not console.is_terminal:
+        typer.echo("\n".join(status_lines(found)))
+    elif once:
+        console.print(status_table(found))
+    else:
+        found = follow(console, found, look)
+    raise typer.Exit(0 if found.complete else 1)
 
 
 def join(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -243,8 +244,10 @@ class Registry:
         assert path is not None
         if path.exists():
             config = replace(config, version=config.version + 1)
-        write_text(path, cluster_text(config))
-        return read_cluster(path)  # which refuses what members could not read
+        text = cluster_text(config)
+        parse_cluster(tomllib.loads(text), self.folder)  # refuses what members could not read
+        write_text(path, text)
+        return read_cluster(path)
 
 
 def member_in(config: ClusterConfig, role: Role) -> MemberConfig:
