@@ -17,6 +17,7 @@ from collapipe_flwr.cli.profile import profile
 from collapipe_flwr.cli.report import report
 from collapipe_flwr.cli.run import check_config, compare, run
 from collapipe_flwr.cli.simulate import simulate
+from collapipe_flwr.cli.watch import watch
 from collapipe_flwr.core.errors import CollaPipeError
 from collapipe_flwr.core.versions import installed_versions
 
@@ -28,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 COMMANDS = (
-    *(run, check_config, compare, report, edge, control_unit),
+    *(run, check_config, watch, report, compare, edge, control_unit),
     *(generate, device, certs, profile, simulate),
 )
 for command in COMMANDS:
