@@ -190,7 +190,7 @@ def summary_stamp(run_dir: Path) -> tuple[int, int] | None:
 
 def events_bytes(run_dir: Path) -> int:
     """How much the events of all rounds are; 0 before the first."""
-    path = run_dir / _EVENTS
+    path = run_dir / EVENTS
     return path.stat().st_size if path.exists() else 0
 
 
