@@ -116,7 +116,10 @@ class MadeUpRun:
             queues_j=dict(self._queues),
             bytes=LinkBytes(d2d=10**7, d2e=10**6, flower=10**8),
             links=tuple(link for p in plans for link in self._links(p)),
-            memory_bytes={name: self._chance.randrange(10**7, 10**8) for name in energy},
+            memory_bytes={
+                name.replace("/cu", "/control-unit"): self._chance.randrange(10**7, 10**8)
+                for name in energy
+            },
         )
 
     def _plan(self, name: str, members: list[str]) -> ClusterPlan:
@@ -165,6 +168,7 @@ class MadeUpRun:
             cluster_id=plan.cluster_id,
             latency_s=plan.latency_s * self._chance.uniform(0.9, 1.2),
             energy_j={name: self._chance.uniform(0.5, 3.6) for name in plan.tx_power_w},
+            loss=plan.latency_s,
             stages=stages,
             measured=self._measured,
             metered=plan.device_ids[:1],
