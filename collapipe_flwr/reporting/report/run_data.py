@@ -155,7 +155,7 @@ class RunData:
         self._add_links(event.get("links", ()))
         for role, size in event.get("memory_bytes", {}).items():
             self.memory_bytes[role] = max(self.memory_bytes.get(role, 0), size)
-        self.incidents += _incidents(event)
+        self.incidents += incidents_of(event)
 
     def device(self, name: str, cluster: str = "") -> DeviceData:
         """A member's data, new if it was not seen before; its name says its cluster."""
@@ -216,7 +216,7 @@ class RunData:
             data.backward.add(link["backward"])
 
 
-def _incidents(event: Json) -> list[Incident]:
+def incidents_of(event: Json) -> list[Incident]:
     """Those of a round; of earlier versions only their sentences are known."""
     index = event["round_index"]
     told = event.get("incidents")
