@@ -24,10 +24,11 @@ function take(news) {
   if (news.last) run.last = news.last;
   if (news.incidents.length) tellIncidents(news.incidents);
   if (news.clusters) drawClusters(news.clusters);
+  const more = news.anew || news.rounds !== run.rounds || run.head.status !== before.status;
+  run.rounds = news.rounds;
   drawHead();
   drawTiles();
-  if (news.anew || news.rounds !== run.rounds || run.head.status !== before.status) figures.refresh();
-  run.rounds = news.rounds;
+  if (more) figures.refresh();
 }
 
 function forget() {
@@ -106,7 +107,8 @@ function drawTiles() {
   const { last, head } = run;
   const tiles = last ? roundTiles(last, head) : [];
   showTiles(byId("tiles"), tiles);
-  setText(byId("drawn"), last ? `as of round ${last.round}` : "");
+  const behind = last && run.rounds < last.round ? `; rounds before it are being read: ${run.rounds} so far` : "";
+  setText(byId("drawn"), last ? `as of round ${last.round}${behind}` : "");
 }
 
 function showTiles(parent, tiles) {
