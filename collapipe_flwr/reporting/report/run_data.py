@@ -158,7 +158,7 @@ class RunData:
         for role, size in event.get("memory_bytes", {}).items():
             if size > peaks.get(role, 0):
                 peaks[role] = size
-        self.incidents += _incidents(event)
+        self.incidents += incidents_of(event)
 
     def device(self, name: str, cluster: str = "") -> DeviceData:
         """A member's data, new if it was not seen before; its name says its cluster."""
@@ -228,7 +228,7 @@ def _placed(segments: Iterable[Json]) -> Iterator[Placed]:
             yield name, first, stop
 
 
-def _incidents(event: Json) -> list[Incident]:
+def incidents_of(event: Json) -> list[Incident]:
     """Those of a round; of earlier versions only their sentences are known."""
     index = event["round_index"]
     told = event.get("incidents") or [
