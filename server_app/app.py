@@ -21,6 +21,7 @@ from collapipe_flwr.core.errors import (
     RunError,
     unexpected_as_run_error,
 )
+from collapipe_flwr.core.versions import installed_versions
 from collapipe_flwr.federation.arrays import encode_tensors
 from collapipe_flwr.federation.deadline import DeadlineGrid, RoundClock
 from collapipe_flwr.federation.learner import Evaluator, Learner, drawn_sentence, make_learner
@@ -42,6 +43,7 @@ from collapipe_flwr.models import save_adapter, save_whole
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.reporting.console import RoundPrinter
 from collapipe_flwr.reporting.events import RunStory
+from collapipe_flwr.reporting.report.page import closing_report
 from collapipe_flwr.reporting.run_directory import RunDirectory
 from collapipe_flwr.reporting.sinks import check_sinks
 
@@ -78,6 +80,8 @@ def run(grid: Grid, config: AppConfig) -> None:
     except BaseException as error:
         recorder.fail(str(error) or type(error).__name__)
         raise
+    finally:
+        log.info("%s", closing_report(folder.directory.path))
 
 
 @contextmanager
@@ -134,6 +138,8 @@ def _recorder(
         story=RunStory(
             metric_name=evaluator.task.metric_name,
             energy_budget_j={} if planner is None else planner.energy_budget_j,
+            memory_limit_bytes={} if planner is None else planner.memory_limit_bytes,
+            versions=installed_versions(),
             rounds_asked=config.run.num_server_rounds,
         ),
         every=config.evaluation.every,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,13 @@ from collapipe_flwr.federation.checkpoint import Checkpoints
 from collapipe_flwr.federation.rounds import RoundRecord
 from collapipe_flwr.pipeline.timeline import write_trace
 from collapipe_flwr.reporting.console import RoundPrinter
-from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, RunStory, cluster_json
+from collapipe_flwr.reporting.events import (
+    LinkBytes,
+    RoundEvent,
+    RunStory,
+    cluster_json,
+    incident_json,
+)
 from collapipe_flwr.reporting.run_directory import (
     Past,
     RunDirectory,
@@ -221,6 +227,7 @@ def round_event(record: RoundRecord, wall_s: float) -> RoundEvent:
         fresh_examples=record.fresh_examples,
         prequential_loss=record.prequential_loss,
         wall_s=wall_s,
+        incidents=tuple(_incidents(record)),
         failures=(
             *record.remarks,
             *(f"{cluster}: {why}" for cluster, why in record.failures.items()),
@@ -231,6 +238,20 @@ def round_event(record: RoundRecord, wall_s: float) -> RoundEvent:
             ),
         ),
     )
+
+
+def _incidents(record: RoundRecord) -> Iterator[dict[str, str]]:
+    """What ``failures`` says, by kind and cluster, and devices that are quarantined."""
+    for text in record.remarks:
+        kind = "retry" if text in record.retried else "remark"
+        yield incident_json("late" if text in record.joined_late else kind, text)
+    for cluster, why in record.failures.items():
+        yield incident_json("lost", why, cluster)
+    for cluster, told in record.telemetry.items():
+        for text in told.incidents:
+            yield incident_json("recovered", text, cluster)
+        for device, why in told.quarantined.items():
+            yield incident_json("quarantined", f"{device}: {why}", cluster)
 
 
 def _by_device(nested: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

@@ -26,8 +26,10 @@ from collapipe_flwr.core.durable import make_folder
 from collapipe_flwr.core.errors import ConfigError, RunError, require, wrong_input
 from collapipe_flwr.federation.launcher import Launch, first_error, run_app
 from collapipe_flwr.reporting.following import Follower
+from collapipe_flwr.reporting.report.page import closing_report
 from collapipe_flwr.reporting.run_directory import (
     RunDirectory,
+    events_bytes,
     newest_checkpoint,
     read_summary,
     resumed_config,
@@ -35,6 +37,8 @@ from collapipe_flwr.reporting.run_directory import (
     summary_stamp,
 )
 from collapipe_flwr.reporting.screen import Screen
+
+_HASTY_BYTES = 50_000_000  # of events, which take about a second to read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,11 +143,13 @@ class Attempt:
                 run_app(self._launch, follower.look)
         except SystemExit:
             self._close("stopped", "stopped by a signal")
+            self._report(hasty=True)
             raise
         except RunError as error:
             reason = str(error)
         reason = reason or first_error(self._launch.log, begin)
         self._close("failed", reason or "it ended without a word")
+        self._report()
         summary = self._summary if self._wrote else {}
         if summary.get("status") != "completed":
             why = summary.get("reason") or reason or "it ended before its first round"
@@ -177,6 +183,16 @@ class Attempt:
         if self._wrote and summary.get("status") == "running":
             directory = RunDirectory.reopen(self.run_dir)
             directory.write_summary({**summary, "status": status, "reason": reason})
+
+    def _report(self, *, hasty: bool = False) -> None:
+        """See that the run has its report, and say where; not for long where somebody waits."""
+        if not self._wrote:
+            return
+        name = shown(self.run_dir)
+        if hasty and events_bytes(self.run_dir) > _HASTY_BYTES:
+            self._screen.say(f"no report yet: `collapipe report {name}` makes it")
+            return
+        self._screen.say(closing_report(self.run_dir, name))
 
     def _failure(self, why: str) -> str:
         why = why.rstrip(".")

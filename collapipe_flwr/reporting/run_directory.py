@@ -188,6 +188,12 @@ def summary_stamp(run_dir: Path) -> tuple[int, int] | None:
     return found.st_ino, found.st_mtime_ns
 
 
+def events_bytes(run_dir: Path) -> int:
+    """How much the events of all rounds are; 0 before the first."""
+    path = run_dir / EVENTS
+    return path.stat().st_size if path.exists() else 0
+
+
 def newest_checkpoint(run_dir: Path) -> int:
     """The round of the newest checkpoint in a run directory; 0 where there is none."""
     folder = run_dir / _CHECKPOINTS
