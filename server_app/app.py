@@ -12,7 +12,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from collapipe_flwr import CollaPipe
-from collapipe_flwr.config.schema import AppConfig, parse
+from collapipe_flwr.config.schema import AppConfig, flatten, parse
 from collapipe_flwr.core.errors import (
     CollaPipeError,
     ConfigError,
@@ -36,12 +36,14 @@ from collapipe_flwr.federation.run_strategy import (
     make_planner,
     unsplit_task,
 )
+from collapipe_flwr.federation.sinks import Sinks
 from collapipe_flwr.federation.strategy_names import make_strategy
 from collapipe_flwr.models import save_adapter, save_whole
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.reporting.console import RoundPrinter
 from collapipe_flwr.reporting.events import RunStory
 from collapipe_flwr.reporting.run_directory import RunDirectory
+from collapipe_flwr.reporting.sinks import check_sinks
 
 log = logging.getLogger("flwr.collapipe")
 app = ServerApp()
@@ -62,6 +64,7 @@ def run(grid: Grid, config: AppConfig) -> None:
     """Everything is checked before the run directory is made."""
     torch.set_num_threads(config.train.threads)  # the edge sums as the clusters do
     make_strategy(config)  # refuses wrong arguments
+    check_sinks(config.reporting.sinks)
     learner = make_learner(config)
     evaluator = Evaluator(learner.splitter, learner.task, config.evaluation.batch_size)
     members, planner = _clusters(grid, config, learner)
@@ -137,6 +140,12 @@ def _recorder(
         past=folder.past,
         paced=config.links.paced,
         lost=lambda: members.lost,
+        sinks=Sinks(
+            config.reporting.sinks,
+            folder.directory.path,
+            settings=flatten(config),
+            metrics_address=config.reporting.metrics,
+        ),
     )
 
 

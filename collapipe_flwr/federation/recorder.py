@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flwr.app import ArrayRecord, MetricRecord
 from torch import Tensor
@@ -28,6 +29,10 @@ from collapipe_flwr.reporting.run_directory import (
     rounds_done,
 )
 
+if TYPE_CHECKING:
+    from collapipe_flwr.federation.sinks import Sinks
+
+_FAILED_S = 5.0  # for sinks to take the last rounds of a run that was told to end
 Evaluate = Callable[[Mapping[str, Tensor]], dict[str, float]]
 
 
@@ -35,8 +40,9 @@ class RunRecorder:
     """Keeps one run's directory up to date.
 
     The strategy calls :meth:`on_round` when a round's replies are in and :meth:`evaluate` right
-    after; the two make one event. ``past`` is what a resumed run has behind it, ``paced`` whether
-    senders keep to planned rates, and ``lost`` tells whom the last training lost.
+    after; the two make one event, which goes to the ``sinks``, too. ``past`` is what a resumed run
+    has behind it, ``paced`` whether senders keep to planned rates, and ``lost`` tells whom the last
+    training lost.
     """
 
     def __init__(
@@ -50,7 +56,11 @@ class RunRecorder:
         past: Past | None = None,
         paced: bool = False,
         lost: Callable[[], Collection[str]] = tuple,
+        sinks: Sinks | None = None,
     ) -> None:
+        self._sinks = sinks
+        if sinks is not None:
+            sinks.warn = self.say
         self._paced, self._lost = paced, lost
         past = past or Past()
         self.story = replace(story, initial=past.initial, events=past.events, notes=past.notes)
@@ -77,7 +87,7 @@ class RunRecorder:
     def on_round(self, record: RoundRecord) -> None:
         """Keep a round until it is evaluated."""
         links = record.links(paced=self._paced)
-        event = _event(record, time.monotonic() - self._round_started_s)
+        event = round_event(record, time.monotonic() - self._round_started_s)
         self._pending = replace(event, links=links, lost=self._names({*record.failures}))
         self._directory.write_pending(self._pending.as_json())
         timelines = {name: told.timeline for name, told in record.telemetry.items()}
@@ -117,6 +127,7 @@ class RunRecorder:
             self._round_started_s = time.monotonic()
             self._save("running")  # a resumed run cannot find it out again
             self._printer.show_untrained(metrics)
+            self._send(RoundEvent(round_index=0, metrics=metrics, wall_s=0.0))
         else:
             self.weights = weights
             self._finish_round(server_round, metrics, time.monotonic() - started_s)
@@ -125,6 +136,8 @@ class RunRecorder:
     def fail(self, reason: str) -> None:
         """The last word on a run that cannot go on."""
         self._save("failed", reason)
+        if self._sinks is not None:
+            self._sinks.close("failed", within_s=_FAILED_S)
 
     def finish(self) -> None:
         """The last word on a run that went to its end; raises RunError where rounds are missing."""
@@ -132,6 +145,8 @@ class RunRecorder:
         if asked is not None and done < asked:
             raise RunError(f"only {done} of {asked} rounds were done")
         self._save("completed")
+        if self._sinks is not None:
+            self._sinks.close()
 
     def _finish_round(
         self, server_round: int, metrics: Mapping[str, float], evaluation_s: float
@@ -152,6 +167,11 @@ class RunRecorder:
         self._directory.append_event(event.as_json())
         self._save("running")
         self._printer.show(event)
+        self._send(event)
+
+    def _send(self, event: RoundEvent) -> None:
+        if self._sinks is not None:
+            self._sinks.write(event)
 
     def _names(self, failed: Collection[str] = ()) -> tuple[str, ...]:
         return tuple(sorted({*self._lost(), *failed}))
@@ -166,7 +186,7 @@ def _metric_record(metrics: Mapping[str, float]) -> MetricRecord | None:
     return MetricRecord(dict(metrics)) if metrics else None
 
 
-def _event(record: RoundRecord, wall_s: float) -> RoundEvent:
+def round_event(record: RoundRecord, wall_s: float) -> RoundEvent:
     """The round before its evaluation."""
     links = record.link_bytes
     flower = record.flower_bytes_sent + record.flower_bytes_received
@@ -235,6 +255,8 @@ _FREE = (
     "round-late",
     "round-retries",
     "train.state-dir",
+    "reporting.sinks",
+    "reporting.metrics",
 )
 _FREE_ENDS = (
     "timeout-s",

@@ -68,10 +68,9 @@ class RunDirectory:
     @property
     def run_id(self) -> str:
         """By which clusters know the run again; drawn once, the first time that it is asked for."""
-        path = self.path / _RUN_ID
-        if not path.exists():
+        if not (self.path / _RUN_ID).exists():
             self._replace(_RUN_ID, secrets.token_hex(16))
-        return path.read_text(encoding="utf-8")
+        return run_id_of(self.path)
 
     @property
     def checkpoint_path(self) -> Path:
@@ -170,6 +169,14 @@ def resumed_config(run_dir: Path, overrides: Json) -> dict[str, Any]:
     if saved is None:
         raise ConfigError(f'--resume: "{run_dir}" is not the folder of a run')
     return {**saved, **overrides, "resume": str(run_dir)}
+
+
+def run_id_of(folder: Path) -> str:
+    """By which a run is known again that lies in this folder; drawn once. Raises OSError."""
+    path = folder / _RUN_ID
+    if not path.exists():
+        write_text(path, secrets.token_hex(16))
+    return path.read_text(encoding="utf-8")
 
 
 def summary_stamp(run_dir: Path) -> tuple[int, int] | None:
