@@ -19,9 +19,11 @@ from collapipe_flwr.federation.rounds import RoundRecord
 from collapipe_flwr.pipeline.timeline import write_trace
 from collapipe_flwr.reporting.console import RoundPrinter
 from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, RunStory, cluster_json
+from collapipe_flwr.reporting.progress import Look, ProgressFile
 from collapipe_flwr.reporting.run_directory import (
     Past,
     RunDirectory,
+    is_new,
     read_config,
     read_past,
     read_summary,
@@ -50,8 +52,12 @@ class RunRecorder:
         past: Past | None = None,
         paced: bool = False,
         lost: Callable[[], Collection[str]] = tuple,
+        progress: ProgressFile | None = None,
     ) -> None:
         self._paced, self._lost = paced, lost
+        self._progress = progress or ProgressFile(None)
+        self.training: Look | None = None  # says how far clusters are in a round
+        self.testing: Look | None = None  # and how far the evaluation is
         past = past or Past()
         self.story = replace(story, initial=past.initial, events=past.events, notes=past.notes)
         self.weights: Mapping[str, Tensor] | None = None  # of the last round
@@ -101,16 +107,28 @@ class RunRecorder:
         self._clusters = metrics
 
     def evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        """Flower's ``evaluate_fn``: round 0 is the untrained model.
+        """Flower's ``evaluate_fn``: round 0 is the untrained model; the next round begins then.
 
         A resumed run is asked again for the round of its checkpoint.
         """
+        found = self._evaluated(server_round, arrays)
+        if server_round != self.story.rounds_asked:
+            self._progress.enter("training", round_index=server_round + 1, look=self.training)
+        return found
+
+    def _evaluated(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         weights = decode_tensors(arrays)
         if self.story.events and self.story.events[-1].round_index == server_round:
             self.weights, self._round_started_s = weights, time.monotonic()
             return _metric_record(self.story.events[-1].metrics)
         due = server_round % self._every == 0 or server_round <= 1
         started_s = time.monotonic()
+        if due:
+            self._progress.enter(
+                "evaluating" if server_round else "evaluating the untrained model",
+                round_index=server_round,
+                look=self.testing,
+            )
         metrics = self._evaluate(weights) if due else {}
         if server_round == 0:
             self.story = replace(self.story, initial=metrics)
@@ -253,6 +271,15 @@ class RunFolder:
     directory: RunDirectory
     checkpoints: Checkpoints | None
     past: Past = field(default_factory=Past)
+
+
+def prepared_folder(config: AppConfig) -> Path | None:
+    """The folder of the run that is about to begin, where it is there already."""
+    if config.run.resume:
+        path = Path(config.run.resume).resolve()
+        return path if read_config(path) is not None else None
+    path = Path(config.run.output_dir).resolve() / config.run.run_name
+    return path if config.run.run_name and path.is_dir() and is_new(path) else None
 
 
 def open_run(config: AppConfig) -> RunFolder:

@@ -135,7 +135,7 @@ class Attempt:
         reason: str | None = None
         self._began = True
         try:
-            with self._screen.phase("starting Flower, then training"):
+            with self._screen.phase("starting Flower: SuperLink, Ray and the apps"):
                 run_app(self._launch, follower.look)
         except SystemExit:
             self._close("stopped", "stopped by a signal")

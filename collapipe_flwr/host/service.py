@@ -31,7 +31,7 @@ from collapipe_flwr.host.session import Session, SessionRefused, Stream
 from collapipe_flwr.host.sessions import SessionTable
 from collapipe_flwr.host.snapshot_store import SnapshotStore
 from collapipe_flwr.host.weight_cache import TensorStore, WeightCache
-from collapipe_flwr.pipeline.config import Health, NextHop, SessionKey, SessionRequest
+from collapipe_flwr.pipeline.config import Health, NextHop, PassesDone, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.fan import fan_of
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.meter import StageReport, Timeline, bytes_of
@@ -237,6 +237,10 @@ class EdgeService:
         kept_bytes = saved.state.num_bytes if saved is not None else 0
         return replace(report, peak_tensor_bytes=report.peak_tensor_bytes + kept_bytes)
 
+    def passes(self, key: SessionKey) -> PassesDone:
+        """How far a session is."""
+        return self.find(key).passes
+
     def timeline(self, key: SessionKey) -> Timeline:
         """What a session did when, over the same steps as its report."""
         report = self.find(key).report
@@ -319,9 +323,11 @@ class EdgeService:
         try:
             before_j = self._read_joules()
             with self._stage(stream, upstream, behind) as stage:
+                session.recorder = stage.recorder
                 stage.serve()
             after_j = self._read_joules()
             energy_j = None if before_j is None or after_j is None else after_j - before_j
+            session.recorder = None
             session.count(replace(stage.report(), energy_j=energy_j))
         except BaseException as error:
             if session.saved is None:
@@ -331,6 +337,7 @@ class EdgeService:
             upstream.close(told(error, session.request.stage.name))
             raise
         finally:
+            session.recorder = None
             session.end(stream)
 
     def _let_go(self, session: Session) -> None:

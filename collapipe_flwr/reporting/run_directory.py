@@ -28,6 +28,7 @@ from typing import Any
 from collapipe_flwr.core.durable import append_text, make_folder, write_text
 from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.reporting.events import RoundEvent
+from collapipe_flwr.reporting.progress import PROGRESS
 
 Json = Mapping[str, object]
 LOG = "run.log"
@@ -125,9 +126,15 @@ class RunDirectory:
             ) from error
 
 
+def is_new(path: Path) -> bool:
+    """Whether a folder holds only what is there before its run begins: a log, and progress."""
+    names = {entry.name for entry in path.iterdir()}
+    return LOG in names and all(name == LOG or name.startswith(PROGRESS) for name in names)
+
+
 def check_new(path: Path) -> None:
     """Raise ConfigError where the folder of a new run exists, but for one with a log alone."""
-    if path.exists() and (not path.is_dir() or [p.name for p in path.iterdir()] != [LOG]):
+    if path.exists() and not (path.is_dir() and is_new(path)):
         raise ConfigError(
             f'output-dir: "{path}" exists already; choose another, or go on with it by resume'
         )
