@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from collapipe_flwr.reporting.event_tail import EventTail
 from collapipe_flwr.reporting.events import RoundEvent
 from collapipe_flwr.reporting.progress import read_progress
 from collapipe_flwr.reporting.run_directory import (
     LOG,
-    EventTail,
     newest_checkpoint,
     read_summary,
     summary_stamp,
