@@ -48,6 +48,7 @@ from collapipe_flwr.reporting.console import RoundPrinter
 from collapipe_flwr.reporting.events import RunStory
 from collapipe_flwr.reporting.progress import ProgressFile
 from collapipe_flwr.reporting.run_directory import RunDirectory
+from collapipe_flwr.reporting.run_lock import writing
 
 log = logging.getLogger("flwr.collapipe")
 app = ServerApp()
@@ -84,16 +85,17 @@ def _run(grid: Grid, config: AppConfig, progress: ProgressFile, printer: RoundPr
     progress.folder = folder.directory.path
     if planner is not None:
         progress.simulated = not any(cluster.real_links for cluster in planner.world.clusters)
-    recorder = _recorder(config, folder, evaluator, planner, members, printer, progress)
-    try:
-        with _saying_how_to_resume(folder), unexpected_as_run_error():
-            _train(members, config, learner, planner, recorder, folder)
-            progress.enter("saving the model")
-            _save_model(folder.directory, learner, recorder)
-            recorder.finish()
-    except BaseException as error:
-        recorder.fail(str(error) or type(error).__name__)
-        raise
+    with writing(folder.directory.path):
+        recorder = _recorder(config, folder, evaluator, planner, members, printer, progress)
+        try:
+            with _saying_how_to_resume(folder), unexpected_as_run_error():
+                _train(members, config, learner, planner, recorder, folder)
+                progress.enter("saving the model")
+                _save_model(folder.directory, learner, recorder)
+                recorder.finish()
+        except BaseException as error:
+            recorder.fail(str(error) or type(error).__name__)
+            raise
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from collapipe_flwr.reporting.run_directory import (
     read_summary,
     rounds_done,
 )
+from collapipe_flwr.reporting.run_lock import check_not_written
 
 Evaluate = Callable[[Mapping[str, Tensor]], dict[str, float]]
 
@@ -307,6 +308,7 @@ def check_resumable(config: AppConfig, path: Path) -> tuple[RunDirectory, Checkp
     A run that died before its first checkpoint begins again; one that had checkpoints does not.
     """
     directory = RunDirectory.reopen(path)
+    check_not_written(path)
     check_same_run(config, path)
     checkpoints = _checkpoints(config, directory)
     if checkpoints is None:

@@ -34,6 +34,7 @@ from collapipe_flwr.reporting.run_directory import (
     rounds_done,
     summary_stamp,
 )
+from collapipe_flwr.reporting.run_lock import INTERRUPTED, RUNNING
 from collapipe_flwr.reporting.screen import Screen
 
 
@@ -114,6 +115,16 @@ class Attempt:
             raise SystemExit(process.returncode)
         for line in found.splitlines():
             self._screen.say(line)
+        if self._order.resume is not None:
+            self._screen.say(self._resumed())
+
+    def _resumed(self) -> str:
+        """How the earlier attempt ended, and where this one goes on."""
+        summary, newest = self._summary, newest_checkpoint(self.run_dir)
+        asked, status = summary.get("rounds_asked"), summary.get("status", "interrupted")
+        place = f"round {rounds_done(self.run_dir)}" + (f" of {asked}" if asked else "")
+        where = f"goes on after round {newest}" if newest else "begins again"
+        return f"the run was {status} after {place}; it {where}"
 
     def stopping(self) -> str:
         """The answer to a signal: where the run stops and how it goes on."""
@@ -174,7 +185,7 @@ class Attempt:
     def _close(self, status: str, reason: str) -> None:
         """Replace the status of an attempt whose processes have ended while it was running."""
         summary = self._summary
-        if self._wrote and summary.get("status") == "running":
+        if self._wrote and summary.get("status") in (RUNNING, INTERRUPTED):
             directory = RunDirectory.reopen(self.run_dir)
             directory.write_summary({**summary, "status": status, "reason": reason})
 
