@@ -51,8 +51,8 @@ class Order:
 
     def launch(self) -> Launch:
         """What to start; raises ConfigError for keys that the app does not declare."""
-        overrides: Mapping[str, Any] = read_overrides(self.run_config)
         declared = declared_config(self.project)
+        overrides: Mapping[str, Any] = read_overrides(self.run_config, declared)
         overridden(declared, overrides)
         run_dir = self.output_dir.resolve() / self.run_name
         if self.resume is not None:
