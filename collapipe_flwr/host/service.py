@@ -33,7 +33,7 @@ from collapipe_flwr.host.sessions import SessionTable
 from collapipe_flwr.host.snapshot_store import SnapshotStore
 from collapipe_flwr.host.weight_cache import TensorStore, WeightCache
 from collapipe_flwr.pipeline.compute import CPU, AllocatorPeak
-from collapipe_flwr.pipeline.config import Health, NextHop, SessionKey, SessionRequest
+from collapipe_flwr.pipeline.config import Health, NextHop, PassesDone, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.fan import fan_of
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.meter import StageReport, Timeline, bytes_of
@@ -242,6 +242,10 @@ class EdgeService:
         kept_bytes = saved.state.num_bytes if saved is not None else 0
         return replace(report, peak_tensor_bytes=report.peak_tensor_bytes + kept_bytes)
 
+    def passes(self, key: SessionKey) -> PassesDone:
+        """How far a session is."""
+        return self.find(key).passes
+
     def timeline(self, key: SessionKey) -> Timeline:
         """What a session did when, over the same steps as its report."""
         report = self.find(key).report
@@ -325,7 +329,9 @@ class EdgeService:
             with self._meter.interval() as used, self._stage(stream, upstream, behind) as stage:
                 held = bytes_of(live_state(stage.part, stage.optimizer).tensors().values())
                 peak = AllocatorPeak(self._compute, held)
+                session.recorder = stage.recorder
                 stage.serve()
+            session.recorder = None
             report = replace(stage.report(), energy_j=used.joules)
             most_bytes = max(report.peak_tensor_bytes, peak.num_bytes)
             session.count(replace(report, peak_tensor_bytes=most_bytes))
@@ -337,6 +343,7 @@ class EdgeService:
             upstream.close(told(error, session.request.stage.name))
             raise
         finally:
+            session.recorder = None
             session.end(stream)
 
     def _let_go(self, session: Session) -> None:

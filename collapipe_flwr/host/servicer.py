@@ -27,7 +27,7 @@ from collapipe_flwr.host.ledger import NoRoom
 from collapipe_flwr.host.service import EdgeService, Reserve
 from collapipe_flwr.host.session import SessionRefused, Stream
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest, run_benchmark
-from collapipe_flwr.pipeline.config import Health, SessionKey, SessionRequest, StepMark
+from collapipe_flwr.pipeline.config import Health, PassesDone, SessionKey, SessionRequest, StepMark
 from collapipe_flwr.pipeline.link import Frame, FrameKind
 from collapipe_flwr.pipeline.meter import StageReport, Timeline
 from collapipe_flwr.pipeline.state import Digests, Keys
@@ -174,6 +174,9 @@ class Servicer:
 
     def report(self, _: bytes, call: Call) -> StageReport:
         return self._service.report(call.key)
+
+    def passes(self, _: bytes, call: Call) -> PassesDone:
+        return self._service.passes(call.key)
 
     def timeline(self, _: bytes, call: Call) -> Timeline:
         return self._service.timeline(call.key)

@@ -181,6 +181,14 @@ class StepMark:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PassesDone:
+    """Micro-batches that a session has behind it, also within a step: of training, and tested."""
+
+    trained: int = 0
+    tested: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
     """The load of a host: `sessions` held, `running` of them in the middle of a stream.
 
