@@ -17,8 +17,10 @@ from collapipe_flwr.cli.cluster import certs, clusters
 from collapipe_flwr.cli.generate import generate
 from collapipe_flwr.cli.hosting import control_unit, device, edge
 from collapipe_flwr.cli.profile import profile
+from collapipe_flwr.cli.report import report
 from collapipe_flwr.cli.run import check_config, compare, run
 from collapipe_flwr.cli.simulate import simulate
+from collapipe_flwr.cli.watch import watch
 from collapipe_flwr.core.errors import CollaPipeError
 
 app = typer.Typer(
@@ -29,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 COMMANDS = (
-    *(run, check_config, compare, edge, control_unit),
+    *(run, check_config, watch, report, compare, edge, control_unit),
     *(generate, device, certs, profile, simulate),
 )
 for command in COMMANDS:

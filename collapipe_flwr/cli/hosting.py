@@ -122,8 +122,12 @@ def device(
         str, typer.Option(help="Apply planned transmit power here by `iw`, as wlan0.")
     ] = "",
     energy_sensor: Annotated[
-        str, typer.Option(help="Meter joules here: rapl. Default: model them from times.")
-    ] = "",
+        str,
+        typer.Option(
+            help="Meter joules by ina3221 (Jetson), pi5-pmic or rapl (PC); auto: by the first that "
+            "can be read; none: model them from times."
+        ),
+    ] = "auto",
 ) -> None:
     """Train the segments that a control unit places here until SIGTERM or Ctrl-C."""
     from collapipe_flwr.host.daemon import serve

@@ -178,6 +178,8 @@ def _measured(member: MemberConfig, client: EdgeClient, settings: CheckSettings)
         delay_s=way.delay_s,
         idle_bytes=_idle_bytes(status),
         clock_ahead_s=ahead_s,
+        energy_sensor=status.energy_sensor,
+        power_w=status.power_w,
         fault="; ".join(fault for fault in faults if fault),
     )
 

@@ -16,7 +16,7 @@ from collapipe_flwr.core.imports import allow
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.core.processes import stopping
 from collapipe_flwr.host.allocator import configure_malloc
-from collapipe_flwr.host.energy import energy_sensor
+from collapipe_flwr.host.energy import NONE, EnergyMeter, energy_meter
 from collapipe_flwr.host.power import IwPower
 from collapipe_flwr.host.server import Listener
 
@@ -39,8 +39,8 @@ class HostSettings:
     Snapshots of recoverable sessions are kept in `state_dir`, from where the next process takes
     them up; frozen weights that were sent here in `cache_dir`, up to `cache_bytes`.
     It holds up to `memory_bytes` of models, see `ledger`. Planned transmit power is applied to
-    `radio_interface` (empty: to none), and energy is read from `energy_sensor` (empty: from none,
-    it is modelled). Tensors are computed on `threads` (0: torch's own choice).
+    `radio_interface` (empty: to none), and energy is metered by `energy_sensor`, see `energy`.
+    Tensors are computed on `threads` (0: torch's own choice).
     Own models and losses may come from the modules in `imports`.
     """
 
@@ -54,7 +54,7 @@ class HostSettings:
     cache_bytes: int = 8 * 10**9
     memory_bytes: int = 8 * 2**30
     radio_interface: str = ""
-    energy_sensor: str = ""
+    energy_sensor: str = NONE
     threads: int = 0
     imports: tuple[str, ...] = ()
     grace_s: float = 10.0
@@ -69,7 +69,6 @@ class HostSettings:
         if not self.memory_bytes > 0:
             raise ConfigError(f"--memory-mb must be > 0, got {self.memory_bytes / 1e6:g}")
         _ = self.set_power
-        energy_sensor(self.energy_sensor)
 
     @property
     def set_power(self) -> Callable[[float], None] | None:
@@ -94,12 +93,14 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
         allow(*settings.imports)
     if settings.tls is None:
         _log.warning("plain text: whoever reaches %s can read and change all", settings.listen)
-    made = _servicer(settings, passes_on) if settings.state_dir is not None else None
+    meter = energy_meter(settings.energy_sensor)
+    made = _servicer(settings, passes_on, meter) if settings.state_dir is not None else None
     listener = Listener(
         settings.listen,
-        lambda: made or _servicer(settings, passes_on),
+        lambda: made or _servicer(settings, passes_on, meter),
         tls=settings.tls,
         access=settings.access,
+        meter=meter,
         on_edge=not passes_on,
     )
     with stopping() as stop, listener:
@@ -123,7 +124,7 @@ def hide_unused_libraries() -> None:
         modules.setdefault(name, None)
 
 
-def _servicer(settings: HostSettings, passes_on: bool) -> Servicer:
+def _servicer(settings: HostSettings, passes_on: bool, meter: EnergyMeter) -> Servicer:
     hide_unused_libraries()
     import torch
 
@@ -145,7 +146,7 @@ def _servicer(settings: HostSettings, passes_on: bool) -> Servicer:
         store=TensorStore(ledger) if passes_on else None,  # the edge's clusters differ
         cache=WeightCache(folder, settings.cache_bytes) if folder is not None else None,
         set_power=settings.set_power,
-        read_joules=energy_sensor(settings.energy_sensor),
+        meter=meter,
         ledger=ledger,
     )
     guests = frozenset() if passes_on or settings.access is None else settings.access.control_units

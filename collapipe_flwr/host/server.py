@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ import grpc
 from collapipe_flwr.config.access_control import AccessControl, Caller
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.links import TlsFiles
+from collapipe_flwr.host.energy import EnergyMeter
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.authorizer import Authorizer
 from collapipe_flwr.transport.host_status import status_here
@@ -46,6 +48,7 @@ class Listener(Server):
         *,
         tls: TlsFiles | None = None,
         access: AccessControl | None = None,
+        meter: EnergyMeter | None = None,
         on_edge: bool = False,
         most_sessions: int = 64,
     ) -> None:
@@ -56,6 +59,7 @@ class Listener(Server):
         self._make_servicer = make_servicer
         self._authorizer = Authorizer(access, on_edge=on_edge)
         self._servicer: Servicer | None = None
+        self._meter = meter or EnergyMeter()
         self._lock = threading.Lock()
         self._draining = False
         self._answered = threading.Condition()
@@ -109,7 +113,9 @@ class Listener(Server):
         with self._admitted(context, methods.STATUS):
             only_message(messages, context)
             awake = self._servicer is not None
-            return encode_message(status_here(awake=awake, stopping=self._draining))
+            status = status_here(awake=awake, stopping=self._draining)
+            sensor, power_w = self._meter.name, self._meter.power_w()
+            return encode_message(replace(status, energy_sensor=sensor, power_w=power_w))
 
     @contextmanager
     def _admitted(self, context: grpc.ServicerContext, method: Method) -> Iterator[Caller | None]:

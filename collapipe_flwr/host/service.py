@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.core.schedule import stage_actions
-from collapipe_flwr.host.energy import ReadJoules
+from collapipe_flwr.host.energy import EnergyMeter
 from collapipe_flwr.host.lanes import ONLY, Lane
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
 from collapipe_flwr.host.parts import FOUND, SNAPSHOT, BuildPart, Parts, tensors_of
@@ -80,11 +80,11 @@ class EdgeService:
         store: TensorStore | None = None,
         cache: WeightCache | None = None,
         set_power: Callable[[float], None] | None = None,
-        read_joules: ReadJoules | None = None,
+        meter: EnergyMeter | None = None,
         ledger: Ledger | None = None,
     ) -> None:
         self._set_power = set_power
-        self._read_joules = read_joules or (lambda: None)
+        self._meter = meter or EnergyMeter()
         self._store = store
         self._cache = cache
         self._parts = Parts(build_part, snapshots, cache)
@@ -317,12 +317,9 @@ class EdgeService:
             upstream.close(str(error))
             raise
         try:
-            before_j = self._read_joules()
-            with self._stage(stream, upstream, behind) as stage:
+            with self._meter.interval() as used, self._stage(stream, upstream, behind) as stage:
                 stage.serve()
-            after_j = self._read_joules()
-            energy_j = None if before_j is None or after_j is None else after_j - before_j
-            session.count(replace(stage.report(), energy_j=energy_j))
+            session.count(replace(stage.report(), energy_j=used.joules))
         except BaseException as error:
             if session.saved is None:
                 session.fail(str(error) or type(error).__name__)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from collapipe_flwr.reporting.event_tail import EventTail
 from collapipe_flwr.reporting.events import RoundEvent
 from collapipe_flwr.reporting.run_directory import (
     LOG,
-    EventTail,
     newest_checkpoint,
     read_summary,
     summary_stamp,

@@ -17,10 +17,9 @@ will be trained again, so their events are dropped.
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,12 @@ from collapipe_flwr.reporting.events import RoundEvent
 
 Json = Mapping[str, object]
 LOG = "run.log"
-_SUMMARY, _EVENTS, _CONFIG = "summary.json", "events.jsonl", "run-config.json"
+EVENTS = "events.jsonl"
+CONFIG = "run-config.json"
+_SUMMARY = "summary.json"
 _PENDING, _RUN_ID, _CHECKPOINTS = "pending-round.json", "run-id", "checkpoints"
+_PLANS = b',\n  "plans": ['  # as `write_summary` lays it out
+_BLOCK_BYTES = 1 << 20
 _ROUND = re.compile(r"round-(\d{6,})")
 
 
@@ -56,7 +59,7 @@ class RunDirectory:
     @classmethod
     def reopen(cls, path: Path) -> RunDirectory:
         """The folder of an earlier run, to go on with it; raises ConfigError if it is none."""
-        if not (path / _CONFIG).is_file():
+        if not (path / CONFIG).is_file():
             raise ConfigError(f'resume: "{path}" is not the folder of a run')
         directory = cls.__new__(cls)
         directory.path = path
@@ -90,14 +93,14 @@ class RunDirectory:
 
     def append_event(self, event: Json) -> None:
         """Add one line to ``events.jsonl``."""
-        self._write(append_text, _EVENTS, _line(event))
+        self._write(append_text, EVENTS, _line(event))
 
     def rewrite_events(self, events: Iterable[Json]) -> None:
         """Replace ``events.jsonl`` unless it holds just these rounds; without any there is none."""
-        text, path = "".join(map(_line, events)), self.path / _EVENTS
+        text, path = "".join(map(_line, events)), self.path / EVENTS
         before = path.read_bytes() if path.exists() else b""
         if text.encode() != before:
-            self._replace(_EVENTS, text)
+            self._replace(EVENTS, text)
 
     def write_pending(self, event: Json) -> None:
         """Keep a round that is not evaluated yet, in case this process dies before it is."""
@@ -109,7 +112,7 @@ class RunDirectory:
 
     def write_config(self, config: Json) -> None:
         """Write ``run-config.json``: flat, as Flower takes it."""
-        self._replace(_CONFIG, json.dumps(config, indent=2) + "\n")
+        self._replace(CONFIG, json.dumps(config, indent=2) + "\n")
 
     def _replace(self, name: str, text: str) -> None:
         self._write(write_text, name, text)
@@ -141,9 +144,20 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
     return _read(run_dir / _SUMMARY)
 
 
+def read_summary_head(run_dir: Path) -> dict[str, Any] | None:
+    """The summary without the plans of all rounds, which are its last key and most of its size."""
+    path, text = run_dir / _SUMMARY, b""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        while (place := text.find(_PLANS)) < 0 and (block := file.read(_BLOCK_BYTES)):
+            text += block
+    return _parsed(path, text if place < 0 else text[:place] + b"}")
+
+
 def read_config(run_dir: Path) -> dict[str, Any] | None:
     """The run-config of a run directory, or None where it is none."""
-    return _read(run_dir / _CONFIG)
+    return _read(run_dir / CONFIG)
 
 
 def resumed_config(run_dir: Path, overrides: Json) -> dict[str, Any]:
@@ -163,26 +177,6 @@ def run_id_of(folder: Path) -> str:
     if not path.exists():
         write_text(path, secrets.token_hex(16))
     return path.read_text(encoding="utf-8")
-
-
-class EventTail:
-    """Reads each line of ``events.jsonl`` once, while others write; a new file from its start."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / _EVENTS
-        self._file, self._place = 0, 0
-
-    def new(self) -> list[dict[str, Any]]:
-        """The rounds that were written since the last call, oldest first."""
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            number = os.fstat(file.fileno()).st_ino
-            self._file, self._place = number, self._place if number == self._file else 0
-            file.seek(self._place)
-            whole, newline, _ = file.read().rpartition(b"\n")
-        self._place += len(whole) + len(newline)
-        return [json.loads(line) for line in whole.split(b"\n") if line]
 
 
 def summary_stamp(run_dir: Path) -> tuple[int, int] | None:
@@ -212,30 +206,50 @@ def read_pending(run_dir: Path) -> dict[str, Any] | None:
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
-    """The rounds of a run directory so far, oldest first.
+    """The rounds of a run directory so far, oldest first; see `iter_events`."""
+    return list(iter_events(run_dir))
+
+
+def iter_events(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """The same, one by one: a long run on many devices writes more than memory holds.
 
     A last line that a crash left is passed over; raises RunError for any other that is damaged.
     """
-    path = run_dir / _EVENTS
-    *lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    events = []
-    for number, line in enumerate(lines, 1):
-        try:
-            events.append(json.loads(line))
-        except ValueError as error:
-            if number < len(lines):
-                raise RunError(
-                    f"{path}, line {number}: no event of a round ({error}); delete the line to go "
-                    "on without it"
-                ) from error
-    return events
+    path = run_dir / EVENTS
+    if not path.exists():
+        return
+    damage: RunError | None = None
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if damage is not None:
+                raise damage
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield parse_event(path, number, line)
+            except RunError as error:
+                damage = error
+
+
+def parse_event(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    """One line of ``events.jsonl``; raises RunError where it is damaged."""
+    try:
+        event: dict[str, Any] = json.loads(line)
+    except ValueError as error:
+        raise RunError(
+            f"{path}, line {number}: no event of a round ({error}); delete the line to go "
+            "on without it"
+        ) from error
+    return event
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
+    return _parsed(path, path.read_bytes()) if path.exists() else None
+
+
+def _parsed(path: Path, text: bytes) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads(path.read_bytes())
+        content: dict[str, Any] = json.loads(text)
     except ValueError as error:
         raise RunError(f"{path} is damaged ({error}): bring it back, or start a new run") from error
     return content

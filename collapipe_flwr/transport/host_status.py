@@ -19,7 +19,7 @@ class HostStatus:
     """``resident_bytes`` is the daemon's own memory (0: not known), ``unix_s`` its clock.
 
     It is ``awake`` when it has loaded the libraries of models, and opens no session any more when
-    it is ``stopping``.
+    it is ``stopping``. Its ``energy_sensor`` (empty: none) told ``power_w``.
     """
 
     resident_bytes: int
@@ -27,6 +27,8 @@ class HostStatus:
     stopping: bool
     unix_s: float
     version: str
+    energy_sensor: str = ""
+    power_w: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
