@@ -151,7 +151,7 @@ def by_round(traces: Sequence[Json], *, log: bool = False, zero: bool = False) -
     axis: Json = {"type": "log"} if log else {}
     if zero:
         axis["rangemode"] = "tozero"
-    longest = max((trace["x"] for trace in traces), key=len, default=[])
+    longest: list[int] = max((trace["x"] for trace in traces), key=len, default=[])
     layout = {"xaxis": round_axis(longest), "yaxis": axis}
     return {"data": list(traces), "layout": {**layout, "hovermode": "x unified"}}
 
