@@ -160,4 +160,6 @@ def _request(order: DecoderOrder, key: SessionKey) -> SessionRequest:
         recoverable=True,
         readable=order.whole,
         cluster_id=order.cluster_id,
+        run_id=learning.run_id,
+        server_round=order.server_round,
     )
