@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from collapipe_flwr.cli.joining import init, serve, token
+from collapipe_flwr.cli.joining import init, remove, serve, status, token
 
 clusters = typer.Typer(help="Make, keep and check clusters of real machines.", no_args_is_help=True)
-for command in (init, serve, token):
+for command in (init, serve, token, status, remove):
     clusters.command()(command)
 
 

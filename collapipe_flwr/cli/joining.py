@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from collapipe_flwr.config.cluster_file import ClusterConfig
     from collapipe_flwr.membership.newcomer import Membership, Newcomer
     from collapipe_flwr.membership.registry import Registry
+    from collapipe_flwr.membership.status import ClusterStatus
     from collapipe_flwr.membership.tokens import JoinToken
 
 
@@ -40,6 +42,19 @@ Folder = Annotated[
         "root, else ~/.config/collapipe."
     ),
 ]
+
+
+class ServiceOf(StrEnum):
+    """Whose systemd runs a service."""
+
+    system = "system"
+    user = "user"
+
+
+AsService = Annotated[
+    ServiceOf | None,
+    typer.Option("--service", help="Install and start a service of systemd, and return."),
+]
 Minutes = Annotated[float, typer.Option(help="For how long the token is valid.", min=1)]
 
 
@@ -61,6 +76,7 @@ def init(
     ] = 8,
     minutes: Minutes = 60.0,
     folder: Folder = None,
+    service: AsService = None,
     measure: Annotated[bool, typer.Option(help="Measure this machine for plans.")] = True,
 ) -> None:
     """Make a cluster; run it on its control unit. Print a token by which boards join.
@@ -79,6 +95,7 @@ def init(
     )
     from collapipe_flwr.membership.registry import NewCluster
 
+    _check_service(service)
     registry = _registry(folder)
     at = with_port(address or own_host(), JOINING_PORT)
     host = at.rpartition(":")[0]
@@ -98,7 +115,10 @@ def init(
     _print_token(registry, config, TokenRole.device, members, minutes)
     for role in elsewhere or ():
         _print_token(registry, config, TokenRole(role.value), 1, minutes)
-    typer.echo(f"then, here: collapipe cluster serve{_option(folder)}")
+    if service is None:
+        typer.echo(f"then, here: collapipe cluster serve{_option(folder)}")
+    else:
+        _install(service, "cluster", registry.folder)
 
 
 def token(
@@ -139,6 +159,65 @@ def serve(
     stay(_registry(folder), settings, lambda text: typer.echo(text))
 
 
+def remove(
+    device: Annotated[str, typer.Argument(help="The device's name.")],
+    cluster: Annotated[str, typer.Option(help="Its cluster, if there are several here.")] = "",
+    folder: Folder = None,
+) -> None:
+    """Remove a device; run it on the control unit.
+
+    Its certificate is refused from now on by all that can be reached, what it has under way there
+    is cut, and its daemon ends. `collapipe cluster serve` tells the others when they are back.
+    """
+    from collapipe_flwr.membership.herald import listeners, tell
+
+    registry = _registry(folder)
+    with registry.changing():
+        before = registry.cluster(cluster)
+        after = registry.remove(before, device)
+        roster = registry.roster(after)
+    told = (*listeners(after), before.member(device))
+    faults = tell(after, told, roster)
+    typer.echo(f"{device} is no member of {after.id} any more")
+    for name, fault in faults.items():
+        if fault and name != device:
+            typer.echo(f"{name} will hear of it from `collapipe cluster serve`: {fault}")
+
+
+def status(
+    cluster: Annotated[str, typer.Argument(help="Its name, if there are several here.")] = "",
+    folder: Folder = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, once.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print once on a terminal, too.")] = False,
+) -> None:
+    """Show who is in a cluster, and who of them is there; run it on the control unit.
+
+    A table that stays up to date until Ctrl-C on a terminal, plain lines elsewhere. Exit code 1 if
+    somebody is not there.
+    """
+    from rich.console import Console
+
+    from collapipe_flwr.core.json_codec import to_json
+    from collapipe_flwr.membership.status import cluster_status
+    from collapipe_flwr.reporting.cluster_table import follow, status_lines, status_table
+
+    registry, console = _registry(folder), Console()
+
+    def look() -> ClusterStatus:
+        return cluster_status(registry.cluster(cluster))
+
+    found = look()
+    if as_json:
+        typer.echo(to_json(found))
+    elif not console.is_terminal:
+        typer.echo("\n".join(status_lines(found)))
+    elif once:
+        console.print(status_table(found))
+    else:
+        found = follow(console, found, look)
+    raise typer.Exit(0 if found.complete else 1)
+
+
 def join(
     token: Annotated[str, typer.Argument(help="The token; - reads it from the standard input.")],
     name: Annotated[str, typer.Option(help="Its name in the cluster. Default: the host's.")] = "",
@@ -151,6 +230,7 @@ def join(
     ] = "",
     kind: Annotated[str, typer.Option(help="Board preset. Default: by its own description.")] = "",
     folder: Folder = None,
+    service: AsService = None,
     start: Annotated[bool, typer.Option(help="Then run its daemon until SIGTERM.")] = True,
     again: Annotated[
         bool, typer.Option("--again", help="Join anew with another key, as after a removal.")
@@ -174,6 +254,7 @@ def join(
     from collapipe_flwr.membership.registry import default_folder
     from collapipe_flwr.membership.tokens import parse_token
 
+    _check_service(service)
     known = parse_token(sys.stdin.readline() if token == "-" else token)
     newcomer = Newcomer(
         folder=folder or default_folder(),
@@ -189,7 +270,9 @@ def join(
         typer.echo(f"{found.name} joined {found.cluster.id} as {found.role.value}")
     else:
         typer.echo(f"{found.name} is in {found.cluster.id} already, as {found.role.value}")
-    if start:
+    if service is not None and found.role.value in ("device", "edge"):
+        _install(service, found.role.value, newcomer.folder, found.name, options or ())
+    elif start:
         _start(found, newcomer.folder, options or [])
 
 
@@ -218,6 +301,23 @@ def _start(found: Membership, folder: Path, options: list[str]) -> None:
     sys.stdout.flush()
     python = [sys.executable, "-m", "collapipe_flwr.cli"]
     os.execv(sys.executable, [*python, *command, *options])
+
+
+def _check_service(service: ServiceOf | None) -> None:
+    from collapipe_flwr.membership.services import Manager, check_manager
+
+    if service is not None:
+        check_manager(Manager(service.value))
+
+
+def _install(
+    service: ServiceOf, unit: str, folder: Path, name: str = "", options: Sequence[str] = ()
+) -> None:
+    from collapipe_flwr.membership.services import Manager, Service, install
+
+    wanted = Service(unit=unit, folder=folder, name=name, options=options)
+    path = install(wanted, Manager(service.value))
+    typer.echo(f"{wanted.service} runs, and starts with this machine: {path}")
 
 
 def _registry(folder: Path | None) -> Registry:

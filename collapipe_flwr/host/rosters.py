@@ -35,6 +35,11 @@ class Rosters:
         self.on_change: Callable[[AccessControl], object] = lambda _: None
         self.on_removed: Callable[[str], object] = lambda _: None
 
+    @property
+    def versions(self) -> dict[str, int]:
+        """Of the files in force, by cluster id."""
+        return {name: config.version for name, config in self._clusters.items()}
+
     def accept(self, roster: Roster) -> int:
         """Go by a roster that is newer; the version that is in force now.
 

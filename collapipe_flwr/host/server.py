@@ -131,7 +131,8 @@ class Listener(Server):
         with self._admitted(context, methods.STATUS):
             only_message(messages, context)
             awake = self._servicer is not None
-            status = status_here(awake=awake, stopping=self._draining)
+            versions = self._rosters.versions if self._rosters else None
+            status = status_here(awake=awake, stopping=self._draining, rosters=versions)
             sensor, power_w = self._meter.name, self._meter.power_w()
             return encode_message(replace(status, energy_sensor=sensor, power_w=power_w))
 

@@ -115,18 +115,24 @@ def _certificate(
             f"{member.name} was removed from {config.id}, and its key with it: join with --again, "
             "which makes another key"
         )
-    _check_free(config, role, member)
+    _check_free(registry, config, role, member)
     return registry.certify(member.name, hosts_of(member, role), key)
 
 
-def _check_free(config: ClusterConfig, role: Role, member: MemberConfig) -> None:
+def _check_free(
+    registry: Registry, config: ClusterConfig, role: Role, member: MemberConfig
+) -> None:
+    """Raise JoinRefused where somebody else has the role, the name or the address."""
+    before = _registered(config, role, member.name)
+    others = [m for c in registry.clusters().values() for m in c.members if m != before]
     if role is not Role.DEVICE:
         there = member_in(config, role)
+        others = [m for m in others if m.name != there.name]
         if there.fingerprint and there.name != member.name:
             raise JoinRefused(f"{config.id} has an {role.value} already: {there.name}")
-    others = [m for m in config.members if m.name != member.name]
-    if role is Role.DEVICE and member.name in {m.name for m in config.members[-2:]}:
-        raise JoinRefused(f"{member.name} is the name of another role: choose another with --name")
+    taken = next((m.name for m in others if m.name.casefold() == member.name.casefold()), None)
+    if taken is not None:
+        raise JoinRefused(f"another member is called {taken} already: choose another with --name")
     taken = next((m.name for m in others if m.address and m.address == member.address), None)
     if taken is not None:
         raise JoinRefused(

@@ -96,7 +96,7 @@ class Herald:
                 _, before_s = self._pauses.get(key, (0.0, 0.0))
                 pause_s = min(max(2 * before_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
                 self._pauses[key] = (self._clock() + pause_s, pause_s)
-                if not before_s:
+                if before_s < pause_s == _LONGEST_PAUSE_S:  # it is not just about to start
                     _log.warning("%s does not have the newest roster yet: %s", member.name, fault)
             else:
                 self._pauses.pop(key, None)

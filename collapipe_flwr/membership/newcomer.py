@@ -77,7 +77,7 @@ class Membership:
 def default_name(role: Role) -> str:
     """That of the role, or of a device its machine's own, as far as it can be called so."""
     if role is not Role.DEVICE:
-        return role.value.replace(" ", "-")
+        return str(role.value).replace(" ", "-")
     host = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname().partition(".")[0]).strip("-")
     return host[:63] or "board"
 

@@ -64,11 +64,9 @@ def names(requirements: list[str]) -> set[str]:
 
 def test_the_wheel_holds_the_package_alone() -> None:
     """Installed apps would hide modules of the same names that a user's own project has."""
-    wheel = project()["tool"]["hatch"]["build"]["targets"]["wheel"]
-    assert wheel["packages"] == ["collapipe_flwr"]
-    brought = wheel["force-include"].items()
-    assert all((ROOT / source).exists() for source, _ in brought)
-    assert all(target.startswith("collapipe_flwr/") for _, target in brought)
+    assert project()["tool"]["hatch"]["build"]["targets"]["wheel"] == {
+        "packages": ["collapipe_flwr"]
+    }
 
 
 def test_nothing_in_the_package_needs_what_is_not_in_the_wheel() -> None:
