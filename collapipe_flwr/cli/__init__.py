@@ -5,9 +5,6 @@ Commands import what they need when they run, so that a small board pays for not
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as version_of
-from platform import python_version
 from typing import Annotated
 
 import typer
@@ -24,6 +21,7 @@ from collapipe_flwr.cli.run import check_config, compare, run
 from collapipe_flwr.cli.simulate import simulate
 from collapipe_flwr.cli.watch import watch
 from collapipe_flwr.core.errors import CollaPipeError
+from collapipe_flwr.core.versions import installed_versions
 
 app = typer.Typer(
     name="collapipe",
@@ -46,20 +44,6 @@ app.command(
 app.add_typer(clusters, name="cluster")
 
 
-def versions() -> str:
-    """This package, and those that its results depend on; found without importing them."""
-    names = ("collapipe-flwr", "flwr", "torch", "transformers", "ray", "datasets")
-    found = [f"{name} {known}" for name in names if (known := _version(name))]
-    return f"{', '.join(found)}, Python {python_version()}"
-
-
-def _version(name: str) -> str:
-    try:
-        return version_of(name)
-    except PackageNotFoundError:
-        return ""
-
-
 def run_commands(commands: typer.Typer) -> None:
     """Run ``commands``; a CollaPipeError becomes one sentence on stderr and its exit code."""
     try:
@@ -71,7 +55,7 @@ def run_commands(commands: typer.Typer) -> None:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(versions())
+        typer.echo(", ".join(f"{name} {version}" for name, version in installed_versions().items()))
         raise typer.Exit
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,6 +48,27 @@ Imports = Annotated[
     ),
 ]
 Grace = Annotated[float, typer.Option(help="Seconds that open sessions get on a stop.", min=0)]
+Metrics = Annotated[
+    str,
+    typer.Option(help="HOST:PORT, or a port on loopback, where Prometheus scrapes /metrics."),
+]
+
+
+class LogFormat(StrEnum):
+    """How a daemon logs to stderr."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+Logs = Annotated[LogFormat, typer.Option("--log-format", help="json: one object per line.")]
+
+
+def _log_as(log_format: LogFormat, name: str) -> None:
+    from collapipe_flwr.core.json_log import log_json
+
+    if log_format is LogFormat.JSON:
+        log_json(name)
 
 
 def tls_files(ca: Path | None, certificate: Path | None, key: Path | None) -> TlsFiles | None:
@@ -131,6 +153,8 @@ def device(
     threads: Threads = 0,
     imports: Imports = None,
     grace_s: Grace = 10.0,
+    metrics: Metrics = "",
+    log_format: Logs = LogFormat.TEXT,
     cache_dir: Annotated[
         Path | None, typer.Option(help="For frozen weights. Default: in the user's cache folder.")
     ] = None,
@@ -166,7 +190,9 @@ def device(
         imports=imports,
         threads=threads,
         grace_s=grace_s,
+        metrics=metrics,
     )
+    _log_as(log_format, name)
     serve(settings, passes_on=True, announce=lambda a: typer.echo(f"{name} on {a}"))
 
 
@@ -183,6 +209,8 @@ def edge(
     threads: Threads = 0,
     imports: Imports = None,
     grace_s: Grace = 10.0,
+    metrics: Metrics = "",
+    log_format: Logs = LogFormat.TEXT,
     state_dir: Annotated[
         Path | None, typer.Option(help="Keep sessions here, so that a restart goes on with them.")
     ] = None,
@@ -207,7 +235,9 @@ def edge(
         imports=imports,
         threads=threads,
         grace_s=grace_s,
+        metrics=metrics,
     )
+    _log_as(log_format, name)
     serve(settings, passes_on=False, announce=lambda a: typer.echo(f"edge server on {a}"))
 
 
@@ -228,6 +258,8 @@ def control_unit(
     grace_s: Annotated[
         float, typer.Option(help="Seconds that a round gets on a stop.", min=0)
     ] = 10.0,
+    metrics: Metrics = "",
+    log_format: Logs = LogFormat.TEXT,
 ) -> None:
     """Stay beside a SuperNode and work on its messages, until SIGTERM or Ctrl-C.
 
@@ -238,5 +270,8 @@ def control_unit(
     from collapipe_flwr.federation.local_socket import default_path
     from collapipe_flwr.federation.resident import ResidentSettings, serve
 
-    settings = ResidentSettings(path=socket or default_path(), state_dir=state_dir, grace_s=grace_s)
+    settings = ResidentSettings(
+        path=socket or default_path(), state_dir=state_dir, grace_s=grace_s, metrics=metrics
+    )
+    _log_as(log_format, "control-unit")
     serve(settings, lambda path: typer.echo(f"control unit at {path}"))

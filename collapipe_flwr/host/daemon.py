@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -16,9 +17,12 @@ from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.core.processes import stopping
 from collapipe_flwr.host.allocator import configure_malloc
 from collapipe_flwr.host.energy import NONE, EnergyMeter, energy_meter
+from collapipe_flwr.host.host_metrics import HostMetrics
+from collapipe_flwr.host.metrics_server import serving_metrics
 from collapipe_flwr.host.power import IwPower
 from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.host.server import Listener
+from collapipe_flwr.host.tally import Tally
 
 if TYPE_CHECKING:
     from collapipe_flwr.host.servicer import Servicer
@@ -41,7 +45,8 @@ class HostSettings:
     It holds up to `memory_bytes` of models, see `ledger`. Planned transmit power is applied to
     `radio_interface` (empty: to none), and energy is metered by `energy_sensor`, see `energy`.
     Tensors are computed on `threads` (0: torch's own choice).
-    Own models and losses may come from the modules in `imports`.
+    Own models and losses may come from the modules in `imports`. A Prometheus server finds numbers
+    at the address `metrics` (empty: nowhere).
     """
 
     listen: str
@@ -58,6 +63,7 @@ class HostSettings:
     threads: int = 0
     imports: tuple[str, ...] = ()
     grace_s: float = 10.0
+    metrics: str = ""
 
     def __post_init__(self) -> None:
         if self.tls is None and not self.insecure and not is_loopback(self.listen):
@@ -94,17 +100,20 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
     if settings.tls is None:
         _log.warning("plain text: whoever reaches %s can read and change all", settings.listen)
     meter = energy_meter(settings.energy_sensor)
-    made = _servicer(settings, passes_on, meter) if settings.state_dir is not None else None
+    tally = Tally()
+    make = partial(_servicer, settings, passes_on, meter, tally)
+    made = make() if settings.state_dir is not None else None
     listener = Listener(
         settings.listen,
-        lambda: made or _servicer(settings, passes_on, meter),
+        lambda: made or make(),
         tls=settings.tls,
         meter=meter,
         rosters=settings.rosters,
         on_edge=not passes_on,
     )
     removed: list[str] = []
-    with stopping() as stop, listener:
+    metrics = HostMetrics(settings.name, listener.load, tally)
+    with stopping() as stop, listener, serving_metrics(settings.metrics, metrics):
 
         def leave(why: str) -> None:
             removed.append(why)
@@ -134,7 +143,9 @@ def hide_unused_libraries() -> None:
         modules.setdefault(name, None)
 
 
-def _servicer(settings: HostSettings, passes_on: bool, meter: EnergyMeter) -> Servicer:
+def _servicer(
+    settings: HostSettings, passes_on: bool, meter: EnergyMeter, tally: Tally
+) -> Servicer:
     hide_unused_libraries()
     import torch
 
@@ -158,6 +169,7 @@ def _servicer(settings: HostSettings, passes_on: bool, meter: EnergyMeter) -> Se
         set_power=settings.set_power,
         meter=meter,
         ledger=ledger,
+        tally=tally,
     )
     return Servicer(
         service,

@@ -34,6 +34,7 @@ from collapipe_flwr.transport.server import Server, only_message
 if TYPE_CHECKING:
     from collapipe_flwr.host.service import EdgeService
     from collapipe_flwr.host.servicer import Servicer
+    from collapipe_flwr.pipeline.config import Health
 
 CONTROL_THREADS = 8
 _STREAMS = 4  # of a session, all of them together: replicas ahead have one each
@@ -93,6 +94,10 @@ class Listener(Server):
             most_calls=2 * threads,
             tls=tls,
         )
+
+    def load(self) -> Health | None:
+        """How busy the host is; None as long as nobody needed it."""
+        return None if self._servicer is None else self._servicer.load()
 
     def drain(self, grace_s: float) -> None:
         """Refuse new sessions and give those that there are ``grace_s`` to be closed."""
