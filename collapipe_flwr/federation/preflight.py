@@ -108,7 +108,7 @@ def preflight(
     return Preflight(learner=learner, model=model, clusters=profiles)
 
 
-def check_launch(launch: Launch, cluster_files: Sequence[Path] = ()) -> str:
+def check_launch(launch: Launch) -> str:
     """Check what is about to be started; one line on what it was found to be.
 
     Of an app with run-config keys of its own, only those and where it writes can be checked.
@@ -123,7 +123,7 @@ def check_launch(launch: Launch, cluster_files: Sequence[Path] = ()) -> str:
         parse({**declared, **launch.run_config, **where}),
         run_dir=launch.run_dir,
         federation=launch.federation_config,
-        cluster_files=cluster_files,
+        cluster_files=launch.clusters,
     )
     return found.verdict
 
