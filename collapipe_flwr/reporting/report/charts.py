@@ -18,7 +18,7 @@ FIRST, SECOND, THIRD, FOURTH, FIFTH, SIXTH = (f"@c{number}" for number in range(
 COLOURS = (FIRST, SECOND, THIRD, FOURTH, FIFTH, SIXTH)
 MUTED, WARNING = "@muted", "@warning"
 MOST_BARS = 24  # of a chart: those that say most
-_NAME = 26  # letters of a label
+_NAME = 30  # letters of a label
 _BAR_PIXELS, _FRAME_PIXELS, _LEAST_PIXELS = 24, 96, 150
 
 

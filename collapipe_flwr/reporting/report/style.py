@@ -42,7 +42,8 @@ a { color: var(--accent); }
 .tile .value { font-size: 1.35rem; font-weight: 600; line-height: 1.3; overflow-wrap: anywhere; }
 section { margin: 28px 0; }
 .charts {
-  display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr));
+  display: grid; gap: 12px; align-items: start;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr));
 }
 .chart { min-height: 150px; width: 100%; }
 section > .card { margin-top: 12px; }
