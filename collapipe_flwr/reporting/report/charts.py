@@ -167,9 +167,10 @@ def round_axis(rounds: Sequence[int]) -> Json:
 def by_row(traces: Sequence[Json], rows: int, unit: str, **layout: Any) -> Json:
     """A figure of horizontal bars, as high as its rows need."""
     height = max(_LEAST_PIXELS, _FRAME_PIXELS + _BAR_PIXELS * rows)
+    count = len({row for trace in traces for row in trace["y"]})
     axes = {
         "xaxis": {"title": {"text": unit}, "rangemode": "tozero"},
-        "yaxis": {"autorange": "reversed", "type": "category"},
+        "yaxis": {"range": [count - 0.5, -0.5], "type": "category"},
     }
     return {
         "data": list(traces),

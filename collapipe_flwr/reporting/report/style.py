@@ -61,7 +61,7 @@ th, td {
 }
 td { min-width: 4.5rem; white-space: nowrap; }
 td.long { min-width: 17rem; overflow-wrap: anywhere; white-space: normal; }
-th { color: var(--quiet); font-weight: 600; }
+th { color: var(--quiet); font-weight: 600; white-space: nowrap; }
 footer { padding-top: 8px; padding-bottom: 32px; }
 @media print {
   :root {
@@ -71,7 +71,9 @@ footer { padding-top: 8px; padding-bottom: 32px; }
   }
   body { font-size: 11pt; }
   header, main, footer { max-width: none; padding: 0; }
-  nav, select { display: none; }
+  @page { margin: 14mm; }
+  nav { display: none; }
+  section > .quiet { break-after: avoid; }
   .charts { display: block; }
   .charts .card + .card { margin-top: 12px; }
   .card { break-inside: avoid; border-color: #ccc; }
