@@ -11,8 +11,10 @@ import typer
 
 from collapipe_flwr.cli.bench import bench
 from collapipe_flwr.cli.cluster import certs, clusters
+from collapipe_flwr.cli.deploy import deploy
 from collapipe_flwr.cli.generate import generate
 from collapipe_flwr.cli.hosting import control_unit, device, edge
+from collapipe_flwr.cli.joining import join
 from collapipe_flwr.cli.profile import profile
 from collapipe_flwr.cli.report import report
 from collapipe_flwr.cli.run import check_config, compare, run
@@ -30,7 +32,7 @@ app = typer.Typer(
 )
 COMMANDS = (
     *(run, check_config, watch, report, compare, edge, control_unit),
-    *(generate, device, certs, profile, simulate),
+    *(generate, device, join, certs, deploy, profile, simulate),
 )
 for command in COMMANDS:
     app.command()(command)

@@ -26,14 +26,17 @@ from collapipe_flwr.reporting.events import (
     cluster_json,
     incident_json,
 )
+from collapipe_flwr.reporting.progress import Look, ProgressFile
 from collapipe_flwr.reporting.run_directory import (
     Past,
     RunDirectory,
+    is_new,
     read_config,
     read_past,
     read_summary,
     rounds_done,
 )
+from collapipe_flwr.reporting.run_lock import check_not_written
 
 if TYPE_CHECKING:
     from collapipe_flwr.federation.sinks import Sinks
@@ -63,11 +66,15 @@ class RunRecorder:
         paced: bool = False,
         lost: Callable[[], Collection[str]] = tuple,
         sinks: Sinks | None = None,
+        progress: ProgressFile | None = None,
     ) -> None:
         self._sinks = sinks
         if sinks is not None:
             sinks.warn = self.say
         self._paced, self._lost = paced, lost
+        self._progress = progress or ProgressFile(None)
+        self.training: Look | None = None  # says how far clusters are in a round
+        self.testing: Look | None = None  # and how far the evaluation is
         past = past or Past()
         self.story = replace(story, initial=past.initial, events=past.events, notes=past.notes)
         self.weights: Mapping[str, Tensor] | None = None  # of the last round
@@ -117,16 +124,28 @@ class RunRecorder:
         self._clusters = metrics
 
     def evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        """Flower's ``evaluate_fn``: round 0 is the untrained model.
+        """Flower's ``evaluate_fn``: round 0 is the untrained model; the next round begins then.
 
         A resumed run is asked again for the round of its checkpoint.
         """
+        found = self._evaluated(server_round, arrays)
+        if server_round != self.story.rounds_asked:
+            self._progress.enter("training", round_index=server_round + 1, look=self.training)
+        return found
+
+    def _evaluated(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         weights = decode_tensors(arrays)
         if self.story.events and self.story.events[-1].round_index == server_round:
             self.weights, self._round_started_s = weights, time.monotonic()
             return _metric_record(self.story.events[-1].metrics)
         due = server_round % self._every == 0 or server_round <= 1
         started_s = time.monotonic()
+        if due:
+            self._progress.enter(
+                "evaluating" if server_round else "evaluating the untrained model",
+                round_index=server_round,
+                look=self.testing,
+            )
         metrics = self._evaluate(weights) if due else {}
         if server_round == 0:
             self.story = replace(self.story, initial=metrics)
@@ -298,6 +317,15 @@ class RunFolder:
     past: Past = field(default_factory=Past)
 
 
+def prepared_folder(config: AppConfig) -> Path | None:
+    """The folder of the run that is about to begin, where it is there already."""
+    if config.run.resume:
+        path = Path(config.run.resume).resolve()
+        return path if read_config(path) is not None else None
+    path = Path(config.run.output_dir).resolve() / config.run.run_name
+    return path if config.run.run_name and path.is_dir() and is_new(path) else None
+
+
 def open_run(config: AppConfig) -> RunFolder:
     """Make or reopen the folder; raises ConfigError when the run-config is not that run's."""
     if config.run.resume:
@@ -323,6 +351,7 @@ def check_resumable(config: AppConfig, path: Path) -> tuple[RunDirectory, Checkp
     A run that died before its first checkpoint begins again; one that had checkpoints does not.
     """
     directory = RunDirectory.reopen(path)
+    check_not_written(path)
     check_same_run(config, path)
     checkpoints = _checkpoints(config, directory)
     if checkpoints is None:

@@ -36,6 +36,7 @@ from collapipe_flwr.reporting.run_directory import (
     rounds_done,
     summary_stamp,
 )
+from collapipe_flwr.reporting.run_lock import INTERRUPTED, RUNNING
 from collapipe_flwr.reporting.screen import Screen
 
 _HASTY_BYTES = 50_000_000  # of events, which take about a second to read
@@ -54,8 +55,8 @@ class Order:
 
     def launch(self) -> Launch:
         """What to start; raises ConfigError for keys that the app does not declare."""
-        overrides: Mapping[str, Any] = read_overrides(self.run_config)
         declared = declared_config(self.project)
+        overrides: Mapping[str, Any] = read_overrides(self.run_config, declared)
         overridden(declared, overrides)
         run_dir = self.output_dir.resolve() / self.run_name
         if self.resume is not None:
@@ -118,6 +119,16 @@ class Attempt:
             raise SystemExit(process.returncode)
         for line in found.splitlines():
             self._screen.say(line)
+        if self._order.resume is not None:
+            self._screen.say(self._resumed())
+
+    def _resumed(self) -> str:
+        """How the earlier attempt ended, and where this one goes on."""
+        summary, newest = self._summary, newest_checkpoint(self.run_dir)
+        asked, status = summary.get("rounds_asked"), summary.get("status", "interrupted")
+        place = f"round {rounds_done(self.run_dir)}" + (f" of {asked}" if asked else "")
+        where = f"goes on after round {newest}" if newest else "begins again"
+        return f"the run was {status} after {place}; it {where}"
 
     def stopping(self) -> str:
         """The answer to a signal: where the run stops and how it goes on."""
@@ -139,7 +150,7 @@ class Attempt:
         reason: str | None = None
         self._began = True
         try:
-            with self._screen.phase("starting Flower, then training"):
+            with self._screen.phase("starting Flower: SuperLink, Ray and the apps"):
                 run_app(self._launch, follower.look)
         except SystemExit:
             self._close("stopped", "stopped by a signal")
@@ -180,7 +191,7 @@ class Attempt:
     def _close(self, status: str, reason: str) -> None:
         """Replace the status of an attempt whose processes have ended while it was running."""
         summary = self._summary
-        if self._wrote and summary.get("status") == "running":
+        if self._wrote and summary.get("status") in (RUNNING, INTERRUPTED):
             directory = RunDirectory.reopen(self.run_dir)
             directory.write_summary({**summary, "status": status, "reason": reason})
 

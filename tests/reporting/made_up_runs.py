@@ -77,13 +77,11 @@ class MadeUpRun:
 
     def begin_long(self, rounds: int) -> None:
         """Write many rounds at once, of which few differ in more than their number."""
-        lines = [json.dumps(self.event(1).as_json()) for _ in range(min(_DIFFERENT, rounds))]
-        first = '{"round_index": 1,'
+        events = [self.event(index).as_json() for index in range(1, min(_DIFFERENT, rounds) + 1)]
+        rests = [json.dumps(event).partition(",")[2] for event in events]
         with (self.path / EVENTS).open("w", encoding="utf-8") as file:
             for index in range(rounds):
-                line = lines[index % len(lines)]
-                assert line.startswith(first)
-                file.write(f'{{"round_index": {index + 1},{line.removeprefix(first)}\n')
+                file.write(f'{{"round_index": {index + 1},{rests[index % len(rests)]}\n')
 
     def event(self, index: int) -> RoundEvent:
         """A round that all clusters take part in."""

@@ -89,6 +89,7 @@ const figures = (() => {
     setText(byId("missing"), found.missing ? `No charts: ${found.missing}.` : "");
     byId("missing").hidden = !found.missing;
     showTiles(byId("overview"), (found.tiles || []).map(([title, value, note, warning]) => [value, `${title}${note ? `: ${note}` : ""}`, warning]));
+    byId("whole").hidden = !found.tiles;
     const keys = found.sections.map((section) => section.key);
     for (const key of [...sections.keys()].filter((each) => !keys.includes(each))) {
       document.getElementById(key).remove();
