@@ -42,6 +42,7 @@ from collapipe_flwr.models import save_adapter, save_whole
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.reporting.console import RoundPrinter
 from collapipe_flwr.reporting.events import RunStory
+from collapipe_flwr.reporting.log_lines import print_line
 from collapipe_flwr.reporting.run_directory import RunDirectory
 from collapipe_flwr.reporting.sinks import check_sinks
 
@@ -69,6 +70,9 @@ def run(grid: Grid, config: AppConfig) -> None:
     evaluator = Evaluator(learner.splitter, learner.task, config.evaluation.batch_size)
     members, planner = _clusters(grid, config, learner)
     folder = open_run(config)
+    if config.reporting.log_lines:
+        folder.directory.tell = print_line
+        print_line("config", flatten(config))
     recorder = _recorder(config, folder, evaluator, planner, members)
     try:
         with _saying_how_to_resume(folder), unexpected_as_run_error():
