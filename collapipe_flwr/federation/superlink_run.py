@@ -106,10 +106,11 @@ class SuperLinkRun:
 
     def _close(self, run: dict[str, Any]) -> None:
         """Say how it ended where it could not say so itself."""
-        summary = read_summary_head(self.run_dir) or {"status": "running", "reason": _SILENT}
+        told = read_summary_head(self.run_dir)
+        summary = told or {"status": "running"}
         if summary["status"] == "running":
             status = _ENDS.get(run["status"], "failed")
-            reason = summary.get("reason") or run.get("status-details") or None
+            reason = run.get("status-details") or (None if told else _SILENT)
             self._directory.write_summary({**summary, "status": status, "reason": reason})
 
     def _runs(self, options: list[str]) -> list[dict[str, Any]]:

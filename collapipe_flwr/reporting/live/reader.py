@@ -14,6 +14,7 @@ from collapipe_flwr.reporting.run_directory import (
     read_summary_head,
     summary_stamp,
 )
+from collapipe_flwr.reporting.run_lock import as_it_is
 
 Json = dict[str, Any]
 _ABOUT_BYTES = 8 << 20  # of events that are read at once
@@ -92,6 +93,7 @@ class RunReader:
         told = (
             {key: self._summary.get(key) for key in _TOLD} if self._summary else {"status": before}
         )
+        told = as_it_is(told, self.run_dir)
         return {
             **told,
             "name": self.run_dir.name,

@@ -156,23 +156,23 @@ def write_page(page: Page, path: Path) -> Path:
     return path
 
 
-def closing_report(run_dir: Path) -> str:
+def closing_report(run_dir: Path, name: str = "") -> str:
     """Make the report of a run that has ended, unless it is there; a sentence that says where.
 
     A run is what it is: whatever keeps its report from being made is said, and nothing else.
+    ``name`` is what the sentence calls the run directory.
     """
-    path = run_dir / REPORT
-    if _fresh(run_dir, path):
-        return f"report: {path}"
-    try:
-        with unexpected_as_run_error():
-            write_run_report(run_dir)
-    except CollaPipeError as error:
-        return f"no report: {error}; then `collapipe report {run_dir}` makes it"
-    return f"report: {path}"
+    name = name or str(run_dir)
+    if not _fresh(run_dir):
+        try:
+            with unexpected_as_run_error():
+                write_run_report(run_dir)
+        except CollaPipeError as error:
+            return f"no report: {error}; afterwards, `collapipe report {name}` makes it"
+    return f"report: {name}/{REPORT}"
 
 
-def _fresh(run_dir: Path, path: Path) -> bool:
+def _fresh(run_dir: Path) -> bool:
     """Whether the report was made after the summary's last change."""
-    stamp = summary_stamp(run_dir)
+    path, stamp = run_dir / REPORT, summary_stamp(run_dir)
     return stamp is not None and path.exists() and path.stat().st_mtime_ns >= stamp[1]
