@@ -20,6 +20,7 @@ from collapipe_flwr.core.errors import ConfigError, ProtocolError, RunError
 from collapipe_flwr.core.processes import keeping
 from collapipe_flwr.reporting.log_lines import LogLine, replay
 from collapipe_flwr.reporting.run_directory import RunDirectory, read_summary_head
+from collapipe_flwr.reporting.run_lock import writing
 
 _ASK_S = 30.0
 _PATIENCE_S = 5.0  # that `flwr log` gets to end
@@ -55,14 +56,15 @@ class SuperLinkRun:
         """Follow the log while the body runs."""
         stop = threading.Event()
         thread = threading.Thread(target=self._follow, args=(stop,), name="flwr log", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            if self._process is not None and self._process.stdin is not None:
-                self._process.stdin.close()  # which ends it
-            thread.join(_PATIENCE_S + _ASK_S)
+        with writing(self.run_dir):
+            thread.start()
+            try:
+                yield
+            finally:
+                stop.set()
+                if self._process is not None and self._process.stdin is not None:
+                    self._process.stdin.close()  # which ends it
+                thread.join(_PATIENCE_S + _ASK_S)
 
     def _follow(self, stop: threading.Event) -> None:
         """Read the log to the end of the run, again from its start where the SuperLink was away."""
