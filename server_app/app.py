@@ -49,6 +49,7 @@ from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.pipeline.compute import resolve
 from collapipe_flwr.reporting.console import RoundPrinter
 from collapipe_flwr.reporting.events import RunStory
+from collapipe_flwr.reporting.log_lines import print_line
 from collapipe_flwr.reporting.progress import ProgressFile
 from collapipe_flwr.reporting.report.page import closing_report
 from collapipe_flwr.reporting.run_directory import RunDirectory
@@ -89,6 +90,9 @@ def _run(grid: Grid, config: AppConfig, progress: ProgressFile, printer: RoundPr
     progress.enter("waiting for the clusters")
     members, planner = _clusters(grid, config, learner)
     folder = open_run(config)
+    if config.reporting.log_lines:
+        folder.directory.tell = print_line
+        print_line("config", flatten(config))
     progress.folder = folder.directory.path
     if planner is not None:
         progress.simulated = not any(cluster.real_links for cluster in planner.world.clusters)
