@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Annotated
@@ -92,6 +93,7 @@ def check_config(
         output_dir=output_dir,
         resume=resume,
     )
+    gc.disable()  # a fifth of the time of what follows, which ends this process
     with wrong_input():
         launch = order.launch()
         from collapipe_flwr.federation.preflight import check_launch
