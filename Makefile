@@ -64,7 +64,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e '.[docs]'
-	@touch $@ $(VENV)/.demo
+	@touch $@
 
 clean:
 	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from collapipe_flwr.config.cluster_file import ClusterConfig
     from collapipe_flwr.core.links import TlsFiles
     from collapipe_flwr.host.daemon import HostSettings
+    from collapipe_flwr.host.rosters import Rosters
 
 
 Listen = Annotated[
@@ -99,7 +101,6 @@ def _settings(
     Those are ``cluster``: files, and folders whose files count where they list this member. Raises
     ConfigError.
     """
-    from collapipe_flwr.config.access_control import access_control
     from collapipe_flwr.config.cluster_file import clusters_in, read_cluster
     from collapipe_flwr.host.daemon import HostSettings
     from collapipe_flwr.pipeline.benchmark import available_memory_bytes
@@ -109,18 +110,34 @@ def _settings(
     clusters += [c for path in paths if path.is_dir() for c in clusters_in(path, name)]
     address = next((a for c in clusters if (a := c.member(name).address)), default)
     tls = own_tls or next((c.tls_files(name) for c in clusters), None)
-    access = access_control(clusters, allow or ())
+    rosters = _rosters(name, clusters, tls, allow)
     if imports:
         sys.path.insert(0, os.getcwd())  # modules may also stand where the command is given
     return HostSettings(
         listen=listen or address,
         name=name,
         tls=tls,
-        access=access if tls and access.callers else None,  # None: whoever the CA signed
+        rosters=rosters,
         memory_bytes=int(memory_mb * 1e6) or available_memory_bytes(),
         imports=tuple(imports or ()),
         **options,
     )
+
+
+def _rosters(
+    name: str,
+    clusters: list[ClusterConfig],
+    tls: TlsFiles | None,
+    allow: list[str] | None,
+) -> Rosters | None:
+    """Who may call; None where nobody is named, or nobody can prove a name."""
+    from collapipe_flwr.config.access_control import access_control
+    from collapipe_flwr.host.rosters import Rosters
+
+    access_control(clusters)  # refuses a name that two clusters would share
+    if tls is None or tls.ca is None or not (clusters or allow):
+        return None
+    return Rosters(name, clusters, tls.ca, allow or ())
 
 
 def device(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,15 +19,24 @@ from collapipe_flwr.federation.checkpoint import Checkpoints
 from collapipe_flwr.federation.rounds import RoundRecord
 from collapipe_flwr.pipeline.timeline import write_trace
 from collapipe_flwr.reporting.console import RoundPrinter
-from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, RunStory, cluster_json
+from collapipe_flwr.reporting.events import (
+    LinkBytes,
+    RoundEvent,
+    RunStory,
+    cluster_json,
+    incident_json,
+)
+from collapipe_flwr.reporting.progress import Look, ProgressFile
 from collapipe_flwr.reporting.run_directory import (
     Past,
     RunDirectory,
+    is_new,
     read_config,
     read_past,
     read_summary,
     rounds_done,
 )
+from collapipe_flwr.reporting.run_lock import check_not_written
 
 if TYPE_CHECKING:
     from collapipe_flwr.federation.sinks import Sinks
@@ -57,11 +66,15 @@ class RunRecorder:
         paced: bool = False,
         lost: Callable[[], Collection[str]] = tuple,
         sinks: Sinks | None = None,
+        progress: ProgressFile | None = None,
     ) -> None:
         self._sinks = sinks
         if sinks is not None:
             sinks.warn = self.say
         self._paced, self._lost = paced, lost
+        self._progress = progress or ProgressFile(None)
+        self.training: Look | None = None  # says how far clusters are in a round
+        self.testing: Look | None = None  # and how far the evaluation is
         past = past or Past()
         self.story = replace(story, initial=past.initial, events=past.events, notes=past.notes)
         self.weights: Mapping[str, Tensor] | None = None  # of the last round
@@ -111,16 +124,28 @@ class RunRecorder:
         self._clusters = metrics
 
     def evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        """Flower's ``evaluate_fn``: round 0 is the untrained model.
+        """Flower's ``evaluate_fn``: round 0 is the untrained model; the next round begins then.
 
         A resumed run is asked again for the round of its checkpoint.
         """
+        found = self._evaluated(server_round, arrays)
+        if server_round != self.story.rounds_asked:
+            self._progress.enter("training", round_index=server_round + 1, look=self.training)
+        return found
+
+    def _evaluated(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         weights = decode_tensors(arrays)
         if self.story.events and self.story.events[-1].round_index == server_round:
             self.weights, self._round_started_s = weights, time.monotonic()
             return _metric_record(self.story.events[-1].metrics)
         due = server_round % self._every == 0 or server_round <= 1
         started_s = time.monotonic()
+        if due:
+            self._progress.enter(
+                "evaluating" if server_round else "evaluating the untrained model",
+                round_index=server_round,
+                look=self.testing,
+            )
         metrics = self._evaluate(weights) if due else {}
         if server_round == 0:
             self.story = replace(self.story, initial=metrics)
@@ -221,6 +246,7 @@ def round_event(record: RoundRecord, wall_s: float) -> RoundEvent:
         fresh_examples=record.fresh_examples,
         prequential_loss=record.prequential_loss,
         wall_s=wall_s,
+        incidents=tuple(_incidents(record)),
         failures=(
             *record.remarks,
             *(f"{cluster}: {why}" for cluster, why in record.failures.items()),
@@ -231,6 +257,20 @@ def round_event(record: RoundRecord, wall_s: float) -> RoundEvent:
             ),
         ),
     )
+
+
+def _incidents(record: RoundRecord) -> Iterator[dict[str, str]]:
+    """What ``failures`` says, by kind and cluster, and devices that are quarantined."""
+    for text in record.remarks:
+        kind = "retry" if text in record.retried else "remark"
+        yield incident_json("late" if text in record.joined_late else kind, text)
+    for cluster, why in record.failures.items():
+        yield incident_json("lost", why, cluster)
+    for cluster, told in record.telemetry.items():
+        for text in told.incidents:
+            yield incident_json("recovered", text, cluster)
+        for device, why in told.quarantined.items():
+            yield incident_json("quarantined", f"{device}: {why}", cluster)
 
 
 def _by_device(nested: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -277,6 +317,15 @@ class RunFolder:
     past: Past = field(default_factory=Past)
 
 
+def prepared_folder(config: AppConfig) -> Path | None:
+    """The folder of the run that is about to begin, where it is there already."""
+    if config.run.resume:
+        path = Path(config.run.resume).resolve()
+        return path if read_config(path) is not None else None
+    path = Path(config.run.output_dir).resolve() / config.run.run_name
+    return path if config.run.run_name and path.is_dir() and is_new(path) else None
+
+
 def open_run(config: AppConfig) -> RunFolder:
     """Make or reopen the folder; raises ConfigError when the run-config is not that run's."""
     if config.run.resume:
@@ -302,6 +351,7 @@ def check_resumable(config: AppConfig, path: Path) -> tuple[RunDirectory, Checkp
     A run that died before its first checkpoint begins again; one that had checkpoints does not.
     """
     directory = RunDirectory.reopen(path)
+    check_not_written(path)
     check_same_run(config, path)
     checkpoints = _checkpoints(config, directory)
     if checkpoints is None:

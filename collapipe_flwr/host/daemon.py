@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from collapipe_flwr.config.access_control import AccessControl
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.imports import allow
 from collapipe_flwr.core.links import TlsFiles
@@ -21,6 +20,7 @@ from collapipe_flwr.host.energy import NONE, EnergyMeter, energy_meter
 from collapipe_flwr.host.host_metrics import HostMetrics
 from collapipe_flwr.host.metrics_server import serving_metrics
 from collapipe_flwr.host.power import IwPower
+from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.host.server import Listener
 from collapipe_flwr.host.tally import Tally
 
@@ -36,8 +36,8 @@ UNUSED_LIBRARIES = ("scipy", "sklearn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSettings:
-    """One daemon; `name` is how its neighbours call it, `access` who may call what (None: whoever
-    the CA signed may all).
+    """One daemon; `name` is how its neighbours call it, `rosters` say who may call what (None:
+    whoever the CA signed may all).
 
     On a stop, sessions that are open get `grace_s` to be closed; new ones are refused at once.
     Snapshots of recoverable sessions are kept in `state_dir`, from where the next process takes
@@ -53,7 +53,7 @@ class HostSettings:
     name: str
     tls: TlsFiles | None = None
     insecure: bool = False
-    access: AccessControl | None = None
+    rosters: Rosters | None = None
     state_dir: Path | None = None
     cache_dir: Path | None = None
     cache_bytes: int = 8 * 10**9
@@ -107,17 +107,27 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
         settings.listen,
         lambda: made or make(),
         tls=settings.tls,
-        access=settings.access,
         meter=meter,
+        rosters=settings.rosters,
         on_edge=not passes_on,
     )
     metrics = HostMetrics(settings.name, listener.load, tally)
+    removed: list[str] = []
     with stopping() as stop, listener, serving_metrics(settings.metrics, metrics):
+
+        def leave(why: str) -> None:
+            removed.append(why)
+            stop.set()
+
+        if settings.rosters is not None:
+            settings.rosters.on_removed = leave
         announce(listener.address)
         stop.wait()
         # Nothing may keep the process: what still does is written to stderr, and it ends with 1.
         faulthandler.dump_traceback_later(settings.grace_s + _LEAVE_S, exit=True)
-        listener.drain(settings.grace_s)
+        for why in removed:
+            _log.warning("%s: it stops, and what it was at is broken off", why)
+        listener.drain(0.0 if removed else settings.grace_s)
         listener.stop(_BREAK_OFF_S)
 
 
@@ -161,5 +171,7 @@ def _servicer(
         ledger=ledger,
         tally=tally,
     )
-    guests = frozenset() if passes_on or settings.access is None else settings.access.control_units
-    return Servicer(service, ServicerConfig(guests=guests, probe=dialer.probe if dialer else None))
+    return Servicer(
+        service,
+        ServicerConfig(limits_guests=not passes_on, probe=dialer.probe if dialer else None),
+    )

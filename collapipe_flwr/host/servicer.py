@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 from torch import Tensor
 
-from collapipe_flwr.config.access_control import Caller
+from collapipe_flwr.config.access_control import Caller, Role
 from collapipe_flwr.core.errors import (
     CheckpointMissing,
     CollaPipeError,
@@ -28,7 +28,7 @@ from collapipe_flwr.host.ledger import NoRoom
 from collapipe_flwr.host.service import EdgeService, Reserve
 from collapipe_flwr.host.session import SessionRefused, Stream
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest, run_benchmark
-from collapipe_flwr.pipeline.config import Health, SessionKey, SessionRequest, StepMark
+from collapipe_flwr.pipeline.config import Health, PassesDone, SessionKey, SessionRequest, StepMark
 from collapipe_flwr.pipeline.link import Frame, FrameKind, Link
 from collapipe_flwr.pipeline.meter import StageReport, Timeline
 from collapipe_flwr.pipeline.state import Digests, Keys
@@ -52,11 +52,12 @@ _SHARE_OF_GUEST = 0.25
 class ServicerConfig:
     """What callers may have.
 
-    ``guests`` hold sessions here besides the host's own cluster or server: a few each, and a share
-    of the memory. ``probe`` tries the way to another host; the edge dials nobody.
+    With ``limits_guests`` control units are guests, who hold sessions here besides those of the
+    server: a few each, and a share of the memory. ``probe`` tries the way to another host; the
+    edge dials nobody.
     """
 
-    guests: frozenset[str] = frozenset()
+    limits_guests: bool = False
     sessions_of_guest: int = 8
     probe: Callable[[ProbeRequest], ProbeAnswer] | None = None
 
@@ -139,7 +140,8 @@ class Servicer:
         request, caller, config = decode_message(SessionRequest, data), call.caller, self._config
         opener = caller.name if caller else ""
         cluster_id = caller.cluster_of(request.cluster_id) if caller else request.cluster_id
-        guest = opener in config.guests
+        role = caller.role if caller else None
+        guest = config.limits_guests and role is Role.CONTROL_UNIT
         self._service.open(
             replace(request, cluster_id=cluster_id, opener=opener),
             most_of_opener=config.sessions_of_guest if guest else None,
@@ -177,6 +179,9 @@ class Servicer:
 
     def report(self, _: bytes, call: Call) -> StageReport:
         return self._service.report(call.key)
+
+    def passes(self, _: bytes, call: Call) -> PassesDone:
+        return self._service.passes(call.key)
 
     def timeline(self, _: bytes, call: Call) -> Timeline:
         return self._service.timeline(call.key)

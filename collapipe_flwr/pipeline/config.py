@@ -176,6 +176,14 @@ class SessionRequest:
         return (self.stage.name.rpartition("/")[0] or self.cluster_id)[:_LONGEST_NAME]
 
     @property
+    def part(self) -> str:
+        """What of the model it holds, in words."""
+        if self.placement is None:
+            return "the last part of a model"
+        first, stop = self.placement.blocks
+        return f"blocks {first} to {stop - 1}"
+
+    @property
     def about(self) -> dict[str, object]:
         """What a log says it is about."""
         known = {"run": self.run_id[:_LONGEST_NAME], "round": self.server_round or None}
@@ -192,6 +200,14 @@ class StepMark:
     """A point between two steps: `step` of them were done since the weights were set."""
 
     step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassesDone:
+    """Micro-batches that a session has behind it, also within a step: of training, and tested."""
+
+    trained: int = 0
+    tested: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,9 @@
 
 ``run-config.json`` says how the run was started. ``events.jsonl`` gets one line per round as soon
 as the round ends. ``summary.json`` is replaced as a whole, so a reader never sees half of it, and
-its ``status`` says ``running``, ``completed``, ``failed`` or ``stopped``. A resumed run reopens its
-folder and goes on writing. What was written is on disk: after a kill or a power cut at most the
+its ``status`` says ``running``, ``completed``, ``failed`` or ``stopped``; where it says that the
+run goes on and nobody writes it, it is read as ``interrupted`` (`run_lock`). A resumed run reopens
+its folder and goes on writing. What was written is on disk: after a kill or a power cut at most the
 end of the last line of ``events.jsonl`` is missing, which readers pass over and a resumed run
 removes; that round is pending or is trained again. ``run.log`` is what `collapipe run` keeps of
 Flower's log.
@@ -27,11 +28,12 @@ from typing import Any
 from collapipe_flwr.core.durable import append_text, make_folder, write_text
 from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.reporting.events import RoundEvent
+from collapipe_flwr.reporting.progress import PROGRESS
+from collapipe_flwr.reporting.run_lock import CONFIG, as_it_is
 
 Json = Mapping[str, object]
 LOG = "run.log"
 EVENTS = "events.jsonl"
-CONFIG = "run-config.json"
 _SUMMARY = "summary.json"
 _PENDING, _RUN_ID, _CHECKPOINTS = "pending-round.json", "run-id", "checkpoints"
 _PLANS = b',\n  "plans": ['  # as `write_summary` lays it out
@@ -127,9 +129,15 @@ class RunDirectory:
             ) from error
 
 
+def is_new(path: Path) -> bool:
+    """Whether a folder holds only what is there before its run begins: a log, and progress."""
+    names = {entry.name for entry in path.iterdir()}
+    return LOG in names and all(name == LOG or name.startswith(PROGRESS) for name in names)
+
+
 def check_new(path: Path) -> None:
     """Raise ConfigError where the folder of a new run exists, but for one with a log alone."""
-    if path.exists() and (not path.is_dir() or [p.name for p in path.iterdir()] != [LOG]):
+    if path.exists() and not (path.is_dir() and is_new(path)):
         raise ConfigError(
             f'output-dir: "{path}" exists already; choose another, or go on with it by resume'
         )
@@ -140,8 +148,9 @@ def _line(event: Json) -> str:
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
-    """The summary of a run directory, or None where there is none yet."""
-    return _read(run_dir / _SUMMARY)
+    """The summary of a run directory, or None where there is none yet; see `run_lock.as_it_is`."""
+    summary = _read(run_dir / _SUMMARY)
+    return None if summary is None else as_it_is(summary, run_dir)
 
 
 def read_summary_head(run_dir: Path) -> dict[str, Any] | None:
@@ -186,6 +195,12 @@ def summary_stamp(run_dir: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return found.st_ino, found.st_mtime_ns
+
+
+def events_bytes(run_dir: Path) -> int:
+    """How much the events of all rounds are; 0 before the first."""
+    path = run_dir / EVENTS
+    return path.stat().st_size if path.exists() else 0
 
 
 def newest_checkpoint(run_dir: Path) -> int:

@@ -198,7 +198,7 @@ function shareBar(kind) {
 }
 
 function blocksText(stage) {
-  if (!stage.blocks) return stage.devices[0].name === "edge" ? "head and loss" : "control unit: embedding";
+  if (!stage.blocks) return stage.devices[0].name === "edge" ? "head and loss" : "control unit";
   const [first, stop] = stage.blocks;
   return stop - first === 1 ? `block ${first}` : `blocks ${first}–${stop - 1}`;
 }

@@ -2,7 +2,6 @@
 
 const SILENT_MS = 15000; // without a word, the connection is dead
 const AGAIN_MS = 2000;
-const byId = (id) => document.getElementById(id);
 
 const run = { head: {}, last: null, incidents: [] };
 const cards = new Map();
@@ -25,15 +24,18 @@ function take(news) {
   if (news.last) run.last = news.last;
   if (news.incidents.length) tellIncidents(news.incidents);
   if (news.clusters) drawClusters(news.clusters);
-  drawHead(before);
+  const more = news.anew || news.rounds !== run.rounds || run.head.status !== before.status;
+  run.rounds = news.rounds;
+  drawHead();
   drawTiles();
+  if (more) figures.refresh();
 }
 
 function forget() {
   run.last = null;
   run.incidents = [];
-  byId("incidents").replaceChildren();
-  byId("trouble").hidden = true;
+  byId("happened").replaceChildren();
+  byId("latest").hidden = true;
   for (const card of cards.values()) { sight.unobserve(card.root); card.root.remove(); }
   cards.clear();
   shown.clear();
@@ -78,7 +80,7 @@ function arrange() {
   byId("legend").hidden = cards.size === 0;
 }
 
-function drawHead(before) {
+function drawHead() {
   const { head } = run;
   const status = head.status || "waiting";
   setText(byId("name"), head.name || "CollaPipe");
@@ -104,14 +106,20 @@ function drawHead(before) {
 function drawTiles() {
   const { last, head } = run;
   const tiles = last ? roundTiles(last, head) : [];
-  const parent = byId("tiles");
+  showTiles(byId("tiles"), tiles);
+  const behind = last && run.rounds < last.round ? `; rounds before it are being read: ${run.rounds} so far` : "";
+  setText(byId("drawn"), last ? `as of round ${last.round}${behind}` : "");
+}
+
+function showTiles(parent, tiles) {
   while (parent.children.length > tiles.length) parent.lastChild.remove();
-  tiles.forEach(([value, label], index) => {
-    if (!parent.children[index]) parent.append(element("div", "tile", element("b"), element("span")));
-    setText(parent.children[index].firstChild, value);
-    setText(parent.children[index].lastChild, label);
+  tiles.forEach(([value, label, warning], index) => {
+    if (!parent.children[index]) parent.append(element("div", "card tile", element("div", "value"), element("div", "quiet")));
+    const [large, small] = parent.children[index].children;
+    setText(large, value);
+    setText(small, label);
+    large.classList.toggle("warning", Boolean(warning));
   });
-  setText(byId("drawn"), last ? `as of round ${run.round}` : "");
 }
 
 function roundTiles(last, head) {
@@ -132,10 +140,10 @@ function roundTiles(last, head) {
 }
 
 function tellIncidents(incidents) {
-  const list = byId("incidents");
-  for (const told of incidents) list.prepend(element("li", "", element("b", "", `round ${told.round}`), told.text));
-  while (list.children.length > 200) list.lastChild.remove();
-  byId("trouble").hidden = false;
+  const list = byId("happened");
+  for (const told of incidents) list.prepend(element("li", "", element("b", "", `round ${told.round}`), told.cluster && !told.text.startsWith(told.cluster) ? `${told.cluster}: ${told.text}` : told.text));
+  while (list.children.length > 50) list.lastChild.remove();
+  byId("latest").hidden = false;
 }
 
 // The connection. The server tells all that is missing behind the last id, so nothing is kept here.
@@ -156,7 +164,6 @@ function connect() {
     heard_ms = Date.now();
     lastId = message.lastEventId;
     const news = JSON.parse(message.data);
-    run.round = news.round;
     take(news);
     tellLink(true);
     performance.measure("collapipe:update", { start: begin });

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from collapipe_flwr.reporting.run_directory import (
     read_summary_head,
     summary_stamp,
 )
+from collapipe_flwr.reporting.run_lock import as_it_is
 
 Json = dict[str, Any]
 _ABOUT_BYTES = 8 << 20  # of events that are read at once
@@ -25,11 +25,12 @@ _TOLD = ("status", "reason", "rounds_asked", "notes", "untrained", "wall_s")
 class News:
     """What a look found: the head, rounds, and whether these are of a file that was begun anew.
 
-    ``newest`` is the last round of a file so long that it takes a while to read.
+    The ``summary`` is without plans. ``newest`` is the last round of a file so long that it takes
+    a while to read.
     """
 
     head: Json
-    budget_j: Mapping[str, float | None]
+    summary: Json
     anew: bool
     events: list[Json]
     newest: Json | None
@@ -64,7 +65,7 @@ class RunReader:
         anew, self._generation = self._begun_anew, self._tail.generation
         return News(
             head=self._head(),
-            budget_j=self._summary.get("energy", {}).get("budget_j", {}),
+            summary=self._summary,
             anew=anew,
             events=events,
             newest=newest,
@@ -92,6 +93,7 @@ class RunReader:
         told = (
             {key: self._summary.get(key) for key in _TOLD} if self._summary else {"status": before}
         )
+        told = as_it_is(told, self.run_dir)
         return {
             **told,
             "name": self.run_dir.name,

@@ -11,6 +11,7 @@ from collapipe_flwr.reporting.report.charts import (
     Table,
     by_round,
     counted,
+    plain,
 )
 from collapipe_flwr.reporting.report.run_data import RunData
 from collapipe_flwr.reporting.report.series import stride_of, thinned
@@ -56,7 +57,7 @@ def _chart(run: RunData) -> Chart:
         values = [float(counts[kind, index]) for index in run.rounds]
         x, y = thinned(run.rounds, values, of=sum)
         colour = COLOURS[place % len(COLOURS)]
-        trace = {"type": "bar", "name": KINDS.get(kind, kind), "x": x, "y": y}
+        trace = {"type": "bar", "name": plain(KINDS.get(kind, kind)), "x": x, "y": y}
         traces.append({**trace, "marker": {"color": colour}, "hovertemplate": "%{y}"})
     figure = by_round(traces, zero=True)
     figure["layout"] |= {"barmode": "stack", "bargap": 0.15}

@@ -55,6 +55,7 @@ const report = (() => {
       font: { color: colours.text, size: 12, family: getComputedStyle(document.body).fontFamily },
       legend: { orientation: "h", x: 0, xanchor: "left", y: 1.02, yanchor: "bottom" },
       hoverlabel: label, showlegend: true, dragmode: touch.matches ? false : "zoom",
+      uirevision: "kept",
       ...layout,
       ...(printing ? { width: PAPER_PIXELS, autosize: false } : { autosize: true }),
       xaxis: axis(layout.xaxis), yaxis: axis(layout.yaxis),
@@ -89,9 +90,10 @@ const report = (() => {
     return draw(key);
   }
 
-  for (const select of document.querySelectorAll("select[data-choices]")) {
-    select.addEventListener("change", () => draw(select.dataset.choices));
-  }
+  document.addEventListener("change", (event) => {
+    const key = event.target.dataset.choices;
+    if (key) draw(key);
+  });
   dark.addEventListener("change", drawAll);
   addEventListener("beforeprint", () => {
     printing = true;
