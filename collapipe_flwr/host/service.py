@@ -61,13 +61,6 @@ def build_transformers_part(request: SessionRequest, weights: Mapping[str, Tenso
     return splitter.build_segment(*request.placement.blocks, weights)
 
 
-def _what(request: SessionRequest) -> str:
-    if request.placement is None:
-        return "the last part of a model"
-    first, stop = request.placement.blocks
-    return f"blocks {first} to {stop - 1}"
-
-
 def refuse_next_hop(hop: NextHop) -> AbstractContextManager[Link]:
     """How a host connects that is always last."""
     raise ConfigError(f"this host passes nothing on, so it cannot connect to {hop.address}")
@@ -143,7 +136,7 @@ class EdgeService:
         account = Account(self._ledger, request.opener, most_bytes)
         self._sessions.add(request, account, most_of_opener=most_of_opener)
         with logging_about(**request.about):
-            _log.info("session opened for %s", _what(request))
+            _log.info("session opened for %s", request.part)
 
     def missing(self, key: SessionKey, digests: Mapping[str, str]) -> tuple[str, ...]:
         """Which of these weights the next push must bring; the others are here.
