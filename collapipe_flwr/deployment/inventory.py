@@ -40,8 +40,9 @@ _WORD = matches(r"([A-Za-z0-9/._][^\s'\"]*)?", "must be a word")
 class Access:
     """How a machine is reached and what it runs; paths of wheels and ssh are on this machine.
 
-    A ``wheel`` is installed into an environment of its own, from the package index ``index`` if
-    there is one; an ``environment`` that is on the machine already is taken as it is.
+    A ``wheel`` is installed into an environment of its own, what it needs from the package index
+    ``index`` if there is one, and from ``extra_index``; an ``environment`` that is on the machine
+    already is taken as it is.
     """
 
     user: str = key("", _WORD)  # empty: ssh's choice
@@ -50,6 +51,7 @@ class Access:
     wheel: str = key("")
     constraints: str = key("")  # for pip; empty: those for the machine's processor
     index: str = key("", _WORD)
+    extra_index: str = key("", _WORD)
     environment: str = key("", _WORD)
 
 
@@ -67,6 +69,7 @@ class Table:
     wheel: str = key("")
     constraints: str = key("")
     index: str = key("", _WORD)
+    extra_index: str = key("", _WORD)
     environment: str = key("", _WORD)
 
 
