@@ -101,7 +101,7 @@ def _programs(machine: Machine) -> Iterator[Step]:
             f"ln -sfn {quote(access.environment)} {OPT}/venv",
         )
         return
-    python = quote(access.python)
+    python = quote(access.python or "python3")
     yield Step(
         name="python",
         test=f"{python} -c 'import sys; sys.exit(sys.version_info < (3, 11))'",
@@ -141,7 +141,7 @@ cd {OPT}/wheel
 {_base64(constraints, "constraints.txt")}
 {OPT}/venv/bin/pip --version || {{
   rm -rf {OPT}/venv
-  {quote(access.python)} -m venv {OPT}/venv
+  {quote(access.python or "python3")} -m venv {OPT}/venv
 }}
 {pip} {options} {quote(f"./{name}{extras}")}
 {pip} --no-deps --force-reinstall {quote(f"./{name}")}
