@@ -120,7 +120,8 @@ class Attempt:
         for a missing extra, and SystemExit where the other process refused and said why.
         """
         with wrong_input():
-            require("ray", "simulation")
+            if not self._order.clusters:
+                require("ray", "simulation")
         command = [sys.executable, "-m", "collapipe_flwr.cli.child", "check-config"]
         with (
             self._screen.phase("checking run-config, data, model and plan"),
@@ -159,7 +160,8 @@ class Attempt:
         reason: str | None = None
         self._began = True
         try:
-            with self._screen.phase("starting Flower, then training"):
+            what = "training" if self._order.clusters else "starting Flower, then training"
+            with self._screen.phase(what):
                 run_app(self._launch, follower.look)
         except SystemExit:
             self._close("stopped", "stopped by a signal")

@@ -28,5 +28,7 @@ def test_a_board_joins_whom_it_finds(tmp_path: Path) -> None:
 
 
 def test_where_nobody_is_announced_the_way_out_is_named() -> None:
-    with pytest.raises(LinkError, match=r"no control unit of this token is announced .* --announce"):
+    with pytest.raises(
+        LinkError, match=r"no control unit of this token is announced .* --announce"
+    ):
         found(bytes(range(32)), interface=LOOPBACK, deadline_s=0.5)
