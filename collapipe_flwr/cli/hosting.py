@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,10 +34,15 @@ Key = Annotated[Path | None, typer.Option("--tls-key", help="PEM: its private ke
 MemoryMb = Annotated[
     float,
     typer.Option(
-        help="For models in all, without activations; 0: as much as is free at the start.", min=0
+        help="For models in all, without activations; 0: as much as is free where it computes.",
+        min=0,
     ),
 ]
 Threads = Annotated[int, typer.Option(help="To compute on; 0: one per core.", min=0)]
+Compute = Annotated[
+    str,
+    typer.Option(help="Where: cpu, cuda, cuda:N, mps, xpu; auto: cuda or xpu if there, else cpu."),
+]
 Insecure = Annotated[bool, typer.Option(help="Plain text beyond loopback, knowing what it means.")]
 Imports = Annotated[
     list[str] | None,
@@ -47,6 +53,27 @@ Imports = Annotated[
     ),
 ]
 Grace = Annotated[float, typer.Option(help="Seconds that open sessions get on a stop.", min=0)]
+Metrics = Annotated[
+    str,
+    typer.Option(help="HOST:PORT, or a port on loopback, where Prometheus scrapes /metrics."),
+]
+
+
+class LogFormat(StrEnum):
+    """How a daemon logs to stderr."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+Logs = Annotated[LogFormat, typer.Option("--log-format", help="json: one object per line.")]
+
+
+def _log_as(log_format: LogFormat, name: str) -> None:
+    from collapipe_flwr.core.json_log import log_json
+
+    if log_format is LogFormat.JSON:
+        log_json(name)
 
 
 def tls_files(ca: Path | None, certificate: Path | None, key: Path | None) -> TlsFiles | None:
@@ -81,7 +108,6 @@ def _settings(
     """
     from collapipe_flwr.config.cluster_file import clusters_in, read_cluster
     from collapipe_flwr.host.daemon import HostSettings
-    from collapipe_flwr.pipeline.benchmark import available_memory_bytes
 
     paths = cluster or []
     clusters = [read_cluster(path) for path in paths if not path.is_dir()]
@@ -96,7 +122,7 @@ def _settings(
         name=name,
         tls=tls,
         rosters=rosters,
-        memory_bytes=int(memory_mb * 1e6) or available_memory_bytes(),
+        memory_bytes=int(memory_mb * 1e6),
         imports=tuple(imports or ()),
         **options,
     )
@@ -128,9 +154,12 @@ def device(
     key: Key = None,
     insecure: Insecure = False,
     memory_mb: MemoryMb = 0.0,
+    compute: Compute = "auto",
     threads: Threads = 0,
     imports: Imports = None,
     grace_s: Grace = 10.0,
+    metrics: Metrics = "",
+    log_format: Logs = LogFormat.TEXT,
     cache_dir: Annotated[
         Path | None, typer.Option(help="For frozen weights. Default: in the user's cache folder.")
     ] = None,
@@ -139,8 +168,12 @@ def device(
         str, typer.Option(help="Apply planned transmit power here by `iw`, as wlan0.")
     ] = "",
     energy_sensor: Annotated[
-        str, typer.Option(help="Meter joules here: rapl. Default: model them from times.")
-    ] = "",
+        str,
+        typer.Option(
+            help="Meter joules by ina3221 (Jetson), pi5-pmic or rapl (PC); auto: by the first that "
+            "can be read; none: model them from times."
+        ),
+    ] = "auto",
 ) -> None:
     """Train the segments that a control unit places here until SIGTERM or Ctrl-C."""
     from collapipe_flwr.host.daemon import serve
@@ -160,9 +193,12 @@ def device(
         radio_interface=radio_interface,
         energy_sensor=energy_sensor,
         imports=imports,
+        compute=compute,
         threads=threads,
         grace_s=grace_s,
+        metrics=metrics,
     )
+    _log_as(log_format, name)
     serve(settings, passes_on=True, announce=lambda a: typer.echo(f"{name} on {a}"))
 
 
@@ -176,9 +212,12 @@ def edge(
     key: Key = None,
     insecure: Insecure = False,
     memory_mb: MemoryMb = 0.0,
+    compute: Compute = "auto",
     threads: Threads = 0,
     imports: Imports = None,
     grace_s: Grace = 10.0,
+    metrics: Metrics = "",
+    log_format: Logs = LogFormat.TEXT,
     state_dir: Annotated[
         Path | None, typer.Option(help="Keep sessions here, so that a restart goes on with them.")
     ] = None,
@@ -201,9 +240,12 @@ def edge(
         state_dir=state_dir,
         cache_bytes=0,
         imports=imports,
+        compute=compute,
         threads=threads,
         grace_s=grace_s,
+        metrics=metrics,
     )
+    _log_as(log_format, name)
     serve(settings, passes_on=False, announce=lambda a: typer.echo(f"edge server on {a}"))
 
 
@@ -224,6 +266,8 @@ def control_unit(
     grace_s: Annotated[
         float, typer.Option(help="Seconds that a round gets on a stop.", min=0)
     ] = 10.0,
+    metrics: Metrics = "",
+    log_format: Logs = LogFormat.TEXT,
 ) -> None:
     """Stay beside a SuperNode and work on its messages, until SIGTERM or Ctrl-C.
 
@@ -234,5 +278,8 @@ def control_unit(
     from collapipe_flwr.federation.local_socket import default_path
     from collapipe_flwr.federation.resident import ResidentSettings, serve
 
-    settings = ResidentSettings(path=socket or default_path(), state_dir=state_dir, grace_s=grace_s)
+    settings = ResidentSettings(
+        path=socket or default_path(), state_dir=state_dir, grace_s=grace_s, metrics=metrics
+    )
+    _log_as(log_format, "control-unit")
     serve(settings, lambda path: typer.echo(f"control unit at {path}"))

@@ -250,6 +250,8 @@ def _request(
         ),
         optimizer=order.learning.optimizer,
         keep_optimizer=order.keep_optimizer,
+        run_id=order.learning.run_id,
+        server_round=order.server_round,
     )
 
 

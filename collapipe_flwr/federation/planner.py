@@ -106,6 +106,12 @@ class ScheduledRounds:
         members = (device for profile in self.world.clusters for device in profile.members)
         return {device.device_id: device.energy_budget_j for device in members}
 
+    @property
+    def memory_limit_bytes(self) -> dict[str, int]:
+        """The memory that plans may use of each device."""
+        members = (device for profile in self.world.clusters for device in profile.members)
+        return {device.device_id: device.memory_bytes for device in members}
+
     def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
         """The scheduler's plan for the clusters behind ``nodes``; raises ScheduleError.
 

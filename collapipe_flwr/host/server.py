@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ import grpc
 from collapipe_flwr.config.access_control import AccessControl, Caller
 from collapipe_flwr.core.errors import ConfigError, LinkError, ProtocolError
 from collapipe_flwr.core.links import TlsFiles
+from collapipe_flwr.host.energy import EnergyMeter
 from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.authorizer import Authorizer
@@ -32,6 +34,7 @@ from collapipe_flwr.transport.server import Server, only_message
 if TYPE_CHECKING:
     from collapipe_flwr.host.service import EdgeService
     from collapipe_flwr.host.servicer import Servicer
+    from collapipe_flwr.pipeline.config import Health
 
 CONTROL_THREADS = 8
 _STREAMS = 4  # of a session, all of them together: replicas ahead have one each
@@ -54,6 +57,7 @@ class Listener(Server):
         *,
         tls: TlsFiles | None = None,
         access: AccessControl | None = None,
+        meter: EnergyMeter | None = None,
         rosters: Rosters | None = None,
         on_edge: bool = False,
         most_sessions: int = 64,
@@ -69,6 +73,7 @@ class Listener(Server):
         if rosters is not None:
             rosters.on_change = self._authorizer.replace
         self._servicer: Servicer | None = None
+        self._meter = meter or EnergyMeter()
         self._lock = threading.Lock()
         self._draining = False
         self._answered = threading.Condition()
@@ -89,6 +94,10 @@ class Listener(Server):
             most_calls=2 * threads,
             tls=tls,
         )
+
+    def load(self) -> Health | None:
+        """How busy the host is; None as long as nobody needed it."""
+        return None if self._servicer is None else self._servicer.load()
 
     def drain(self, grace_s: float) -> None:
         """Refuse new sessions and give those that there are ``grace_s`` to be closed."""
@@ -128,8 +137,9 @@ class Listener(Server):
             only_message(messages, context)
             awake = self._servicer is not None
             versions = self._rosters.versions if self._rosters else None
-            found = status_here(awake=awake, stopping=self._draining, rosters=versions)
-            return encode_message(found)
+            status = status_here(awake=awake, stopping=self._draining, rosters=versions)
+            sensor, power_w = self._meter.name, self._meter.power_w()
+            return encode_message(replace(status, energy_sensor=sensor, power_w=power_w))
 
     def _roster(self, messages: _Messages, context: grpc.ServicerContext) -> bytes:
         """Whoever has a certificate may bring one: what counts is that the CA signed it."""

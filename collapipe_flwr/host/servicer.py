@@ -21,14 +21,15 @@ from collapipe_flwr.core.errors import (
     LinkError,
     ProtocolError,
 )
+from collapipe_flwr.core.json_log import logging_about
 from collapipe_flwr.host.allocator import give_back
 from collapipe_flwr.host.lanes import Lane
 from collapipe_flwr.host.ledger import NoRoom
 from collapipe_flwr.host.service import EdgeService, Reserve
 from collapipe_flwr.host.session import SessionRefused, Stream
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest, run_benchmark
-from collapipe_flwr.pipeline.config import Health, SessionKey, SessionRequest, StepMark
-from collapipe_flwr.pipeline.link import Frame, FrameKind
+from collapipe_flwr.pipeline.config import Health, PassesDone, SessionKey, SessionRequest, StepMark
+from collapipe_flwr.pipeline.link import Frame, FrameKind, Link
 from collapipe_flwr.pipeline.meter import StageReport, Timeline
 from collapipe_flwr.pipeline.state import Digests, Keys
 from collapipe_flwr.transport import methods
@@ -99,7 +100,11 @@ class Servicer:
 
     def sessions(self) -> int:
         """How many are open."""
-        return self._service.health().sessions
+        return self.load().sessions
+
+    def load(self) -> Health:
+        """How busy the host is."""
+        return self._service.health()
 
     def close(self) -> None:
         """Break off the streams that run, and wait for their stages."""
@@ -175,6 +180,9 @@ class Servicer:
     def report(self, _: bytes, call: Call) -> StageReport:
         return self._service.report(call.key)
 
+    def passes(self, _: bytes, call: Call) -> PassesDone:
+        return self._service.passes(call.key)
+
     def timeline(self, _: bytes, call: Call) -> Timeline:
         return self._service.timeline(call.key)
 
@@ -198,7 +206,7 @@ class Servicer:
             raise SessionRefused("the host is at work, so a benchmark would mislead")
         try:
             spare_bytes = self._service.spare_bytes()
-            found = run_benchmark(request)
+            found = run_benchmark(request, self._service.compute)
         finally:
             self._measuring.release()
         memory_bytes = min(found.memory_bytes + spare_bytes, health.most_bytes)
@@ -241,9 +249,13 @@ class Servicer:
         link.send(Frame(kind=FrameKind.HELLO), deadline_s=1.0)
         if stream.session.enter(stream, lane, link):
             lanes = stream.lanes
-            work = self._workers.submit(self._service.serve, stream, lanes.upstream, lanes.behind)
+            work = self._workers.submit(self._serve, stream, lanes.upstream, lanes.behind)
             work.add_done_callback(lambda w: _finish(w, stream))
         return link
+
+    def _serve(self, stream: Stream, upstream: Link, behind: Link | None) -> None:
+        with logging_about(**stream.session.request.about):
+            self._service.serve(stream, upstream, behind)
 
     def _leave(self, stream: Stream) -> None:
         """A lane has ended: its stage, which may wait for another one, must not go on."""
@@ -281,14 +293,15 @@ def _lane(metadata: Mapping[str, str]) -> Lane:
 
 def _finish(work: Future[None], stream: Stream) -> None:
     """Close the links behind a stage; an error that is no peer's fault is logged with its trace."""
-    session_id = stream.session.request.key.session_id
+    request = stream.session.request
     for link in filter(None, stream.lanes.links.values()):
         link.close()
     error = work.exception()
-    if isinstance(error, CollaPipeError):
-        _log.warning("session %s ended: %s", session_id, error)
-    elif error is not None:
-        _log.error("session %s failed", session_id, exc_info=error)
+    with logging_about(**request.about):
+        if isinstance(error, CollaPipeError):
+            _log.warning("session %s ended: %s", request.key.session_id, error)
+        elif error is not None:
+            _log.error("session %s failed", request.key.session_id, exc_info=error)
 
 
 @contextmanager

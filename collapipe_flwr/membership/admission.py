@@ -116,7 +116,7 @@ def _certificate(
             "which makes another key"
         )
     _check_free(registry, config, role, member)
-    return registry.certify(member.name, hosts_of(member), key)
+    return registry.certify(member.name, hosts_of(member, role), key)
 
 
 def _check_free(

@@ -175,7 +175,7 @@ class Registry:
             return _with(config, role, before[0])
         if role in elsewhere:
             return _with(config, role, replace(member, address="", fingerprint=""))
-        hosts = hosts_of(member)
+        hosts = hosts_of(member, role)
         self._check_names(member.name, hosts)
         files = Authority(self.certs).member(member.name, hosts)
         assert files.certificate is not None
@@ -282,10 +282,11 @@ def member_in(config: ClusterConfig, role: Role) -> MemberConfig:
     return members[role]
 
 
-def hosts_of(member: MemberConfig) -> tuple[str, ...]:
-    """Where it is reached, for its certificate."""
+def hosts_of(member: MemberConfig, role: Role = Role.DEVICE) -> tuple[str, ...]:
+    """Where it is reached, for its certificate; a server's own programs reach it by loopback."""
     host = member.address.rpartition(":")[0]
-    return (host,) if host else ()
+    loopback = ("127.0.0.1",) if role is Role.SERVER else ()
+    return (*([host] if host else []), *loopback)
 
 
 def _with(config: ClusterConfig, role: Role, member: MemberConfig) -> ClusterConfig:

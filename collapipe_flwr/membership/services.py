@@ -79,7 +79,11 @@ def _for_user(text: str) -> Iterator[str]:
             yield "WantedBy=default.target\n"
         elif line.startswith("ExecStart="):
             yield line.replace("${STATE_DIRECTORY}", "%S/collapipe")
-        elif section != "[Service]" or line.startswith("[") or key in _OF_A_USER:
+        elif (
+            section != "[Service]"
+            or line.startswith(("[", "Environment=COLLAPIPE_"))
+            or key in _OF_A_USER
+        ):
             yield line
 
 

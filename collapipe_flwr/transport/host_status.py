@@ -20,7 +20,8 @@ class HostStatus:
     """``resident_bytes`` is the daemon's own memory (0: not known), ``unix_s`` its clock.
 
     It is ``awake`` when it has loaded the libraries of models, and opens no session any more when
-    it is ``stopping``. ``rosters`` are the versions of its cluster files by cluster id.
+    it is ``stopping``. Its ``energy_sensor`` (empty: none) told ``power_w``. ``rosters`` are the
+    versions of its cluster files by cluster id.
     """
 
     resident_bytes: int
@@ -28,6 +29,8 @@ class HostStatus:
     stopping: bool
     unix_s: float
     version: str
+    energy_sensor: str = ""
+    power_w: float | None = None
     rosters: Mapping[str, int] = field(default_factory=dict)
 
 
