@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from collapipe_flwr.config.cluster_file import ClusterConfig
     from collapipe_flwr.core.links import TlsFiles
     from collapipe_flwr.host.daemon import HostSettings
+    from collapipe_flwr.host.rosters import Rosters
 
 
 Listen = Annotated[
@@ -45,6 +48,27 @@ Imports = Annotated[
     ),
 ]
 Grace = Annotated[float, typer.Option(help="Seconds that open sessions get on a stop.", min=0)]
+Metrics = Annotated[
+    str,
+    typer.Option(help="HOST:PORT, or a port on loopback, where Prometheus scrapes /metrics."),
+]
+
+
+class LogFormat(StrEnum):
+    """How a daemon logs to stderr."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+Logs = Annotated[LogFormat, typer.Option("--log-format", help="json: one object per line.")]
+
+
+def _log_as(log_format: LogFormat, name: str) -> None:
+    from collapipe_flwr.core.json_log import log_json
+
+    if log_format is LogFormat.JSON:
+        log_json(name)
 
 
 def tls_files(ca: Path | None, certificate: Path | None, key: Path | None) -> TlsFiles | None:
@@ -77,7 +101,6 @@ def _settings(
     Those are ``cluster``: files, and folders whose files count where they list this member. Raises
     ConfigError.
     """
-    from collapipe_flwr.config.access_control import access_control
     from collapipe_flwr.config.cluster_file import clusters_in, read_cluster
     from collapipe_flwr.host.daemon import HostSettings
     from collapipe_flwr.pipeline.benchmark import available_memory_bytes
@@ -87,18 +110,34 @@ def _settings(
     clusters += [c for path in paths if path.is_dir() for c in clusters_in(path, name)]
     address = next((a for c in clusters if (a := c.member(name).address)), default)
     tls = own_tls or next((c.tls_files(name) for c in clusters), None)
-    access = access_control(clusters, allow or ())
+    rosters = _rosters(name, clusters, tls, allow)
     if imports:
         sys.path.insert(0, os.getcwd())  # modules may also stand where the command is given
     return HostSettings(
         listen=listen or address,
         name=name,
         tls=tls,
-        access=access if tls and access.callers else None,  # None: whoever the CA signed
+        rosters=rosters,
         memory_bytes=int(memory_mb * 1e6) or available_memory_bytes(),
         imports=tuple(imports or ()),
         **options,
     )
+
+
+def _rosters(
+    name: str,
+    clusters: list[ClusterConfig],
+    tls: TlsFiles | None,
+    allow: list[str] | None,
+) -> Rosters | None:
+    """Who may call; None where nobody is named, or nobody can prove a name."""
+    from collapipe_flwr.config.access_control import access_control
+    from collapipe_flwr.host.rosters import Rosters
+
+    access_control(clusters)  # refuses a name that two clusters would share
+    if tls is None or tls.ca is None or not (clusters or allow):
+        return None
+    return Rosters(name, clusters, tls.ca, allow or ())
 
 
 def device(
@@ -114,6 +153,8 @@ def device(
     threads: Threads = 0,
     imports: Imports = None,
     grace_s: Grace = 10.0,
+    metrics: Metrics = "",
+    log_format: Logs = LogFormat.TEXT,
     cache_dir: Annotated[
         Path | None, typer.Option(help="For frozen weights. Default: in the user's cache folder.")
     ] = None,
@@ -122,8 +163,12 @@ def device(
         str, typer.Option(help="Apply planned transmit power here by `iw`, as wlan0.")
     ] = "",
     energy_sensor: Annotated[
-        str, typer.Option(help="Meter joules here: rapl. Default: model them from times.")
-    ] = "",
+        str,
+        typer.Option(
+            help="Meter joules by ina3221 (Jetson), pi5-pmic or rapl (PC); auto: by the first that "
+            "can be read; none: model them from times."
+        ),
+    ] = "auto",
 ) -> None:
     """Train the segments that a control unit places here until SIGTERM or Ctrl-C."""
     from collapipe_flwr.host.daemon import serve
@@ -145,7 +190,9 @@ def device(
         imports=imports,
         threads=threads,
         grace_s=grace_s,
+        metrics=metrics,
     )
+    _log_as(log_format, name)
     serve(settings, passes_on=True, announce=lambda a: typer.echo(f"{name} on {a}"))
 
 
@@ -162,6 +209,8 @@ def edge(
     threads: Threads = 0,
     imports: Imports = None,
     grace_s: Grace = 10.0,
+    metrics: Metrics = "",
+    log_format: Logs = LogFormat.TEXT,
     state_dir: Annotated[
         Path | None, typer.Option(help="Keep sessions here, so that a restart goes on with them.")
     ] = None,
@@ -186,7 +235,9 @@ def edge(
         imports=imports,
         threads=threads,
         grace_s=grace_s,
+        metrics=metrics,
     )
+    _log_as(log_format, name)
     serve(settings, passes_on=False, announce=lambda a: typer.echo(f"edge server on {a}"))
 
 
@@ -207,6 +258,8 @@ def control_unit(
     grace_s: Annotated[
         float, typer.Option(help="Seconds that a round gets on a stop.", min=0)
     ] = 10.0,
+    metrics: Metrics = "",
+    log_format: Logs = LogFormat.TEXT,
 ) -> None:
     """Stay beside a SuperNode and work on its messages, until SIGTERM or Ctrl-C.
 
@@ -217,5 +270,8 @@ def control_unit(
     from collapipe_flwr.federation.local_socket import default_path
     from collapipe_flwr.federation.resident import ResidentSettings, serve
 
-    settings = ResidentSettings(path=socket or default_path(), state_dir=state_dir, grace_s=grace_s)
+    settings = ResidentSettings(
+        path=socket or default_path(), state_dir=state_dir, grace_s=grace_s, metrics=metrics
+    )
+    _log_as(log_format, "control-unit")
     serve(settings, lambda path: typer.echo(f"control unit at {path}"))

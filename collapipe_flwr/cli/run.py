@@ -11,7 +11,11 @@ import typer
 Project = Annotated[Path, typer.Argument(help="Folder of the Flower app.")]
 RunConfig = Annotated[
     list[str] | None,
-    typer.Option("--run-config", "-c", help="KEY=VALUE or a .toml file; may be repeated."),
+    typer.Option(
+        "--run-config",
+        "-c",
+        help="KEY=VALUE, several of them in one string, or a .toml file; may be repeated.",
+    ),
 ]
 FederationConfig = Annotated[
     Path | None,

@@ -92,14 +92,19 @@ def check_cluster(
 
 
 def _control_unit(config: ClusterConfig, settings: CheckSettings) -> Measured:
+    found = measure_here(config.control_unit.name, settings)
+    return replace(found, fault=_memory_fault(config.control_unit, found.memory_bytes or 0))
+
+
+def measure_here(name: str, settings: CheckSettings) -> Measured:
+    """The speed and free memory of this machine, as a member that is called ``name``."""
     found = run_benchmark(settings.block)
     speed, overhead_s = fitted(found, run_benchmark(settings.one_example))
     return Measured(
-        name=config.control_unit.name,
+        name=name,
         speed_flop_per_s=speed,
         overhead_s=overhead_s,
         memory_bytes=found.memory_bytes,
-        fault=_memory_fault(config.control_unit, found.memory_bytes),
     )
 
 
@@ -178,6 +183,8 @@ def _measured(member: MemberConfig, client: EdgeClient, settings: CheckSettings)
         delay_s=way.delay_s,
         idle_bytes=_idle_bytes(status),
         clock_ahead_s=ahead_s,
+        energy_sensor=status.energy_sensor,
+        power_w=status.power_w,
         fault="; ".join(fault for fault in faults if fault),
     )
 

@@ -27,7 +27,8 @@ class Measured:
     ``overhead_s``, which they take however few examples there are. ``rate_bit_per_s``
     and ``delay_s`` (one way) those of the link from the control unit. ``idle_bytes`` is what its
     daemon held before the check had it load anything, ``clock_ahead_s`` how far its clock is ahead
-    of the control unit's.
+    of the control unit's. ``power_w`` is what its ``energy_sensor`` told before the benchmark; it
+    has none if that is empty, and its energy is modelled.
     """
 
     name: str
@@ -39,6 +40,8 @@ class Measured:
     delay_s: float | None = None
     idle_bytes: int | None = None
     clock_ahead_s: float | None = None
+    energy_sensor: str = ""
+    power_w: float | None = None
     fault: str = ""
 
 
@@ -97,6 +100,11 @@ def profile_of(config: ClusterConfig, examples: int) -> ClusterProfile:
 
     Energy budgets depend on the model, so the server sets them.
     """
+    if not config.devices:
+        raise ConfigError(
+            f"cluster {config.id} has no device yet: let a board join, by the token that "
+            "`collapipe cluster token` prints"
+        )
     nothing = Measurements(cluster_id=config.id, members=())
     measured = read_measurements(config.measured) if config.measured else nothing
     return ClusterProfile(

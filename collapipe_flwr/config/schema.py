@@ -20,11 +20,13 @@ from collapipe_flwr.config.parsing import flatten_section, parse_section, refuse
 from collapipe_flwr.core.keys import (
     Value,
     above,
+    any_of,
     assignments,
     at_least,
     between,
     inline,
     key,
+    matches,
     name_lists,
     off_or_at_least,
     one_of,
@@ -39,6 +41,8 @@ from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.scheduler.protocol import NOISE_SCALE, SchedulerConfig
 
 AUTO = "auto"
+SINKS = ("tensorboard", "wandb", "mlflow", "prometheus")
+METRICS_ADDRESS = "127.0.0.1:9464"
 STRATEGIES = (
     "fedavg",
     "fedavgm",
@@ -174,6 +178,16 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReportingConfig:
+    """Where rounds are reported besides the run's folder."""
+
+    sinks: tuple[str, ...] = key((), any_of(*SINKS))
+    metrics: str = key(  # where the sink prometheus is scraped
+        METRICS_ADDRESS, matches(r"(.+:)?\d{1,5}", f'must read like "{METRICS_ADDRESS}" or "9464"')
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AppConfig:
     """The whole run-config; each field but ``run`` is the section of that name."""
 
@@ -187,6 +201,7 @@ class AppConfig:
     links: LinksConfig = field(default_factory=LinksConfig)
     edge: EdgeConfig = field(default_factory=EdgeConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    reporting: ReportingConfig = field(default_factory=ReportingConfig)
 
     @property
     def seeded_data(self) -> DataConfig:

@@ -90,6 +90,7 @@ class Planning:
             names,
             options=self.settings,
             paced=self.paced,
+            budgeted=lambda profile: budgeted(profile, self.budget, model),
         )
 
 
@@ -148,7 +149,10 @@ class DescribedClusters:
 
     def settle(self, closed: ClosedRound) -> Outcome:
         """See `RoundPlanner.settle`."""
-        return self._known().settle(closed)
+        rounds = self._known()
+        outcome = rounds.settle(closed)
+        self._profiles |= {profile.cluster_id: profile for profile in rounds.world.clusters}
+        return outcome
 
     def dump(self) -> Memory:
         """The memory of the planner behind."""

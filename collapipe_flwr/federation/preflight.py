@@ -31,8 +31,10 @@ from collapipe_flwr.federation.learner import Learner, make_learner
 from collapipe_flwr.federation.recorder import check_resumable
 from collapipe_flwr.federation.run_strategy import make_planner
 from collapipe_flwr.federation.strategy_names import make_strategy
+from collapipe_flwr.host.metrics_server import check_address
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.reporting.run_directory import check_new
+from collapipe_flwr.reporting.sinks import check_sinks
 
 DEFAULT_SUPERNODES = 2  # Flower's own
 _CONNECT_S = 3.0
@@ -83,6 +85,9 @@ def preflight(
     """
     check_extras(config, simulated=simulated and not cluster_files)
     check_folders(config, run_dir)
+    if "prometheus" in config.reporting.sinks:
+        with blaming("reporting.metrics"):
+            check_address(config.reporting.metrics)
     clusters = [read_cluster(path) for path in cluster_files]
     check_members(config, clusters)
     if simulated and not cluster_files:
@@ -134,6 +139,7 @@ def check_extras(config: AppConfig, *, simulated: bool) -> None:
         require("PIL", "data")
     if config.lora.rank:
         require("peft", "lora")
+    check_sinks(config.reporting.sinks)
 
 
 def check_folders(config: AppConfig, run_dir: Path | None) -> None:

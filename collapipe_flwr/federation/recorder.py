@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flwr.app import ArrayRecord, MetricRecord
 from torch import Tensor
@@ -18,16 +19,29 @@ from collapipe_flwr.federation.checkpoint import Checkpoints
 from collapipe_flwr.federation.rounds import RoundRecord
 from collapipe_flwr.pipeline.timeline import write_trace
 from collapipe_flwr.reporting.console import RoundPrinter
-from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, RunStory, cluster_json
+from collapipe_flwr.reporting.events import (
+    LinkBytes,
+    RoundEvent,
+    RunStory,
+    cluster_json,
+    incident_json,
+)
+from collapipe_flwr.reporting.progress import Look, ProgressFile
 from collapipe_flwr.reporting.run_directory import (
     Past,
     RunDirectory,
+    is_new,
     read_config,
     read_past,
     read_summary,
     rounds_done,
 )
+from collapipe_flwr.reporting.run_lock import check_not_written
 
+if TYPE_CHECKING:
+    from collapipe_flwr.federation.sinks import Sinks
+
+_FAILED_S = 5.0  # for sinks to take the last rounds of a run that was told to end
 Evaluate = Callable[[Mapping[str, Tensor]], dict[str, float]]
 
 
@@ -35,8 +49,9 @@ class RunRecorder:
     """Keeps one run's directory up to date.
 
     The strategy calls :meth:`on_round` when a round's replies are in and :meth:`evaluate` right
-    after; the two make one event. ``past`` is what a resumed run has behind it, ``paced`` whether
-    senders keep to planned rates, and ``lost`` tells whom the last training lost.
+    after; the two make one event, which goes to the ``sinks``, too. ``past`` is what a resumed run
+    has behind it, ``paced`` whether senders keep to planned rates, and ``lost`` tells whom the last
+    training lost.
     """
 
     def __init__(
@@ -50,8 +65,16 @@ class RunRecorder:
         past: Past | None = None,
         paced: bool = False,
         lost: Callable[[], Collection[str]] = tuple,
+        sinks: Sinks | None = None,
+        progress: ProgressFile | None = None,
     ) -> None:
+        self._sinks = sinks
+        if sinks is not None:
+            sinks.warn = self.say
         self._paced, self._lost = paced, lost
+        self._progress = progress or ProgressFile(None)
+        self.training: Look | None = None  # says how far clusters are in a round
+        self.testing: Look | None = None  # and how far the evaluation is
         past = past or Past()
         self.story = replace(story, initial=past.initial, events=past.events, notes=past.notes)
         self.weights: Mapping[str, Tensor] | None = None  # of the last round
@@ -77,7 +100,7 @@ class RunRecorder:
     def on_round(self, record: RoundRecord) -> None:
         """Keep a round until it is evaluated."""
         links = record.links(paced=self._paced)
-        event = _event(record, time.monotonic() - self._round_started_s)
+        event = round_event(record, time.monotonic() - self._round_started_s)
         self._pending = replace(event, links=links, lost=self._names({*record.failures}))
         self._directory.write_pending(self._pending.as_json())
         timelines = {name: told.timeline for name, told in record.telemetry.items()}
@@ -101,22 +124,35 @@ class RunRecorder:
         self._clusters = metrics
 
     def evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        """Flower's ``evaluate_fn``: round 0 is the untrained model.
+        """Flower's ``evaluate_fn``: round 0 is the untrained model; the next round begins then.
 
         A resumed run is asked again for the round of its checkpoint.
         """
+        found = self._evaluated(server_round, arrays)
+        if server_round != self.story.rounds_asked:
+            self._progress.enter("training", round_index=server_round + 1, look=self.training)
+        return found
+
+    def _evaluated(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         weights = decode_tensors(arrays)
         if self.story.events and self.story.events[-1].round_index == server_round:
             self.weights, self._round_started_s = weights, time.monotonic()
             return _metric_record(self.story.events[-1].metrics)
         due = server_round % self._every == 0 or server_round <= 1
         started_s = time.monotonic()
+        if due:
+            self._progress.enter(
+                "evaluating" if server_round else "evaluating the untrained model",
+                round_index=server_round,
+                look=self.testing,
+            )
         metrics = self._evaluate(weights) if due else {}
         if server_round == 0:
             self.story = replace(self.story, initial=metrics)
             self._round_started_s = time.monotonic()
             self._save("running")  # a resumed run cannot find it out again
             self._printer.show_untrained(metrics)
+            self._send(RoundEvent(round_index=0, metrics=metrics, wall_s=0.0))
         else:
             self.weights = weights
             self._finish_round(server_round, metrics, time.monotonic() - started_s)
@@ -125,6 +161,8 @@ class RunRecorder:
     def fail(self, reason: str) -> None:
         """The last word on a run that cannot go on."""
         self._save("failed", reason)
+        if self._sinks is not None:
+            self._sinks.close("failed", within_s=_FAILED_S)
 
     def finish(self) -> None:
         """The last word on a run that went to its end; raises RunError where rounds are missing."""
@@ -132,6 +170,8 @@ class RunRecorder:
         if asked is not None and done < asked:
             raise RunError(f"only {done} of {asked} rounds were done")
         self._save("completed")
+        if self._sinks is not None:
+            self._sinks.close()
 
     def _finish_round(
         self, server_round: int, metrics: Mapping[str, float], evaluation_s: float
@@ -152,6 +192,11 @@ class RunRecorder:
         self._directory.append_event(event.as_json())
         self._save("running")
         self._printer.show(event)
+        self._send(event)
+
+    def _send(self, event: RoundEvent) -> None:
+        if self._sinks is not None:
+            self._sinks.write(event)
 
     def _names(self, failed: Collection[str] = ()) -> tuple[str, ...]:
         return tuple(sorted({*self._lost(), *failed}))
@@ -166,7 +211,7 @@ def _metric_record(metrics: Mapping[str, float]) -> MetricRecord | None:
     return MetricRecord(dict(metrics)) if metrics else None
 
 
-def _event(record: RoundRecord, wall_s: float) -> RoundEvent:
+def round_event(record: RoundRecord, wall_s: float) -> RoundEvent:
     """The round before its evaluation."""
     links = record.link_bytes
     flower = record.flower_bytes_sent + record.flower_bytes_received
@@ -201,6 +246,7 @@ def _event(record: RoundRecord, wall_s: float) -> RoundEvent:
         fresh_examples=record.fresh_examples,
         prequential_loss=record.prequential_loss,
         wall_s=wall_s,
+        incidents=tuple(_incidents(record)),
         failures=(
             *record.remarks,
             *(f"{cluster}: {why}" for cluster, why in record.failures.items()),
@@ -211,6 +257,20 @@ def _event(record: RoundRecord, wall_s: float) -> RoundEvent:
             ),
         ),
     )
+
+
+def _incidents(record: RoundRecord) -> Iterator[dict[str, str]]:
+    """What ``failures`` says, by kind and cluster, and devices that are quarantined."""
+    for text in record.remarks:
+        kind = "retry" if text in record.retried else "remark"
+        yield incident_json("late" if text in record.joined_late else kind, text)
+    for cluster, why in record.failures.items():
+        yield incident_json("lost", why, cluster)
+    for cluster, told in record.telemetry.items():
+        for text in told.incidents:
+            yield incident_json("recovered", text, cluster)
+        for device, why in told.quarantined.items():
+            yield incident_json("quarantined", f"{device}: {why}", cluster)
 
 
 def _by_device(nested: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -235,6 +295,8 @@ _FREE = (
     "round-late",
     "round-retries",
     "train.state-dir",
+    "reporting.sinks",
+    "reporting.metrics",
 )
 _FREE_ENDS = (
     "timeout-s",
@@ -253,6 +315,15 @@ class RunFolder:
     directory: RunDirectory
     checkpoints: Checkpoints | None
     past: Past = field(default_factory=Past)
+
+
+def prepared_folder(config: AppConfig) -> Path | None:
+    """The folder of the run that is about to begin, where it is there already."""
+    if config.run.resume:
+        path = Path(config.run.resume).resolve()
+        return path if read_config(path) is not None else None
+    path = Path(config.run.output_dir).resolve() / config.run.run_name
+    return path if config.run.run_name and path.is_dir() and is_new(path) else None
 
 
 def open_run(config: AppConfig) -> RunFolder:
@@ -280,6 +351,7 @@ def check_resumable(config: AppConfig, path: Path) -> tuple[RunDirectory, Checkp
     A run that died before its first checkpoint begins again; one that had checkpoints does not.
     """
     directory = RunDirectory.reopen(path)
+    check_not_written(path)
     check_same_run(config, path)
     checkpoints = _checkpoints(config, directory)
     if checkpoints is None:

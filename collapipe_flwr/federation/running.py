@@ -26,15 +26,20 @@ from collapipe_flwr.core.durable import make_folder
 from collapipe_flwr.core.errors import ConfigError, RunError, require, wrong_input
 from collapipe_flwr.federation.launcher import Launch, first_error, run_app
 from collapipe_flwr.reporting.following import Follower
+from collapipe_flwr.reporting.report.page import closing_report
 from collapipe_flwr.reporting.run_directory import (
     RunDirectory,
+    events_bytes,
     newest_checkpoint,
     read_summary,
     resumed_config,
     rounds_done,
     summary_stamp,
 )
+from collapipe_flwr.reporting.run_lock import INTERRUPTED, RUNNING
 from collapipe_flwr.reporting.screen import Screen
+
+_HASTY_BYTES = 50_000_000  # of events, which take about a second to read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +55,8 @@ class Order:
 
     def launch(self) -> Launch:
         """What to start; raises ConfigError for keys that the app does not declare."""
-        overrides: Mapping[str, Any] = read_overrides(self.run_config)
         declared = declared_config(self.project)
+        overrides: Mapping[str, Any] = read_overrides(self.run_config, declared)
         overridden(declared, overrides)
         run_dir = self.output_dir.resolve() / self.run_name
         if self.resume is not None:
@@ -114,6 +119,16 @@ class Attempt:
             raise SystemExit(process.returncode)
         for line in found.splitlines():
             self._screen.say(line)
+        if self._order.resume is not None:
+            self._screen.say(self._resumed())
+
+    def _resumed(self) -> str:
+        """How the earlier attempt ended, and where this one goes on."""
+        summary, newest = self._summary, newest_checkpoint(self.run_dir)
+        asked, status = summary.get("rounds_asked"), summary.get("status", "interrupted")
+        place = f"round {rounds_done(self.run_dir)}" + (f" of {asked}" if asked else "")
+        where = f"goes on after round {newest}" if newest else "begins again"
+        return f"the run was {status} after {place}; it {where}"
 
     def stopping(self) -> str:
         """The answer to a signal: where the run stops and how it goes on."""
@@ -135,15 +150,17 @@ class Attempt:
         reason: str | None = None
         self._began = True
         try:
-            with self._screen.phase("starting Flower, then training"):
+            with self._screen.phase("starting Flower: SuperLink, Ray and the apps"):
                 run_app(self._launch, follower.look)
         except SystemExit:
             self._close("stopped", "stopped by a signal")
+            self._report(hasty=True)
             raise
         except RunError as error:
             reason = str(error)
         reason = reason or first_error(self._launch.log, begin)
         self._close("failed", reason or "it ended without a word")
+        self._report()
         summary = self._summary if self._wrote else {}
         if summary.get("status") != "completed":
             why = summary.get("reason") or reason or "it ended before its first round"
@@ -174,9 +191,19 @@ class Attempt:
     def _close(self, status: str, reason: str) -> None:
         """Replace the status of an attempt whose processes have ended while it was running."""
         summary = self._summary
-        if self._wrote and summary.get("status") == "running":
+        if self._wrote and summary.get("status") in (RUNNING, INTERRUPTED):
             directory = RunDirectory.reopen(self.run_dir)
             directory.write_summary({**summary, "status": status, "reason": reason})
+
+    def _report(self, *, hasty: bool = False) -> None:
+        """See that the run has its report, and say where; not for long where somebody waits."""
+        if not self._wrote:
+            return
+        name = shown(self.run_dir)
+        if hasty and events_bytes(self.run_dir) > _HASTY_BYTES:
+            self._screen.say(f"no report yet: `collapipe report {name}` makes it")
+            return
+        self._screen.say(closing_report(self.run_dir, name))
 
     def _failure(self, why: str) -> str:
         why = why.rstrip(".")

@@ -19,26 +19,30 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ConfigError, LinkError
+from collapipe_flwr.core.json_log import logging_about
 from collapipe_flwr.core.schedule import stage_actions
-from collapipe_flwr.host.energy import ReadJoules
+from collapipe_flwr.host.energy import EnergyMeter
 from collapipe_flwr.host.lanes import ONLY, Lane
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
 from collapipe_flwr.host.parts import FOUND, SNAPSHOT, BuildPart, Parts, tensors_of
 from collapipe_flwr.host.session import Session, SessionRefused, Stream
 from collapipe_flwr.host.sessions import SessionTable
 from collapipe_flwr.host.snapshot_store import SnapshotStore
+from collapipe_flwr.host.tally import Tally
 from collapipe_flwr.host.weight_cache import TensorStore, WeightCache
-from collapipe_flwr.pipeline.config import Health, NextHop, SessionKey, SessionRequest
+from collapipe_flwr.pipeline.compute import CPU, AllocatorPeak
+from collapipe_flwr.pipeline.config import Health, NextHop, PassesDone, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.fan import fan_of
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.meter import StageReport, Timeline, bytes_of
 from collapipe_flwr.pipeline.roles import LastStage, MiddleStage
 from collapipe_flwr.pipeline.siblings import Siblings
 from collapipe_flwr.pipeline.soundness import told
-from collapipe_flwr.pipeline.state import digests_of
+from collapipe_flwr.pipeline.state import digests_of, live_state
 
 Connect = Callable[[NextHop], AbstractContextManager[Link]]
 Reserve = Callable[[int], None]
@@ -57,6 +61,13 @@ def build_transformers_part(request: SessionRequest, weights: Mapping[str, Tenso
     return splitter.build_segment(*request.placement.blocks, weights)
 
 
+def _what(request: SessionRequest) -> str:
+    if request.placement is None:
+        return "the last part of a model"
+    first, stop = request.placement.blocks
+    return f"blocks {first} to {stop - 1}"
+
+
 def refuse_next_hop(hop: NextHop) -> AbstractContextManager[Link]:
     """How a host connects that is always last."""
     raise ConfigError(f"this host passes nothing on, so it cannot connect to {hop.address}")
@@ -65,7 +76,8 @@ def refuse_next_hop(hop: NextHop) -> AbstractContextManager[Link]:
 class EdgeService:
     """Holds up to `most_sessions` sessions; every method may be called from any thread.
 
-    What they hold is reserved in `ledger`; see there for what counts.
+    What they hold is reserved in `ledger`; see there for what counts. Parts `compute` on one
+    device; weights and snapshots come and go as CPU tensors.
     """
 
     def __init__(
@@ -80,14 +92,18 @@ class EdgeService:
         store: TensorStore | None = None,
         cache: WeightCache | None = None,
         set_power: Callable[[float], None] | None = None,
-        read_joules: ReadJoules | None = None,
+        meter: EnergyMeter | None = None,
         ledger: Ledger | None = None,
+        compute: torch.device = CPU,
+        tally: Tally | None = None,
     ) -> None:
+        self.tally = tally or Tally()
+        self._compute = compute
         self._set_power = set_power
-        self._read_joules = read_joules or (lambda: None)
+        self._meter = meter or EnergyMeter()
         self._store = store
         self._cache = cache
-        self._parts = Parts(build_part, snapshots, cache)
+        self._parts = Parts(build_part, snapshots, cache, compute)
         self._connect = connect
         self._ledger = ledger or Ledger()
         self._sessions = SessionTable(most_sessions, forget_after_s, clock, self._let_go)
@@ -126,6 +142,8 @@ class EdgeService:
         most_bytes = int(self._ledger.most_bytes * share_of_opener)
         account = Account(self._ledger, request.opener, most_bytes)
         self._sessions.add(request, account, most_of_opener=most_of_opener)
+        with logging_about(**request.about):
+            _log.info("session opened for %s", _what(request))
 
     def missing(self, key: SessionKey, digests: Mapping[str, str]) -> tuple[str, ...]:
         """Which of these weights the next push must bring; the others are here.
@@ -237,6 +255,10 @@ class EdgeService:
         kept_bytes = saved.state.num_bytes if saved is not None else 0
         return replace(report, peak_tensor_bytes=report.peak_tensor_bytes + kept_bytes)
 
+    def passes(self, key: SessionKey) -> PassesDone:
+        """How far a session is."""
+        return self.find(key).passes
+
     def timeline(self, key: SessionKey) -> Timeline:
         """What a session did when, over the same steps as its report."""
         report = self.find(key).report
@@ -317,25 +339,35 @@ class EdgeService:
             upstream.close(str(error))
             raise
         try:
-            before_j = self._read_joules()
-            with self._stage(stream, upstream, behind) as stage:
+            with self._meter.interval() as used, self._stage(stream, upstream, behind) as stage:
+                held = bytes_of(live_state(stage.part, stage.optimizer).tensors().values())
+                peak = AllocatorPeak(self._compute, held)
+                session.recorder = stage.recorder
                 stage.serve()
-            after_j = self._read_joules()
-            energy_j = None if before_j is None or after_j is None else after_j - before_j
-            session.count(replace(stage.report(), energy_j=energy_j))
+            session.recorder = None
+            report = replace(stage.report(), energy_j=used.joules)
+            most_bytes = max(report.peak_tensor_bytes, peak.num_bytes)
+            report = replace(report, peak_tensor_bytes=most_bytes)
+            session.count(report)
+            self.tally.count(session.request, report)
+            _log.info("a stream of %d steps has ended", report.steps)
         except BaseException as error:
             if session.saved is None:
                 session.fail(str(error) or type(error).__name__)
             else:
                 session.go_back()
+            self.tally.fail(session.request)
             upstream.close(told(error, session.request.stage.name))
             raise
         finally:
+            session.recorder = None
             session.end(stream)
 
     def _let_go(self, session: Session) -> None:
         """A session has left the table."""
         session.account.close()
+        with logging_about(**session.request.about):
+            _log.info("session closed after %d steps", session.steps)
         if self._snapshots is not None:
             self._snapshots.forget(session.request.key.session_id)
 

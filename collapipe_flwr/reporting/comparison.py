@@ -77,7 +77,9 @@ def markdown(curves: Sequence[Curve], metrics: Sequence[str] = ()) -> str:
 
 def _costs(curves: Sequence[Curve]) -> str:
     lost = [_lost_rounds(curve) for curve in curves]
+    ends = [curve.summary.get("status", "") for curve in curves]
     rows = [
+        *([["status", *ends]] if set(ends) - {"completed", ""} else []),
         ["largest difference of the loss", *(_farthest(curve, curves[0]) for curve in curves)],
         ["wall-clock seconds", *(f"{curve.summary['wall_s']:.0f}" for curve in curves)],
         *([["rounds without a cluster", *lost]] if any(lost) else []),

@@ -13,7 +13,7 @@ from collapipe_flwr.reporting.output import number_table
 
 if TYPE_CHECKING:
     from collapipe_flwr.cluster.forecast import Forecast
-    from collapipe_flwr.cluster.profile import Measurements
+    from collapipe_flwr.cluster.profile import Measured, Measurements
     from collapipe_flwr.core.domain import BlockCost
 
 _GIGA, _MEGA, _MILLI = 1e9, 1e6, 1e-3
@@ -30,6 +30,7 @@ _COLUMNS = (
 def show_measurements(found: Measurements, console: Console) -> None:
     """Print the tables and one sentence per member or link that needs mending."""
     console.print(measurements_table(found))
+    console.print(f"energy: {meters(found)}", highlight=False, markup=False)
     if found.links:
         console.print(links_table(found))
     if found.links_left_out:
@@ -59,6 +60,18 @@ def measurements_table(found: Measurements) -> Table:
             _mark(member.fault),
         )
     return table
+
+
+def meters(found: Measurements) -> str:
+    """Which sensor meters each device, with its one reading; all others are modelled."""
+
+    def meter(member: Measured) -> str:
+        tells = "tells no power now" if member.power_w is None else f"{member.power_w:.1f} W"
+        return f"{member.name} {tells} ({member.energy_sensor})"
+
+    metered = [meter(member) for member in found.members if member.energy_sensor]
+    modelled = [m.name for m in found.members if not m.energy_sensor and not m.fault]
+    return "; ".join([*metered, f"modelled for {', '.join(modelled)}"] if modelled else metered)
 
 
 def links_table(found: Measurements) -> Table:

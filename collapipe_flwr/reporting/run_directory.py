@@ -2,8 +2,9 @@
 
 ``run-config.json`` says how the run was started. ``events.jsonl`` gets one line per round as soon
 as the round ends. ``summary.json`` is replaced as a whole, so a reader never sees half of it, and
-its ``status`` says ``running``, ``completed``, ``failed`` or ``stopped``. A resumed run reopens its
-folder and goes on writing. What was written is on disk: after a kill or a power cut at most the
+its ``status`` says ``running``, ``completed``, ``failed`` or ``stopped``; where it says that the
+run goes on and nobody writes it, it is read as ``interrupted`` (`run_lock`). A resumed run reopens
+its folder and goes on writing. What was written is on disk: after a kill or a power cut at most the
 end of the last line of ``events.jsonl`` is missing, which readers pass over and a resumed run
 removes; that round is pending or is trained again. ``run.log`` is what `collapipe run` keeps of
 Flower's log.
@@ -17,10 +18,9 @@ will be trained again, so their events are dropped.
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,16 @@ from typing import Any
 from collapipe_flwr.core.durable import append_text, make_folder, write_text
 from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.reporting.events import RoundEvent
+from collapipe_flwr.reporting.progress import PROGRESS
+from collapipe_flwr.reporting.run_lock import CONFIG, as_it_is
 
 Json = Mapping[str, object]
 LOG = "run.log"
-_SUMMARY, _EVENTS, _CONFIG = "summary.json", "events.jsonl", "run-config.json"
+EVENTS = "events.jsonl"
+_SUMMARY = "summary.json"
 _PENDING, _RUN_ID, _CHECKPOINTS = "pending-round.json", "run-id", "checkpoints"
+_PLANS = b',\n  "plans": ['  # as `write_summary` lays it out
+_BLOCK_BYTES = 1 << 20
 _ROUND = re.compile(r"round-(\d{6,})")
 
 
@@ -56,7 +61,7 @@ class RunDirectory:
     @classmethod
     def reopen(cls, path: Path) -> RunDirectory:
         """The folder of an earlier run, to go on with it; raises ConfigError if it is none."""
-        if not (path / _CONFIG).is_file():
+        if not (path / CONFIG).is_file():
             raise ConfigError(f'resume: "{path}" is not the folder of a run')
         directory = cls.__new__(cls)
         directory.path = path
@@ -65,10 +70,9 @@ class RunDirectory:
     @property
     def run_id(self) -> str:
         """By which clusters know the run again; drawn once, the first time that it is asked for."""
-        path = self.path / _RUN_ID
-        if not path.exists():
+        if not (self.path / _RUN_ID).exists():
             self._replace(_RUN_ID, secrets.token_hex(16))
-        return path.read_text(encoding="utf-8")
+        return run_id_of(self.path)
 
     @property
     def checkpoint_path(self) -> Path:
@@ -91,14 +95,14 @@ class RunDirectory:
 
     def append_event(self, event: Json) -> None:
         """Add one line to ``events.jsonl``."""
-        self._write(append_text, _EVENTS, _line(event))
+        self._write(append_text, EVENTS, _line(event))
 
     def rewrite_events(self, events: Iterable[Json]) -> None:
         """Replace ``events.jsonl`` unless it holds just these rounds; without any there is none."""
-        text, path = "".join(map(_line, events)), self.path / _EVENTS
+        text, path = "".join(map(_line, events)), self.path / EVENTS
         before = path.read_bytes() if path.exists() else b""
         if text.encode() != before:
-            self._replace(_EVENTS, text)
+            self._replace(EVENTS, text)
 
     def write_pending(self, event: Json) -> None:
         """Keep a round that is not evaluated yet, in case this process dies before it is."""
@@ -110,7 +114,7 @@ class RunDirectory:
 
     def write_config(self, config: Json) -> None:
         """Write ``run-config.json``: flat, as Flower takes it."""
-        self._replace(_CONFIG, json.dumps(config, indent=2) + "\n")
+        self._replace(CONFIG, json.dumps(config, indent=2) + "\n")
 
     def _replace(self, name: str, text: str) -> None:
         self._write(write_text, name, text)
@@ -125,9 +129,15 @@ class RunDirectory:
             ) from error
 
 
+def is_new(path: Path) -> bool:
+    """Whether a folder holds only what is there before its run begins: a log, and progress."""
+    names = {entry.name for entry in path.iterdir()}
+    return LOG in names and all(name == LOG or name.startswith(PROGRESS) for name in names)
+
+
 def check_new(path: Path) -> None:
     """Raise ConfigError where the folder of a new run exists, but for one with a log alone."""
-    if path.exists() and (not path.is_dir() or [p.name for p in path.iterdir()] != [LOG]):
+    if path.exists() and not (path.is_dir() and is_new(path)):
         raise ConfigError(
             f'output-dir: "{path}" exists already; choose another, or go on with it by resume'
         )
@@ -138,13 +148,25 @@ def _line(event: Json) -> str:
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
-    """The summary of a run directory, or None where there is none yet."""
-    return _read(run_dir / _SUMMARY)
+    """The summary of a run directory, or None where there is none yet; see `run_lock.as_it_is`."""
+    summary = _read(run_dir / _SUMMARY)
+    return None if summary is None else as_it_is(summary, run_dir)
+
+
+def read_summary_head(run_dir: Path) -> dict[str, Any] | None:
+    """The summary without the plans of all rounds, which are its last key and most of its size."""
+    path, text = run_dir / _SUMMARY, b""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        while (place := text.find(_PLANS)) < 0 and (block := file.read(_BLOCK_BYTES)):
+            text += block
+    return _parsed(path, text if place < 0 else text[:place] + b"}")
 
 
 def read_config(run_dir: Path) -> dict[str, Any] | None:
     """The run-config of a run directory, or None where it is none."""
-    return _read(run_dir / _CONFIG)
+    return _read(run_dir / CONFIG)
 
 
 def resumed_config(run_dir: Path, overrides: Json) -> dict[str, Any]:
@@ -158,24 +180,12 @@ def resumed_config(run_dir: Path, overrides: Json) -> dict[str, Any]:
     return {**saved, **overrides, "resume": str(run_dir)}
 
 
-class EventTail:
-    """Reads each line of ``events.jsonl`` once, while others write; a new file from its start."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / _EVENTS
-        self._file, self._place = 0, 0
-
-    def new(self) -> list[dict[str, Any]]:
-        """The rounds that were written since the last call, oldest first."""
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            number = os.fstat(file.fileno()).st_ino
-            self._file, self._place = number, self._place if number == self._file else 0
-            file.seek(self._place)
-            whole, newline, _ = file.read().rpartition(b"\n")
-        self._place += len(whole) + len(newline)
-        return [json.loads(line) for line in whole.split(b"\n") if line]
+def run_id_of(folder: Path) -> str:
+    """By which a run is known again that lies in this folder; drawn once. Raises OSError."""
+    path = folder / _RUN_ID
+    if not path.exists():
+        write_text(path, secrets.token_hex(16))
+    return path.read_text(encoding="utf-8")
 
 
 def summary_stamp(run_dir: Path) -> tuple[int, int] | None:
@@ -185,6 +195,12 @@ def summary_stamp(run_dir: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return found.st_ino, found.st_mtime_ns
+
+
+def events_bytes(run_dir: Path) -> int:
+    """How much the events of all rounds are; 0 before the first."""
+    path = run_dir / EVENTS
+    return path.stat().st_size if path.exists() else 0
 
 
 def newest_checkpoint(run_dir: Path) -> int:
@@ -205,30 +221,50 @@ def read_pending(run_dir: Path) -> dict[str, Any] | None:
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
-    """The rounds of a run directory so far, oldest first.
+    """The rounds of a run directory so far, oldest first; see `iter_events`."""
+    return list(iter_events(run_dir))
+
+
+def iter_events(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """The same, one by one: a long run on many devices writes more than memory holds.
 
     A last line that a crash left is passed over; raises RunError for any other that is damaged.
     """
-    path = run_dir / _EVENTS
-    *lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    events = []
-    for number, line in enumerate(lines, 1):
-        try:
-            events.append(json.loads(line))
-        except ValueError as error:
-            if number < len(lines):
-                raise RunError(
-                    f"{path}, line {number}: no event of a round ({error}); delete the line to go "
-                    "on without it"
-                ) from error
-    return events
+    path = run_dir / EVENTS
+    if not path.exists():
+        return
+    damage: RunError | None = None
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if damage is not None:
+                raise damage
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield parse_event(path, number, line)
+            except RunError as error:
+                damage = error
+
+
+def parse_event(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    """One line of ``events.jsonl``; raises RunError where it is damaged."""
+    try:
+        event: dict[str, Any] = json.loads(line)
+    except ValueError as error:
+        raise RunError(
+            f"{path}, line {number}: no event of a round ({error}); delete the line to go "
+            "on without it"
+        ) from error
+    return event
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
+    return _parsed(path, path.read_bytes()) if path.exists() else None
+
+
+def _parsed(path: Path, text: bytes) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads(path.read_bytes())
+        content: dict[str, Any] = json.loads(text)
     except ValueError as error:
         raise RunError(f"{path} is damaged ({error}): bring it back, or start a new run") from error
     return content

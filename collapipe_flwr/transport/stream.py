@@ -81,13 +81,13 @@ class StreamLink:
         self._hang_up = hang_up
         bounded = partial(Mailbox, QUEUE_FRAMES, peer, most_bytes=_QUEUE_BYTES)
         self._inbox: Mailbox[Frame] = bounded()
-        self._outbox: Mailbox[bytes] = bounded()
+        self._outbox: Mailbox[tuple[float, bytes]] = bounded()  # when they were put, and frames
         self._limiter = RateLimiter(config.rate_bit_per_s)
         self._over = threading.Event()
 
     def send(self, frame: Frame, *, deadline_s: float) -> None:
         data = encode_frame(frame, self._config.codec)
-        self._outbox.put(data, deadline_s, size_bytes=len(data))
+        self._outbox.put((time.monotonic(), data), deadline_s, size_bytes=len(data))
         self.sent.bytes += len(data)
 
     def receive(self, *, deadline_s: float) -> Frame:
@@ -111,18 +111,24 @@ class StreamLink:
         self._outbox.fail(LinkError(f"{self.peer} closed the link"))
 
     def outgoing(self) -> Iterator[bytes]:
-        """Encoded frames until the link ends; gRPC consumes it."""
+        """Encoded frames until the link ends; gRPC consumes it.
+
+        A frame is held back from when it was put: what the transport took for the one before it
+        counts, or a link as fast as its rate would carry half of it.
+        """
         while True:
             try:
-                data = self._outbox.get(None)
+                put_s, data = self._outbox.get(None)
             except LinkError:
                 return
-            start_s = time.monotonic()
-            if (delay_s := self._limiter.delay_s(len(data), start_s)) > 0:
+            leaves_s = put_s + self._limiter.delay_s(len(data), put_s)
+            if (delay_s := leaves_s - time.monotonic()) > 0:
                 self._over.wait(delay_s)
-            self.sent.note(self._config.stream_id, time.monotonic(), len(data))
+            left_s = time.monotonic()
+            self.sent.note(self._config.stream_id, left_s, len(data))
             yield data
-            self.sent.sending_s += time.monotonic() - start_s
+            taken_s = time.monotonic() - left_s
+            self.sent.sending_s += max(taken_s, self._limiter.carrying_s(len(data)))
 
     def feed(self, messages: Iterable[bytes]) -> None:
         """Read the stream until it ends. Errors end the link and reach whoever receives."""
@@ -133,8 +139,7 @@ class StreamLink:
         except grpc.RpcError as error:
             self.broken(self._translate(error))
         except ProtocolError as error:
-            blaming_the_peer = MemberFailed("", str(error), Blame.MALFORMED)
-            self._outbox.end_with(encode_frame(error_frame(blaming_the_peer)), error)
+            self._give_up(MemberFailed("", str(error), Blame.MALFORMED), error)
             self._inbox.fail(error)
         except LinkError as error:
             self._give_up(error)
@@ -149,5 +154,7 @@ class StreamLink:
         else:
             self._inbox.put(frame, None, size_bytes=len(data))
 
-    def _give_up(self, error: LinkError) -> None:
-        self._outbox.end_with(encode_frame(error_frame(error)), error)
+    def _give_up(self, told: LinkError, error: LinkError | None = None) -> None:
+        """Tell the peer, as the last frame; whoever still sends raises `error`, or the same."""
+        last = encode_frame(error_frame(told))
+        self._outbox.end_with((time.monotonic(), last), error or told)

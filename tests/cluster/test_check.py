@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
@@ -74,6 +75,25 @@ def test_members_are_measured_and_the_missing_one_is_named(tmp_path: Path) -> No
     assert profile.devices[0].memory_bytes == first["memory_bytes"]
     assert profile.devices[1].speed_flop_per_s == 12e9  # nothing measured: that of its kind
     assert profile.devices[1].device_id == "g/pi-2"
+
+
+def test_a_members_sensor_of_energy_is_found_and_told_with_one_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sensor = tmp_path / "vcgencmd"
+    sensor.write_text("#!/bin/sh\necho VDD_A 'current(0)=3.5A'\necho VDD_V 'volt(1)=2.0V'\n")
+    sensor.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    plain = Daemon("device", "--name", "pi-2", "--energy-sensor", "none")
+    with running(Daemon("device", "--name", "pi-1"), plain) as (first, second):
+        path = _cluster(tmp_path, first.address, second.address)
+        done = _check(path, "--json", str(tmp_path / "found.json"))
+    assert done.exit_code == 0, done.stderr
+    told = " ".join(done.stdout.split())
+    assert "energy: pi-1 7.0 W (pi5-pmic); modelled for control-unit, pi-2" in told
+    _, one, other = json.loads((tmp_path / "found.json").read_text())["members"]
+    assert (one["energy_sensor"], one["power_w"]) == ("pi5-pmic", 7.0)
+    assert (other["energy_sensor"], other["power_w"]) == ("", None)
 
 
 def test_members_that_do_not_answer_are_waited_for_together(tmp_path: Path, monkeypatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -34,7 +35,9 @@ def new_model() -> BertForSequenceClassification:
     return BertForSequenceClassification(type(CONFIG)(**deep))
 
 
-def run(tmp_path: Path, rounds: int, slowness: Factors) -> list[RoundRecord]:
+def run(
+    tmp_path: Path, rounds: int, slowness: Factors, *, sensor: str = "none"
+) -> list[RoundRecord]:
     """A user's project on three daemons; ``slowness`` of a round may look at the one before it."""
     records: list[RoundRecord] = []
     files = {name: tmp_path / f"{name}.factor" for name in BOARDS}
@@ -57,13 +60,7 @@ def run(tmp_path: Path, rounds: int, slowness: Factors) -> list[RoundRecord]:
 
     set_boards()
     daemons = [
-        Daemon(
-            "device",
-            "--name",
-            n,
-            slow=f,
-        )
-        for n, f in files.items()
+        Daemon("device", "--name", n, "--energy-sensor", sensor, slow=f) for n, f in files.items()
     ]
     with running(*daemons) as hosts:
         file = tmp_path / "shed.toml"
@@ -130,7 +127,32 @@ def test_a_throttled_daemon_loses_blocks_within_three_rounds(tmp_path: Path) -> 
     (outcome,) = records[-1].outcome.clusters
     busy = {s.device_id for s in outcome.stages if s.device_id}
     assert all(outcome.energy_j[device] > 0 for device in busy)
-    assert outcome.metered == ()  # of no machine here the joules are counted
+    assert outcome.metered == ()
+
+
+@pytest.mark.timeout(300)
+def test_rounds_go_on_modelled_when_a_sensor_that_metered_them_vanishes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sensor = tmp_path / "vcgencmd"
+    sensor.write_text("#!/bin/sh\necho VDD_A 'current(0)=3.0A'\necho VDD_V 'volt(1)=1.0V'\n")
+    sensor.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def vanish(index: int, before: RoundRecord | None) -> Mapping[str, float]:
+        del before
+        if index == 3:
+            sensor.unlink()
+        return {}
+
+    records = run(tmp_path, 3, vanish, sensor="auto")
+    outcomes = [record.outcome.clusters[0] for record in records]
+    busy = [set(blocks(record)) for record in records]
+    assert [set(outcome.metered) for outcome in outcomes] == [busy[0], busy[1], set()]
+    for record, outcome in zip(records, outcomes, strict=True):
+        assert all(outcome.energy_j[device] > 0 for device in blocks(record))
+    watts = [stage.watt for stage in outcomes[0].stages if stage.device_id in busy[0]]
+    assert watts and all(watt is not None and watt > 3.0 for watt in watts)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from typing import Any
 
 from tests.testbed.document import Block, blocks_of
 from tests.testbed.machines import PROJECT, Machine
+from tests.testbed.network import Network
 from tests.testbed.processes import Program, Programs
 
 PAGE = PROJECT / "docs" / "deploy.md"
@@ -55,6 +56,7 @@ _SAYS = {
 class DocumentedDeployment:
     """Carries out the page, block by block; ``more`` is added to its run-config."""
 
+    network: Network
     machines: Mapping[str, Machine]
     programs: Programs
     folder: Path

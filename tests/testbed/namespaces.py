@@ -34,6 +34,10 @@ class NamespaceNetwork(Network):
         """See Network."""
         return ["ip", "netns", "exec", self._namespaces[host], *command]
 
+    def sent_bytes(self, host: str) -> int:
+        """See Network."""
+        return int(_run(self.command(host, ["cat", "/sys/class/net/eth0/statistics/tx_bytes"])))
+
     def build(self, switch: str, rate_bit_per_s: int, undo: ExitStack) -> None:
         """Make everything; ``undo`` deletes it again, also after a half-made network."""
         _add_namespace(switch, undo)
@@ -86,5 +90,6 @@ def _ip(*arguments: str) -> None:
     _run(["ip", *arguments])
 
 
-def _run(command: Sequence[str]) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=_DEADLINE_S)
+def _run(command: Sequence[str]) -> str:
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=_DEADLINE_S)
+    return done.stdout

@@ -38,6 +38,10 @@ class Network(ABC):
     def command(self, host: str, command: Sequence[str]) -> list[str]:
         """``command`` as it runs on ``host``."""
 
+    @abstractmethod
+    def sent_bytes(self, host: str) -> int:
+        """What the services of ``host`` have sent so far."""
+
 
 @contextmanager
 def network_of(hosts: Sequence[str], *, rate_bit_per_s: int) -> Iterator[Network]:

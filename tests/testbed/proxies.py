@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -23,11 +24,14 @@ class ProxyNetwork(Network):
         self._loop = loop
         self._bytes_per_s = rate_bit_per_s / 8
         self._servers: list[asyncio.Server] = []
+        self._hosts: dict[int, str] = {}  # by the port that their service listens on
+        self._sent: Counter[str] = Counter()
 
     def endpoint(self, host: str) -> Endpoint:
         """See Network."""
-        _ = host
-        listen = f"127.0.0.1:{_free_port()}"
+        port = _free_port()
+        self._hosts[port] = host
+        listen = f"127.0.0.1:{port}"
         return Endpoint(listen=listen, dial=self.before(listen))
 
     def before(self, address: str) -> str:
@@ -41,6 +45,10 @@ class ProxyNetwork(Network):
         _ = host
         return list(command)
 
+    def sent_bytes(self, host: str) -> int:
+        """See Network."""
+        return self._sent[host]
+
     async def _start_proxy(self, port: int) -> int:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
@@ -49,7 +57,10 @@ class ProxyNetwork(Network):
                 writer.close()  # the service is down: so is its proxy, to whoever dials
                 return
             try:
-                await asyncio.gather(self._pump(reader, behind[1]), self._pump(behind[0], writer))
+                host = self._hosts.get(port, "")
+                await asyncio.gather(
+                    self._pump(reader, behind[1]), self._pump(behind[0], writer, host)
+                )
             except asyncio.CancelledError:
                 for end in (writer, behind[1]):
                     end.transport.abort()
@@ -60,9 +71,12 @@ class ProxyNetwork(Network):
         number: int = server.sockets[0].getsockname()[1]
         return number
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str = ""
+    ) -> None:
         with suppress(ConnectionError):
             while chunk := await reader.read(_CHUNK_BYTES):
+                self._sent[host] += len(chunk)
                 await asyncio.sleep(len(chunk) / self._bytes_per_s)
                 writer.write(chunk)
                 await writer.drain()

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
+from tests.testbed.network import Network
 from tests.testbed.processes import Program
 
 RATE_BIT_PER_S = 50_000_000
 ROUNDS = 4
 ROUND_S = 480.0  # of a machine that does much else
-BUSY_S = 0.3  # seconds of CPU after which a daemon is taken to be in the middle of a round
-AMID_STEPS = 1 / 3  # of the edge's CPU in the last round, which played its steps once or twice
+AMID_STEPS_BYTES = 300_000  # of activations and gradients; at least 1.2 MB per cluster and round
 RUN = {
     "num-server-rounds": ROUNDS,
     "train.examples-per-round": 640,
@@ -48,18 +46,15 @@ def wait_for_round(deployment: Deployed, run: Program, number: int) -> None:
         time.sleep(0.1)
 
 
-def first_at_work(pids: Mapping[str, int], busy_s: float = BUSY_S) -> str:
-    """The first that computes for ``busy_s``, which between two rounds none does."""
-    idle_s, end_s = {name: cpu_s(pid) for name, pid in pids.items()}, time.monotonic() + ROUND_S
+def first_amid_steps(network: Network, hosts: Collection[str]) -> str:
+    """The first that sends what only training steps send; called between two rounds.
+
+    Until weights are fetched at a round's end, a device and the edge send nothing else of any size.
+    """
+    before, end_s = {host: network.sent_bytes(host) for host in hosts}, time.monotonic() + ROUND_S
     while True:
-        for name, pid in pids.items():
-            if cpu_s(pid) > idle_s[name] + busy_s:
-                return name
-        assert time.monotonic() < end_s, f"none of {sorted(pids)} was ever busy"
+        for host, sent in before.items():
+            if network.sent_bytes(host) > sent + AMID_STEPS_BYTES:
+                return host
+        assert time.monotonic() < end_s, f"none of {sorted(hosts)} was ever at work"
         time.sleep(0.02)
-
-
-def cpu_s(pid: int) -> float:
-    """Seconds of CPU that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -17,14 +17,11 @@ from tests.testbed.namespaces import namespaces_allowed
 from tests.testbed.processes import Program, programs
 from tests.testbed.proxies import proxies
 from tests.testbed.rounds import (
-    AMID_STEPS,
-    BUSY_S,
     RATE_BIT_PER_S,
     ROUND_S,
     ROUNDS,
     RUN,
-    cpu_s,
-    first_at_work,
+    first_amid_steps,
     planned,
     wait_for_round,
 )
@@ -45,14 +42,14 @@ def test_a_deployment_trains_through_the_loss_of_a_device_and_of_the_edge(tmp_pa
         parts = deployment.start()
         run = deployment.run()
         wait_for_round(deployment, run, 1)
-        victim = _kill_first_at_work([parts[device] for device in CLUSTERS["a"]])
-        edge = parts["edge"].process.pid
-        before_s = cpu_s(edge)
+        victim = first_amid_steps(network, CLUSTERS["a"])
+        _kill(parts[victim])
         wait_for_round(deployment, run, 2)
-        _kill_first_at_work([parts["edge"]], AMID_STEPS * (cpu_s(edge) - before_s))
+        first_amid_steps(network, ["edge"])
+        _kill(parts["edge"])
         deployment.start_edge()
         assert run.wait(deadline_s=2 * ROUND_S) == 0, run.tail()
-        _check(deployment, run, f"a/{victim.name}")
+        _check(deployment, run, f"a/{victim}")
 
 
 def _check(deployment: Deployment, run: Program, victim: str) -> None:
@@ -67,9 +64,6 @@ def _check(deployment: Deployment, run: Program, victim: str) -> None:
     assert not events[3]["failures"]
 
 
-def _kill_first_at_work(candidates: list[Program], busy_s: float = BUSY_S) -> Program:
-    name = first_at_work({program.name: program.process.pid for program in candidates}, busy_s)
-    program = next(program for program in candidates if program.name == name)
+def _kill(program: Program) -> None:
     program.send(signal.SIGKILL)
     program.wait(deadline_s=10.0)
-    return program

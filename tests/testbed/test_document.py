@@ -30,12 +30,10 @@ from tests.testbed.machines import machines
 from tests.testbed.namespaces import namespaces, namespaces_allowed
 from tests.testbed.processes import programs
 from tests.testbed.rounds import (
-    AMID_STEPS,
     RATE_BIT_PER_S,
     ROUND_S,
     RUN,
-    cpu_s,
-    first_at_work,
+    first_amid_steps,
     planned,
     wait_for_round,
 )
@@ -67,6 +65,7 @@ def deployed(folder: Path) -> Iterator[DocumentedDeployment]:
             write = found[name].enter(f"cat > {WORDS}")
             subprocess.run(write, input=_words(), text=True, check=True, timeout=60)
         yield DocumentedDeployment(
+            network=network,
             machines=found,
             programs=running,
             folder=folder,
@@ -88,22 +87,16 @@ def test_the_page_deploys_and_the_deployment_lives_through_failures(tmp_path: Pa
     (tmp_path / "machines").mkdir()
     with deployed(tmp_path) as deployment:
         deployment.start()
-        run = deployment.run()
-
-        def pid(name: str, unit: str = "collapipe-device") -> int:
-            return int(deployment.machines[name].service(unit, "pid"))
-
+        run, network = deployment.run(), deployment.network
         wait_for_round(deployment, run, 1)
-        victim = first_at_work({name: pid(name) for name in GREENHOUSE})
+        victim = first_amid_steps(network, GREENHOUSE)
         deployment.machines[victim].kill("collapipe-device")
-        edge = pid("edge", "collapipe-edge")
-        before_s = cpu_s(edge)
         wait_for_round(deployment, run, 2)
-        first_at_work({"edge": edge}, AMID_STEPS * (cpu_s(edge) - before_s))
+        first_amid_steps(network, ["edge"])
         deployment.machines["edge"].kill("collapipe-edge")
         deployment.systemctl("start", "collapipe-edge", "edge")
         wait_for_round(deployment, run, 3)
-        stopped = first_at_work({name: pid(name) for name in WORKSHOP})
+        stopped = first_amid_steps(network, WORKSHOP)
         deployment.systemctl("stop", "collapipe-device", stopped)
         assert deployment.machines[stopped].service("collapipe-device", "rc") == "0"
         assert run.wait(deadline_s=2 * ROUND_S) == 0, run.tail()

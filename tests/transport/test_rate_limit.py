@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.transport.stream import RateLimiter
+from collapipe_flwr.core.errors import ConfigError, LinkError
+from collapipe_flwr.pipeline.link import Frame, FrameKind
+from collapipe_flwr.transport import stream
+from collapipe_flwr.transport.stream import RateLimiter, StreamConfig, StreamLink
 
 
 def test_messages_queue_up_behind_each_other():
@@ -38,3 +41,29 @@ def test_no_rate_means_no_delay():
 def test_a_rate_must_be_positive(rate):
     with pytest.raises(ConfigError, match="rate of a link"):
         RateLimiter(rate)
+
+
+@pytest.mark.parametrize("taken", [0.1, 0.9])  # by the transport, as a share of the pace
+@pytest.mark.parametrize("at_once", [True, False])
+def test_what_the_transport_takes_is_not_added_to_the_pace(
+    monkeypatch: pytest.MonkeyPatch, taken: float, at_once: bool
+) -> None:
+    now_s, frames = 0.0, 4
+
+    def wait(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    monkeypatch.setattr(stream, "time", SimpleNamespace(monotonic=lambda: now_s))
+    link = StreamLink("peer", StreamConfig(rate_bit_per_s=8000.0), lambda _: LinkError("gone"))
+    monkeypatch.setattr(link, "_over", SimpleNamespace(wait=wait))
+    outgoing = link.outgoing()
+    for number in range(frames):
+        for _ in range(0 if number and at_once else frames if at_once else 1):
+            link.send(Frame(kind=FrameKind.HELLO), deadline_s=1.0)
+        paced_s = len(next(outgoing)) / 1000.0
+        wait(taken * paced_s)
+    link.close()
+    assert next(outgoing, None) is None
+    assert now_s == pytest.approx((frames + (taken if at_once else frames * taken)) * paced_s)
+    assert link.sent.sending_s == pytest.approx(frames * paced_s)

@@ -1,0 +1,168 @@
+"""What boards and PCs measure of their own power, and how it is found.
+
+Each sees the whole machine behind it: other programs and its idle power too. Roots are parameters,
+so that tests can make a sysfs up.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+SYSFS = Path("/sys")
+VCGENCMD = "vcgencmd"
+Reading = tuple[float, ...]
+"""What one look at a sensor gives; only that sensor knows what it means."""
+_VCGENCMD_S = 2.0
+
+
+class Sensor(Protocol):
+    """``joules`` of the ``elapsed_s`` between two looks; looks further apart than a few times
+    ``period_s`` say nothing.
+
+    ``read`` raises OSError or ValueError where there is nothing to be read.
+    """
+
+    @property
+    def name(self) -> str:
+        """As `--energy-sensor` knows it."""
+        ...
+
+    @property
+    def period_s(self) -> float:
+        """How often to look."""
+        ...
+
+    def read(self) -> Reading:
+        """One look."""
+        ...
+
+    def joules(self, before: Reading, after: Reading, elapsed_s: float) -> float:
+        """Used in between."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rapl:
+    """Processor packages and their memory, as Linux' powercap counts them, AMD's by the same names.
+
+    Each zone counts microjoules and starts again after its ``max_energy_range_uj``, on a large
+    processor within minutes. The zone of the whole platform (psys) would count the packages twice.
+    """
+
+    root: Path = SYSFS
+    name: str = "rapl"
+    period_s: float = 5.0
+
+    def read(self) -> Reading:
+        """Counter and range of every zone in turn, in uJ."""
+        found = [
+            float(int((zone / file).read_text()))
+            for zone in self._zones()
+            for file in ("energy_uj", "max_energy_range_uj")
+        ]
+        if not found:
+            raise OSError("no zone of a processor package")
+        return tuple(found)
+
+    def joules(self, before: Reading, after: Reading, elapsed_s: float) -> float:
+        """See `Sensor`."""
+        del elapsed_s
+        if len(before) != len(after):
+            raise ValueError("a zone came or went")
+        counters = zip(before[::2], after[::2], after[1::2], strict=True)
+        return sum((now - then) % (most + 1) for then, now, most in counters) / 1e6
+
+    def _zones(self) -> Iterator[Path]:
+        for zone in sorted((self.root / "class/powercap").glob("intel-rapl:*")):
+            label = _text(zone / "name")
+            is_package = zone.name.count(":") == 1 and label != "psys"
+            if is_package or label == "dram":
+                yield zone
+
+
+class Gauge:
+    """A sensor of power: joules are the mean of two looks times the seconds between them."""
+
+    def joules(self, before: Reading, after: Reading, elapsed_s: float) -> float:
+        """See `Sensor`."""
+        return (sum(before) + sum(after)) / 2 * elapsed_s
+
+
+@dataclass(frozen=True, slots=True)
+class Ina3221(Gauge):
+    """The power monitors of a Jetson: the rail that feeds the module, else the sum of all rails
+    but those that another one feeds.
+    """
+
+    root: Path = SYSFS
+    name: str = "ina3221"
+    period_s: float = 0.5
+
+    def read(self) -> Reading:
+        """Watts of each rail that counts."""
+        watts = dict(self._watts())
+        total = [watts[label] for label in _TOTALS if label in watts]
+        found = total[:1] or [value for label, value in watts.items() if label not in _FED]
+        if not found:
+            raise OSError("no rail of an INA3221")
+        return tuple(found)
+
+    def _watts(self) -> Iterator[tuple[str, float]]:
+        for monitor in sorted((self.root / "class/hwmon").glob("hwmon*")):
+            if _text(monitor / "name") != "ina3221":
+                continue
+            for label in sorted(monitor.glob("in[0-9]_label")):
+                rail, number = _text(label), label.name[2]
+                current = monitor / f"curr{number}_input"
+                if rail in _UNUSED or not current.exists():  # unused, or the sum of shunt voltages
+                    continue
+                millivolt = int((monitor / f"in{number}_input").read_text())
+                yield rail, millivolt * int(current.read_text()) / 1e6
+
+
+_TOTALS = ("VDD_IN", "POM_5V_IN")  # of Orin NX and Nano, Xavier NX; of the first Nano
+_FED = ("VDDQ_VDD2_1V8AO",)  # of AGX Orin: fed by VIN_SYS_5V0
+_UNUSED = ("", "NC")
+
+
+@dataclass(frozen=True, slots=True)
+class Pi5Pmic(Gauge):
+    """The rails behind a Raspberry Pi 5's power chip, without what hangs on its USB ports."""
+
+    command: str = VCGENCMD
+    name: str = "pi5-pmic"
+    period_s: float = 1.0
+
+    def read(self) -> Reading:
+        """Watts of each rail."""
+        try:
+            text = subprocess.run(
+                [self.command, "pmic_read_adc"],
+                capture_output=True,
+                text=True,
+                timeout=_VCGENCMD_S,
+                check=True,
+            ).stdout
+        except subprocess.SubprocessError as error:
+            raise OSError(f"{self.command}: {error}") from error
+        found = {(rail, unit): float(value) for rail, value, unit in _RAIL.findall(text)}
+        rails = [rail for rail, unit in found if unit == "A" and (rail, "V") in found]
+        watts = [found[rail, "A"] * found[rail, "V"] for rail in rails]
+        if not watts:
+            raise ValueError(f"{self.command} pmic_read_adc says no currents")
+        return tuple(watts)
+
+
+_RAIL = re.compile(r"^\s*(\w+)_[AV] (?:current|volt)\(\d+\)=([-.\w]+)([AV])\s*$", re.MULTILINE)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,93 @@
+"""Follows a run in a thread, and tells pages what is new as soon as it is.
+
+A page that is slow is told more at a time: what it lacks is worked out when it asks.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from collapipe_flwr.reporting.live.figures import Figures
+from collapipe_flwr.reporting.live.reader import News, RunReader
+from collapipe_flwr.reporting.live.state import Place, RunState
+
+_LOOK_S = 0.2
+Find = Callable[[], Path | None]
+
+
+class Feed:
+    """The run that ``find`` names: its folder may come to be later, and be another one later."""
+
+    def __init__(self, find: Find) -> None:
+        self.figures = Figures()
+        self._find = find
+        self._reader: RunReader | None = None
+        self._state = RunState()
+        self._server = secrets.token_hex(4)  # a page's place in what another server told is void
+        self._files = 0
+        self._changed = threading.Condition()
+        self._over = False
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Look again and again while the body runs; afterwards pages are told that it is over."""
+        stop = threading.Event()
+        thread = threading.Thread(target=self._follow, args=(stop,), name="watch", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            with self._changed:
+                self._over = True
+                self._changed.notify_all()
+            thread.join()
+
+    def next(self, known: Place, timeout_s: float) -> tuple[Place, str] | None:
+        """What somebody at ``known`` lacks, as JSON, and the place that this leads to.
+
+        None if nothing is new within the time; raises EOFError when nobody follows the run any
+        more.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or self._state.place != known, timeout_s)
+            if self._over:
+                raise EOFError
+            place = self._state.place
+            news = None if place == known else self._state.since(known)
+        return None if news is None else (place, json.dumps(news, separators=(",", ":")))
+
+    def look(self) -> bool:
+        """Take in what is new, or some of it where it is much; whether it was rounds."""
+        run_dir = self._find()
+        if run_dir is None:
+            return False
+        if self._reader is None or self._reader.run_dir != run_dir:
+            self._reader = RunReader(run_dir)
+        news = self._reader.look()
+        with self._changed:
+            before = self._state.place
+            self._take(news)
+            if self._state.place != before:
+                self._changed.notify_all()
+        self.figures.take(news)
+        return bool(news.events)
+
+    def _follow(self, stop: threading.Event) -> None:
+        while not stop.is_set():
+            if not self.look():
+                stop.wait(_LOOK_S)
+
+    def _take(self, news: News) -> None:
+        if news.anew:
+            self._files += 1
+            self._state.begin(f"{self._server}-{self._files}")
+        self._state.set_head(news.head, news.summary.get("energy", {}).get("budget_j", {}))
+        if news.newest is not None:
+            self._state.show(news.newest)
+        self._state.add(news.events)

@@ -1,0 +1,197 @@
+// Takes in what the server tells, and keeps the page up to date.
+
+const SILENT_MS = 15000; // without a word, the connection is dead
+const AGAIN_MS = 2000;
+
+const run = { head: {}, last: null, incidents: [] };
+const cards = new Map();
+const shown = new Set(); // cards on the screen: others are drawn when they get there
+const sight = new IntersectionObserver((entries) => {
+  for (const entry of entries) {
+    const card = cards.get(entry.target.dataset.cluster);
+    if (!card) continue;
+    if (!entry.isIntersecting) { shown.delete(card); continue; }
+    shown.add(card);
+    if (card.stale && card.data) card.draw();
+  }
+}, { rootMargin: "200px" });
+
+function take(news) {
+  if (news.anew) forget();
+  const before = run.head;
+  run.head = news.head;
+  run.offset_ms = Date.now() - 1000 * news.sent_s;
+  if (news.last) run.last = news.last;
+  if (news.incidents.length) tellIncidents(news.incidents);
+  if (news.clusters) drawClusters(news.clusters);
+  const more = news.anew || news.rounds !== run.rounds || run.head.status !== before.status;
+  run.rounds = news.rounds;
+  drawHead();
+  drawTiles();
+  if (more) figures.refresh();
+}
+
+function forget() {
+  run.last = null;
+  run.incidents = [];
+  byId("happened").replaceChildren();
+  byId("latest").hidden = true;
+  for (const card of cards.values()) { sight.unobserve(card.root); card.root.remove(); }
+  cards.clear();
+  shown.clear();
+}
+
+function drawClusters(clusters) {
+  let added = false;
+  for (const cluster of clusters) {
+    let card = cards.get(cluster.id);
+    if (!card) {
+      card = new Card(cluster.id);
+      cards.set(cluster.id, card);
+      added = true;
+      sight.observe(card.root);
+    }
+    card.set(cluster);
+    if (shown.has(card)) card.draw();
+  }
+  if (added && cards.size <= OPEN_AT_MOST) cards.forEach((card) => card.turn(true));
+  arrange();
+}
+
+const ORDERS = {
+  name: (a, b) => naturally(a.id, b.id),
+  slow: (a, b) => (b.data.latency_s || 0) - (a.data.latency_s || 0) || naturally(a.id, b.id),
+  queue: (a, b) => longestQueue(b.data) - longestQueue(a.data) || naturally(a.id, b.id),
+  trouble: (a, b) => b.data.lost - a.data.lost || naturally(a.id, b.id),
+};
+
+function arrange() {
+  const wanted = byId("find").value.trim().toLowerCase();
+  const matches = (card) => !wanted || card.id.toLowerCase().includes(wanted)
+    || everyDevice(card.data).some((device) => device.name.toLowerCase().includes(wanted));
+  const sorted = [...cards.values()].sort(ORDERS[byId("order").value]);
+  const parent = byId("clusters");
+  let place = parent.firstChild;
+  for (const card of sorted) {
+    card.root.hidden = !matches(card);
+    if (card.root === place) place = place.nextSibling;
+    else parent.insertBefore(card.root, place);
+  }
+  byId("legend").hidden = cards.size === 0;
+}
+
+function drawHead() {
+  const { head } = run;
+  const status = head.status || "waiting";
+  setText(byId("name"), head.name || "CollaPipe");
+  document.title = `${head.name || "CollaPipe"}: ${status}`;
+  setText(byId("status"), status);
+  byId("status").className = `pill ${status}`;
+  document.body.classList.toggle("running", status === "running");
+  const trouble = head.broken || (status === "failed" || status === "stopped" ? head.reason : "");
+  setText(byId("notice"), trouble || "");
+  byId("notice").hidden = !trouble;
+  const done = run.last ? run.last.round : 0;
+  const bar = byId("done");
+  bar.hidden = !head.rounds_asked;
+  setAttribute(bar, "aria-valuemax", head.rounds_asked || 0);
+  setAttribute(bar, "aria-valuenow", done);
+  bar.firstChild.style.width = head.rounds_asked ? `${(100 * done) / head.rounds_asked}%` : "0";
+  const waits = { waiting: "There is no such run yet; the page begins with it.", starting: "The run is being prepared: no round has ended yet." };
+  const nothing = waits[status] || (cards.size ? "" : run.last ? "The rounds of this run have no plan: clusters train whole models." : "No round has ended yet.");
+  setText(byId("nobody"), nothing);
+  byId("nobody").hidden = !nothing;
+}
+
+function drawTiles() {
+  const { last, head } = run;
+  const tiles = last ? roundTiles(last, head) : [];
+  showTiles(byId("tiles"), tiles);
+  const behind = last && run.rounds < last.round ? `; rounds before it are being read: ${run.rounds} so far` : "";
+  setText(byId("drawn"), last ? `as of round ${last.round}${behind}` : "");
+}
+
+function showTiles(parent, tiles) {
+  while (parent.children.length > tiles.length) parent.lastChild.remove();
+  tiles.forEach(([value, label, warning], index) => {
+    if (!parent.children[index]) parent.append(element("div", "card tile", element("div", "value"), element("div", "quiet")));
+    const [large, small] = parent.children[index].children;
+    setText(large, value);
+    setText(small, label);
+    large.classList.toggle("warning", Boolean(warning));
+  });
+}
+
+function roundTiles(last, head) {
+  const data = [...cards.values()].map((card) => card.data);
+  const perSecond = data.reduce((sum, cluster) => sum + (cluster.per_s || 0), 0);
+  const measured = data.some((cluster) => cluster.measured);
+  const scores = Object.entries(last.metrics || {}).filter(([name]) => name !== "loss").slice(0, 2);
+  return [
+    [`${last.round}${head.rounds_asked ? ` of ${head.rounds_asked}` : ""}`, "rounds"],
+    [digits(last.loss, 4), "training loss"],
+    ...scores.map(([name, value]) => [digits(value, 4), `test ${name}`]),
+    ...(known(last.latency_s) ? [[seconds(last.latency_s), `round, ${measured ? "measured" : "simulated"}; predicted ${seconds(last.predicted_s)}`]] : []),
+    [seconds(last.wall_s), "round, wall clock"],
+    ...(perSecond ? [[digits(perSecond), "micro-batches/s, all clusters"]] : []),
+    ...(known(last.queue) ? [[digits(last.queue), "longest energy queue, in budgets"]] : []),
+    [bytes(Object.values(last.bytes || {}).reduce((sum, value) => sum + value, 0) - ((last.bytes || {}).spared || 0)), "sent in the round"],
+  ];
+}
+
+function tellIncidents(incidents) {
+  const list = byId("happened");
+  for (const told of incidents) list.prepend(element("li", "", element("b", "", `round ${told.round}`), told.cluster && !told.text.startsWith(told.cluster) ? `${told.cluster}: ${told.text}` : told.text));
+  while (list.children.length > 50) list.lastChild.remove();
+  byId("latest").hidden = false;
+}
+
+// The connection. The server tells all that is missing behind the last id, so nothing is kept here.
+let source = null;
+let lastId = "";
+let heard_ms = 0;
+
+function connect() {
+  const query = new URLSearchParams(location.search);
+  if (lastId) query.set("last", lastId);
+  source?.close();
+  source = new EventSource(`events?${query}`);
+  heard_ms = Date.now();
+  source.onopen = () => { heard_ms = Date.now(); tellLink(true); };
+  source.addEventListener("ping", () => { heard_ms = Date.now(); tellLink(true); });
+  source.onmessage = (message) => {
+    const begin = performance.now();
+    heard_ms = Date.now();
+    lastId = message.lastEventId;
+    const news = JSON.parse(message.data);
+    take(news);
+    tellLink(true);
+    performance.measure("collapipe:update", { start: begin });
+    requestAnimationFrame(() => setTimeout(() => performance.measure("collapipe:shown", { start: begin })));
+  };
+  source.onerror = () => tellLink(false);
+}
+
+function tellLink(there) {
+  const link = byId("link");
+  link.classList.toggle("away", !there);
+  const changed = run.head.changed_s ? (Date.now() - run.offset_ms) / 1000 - run.head.changed_s : null;
+  const news = known(changed) && run.head.status === "running" ? `, last round ${seconds(Math.max(0, Math.round(changed)))} ago` : "";
+  setText(link, there ? `${run.head.status === "running" ? "live" : "connected"}${news}` : "no connection to collapipe watch; trying again");
+}
+
+function lookAfterLink() {
+  if (document.hidden) return;
+  const closed = source.readyState === EventSource.CLOSED;
+  if (closed || Date.now() - heard_ms > SILENT_MS) connect();
+  tellLink(source.readyState === EventSource.OPEN);
+}
+
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) source.close();
+  else connect();
+});
+byId("find").addEventListener("input", arrange);
+byId("order").addEventListener("change", arrange);
+setInterval(lookAfterLink, AGAIN_MS);
+connect();

@@ -1,0 +1,104 @@
+"""What is new in the directory of a run that another process writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from collapipe_flwr.core.errors import RunError
+from collapipe_flwr.reporting.event_tail import EventTail, newest_event
+from collapipe_flwr.reporting.run_directory import (
+    EVENTS,
+    read_config,
+    read_summary_head,
+    summary_stamp,
+)
+from collapipe_flwr.reporting.run_lock import as_it_is
+
+Json = dict[str, Any]
+_ABOUT_BYTES = 8 << 20  # of events that are read at once
+_TOLD = ("status", "reason", "rounds_asked", "notes", "untrained", "wall_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """What a look found: the head, rounds, and whether these are of a file that was begun anew.
+
+    The ``summary`` is without plans. ``newest`` is the last round of a file so long that it takes
+    a while to read.
+    """
+
+    head: Json
+    summary: Json
+    anew: bool
+    events: list[Json]
+    newest: Json | None
+
+
+class RunReader:
+    """Reads a run directory, which may come to be later."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self._tail = EventTail(run_dir)
+        self._generation = -1
+        self._stamp: tuple[int, int] | None = None
+        self._summary: Json = {}
+        self._config: Json | None = None
+        self._broken: str | None = None
+
+    def look(self) -> News:
+        """What came since the last look.
+
+        Where a file is damaged, the head says so and nothing more is read.
+        """
+        events: list[Json] = []
+        newest = None
+        try:
+            if self._broken is None:
+                self._read_summary()
+                events = self._tail.new(_ABOUT_BYTES)
+                newest = self._newest()
+        except RunError as error:
+            self._broken = str(error)
+        anew, self._generation = self._begun_anew, self._tail.generation
+        return News(
+            head=self._head(),
+            summary=self._summary,
+            anew=anew,
+            events=events,
+            newest=newest,
+        )
+
+    @property
+    def _begun_anew(self) -> bool:
+        return self._tail.generation != self._generation
+
+    def _read_summary(self) -> None:
+        stamp = summary_stamp(self.run_dir)
+        if stamp != self._stamp:
+            self._stamp, self._summary = stamp, read_summary_head(self.run_dir) or {}
+        if self._config is None:
+            self._config = read_config(self.run_dir)
+
+    def _newest(self) -> Json | None:
+        path = self.run_dir / EVENTS
+        long = self._begun_anew and path.exists() and path.stat().st_size > _ABOUT_BYTES
+        return newest_event(self.run_dir) if long else None
+
+    def _head(self) -> Json:
+        """The summary's short values, or what there is before a run writes one."""
+        before = "starting" if self.run_dir.is_dir() else "waiting"
+        told = (
+            {key: self._summary.get(key) for key in _TOLD} if self._summary else {"status": before}
+        )
+        told = as_it_is(told, self.run_dir)
+        return {
+            **told,
+            "name": self.run_dir.name,
+            "metric": self._summary.get("metric", {}).get("name"),
+            "broken": self._broken,
+            "config": self._config or {},
+            "changed_s": self._stamp[1] / 1e9 if self._stamp else None,
+        }

@@ -1,0 +1,218 @@
+"""Charts, tables and sections as plain data, and the traces that charts consist of.
+
+A figure is what plotly.js draws: ``{"data": [...], "layout": {...}}``. Colours are words that begin
+with ``@``; the page puts those of its light or dark theme in their place (`script.py`). plotly.js
+reads tags in text, so names from outside pass :func:`plain` before they enter a figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from math import isfinite
+from typing import Any
+
+Json = dict[str, Any]
+FIRST, SECOND, THIRD, FOURTH, FIFTH, SIXTH = (f"@c{number}" for number in range(6))
+COLOURS = (FIRST, SECOND, THIRD, FOURTH, FIFTH, SIXTH)
+MUTED, WARNING = "@muted", "@warning"
+MOST_BARS = 24  # of a chart: those that say most
+_NAME = 26  # letters of a label
+_BAR_PIXELS, _FRAME_PIXELS, _LEAST_PIXELS = 24, 96, 150
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """A picture under its title; one of ``choices`` (by cluster) where it has several."""
+
+    key: str
+    title: str
+    note: str = ""
+    figure: Json | None = None
+    choices: Mapping[str, Json] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows of text; the first column names them."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+    folded: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """One part of the page; ``empty`` is what it says where a run has nothing to show for it."""
+
+    key: str
+    title: str
+    text: str = ""
+    charts: Sequence[Chart] = ()
+    tables: Sequence[Table] = ()
+    empty: str = "This run recorded nothing of this kind."
+
+
+def plain(name: str) -> str:
+    """Text from outside, in which plotly.js finds no tags."""
+    return escape(name, quote=False)
+
+
+def label(name: str) -> str:
+    """A name that is short enough to stand beside a chart; its end says most."""
+    return plain(name if len(name) <= _NAME else f"…{name[1 - _NAME :]}")
+
+
+def line(
+    name: str,
+    x: Sequence[float],
+    y: Sequence[float | None],
+    colour: str,
+    *,
+    dash: str = "solid",
+    width: float = 2.0,
+) -> Json:
+    """A curve; single points are marked where there are few."""
+    return {
+        "type": "scatter",
+        "mode": "lines+markers" if len(x) <= 30 else "lines",
+        "name": plain(name),
+        "x": list(x),
+        "y": [rounded(value) for value in y],
+        "line": {"color": colour, "dash": dash, "width": width},
+        "marker": {"color": colour, "size": 5},
+        "hovertemplate": "%{y:.4~g}",
+        "connectgaps": True,
+    }
+
+
+def band(name: str, x: Sequence[float], low: Sequence[Any], high: Sequence[Any]) -> list[Json]:
+    """The range between two curves."""
+    common = {"type": "scatter", "mode": "lines", "x": list(x), "line": {"width": 0}}
+    return [
+        {
+            **common,
+            "y": [rounded(value) for value in low],
+            "showlegend": False,
+            "hoverinfo": "skip",
+            "name": "",
+        },
+        {
+            **common,
+            "y": [rounded(value) for value in high],
+            "fill": "tonexty",
+            "fillcolor": "@band",
+            "name": plain(name),
+            "hovertemplate": "up to %{y:.4~g}",
+        },
+    ]
+
+
+def bars(
+    name: str, labels: Sequence[str], values: Sequence[float | None], colour: str, **more: Any
+) -> Json:
+    """Horizontal bars, the first on top."""
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": plain(name),
+        "y": list(labels),
+        "x": [rounded(value) for value in values],
+        "marker": {"color": colour},
+        **more,
+    }
+
+
+def marks(
+    name: str, labels: Sequence[str], values: Sequence[float | None], colour: str, **more: Any
+) -> Json:
+    """A short upright line in each row of horizontal bars, such as what was planned."""
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": plain(name),
+        "y": list(labels),
+        "x": [rounded(value) for value in values],
+        "marker": {
+            "symbol": "line-ns-open",
+            "size": 13,
+            "color": colour,
+            "line": {"width": 3, "color": colour},
+        },
+        **more,
+    }
+
+
+def by_round(traces: Sequence[Json], *, log: bool = False, zero: bool = False) -> Json:
+    """A figure over rounds."""
+    axis: Json = {"type": "log"} if log else {}
+    if zero:
+        axis["rangemode"] = "tozero"
+    longest: list[int] = max((trace["x"] for trace in traces), key=len, default=[])
+    layout = {"xaxis": round_axis(longest), "yaxis": axis}
+    return {"data": list(traces), "layout": {**layout, "hovermode": "x unified"}}
+
+
+def round_axis(rounds: Sequence[int]) -> Json:
+    """An axis whose ticks are whole rounds."""
+    axis: Json = {"title": {"text": "round"}, "tickformat": "d"}
+    if rounds and rounds[-1] - rounds[0] <= 10:
+        axis["dtick"] = 1
+    return axis
+
+
+def by_row(traces: Sequence[Json], rows: int, unit: str, **layout: Any) -> Json:
+    """A figure of horizontal bars, as high as its rows need."""
+    height = max(_LEAST_PIXELS, _FRAME_PIXELS + _BAR_PIXELS * rows)
+    axes = {
+        "xaxis": {"title": {"text": unit}, "rangemode": "tozero"},
+        "yaxis": {"autorange": "reversed", "type": "category"},
+    }
+    return {
+        "data": list(traces),
+        "layout": {**axes, "height": height, "barmode": "overlay", "bargap": 0.3, **layout},
+    }
+
+
+def rounded(value: float | None) -> float | None:
+    """Five digits: more than a screen shows, and a fraction of the bytes."""
+    return float(f"{value:.5g}") if value is not None and isfinite(value) else None
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A number as text, "-" where there is none."""
+    if value is None or not isfinite(value):
+        return "-"
+    text = f"{value:.{digits}g}"
+    return f"{value:,.0f}" if "e" in text and 1 <= abs(value) < 1e9 else text
+
+
+def size(count: float | None) -> str:
+    """Bytes in the unit that fits."""
+    if count is None:
+        return "-"
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def seconds(value: float | None) -> str:
+    """A duration in the unit that fits."""
+    if value is None:
+        return "-"
+    if value < 1:
+        return f"{1000 * value:.3g} ms"
+    if value < 120:
+        return f"{value:.3g} s"
+    minutes, hours = value / 60, value / 3600
+    return f"{minutes:.1f} min" if minutes < 120 else f"{hours:.1f} h"
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 round``, ``2 rounds``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,207 @@
+"""Joules against budgets, and the queues that keep them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isnan
+
+from collapipe_flwr.reporting.report.charts import (
+    COLOURS,
+    FIRST,
+    MOST_BARS,
+    MUTED,
+    WARNING,
+    Chart,
+    Json,
+    Section,
+    Table,
+    bars,
+    by_round,
+    by_row,
+    counted,
+    label,
+    line,
+    number,
+)
+from collapipe_flwr.reporting.report.run_data import RunData
+from collapipe_flwr.reporting.report.series import thinned
+
+_QUEUES = 5  # devices whose queue has a curve of its own
+_MOST_ROWS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    """What one device spent per round, on average over all rounds."""
+
+    name: str
+    mean_j: float
+    budget_j: float | None
+    predicted_j: float
+    queue_j: float | None
+    metered: bool
+
+    @property
+    def share(self) -> float | None:
+        """Of its budget; None without one."""
+        return self.mean_j / self.budget_j if self.budget_j else None
+
+    @property
+    def over(self) -> bool:
+        """Whether it spent more than its budget."""
+        return self.share is not None and self.share > 1
+
+
+def spent(run: RunData) -> list[Spent]:
+    """All devices, those that used most of their budget first; rounds without work count as 0."""
+    rounds = max(len(run.rounds), 1)
+    found = [
+        Spent(
+            name=name,
+            mean_j=(device.energy_j or 0.0) / rounds,
+            budget_j=run.budget_j.get(name),
+            predicted_j=device.predicted_j / rounds,
+            queue_j=device.queue_j.last,
+            metered=device.metered,
+        )
+        for name, device in run.devices.items()
+        if device.energy_j is not None or name in run.budget_j
+    ]
+    return sorted(found, key=lambda each: (-(each.share or 0), -each.mean_j))
+
+
+def energy(run: RunData) -> Section:
+    """Budgets, queues and a table."""
+    devices = spent(run)
+    if not devices:
+        return Section(key="energy", title="Energy", empty="No energy was recorded.")
+    charts = [_budgets(devices), _queues(run)]
+    return Section(
+        key="energy",
+        title="Energy",
+        text=_text(devices),
+        charts=[chart for chart in charts if chart is not None],
+        tables=[_table(devices)],
+    )
+
+
+def _text(devices: Sequence[Spent]) -> str:
+    limited = [each for each in devices if each.budget_j]
+    over = sum(each.over for each in limited)
+    if not limited:
+        return "No device has an energy budget."
+    kept = "all keep their budget" if not over else f"{over} spent more than their budget"
+    metered = sum(each.metered for each in devices)
+    source = f"A sensor metered {metered} of {len(devices)}; the rest is modelled from times."
+    return f"{counted(len(limited), 'device')} with a budget: {kept}. {source}"
+
+
+def _budgets(devices: Sequence[Spent]) -> Chart:
+    limited = [each for each in devices if each.budget_j]
+    shown = (limited or devices)[:MOST_BARS]
+    labels = [label(each.name) for each in shown]
+    unit = "% of the budget" if limited else "J per round"
+    values = [100 * (each.share or 0) if limited else each.mean_j for each in shown]
+    traces = []
+    for name, colour, over in (("within budget", FIRST, False), ("over budget", WARNING, True)):
+        kept = [place for place, each in enumerate(shown) if each.over is over]
+        if kept:
+            traces.append(
+                bars(
+                    name,
+                    [labels[place] for place in kept],
+                    [values[place] for place in kept],
+                    colour,
+                    customdata=[_of_budget(shown[place]) for place in kept],
+                    hovertemplate="%{y}<br>%{customdata}<extra></extra>",
+                )
+            )
+    left = len(limited or devices) - len(shown)
+    figure = by_row(traces, len(shown), unit)
+    figure["layout"]["yaxis"] |= {"categoryorder": "array", "categoryarray": labels}
+    if limited:
+        figure["layout"]["shapes"] = [_budget_line()]
+    return Chart(
+        key="energy",
+        title="Mean energy of a round",
+        note=f"{counted(left, 'device')} that used less are not shown." if left else "",
+        figure=figure,
+    )
+
+
+def _of_budget(each: Spent) -> str:
+    if not each.budget_j:
+        return f"{number(each.mean_j)} J"
+    return f"{number(each.mean_j)} of {number(each.budget_j)} J, {100 * (each.share or 0):.0f} %"
+
+
+def _budget_line() -> Json:
+    line = {"color": MUTED, "dash": "dash", "width": 2}
+    return {"type": "line", "x0": 100, "x1": 100, "y0": 0, "y1": 1, "yref": "paper", "line": line}
+
+
+def _queues(run: RunData) -> Chart | None:
+    count = len(run.rounds)
+    queues = {n: d.queue_j.padded(count) for n, d in run.devices.items() if d.queue_j.known}
+    if not queues:
+        return None
+    columns = zip(*queues.values(), strict=True)
+    longest = [max((v for v in column if not isnan(v)), default=float("nan")) for column in columns]
+    traces = [line("longest of all", *thinned(run.rounds, longest, of=max), MUTED, width=4)]
+    peaks = sorted(queues, key=lambda n: -max(v for v in queues[n] if not isnan(v)))[:_QUEUES]
+    traces += [
+        line(label(name), *thinned(run.rounds, queues[name], of=max), colour, width=1.5)
+        for name, colour in zip(peaks, COLOURS, strict=False)
+        if any(v > 0 for v in queues[name])
+    ]
+    return Chart(
+        key="queues",
+        title="Energy queues in joules",
+        note="What a device spent beyond its budgets so far, below 0 where it has saved. While "
+        "queues stay bounded, budgets are kept in the long run.",
+        figure=by_round(traces, zero=True),
+    )
+
+
+def _table(devices: Sequence[Spent]) -> Table:
+    left = len(devices) - _MOST_ROWS
+    return Table(
+        title="Devices",
+        head=["device", "J per round", "predicted", "budget", "share", "queue [J]", "source"],
+        rows=[_row(each) for each in devices[:_MOST_ROWS]],
+        note=f"{counted(left, 'device')} more in events.jsonl." if left > 0 else "",
+        folded=len(devices) > 12,
+    )
+
+
+def _row(each: Spent) -> list[str]:
+    return [
+        each.name,
+        number(each.mean_j),
+        number(each.predicted_j),
+        number(each.budget_j) if each.budget_j else "none",
+        f"{100 * each.share:.0f} %{' ▲' if each.over else ''}" if each.share is not None else "-",
+        number(None if each.queue_j is None else each.queue_j + 0.0, 3),
+        "metered" if each.metered else "modelled",
+    ]
+
+
+def compared_energy(runs: Sequence[RunData]) -> Section:
+    """Joules of all devices together in a round, run by run."""
+    labels = [label(run.name) for run in runs]
+    totals = [sum(each.mean_j for each in spent(run)) for run in runs]
+    if not any(totals):
+        return Section(key="energy", title="Energy", empty="No run recorded energy.")
+    worst = [max((each.share or 0 for each in spent(run)), default=0) for run in runs]
+    shares = by_row([bars("worst", labels, [100 * w for w in worst], FIRST)], len(runs), "%")
+    shares["layout"] |= {"shapes": [_budget_line()], "showlegend": False}
+    total = by_row([bars("energy", labels, totals, FIRST)], len(runs), "J", showlegend=False)
+    return Section(
+        key="energy",
+        title="Energy",
+        charts=[
+            Chart(key="energy", title="Mean energy of a round, all devices", figure=total),
+            Chart(key="worst", title="Worst device, in % of its budget", figure=shares),
+        ],
+    )

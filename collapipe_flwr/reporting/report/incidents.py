@@ -1,0 +1,83 @@
+"""What went wrong and how the run went on."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from collapipe_flwr.reporting.report.charts import (
+    COLOURS,
+    Chart,
+    Section,
+    Table,
+    by_round,
+    counted,
+    plain,
+)
+from collapipe_flwr.reporting.report.run_data import RunData
+from collapipe_flwr.reporting.report.series import stride_of, thinned
+
+KINDS = {
+    "lost": "cluster lost",
+    "recovered": "device lost, replayed",
+    "quarantined": "device quarantined",
+    "retry": "round repeated",
+    "late": "late update",
+    "remark": "remark",
+    "failure": "failure",
+}
+_MOST_ROWS = 200
+
+
+def incidents(run: RunData) -> Section:
+    """Counts by round and kind, and the newest sentences."""
+    if not run.incidents:
+        text = "None: every cluster replied in every round."
+        return Section(key="incidents", title="Incidents", empty=text)
+    return Section(
+        key="incidents",
+        title="Incidents",
+        text=counts_text(run),
+        charts=[_chart(run)],
+        tables=[_table(run)],
+    )
+
+
+def counts_text(run: RunData) -> str:
+    """``cluster lost: 2, late update: 1``."""
+    counts = Counter(incident.kind for incident in run.incidents)
+    return ", ".join(f"{KINDS.get(kind, kind)}: {count}" for kind, count in counts.most_common())
+
+
+def _chart(run: RunData) -> Chart:
+    counts = Counter((incident.kind, incident.round_index) for incident in run.incidents)
+    kinds = [kind for kind in KINDS if any(kind == found for found, _ in counts)]
+    kinds += sorted({kind for kind, _ in counts} - set(kinds))
+    traces = []
+    for place, kind in enumerate(kinds):
+        values = [float(counts[kind, index]) for index in run.rounds]
+        x, y = thinned(run.rounds, values, of=sum)
+        colour = COLOURS[place % len(COLOURS)]
+        trace = {"type": "bar", "name": plain(KINDS.get(kind, kind)), "x": x, "y": y}
+        traces.append({**trace, "marker": {"color": colour}, "hovertemplate": "%{y}"})
+    figure = by_round(traces, zero=True)
+    figure["layout"] |= {"barmode": "stack", "bargap": 0.15}
+    figure["layout"]["xaxis"] |= {"range": [run.rounds[0] - 0.6, run.rounds[-1] + 0.6]}
+    figure["layout"]["yaxis"] |= {"tickformat": "d"}
+    stride = stride_of(len(run.rounds))
+    note = f"Each bar counts {stride} rounds." if stride > 1 else ""
+    return Chart(key="incidents", title="Incidents by round", note=note, figure=figure)
+
+
+def _table(run: RunData) -> Table:
+    newest = list(reversed(run.incidents))
+    left = len(newest) - _MOST_ROWS
+    return Table(
+        title="What happened, newest first",
+        head=["round", "kind", "cluster", "what"],
+        rows=[
+            [str(each.round_index), KINDS.get(each.kind, each.kind), each.cluster, each.text]
+            for each in newest[:_MOST_ROWS]
+        ],
+        note=f"{counted(left, 'incident')} before these in events.jsonl." if left > 0 else "",
+        folded=len(newest) > 12,
+    )

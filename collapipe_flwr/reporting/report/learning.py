@@ -1,0 +1,187 @@
+"""What was learned: losses and metrics by round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import isnan
+
+from collapipe_flwr.reporting.report.charts import (
+    COLOURS,
+    FIRST,
+    MUTED,
+    SECOND,
+    THIRD,
+    Chart,
+    Json,
+    Section,
+    band,
+    by_round,
+    counted,
+    line,
+)
+from collapipe_flwr.reporting.report.run_data import RunData
+from collapipe_flwr.reporting.report.series import Series, stride_of, thinned
+
+_SINGLE = 8  # clusters that have a curve of their own each; more of them are a band
+
+
+def learning(run: RunData) -> Section:
+    """Losses first, then every metric."""
+    names = [name for name in run.metrics | run.clusters_metrics if name != "loss"]
+    names.sort(key=lambda name: name != run.metric)
+    charts = [_loss(run), *(_metric(run, name) for name in names), _stream(run)]
+    return Section(
+        key="learning",
+        title="Learning",
+        text=_text(run),
+        charts=[chart for chart in charts if chart is not None],
+    )
+
+
+def _text(run: RunData) -> str:
+    stride = stride_of(len(run.rounds))
+    return f"Every point is the mean of {stride} rounds." if stride > 1 else ""
+
+
+def _loss(run: RunData) -> Chart | None:
+    named = (
+        ("training, all clusters", run.numbers["loss"], FIRST, "solid"),
+        ("test, by the server", run.metrics.get("loss"), SECOND, "solid"),
+        ("test, by the clusters", run.numbers["clusters_loss"], THIRD, "dot"),
+    )
+    traces = _each_cluster(run)
+    traces += [
+        _curve(run, name, series, colour, dash)
+        for name, series, colour, dash in named
+        if series is not None and series.known
+    ]
+    if not traces:
+        return None
+    return Chart(key="loss", title="Loss", figure=by_round(_with_untrained(run, traces, "loss")))
+
+
+def _metric(run: RunData, name: str) -> Chart:
+    traces = []
+    if name in run.metrics:
+        traces.append(_curve(run, "test, by the server", run.metrics[name], SECOND, "solid"))
+        traces = _with_untrained(run, traces, name)
+    if name in run.clusters_metrics:
+        series = run.clusters_metrics[name]
+        traces.append(_curve(run, "test, by the clusters", series, THIRD, "dot"))
+    return Chart(
+        key=f"metric-{name}",
+        title=f"{name} on unseen examples",
+        figure=by_round(traces, log=name == "perplexity"),
+    )
+
+
+def _stream(run: RunData) -> Chart | None:
+    series = run.numbers["prequential_loss"]
+    if not series.known:
+        return None
+    return Chart(
+        key="stream",
+        title="Loss on new examples of the stream, before training on them",
+        figure=by_round([_curve(run, "new examples", series, FIRST, "solid")]),
+    )
+
+
+def _curve(run: RunData, name: str, series: Series, colour: str, dash: str) -> Json:
+    x, y = thinned(run.rounds, series.padded(len(run.rounds)))
+    if series.known and len(series.known) < len(run.rounds) and stride_of(len(run.rounds)) == 1:
+        kept = [(a, b) for a, b in zip(x, y, strict=True) if b is not None]
+        x, y = [a for a, _ in kept], [b for _, b in kept]
+    return line(name, x, y, colour, dash=dash)
+
+
+def _each_cluster(run: RunData) -> list[Json]:
+    """Training losses of the clusters, one by one, or their range where they are many."""
+    count = len(run.rounds)
+    series = {name: c.loss.padded(count) for name, c in run.clusters.items() if c.loss.known}
+    if len(series) <= _SINGLE:
+        return [
+            line(f"training, {name}", *thinned(run.rounds, y), MUTED, dash=dash, width=1.2)
+            for (name, y), dash in zip(series.items(), _dashes(len(series)), strict=True)
+        ]
+    rows = [[v for v in column if not isnan(v)] for column in zip(*series.values(), strict=True)]
+    low = [min(row) if row else float("nan") for row in rows]
+    high = [max(row) if row else float("nan") for row in rows]
+    x, lows = thinned(run.rounds, low, of=min)
+    _, highs = thinned(run.rounds, high, of=max)
+    return band(f"training, range of {counted(len(series), 'cluster')}", x, lows, highs)
+
+
+def _dashes(count: int) -> Sequence[str]:
+    return [("solid", "dash", "dot", "dashdot")[place % 4] for place in range(count)]
+
+
+def _with_untrained(run: RunData, traces: list[Json], name: str) -> list[Json]:
+    """Begin the server's curve at round 0, with what the untrained model scores."""
+    metric = run.summary.get("metric", {})
+    known = run.summary.get("untrained") or {metric.get("name"): metric.get("initial")}
+    value = known.get(name)
+    for trace in traces:
+        if value is not None and trace["name"] == "test, by the server":
+            trace["x"], trace["y"] = [0, *trace["x"]], [value, *trace["y"]]
+    return traces
+
+
+def compared_learning(runs: Sequence[RunData]) -> Section:
+    """A chart for each number, a curve for each run; the main metric also over time."""
+    names = list(dict.fromkeys(name for run in runs for name in run.metrics))
+    names.sort(key=lambda name: name != runs[0].metric)
+    charts = [
+        _compared(runs, f"test {name}", [r.metrics.get(name) for r in runs]) for name in names
+    ]
+    charts.append(_compared(runs, "training loss", [run.numbers["loss"] for run in runs]))
+    charts.insert(1, _over_time(runs))
+    return Section(
+        key="learning",
+        title="Learning",
+        charts=[chart for chart in charts if chart is not None],
+    )
+
+
+def _compared(runs: Sequence[RunData], name: str, series: Sequence[Series | None]) -> Chart | None:
+    traces = [
+        _curve(run, run.name, values, "", "solid") | _run_style(place, len(runs))
+        for place, (run, values) in enumerate(zip(runs, series, strict=True))
+        if values is not None and values.known
+    ]
+    if not traces:
+        return None
+    figure = by_round(traces, log="perplexity" in name)
+    return Chart(key=f"compared-{name.replace(' ', '-')}", title=name, figure=figure)
+
+
+def _over_time(runs: Sequence[RunData]) -> Chart | None:
+    """The main metric of the first run, over minutes by the clock."""
+    name, traces = runs[0].metric, []
+    for place, run in enumerate(runs):
+        if name in run.metrics:
+            minutes = [total / 60 for total in accumulate(run.numbers["wall_s"].known)]
+            pairs = zip(minutes, run.metrics[name].padded(len(run.rounds)), strict=False)
+            known = [(minute, value) for minute, value in pairs if not isnan(value)]
+            known = known[:: stride_of(len(known))]
+            x, y = [minute for minute, _ in known], [value for _, value in known]
+            traces.append(line(run.name, x, y, "") | _run_style(place, len(runs)))
+    if not traces:
+        return None
+    figure = by_round(traces, log=name == "perplexity")
+    figure["layout"] |= {
+        "xaxis": {"title": {"text": "minutes by the clock"}},
+        "hovermode": "closest",
+    }
+    return Chart(key="over-time", title=f"test {name} over time", figure=figure)
+
+
+def _run_style(place: int, count: int) -> Json:
+    """Wider curves behind narrower ones, so that those which coincide are all seen."""
+    colour = COLOURS[place % len(COLOURS)]
+    dash = ("solid", "dash", "dot")[place // len(COLOURS) % 3]
+    width = min(2.0 + 1.3 * (count - 1 - place), 9.0)
+    return {
+        "line": {"color": colour, "dash": dash, "width": width},
+        "marker": {"color": colour, "size": width + 3},
+    }

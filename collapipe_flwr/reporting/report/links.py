@@ -1,0 +1,177 @@
+"""Bytes and rates: what travelled, between whom, how fast."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from collapipe_flwr.reporting.report.charts import (
+    COLOURS,
+    FIRST,
+    MOST_BARS,
+    SECOND,
+    THIRD,
+    Chart,
+    Json,
+    Section,
+    Table,
+    bars,
+    by_round,
+    by_row,
+    counted,
+    label,
+    marks,
+    plain,
+    rounded,
+    size,
+)
+from collapipe_flwr.reporting.report.run_data import KINDS, LinkData, RunData, WayData
+from collapipe_flwr.reporting.report.series import stride_of, thinned
+
+_NAMES = {
+    "d2d": "between devices",
+    "d2e": "devices and edge",
+    "flower": "server and control units",
+    "weights": "segments to devices",
+    "spared": "spared: was there already",
+}
+_MOST_ROWS = 200
+Hop = tuple[tuple[str, str, str], LinkData]
+
+
+def links(run: RunData) -> Section:
+    """Bytes by kind and round, rates by hop."""
+    hops = sorted(
+        run.links.items(), key=lambda hop: -(hop[1].forward.bytes + hop[1].backward.bytes)
+    )
+    charts = [_bytes(run), _rates(hops)]
+    return Section(
+        key="links",
+        title="Links",
+        charts=[chart for chart in charts if chart is not None],
+        tables=[_table(hops)] if hops else [],
+    )
+
+
+def _bytes(run: RunData) -> Chart | None:
+    count, traces = len(run.rounds), []
+    for kind, colour in zip(KINDS, COLOURS, strict=False):
+        series = run.bytes[kind]
+        if any(series.values):
+            x, y = thinned(run.rounds, series.padded(count))
+            total = size(sum(series.known))
+            traces.append(
+                {
+                    "type": "bar",
+                    "name": f"{_NAMES[kind]}: {total}",
+                    "x": x,
+                    "y": [rounded((value or 0) / 1e6) for value in y],
+                    "marker": {"color": colour},
+                    "hovertemplate": "%{y:.4~g} MB",
+                }
+            )
+    if not traces:
+        return None
+    figure = by_round(traces, zero=True)
+    figure["layout"] |= {"barmode": "stack", "bargap": 0.15}
+    return Chart(
+        key="bytes",
+        title="MB of a round by kind of link",
+        note="Legend: totals of the run."
+        + (" Each bar is a mean of several rounds." if stride_of(count) > 1 else ""),
+        figure=figure,
+    )
+
+
+def _rates(hops: Sequence[Hop]) -> Chart | None:
+    rated = [hop for hop in hops if _rate(hop[1].forward) or _rate(hop[1].backward)]
+    if not rated:
+        return None
+    shown = rated[:MOST_BARS]
+    labels = [hop_label(key) for key, _ in shown]
+    traces = []
+    for name, way, colour in (("forward", "forward", FIRST), ("backward", "backward", SECOND)):
+        rates = [_rate(getattr(hop, way)) for _, hop in shown]
+        planned = [getattr(hop, way).planned_bit_per_s for _, hop in shown]
+        traces.append(bars(name, labels, _mega(rates), colour, hovertemplate="%{x:.3~g} Mbit/s"))
+        if any(planned):
+            traces.append(
+                marks(f"{name}, planned", labels, _mega(planned), THIRD, hovertemplate="%{x:.3~g}")
+            )
+    left = len(rated) - len(shown)
+    figure = by_row(traces, 2 * len(shown), "Mbit/s", hovermode="y unified")
+    figure["layout"] |= {"barmode": "group"}
+    return Chart(
+        key="rates",
+        title="What links carried while they sent",
+        note=f"The hops with most bytes; {counted(left, 'hop')} more below." if left else "",
+        figure=figure,
+    )
+
+
+def _rate(way: WayData) -> float | None:
+    return way.bit_per_s
+
+
+def _mega(rates: Sequence[float | None]) -> list[float | None]:
+    return [None if rate is None else rate / 1e6 for rate in rates]
+
+
+def hop_name(key: tuple[str, str, str]) -> str:
+    """``attic: 1-pi > 2-pi``."""
+    cluster, sender, receiver = key
+    return f"{cluster}: {sender.rpartition('/')[2]} > {receiver.rpartition('/')[2]}"
+
+
+def hop_label(key: tuple[str, str, str]) -> str:
+    """The same in two lines, for a chart."""
+    cluster, ends = hop_name(key).split(": ", 1)
+    return f"{label(cluster)}<br>{label(ends)}"
+
+
+def _table(hops: Sequence[Hop]) -> Table:
+    left = len(hops) - _MOST_ROWS
+    return Table(
+        title="Hops",
+        head=["hop", "codec", "forward", "backward", "Mbit/s forward", "Mbit/s backward"],
+        rows=[_row(key, hop) for key, hop in hops[:_MOST_ROWS]],
+        note=f"{counted(left, 'hop')} with fewer bytes in events.jsonl." if left > 0 else "",
+        folded=len(hops) > 12,
+    )
+
+
+def _row(key: tuple[str, str, str], hop: LinkData) -> list[str]:
+    return [
+        hop_name(key),
+        hop.codec,
+        size(hop.forward.bytes),
+        size(hop.backward.bytes),
+        _rate_text(hop.forward),
+        _rate_text(hop.backward),
+    ]
+
+
+def _rate_text(way: WayData) -> str:
+    if way.bit_per_s is None:
+        return "-"
+    text = f"{way.bit_per_s / 1e6:.4g}"
+    planned = way.planned_bit_per_s
+    return text if planned is None else f"{text} of {planned / 1e6:.4g}"
+
+
+def compared_links(runs: Sequence[RunData]) -> Section:
+    """Bytes of all rounds by kind, run by run."""
+    labels = [label(run.name) for run in runs]
+    traces: list[Json] = []
+    for kind, colour in zip(KINDS, COLOURS, strict=False):
+        totals = [sum(run.bytes[kind].known) / 1e6 for run in runs]
+        if any(totals):
+            name = plain(_NAMES[kind])
+            traces.append(bars(name, labels, totals, colour, hovertemplate="%{x:.4~g} MB"))
+    if not traces:
+        return Section(key="links", title="Links", empty="No run recorded bytes.")
+    figure = by_row(traces, 2 * len(runs), "MB", barmode="stack")
+    return Section(
+        key="links",
+        title="Links",
+        charts=[Chart(key="bytes", title="MB of all rounds by kind of link", figure=figure)],
+    )

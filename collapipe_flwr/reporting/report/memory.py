@@ -1,0 +1,142 @@
+"""Peaks of memory beside what was planned and what a device has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from collapipe_flwr.reporting.report.charts import (
+    FIRST,
+    MOST_BARS,
+    MUTED,
+    SECOND,
+    Chart,
+    Section,
+    Table,
+    bars,
+    by_row,
+    counted,
+    label,
+    marks,
+    size,
+)
+from collapipe_flwr.reporting.report.run_data import RunData
+
+_MOST_ROWS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The most that one member held, in bytes; 0 and None where nobody knows."""
+
+    name: str
+    measured: int
+    planned: int
+    limit: int | None
+
+    @property
+    def most(self) -> int:
+        """The larger of what was planned and what was measured."""
+        return max(self.measured, self.planned)
+
+    @property
+    def share(self) -> float | None:
+        """Of the limit; None without one."""
+        return self.most / self.limit if self.limit else None
+
+
+def peaks(run: RunData) -> list[Peak]:
+    """All members, the fullest first."""
+    planned = {_role(run, name): d.planned_bytes for name, d in run.devices.items()}
+    limits = {_role(run, name): limit for name, limit in run.memory_limit_bytes.items()}
+    names = dict.fromkeys((*run.memory_bytes, *(n for n, held in planned.items() if held)))
+    found = [
+        Peak(
+            name=name,
+            measured=run.memory_bytes.get(name, 0),
+            planned=planned.get(name, 0),
+            limit=limits.get(name),
+        )
+        for name in names
+    ]
+    return sorted(found, key=lambda peak: (-(peak.share or 0), -peak.most))
+
+
+def _role(run: RunData, name: str) -> str:
+    """Memory of a control unit is recorded under its role, not under its name."""
+    if name not in run.control_units:
+        return name
+    cluster = run.devices[name].cluster if name in run.devices else name.rpartition("/")[0]
+    return f"{cluster}/control-unit"
+
+
+def memory(run: RunData) -> Section:
+    """The fullest members, and a table of all."""
+    found = peaks(run)
+    if not found:
+        return Section(key="memory", title="Memory", empty="No peak of memory was recorded.")
+    return Section(
+        key="memory",
+        title="Memory",
+        text="Weights, gradients, optimizer state and activations at their peak over all rounds.",
+        charts=[_chart(found)],
+        tables=[_table(found)],
+    )
+
+
+def _chart(found: Sequence[Peak]) -> Chart:
+    limited = [peak for peak in found if peak.limit]
+    shown = (limited or found)[:MOST_BARS]
+    labels = [label(peak.name) for peak in shown]
+
+    def scaled(count: int, peak: Peak) -> float | None:
+        if not count:
+            return None
+        return 100 * count / peak.limit if peak.limit else count / 1e6
+
+    texts = [_text(peak) for peak in shown]
+    hover = {"customdata": texts, "hovertemplate": "%{y}<br>%{customdata}<extra></extra>"}
+    traces = [
+        bars("measured", labels, [scaled(p.measured, p) for p in shown], FIRST, **hover),
+        marks("planned", labels, [scaled(p.planned, p) for p in shown], SECOND, **hover),
+    ]
+    unit = "% of the limit" if limited else "MB"
+    figure = by_row(traces, len(shown), unit)
+    if limited:
+        line = {"color": MUTED, "dash": "dash", "width": 2}
+        edge = {"type": "line", "x0": 100, "x1": 100, "y0": 0, "y1": 1, "yref": "paper"}
+        figure["layout"]["shapes"] = [{**edge, "line": line}]
+    left = len(found) - len(shown)
+    rest = f" {counted(left, 'member')} more in the table." if left else ""
+    limit = "The dashed line is what plans may use of a device." if limited else ""
+    return Chart(
+        key="memory", title="Peak of memory by member", note=f"{limit}{rest}".strip(), figure=figure
+    )
+
+
+def _text(peak: Peak) -> str:
+    parts = [f"measured {size(peak.measured)}"] if peak.measured else []
+    parts += [f"planned {size(peak.planned)}"] if peak.planned else []
+    parts += [f"limit {size(peak.limit)}"] if peak.limit else []
+    return ", ".join(parts)
+
+
+def _table(found: Sequence[Peak]) -> Table:
+    left = len(found) - _MOST_ROWS
+    return Table(
+        title="Members",
+        head=["member", "measured", "planned", "limit", "share"],
+        rows=[_row(peak) for peak in found[:_MOST_ROWS]],
+        note=f"{counted(left, 'member')} more in summary.json." if left > 0 else "",
+        folded=len(found) > 12,
+    )
+
+
+def _row(peak: Peak) -> list[str]:
+    return [
+        peak.name,
+        size(peak.measured or None),
+        size(peak.planned or None),
+        size(peak.limit),
+        "-" if peak.share is None else f"{100 * peak.share:.0f} %",
+    ]

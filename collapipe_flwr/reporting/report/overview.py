@@ -1,0 +1,136 @@
+"""A run at a glance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from collapipe_flwr.reporting.report.charts import Section, Table, number, seconds, size
+from collapipe_flwr.reporting.report.energy import spent
+from collapipe_flwr.reporting.report.incidents import counts_text
+from collapipe_flwr.reporting.report.memory import peaks
+from collapipe_flwr.reporting.report.run_data import KINDS, RunData
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """One number, large, with what it means."""
+
+    title: str
+    value: str
+    note: str = ""
+    warning: bool = False
+
+
+def tiles(run: RunData) -> list[Tile]:
+    """What somebody wants to know first."""
+    found = [_status(run), _metric(run), _time(run), _traffic(run), _clusters(run)]
+    found += [_energy(run), _memory(run), _prediction(run), _incidents(run)]
+    return [tile for tile in found if tile is not None]
+
+
+def notes(run: RunData) -> list[str]:
+    """What the run said about itself."""
+    return [str(note) for note in run.summary.get("notes", ())]
+
+
+def _status(run: RunData) -> Tile:
+    status = str(run.summary.get("status", "unknown"))
+    done, asked = len(run.rounds), run.summary.get("rounds_asked")
+    return Tile(
+        title="Run",
+        value=status,
+        note=f"{done} of {asked} rounds" if asked else f"{done} rounds",
+        warning=status not in ("completed", "running"),
+    )
+
+
+def _metric(run: RunData) -> Tile | None:
+    metric = run.summary.get("metric")
+    if not metric:
+        return None
+    before = f"untrained {number(metric.get('initial'), 3)}, on unseen examples"
+    return Tile(title=str(metric["name"]), value=number(metric.get("final"), 3), note=before)
+
+
+def _time(run: RunData) -> Tile | None:
+    wall = run.summary.get("wall_s")
+    if wall is None:
+        return None
+    rounds = run.numbers["latency_s"].known
+    kind = "measured" if run.measured else "simulated"
+    mean = f"{kind}: {seconds(sum(rounds) / len(rounds))} a round" if rounds else ""
+    return Tile(title="Wall-clock time", value=seconds(wall), note=mean)
+
+
+def _traffic(run: RunData) -> Tile | None:
+    total = sum(sum(run.bytes[kind].known) for kind in KINDS if kind != "spared")
+    if not total:
+        return None
+    flower = size(sum(run.bytes["flower"].known))
+    return Tile(title="Traffic", value=size(total), note=f"{flower} of it through Flower")
+
+
+def _clusters(run: RunData) -> Tile | None:
+    if not run.clusters:
+        return None
+    members = [name for name in run.devices if not name.endswith("/edge")]
+    devices = len([name for name in members if name not in run.control_units])
+    note = f"{devices} devices, {len(run.control_units)} control units"
+    return Tile(title="Clusters", value=str(len(run.clusters)), note=note)
+
+
+def _energy(run: RunData) -> Tile | None:
+    limited = [each for each in spent(run) if each.share is not None]
+    if not limited:
+        return None
+    worst = limited[0]
+    over = sum(each.over for each in limited)
+    return Tile(
+        title="Energy, worst device",
+        value=f"{100 * (worst.share or 0):.0f} % of budget",
+        note=f"{over} of {len(limited)} devices over budget",
+        warning=over > 0,
+    )
+
+
+def _memory(run: RunData) -> Tile | None:
+    fullest = next(iter(peaks(run)), None)
+    if fullest is None:
+        return None
+    if fullest.share is None:
+        return Tile(title="Memory, largest peak", value=size(fullest.most), note=fullest.name)
+    return Tile(
+        title="Memory, fullest device",
+        value=f"{100 * fullest.share:.0f} % of limit",
+        note=f"{fullest.name}, {size(fullest.most)}",
+        warning=fullest.share > 1,
+    )
+
+
+def _prediction(run: RunData) -> Tile | None:
+    error = run.summary.get("prediction_error")
+    if error is None:
+        return None
+    return Tile(
+        title="Prediction error", value=f"{100 * error:.1f} %", note="of a round, in the median"
+    )
+
+
+def _incidents(run: RunData) -> Tile:
+    return Tile(title="Incidents", value=str(len(run.incidents)), note=counts_text(run))
+
+
+def compared_overview(runs: Sequence[RunData]) -> Section:
+    """One column for each run."""
+    found = [{tile.title: tile for tile in tiles(run)} for run in runs]
+    titles = dict.fromkeys(title for each in found for title in each)
+    rows = [[title, *(_cell(each.get(title)) for each in found)] for title in titles]
+    table = Table(title="At a glance", head=["", *(run.name for run in runs)], rows=rows)
+    return Section(key="overview", title="Overview", tables=[table])
+
+
+def _cell(tile: Tile | None) -> str:
+    if tile is None:
+        return "-"
+    return f"{tile.value} ({tile.note})" if tile.note else tile.value

@@ -1,0 +1,178 @@
+"""Reports as files: one page that holds all it needs, plotly.js included."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from collapipe_flwr.core.durable import write_text
+from collapipe_flwr.core.errors import (
+    CollaPipeError,
+    ConfigError,
+    RunError,
+    extra,
+    require,
+    unexpected_as_run_error,
+)
+from collapipe_flwr.reporting.report.charts import Section, counted
+from collapipe_flwr.reporting.report.overview import Tile, notes, tiles
+from collapipe_flwr.reporting.report.run_data import RunData, read_run
+from collapipe_flwr.reporting.report.script import SCRIPT
+from collapipe_flwr.reporting.report.sections import compared_sections, run_sections
+from collapipe_flwr.reporting.report.style import CSS
+from collapipe_flwr.reporting.report.template import PAGE, SECTION
+from collapipe_flwr.reporting.run_directory import read_summary, summary_stamp
+
+if TYPE_CHECKING:  # jinja2 is an optional extra
+    from jinja2 import Environment
+
+REPORT = "report.html"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """What a page shows; ``tail`` is trusted HTML at its end, such as a script that updates it."""
+
+    title: str
+    made: str
+    sections: Sequence[Section]
+    tiles: Sequence[Tile] = ()
+    notes: Sequence[str] = ()
+    reason: str = ""
+    tail: str = field(default="")
+
+    @property
+    def charts(self) -> dict[str, Any]:
+        """Figures by key, as the page's script reads them."""
+        return {chart.key: shown(chart) for section in self.sections for chart in section.charts}
+
+    def html(self) -> str:
+        """The whole page; raises ConfigError where the extra is not installed."""
+        templates = _templates()
+        return templates.get_template("page").render(
+            title=self.title,
+            made=self.made,
+            sections=self.sections,
+            tiles=self.tiles,
+            notes=self.notes,
+            reason=self.reason,
+            charts=self.charts,
+            css=CSS,
+            script=SCRIPT,
+            plotly=plotly_js(),
+            tail=self.tail,
+        )
+
+
+def plotly_js() -> str:
+    """The library that draws; raises ConfigError where the extra is not installed."""
+    with extra("report"):
+        from plotly.offline import get_plotlyjs
+    return str(get_plotlyjs())
+
+
+def section_html(section: Section) -> str:
+    """One section as it stands on the page; raises ConfigError like :func:`plotly_js`."""
+    return _templates().get_template("section").render(section=section)
+
+
+def _templates() -> Environment:
+    with extra("report"):
+        from jinja2 import DictLoader, Environment, StrictUndefined
+    found = Environment(
+        loader=DictLoader({"page": PAGE, "section": SECTION}),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    found.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    return found
+
+
+def shown(chart: Any) -> dict[str, Any]:
+    """A chart as the page's script reads it."""
+    return {"choices": dict(chart.choices)} if chart.choices else {"figure": chart.figure}
+
+
+def run_page(run: RunData, run_dir: Path | None = None, tail: str = "") -> Page:
+    """The page of one run."""
+    status, reason = run.summary.get("status"), run.summary.get("reason")
+    return Page(
+        title=f"Run {run.name}",
+        made=_made(run.summary, f"{counted(len(run.rounds), 'round')} in events.jsonl"),
+        sections=run_sections(run, run_dir),
+        tiles=tiles(run),
+        notes=notes(run),
+        reason=f"{status}: {reason}" if reason else "",
+        tail=tail,
+    )
+
+
+def compared_page(runs: Sequence[RunData]) -> Page:
+    """Several runs side by side; raises ConfigError where two have one name."""
+    names = [run.name for run in runs]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(
+            f"two runs are called {twice!r}: name them apart, as in `collapipe report first=RUN "
+            "second=RUN`"
+        )
+    return Page(
+        title=f"{counted(len(runs), 'run')} side by side",
+        made=", ".join(names),
+        sections=compared_sections(runs),
+    )
+
+
+def _made(summary: Mapping[str, Any], text: str) -> str:
+    versions = summary.get("versions") or {}
+    named = [f"{name} {versions[name]}" for name in ("collapipe-flwr", "flwr") if name in versions]
+    return ", ".join((text, *named))
+
+
+def require_report() -> None:
+    """Raise ConfigError, with the install line, where a page cannot be made."""
+    for module in ("jinja2", "plotly"):
+        require(module, "report")
+
+
+def write_run_report(run_dir: Path, path: Path | None = None, name: str = "") -> Path:
+    """Make the report of a run anew; raises ConfigError, RunError."""
+    require_report()
+    if read_summary(run_dir) is None:
+        raise ConfigError(f"{run_dir} is not the folder of a run: it has no summary.json")
+    return write_page(run_page(read_run(run_dir, name), run_dir), path or run_dir / REPORT)
+
+
+def write_page(page: Page, path: Path) -> Path:
+    """Replace ``path``; raises RunError when it cannot be written."""
+    try:
+        write_text(path, page.html())
+    except OSError as error:
+        raise RunError(f"{path} cannot be written ({error}); make room, or name another") from error
+    return path
+
+
+def closing_report(run_dir: Path, name: str = "") -> str:
+    """Make the report of a run that has ended, unless it is there; a sentence that says where.
+
+    A run is what it is: whatever keeps its report from being made is said, and nothing else.
+    ``name`` is what the sentence calls the run directory.
+    """
+    name = name or str(run_dir)
+    if not _fresh(run_dir):
+        try:
+            with unexpected_as_run_error():
+                write_run_report(run_dir)
+        except CollaPipeError as error:
+            return f"no report: {error}; afterwards, `collapipe report {name}` makes it"
+    return f"report: {name}/{REPORT}"
+
+
+def _fresh(run_dir: Path) -> bool:
+    """Whether the report was made after the summary's last change."""
+    path, stamp = run_dir / REPORT, summary_stamp(run_dir)
+    return stamp is not None and path.exists() and path.stat().st_mtime_ns >= stamp[1]

@@ -1,0 +1,139 @@
+"""Which device holds which blocks, over the rounds."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from collapipe_flwr.reporting.report.charts import Chart, Json, Section, Table, label, round_axis
+from collapipe_flwr.reporting.report.run_data import ClusterData, Placed, RunData
+
+_MOST_COLUMNS = 120  # rounds that a picture has room for
+_ROW_PIXELS, _FRAME_PIXELS = 34, 110
+
+
+def placement(run: RunData) -> Section:
+    """A picture per cluster, and the last plan of all."""
+    planned = {name: data for name, data in run.clusters.items() if data.placed}
+    if not planned:
+        return Section(
+            key="placement",
+            title="Blocks on devices",
+            empty="No plan: every cluster trained the whole model, or no round has ended.",
+        )
+    chart = Chart(
+        key="placement",
+        title="Blocks that each device holds",
+        note=_note(run),
+        choices={name: placed_blocks(run, name) for name in planned},
+    )
+    return Section(
+        key="placement",
+        title="Blocks on devices",
+        charts=[chart],
+        tables=[_last_plans(planned)],
+    )
+
+
+def _note(run: RunData) -> str:
+    stride = _stride(run)
+    every = f" Every {_ordinal(stride)} round is shown." if stride > 1 else ""
+    return f"The stronger the colour, the more of the {run.blocks} blocks; none: no block.{every}"
+
+
+def _ordinal(count: int) -> str:
+    ends = {1: "st", 2: "nd", 3: "rd"}
+    return f"{count}{'th' if 10 <= count % 100 <= 20 else ends.get(count % 10, 'th')}"
+
+
+def _stride(run: RunData) -> int:
+    return max(1, -(-len(run.rounds) // _MOST_COLUMNS))
+
+
+def placed_blocks(run: RunData, cluster: str) -> Json:
+    """Rounds from left to right, a row for each device: the blocks it holds."""
+    data = run.clusters[cluster]
+    places = range(0, len(run.rounds), _stride(run))
+    names = _members(run, cluster, data)
+    held = [{name: (first, stop) for name, first, stop in data.placed.get(p, ())} for p in places]
+    few = len(places) <= 30
+    return {
+        "data": [
+            {
+                "type": "heatmap",
+                "x": [run.rounds[place] for place in places],
+                "y": [label(name.rpartition("/")[2]) for name in names],
+                "z": [[_count(column.get(name)) for column in held] for name in names],
+                "text": [[_blocks(column.get(name)) for column in held] for name in names],
+                "texttemplate": "%{text}" if few else "",
+                "hovertemplate": "round %{x}<br>%{y}<br>blocks %{text}<extra></extra>",
+                "hoverongaps": False,
+                "colorscale": "@scale",
+                "textfont": {"color": "@text"},
+                "zmin": 0,
+                "zmax": run.blocks,
+                "xgap": 2 if few else 0,
+                "ygap": 3,
+                "showscale": False,
+            }
+        ],
+        "layout": {
+            "height": _FRAME_PIXELS + _ROW_PIXELS * len(names),
+            "xaxis": {**round_axis([run.rounds[place] for place in places]), "showgrid": False},
+            "yaxis": {"autorange": "reversed", "type": "category", "showgrid": False},
+        },
+    }
+
+
+def _members(run: RunData, cluster: str, data: ClusterData) -> list[str]:
+    """Devices of a cluster: those that ever held blocks, and those that never did."""
+    held = {name for placed in data.placed.values() for name, _, _ in placed}
+    idle = {
+        name
+        for name, device in run.devices.items()
+        if device.cluster == cluster and name not in run.control_units and name != f"{cluster}/edge"
+    }
+    return sorted(held | idle, key=_natural)
+
+
+def _natural(name: str) -> tuple[int, str]:
+    """``2-board`` before ``10-board``."""
+    digits = name.rpartition("/")[2].partition("-")[0]
+    return (int(digits) if digits.isdigit() else 0, name)
+
+
+def _count(held: tuple[int, int] | None) -> int | None:
+    return None if held is None else held[1] - held[0]
+
+
+def _blocks(held: tuple[int, int] | None) -> str:
+    if held is None:
+        return ""
+    first, stop = held
+    return str(first) if stop == first + 1 else f"{first}-{stop - 1}"
+
+
+def _last_plans(planned: dict[str, ClusterData]) -> Table:
+    rows = []
+    for name, data in planned.items():
+        plan = data.last_plan
+        if plan is not None:
+            batches = f"{plan.micro_batches} of {plan.micro_batch_size}"
+            changes = _changes(list(data.placed.values()))
+            codecs = " → ".join(plan.codecs) or "-"
+            rows.append([name, _pipeline(plan.segments), batches, codecs, str(changes)])
+    return Table(
+        title="The last plan of each cluster",
+        head=["cluster", "pipeline", "micro-batches of examples", "codecs", "changes"],
+        rows=rows,
+        folded=len(rows) > 12,
+    )
+
+
+def _pipeline(segments: tuple[Placed, ...]) -> str:
+    return " → ".join(
+        f"{name.rpartition('/')[2]}: {_blocks((first, stop))}" for name, first, stop in segments
+    )
+
+
+def _changes(placed: list[tuple[Placed, ...]]) -> int:
+    return sum(now != before for before, now in pairwise(placed))

@@ -1,0 +1,255 @@
+"""What a report shows of a run, folded from its events one by one.
+
+A run of 1,000 rounds on 1,000 devices writes hundreds of megabytes of events, so no event is kept:
+:meth:`RunData.add` takes what figures need, and whoever follows a run adds each event as it comes.
+Events of earlier versions lack some keys; what they lack stays empty.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from collapipe_flwr.reporting.report.series import Series
+from collapipe_flwr.reporting.run_directory import iter_events, read_config, read_summary
+
+Json = Mapping[str, Any]
+Placed = tuple[str, int, int]  # device, first block, stop block
+KINDS = ("d2d", "d2e", "flower", "weights", "spared")  # of bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incident:
+    """Something that went wrong, or nearly; ``kind`` as in `events.jsonl`."""
+
+    round_index: int
+    kind: str
+    cluster: str
+    text: str
+
+
+@dataclass(slots=True)
+class Planned:
+    """How one cluster was to work in a round."""
+
+    segments: tuple[Placed, ...]
+    micro_batch_size: int
+    micro_batches: int
+    codecs: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class ClusterData:
+    """One cluster by round."""
+
+    loss: Series = field(default_factory=Series)
+    predicted_s: Series = field(default_factory=Series)
+    latency_s: Series = field(default_factory=Series)
+    placed: dict[int, tuple[Placed, ...]] = field(default_factory=dict)  # by place of the round
+    last_plan: Planned | None = None
+    measured: bool = False  # by machines
+
+
+@dataclass(slots=True)
+class DeviceData:
+    """One member of a cluster: its energy queue by round, and totals over the rounds."""
+
+    cluster: str
+    energy_j: float | None = None  # of all rounds
+    queue_j: Series = field(default_factory=Series)
+    predicted_j: float = 0.0
+    metered: bool = False
+    planned_bytes: int = 0
+    predicted_s: float = 0.0
+    measured_s: float = 0.0
+    stage_rounds: int = 0
+
+
+@dataclass(slots=True)
+class WayData:
+    """One direction of a hop over the run; rates of the last round that has them."""
+
+    bytes: int = 0
+    bit_per_s: float | None = None
+    planned_bit_per_s: float | None = None
+
+    def add(self, way: Json) -> None:
+        """One round more."""
+        self.bytes += way["bytes"]
+        if way.get("bit_per_s") is not None:
+            self.bit_per_s = way["bit_per_s"]
+        if way.get("planned_bit_per_s") is not None:
+            self.planned_bit_per_s = way["planned_bit_per_s"]
+
+
+@dataclass(slots=True)
+class LinkData:
+    """A hop between two members over the run."""
+
+    codec: str = ""
+    forward: WayData = field(default_factory=WayData)
+    backward: WayData = field(default_factory=WayData)
+
+
+class RunData:
+    """Everything that the figures of one run are drawn from; grows by one event at a time."""
+
+    def __init__(self, name: str, summary: Json | None = None, config: Json | None = None) -> None:
+        self.name = name
+        self.summary: Json = summary or {}
+        self.config: Json = config or {}
+        self.rounds: list[int] = []
+        self.numbers: defaultdict[str, Series] = defaultdict(Series)  # loss, wall_s, ...
+        self.metrics: defaultdict[str, Series] = defaultdict(Series)  # by the server
+        self.clusters_metrics: defaultdict[str, Series] = defaultdict(Series)  # by the clusters
+        self.bytes: dict[str, Series] = {kind: Series() for kind in KINDS}
+        self.clusters: defaultdict[str, ClusterData] = defaultdict(ClusterData)
+        self.devices: dict[str, DeviceData] = {}
+        self.control_units: set[str] = set()
+        self.links: defaultdict[tuple[str, str, str], LinkData] = defaultdict(LinkData)
+        self.memory_bytes: dict[str, int] = {}  # measured peaks, by role
+        self.blocks = 0  # that were cut into segments
+        self.incidents: list[Incident] = []
+        self._known: dict[Placed, Placed] = {}  # each segment once
+
+    @property
+    def metric(self) -> str:
+        """Name of the task's metric."""
+        return str(self.summary.get("metric", {}).get("name", "loss"))
+
+    @property
+    def budget_j(self) -> Mapping[str, float | None]:
+        """Joules that a device may spend per round; None without a limit."""
+        return self.summary.get("energy", {}).get("budget_j") or {}
+
+    @property
+    def memory_limit_bytes(self) -> Mapping[str, int]:
+        """Bytes that plans may use of a device."""
+        return self.summary.get("memory_limit_bytes") or {}
+
+    @property
+    def measured(self) -> bool:
+        """Whether machines timed any round; else seconds and joules are simulated."""
+        return any(cluster.measured for cluster in self.clusters.values())
+
+    def add(self, event: Json) -> None:
+        """One round more; raises KeyError for what is no event of a round."""
+        place = len(self.rounds)
+        self.rounds.append(event["round_index"])
+        for name in ("loss", "clusters_loss", "wall_s", "evaluation_s", "latency_s"):
+            self.numbers[name].put(place, event.get(name))
+        for name in ("predicted_latency_s", "prequential_loss", "fresh_examples"):
+            self.numbers[name].put(place, event.get(name))
+        for name, value in event.get("metrics", {}).items():
+            self.metrics[name].put(place, value)
+        for name, value in event.get("clusters_metrics", {}).items():
+            self.clusters_metrics[name].put(place, value)
+        for kind in KINDS:
+            self.bytes[kind].put(place, event.get("bytes", {}).get(kind, 0))
+        self._add_plan(place, event.get("plan") or {})
+        for name, cluster in event.get("clusters", {}).items():
+            self._add_cluster(place, name, cluster)
+        self._add_devices(place, event)
+        self._add_links(event.get("links", ()))
+        peaks = self.memory_bytes
+        for role, size in event.get("memory_bytes", {}).items():
+            if size > peaks.get(role, 0):
+                peaks[role] = size
+        self.incidents += incidents_of(event)
+
+    def device(self, name: str, cluster: str = "") -> DeviceData:
+        """A member's data, new if it was not seen before; its name says its cluster."""
+        found = self.devices.get(name)
+        if found is None:
+            found = self.devices[name] = DeviceData(cluster or name.rpartition("/")[0])
+        return found
+
+    def _add_plan(self, place: int, plan: Json) -> None:
+        for cluster in plan.get("clusters", ()):
+            placed = tuple(
+                self._known.setdefault(segment, segment) for segment in _placed(cluster["segments"])
+            )
+            self.blocks = max(self.blocks, placed[-1][2] if placed else 0)
+            powers = set(cluster.get("tx_power_w", ()))
+            self.control_units |= powers - set(cluster.get("gradient_power_w", powers))
+            data = self.clusters[cluster["cluster_id"]]
+            data.placed[place] = placed
+            data.last_plan = Planned(
+                placed,
+                cluster["micro_batch_size"],
+                cluster["micro_batches"],
+                tuple(hop["codec"] for hop in cluster.get("hops", ())),
+            )
+
+    def _add_cluster(self, place: int, name: str, told: Json) -> None:
+        data = self.clusters[name]
+        data.loss.put(place, told.get("loss"))
+        data.predicted_s.put(place, told.get("predicted_s"))
+        data.latency_s.put(place, told.get("latency_s"))
+        data.measured |= bool(told.get("measured"))
+        for stage, seen in told.get("stages", {}).items():
+            device = self.device(f"{name}/edge" if stage == "edge" else stage, name)
+            planned_bytes = seen.get("planned_bytes")
+            if planned_bytes and planned_bytes > device.planned_bytes:
+                device.planned_bytes = planned_bytes
+            predicted_s, measured_s = seen.get("predicted_s"), seen.get("measured_s")
+            if predicted_s is not None and measured_s is not None:
+                device.predicted_s += predicted_s
+                device.measured_s += measured_s
+                device.stage_rounds += 1
+        for member, energy in told.get("energy", {}).items():
+            device = self.device(member, name)
+            device.predicted_j += energy.get("predicted_j") or 0.0
+            device.metered = device.metered or energy.get("source") == "metered"
+
+    def _add_devices(self, place: int, event: Json) -> None:
+        for name, joules in event.get("energy_j", {}).items():
+            device = self.device(name)
+            device.energy_j = (device.energy_j or 0.0) + (joules or 0.0)
+        for name, joules in event.get("queues_j", {}).items():
+            self.device(name).queue_j.put(place, joules)
+
+    def _add_links(self, links: Iterable[Json]) -> None:
+        for link in links:
+            data = self.links[link["cluster"], link["sender"], link["receiver"]]
+            data.codec = link["codec"]
+            data.forward.add(link["forward"])
+            data.backward.add(link["backward"])
+
+
+def _placed(segments: Iterable[Json]) -> Iterator[Placed]:
+    for segment in segments:
+        first, stop = segment["first_block"], segment["stop_block"]
+        yield segment["device_id"], first, stop
+        for name in segment.get("replicas", ()):
+            yield name, first, stop
+
+
+def incidents_of(event: Json) -> list[Incident]:
+    """Those of a round; of earlier versions only their sentences are known."""
+    index = event["round_index"]
+    told = event.get("incidents") or [
+        {"kind": "failure", "text": text} for text in event.get("failures", ())
+    ]
+    found = [
+        Incident(
+            round_index=index, kind=each["kind"], cluster=each.get("cluster", ""), text=each["text"]
+        )
+        for each in told
+    ]
+    return found + [
+        Incident(round_index=index, kind="lost", cluster=name, text="no result in this round")
+        for name in event.get("lost", ())
+        if not any(i.cluster == name or i.text.startswith(f"{name}: ") for i in found)
+    ]
+
+
+def read_run(run_dir: Path, name: str = "") -> RunData:
+    """A run directory as far as it goes; raises RunError for a damaged file."""
+    data = RunData(name or run_dir.resolve().name, read_summary(run_dir), read_config(run_dir))
+    for event in iter_events(run_dir):
+        data.add(event)
+    return data

@@ -1,0 +1,63 @@
+"""Numbers by round, thinned to what a screen can show."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from math import isnan, nan
+from statistics import fmean
+
+MOST_POINTS = 400  # of a curve: about one for every two pixels
+
+
+class Series:
+    """One number per round; NaN where there is none."""
+
+    __slots__ = ("values",)
+
+    def __init__(self) -> None:
+        self.values = array("d")
+
+    def put(self, place: int, value: float | None) -> None:
+        """Set the number of the ``place``-th round; rounds that were passed over have none."""
+        values = self.values
+        if place >= len(values):
+            values.extend([nan] * (place - len(values)))
+            values.append(nan if value is None else value)
+        else:
+            values[place] = nan if value is None else value
+
+    def padded(self, count: int) -> list[float]:
+        """All numbers, for ``count`` rounds."""
+        return [*self.values, *[nan] * (count - len(self.values))]
+
+    @property
+    def known(self) -> list[float]:
+        """The numbers of the rounds that have one."""
+        return [value for value in self.values if not isnan(value)]
+
+    @property
+    def last(self) -> float | None:
+        """The newest number."""
+        return next((value for value in reversed(self.values) if not isnan(value)), None)
+
+
+def thinned(
+    rounds: Sequence[int],
+    values: Sequence[float],
+    most: int = MOST_POINTS,
+    of: Callable[[Iterable[float]], float] = fmean,
+) -> tuple[list[int], list[float | None]]:
+    """At most ``most`` points: each is ``of`` as many neighbouring rounds, at the last of them."""
+    stride = -(-len(rounds) // most) if rounds else 1
+    x, y = [], []
+    for start in range(0, len(rounds), stride):
+        group = [value for value in values[start : start + stride] if not isnan(value)]
+        x.append(rounds[min(start + stride, len(rounds)) - 1])
+        y.append(of(group) if group else None)
+    return x, y
+
+
+def stride_of(count: int, most: int = MOST_POINTS) -> int:
+    """How many rounds a point of a thinned curve stands for."""
+    return max(1, -(-count // most))

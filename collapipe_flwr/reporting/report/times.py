@@ -1,0 +1,241 @@
+"""Predicted beside real seconds: of rounds, and of the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isnan
+from statistics import median
+
+from collapipe_flwr.reporting.report.charts import (
+    COLOURS,
+    FIRST,
+    MOST_BARS,
+    MUTED,
+    SECOND,
+    THIRD,
+    Chart,
+    Json,
+    Section,
+    Table,
+    bars,
+    by_round,
+    by_row,
+    counted,
+    label,
+    line,
+    marks,
+    plain,
+    rounded,
+    seconds,
+)
+from collapipe_flwr.reporting.report.run_data import ClusterData, RunData
+from collapipe_flwr.reporting.report.series import Series, thinned
+
+_MOST_PAIRS = 1500  # points of the scatter
+
+
+def times(run: RunData) -> Section:
+    """Rounds as planned and as they were."""
+    charts = [_rounds(run), _pairs(run), _stages(run), _wall(run)]
+    return Section(
+        key="time",
+        title="Time of a round",
+        text=_text(run),
+        charts=[chart for chart in charts if chart is not None],
+        tables=_clusters(run),
+    )
+
+
+def real(run: RunData) -> str:
+    """What the seconds beside the predicted ones are."""
+    return "measured" if run.measured else "simulated"
+
+
+def _text(run: RunData) -> str:
+    if not run.numbers["latency_s"].known:
+        return ""
+    if run.measured:
+        return (
+            "Seconds measured by the clocks of the machines beside those that the plan predicted."
+        )
+    return (
+        "The devices are simulated: their seconds are those of the boards that they stand for, not "
+        "of the machine that ran the simulation."
+    )
+
+
+def _rounds(run: RunData) -> Chart | None:
+    predicted, latency = run.numbers["predicted_latency_s"], run.numbers["latency_s"]
+    if not (predicted.known or latency.known):
+        return None
+    traces = [
+        _curve(run, real(run), latency, FIRST, "solid"),
+        _curve(run, "predicted", predicted, SECOND, "dash"),
+    ]
+    return Chart(
+        key="round-time",
+        title="Seconds of a round, from sending weights out to having them back",
+        figure=by_round(traces, zero=True),
+    )
+
+
+def _curve(run: RunData, name: str, series: Series, colour: str, dash: str) -> Json:
+    return line(name, *thinned(run.rounds, series.padded(len(run.rounds))), colour, dash=dash)
+
+
+def _pairs(run: RunData) -> Chart | None:
+    """Each cluster's rounds, predicted against real, where the two differ at all."""
+    pairs = [
+        (name, run.rounds[place], expected, found)
+        for name, data in run.clusters.items()
+        for place, (expected, found) in enumerate(
+            zip(data.predicted_s.values, data.latency_s.values, strict=True)
+        )
+        if expected > 0 and found > 0
+    ]
+    if all(abs(expected / found - 1) < 1e-6 for _, _, expected, found in pairs):
+        return None
+    kept = pairs[:: max(1, -(-len(pairs) // _MOST_PAIRS))]
+    ends = [min(min(p[2:]) for p in kept), max(max(p[2:]) for p in kept)]
+    share = "" if len(kept) == len(pairs) else f" {len(kept):,} of {len(pairs):,} are shown."
+    points = {
+        "type": "scatter",
+        "mode": "markers",
+        "name": "a cluster's round",
+        "x": [rounded(p[2]) for p in kept],
+        "y": [rounded(p[3]) for p in kept],
+        "text": [f"{plain(name)}, round {index}" for name, index, _, _ in kept],
+        "hovertemplate": "%{text}<br>predicted %{x:.3~g} s<br>" + real(run) + " %{y:.3~g} s"
+        "<extra></extra>",
+        "marker": {"color": FIRST, "size": 6, "opacity": 0.6},
+    }
+    same = {
+        "type": "scatter",
+        "mode": "lines",
+        "name": "equal",
+        "x": ends,
+        "y": ends,
+        "hoverinfo": "skip",
+        "line": {"color": MUTED, "dash": "dot", "width": 1.5},
+    }
+    axes = {
+        "xaxis": {"title": {"text": "predicted [s]"}},
+        "yaxis": {"title": {"text": f"{real(run)} [s]"}},
+    }
+    return Chart(
+        key="prediction",
+        title="Predicted against " + real(run) + " seconds",
+        note=f"One point for each cluster and round; on the line, the two are equal.{share}",
+        figure={"data": [same, points], "layout": {**axes, "hovermode": "closest"}},
+    )
+
+
+def _stages(run: RunData) -> Chart | None:
+    """The devices that compute longest: what sets the pace."""
+    timed = [
+        (device.measured_s / device.stage_rounds, device.predicted_s / device.stage_rounds, name)
+        for name, device in run.devices.items()
+        if device.stage_rounds and device.measured_s > 0
+    ]
+    if not timed:
+        return None
+    shown = sorted(timed, reverse=True)[:MOST_BARS]
+    labels = [label(name) for _, _, name in shown]
+    found = [1000 * each for each, _, _ in shown]
+    expected = [1000 * each for _, each, _ in shown]
+    traces = [
+        bars(real(run), labels, found, FIRST, hovertemplate="%{x:.3~g} ms"),
+        marks("predicted", labels, expected, SECOND, hovertemplate="%{x:.3~g} ms"),
+    ]
+    left = len(timed) - len(shown)
+    more = f" {counted(left, 'member')} that compute less are not shown." if left else ""
+    return Chart(
+        key="stages",
+        title="Computing time of a micro-batch, forward and backward",
+        note=f"Means over the rounds.{more}",
+        figure=by_row(traces, len(shown), "ms", hovermode="y unified"),
+    )
+
+
+def _wall(run: RunData) -> Chart | None:
+    wall, evaluation = run.numbers["wall_s"], run.numbers["evaluation_s"]
+    if not wall.known:
+        return None
+    count = len(run.rounds)
+    x, total = thinned(run.rounds, wall.padded(count))
+    _, tested = thinned(run.rounds, [0 if isnan(v) else v for v in evaluation.padded(count)])
+    trained = [None if t is None else t - (e or 0) for t, e in zip(total, tested, strict=True)]
+    common = {"type": "bar", "x": x, "hovertemplate": "%{y:.3~g} s"}
+    traces = [
+        {
+            **common,
+            "name": "training",
+            "y": [rounded(v) for v in trained],
+            "marker": {"color": FIRST},
+        },
+        {
+            **common,
+            "name": "evaluation by the server",
+            "y": [rounded(v) for v in tested],
+            "marker": {"color": THIRD},
+        },
+    ]
+    figure = by_round(traces, zero=True)
+    figure["layout"] |= {"barmode": "stack", "bargap": 0.15}
+    return Chart(key="wall", title="Wall-clock seconds of a round on the server", figure=figure)
+
+
+def _clusters(run: RunData) -> list[Table]:
+    rows = [_row(name, data) for name, data in run.clusters.items() if data.latency_s.known]
+    if not rows:
+        return []
+    return [
+        Table(
+            title="Clusters",
+            head=["cluster", "rounds", "predicted", real(run), "median error"],
+            rows=rows,
+            note="Seconds are means over the rounds.",
+            folded=len(rows) > 12,
+        )
+    ]
+
+
+def _row(name: str, data: ClusterData) -> list[str]:
+    pairs = zip(data.predicted_s.values, data.latency_s.values, strict=True)
+    errors = [abs(e / f - 1) for e, f in pairs if e > 0 and f > 0]
+    return [
+        name,
+        str(len(data.latency_s.known)),
+        seconds(_mean(data.predicted_s)),
+        seconds(_mean(data.latency_s)),
+        f"{100 * median(errors):.1f} %" if errors else "-",
+    ]
+
+
+def _mean(series: Series) -> float | None:
+    known = series.known
+    return sum(known) / len(known) if known else None
+
+
+def compared_times(runs: Sequence[RunData]) -> Section:
+    """Rounds of all runs, and what they took by the clock."""
+    traces = [
+        _curve(run, run.name, run.numbers["latency_s"], COLOURS[place % len(COLOURS)], "solid")
+        for place, run in enumerate(runs)
+        if run.numbers["latency_s"].known
+    ]
+    charts = []
+    if traces:
+        title = "Seconds of a round"
+        figure = by_round(traces, zero=True)
+        charts.append(Chart(key="round-time", title=title, figure=figure))
+    labels = [label(run.name) for run in runs]
+    wall = [bars("wall clock", labels, [sum(run.numbers["wall_s"].known) for run in runs], FIRST)]
+    charts.append(
+        Chart(
+            key="wall",
+            title="Wall-clock seconds of all rounds",
+            figure=by_row(wall, len(runs), "s", showlegend=False),
+        )
+    )
+    return Section(key="time", title="Time of a round", charts=charts)
