@@ -30,7 +30,10 @@ BASE = (
     "collapipe_flwr.cluster.control_unit",
     "collapipe_flwr.cluster.forecast",
     "collapipe_flwr.cluster.remote",
+    "collapipe_flwr.deployment.deploy",
     "collapipe_flwr.generation.text_generator",
+    "collapipe_flwr.membership.newcomer",
+    "collapipe_flwr.membership.serving",
     "collapipe_flwr.models",
     "collapipe_flwr.reporting.simulation",
 )
