@@ -49,7 +49,6 @@ from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.reporting.console import RoundPrinter
 from collapipe_flwr.reporting.events import RunStory
 from collapipe_flwr.reporting.progress import ProgressFile
-from collapipe_flwr.reporting.report.page import closing_report
 from collapipe_flwr.reporting.run_directory import RunDirectory
 from collapipe_flwr.reporting.run_lock import writing
 from collapipe_flwr.reporting.sinks import check_sinks
@@ -101,9 +100,6 @@ def _run(grid: Grid, config: AppConfig, progress: ProgressFile, printer: RoundPr
         except BaseException as error:
             recorder.fail(str(error) or type(error).__name__)
             raise
-        finally:
-            progress.enter("writing the report")
-            log.info("%s", closing_report(folder.directory.path))
 
 
 @contextmanager
