@@ -11,6 +11,7 @@ import pytest
 from collapipe_flwr.reporting.live.feed import Feed
 from collapipe_flwr.reporting.live.finding import newest_run
 from collapipe_flwr.reporting.live.state import Place
+from collapipe_flwr.reporting.progress import ClusterProgress, ProgressFile
 from collapipe_flwr.reporting.run_directory import EVENTS
 from tests.reporting.made_up_runs import MadeUpRun
 
@@ -91,6 +92,28 @@ def test_a_run_is_awaited_then_prepared_then_running(tmp_path: Path) -> None:
     run.save("failed", "no memory")
     known, news = _told(feed, known)
     assert (news["head"]["status"], news["head"]["reason"]) == ("failed", "no memory")
+
+
+def test_a_run_that_was_killed_is_interrupted(run: MadeUpRun) -> None:
+    feed = _feed(run.path)
+    known, news = _told(feed, Place())
+    assert news["head"]["status"] == "running"
+    run.die()
+    _, news = _told(feed, known)
+    assert news["head"]["status"] == "interrupted"
+    assert news["head"]["reason"]
+
+
+def test_progress_inside_a_round_is_told(run: MadeUpRun) -> None:
+    feed = _feed(run.path)
+    known, news = _told(feed, Place())
+    assert news["head"]["progress"] is None
+    ProgressFile(run.path).enter(
+        "training", round_index=1, look=lambda: {"cluster-0": ClusterProgress(trained=3, of=8)}
+    )
+    _, news = _told(feed, known)
+    progress = news["head"]["progress"]
+    assert (progress["phase"], progress["round_index"]) == ("training", 1)
 
 
 def test_the_newest_round_of_a_long_file_is_shown_first(run: MadeUpRun) -> None:
