@@ -82,6 +82,8 @@ def test_the_directory_here_becomes_that_of_the_run(
     tmp_path: Path, flwr: FakeFlwr, capsys: pytest.CaptureFixture[str]
 ) -> None:
     there, printed = _printed(tmp_path, capsys)
+    print_line("config", {"seed": 7})
+    printed = capsys.readouterr().out + printed
     there.save("completed")
     printed += capsys.readouterr().out
     noise = "\x1b[92mINFO\x1b[0m: round 1\n"
@@ -89,7 +91,23 @@ def test_the_directory_here_becomes_that_of_the_run(
     here, news = _followed(tmp_path)
     assert (here / EVENTS).read_bytes() == (there.path / EVENTS).read_bytes()
     assert read_summary_head(here) == read_summary_head(there.path)
-    assert news["head"]["status"] == "completed"
+    assert (news["head"]["status"], news["head"]["config"]) == ("completed", {"seed": 7})
+
+
+def test_it_runs_as_long_as_nobody_says_otherwise(
+    tmp_path: Path, flwr: FakeFlwr, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, printed = _printed(tmp_path, capsys)
+    flwr(printed, {"status": "running"})
+    run = SuperLinkRun("boards", "7", tmp_path)
+    print_line("config", {"seed": 7})
+    for line in [*capsys.readouterr().out.splitlines(), *printed.splitlines()]:
+        run._take(line)
+    feed = Feed(lambda: run.run_dir)
+    feed.look()
+    found = feed.next(Place(), timeout_s=0.0)
+    assert found is not None
+    assert json.loads(found[1])["head"]["status"] == "running"
 
 
 def test_a_run_that_died_ends_as_flower_says(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,18 @@ def test_the_report_grows_with_the_rounds(run: MadeUpRun) -> None:
     learning = json.loads(feed.figures.text())["sections"][0]
     training = learning["charts"]["loss"]["figure"]["data"][0]
     assert training["x"] == [1, 2]
+
+
+@pytest.mark.parametrize("module", ["jinja2", "plotly"])
+def test_without_the_extra_the_page_says_how_to_get_charts(
+    run: MadeUpRun, monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    feed = _feed(run.path)
+    run.end_round()
+    feed.look()
+    found = json.loads(feed.figures.text())
+    assert "pip install 'collapipe-flwr[report]'" in found["missing"]
 
 
 def test_a_newer_run_takes_the_page(tmp_path: Path) -> None:
