@@ -28,7 +28,7 @@ def run_locally(project: Path, run_config: dict[str, Any], clusters: Sequence[Pa
     """Run the app in ``project`` to its end; raises what its ServerApp raises."""
     sys.path.insert(0, str(project))
     server, client = (load_app(_component(project, name)) for name in ("serverapp", "clientapp"))
-    configs = {
+    configs: dict[int, dict[str, str | int | float | bool]] = {
         _FIRST_NODE + index: {
             "partition-id": index,
             "num-partitions": len(clusters),
