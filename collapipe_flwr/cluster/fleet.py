@@ -68,8 +68,8 @@ class RoundOrder:
     first_step: int = 0  # the number of the first step; not 0 in the middle of a round
     updates: int = 0  # optimizer steps of the round so far
     batches: int = 0  # of the whole round; 0: not known in advance
-    server_round: int = 0  # for the logs of devices
     compute: torch.device = CPU  # of all parts in this process
+    server_round: int = 0  # for the logs of devices
 
     @property
     def hops(self) -> tuple[LinkConfig, ...]:

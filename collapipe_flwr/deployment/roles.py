@@ -10,7 +10,6 @@ from importlib.resources import files
 from pathlib import Path
 from shlex import quote
 
-from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.deployment.inventory import (
     CONTROL_UNIT,
     DEVICE,
@@ -25,7 +24,7 @@ from collapipe_flwr.deployment.steps import Step
 OPT, ETC = "/opt/collapipe", "/etc/collapipe"
 USER, KEEPER = "collapipe", "collapipe-registrar"  # who trains; who has the key of the CA
 JOINING_PORT, PORTS = 50060, {DEVICE: 50071, EDGE: 50061, SERVER: 8000}
-REGISTRAR = "collapipe-registrar"
+REGISTRAR = "collapipe-cluster"
 _UNITS = {
     CONTROL_UNIT: (REGISTRAR, "collapipe-control-unit", "collapipe-supernode"),
     EDGE: ("collapipe-edge",),
@@ -167,7 +166,11 @@ def founding(inventory: Inventory) -> Iterator[Step]:
     )
     listening = f"{role.address}:{JOINING_PORT}"
     yield from _served(
-        Service(unit=REGISTRAR, settings={"COLLAPIPE_FOLDER": folder}, address=listening)
+        Service(
+            unit=REGISTRAR,
+            settings={"COLLAPIPE_FOLDER": folder, "COLLAPIPE_OPTIONS": "--no-edge"},
+            address=listening,
+        )
     )
 
 
@@ -288,10 +291,12 @@ def _base64(data: bytes, path: str) -> str:
 
 
 def unit_text(unit: str) -> str:
-    """A service as systemd reads it: from the wheel, or beside the package in a checkout."""
-    in_wheel = files("collapipe_flwr") / "systemd" / f"{unit}.service"
-    beside = Path(__file__).parents[2] / "deploy" / "systemd" / f"{unit}.service"
-    for place in (in_wheel, beside):
-        if place.is_file():
-            return place.read_text(encoding="utf-8")
-    raise ConfigError(f"{beside} is missing: deploy from the wheel or from the whole sources")
+    """A service as systemd reads it; that of the CA's key is a user's of its own.
+
+    Apps of runs, which are whoever's starts a run, are executed as the user of the other services.
+    """
+    text = (files("collapipe_flwr") / "systemd" / f"{unit}.service").read_text(encoding="utf-8")
+    if unit != REGISTRAR:
+        return text
+    text = text.replace(f"User={USER}\n", f"User={KEEPER}\nGroup={USER}\n")
+    return text.replace("UMask=0077", "UMask=0027")  # the control unit reads the cluster's file

@@ -29,6 +29,7 @@ from collapipe_flwr.config.overrides import write_overrides
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.core.keys import Value
 from collapipe_flwr.core.processes import keeping
+from collapipe_flwr.federation.node_keys import lent_clusters
 from collapipe_flwr.reporting.run_directory import LOG
 
 _START_S = 60.0
@@ -47,6 +48,7 @@ class Launch:
     run_name: str
     run_config: Mapping[str, Value] = field(default_factory=dict)
     federation_config: Path | None = None
+    clusters: tuple[Path, ...] = ()
 
     @property
     def run_dir(self) -> Path:
@@ -65,7 +67,7 @@ def run_app(launch: Launch, look: Callable[[], None]) -> None:
     Raises RunError when the SuperLink does not start.
     """
     with tempfile.TemporaryDirectory(prefix="collapipe-flwr-home-") as home:
-        env = private_environment(Path(home))
+        env = {**private_environment(Path(home)), **lent_clusters(launch.clusters)}
         config = Path(home) / "run-config.toml"
         where = {"output-dir": str(launch.output_dir), "run-name": launch.run_name}
         write_overrides({**launch.run_config, **where}, config)

@@ -42,7 +42,7 @@ from collapipe_flwr.pipeline.meter import StageReport, Timeline, bytes_of
 from collapipe_flwr.pipeline.roles import LastStage, MiddleStage
 from collapipe_flwr.pipeline.siblings import Siblings
 from collapipe_flwr.pipeline.soundness import told
-from collapipe_flwr.pipeline.state import digests_of, live_state
+from collapipe_flwr.pipeline.state import digests_of
 
 Connect = Callable[[NextHop], AbstractContextManager[Link]]
 Reserve = Callable[[int], None]
@@ -87,11 +87,11 @@ class EdgeService:
         set_power: Callable[[float], None] | None = None,
         meter: EnergyMeter | None = None,
         ledger: Ledger | None = None,
-        tally: Tally | None = None,
         compute: torch.device = CPU,
+        tally: Tally | None = None,
     ) -> None:
         self.tally = tally or Tally()
-        self._compute = compute
+        self.compute = compute
         self._set_power = set_power
         self._meter = meter or EnergyMeter()
         self._store = store
@@ -287,8 +287,9 @@ class EdgeService:
         )
 
     def spare_bytes(self) -> int:
-        """What the next session may have of the memory that is in use now."""
-        return self._store.held_bytes if self._store is not None else 0
+        """What the next session may have of the memory that is in use now, where parts are."""
+        here = self._store if self.compute == CPU else None
+        return here.held_bytes if here is not None else 0
 
     def request(self, session_id: str) -> SessionRequest | None:
         """What a session was opened with."""
@@ -333,8 +334,7 @@ class EdgeService:
             raise
         try:
             with self._meter.interval() as used, self._stage(stream, upstream, behind) as stage:
-                held = bytes_of(live_state(stage.part, stage.optimizer).tensors().values())
-                peak = AllocatorPeak(self._compute, held)
+                peak = AllocatorPeak(self.compute, bytes_of(stage.tensors))
                 session.recorder = stage.recorder
                 stage.serve()
             session.recorder = None

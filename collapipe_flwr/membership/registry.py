@@ -73,6 +73,11 @@ class Registry:
     def changing(self) -> Iterator[None]:
         """Nobody else changes the folder in the body; raises ConfigError where it is not ours."""
         own_folder(self.folder, "--folder")
+        with _as_owner(self.folder), self._locked():
+            yield
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
         try:
             descriptor = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
@@ -248,6 +253,23 @@ class Registry:
         parse_cluster(tomllib.loads(text), self.folder)  # refuses what members could not read
         write_text(path, text)
         return read_cluster(path)
+
+
+@contextmanager
+def _as_owner(folder: Path) -> Iterator[None]:
+    """Let root write files that the folder's owner, a service, can read."""
+    found = folder.stat()
+    if os.geteuid() != 0 or found.st_uid == 0:
+        yield
+        return
+    group = os.getegid()
+    os.setegid(found.st_gid)
+    os.seteuid(found.st_uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(group)
 
 
 def member_in(config: ClusterConfig, role: Role) -> MemberConfig:

@@ -96,7 +96,7 @@ class Site:
 
     def pids(self) -> dict[str, str]:
         """Of all services."""
-        names = (("cu", "registrar"), ("cu", "edge"), ("cu", "superlink"), ("cu", "supernode"))
+        names = (("cu", "cluster"), ("cu", "edge"), ("cu", "superlink"), ("cu", "supernode"))
         names += (("cu", "control-unit"), ("pi-1", "device"), ("pi-2", "device"))
         return {
             f"{host}/{unit}": self.machines[host].service(f"collapipe-{unit}", "pid")
