@@ -17,7 +17,6 @@ from flwr.app import Context, RecordDict
 
 from collapipe_flwr.config.overrides import declared_config, overridden, read_toml
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError
-from collapipe_flwr.core.keys import Value
 from collapipe_flwr.federation.app_code import load_app
 from collapipe_flwr.federation.local_grid import SERVER_NODE, LocalGrid
 from collapipe_flwr.federation.node_keys import CLUSTER_KEY, CONTROL_UNIT_KEY
@@ -29,7 +28,7 @@ def run_locally(project: Path, run_config: dict[str, Any], clusters: Sequence[Pa
     """Run the app in ``project`` to its end; raises what its ServerApp raises."""
     sys.path.insert(0, str(project))
     server, client = (load_app(_component(project, name)) for name in ("serverapp", "clientapp"))
-    configs: dict[int, dict[str, Value]] = {
+    configs: dict[int, dict[str, str | int | float | bool]] = {
         _FIRST_NODE + index: {
             "partition-id": index,
             "num-partitions": len(clusters),
