@@ -140,6 +140,9 @@ def serve(
     listen: Annotated[
         str, typer.Option(help="HOST:PORT for newcomers. Default: the control unit's address.")
     ] = "",
+    announce: Annotated[
+        bool, typer.Option("--announce", help="Tell the local network where it is, by mDNS.")
+    ] = False,
     edge: Annotated[bool, typer.Option(help="Run the edge, too, where its files are here.")] = True,
     edge_options: Annotated[
         list[str] | None, typer.Argument(help="Behind --: options of `collapipe edge`.")
@@ -155,7 +158,9 @@ def serve(
     from collapipe_flwr.membership.serving import serve as stay
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    settings = ServeSettings(listen=listen, edge=edge, edge_options=tuple(edge_options or ()))
+    settings = ServeSettings(
+        listen=listen, edge=edge, edge_options=tuple(edge_options or ()), announce=announce
+    )
     stay(_registry(folder), settings, lambda text: typer.echo(text))
 
 
@@ -232,6 +237,10 @@ def join(
     folder: Folder = None,
     service: AsService = None,
     start: Annotated[bool, typer.Option(help="Then run its daemon until SIGTERM.")] = True,
+    discover: Annotated[
+        bool,
+        typer.Option("--discover", help="Look for the control unit by mDNS, not at its address."),
+    ] = False,
     again: Annotated[
         bool, typer.Option("--again", help="Join anew with another key, as after a removal.")
     ] = False,
@@ -266,7 +275,7 @@ def join(
         forget(newcomer)
     found = membership_of(newcomer, known.pin)
     if found is None:
-        found = _join(known, newcomer)
+        found = _join(known, newcomer, discover)
         typer.echo(f"{found.name} joined {found.cluster.id} as {found.role.value}")
     else:
         typer.echo(f"{found.name} is in {found.cluster.id} already, as {found.role.value}")
@@ -276,14 +285,19 @@ def join(
         _start(found, newcomer.folder, options or [])
 
 
-def _join(token: JoinToken, newcomer: Newcomer) -> Membership:
+def _join(token: JoinToken, newcomer: Newcomer, discover: bool) -> Membership:
     from collapipe_flwr.config.access_control import Role
     from collapipe_flwr.membership import newcomer as here
 
+    unit = token.address
+    if discover:
+        from collapipe_flwr.membership.discovery import found
+
+        unit = found(token.pin, interface=unit.rpartition(":")[0])
     port = here.EDGE_PORT if token.role is Role.EDGE else here.DEVICE_PORT
-    address = here.with_port(newcomer.address or here.host_towards(token.address), port)
+    address = here.with_port(newcomer.address or here.host_towards(unit), port)
     measure = here.measured if token.role is Role.DEVICE else None
-    return here.join(token, replace(newcomer, address=address), measure)
+    return here.join(token, replace(newcomer, address=address), measure, address=unit)
 
 
 def _start(found: Membership, folder: Path, options: list[str]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 CLUSTER_KEY = "cluster"  # the file that lists its devices
+COMPUTE_KEY = "compute"  # where its parts compute
 STATE_KEY = "state-dir"  # where it keeps what lasts longer than a round
 CONTROL_UNIT_KEY = "control-unit"  # the socket of its resident control unit
 _CLUSTERS = "COLLAPIPE_CLUSTERS"  # for nodes of Flower's simulation, which have no --node-config

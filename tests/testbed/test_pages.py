@@ -87,7 +87,9 @@ def _write(site: Site, block: Block) -> None:
     path = site.home(block.place.removeprefix("~/").removeprefix("add to "))
     path.parent.mkdir(parents=True, exist_ok=True)
     text = block.text.replace('"pi"', '"root"').replace('"jetson"', '"root"')
-    text = text.replace("/home/me/", "/root/").replace(WHEEL_LINE, f'ssh-config = "ssh_config"\n{BY_WHEEL}')
+    text = text.replace("/home/me/", "/root/").replace(
+        WHEEL_LINE, f'ssh-config = "ssh_config"\n{BY_WHEEL}'
+    )
     text = text.replace("[control-unit]", f"[control-unit]\n{ENVIRONMENT}#")
     with path.open("a") as file:
         file.write(text)

@@ -63,12 +63,17 @@ class Card {
     this.drawn.set(data);
   }
 
-  // Inside a round: micro-batches that are done.
+  // Inside a round: the micro-batches that are done, and how many a second are.
   progress(told) {
     this.within.hidden = !told || !told.of;
-    if (this.within.hidden) return;
-    this.within.firstChild.style.width = `${Math.min(100, (100 * told.trained) / told.of)}%`;
-    setText(this.rate, known(told.per_s) ? `${digits(told.per_s)} micro-batches/s now` : this.rate.textContent);
+    if (this.within.hidden) { this.before = null; return; }
+    const { trained, at_s } = told;
+    if (!this.before || trained < this.before.trained) this.before = { trained, at_s };
+    const took_s = at_s - this.before.at_s;
+    this.within.firstChild.style.width = `${Math.min(100, (100 * trained) / told.of)}%`;
+    this.within.title = `${trained} of ${told.of} micro-batches`;
+    const now = took_s > 0 && trained > this.before.trained ? `, ${digits((trained - this.before.trained) / took_s)}/s` : "";
+    setText(this.rate, `${trained} of ${told.of} micro-batches${now}`);
   }
 }
 

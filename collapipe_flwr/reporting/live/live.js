@@ -28,6 +28,7 @@ function take(news) {
   run.rounds = news.rounds;
   drawHead();
   drawTiles();
+  drawProgress();
   if (more) figures.refresh();
 }
 
@@ -88,7 +89,7 @@ function drawHead() {
   setText(byId("status"), status);
   byId("status").className = `pill ${status}`;
   document.body.classList.toggle("running", status === "running");
-  const trouble = head.broken || (status === "failed" || status === "stopped" ? head.reason : "");
+  const trouble = head.broken || (["failed", "stopped", "interrupted"].includes(status) ? head.reason : "");
   setText(byId("notice"), trouble || "");
   byId("notice").hidden = !trouble;
   const done = run.last ? run.last.round : 0;
@@ -101,6 +102,26 @@ function drawHead() {
   const nothing = waits[status] || (cards.size ? "" : run.last ? "The rounds of this run have no plan: clusters train whole models." : "No round has ended yet.");
   setText(byId("nobody"), nothing);
   byId("nobody").hidden = !nothing;
+}
+
+// What goes on inside the round that has not ended.
+function drawProgress() {
+  const { progress } = run.head;
+  const clusters = Object.entries((progress && progress.clusters) || {});
+  let text = "";
+  if (progress && progress.phase) {
+    const done = clusters.reduce((sum, [, told]) => sum + told.trained, 0);
+    const all = clusters.reduce((sum, [, told]) => sum + told.of, 0);
+    const round = progress.round_index ? `Round ${progress.round_index}: ` : "";
+    text = `${round}${progress.phase}${all ? `, ${digits(done)} of ${digits(all)} micro-batches` : ""}`;
+  }
+  setText(byId("phase"), text);
+  byId("phase").hidden = !text;
+  const told = new Map(clusters);
+  for (const card of cards.values()) {
+    const found = told.get(card.id);
+    card.progress(found && { ...found, at_s: progress.at_s });
+  }
 }
 
 function drawTiles() {
