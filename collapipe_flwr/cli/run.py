@@ -26,7 +26,9 @@ OutputDir = Annotated[Path, typer.Option(help="Folder for run directories.")]
 Clusters = Annotated[
     list[Path] | None,
     typer.Option(
-        "--cluster", help="Train on the boards of this cluster file; one for each cluster."
+        "--cluster",
+        help="Train on the boards of this cluster file, from here and without Flower's simulation; "
+        "one for each cluster.",
     ),
 ]
 Resume = Annotated[
@@ -109,7 +111,7 @@ def check_config(
 
 
 def compare(
-    runs: Annotated[list[str], typer.Argument(help="LABEL=RUN_DIRECTORY, one per run.")],
+    runs: Annotated[list[str], typer.Argument(help="RUN_DIRECTORY or LABEL=RUN_DIRECTORY.")],
     metrics: Annotated[
         str, typer.Option(help="Metrics to show, such as loss,accuracy. Default: all.")
     ] = "",
@@ -122,6 +124,7 @@ def compare(
     if plot is not None:
         require("matplotlib", "plot")
     curves = read_curves(runs)
+    chosen = [m.strip() for m in metrics.split(",") if m.strip()]
     if plot is not None:
-        draw(curves, plot)
-    typer.echo(markdown(curves, [m for m in metrics.split(",") if m]), nl=False)
+        draw(curves, plot, chosen)
+    typer.echo(markdown(curves, chosen), nl=False)

@@ -122,7 +122,8 @@ class Attempt:
         for a missing extra, and SystemExit where the other process refused and said why.
         """
         with wrong_input():
-            require("ray", "simulation")
+            if not self._order.clusters:
+                require("ray", "simulation")
         command = [sys.executable, "-m", "collapipe_flwr.cli.child", "check-config"]
         with (
             self._screen.phase("checking run-config, data, model and plan"),
@@ -171,7 +172,8 @@ class Attempt:
         reason: str | None = None
         self._began = True
         try:
-            with self._screen.phase("starting Flower: SuperLink, Ray and the apps"):
+            engine = "starting Flower: SuperLink, Ray and the apps"
+            with self._screen.phase("starting the apps" if self._order.clusters else engine):
                 run_app(self._launch, follower.look)
         except SystemExit:
             self._close("stopped", "stopped by a signal")
