@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collapipe_flwr.federation.local_grid import LocalGrid
     from collapipe_flwr.federation.relay import Relay
     from collapipe_flwr.federation.rounds import RoundRecord
+    from collapipe_flwr.federation.sinks import Sinks
     from collapipe_flwr.federation.strategy import CollaPipe
     from collapipe_flwr.models.split_model import SplitModel
     from collapipe_flwr.pipeline.config import Execution
@@ -54,6 +55,7 @@ __all__ = [
     "RunError",
     "ScheduleError",
     "SchedulerConfig",
+    "Sinks",
     "SplitModel",
     "__version__",
 ]
@@ -74,6 +76,7 @@ _MODULES = {
     "federation.local_grid": ("LocalGrid",),
     "federation.relay": ("Relay",),
     "federation.rounds": ("RoundRecord",),
+    "federation.sinks": ("Sinks",),
     "federation.strategy": ("CollaPipe",),
     "models.split_model": ("SplitModel",),
     "pipeline.config": ("Execution",),

@@ -39,6 +39,7 @@ TITLES = {
     "links": "Links between stages",
     "edge": "Edge server",
     "evaluation": "Evaluation",
+    "reporting": "Reporting",
 }
 _TYPES = {bool: "true or false", int: "whole number", float: "number", str: "text"}
 _REFUSED: Mapping[type, Value] = {int: -(10**9), float: -1e9, str: "?"}

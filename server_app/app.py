@@ -12,7 +12,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from collapipe_flwr import CollaPipe
-from collapipe_flwr.config.schema import AppConfig, parse
+from collapipe_flwr.config.schema import AppConfig, flatten, parse
 from collapipe_flwr.core.errors import (
     CollaPipeError,
     ConfigError,
@@ -21,6 +21,7 @@ from collapipe_flwr.core.errors import (
     RunError,
     unexpected_as_run_error,
 )
+from collapipe_flwr.core.versions import installed_versions
 from collapipe_flwr.federation.arrays import encode_tensors
 from collapipe_flwr.federation.deadline import DeadlineGrid, RoundClock
 from collapipe_flwr.federation.learner import Evaluator, Learner, drawn_sentence, make_learner
@@ -41,14 +42,18 @@ from collapipe_flwr.federation.run_strategy import (
     make_planner,
     unsplit_task,
 )
+from collapipe_flwr.federation.sinks import Sinks
 from collapipe_flwr.federation.strategy_names import make_strategy
 from collapipe_flwr.models import save_adapter, save_whole
 from collapipe_flwr.models.profile import profile_model
+from collapipe_flwr.pipeline.compute import resolve
 from collapipe_flwr.reporting.console import RoundPrinter
 from collapipe_flwr.reporting.events import RunStory
+from collapipe_flwr.reporting.log_lines import print_line
 from collapipe_flwr.reporting.progress import ProgressFile
 from collapipe_flwr.reporting.run_directory import RunDirectory
 from collapipe_flwr.reporting.run_lock import writing
+from collapipe_flwr.reporting.sinks import check_sinks
 
 log = logging.getLogger("flwr.collapipe")
 app = ServerApp()
@@ -77,11 +82,16 @@ def _run(grid: Grid, config: AppConfig, progress: ProgressFile, printer: RoundPr
     progress.enter("reading the data and the model")
     torch.set_num_threads(config.train.threads)  # the edge sums as the clusters do
     make_strategy(config)  # refuses wrong arguments
+    check_sinks(config.reporting.sinks)
     learner = make_learner(config)
-    evaluator = Evaluator(learner.splitter, learner.task, config.evaluation.batch_size)
+    place = resolve(config.train.compute, "train.compute")
+    evaluator = Evaluator(learner.splitter, learner.task, config.evaluation.batch_size, place)
     progress.enter("waiting for the clusters")
     members, planner = _clusters(grid, config, learner)
     folder = open_run(config)
+    if config.reporting.log_lines:
+        folder.directory.tell = print_line
+        print_line("config", flatten(config))
     progress.folder = folder.directory.path
     if planner is not None:
         progress.simulated = not any(cluster.real_links for cluster in planner.world.clusters)
@@ -154,12 +164,20 @@ def _recorder(
         story=RunStory(
             metric_name=evaluator.task.metric_name,
             energy_budget_j={} if planner is None else planner.energy_budget_j,
+            memory_limit_bytes={} if planner is None else planner.memory_limit_bytes,
+            versions=installed_versions(),
             rounds_asked=config.run.num_server_rounds,
         ),
         every=config.evaluation.every,
         past=folder.past,
         paced=config.links.paced,
         lost=lambda: members.lost,
+        sinks=Sinks(
+            config.reporting.sinks,
+            folder.directory.path,
+            settings=flatten(config),
+            metrics_address=config.reporting.metrics,
+        ),
         progress=progress,
     )
     recorder.testing = evaluator.progress

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from collapipe_flwr.config.cluster_file import ClusterConfig
     from collapipe_flwr.core.links import TlsFiles
     from collapipe_flwr.host.daemon import HostSettings
+    from collapipe_flwr.host.rosters import Rosters
 
 
 Listen = Annotated[
@@ -31,10 +34,15 @@ Key = Annotated[Path | None, typer.Option("--tls-key", help="PEM: its private ke
 MemoryMb = Annotated[
     float,
     typer.Option(
-        help="For models in all, without activations; 0: as much as is free at the start.", min=0
+        help="For models in all, without activations; 0: as much as is free where it computes.",
+        min=0,
     ),
 ]
 Threads = Annotated[int, typer.Option(help="To compute on; 0: one per core.", min=0)]
+Compute = Annotated[
+    str,
+    typer.Option(help="Where: cpu, cuda, cuda:N, mps, xpu; auto: cuda or xpu if there, else cpu."),
+]
 Insecure = Annotated[bool, typer.Option(help="Plain text beyond loopback, knowing what it means.")]
 Imports = Annotated[
     list[str] | None,
@@ -45,6 +53,27 @@ Imports = Annotated[
     ),
 ]
 Grace = Annotated[float, typer.Option(help="Seconds that open sessions get on a stop.", min=0)]
+Metrics = Annotated[
+    str,
+    typer.Option(help="HOST:PORT, or a port on loopback, where Prometheus scrapes /metrics."),
+]
+
+
+class LogFormat(StrEnum):
+    """How a daemon logs to stderr."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+Logs = Annotated[LogFormat, typer.Option("--log-format", help="json: one object per line.")]
+
+
+def _log_as(log_format: LogFormat, name: str) -> None:
+    from collapipe_flwr.core.json_log import log_json
+
+    if log_format is LogFormat.JSON:
+        log_json(name)
 
 
 def tls_files(ca: Path | None, certificate: Path | None, key: Path | None) -> TlsFiles | None:
@@ -77,28 +106,42 @@ def _settings(
     Those are ``cluster``: files, and folders whose files count where they list this member. Raises
     ConfigError.
     """
-    from collapipe_flwr.config.access_control import access_control
     from collapipe_flwr.config.cluster_file import clusters_in, read_cluster
     from collapipe_flwr.host.daemon import HostSettings
-    from collapipe_flwr.pipeline.benchmark import available_memory_bytes
 
     paths = cluster or []
     clusters = [read_cluster(path) for path in paths if not path.is_dir()]
     clusters += [c for path in paths if path.is_dir() for c in clusters_in(path, name)]
     address = next((a for c in clusters if (a := c.member(name).address)), default)
     tls = own_tls or next((c.tls_files(name) for c in clusters), None)
-    access = access_control(clusters, allow or ())
+    rosters = _rosters(name, clusters, tls, allow)
     if imports:
         sys.path.insert(0, os.getcwd())  # modules may also stand where the command is given
     return HostSettings(
         listen=listen or address,
         name=name,
         tls=tls,
-        access=access if tls and access.callers else None,  # None: whoever the CA signed
-        memory_bytes=int(memory_mb * 1e6) or available_memory_bytes(),
+        rosters=rosters,
+        memory_bytes=int(memory_mb * 1e6),
         imports=tuple(imports or ()),
         **options,
     )
+
+
+def _rosters(
+    name: str,
+    clusters: list[ClusterConfig],
+    tls: TlsFiles | None,
+    allow: list[str] | None,
+) -> Rosters | None:
+    """Who may call; None where nobody is named, or nobody can prove a name."""
+    from collapipe_flwr.config.access_control import access_control
+    from collapipe_flwr.host.rosters import Rosters
+
+    access_control(clusters)  # refuses a name that two clusters would share
+    if tls is None or tls.ca is None or not (clusters or allow):
+        return None
+    return Rosters(name, clusters, tls.ca, allow or ())
 
 
 def device(
@@ -111,9 +154,12 @@ def device(
     key: Key = None,
     insecure: Insecure = False,
     memory_mb: MemoryMb = 0.0,
+    compute: Compute = "auto",
     threads: Threads = 0,
     imports: Imports = None,
     grace_s: Grace = 10.0,
+    metrics: Metrics = "",
+    log_format: Logs = LogFormat.TEXT,
     cache_dir: Annotated[
         Path | None, typer.Option(help="For frozen weights. Default: in the user's cache folder.")
     ] = None,
@@ -147,9 +193,12 @@ def device(
         radio_interface=radio_interface,
         energy_sensor=energy_sensor,
         imports=imports,
+        compute=compute,
         threads=threads,
         grace_s=grace_s,
+        metrics=metrics,
     )
+    _log_as(log_format, name)
     serve(settings, passes_on=True, announce=lambda a: typer.echo(f"{name} on {a}"))
 
 
@@ -163,9 +212,12 @@ def edge(
     key: Key = None,
     insecure: Insecure = False,
     memory_mb: MemoryMb = 0.0,
+    compute: Compute = "auto",
     threads: Threads = 0,
     imports: Imports = None,
     grace_s: Grace = 10.0,
+    metrics: Metrics = "",
+    log_format: Logs = LogFormat.TEXT,
     state_dir: Annotated[
         Path | None, typer.Option(help="Keep sessions here, so that a restart goes on with them.")
     ] = None,
@@ -188,9 +240,12 @@ def edge(
         state_dir=state_dir,
         cache_bytes=0,
         imports=imports,
+        compute=compute,
         threads=threads,
         grace_s=grace_s,
+        metrics=metrics,
     )
+    _log_as(log_format, name)
     serve(settings, passes_on=False, announce=lambda a: typer.echo(f"edge server on {a}"))
 
 
@@ -211,6 +266,8 @@ def control_unit(
     grace_s: Annotated[
         float, typer.Option(help="Seconds that a round gets on a stop.", min=0)
     ] = 10.0,
+    metrics: Metrics = "",
+    log_format: Logs = LogFormat.TEXT,
 ) -> None:
     """Stay beside a SuperNode and work on its messages, until SIGTERM or Ctrl-C.
 
@@ -221,5 +278,8 @@ def control_unit(
     from collapipe_flwr.federation.local_socket import default_path
     from collapipe_flwr.federation.resident import ResidentSettings, serve
 
-    settings = ResidentSettings(path=socket or default_path(), state_dir=state_dir, grace_s=grace_s)
+    settings = ResidentSettings(
+        path=socket or default_path(), state_dir=state_dir, grace_s=grace_s, metrics=metrics
+    )
+    _log_as(log_format, "control-unit")
     serve(settings, lambda path: typer.echo(f"control unit at {path}"))

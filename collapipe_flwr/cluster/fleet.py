@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from collapipe_flwr.cluster.wires import CONTROL_UNIT, Wires
@@ -21,6 +22,7 @@ from collapipe_flwr.core.errors import CollaPipeError, LinkError, LinkTimeout
 from collapipe_flwr.core.links import Heartbeat, LinkConfig
 from collapipe_flwr.core.turns import ALONE, Turn, turns
 from collapipe_flwr.models.any_splitter import AnySplitter
+from collapipe_flwr.pipeline.compute import CPU, hold, home
 from collapipe_flwr.pipeline.config import Execution, StageConfig
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.meter import StageReport
@@ -66,6 +68,8 @@ class RoundOrder:
     first_step: int = 0  # the number of the first step; not 0 in the middle of a round
     updates: int = 0  # optimizer steps of the round so far
     batches: int = 0  # of the whole round; 0: not known in advance
+    compute: torch.device = CPU  # of all parts in this process
+    server_round: int = 0  # for the logs of devices
 
     @property
     def hops(self) -> tuple[LinkConfig, ...]:
@@ -246,7 +250,11 @@ class ThreadChain:
         kept = firsts if keep_optimizer() else ()
         return Segments(
             state=PartState(
-                weights={k: t.detach() for s in firsts for k, t in s.part.state_dict().items()},
+                weights={
+                    key: tensor.detach()
+                    for stage in firsts
+                    for key, tensor in home(stage.part.state_dict()).items()
+                },
                 optimizer={k: t for s in kept for k, t in optimizer_state_of(s.optimizer).items()},
             ),
             reports=tuple(stage.report() for stage in stages),
@@ -308,7 +316,8 @@ def join(
     stages = []
     for holder in order.holders:
         segment, stage, turn = holder.segment, holder.stage, holder.turn
-        part = splitter.build_segment(segment.first_block, segment.stop_block, order.weights)
+        built = splitter.build_segment(segment.first_block, segment.stop_block, order.weights)
+        part = hold(built, order.compute)
         optimizer = Optimizer(order.learning.optimizer, part.named_parameters())
         load_optimizer_state(optimizer, order.slots)
         links: dict[str, object] = {

@@ -35,6 +35,7 @@ from collapipe_flwr.core.errors import Blame, InfeasibleError, LinkError, Member
 from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.parts import EmbeddingPart
+from collapipe_flwr.pipeline.compute import hold, home
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage
@@ -92,7 +93,7 @@ def run_interval(
     Raises LinkError when a device or the edge fails or stays silent; then nothing of the interval
     is left on any device.
     """
-    embedding = splitter.build_embedding(order.weights)
+    embedding = hold(splitter.build_embedding(order.weights), order.compute)
     optimizer = Optimizer(order.learning.optimizer, embedding.named_parameters())
     load_optimizer_state(optimizer, order.slots)
     with fleet.chain(splitter, order) as chain:
@@ -110,7 +111,7 @@ def run_interval(
             steps = [first.train_step(batch) for batch in batches]
             first.finish()
         segments = chain.collect(keep_optimizer=keep_optimizer)
-    own = {key: tensor.detach() for key, tensor in embedding.state_dict().items()}
+    own = {key: tensor.detach() for key, tensor in home(embedding.state_dict()).items()}
     slots = optimizer_state_of(optimizer) if keep_optimizer() else {}
     state = PartState(
         weights={**own, **segments.state.weights},
@@ -146,7 +147,7 @@ def evaluate_chain(
     wanted: PredictionConfig | None = None,
 ) -> EvalResult:
     """Loss and predictions of one chain, which learns nothing; raises as ``run_interval``."""
-    embedding = splitter.build_embedding(order.weights)
+    embedding = hold(splitter.build_embedding(order.weights), order.compute)
     optimizer = Optimizer(order.learning.optimizer, embedding.named_parameters())
     taken, generates = tuple(batches), wanted is not None and wanted.generates(splitter.decodes)
     if generates:  # a text stays on the devices that keep its hidden states
@@ -301,7 +302,7 @@ class RecoveringRound:
         """
         noticed_s, plan = time.monotonic(), self.order.plan
         ids = [device.device_id for device in self._recovery.profile.devices]
-        missing = self._fleet.missing(ids)
+        missing = self._fleet.missing(list(dict.fromkeys((*ids, *plan.device_ids))))
         lost = tuple(name for name in plan.device_ids if name in missing)
         log.warning("cluster %s: %s", plan.cluster_id, error)
         quarantined = "" if lost else self.suspects.convict(error, plan, last=last)

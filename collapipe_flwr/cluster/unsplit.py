@@ -13,6 +13,7 @@ from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig, pred
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.objective import scores_of
 from collapipe_flwr.pipeline.backward import fuse_accumulation
+from collapipe_flwr.pipeline.compute import CPU, bring, place_of
 from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.precision import computing_in
@@ -37,6 +38,7 @@ def train_unsplit(
     """
     model.train()
     fuse_accumulation(model)  # as stages do
+    place = place_of(model)
     losses = []
     for batch in batches:
         counts = [splitter.weight_of(micro_batch) for micro_batch in batch]
@@ -46,7 +48,8 @@ def train_unsplit(
         for micro_batch, count in zip(batch, counts, strict=True):
             if count == 0:
                 continue  # the library's mean over nothing is not a number
-            with computing_in(execution.precision):
+            micro_batch = bring(micro_batch, place)
+            with computing_in(execution.precision, place):
                 outputs = splitter.run_whole(model, micro_batch)
                 loss: Any = splitter.loss_of(outputs, micro_batch) * (count / sum(counts))
             loss.backward()
@@ -87,8 +90,10 @@ def _evaluate(
     count = splitter.weight_of(micro_batch)
     if not count and wanted is None:
         return 0.0, 0, None
+    micro_batch = bring(micro_batch, place_of(model))
     outputs = splitter.run_whole(model, micro_batch)
     loss = float(splitter.loss_of(outputs, micro_batch)) if count else 0.0
     if wanted is None:
         return loss, count, None
-    return loss, count, predict_unsplit(model, micro_batch, scores_of(outputs), wanted)
+    found = predict_unsplit(model, micro_batch, scores_of(outputs), wanted)
+    return loss, count, found.to(CPU)

@@ -17,14 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from collapipe_flwr.config.parsing import flatten_section, parse_section, refuse_unknown
+from collapipe_flwr.core.compute import AUTO as WHERE_BEST
+from collapipe_flwr.core.compute import compute_name
 from collapipe_flwr.core.keys import (
     Value,
     above,
+    any_of,
     assignments,
     at_least,
     between,
     inline,
     key,
+    matches,
     name_lists,
     off_or_at_least,
     one_of,
@@ -39,6 +43,8 @@ from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.scheduler.protocol import NOISE_SCALE, SchedulerConfig
 
 AUTO = "auto"
+SINKS = ("tensorboard", "wandb", "mlflow", "prometheus")
+METRICS_ADDRESS = "127.0.0.1:9464"
 STRATEGIES = (
     "fedavg",
     "fedavgm",
@@ -89,6 +95,7 @@ class TrainConfig:
     decay: str = key("linear", one_of("none", "linear"))  # linear: towards 0 after the last round
     examples_per_round: int = key(960, at_least(0))  # of each cluster; 0: all it has
     execution: Execution = inline(Execution())
+    compute: str = key(WHERE_BEST, compute_name())  # where; compute in --node-config goes first
     threads: int = key(1, at_least(1))  # torch threads of a cluster's process, and of the server's
     snapshot_every: int = key(0, at_least(0))  # steps that a lost device costs at most; 0: a round
 
@@ -151,6 +158,7 @@ class EdgeConfig:
     """The edge server that holds the decoder or head."""
 
     address: str = key("")  # HOST:PORT of a running one; empty: the ServerApp starts one here
+    compute: str = key(WHERE_BEST, compute_name())  # where the one that it starts computes
     certificate_name: str = key("")  # what it must prove under TLS; empty: the host in its address
     tls_ca: Path | None = key(None, path())  # PEM files of this side; empty: plain text
     tls_cert: Path | None = key(None, path())
@@ -174,6 +182,17 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReportingConfig:
+    """Where rounds are reported besides the run's folder."""
+
+    sinks: tuple[str, ...] = key((), any_of(*SINKS))
+    metrics: str = key(  # where the sink prometheus is scraped
+        METRICS_ADDRESS, matches(r"(.+:)?\d{1,5}", f'must read like "{METRICS_ADDRESS}" or "9464"')
+    )
+    log_lines: bool = key(False)  # also to the ServerApp's log: `reporting.log_lines`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AppConfig:
     """The whole run-config; each field but ``run`` is the section of that name."""
 
@@ -187,6 +206,7 @@ class AppConfig:
     links: LinksConfig = field(default_factory=LinksConfig)
     edge: EdgeConfig = field(default_factory=EdgeConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    reporting: ReportingConfig = field(default_factory=ReportingConfig)
 
     @property
     def seeded_data(self) -> DataConfig:

@@ -41,6 +41,16 @@ def write_text(path: Path, text: str) -> None:
     write_file(path, lambda written: written.write_text(text, encoding="utf-8"))
 
 
+def write_private(path: Path, data: bytes) -> None:
+    """Replace a file that only its owner can read, at any time."""
+
+    def save(written: Path) -> None:
+        written.touch(0o600)
+        written.write_bytes(data)
+
+    write_file(path, save)
+
+
 def append_text(path: Path, text: str) -> None:
     """Add lines to a file; a reader may find a part of ``text`` after a power cut.
 

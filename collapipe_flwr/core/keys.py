@@ -79,6 +79,12 @@ def some_of(*names: str) -> Rule:
     return Rule(lambda v: set(v) <= set(names), "must list some of " + ", ".join(names), text)
 
 
+def any_of(*names: str) -> Rule:
+    """Accept a comma-separated choice of names, which may be empty, as a tuple."""
+    text = Text(read=lambda t: _parts(t) if t.strip() else (), write=",".join)
+    return Rule(lambda v: set(v) <= set(names), "must list some of " + ", ".join(names), text)
+
+
 def counts() -> Rule:
     """Accept comma-separated whole numbers, each at least 1, as a tuple."""
     text = Text(read=_whole_numbers, write=lambda v: ",".join(map(str, v)))

@@ -27,12 +27,15 @@ from torch import Tensor
 from collapipe_flwr.cluster.loader import Batches, LoaderBatches
 from collapipe_flwr.cluster.profile import describe_cluster
 from collapipe_flwr.config.schema import EdgeConfig, WorldConfig
+from collapipe_flwr.core.compute import AUTO
+from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import RunError, unexpected_as_run_error
 from collapipe_flwr.core.imports import allow
 from collapipe_flwr.federation import records
 from collapipe_flwr.federation.arrays import decode_tensors, take_record, take_tensors
 from collapipe_flwr.federation.evaluation_sets import LoaderTest, Metrics, TestSet
 from collapipe_flwr.federation.messages import only_arrays
+from collapipe_flwr.federation.node_keys import COMPUTE_KEY
 from collapipe_flwr.federation.pipeline_round import PipelineRound, telemetry
 from collapipe_flwr.federation.site import Site, cluster_file
 from collapipe_flwr.host.allocator import configured_malloc
@@ -48,7 +51,8 @@ class Cluster:
     ``devices`` are the presets of simulated ones, with ``;`` between those of one client and those
     of the next (clients take turns). A node whose ``--node-config`` names a ``cluster`` file uses
     the daemons in that. Rounds are planned for ``examples``. ``edge`` is how nodes without a
-    cluster file reach an edge with TLS. ``threads`` are those of torch in this process.
+    cluster file reach an edge with TLS. ``threads`` are those of torch in this process, and parts
+    in it ``compute`` on its accelerator, if it has one, or where this says (``cpu``, ``cuda:1``).
 
     ``site`` instead reads all of this from a context, for an app with settings of its own; None
     says that the run has no place for a node.
@@ -68,6 +72,7 @@ class Cluster:
         examples: int | Callable[[Context], int] = EXAMPLES,
         edge: EdgeConfig | None = None,
         threads: int = 1,
+        compute: str = AUTO,
         site: Callable[[Context], Site | None] | None = None,
     ) -> None:
         self._app = app
@@ -76,7 +81,7 @@ class Cluster:
         for index in range(len(lists)):
             describe_cluster(world, index, EXAMPLES)
         self._examples = examples
-        self._site_of = site or partial(_site, world, edge or EdgeConfig(), threads)
+        self._site_of = site or partial(_site, world, edge or EdgeConfig(), threads, compute)
         self._package = sys._getframe(1).f_globals["__name__"].partition(".")[0]
         app.query("describe")(self.describe)
         # Mods of the app expect messages with arrays, and refuse all others.
@@ -88,9 +93,18 @@ class Cluster:
             site = self._site_of(context)
             if site is None:
                 return Message(records.write_spare(), reply_to=message)
-            examples = self._examples(context) if callable(self._examples) else self._examples
-            profile = replace(site.profile(examples), whole=bool(mods_of(self._app)))
-            return Message(records.write_profile(profile), reply_to=message)
+            return Message(records.write_profile(self._profile(site, context)), reply_to=message)
+
+    def _profile(self, site: Site, context: Context) -> ClusterProfile:
+        examples = self._examples(context) if callable(self._examples) else self._examples
+        return replace(site.profile(examples), whole=bool(mods_of(self._app)))
+
+    def _profile_now(self, context: Context) -> ClusterProfile | None:
+        """What the cluster of a file has become since the round began; None of other clusters."""
+        site = self._site_of(context)
+        if site is None or site.cluster is None or not site.cluster.devices:
+            return None
+        return self._profile(site, context)
 
     def train(
         self,
@@ -126,6 +140,7 @@ class Cluster:
             trained = asked.completed(weights, result.weights)
             content = RecordDict({name: take_record(trained), records.METRICS: metrics})
             told = telemetry(result, batches, absent, wall_s=time.perf_counter() - start_s)
+            told = replace(told, profile=self._profile_now(context))
             content = records.write_telemetry(content, told)
         return Message(content, reply_to=message)
 
@@ -171,7 +186,9 @@ class Cluster:
         return decode_tensors(arrays) if mods_of(self._app) else take_tensors(arrays)
 
 
-def _site(world: WorldConfig, edge: EdgeConfig, threads: int, context: Context) -> Site:
+def _site(
+    world: WorldConfig, edge: EdgeConfig, threads: int, compute: str, context: Context
+) -> Site:
     index = int(context.node_config.get("partition-id", context.node_id))
     return Site(
         index=index,
@@ -179,6 +196,7 @@ def _site(world: WorldConfig, edge: EdgeConfig, threads: int, context: Context) 
         cluster=cluster_file(context.node_config),
         simulated=partial(describe_cluster, world, index),
         threads=threads,
+        compute=str(context.node_config.get(COMPUTE_KEY, compute)),
     )
 
 

@@ -351,6 +351,8 @@ class Rounds:
             asked=tuple(sent.cluster_id for sent in closed.sent),
             failures=closed.failures,
             remarks=(*self._attempts.failures, *closed.remarks),
+            retried=tuple(self._attempts.failures),
+            joined_late=tuple(closed.joined_late),
             train_metrics=metrics_as_dict(metrics),
             telemetry=closed.telemetry,
             outcome=self.planner.settle(closed) if closed.plan.cluster_ids else Outcome(),

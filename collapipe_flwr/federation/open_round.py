@@ -163,7 +163,9 @@ class OpenRound:
         closed.replies.append(with_content(shown, content))
         closed.models[name], closed.examples[name] = moved, weight * alone.examples[name]
         closed.telemetry |= alone.telemetry
-        closed.remarks.append(f"cluster {name} joins late by {late_by} rounds, weight {weight:.2f}")
+        remark = f"cluster {name} joins late by {late_by} rounds, weight {weight:.2f}"
+        closed.remarks.append(remark)
+        closed.joined_late.append(remark)
         return True
 
     def accept(self, closed: ClosedRound) -> None:

@@ -25,7 +25,9 @@ from collapipe_flwr.core.errors import ConfigError, DataError, blaming, require
 from collapipe_flwr.core.hub import folder_only, no_such_path
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.federation.launcher import Launch
+from collapipe_flwr.host.metrics_server import check_address
 from collapipe_flwr.reporting.run_directory import check_new
+from collapipe_flwr.reporting.sinks import check_sinks
 
 if TYPE_CHECKING:  # seconds, which a run that is refused before needs not wait for
     from collapipe_flwr.cluster.local_data import Place
@@ -80,6 +82,9 @@ def preflight(
     """
     check_extras(config, simulated=simulated and not cluster_files)
     check_folders(config, run_dir)
+    if "prometheus" in config.reporting.sinks:
+        with blaming("reporting.metrics"):
+            check_address(config.reporting.metrics)
     clusters = [read_cluster(path) for path in cluster_files]
     check_members(config, clusters)
     if simulated and not cluster_files:
@@ -114,7 +119,7 @@ def _loaded(
     return Preflight(learner=learner, model=model, clusters=profiles)
 
 
-def check_launch(launch: Launch, cluster_files: Sequence[Path] = ()) -> str:
+def check_launch(launch: Launch) -> str:
     """Check what is about to be started; one line on what it was found to be.
 
     Of an app with run-config keys of its own, only those and where it writes can be checked.
@@ -129,7 +134,7 @@ def check_launch(launch: Launch, cluster_files: Sequence[Path] = ()) -> str:
         parse({**declared, **launch.run_config, **where}),
         run_dir=launch.run_dir,
         federation=launch.federation_config,
-        cluster_files=cluster_files,
+        cluster_files=launch.clusters,
     )
     return found.verdict
 
@@ -145,6 +150,7 @@ def check_extras(config: AppConfig, *, simulated: bool) -> None:
         require("PIL", "data")
     if config.lora.rank:
         require("peft", "lora")
+    check_sinks(config.reporting.sinks)
 
 
 def check_paths(config: AppConfig) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flwr.app import ArrayRecord, MetricRecord
 from torch import Tensor
@@ -18,8 +20,15 @@ from collapipe_flwr.federation.checkpoint import Checkpoints
 from collapipe_flwr.federation.rounds import RoundRecord
 from collapipe_flwr.pipeline.timeline import write_trace
 from collapipe_flwr.reporting.console import RoundPrinter
-from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, RunStory, cluster_json
+from collapipe_flwr.reporting.events import (
+    LinkBytes,
+    RoundEvent,
+    RunStory,
+    cluster_json,
+    incident_json,
+)
 from collapipe_flwr.reporting.progress import Look, ProgressFile
+from collapipe_flwr.reporting.report.page import closing_report
 from collapipe_flwr.reporting.run_directory import (
     Past,
     RunDirectory,
@@ -31,6 +40,11 @@ from collapipe_flwr.reporting.run_directory import (
 )
 from collapipe_flwr.reporting.run_lock import check_not_written
 
+if TYPE_CHECKING:
+    from collapipe_flwr.federation.sinks import Sinks
+
+log = logging.getLogger("flwr.collapipe")
+_FAILED_S = 5.0  # for sinks to take the last rounds of a run that was told to end
 Evaluate = Callable[[Mapping[str, Tensor]], dict[str, float]]
 
 
@@ -38,8 +52,9 @@ class RunRecorder:
     """Keeps one run's directory up to date.
 
     The strategy calls :meth:`on_round` when a round's replies are in and :meth:`evaluate` right
-    after; the two make one event. ``past`` is what a resumed run has behind it, ``paced`` whether
-    senders keep to planned rates, and ``lost`` tells whom the last training lost.
+    after; the two make one event, which goes to the ``sinks``, too. ``past`` is what a resumed run
+    has behind it, ``paced`` whether senders keep to planned rates, and ``lost`` tells whom the last
+    training lost.
     """
 
     def __init__(
@@ -53,8 +68,13 @@ class RunRecorder:
         past: Past | None = None,
         paced: bool = False,
         lost: Callable[[], Collection[str]] = tuple,
+        sinks: Sinks | None = None,
         progress: ProgressFile | None = None,
     ) -> None:
+        self._status: tuple[str, str | None] = ("running", None)  # status and reason
+        self._sinks = sinks
+        if sinks is not None:
+            sinks.warn = self.say
         self._paced, self._lost = paced, lost
         self._progress = progress or ProgressFile(None)
         self.training: Look | None = None  # says how far clusters are in a round
@@ -78,13 +98,13 @@ class RunRecorder:
         """Tell whoever watches something about the run as a whole, and keep it in the summary."""
         if sentence not in self.story.notes:
             self.story = replace(self.story, notes=(*self.story.notes, sentence))
-        self._save("running")
+        self._save(*self._status)
         self._printer.say(sentence)
 
     def on_round(self, record: RoundRecord) -> None:
         """Keep a round until it is evaluated."""
         links = record.links(paced=self._paced)
-        event = _event(record, time.monotonic() - self._round_started_s)
+        event = round_event(record, time.monotonic() - self._round_started_s)
         self._pending = replace(event, links=links, lost=self._names({*record.failures}))
         self._directory.write_pending(self._pending.as_json())
         timelines = {name: told.timeline for name, told in record.telemetry.items()}
@@ -136,6 +156,7 @@ class RunRecorder:
             self._round_started_s = time.monotonic()
             self._save("running")  # a resumed run cannot find it out again
             self._printer.show_untrained(metrics)
+            self._send(RoundEvent(round_index=0, metrics=metrics, wall_s=0.0))
         else:
             self.weights = weights
             self._finish_round(server_round, metrics, time.monotonic() - started_s)
@@ -144,6 +165,9 @@ class RunRecorder:
     def fail(self, reason: str) -> None:
         """The last word on a run that cannot go on."""
         self._save("failed", reason)
+        self._report(hasty=True)
+        if self._sinks is not None:
+            self._sinks.close("failed", within_s=_FAILED_S)
 
     def finish(self) -> None:
         """The last word on a run that went to its end; raises RunError where rounds are missing."""
@@ -151,6 +175,13 @@ class RunRecorder:
         if asked is not None and done < asked:
             raise RunError(f"only {done} of {asked} rounds were done")
         self._save("completed")
+        self._report()
+        if self._sinks is not None:
+            self._sinks.close()
+
+    def _report(self, *, hasty: bool = False) -> None:
+        self._progress.enter("writing the report")
+        log.info("%s", closing_report(self._directory.path, hasty=hasty))
 
     def _finish_round(
         self, server_round: int, metrics: Mapping[str, float], evaluation_s: float
@@ -171,11 +202,17 @@ class RunRecorder:
         self._directory.append_event(event.as_json())
         self._save("running")
         self._printer.show(event)
+        self._send(event)
+
+    def _send(self, event: RoundEvent) -> None:
+        if self._sinks is not None:
+            self._sinks.write(event)
 
     def _names(self, failed: Collection[str] = ()) -> tuple[str, ...]:
         return tuple(sorted({*self._lost(), *failed}))
 
     def _save(self, status: str, reason: str | None = None) -> None:
+        self._status = (status, reason)
         wall_s = time.monotonic() - self._started_s
         summary = self.story.summary(status=status, wall_s=wall_s, reason=reason)
         self._directory.write_summary(summary)
@@ -185,7 +222,7 @@ def _metric_record(metrics: Mapping[str, float]) -> MetricRecord | None:
     return MetricRecord(dict(metrics)) if metrics else None
 
 
-def _event(record: RoundRecord, wall_s: float) -> RoundEvent:
+def round_event(record: RoundRecord, wall_s: float) -> RoundEvent:
     """The round before its evaluation."""
     links = record.link_bytes
     flower = record.flower_bytes_sent + record.flower_bytes_received
@@ -220,6 +257,7 @@ def _event(record: RoundRecord, wall_s: float) -> RoundEvent:
         fresh_examples=record.fresh_examples,
         prequential_loss=record.prequential_loss,
         wall_s=wall_s,
+        incidents=tuple(_incidents(record)),
         failures=(
             *record.remarks,
             *(f"{cluster}: {why}" for cluster, why in record.failures.items()),
@@ -230,6 +268,20 @@ def _event(record: RoundRecord, wall_s: float) -> RoundEvent:
             ),
         ),
     )
+
+
+def _incidents(record: RoundRecord) -> Iterator[dict[str, str]]:
+    """What ``failures`` says, by kind and cluster, and devices that are quarantined."""
+    for text in record.remarks:
+        kind = "retry" if text in record.retried else "remark"
+        yield incident_json("late" if text in record.joined_late else kind, text)
+    for cluster, why in record.failures.items():
+        yield incident_json("lost", why, cluster)
+    for cluster, told in record.telemetry.items():
+        for text in told.incidents:
+            yield incident_json("recovered", text, cluster)
+        for device, why in told.quarantined.items():
+            yield incident_json("quarantined", f"{device}: {why}", cluster)
 
 
 def _by_device(nested: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -254,6 +306,8 @@ _FREE = (
     "round-late",
     "round-retries",
     "train.state-dir",
+    "reporting.sinks",
+    "reporting.metrics",
 )
 _FREE_ENDS = (
     "timeout-s",

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from collapipe_flwr.cluster.fleet import Fleet, LearningSettings, RoundOrder, ThreadFleet
@@ -20,6 +21,7 @@ from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError, LinkError
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models.splitter import Splitter
+from collapipe_flwr.pipeline.compute import CPU, hold
 from collapipe_flwr.pipeline.config import NextHop, SessionKey, SessionRequest, StageConfig
 from collapipe_flwr.pipeline.generation_driver import GenerationDriver
 from collapipe_flwr.pipeline.link import Link, memory_pair
@@ -65,12 +67,13 @@ def even_plan(num_blocks: int, device_ids: Sequence[str]) -> ClusterPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A model, and how many texts may be generated at once."""
+    """A model, and how many texts may be generated at once; parts of this process `compute`."""
 
     splitter: Splitter
     weights: Weights
     slots: int
     deadline_s: float
+    compute: torch.device = CPU
 
     @contextmanager
     def over(self, fleet: Fleet, device_ids: Sequence[str]) -> Iterator[GenerationDriver]:
@@ -85,8 +88,9 @@ class ServedModel:
                 optimizer=STATELESS, schedule="gpipe", deadline_s=self.deadline_s
             ),
             idle_s=IDLE_S,
+            compute=self.compute,
         )
-        embedding = self.splitter.build_embedding(self.weights)
+        embedding = hold(self.splitter.build_embedding(self.weights), self.compute)
         with fleet.chain(self.splitter, order) as chain:
             driver = GenerationDriver(
                 embedding,
@@ -117,7 +121,7 @@ class ServedModel:
 @contextmanager
 def edge_thread(served: ServedModel) -> Iterator[Link]:
     """The last device's link to an edge in a thread of this process."""
-    service, request = EdgeService(), served.edge_request()
+    service, request = EdgeService(compute=served.compute), served.edge_request()
     service.open(request)
     service.push_weights(request.key, served.edge_weights())
     ours, theirs = memory_pair("last device", "edge")

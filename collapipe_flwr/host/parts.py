@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import CheckpointMissing
 from collapipe_flwr.host.session import Session, SessionRefused, Snapshot
 from collapipe_flwr.host.snapshot_store import SnapshotStore
 from collapipe_flwr.host.weight_cache import WeightCache
+from collapipe_flwr.pipeline.compute import CPU, hold, home
 from collapipe_flwr.pipeline.config import SessionRequest
 from collapipe_flwr.pipeline.meter import StageReport, bytes_of
 from collapipe_flwr.pipeline.optimizer import Optimizer
@@ -30,15 +32,20 @@ _NEW, _SAVING = "new part", "new snapshot"
 
 
 class Parts:
-    """Builds parts by `build`; snapshots go to `snapshots`, frozen weights to `cache`."""
+    """Builds parts by `build`, to `compute` on a device.
+
+    Snapshots go to `snapshots`, frozen weights to `cache`.
+    """
 
     def __init__(
         self,
         build: BuildPart,
         snapshots: SnapshotStore | None = None,
         cache: WeightCache | None = None,
+        compute: torch.device = CPU,
     ) -> None:
-        self._build = build
+        self._build_here = build
+        self._compute = compute
         self._snapshots = snapshots
         self._cache = cache
 
@@ -93,6 +100,9 @@ class Parts:
             saved = self._saved(session, part, optimizer, first, step=step, report=report)
             _adopt(session, saved, {})
 
+    def _build(self, request: SessionRequest, weights: Mapping[str, Tensor]) -> nn.Module:
+        return hold(self._build_here(request, weights), self._compute)
+
     def _first_part(
         self, session: Session, weights: Mapping[str, Tensor], pushed: Mapping[str, Tensor]
     ) -> nn.Module:
@@ -137,13 +147,16 @@ def _adopt(session: Session, saved: Snapshot | None, sizes: Mapping[str, int]) -
 
 
 def tensors_of(session: Session, with_optimizer: bool) -> dict[str, Tensor]:
-    """What a part reports, as it is and not copied, with its optimiser's slots where asked for."""
+    """What a part reports, with its optimiser's slots where asked for.
+
+    As it is and not copied, or home from an accelerator.
+    """
     assert session.part is not None and session.optimizer is not None
     weights = session.part.state_dict()
     if not with_optimizer:
-        return weights
+        return dict(home(weights))
     slots = live_state(session.part, session.optimizer).optimizer
-    return PartState(weights=weights, optimizer=slots).tensors()
+    return dict(home(PartState(weights=weights, optimizer=slots).tensors()))
 
 
 def _found_by_key(session: Session) -> dict[str, Tensor]:

@@ -19,9 +19,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ConfigError, LinkError
+from collapipe_flwr.core.json_log import logging_about
 from collapipe_flwr.core.schedule import stage_actions
 from collapipe_flwr.host.energy import EnergyMeter
 from collapipe_flwr.host.lanes import ONLY, Lane
@@ -30,7 +32,9 @@ from collapipe_flwr.host.parts import FOUND, SNAPSHOT, BuildPart, Parts, tensors
 from collapipe_flwr.host.session import Session, SessionRefused, Stream
 from collapipe_flwr.host.sessions import SessionTable
 from collapipe_flwr.host.snapshot_store import SnapshotStore
+from collapipe_flwr.host.tally import Tally
 from collapipe_flwr.host.weight_cache import TensorStore, WeightCache
+from collapipe_flwr.pipeline.compute import CPU, AllocatorPeak
 from collapipe_flwr.pipeline.config import Health, NextHop, PassesDone, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.fan import fan_of
 from collapipe_flwr.pipeline.link import Link
@@ -65,7 +69,8 @@ def refuse_next_hop(hop: NextHop) -> AbstractContextManager[Link]:
 class EdgeService:
     """Holds up to `most_sessions` sessions; every method may be called from any thread.
 
-    What they hold is reserved in `ledger`; see there for what counts.
+    What they hold is reserved in `ledger`; see there for what counts. Parts `compute` on one
+    device; weights and snapshots come and go as CPU tensors.
     """
 
     def __init__(
@@ -82,12 +87,16 @@ class EdgeService:
         set_power: Callable[[float], None] | None = None,
         meter: EnergyMeter | None = None,
         ledger: Ledger | None = None,
+        compute: torch.device = CPU,
+        tally: Tally | None = None,
     ) -> None:
+        self.tally = tally or Tally()
+        self.compute = compute
         self._set_power = set_power
         self._meter = meter or EnergyMeter()
         self._store = store
         self._cache = cache
-        self._parts = Parts(build_part, snapshots, cache)
+        self._parts = Parts(build_part, snapshots, cache, compute)
         self._connect = connect
         self._ledger = ledger or Ledger()
         self._sessions = SessionTable(most_sessions, forget_after_s, clock, self._let_go)
@@ -126,6 +135,8 @@ class EdgeService:
         most_bytes = int(self._ledger.most_bytes * share_of_opener)
         account = Account(self._ledger, request.opener, most_bytes)
         self._sessions.add(request, account, most_of_opener=most_of_opener)
+        with logging_about(**request.about):
+            _log.info("session opened for %s", request.part)
 
     def missing(self, key: SessionKey, digests: Mapping[str, str]) -> tuple[str, ...]:
         """Which of these weights the next push must bring; the others are here.
@@ -276,8 +287,9 @@ class EdgeService:
         )
 
     def spare_bytes(self) -> int:
-        """What the next session may have of the memory that is in use now."""
-        return self._store.held_bytes if self._store is not None else 0
+        """What the next session may have of the memory that is in use now, where parts are."""
+        here = self._store if self.compute == CPU else None
+        return here.held_bytes if here is not None else 0
 
     def request(self, session_id: str) -> SessionRequest | None:
         """What a session was opened with."""
@@ -322,15 +334,22 @@ class EdgeService:
             raise
         try:
             with self._meter.interval() as used, self._stage(stream, upstream, behind) as stage:
+                peak = AllocatorPeak(self.compute, bytes_of(stage.tensors))
                 session.recorder = stage.recorder
                 stage.serve()
             session.recorder = None
-            session.count(replace(stage.report(), energy_j=used.joules))
+            report = replace(stage.report(), energy_j=used.joules)
+            most_bytes = max(report.peak_tensor_bytes, peak.num_bytes)
+            report = replace(report, peak_tensor_bytes=most_bytes)
+            session.count(report)
+            self.tally.count(session.request, report)
+            _log.info("a stream of %d steps has ended", report.steps)
         except BaseException as error:
             if session.saved is None:
                 session.fail(str(error) or type(error).__name__)
             else:
                 session.go_back()
+            self.tally.fail(session.request)
             upstream.close(told(error, session.request.stage.name))
             raise
         finally:
@@ -340,6 +359,8 @@ class EdgeService:
     def _let_go(self, session: Session) -> None:
         """A session has left the table."""
         session.account.close()
+        with logging_about(**session.request.about):
+            _log.info("session closed after %d steps", session.steps)
         if self._snapshots is not None:
             self._snapshots.forget(session.request.key.session_id)
 

@@ -102,7 +102,8 @@ class _Draw(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
         del input_ids
-        chosen = torch.multinomial(scores.softmax(-1), 1, generator=self._chance)
+        chances = scores.softmax(-1).to("cpu")  # where the generator draws, wherever they are from
+        chosen = torch.multinomial(chances, 1, generator=self._chance).to(scores.device)
         return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
 
 

@@ -204,7 +204,8 @@ class ModuleEdge(Lender):
                 if SHAPE + name in context
             }
         zeros = {
-            name: torch.zeros(shape, dtype=self._dtypes[name]) for name, shape in shapes.items()
+            name: torch.zeros(shape, dtype=self._dtypes[name], device=context[SHAPE + name].device)
+            for name, shape in shapes.items()
         }
         return {**{name: context[name] for name in self._spec.inputs if name in context}, **zeros}
 

@@ -43,7 +43,8 @@ class Objective:
             return _examples(batch)
         if self.weight == LABELS:
             return self.targets(labels_of(batch))
-        return float(_tensor(batch, self.weight).sum(dtype=torch.float64))
+        weights = _tensor(batch, self.weight).to("cpu")  # not every accelerator knows float64
+        return float(weights.sum(dtype=torch.float64))
 
     def loss_of(self, outputs: Any, batch: Batch) -> Tensor:
         """The mean loss, a scalar; raises ModelError where there is none."""

@@ -137,7 +137,7 @@ class FusedLinear(nn.Linear):
     def forward(self, given: Tensor) -> Tensor:
         """(..., in) to (..., out)."""
         weight, bias = _weight_and_bias(self)
-        if _is_plain(weight) or torch.is_autocast_enabled("cpu"):
+        if _is_plain(weight) or torch.is_autocast_enabled(weight.device.type):
             return super().forward(given)
         return _product(given, weight, bias, False)
 
@@ -159,7 +159,7 @@ def _fused_conv1d(kind: Any) -> Any:
 
     def forward(self: Any, given: Tensor) -> Any:
         weight, bias = _weight_and_bias(self)
-        if _is_plain(weight) or torch.is_autocast_enabled("cpu"):
+        if _is_plain(weight) or torch.is_autocast_enabled(weight.device.type):
             return kind.forward(self, given)
         return _product(given, weight, bias, True)
 

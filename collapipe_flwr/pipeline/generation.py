@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.core.errors import CollaPipeError, LinkError, LinkTimeout, ProtocolError
+from collapipe_flwr.pipeline.compute import bring, home, place_of
 from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.link import HIDDEN, Frame, FrameKind, Link, Mailbox
 
@@ -73,10 +74,11 @@ def relay_generation(part: Any, up: Link, down: Link, settings: StageConfig) -> 
 
 def _through(part: Any, caches: dict[int, Any], frame: Frame) -> Frame | None:
     """Return the frame for the next stage; None if its text has ended meanwhile."""
-    hidden, text = frame.tensors[HIDDEN], frame.micro_batch
+    came, text = bring(frame.tensors, place_of(part)), frame.micro_batch
+    hidden = came[HIDDEN]
     with torch.no_grad():
         if PAST not in frame.scalars:
-            context = {name: t for name, t in frame.tensors.items() if name != HIDDEN}
+            context = {name: t for name, t in came.items() if name != HIDDEN}
             output = part(hidden, context)
         else:
             if PROMPT in frame.scalars:
@@ -85,9 +87,9 @@ def _through(part: Any, caches: dict[int, Any], frame: Frame) -> Frame | None:
             if cache is None:
                 return None
             if ROWS in frame.tensors:
-                cache.reorder_cache(frame.tensors[ROWS])
+                cache.reorder_cache(came[ROWS])
             output = part.advance(hidden, cache)
-    return replace(frame, tensors={**frame.tensors, HIDDEN: output})
+    return replace(frame, tensors={**frame.tensors, **home({HIDDEN: output})})
 
 
 def _pump(down: Link, up: Link, settings: StageConfig, caches: dict[int, Any]) -> None:
@@ -205,7 +207,7 @@ class GeneratingEdge:
     def _generate(self, text: _Text, frame: Frame) -> Tensor:
         from collapipe_flwr.models.generation import Prompt  # only where texts are generated
 
-        deadline_s = self._settings.deadline_s
+        deadline_s, place = self._settings.deadline_s, place_of(self._part)
 
         def emit(tokens: Tensor) -> bool:
             self._up.send(_told(text, {TOKENS: tokens}, {}), deadline_s=deadline_s)
@@ -216,17 +218,18 @@ class GeneratingEdge:
             asked = _told(text, {TOKENS: ids, **moved}, {ASK: 1.0})
             self._up.send(asked, deadline_s=deadline_s)
             try:
-                return text.answers.get(deadline_s).tensors[HIDDEN]
+                return bring(text.answers.get(deadline_s).tensors, place)[HIDDEN]
             except LinkTimeout as error:
                 raise LinkTimeout(
                     f"the text was given up: its next token took more than {deadline_s:g} s, on a "
                     "device that is too slow or because nobody read the tokens before it"
                 ) from error
 
+        came = bring(frame.tensors, place)
         prompt = Prompt(
-            hidden_BTD=frame.tensors[HIDDEN],
-            attention_mask=frame.tensors.get(ATTENTION_MASK),
-            input_ids=frame.tensors.get(INPUT_IDS),
+            hidden_BTD=came[HIDDEN],
+            attention_mask=came.get(ATTENTION_MASK),
+            input_ids=came.get(INPUT_IDS),
             settings_json=frame.text,
         )
         with torch.no_grad():
@@ -242,6 +245,6 @@ def _told(text: _Text, tensors: Mapping[str, Tensor], scalars: Mapping[str, floa
     return Frame(
         kind=FrameKind.TOKENS,
         micro_batch=text.number,
-        tensors={name: tensor.detach().clone() for name, tensor in tensors.items()},
+        tensors={name: tensor.detach().clone() for name, tensor in home(tensors).items()},
         scalars=scalars,
     )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.core.errors import LinkError, LinkTimeout, ModelError, ProtocolError
+from collapipe_flwr.pipeline.compute import bring, home, place_of
 from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.generation import (
     ASK,
@@ -188,13 +189,13 @@ class GenerationDriver:
     ) -> Frame:
         inputs, carried = self._inputs(ids, past)
         with torch.no_grad():
-            hidden = self._part(inputs)
+            hidden = self._part(bring(inputs, place_of(self._part)))
         scalars = {PROMPT: 1.0} if past == 0 else {}
         if self._cached:
             scalars[PAST] = float(past)
         return Frame(
             kind=FrameKind.ACTIVATION,
-            tensors={HIDDEN: hidden, **carried, **({} if rows is None else {ROWS: rows})},
+            tensors={**home({HIDDEN: hidden}), **carried, **({} if rows is None else {ROWS: rows})},
             scalars=scalars,
             text=text,
         )

@@ -237,7 +237,8 @@ class Optimizer:
         for name, tensors in state.items():
             own = tuple(t.clone() for t in tensors) if copy else tensors
             if name.startswith(START):
-                (self._start[name.removeprefix(START)],) = own
+                (begun,), key = own, name.removeprefix(START)
+                self._start[key] = begun.to(self.by_name[key].device)
             else:
                 self._rule.set_state(self.by_name[name], own)
 

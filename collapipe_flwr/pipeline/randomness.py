@@ -11,7 +11,8 @@ at the edge. Hence any cut, any order of micro-batches, and a second computation
 micro-batch or of one of its blocks draw the same masks.
 
 The mode is local to its thread; the process-wide generator is borrowed for one operation at a
-time and put back as it was.
+time and put back as it was. What is drawn for an accelerator is drawn here and moved (`draws`), so
+the masks are also those of a CPU.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+from collapipe_flwr.pipeline.draws import drawn_on_cpu
 
 _RANDOM: frozenset[Callable[..., Any]] = frozenset(
     {
@@ -138,7 +141,7 @@ class _Mode(TorchFunctionMode):
         running = self._running[-1]
         running.random += 1
         with _seeded(f"{self._place}/{running.path}/{running.random}"):
-            return func(*args, **(kwargs or {}))
+            return drawn_on_cpu(func, args, kwargs or {})
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ProtocolError, ScheduleError
 from collapipe_flwr.pipeline import ties
+from collapipe_flwr.pipeline.compute import bring
 from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.generation import GeneratingEdge, relay_generation
 from collapipe_flwr.pipeline.link import (
@@ -145,8 +146,8 @@ class FirstStage(_Leader):
         with self.telling_neighbours():
             self._send(self.downstream, step.frame())
             if step.rows:
-                lent = self._receive(self.downstream, FrameKind.ROWS, step.index, 0)
-                ties.load_rows(self.part, step.rows, lent.tensors)
+                lent = self._get(self.downstream, FrameKind.ROWS, step.index, 0)
+                ties.load_rows(self.part, bring(step.rows, self.place), lent.tensors)
             self.run_step(step)
             if not train:
                 frame = self._receive(self.downstream, FrameKind.TOTALS, step.index, 0)
@@ -169,7 +170,7 @@ class FirstStage(_Leader):
 
     def _compute(self, frame: Frame, hidden: Tensor | None) -> Tensor:
         assert hidden is None
-        output: Tensor = self.part(self._batch[frame.micro_batch].inputs)
+        output: Tensor = self.part(bring(self._batch[frame.micro_batch].inputs, self.place))
         return output
 
     def _emit(self, frame: Frame, output: Tensor) -> None:
@@ -185,7 +186,7 @@ class FirstStage(_Leader):
         self._send(self.downstream, Frame(kind=FrameKind.ROWS, step=step.index, tensors=gradients))
 
     def _settle(self, step: Step, square_norm: float) -> float:
-        totals = self._receive(self.downstream, FrameKind.TOTALS, step.index, 0)
+        totals = self._get(self.downstream, FrameKind.TOTALS, step.index, 0)
         shared = ties.add_shared(self.part, totals.tensors, self.optimizer)
         ties.take_shared(self.part, shared)
         of_shared = sum(float(gradient.square().sum()) for gradient in shared.values())
@@ -248,7 +249,7 @@ class _Follower(Stage):
         """
 
     def _settle(self, step: Step, square_norm: float) -> float:
-        behind = self._totals(step)
+        behind = self._brought(self._totals(step))
         totals = replace(
             behind,
             tensors=ties.add_shared(self.part, behind.tensors, self.optimizer),
@@ -257,7 +258,7 @@ class _Follower(Stage):
         self._send(self.upstream, totals)
         commit = self._receive(self.upstream, FrameKind.COMMIT, step.index, 0)
         self._relay(commit)
-        ties.take_shared(self.part, commit.tensors)
+        ties.take_shared(self.part, bring(commit.tensors, self.place))
         return _scalar(commit, _FACTOR)
 
     def _take(self, step: Step, micro_batch: int) -> Frame:
@@ -322,7 +323,7 @@ class LastStage(_Follower):
         self._losses.clear()
         self._predicts, self._predictions = "" if step.train else step.predict, {}
         if step.rows:
-            rows = ties.lend_rows(self.part, step.rows)
+            rows = ties.lend_rows(self.part, bring(step.rows, self.place))
             self._send(self.upstream, Frame(kind=FrameKind.ROWS, step=step.index, tensors=rows))
         super().run_step(step)
 
@@ -357,8 +358,8 @@ class LastStage(_Follower):
         )
 
     def _return_rows(self, step: Step) -> None:
-        gradients = self._receive(self.upstream, FrameKind.ROWS, step.index, 0).tensors
-        ties.add_row_gradients(self.part, step.rows, gradients)
+        gradients = self._get(self.upstream, FrameKind.ROWS, step.index, 0).tensors
+        ties.add_row_gradients(self.part, bring(step.rows, self.place), gradients)
 
     def _generate(self, order: Frame) -> None:
         GeneratingEdge(self.part, self.upstream, self.settings, order).serve()

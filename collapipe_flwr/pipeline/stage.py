@@ -22,6 +22,7 @@ from collapipe_flwr.core.errors import MemberFailed, ModelError, NotFinite, Prot
 from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.core.schedule import Action, Op, forward_actions, stage_actions
 from collapipe_flwr.pipeline.backward import DeferredGradients, deferring, fuse_accumulation
+from collapipe_flwr.pipeline.compute import bring, finish, home, one_thread, place_of
 from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.fan import lane_of
 from collapipe_flwr.pipeline.link import (
@@ -80,6 +81,7 @@ class Stage(ABC):
         siblings: Siblings | None = None,
     ) -> None:
         self.part = part
+        self.place = place_of(part)
         self.optimizer = optimizer
         self.settings = settings
         self.upstream = upstream
@@ -202,7 +204,7 @@ class Stage(ABC):
         """
         frame = self._returning
         with (
-            computing_in(self.settings.execution.precision),
+            computing_in(self.settings.execution.precision, self.place),
             self.memory.recomputing(self._weights),
             self._random_at(frame),
         ):
@@ -223,13 +225,15 @@ class Stage(ABC):
         return self._randomness.at(frame.step, frame.micro_batch)
 
     def _forward(self, step: Step, micro_batch: int) -> None:
-        frame = self._take(step, micro_batch)
+        came = self._take(step, micro_batch)
+        frame = self._brought(came)
         hidden = frame.tensors.get(HIDDEN)
         if hidden is not None:
             hidden = hidden.detach().requires_grad_(step.train and learns_before(frame))
         keeps = step.train and self._keeps
         with self.recorder.span("forward" if step.train else "test", step.index, micro_batch):
             output = self._run_part(frame, hidden, grad=keeps)
+            finish(self.place)
         self._check_finite("forward", frame, hidden, output)
         if step.train:
             self._stash[micro_batch] = InFlight(
@@ -240,7 +244,7 @@ class Stage(ABC):
                 keeps=keeps,
             )
         self._sent = [frame, output]
-        self._emit(frame, output)
+        self._emit(came, output)
 
     def _run_part(self, frame: Frame, hidden: Tensor | None, *, grad: bool) -> Tensor:
         """The forward pass. Raises ModelError when the part cannot take these tensors."""
@@ -248,7 +252,7 @@ class Stage(ABC):
         try:
             with (
                 torch.set_grad_enabled(grad),
-                computing_in(self.settings.execution.precision),
+                computing_in(self.settings.execution.precision, self.place),
                 self.memory.saving(kind, self._weights),
                 self._random_at(frame),
             ):
@@ -265,16 +269,18 @@ class Stage(ABC):
         return output
 
     def _backward(self, step: Step, micro_batch: int) -> None:
-        frame = self._take_gradient(step, micro_batch)
+        frame = self._brought(self._take_gradient(step, micro_batch))
         with self.recorder.span("backward", step.index, micro_batch):
             flight = self._stash.pop(micro_batch)
             gradient, deferred = self._backpropagate(flight, frame.tensors)
+            finish(self.place)
         self._check_finite("backward", frame, frame.tensors.get(GRAD), gradient.get(GRAD))
         self._sent = []
         self._emit_gradient(replace(frame, tensors=gradient))
         if deferred is not None:
             with self.recorder.span(WEIGHTS, step.index, micro_batch):
                 deferred.add()
+                finish(self.place)
         self.memory.release(micro_batch)
         self._micro_batches += 1
         if micro_batch == 0:
@@ -296,7 +302,7 @@ class Stage(ABC):
         deferred = None
         if end is not None:
             hurries = wanted and not self.settings.execution.recompute
-            with deferring() if hurries else nullcontext() as deferred:
+            with one_thread(self.place), deferring() if hurries else nullcontext() as deferred:
                 torch.autograd.backward(end, incoming.get(GRAD))
         if deferred is not None:
             self.memory.note_rest(frame.micro_batch, deferred.tensors)
@@ -324,7 +330,7 @@ class Stage(ABC):
             self._return_rows(step)
         if self.siblings is not None:
             self.siblings.check(self.part)
-            self.siblings.add_up(self.optimizer.by_name, step.index, self._send, self._receive)
+            self.siblings.add_up(self.optimizer.by_name, step.index, self._send, self._get)
         with self.recorder.span("optimizer", step.index):
             norm = 0.0 if self.settings.turn.replica else square_norm(self._gradients())
             shared = shared_parameters(self.part) if step.settle else {}  # see `ties.add_shared`
@@ -337,6 +343,7 @@ class Stage(ABC):
             self.optimizer.step(step.rate)
             self._note_fixed()
             self.optimizer.zero_grad()
+            finish(self.place)
         self._note_fixed()
 
     def _gradients(self) -> list[Tensor]:
@@ -348,9 +355,16 @@ class Stage(ABC):
         own = (p for p in self.optimizer.parameters if id(p) not in shared)
         return square_norm([p.grad for p in own if p.grad is not None])
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Weights and optimizer state."""
+        return [*self._weights, *self._optimizer_state()]
+
+    def _optimizer_state(self) -> list[Tensor]:
+        return [t for tensors in self.optimizer.state_tensors().values() for t in tensors]
+
     def _note_fixed(self) -> None:
-        state = [t for tensors in self.optimizer.state_tensors().values() for t in tensors]
-        self.memory.set_fixed(self._weights, self._gradients(), state)
+        self.memory.set_fixed(self._weights, self._gradients(), self._optimizer_state())
 
     # -- talking to neighbours --------------------------------------------------------------
 
@@ -361,6 +375,7 @@ class Stage(ABC):
         would take it there, and this one would wait before it goes on computing.
         """
         self._sent.append(frame)
+        frame = replace(frame, tensors=home(frame.tensors))
         with self._blaming(link), self.recorder.span("send", frame.step, frame.micro_batch):
             link.send(frame, deadline_s=self.settings.deadline_s)
 
@@ -378,6 +393,13 @@ class Stage(ABC):
                 )
             check_sound(frame, self.settings.name, link.peer, side)
         return frame
+
+    def _get(self, link: Link, kind: FrameKind, step: int, number: int) -> Frame:
+        """The next frame of a neighbour, with its tensors where the part is."""
+        return self._brought(self._receive(link, kind, step, number))
+
+    def _brought(self, frame: Frame) -> Frame:
+        return replace(frame, tensors=bring(frame.tensors, self.place))
 
     def _blaming(self, link: Link) -> Around:
         """What the neighbour on a link does wrong is its fault."""

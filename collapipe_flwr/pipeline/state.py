@@ -51,8 +51,8 @@ class PartState:
         return PartState(weights=weights, optimizer={k: _in_order(k, s) for k, s in found.items()})
 
     def copy(self) -> PartState:
-        """The same in tensors of its own."""
-        weights = {key: tensor.detach().clone() for key, tensor in self.weights.items()}
+        """The same in tensors of its own, on the CPU."""
+        weights = {key: _copy(tensor) for key, tensor in self.weights.items()}
         return PartState(weights=weights, optimizer=_copied(self.optimizer))
 
     @property
@@ -127,7 +127,13 @@ def _kind(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
 
 
 def _copied(state: OptimizerState) -> dict[str, tuple[Tensor, ...]]:
-    return {key: tuple(t.clone() for t in tensors) for key, tensors in state.items()}
+    return {key: tuple(map(_copy, tensors)) for key, tensors in state.items()}
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """On the CPU."""
+    away = tensor.device.type != "cpu"
+    return tensor.detach().to("cpu") if away else tensor.detach().clone()
 
 
 def _in_order(key: str, numbered: Mapping[str, Tensor]) -> tuple[Tensor, ...]:

@@ -35,6 +35,7 @@ _REFUSED = {
 _NOT_ARGUMENTS = {"self", "params", "lr", "differentiable", "capturable"}
 _OF_TORCH = {"adamw": "AdamW", "sgd": "SGD"}  # whose constructors check the arguments
 _Slot = tuple[str, tuple[int, ...], torch.dtype]  # name, shape, dtype
+_STEP = "step"  # in a state of torch.optim
 _PROBE_SIZES = (2, 3, 5, 7, 11, 13, 17, 19)
 
 
@@ -160,7 +161,7 @@ class _Fused(UpdateRule):
 
     def set_state(self, parameter: Tensor, state: tuple[Tensor, ...]) -> None:
         """See `UpdateRule.set_state`."""
-        self._state[parameter] = state
+        self._state[parameter] = tuple(tensor.to(parameter.device) for tensor in state)
 
     @abstractmethod
     def initial(self, weight: Tensor, keywords: Keywords) -> tuple[Tensor, ...]:
@@ -215,7 +216,7 @@ class FusedAdamW(_Fused):
         """See `_Fused.initial`."""
         del keywords
         zeros = torch.zeros_like(weight, requires_grad=False)
-        return torch.zeros((), dtype=torch.float32), zeros, zeros.clone()
+        return torch.zeros((), dtype=torch.float32, device=weight.device), zeros, zeros.clone()
 
     def apply(
         self,
@@ -276,8 +277,12 @@ class TorchRule(UpdateRule):
         assert self._optimizer is not None
         keywords = self._keywords[parameter]
         kept = _kept(self._name, keywords, parameter.shape, parameter.dtype)
-        names = [name for name, _, _ in kept]
-        self._optimizer.state[parameter] = dict(zip(names, state, strict=True))
+        # As torch loads them: steps are counted on the CPU, unless one operator does it all.
+        counts_there = bool(keywords.get("fused"))
+        self._optimizer.state[parameter] = {
+            name: tensor if name == _STEP and not counts_there else tensor.to(parameter.device)
+            for (name, _, _), tensor in zip(kept, state, strict=True)
+        }
 
 
 def _construct(name: str, groups: Sequence[Group]) -> torch.optim.Optimizer:

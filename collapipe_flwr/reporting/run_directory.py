@@ -41,8 +41,17 @@ _BLOCK_BYTES = 1 << 20
 _ROUND = re.compile(r"round-(\d{6,})")
 
 
+def _nobody(kind: str, value: Json) -> None:
+    """Is told of writes and does nothing."""
+
+
 class RunDirectory:
-    """Owns the folder of one run; every write is complete, or absent and a RunError."""
+    """Owns the folder of one run; every write is complete, or absent and a RunError.
+
+    ``tell`` is called with what was written, for whoever cannot see the folder (`log_lines`).
+    """
+
+    tell: Callable[[str, Json], None] = staticmethod(_nobody)
 
     def __init__(self, path: Path) -> None:
         """Create the folder; raises ConfigError when it exists or cannot be made.
@@ -70,10 +79,9 @@ class RunDirectory:
     @property
     def run_id(self) -> str:
         """By which clusters know the run again; drawn once, the first time that it is asked for."""
-        path = self.path / _RUN_ID
-        if not path.exists():
+        if not (self.path / _RUN_ID).exists():
             self._replace(_RUN_ID, secrets.token_hex(16))
-        return path.read_text(encoding="utf-8")
+        return run_id_of(self.path)
 
     @property
     def checkpoint_path(self) -> Path:
@@ -97,13 +105,18 @@ class RunDirectory:
     def append_event(self, event: Json) -> None:
         """Add one line to ``events.jsonl``."""
         self._write(append_text, EVENTS, _line(event))
+        self.tell("event", event)
 
     def rewrite_events(self, events: Iterable[Json]) -> None:
         """Replace ``events.jsonl`` unless it holds just these rounds; without any there is none."""
-        text, path = "".join(map(_line, events)), self.path / EVENTS
+        events, path = tuple(events), self.path / EVENTS
+        text = "".join(map(_line, events))
         before = path.read_bytes() if path.exists() else b""
         if text.encode() != before:
             self._replace(EVENTS, text)
+        self.tell("anew", {})
+        for event in events:
+            self.tell("event", event)
 
     def write_pending(self, event: Json) -> None:
         """Keep a round that is not evaluated yet, in case this process dies before it is."""
@@ -112,10 +125,12 @@ class RunDirectory:
     def write_summary(self, summary: Json) -> None:
         """Replace ``summary.json``."""
         self._replace(_SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+        self.tell("summary", {**summary, "plans": []})
 
     def write_config(self, config: Json) -> None:
         """Write ``run-config.json``: flat, as Flower takes it."""
         self._replace(CONFIG, json.dumps(config, indent=2) + "\n")
+        self.tell("config", config)
 
     def _replace(self, name: str, text: str) -> None:
         self._write(write_text, name, text)
@@ -181,6 +196,14 @@ def resumed_config(run_dir: Path, overrides: Json) -> dict[str, Any]:
     return {**saved, **overrides, "resume": str(run_dir)}
 
 
+def run_id_of(folder: Path) -> str:
+    """By which a run is known again that lies in this folder; drawn once. Raises OSError."""
+    path = folder / _RUN_ID
+    if not path.exists():
+        write_text(path, secrets.token_hex(16))
+    return path.read_text(encoding="utf-8")
+
+
 def summary_stamp(run_dir: Path) -> tuple[int, int] | None:
     """What changes whenever the summary is replaced; None where there is none."""
     try:
@@ -188,6 +211,12 @@ def summary_stamp(run_dir: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return found.st_ino, found.st_mtime_ns
+
+
+def events_bytes(run_dir: Path) -> int:
+    """How much the events of all rounds are; 0 before the first."""
+    path = run_dir / EVENTS
+    return path.stat().st_size if path.exists() else 0
 
 
 def newest_checkpoint(run_dir: Path) -> int:

@@ -151,6 +151,13 @@ MODELS: list[Wrong] = [
 ]
 RUNS: list[Wrong] = [
     ({"clusters": 0}, "clusters", "must be at least 1"),
+    ({"reporting.sinks": "tensorbord"}, "reporting.sinks", "must list some of tensorboard"),
+    ({"reporting.metrics": "here"}, "reporting.metrics", "must read like"),
+    (
+        {"reporting.sinks": "prometheus", "reporting.metrics": "192.0.2.1:9464"},
+        "reporting.metrics",
+        "choose another",
+    ),
     ({"clusters": 3}, "clusters", "set num-supernodes = 3"),
     ({"strategy": "fedsgd"}, "strategy", "did you mean fedavg"),
     ({"strategy-arguments": "x=1"}, "strategy-arguments", "known: fraction_train"),
@@ -179,6 +186,10 @@ EXTRAS = {  # a missing package, and what needs it
     "ray": ({}, "collapipe-flwr[simulation]"),
     "sacrebleu": ({"data.task": "translation"}, "collapipe-flwr[metrics]"),
     "peft": ({"lora.rank": 4, "model.pretrained": "checkpoint"}, "collapipe-flwr[lora]"),
+    "tensorboard": ({"reporting.sinks": "tensorboard"}, "collapipe-flwr[tensorboard]"),
+    "wandb": ({"reporting.sinks": "tensorboard, wandb"}, "collapipe-flwr[wandb]"),
+    "mlflow": ({"reporting.sinks": "mlflow"}, "collapipe-flwr[mlflow]"),
+    "prometheus_client": ({"reporting.sinks": "prometheus"}, "collapipe-flwr[prometheus]"),
 }
 FEDERATIONS = {
     "nope.toml": "correct its path",

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import LinkError, LinkTimeout, ProtocolError
 from collapipe_flwr.pipeline.config import StageConfig
@@ -62,7 +62,7 @@ def done(text: int) -> Frame:
     return Frame(kind=FrameKind.TOKENS, micro_batch=text, tensors=tensors, scalars={DONE: 1.0})
 
 
-class Top:
+class Top(nn.Module):
     """Generates nothing, or what it is answered."""
 
     def train(self, mode: bool) -> Top:
@@ -167,10 +167,11 @@ class Cache:
     """Whose end a test can see."""
 
 
-class Blocks:
+class Blocks(nn.Module):
     """Adds one, and knows its caches."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.caches: list[weakref.ref[Cache]] = []
 
     def train(self, mode: bool) -> Blocks:

@@ -59,14 +59,14 @@ def spent(run: RunData) -> list[Spent]:
     found = [
         Spent(
             name=name,
-            mean_j=sum(device.energy_j.known) / rounds,
+            mean_j=(device.energy_j or 0.0) / rounds,
             budget_j=run.budget_j.get(name),
             predicted_j=device.predicted_j / rounds,
             queue_j=device.queue_j.last,
             metered=device.metered,
         )
         for name, device in run.devices.items()
-        if device.energy_j.known or name in run.budget_j
+        if device.energy_j is not None or name in run.budget_j
     ]
     return sorted(found, key=lambda each: (-(each.share or 0), -each.mean_j))
 

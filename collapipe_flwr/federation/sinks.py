@@ -1,0 +1,116 @@
+"""Each round of a run to TensorBoard, W&B, MLflow or Prometheus, as a callback of the strategy."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from collapipe_flwr.config.schema import METRICS_ADDRESS
+from collapipe_flwr.core.durable import make_folder
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.federation.recorder import round_event
+from collapipe_flwr.federation.rounds import RoundRecord
+from collapipe_flwr.reporting.events import RoundEvent
+from collapipe_flwr.reporting.feeding import Feeder
+from collapipe_flwr.reporting.run_directory import run_id_of
+from collapipe_flwr.reporting.scalars import Scalar, scalars
+from collapipe_flwr.reporting.sinks import KINDS, WatchedRun, check_sinks
+
+log = logging.getLogger("flwr.collapipe")
+_LAST_S = 60.0  # for all sinks to take what is left
+_ARTEFACTS = ("summary.json", "events.jsonl", "report.html")
+
+
+class Sinks:
+    """Hands every round to the sinks in ``names``, as "tensorboard,mlflow".
+
+    Pass it as ``on_round`` of a :class:`CollaPipe`, and close it, or use it in a ``with`` block.
+    What the tools keep lies in ``folder``; runs with the same one are one run, which goes on where
+    it was. ``settings`` become hyperparameters. ``metrics_address`` is where Prometheus scrapes.
+
+    No sink slows or ends a run: ``warn`` gets one sentence about each that fails, which is tried
+    again with the next round. Raises ConfigError for a sink that is unknown or not installed, and
+    where the folder cannot be written.
+    """
+
+    def __init__(
+        self,
+        names: str | Iterable[str],
+        folder: str | Path,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        metrics_address: str = METRICS_ADDRESS,
+        warn: Callable[[str], None] = log.warning,
+    ) -> None:
+        wanted = names.split(",") if isinstance(names, str) else names
+        chosen = list(dict.fromkeys(name.strip() for name in wanted if name.strip()))
+        check_sinks(chosen)
+        self._folder, self.warn = Path(folder).resolve(), warn
+        self._round_began_s = time.monotonic()
+        self._feeders: list[Feeder] = []
+        if chosen:
+            run = self._run(settings or {}, metrics_address)
+            self._feeders = [Feeder(name, partial(KINDS[name].make, run)) for name in chosen]
+
+    def _run(self, settings: Mapping[str, Any], metrics_address: str) -> WatchedRun:
+        try:
+            make_folder(self._folder)
+            run_id = run_id_of(self._folder)
+        except OSError as error:
+            raise ConfigError(f"{self._folder} cannot be written ({error.strerror})") from error
+        return WatchedRun(
+            folder=self._folder, run_id=run_id, settings=settings, metrics_address=metrics_address
+        )
+
+    def __call__(self, record: RoundRecord) -> None:
+        """The strategy's ``on_round``."""
+        now_s = time.monotonic()
+        self.write(round_event(record, now_s - self._round_began_s))
+        self._round_began_s = now_s
+
+    def write(self, event: RoundEvent) -> None:
+        """A round with all that is known of it."""
+        self._hand_over(event.round_index, scalars(event))
+
+    def log(self, server_round: int, metrics: Mapping[str, float]) -> None:
+        """Numbers of your own about a round, such as what an ``evaluate_fn`` found."""
+        self._hand_over(
+            server_round, [Scalar(name=f"test/{name}", value=v) for name, v in metrics.items()]
+        )
+
+    def _hand_over(self, step: int, values: Sequence[Scalar]) -> None:
+        for feeder in self._feeders:
+            feeder.write(step, values)
+        self._tell()
+
+    def close(self, status: str = "completed", within_s: float = _LAST_S) -> None:
+        """The run has ended, "completed" or otherwise; twice is fine."""
+        present = [path for name in _ARTEFACTS if (path := self._folder / name).is_file()]
+        ends_s = time.monotonic() + within_s
+        for feeder in self._feeders:
+            feeder.end(status, present)
+        for feeder in self._feeders:
+            feeder.wait(max(0.0, ends_s - time.monotonic()))
+        self._tell()
+        self._feeders = []
+
+    def _tell(self) -> None:
+        for feeder in self._feeders:
+            if sentence := feeder.take_problem():
+                self.warn(sentence)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close("completed" if error is None else "failed")

@@ -1,0 +1,74 @@
+"""``/metrics``: what a collector knows just now, to whoever scrapes, in OpenMetrics where asked."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from collapipe_flwr.core.errors import ConfigError, blaming, extra
+
+LOOPBACK = "127.0.0.1"
+
+
+def host_and_port(text: str) -> tuple[str, int]:
+    """``HOST:PORT``, or a port on loopback. Raises ConfigError."""
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal() or not 0 <= int(port) < 65536:
+        raise ConfigError(f'it must read like "127.0.0.1:9464" or "9464", got {text!r}')
+    return host.strip("[]") or LOOPBACK, int(port)
+
+
+def check_address(text: str) -> None:
+    """Raise ConfigError for an address that makes no sense or cannot be had now."""
+    host, port = host_and_port(text)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        raise _taken(text, error) from error
+
+
+def _taken(text: str, error: OSError) -> ConfigError:
+    return ConfigError(f"nothing can listen at {text} ({error.strerror}); choose another")
+
+
+@contextmanager
+def serving_metrics(address: str, collector: Any) -> Iterator[None]:
+    """Serve a daemon's numbers, if it has an address for them; raises ConfigError."""
+    if not address:
+        yield
+        return
+    with blaming("--metrics"):
+        server = MetricsServer(address, collector)
+    try:
+        yield
+    finally:
+        server.close()
+
+
+class MetricsServer:
+    """Serves ``collector``, an object with prometheus_client's ``collect``, from a thread.
+
+    Raises ConfigError without prometheus_client, or where the address cannot be had.
+    """
+
+    def __init__(self, address: str, collector: Any) -> None:
+        with extra("prometheus"):
+            from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+        host, port = host_and_port(address)
+        registry = CollectorRegistry()
+        ProcessCollector(registry=registry)  # memory, processor time and open files
+        registry.register(collector)
+        try:
+            self._server, self._thread = start_http_server(port, host, registry)
+        except OSError as error:
+            raise _taken(address, error) from error
+        self.address = f"{host}:{self._server.server_port}"
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

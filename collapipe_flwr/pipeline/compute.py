@@ -1,0 +1,222 @@
+"""Where parts compute: a CPU or an accelerator, and what crosses between the two.
+
+A part and its optimizer state live at one place. What a stage takes from a link, and what it hands
+to one, is on the CPU; it is brought to the part's place and home again at this edge, so links,
+snapshots and weights on the way know no accelerator. On a CPU nothing here does anything.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from collapipe_flwr.core.compute import AUTO, check_compute
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.pipeline.benchmark import available_memory_bytes
+
+CPU = torch.device("cpu")
+# What `auto` takes where it is there. Metal knows no double precision and lacks operators, so a
+# model that trains on the CPU may fail there: it is for those who ask for it.
+_AUTOMATIC = ("cuda", "xpu")
+_KINDS = (*_AUTOMATIC, "mps")
+_PINNED = ("cuda",)  # kinds to which pages that stay in place make copies faster
+_log = logging.getLogger(__name__)
+
+
+@cache
+def resolve(name: str, key: str = "compute") -> torch.device:
+    """The device that a name stands for; `auto` is the first accelerator that computes, else the
+    CPU.
+
+    Raises ConfigError, naming the `key`, for a name that is none and for a device that is not here
+    or cannot compute.
+    """
+    check_compute(name, key)
+    here = present()
+    if name == AUTO:
+        fit = (d for d in here if d.type in _AUTOMATIC and not _fault(d, warns=True))
+        return _prepared(next(fit, CPU))
+    device = _numbered(torch.device(name))
+    if device not in here:
+        raise ConfigError(
+            f"{key} is {name!r}, but torch {torch.__version__} finds only "
+            f"{', '.join(map(str, here))} here: choose one of these, or auto"
+        )
+    if fault := _fault(device):
+        raise ConfigError(
+            f"{key} is {name!r}, but a product there fails ({fault}): install a torch that was "
+            "built for it, or choose cpu"
+        )
+    return _prepared(device)
+
+
+def present() -> tuple[torch.device, ...]:
+    """All places of this machine, the CPU first."""
+    counts = {kind: torch.get_device_module(kind).device_count() for kind in _KINDS}
+    found = (_numbered(torch.device(kind, i)) for kind, n in counts.items() for i in range(n))
+    return (CPU, *found)
+
+
+def place_of(part: nn.Module) -> torch.device:
+    """Where the tensors of a part live; the CPU for one that has none."""
+    held = (tensor for tensors in _held(part) for tensor in tensors.values() if tensor is not None)
+    first = next(held, None)
+    return CPU if first is None else first.device
+
+
+def hold(part: nn.Module, device: torch.device) -> nn.Module:
+    """Move all tensors of a part, which is returned; those that it holds twice stay one.
+
+    For an optimizer to hold them too, it must be made afterwards.
+    """
+    if device == CPU and place_of(part) == CPU:
+        return part
+    moved: dict[Tensor, Tensor] = {}
+    for tensors in _held(part):
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                if tensor not in moved:
+                    moved[tensor] = _moved(tensor, device)
+                tensors[name] = moved[tensor]
+    return part
+
+
+def bring(tensors: Mapping[str, Tensor], device: torch.device) -> Mapping[str, Tensor]:
+    """The same tensors at a place; those that are there already are not copied."""
+    if device == CPU:
+        return tensors
+    waits = device.type not in _PINNED
+    return {name: t.to(device, non_blocking=not waits) for name, t in tensors.items()}
+
+
+def home(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The same tensors on the CPU, detached if they were elsewhere; complete when this returns."""
+    away = [tensor for tensor in tensors.values() if tensor.device != CPU]
+    if not away:
+        return tensors
+    found = {name: _landing(tensor) for name, tensor in tensors.items()}
+    for device in {tensor.device for tensor in away if tensor.device.type in _PINNED}:
+        finish(device)
+    return found
+
+
+def finish(device: torch.device) -> None:
+    """Wait until all that was begun there is done; work that is timed ends with this."""
+    if device != CPU:
+        module = torch.get_device_module(device.type)
+        module.synchronize() if device.type == "mps" else module.synchronize(device)
+
+
+def one_thread(device: torch.device) -> AbstractContextManager[Any]:
+    """Have backward passes run in the thread that calls them, as on a CPU.
+
+    Otherwise autograd runs those of an accelerator in a thread of its own, which knows nothing of
+    what the calling one set up: deferred gradients, recomputation, hooks.
+    """
+    return nullcontext() if device == CPU else torch.autograd.set_multithreading_enabled(False)
+
+
+def free_bytes(device: torch.device) -> int:
+    """What a new program could take of the memory there."""
+    if device == CPU:
+        return available_memory_bytes()
+    module = torch.get_device_module(device.type)
+    if device.type == "mps":
+        return int(module.recommended_max_memory() - module.driver_allocated_memory())
+    return int(module.mem_get_info(device)[0])
+
+
+class AllocatorPeak:
+    """The most that an accelerator's allocator had out, temporaries included, from the making on.
+
+    Whatever runs there at the same time counts, too. `own_bytes` were out before.
+    """
+
+    def __init__(self, device: torch.device, own_bytes: int) -> None:
+        self._device = device
+        self._module: Any = None
+        if device != CPU and hasattr(torch.get_device_module(device.type), "max_memory_allocated"):
+            self._module = torch.get_device_module(device.type)
+            self._module.reset_peak_memory_stats(device)
+            self._others = self._module.memory_allocated(device) - own_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """So far; 0 on a CPU, and where the allocator keeps no peak (Metal)."""
+        if self._module is None:
+            return 0
+        return int(self._module.max_memory_allocated(self._device) - self._others)
+
+
+def describe(device: torch.device) -> str:
+    """The device with what it can do, for people: its name and the version that code is for."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"{device} ({torch.cuda.get_device_name(device)}, sm_{major}{minor})"
+    if device.type == "xpu":
+        return f"{device} ({torch.xpu.get_device_name(device)})"
+    return str(device)
+
+
+def torch_build() -> str:
+    """The installed torch and what it was built for."""
+    version = torch.version
+    kinds = {"CUDA": version.cuda, "ROCm": version.hip, "XPU": getattr(version, "xpu", None)}
+    built = [f"{name} {number}" for name, number in kinds.items() if number]
+    return f"{torch.__version__.partition('+')[0]} ({', '.join(built) or 'CPU'})"
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """`cuda` is `cuda:0`, as tensors call it."""
+    return device if device == CPU else torch.device(device.type, device.index or 0)
+
+
+def _fault(device: torch.device, *, warns: bool = False) -> str:
+    """What one product there raises, "" if nothing: drivers and builds may not fit each other."""
+    try:
+        ones = torch.ones(8, 8, device=device)
+        found = float((ones @ ones).sum())
+        return "" if found == 8**3 else f"8 x 8 ones times themselves sum up to {found:g}"
+    except RuntimeError as error:
+        why = str(error).partition("\n")[0]
+        if warns:
+            _log.warning("%s does not compute, so the CPU does: %s", device, why)
+        return why
+
+
+def _prepared(device: torch.device) -> torch.device:
+    """Products in single precision are those of single precision, not TF32's."""
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
+    return device
+
+
+def _held(part: nn.Module) -> Iterator[dict[str, Any]]:
+    """The parameters and the buffers of every module, whatever a part calls its own."""
+    for module in part.modules():
+        yield module._parameters
+        yield module._buffers
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    held = tensor.detach()
+    alike = tuple(slice(0, 1 if stride == 0 else None) for stride in held.stride())
+    there = held[alike].to(device).expand(held.shape)  # what takes no memory here takes none there
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(there, requires_grad=tensor.requires_grad)
+    return there
+
+
+def _landing(tensor: Tensor) -> Tensor:
+    """A copy on the CPU; of some kinds it may still be under way."""
+    if tensor.device.type not in _PINNED:
+        return tensor.detach().to(CPU)
+    pages = torch.empty_like(tensor, device=CPU, pin_memory=True, requires_grad=False)
+    return pages.copy_(tensor.detach(), non_blocking=True)

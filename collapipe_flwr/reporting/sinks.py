@@ -1,0 +1,222 @@
+"""Where the numbers of a run can go besides its folder: one class for each tool.
+
+A sink is opened with the first round that it is to hold, and told which run it is: a run that is
+resumed, or a tool that was away, is opened again and goes on where it was. Each is used by one
+thread. What the libraries raise is passed on as it is; `feeding` sees to it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from collapipe_flwr.config.schema import METRICS_ADDRESS
+from collapipe_flwr.core.errors import ConfigError, require
+from collapipe_flwr.host.metrics_server import MetricsServer
+from collapipe_flwr.reporting.scalars import Scalar
+
+PROJECT = "collapipe"  # in W&B, and as experiment in MLflow, unless the environment names another
+_ROUND = "run/round"  # in MLflow: the last round that is whole there
+_MOST_METRICS, _MOST_PARAMETERS, _LONGEST_PARAMETER = 1000, 100, 6000  # of MLflow
+_NOT_IN_MLFLOW = re.compile(r"[^\w\-. /]")
+_NOT_IN_PROMETHEUS = re.compile(r"\W")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedRun:
+    """What a sink is told of a run: its folder, by which id it is known again, its settings."""
+
+    folder: Path
+    run_id: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    metrics_address: str = METRICS_ADDRESS  # where Prometheus finds it
+
+    @property
+    def name(self) -> str:
+        """How people call it."""
+        return self.folder.name
+
+
+class Sink(Protocol):
+    """An open way to a tool."""
+
+    def write(self, step: int, values: Sequence[Scalar]) -> None:
+        """Keep the numbers of a round; they are there when it returns."""
+
+    def close(self, status: str, artefacts: Iterable[Path]) -> None:
+        """The run has ended, "completed" or otherwise, and left files."""
+
+
+class TensorBoard:
+    """Event files in ``FOLDER/tensorboard``, by torch's own writer."""
+
+    def __init__(self, run: WatchedRun, first: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._settings = run.settings
+        # Rounds from `first` on that an earlier process wrote count no more.
+        self._writer = SummaryWriter(run.folder / "tensorboard", purge_step=first)
+
+    def write(self, step: int, values: Sequence[Scalar]) -> None:
+        if self._settings:
+            self._write_settings({v.path: 0 for v in values if not v.labels})
+        for value in values:
+            self._writer.add_scalar(value.path, value.value, step)
+        self._writer.flush()
+
+    def close(self, status: str, artefacts: Iterable[Path]) -> None:
+        del status, artefacts
+        self._writer.close()
+
+    def _write_settings(self, metrics: dict[str, int]) -> None:
+        """For the tab HPARAMS; `add_hparams` would make another run of it."""
+        from torch.utils.tensorboard.summary import hparams
+
+        for summary in hparams(dict(self._settings), metrics):
+            self._writer.file_writer.add_summary(summary)
+        self._settings = {}
+
+
+class WeightsAndBiases:
+    """A run of W&B in ``FOLDER/wandb``; it stays there unless the environment says otherwise."""
+
+    def __init__(self, run: WatchedRun, first: int) -> None:
+        import wandb
+
+        del first
+        self._run = wandb.init(
+            mode=os.environ.get("WANDB_MODE", "offline"),
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            dir=run.folder,
+            id=run.run_id,
+            name=run.name,
+            resume="allow",
+            config=dict(run.settings),
+            settings=wandb.Settings(silent=True, console="off", save_code=False),
+        )
+
+    def write(self, step: int, values: Sequence[Scalar]) -> None:
+        self._run.log({value.path: value.value for value in values}, step=step)
+
+    def close(self, status: str, artefacts: Iterable[Path]) -> None:
+        for path in artefacts:
+            self._run.save(path, base_path=path.parent, policy="now")
+        self._run.finish(exit_code=0 if status == "completed" else 1)
+
+
+class MLflow:
+    """A run in ``mlflow.db`` beside the folder, or on the server that the environment names."""
+
+    def __init__(self, run: WatchedRun, first: int) -> None:
+        from mlflow import MlflowClient
+
+        del first
+        store = run.folder.parent
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{store / 'mlflow.db'}"
+        self._client = MlflowClient(uri)
+        known = self._known(run, None if "MLFLOW_TRACKING_URI" in os.environ else store)
+        self._id = known.info.run_id
+        self._client.update_run(self._id, status="RUNNING")
+        self._last = int(known.data.metrics.get(_ROUND, -1))
+        self._write_settings({k: v for k, v in run.settings.items() if k not in known.data.params})
+
+    def _known(self, run: WatchedRun, store: Path | None) -> Any:
+        """The run under its id, made where there is none yet."""
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        found = self._client.get_experiment_by_name(name)
+        place = None if store is None else (store / "mlflow-artefacts").as_uri()
+        experiment = found.experiment_id if found else self._client.create_experiment(name, place)
+        tag = "collapipe.run-id"
+        before = self._client.search_runs([experiment], f"tags.`{tag}` = '{run.run_id}'")
+        return (
+            before[0]
+            if before
+            else self._client.create_run(experiment, tags={tag: run.run_id}, run_name=run.name)
+        )
+
+    def _write_settings(self, settings: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        params = [Param(key, str(value)[:_LONGEST_PARAMETER]) for key, value in settings.items()]
+        for begin in range(0, len(params), _MOST_PARAMETERS):
+            self._client.log_batch(self._id, params=params[begin : begin + _MOST_PARAMETERS])
+
+    def write(self, step: int, values: Sequence[Scalar]) -> None:
+        from mlflow.entities import Metric
+
+        if step <= self._last:  # an earlier process wrote it, and was to train it again
+            return
+        now_ms = int(1000 * time.time())
+        named = {_NOT_IN_MLFLOW.sub("_", value.path): value.value for value in values}
+        metrics = [Metric(name, value, now_ms, step) for name, value in named.items()]
+        metrics.append(Metric(_ROUND, float(step), now_ms, step))
+        for begin in range(0, len(metrics), _MOST_METRICS):
+            self._client.log_batch(self._id, metrics=metrics[begin : begin + _MOST_METRICS])
+
+    def close(self, status: str, artefacts: Iterable[Path]) -> None:
+        for path in artefacts:
+            self._client.log_artifact(self._id, str(path))
+        self._client.set_terminated(self._id, "FINISHED" if status == "completed" else "FAILED")
+
+
+class Prometheus:
+    """The last round, for as long as the run lasts, to whoever scrapes its address."""
+
+    def __init__(self, run: WatchedRun, first: int) -> None:
+        self._run, self._round = run, first
+        self._values: tuple[Scalar, ...] = ()
+        self._server = MetricsServer(run.metrics_address, self)
+        self.address = self._server.address
+
+    def write(self, step: int, values: Sequence[Scalar]) -> None:
+        self._round, self._values = step, tuple(values)
+
+    def close(self, status: str, artefacts: Iterable[Path]) -> None:
+        del status, artefacts
+        self._server.close()
+
+    def collect(self) -> Iterator[Any]:
+        """What prometheus_client asks for at every scrape."""
+        from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
+
+        known = {"name": self._run.name, "id": self._run.run_id}
+        yield InfoMetricFamily("collapipe_run", "The run that this is.", known)
+        yield GaugeMetricFamily("collapipe_round", "The last round that ended.", self._round)
+        families: dict[str, Any] = {}
+        for value in self._values:
+            name = "collapipe_" + _NOT_IN_PROMETHEUS.sub("_", value.name)
+            if name not in families:
+                words = f"{value.name} of the last round."
+                families[name] = GaugeMetricFamily(name, words, labels=tuple(value.labels))
+            families[name].add_metric(tuple(value.labels.values()), value.value)
+        yield from families.values()
+
+
+@dataclass(frozen=True, slots=True)
+class SinkKind:
+    """A sink by name: its class, and the package and extra that it needs."""
+
+    make: Callable[[WatchedRun, int], Sink]
+    module: str
+    extra: str
+
+
+KINDS = {
+    "tensorboard": SinkKind(TensorBoard, "tensorboard", "tensorboard"),
+    "wandb": SinkKind(WeightsAndBiases, "wandb", "wandb"),
+    "mlflow": SinkKind(MLflow, "mlflow", "mlflow"),
+    "prometheus": SinkKind(Prometheus, "prometheus_client", "prometheus"),
+}
+
+
+def check_sinks(names: Iterable[str]) -> None:
+    """Raise ConfigError for a sink that there is none of, or whose package is not installed."""
+    for name in names:
+        if name not in KINDS:
+            raise ConfigError(f"no sink is called {name!r}; there are {', '.join(KINDS)}")
+        require(KINDS[name].module, KINDS[name].extra)
