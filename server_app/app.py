@@ -51,7 +51,6 @@ from collapipe_flwr.reporting.console import RoundPrinter
 from collapipe_flwr.reporting.events import RunStory
 from collapipe_flwr.reporting.log_lines import print_line
 from collapipe_flwr.reporting.progress import ProgressFile
-from collapipe_flwr.reporting.report.page import closing_report
 from collapipe_flwr.reporting.run_directory import RunDirectory
 from collapipe_flwr.reporting.run_lock import writing
 from collapipe_flwr.reporting.sinks import check_sinks
@@ -107,9 +106,6 @@ def _run(grid: Grid, config: AppConfig, progress: ProgressFile, printer: RoundPr
         except BaseException as error:
             recorder.fail(str(error) or type(error).__name__)
             raise
-        finally:
-            progress.enter("writing the report")
-            log.info("%s", closing_report(folder.directory.path))
 
 
 @contextmanager

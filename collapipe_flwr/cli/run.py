@@ -26,7 +26,9 @@ OutputDir = Annotated[Path, typer.Option(help="Folder for run directories.")]
 Clusters = Annotated[
     list[Path] | None,
     typer.Option(
-        "--cluster", help="Train on the boards of this cluster file; one for each cluster."
+        "--cluster",
+        help="Train on the boards of this cluster file, from here and without Flower's simulation; "
+        "one for each cluster.",
     ),
 ]
 Resume = Annotated[

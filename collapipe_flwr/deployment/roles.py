@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from shlex import quote
 
+from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.deployment.inventory import (
     CONTROL_UNIT,
     DEVICE,
@@ -99,7 +101,7 @@ def _programs(machine: Machine) -> Iterator[Step]:
             f"ln -sfn {quote(access.environment)} {OPT}/venv",
         )
         return
-    python = quote(access.python)
+    python = quote(access.python or "python3")
     yield Step(
         name="python",
         test=f"{python} -c 'import sys; sys.exit(sys.version_info < (3, 11))'",
@@ -118,13 +120,16 @@ def _wheel(machine: Machine) -> Step:
     """pip runs again, in the same environment, if it was interrupted or the wheel differs."""
     access, name = machine.access, Path(machine.access.wheel).name
     wheel = Path(access.wheel).read_bytes()
-    constraints = Path(access.constraints).read_bytes() if access.constraints else b""
+    constraints = _constraints(Path(access.constraints)).encode() if access.constraints else b""
     extras = "[flower,data,metrics]" if machine.with_flower else ""
-    said = (wheel, constraints, extras.encode(), access.index.encode(), access.python.encode())
+    indexes = [
+        *(("--index-url", access.index) if access.index else ()),
+        *(("--extra-index-url", access.extra_index) if access.extra_index else ()),
+    ]
+    options = shlex.join([*indexes, *(("-c", "constraints.txt") if constraints else ())])
+    said = (wheel, constraints, extras.encode(), options.encode(), access.python.encode())
     mark = hashlib.sha256(b"\0".join(said)).hexdigest()
     pip = f"{OPT}/venv/bin/pip --disable-pip-version-check install --quiet"
-    index = f" --index-url {quote(access.index)}" if access.index else ""
-    limits = " -c constraints.txt" if constraints else ""
     return Step(
         name="environment",
         test=f'[ "$(cat {OPT}/installed)" = {mark} ] && {OPT}/venv/bin/collapipe --version',
@@ -136,13 +141,26 @@ cd {OPT}/wheel
 {_base64(constraints, "constraints.txt")}
 {OPT}/venv/bin/pip --version || {{
   rm -rf {OPT}/venv
-  {quote(access.python)} -m venv {OPT}/venv
+  {quote(access.python or "python3")} -m venv {OPT}/venv
 }}
-{pip}{index}{limits} {quote(f"./{name}{extras}")}
+{pip} {options} {quote(f"./{name}{extras}")}
 {pip} --no-deps --force-reinstall {quote(f"./{name}")}
 {OPT}/venv/bin/collapipe --version
 echo {mark} > {OPT}/installed""",
     )
+
+
+def _constraints(path: Path) -> str:
+    """A file of constraints with those that it includes, as one text; raises ConfigError."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(f"constraints {path} cannot be read: {error.strerror}") from error
+    texts = (
+        _constraints(path.parent / line[3:].strip()) if line.startswith("-c ") else line
+        for line in lines
+    )
+    return "\n".join(texts) + "\n"
 
 
 def founding(inventory: Inventory) -> Iterator[Step]:

@@ -1,4 +1,4 @@
-"""Run an app through ``flwr run . --stream`` on a SuperLink of its own.
+"""Run an app through ``flwr run . --stream`` on a SuperLink of its own, or on real clusters.
 
 ``flwr run`` keeps one detached local SuperLink per port and reuses whichever answers there, with
 the environment and working directory of its first launcher; and with ``--stream`` it exits with 0
@@ -20,7 +20,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -29,7 +29,6 @@ from collapipe_flwr.config.overrides import write_overrides
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.core.keys import Value
 from collapipe_flwr.core.processes import keeping
-from collapipe_flwr.federation.node_keys import lent_clusters
 from collapipe_flwr.reporting.run_directory import LOG
 
 _START_S = 60.0
@@ -41,7 +40,10 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What to run: an app folder, overrides of its run-config, where results go."""
+    """What to run: an app folder, overrides of its run-config, where results go.
+
+    ``clusters`` are files of real ones, on which it runs without Flower's simulation.
+    """
 
     app: Path
     output_dir: Path
@@ -67,14 +69,14 @@ def run_app(launch: Launch, look: Callable[[], None]) -> None:
     Raises RunError when the SuperLink does not start.
     """
     with tempfile.TemporaryDirectory(prefix="collapipe-flwr-home-") as home:
-        env = {**private_environment(Path(home)), **lent_clusters(launch.clusters)}
+        env = private_environment(Path(home))
         config = Path(home) / "run-config.toml"
         where = {"output-dir": str(launch.output_dir), "run-name": launch.run_name}
         write_overrides({**launch.run_config, **where}, config)
         with (
             launch.log.open("ab") as log,
-            private_superlink(launch.app, env),
-            _started(_flwr_run(launch, config), launch.app, env, log) as process,
+            nullcontext() if launch.clusters else private_superlink(launch.app, env),
+            _started(_command(launch, config), launch.app, env, log) as process,
         ):
             while process.poll() is None:
                 look()
@@ -92,6 +94,14 @@ def first_error(log: Path, start: int = 0) -> str | None:
             if plain.startswith("ERROR"):
                 return plain.partition(":")[2].strip()
     return None
+
+
+def _command(launch: Launch, config: Path) -> list[str]:
+    """What ends with the run: Flower's own command, or the run itself on real clusters."""
+    if not launch.clusters:
+        return _flwr_run(launch, config)
+    here = [sys.executable, "-m", "collapipe_flwr.federation.local_run", str(config)]
+    return [*here, *map(str, launch.clusters)]
 
 
 def _flwr_run(launch: Launch, config: Path) -> list[str]:

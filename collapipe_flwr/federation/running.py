@@ -27,10 +27,9 @@ from collapipe_flwr.core.durable import make_folder
 from collapipe_flwr.core.errors import ConfigError, RunError, require, wrong_input
 from collapipe_flwr.federation.launcher import Launch, first_error, run_app
 from collapipe_flwr.reporting.following import Follower
-from collapipe_flwr.reporting.report.page import closing_report
+from collapipe_flwr.reporting.report.page import closing_report, has_report
 from collapipe_flwr.reporting.run_directory import (
     RunDirectory,
-    events_bytes,
     newest_checkpoint,
     read_summary,
     resumed_config,
@@ -39,8 +38,6 @@ from collapipe_flwr.reporting.run_directory import (
 )
 from collapipe_flwr.reporting.run_lock import INTERRUPTED, RUNNING
 from collapipe_flwr.reporting.screen import Screen
-
-_HASTY_BYTES = 50_000_000  # of events, which take about a second to read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +122,8 @@ class Attempt:
         for a missing extra, and SystemExit where the other process refused and said why.
         """
         with wrong_input():
-            require("ray", "simulation")
+            if not self._order.clusters:
+                require("ray", "simulation")
         command = [sys.executable, "-m", "collapipe_flwr.cli.child", "check-config"]
         with (
             self._screen.phase("checking run-config, data, model and plan"),
@@ -174,7 +172,8 @@ class Attempt:
         reason: str | None = None
         self._began = True
         try:
-            with self._screen.phase("starting Flower: SuperLink, Ray and the apps"):
+            engine = "starting Flower: SuperLink, Ray and the apps"
+            with self._screen.phase("starting the apps" if self._order.clusters else engine):
                 run_app(self._launch, follower.look)
         except SystemExit:
             self._close("stopped", "stopped by a signal")
@@ -221,13 +220,10 @@ class Attempt:
 
     def _report(self, *, hasty: bool = False) -> None:
         """See that the run has its report, and say where; not for long where somebody waits."""
-        if not self._wrote:
-            return
-        name = shown(self.run_dir)
-        if hasty and events_bytes(self.run_dir) > _HASTY_BYTES:
-            self._screen.say(f"no report yet: `collapipe report {name}` makes it")
-            return
-        self._screen.say(closing_report(self.run_dir, name))
+        told = self._screen.verbose and has_report(self.run_dir)  # by the log
+        if self._wrote and not told:
+            name = shown(self.run_dir)
+            self._screen.say(closing_report(self.run_dir, name, hasty=hasty))
 
     def _failure(self, why: str) -> str:
         why = why.rstrip(".")

@@ -20,7 +20,7 @@ from collapipe_flwr.config.schema import EdgeConfig
 from collapipe_flwr.core.compute import AUTO
 from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.federation.node_keys import CLUSTER_KEY, STATE_KEY, lent_cluster
+from collapipe_flwr.federation.node_keys import CLUSTER_KEY, STATE_KEY
 from collapipe_flwr.federation.node_state import NodeState, state_folder
 from collapipe_flwr.federation.records import SplitTask, read_progress
 from collapipe_flwr.models.any_splitter import AnySplitter
@@ -125,7 +125,7 @@ class Site:
 
 def cluster_file(node_config: Mapping[str, object]) -> ClusterConfig | None:
     """The cluster named by ``--node-config "cluster='FILE' ..."``; None for a simulated one."""
-    path = node_config.get(CLUSTER_KEY) or lent_cluster(node_config)
+    path = node_config.get(CLUSTER_KEY, "")
     if not isinstance(path, str):
         raise ConfigError(f"node-config cluster must be the path of a file, got {path!r}")
     return _read(Path(path), _changed(Path(path))) if path else None

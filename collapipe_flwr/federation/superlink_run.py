@@ -12,14 +12,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from collapipe_flwr.core.errors import ConfigError, ProtocolError, RunError
+from collapipe_flwr.core.errors import ConfigError, ProtocolError, require
 from collapipe_flwr.core.processes import keeping
 from collapipe_flwr.reporting.log_lines import LogLine, replay
-from collapipe_flwr.reporting.run_directory import RunDirectory, read_summary_head
+from collapipe_flwr.reporting.run_directory import RunDirectory, read_config, read_summary_head
 from collapipe_flwr.reporting.run_lock import writing
 
 _ASK_S = 30.0
@@ -43,7 +43,7 @@ class SuperLinkRun:
             raise ConfigError(f"--superlink {name}: there is no run yet")
         self.run_id = str(runs[0]["run-id"])
         self._directory = RunDirectory(folder / f"run-{self.run_id}")
-        self._directory.write_config({})
+        self._lock = ExitStack()  # says that somebody writes it
         self._process: subprocess.Popen[str] | None = None
 
     @property
@@ -56,15 +56,15 @@ class SuperLinkRun:
         """Follow the log while the body runs."""
         stop = threading.Event()
         thread = threading.Thread(target=self._follow, args=(stop,), name="flwr log", daemon=True)
-        with writing(self.run_dir):
-            thread.start()
-            try:
-                yield
-            finally:
-                stop.set()
-                if self._process is not None and self._process.stdin is not None:
-                    self._process.stdin.close()  # which ends it
-                thread.join(_PATIENCE_S + _ASK_S)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            if self._process is not None and self._process.stdin is not None:
+                self._process.stdin.close()  # which ends it
+            thread.join(_PATIENCE_S + _ASK_S)
+            self._lock.close()
 
     def _follow(self, stop: threading.Event) -> None:
         """Read the log to the end of the run, again from its start where the SuperLink was away."""
@@ -103,8 +103,11 @@ class SuperLinkRun:
             line = LogLine.of_text(text)
         except ProtocolError:
             return  # the next one is whole again, and a summary follows each round
-        if line is not None:
-            replay(line, self._directory)
+        if line is None or (line.kind == "config" and read_config(self.run_dir) is not None):
+            return
+        replay(line, self._directory)
+        if line.kind == "config":
+            self._lock.enter_context(writing(self.run_dir))
 
     def _close(self, run: dict[str, Any]) -> None:
         """Say how it ended where it could not say so itself."""
@@ -135,7 +138,5 @@ class SuperLinkRun:
 
 
 def _flwr() -> str:
-    path = Path(sys.executable).with_name("flwr")
-    if not path.exists():
-        raise RunError(f"flwr is not installed beside {sys.executable}: run `pip install flwr`")
-    return str(path)
+    require("flwr", "flower")
+    return str(Path(sys.executable).with_name("flwr"))

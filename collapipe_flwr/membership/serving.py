@@ -40,9 +40,7 @@ def serve(registry: Registry, settings: ServeSettings, say: Callable[[str], obje
     config = next(iter(registry.clusters().values()), None) or registry.cluster()
     listen = settings.listen or config.control_unit.address
     with stopping() as stop, ExitStack() as stack:
-        joining = JoiningService(
-            registry, listen, cluster_id=config.id, on_joined=lambda name: say(f"{name} joined")
-        )
+        joining = JoiningService(registry, listen, on_joined=lambda name: say(f"{name} joined"))
         edge = stack.enter_context(_edge(registry, settings)) if settings.edge else None
         stack.enter_context(joining)
         if settings.announce:

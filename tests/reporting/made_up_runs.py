@@ -98,7 +98,7 @@ class MadeUpRun:
         energy = {k: v for outcome in outcomes.values() for k, v in outcome.energy_j.items()}
         for name, spent in energy.items():
             budget = self.story.energy_budget_j[name]
-            self._queues[name] = max(0.0, self._queues[name] + spent - budget)
+            self._queues[name] += spent - budget  # below 0: saved
         latency_s = max(outcome.latency_s for outcome in outcomes.values())
         predicted_s = max(plan.latency_s for plan in plans)
         plan = Plan(

@@ -4,7 +4,7 @@ const QUEUE_FULL = 5; // budgets of a round
 const OPEN_AT_MOST = 4; // clusters that are open from the start
 const naturally = new Intl.Collator("en", { numeric: true }).compare;
 
-const queueOf = (device) => (device.budget_j ? (device.queue_j || 0) / device.budget_j : 0);
+const queueOf = (device) => Math.max(0, device.budget_j ? (device.queue_j || 0) / device.budget_j : 0);
 const longestQueue = (cluster) => Math.max(0, ...everyDevice(cluster).map(queueOf));
 const everyDevice = (cluster) => [...cluster.stages.flatMap((stage) => stage.devices), ...cluster.idle];
 
@@ -52,8 +52,8 @@ class Card {
     this.stale = false;
     this.root.classList.toggle("lost", data.lost);
     setText(this.alarm, data.lost ? "no result" : "");
-    setText(this.rate, known(data.per_s) ? `${digits(data.per_s)} micro-batches/s` : "");
-    setText(this.took, known(data.latency_s) ? `${data.measured ? "" : "simulated "}${seconds(data.latency_s)}` : "");
+    setText(this.rate, known(data.per_s) ? `${digits(data.per_s)} micro-batches/s${data.measured ? "" : " simulated"}` : "");
+    setText(this.took, known(data.latency_s) ? seconds(data.latency_s) : "");
     const shape = shapeOf(data);
     if (shape !== this.shape) {
       this.shape = shape;
@@ -212,5 +212,6 @@ const busyText = (device) => (known(device.share) ? `busy ${digits(100 * device.
 
 function queueText(device) {
   if (!known(device.queue_j)) return "";
+  if (device.queue_j < 0) return `saved ${joules(-device.queue_j)}`;
   return device.queue_j === 0 ? "queue empty" : `queue ${joules(device.queue_j)}`;
 }
