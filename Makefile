@@ -3,8 +3,10 @@
 # make check         what a change must pass, and CI runs: formatting, lint, types, import contracts,
 #                    the tests, the deployment
 # make static        formatting, lint, types and import contracts alone
-# make test-cluster  docs/deploy.md carried out on this machine: SuperLink, SuperNodes, devices, edge, failures
+# make test-cluster  docs/deploy.md and its sister pages carried out on this machine: installation, services, failures
 # make test-slow     failure matrices and laws over real daemons; tens of minutes
+# make test-arm      a device of another processor: an arm64 Debian under qemu beside this machine
+# make test-oldest   the tests, or TESTS="tests/laws ...", with the oldest torch that is supported
 # make test-kernels  the tests with plain instead of vectorised CPU kernels, as on another processor
 # make docs          the documentation site into site/; a warning is an error
 PYTHON ?= python3
@@ -14,9 +16,13 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; print(2 * (os.cpu_count() or 1))')
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
-FAST := $(PYTEST) --numprocesses $(WORKERS) --dist worksteal -m "not slow and not cluster"
+PYTEST_FAST := -m pytest --numprocesses $(WORKERS) --dist worksteal -m "not slow and not cluster and not arm"
+FAST := $(BIN)/python $(PYTEST_FAST)
+# An environment of its own, with the lower end of the range of pyproject.toml; CI installs torch before.
+OLDEST := $(VENV)-oldest
+OLDEST_TORCH := torch==2.9.1
 
-.PHONY: demo test docs check static test-cluster test-slow test-kernels clean
+.PHONY: demo test docs check static test-cluster test-slow test-arm test-oldest test-kernels clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/collapipe run . --federation-config sim.toml
@@ -40,6 +46,14 @@ test-cluster: $(VENV)/.test
 test-slow: $(VENV)/.test
 	$(PYTEST) -m slow
 
+test-arm: $(VENV)/.test
+	@PATH=$(BIN):$$PATH $(BIN)/python -m tests.arm.root
+	PATH=$(BIN):$$PATH $(PYTEST) -m arm -rP
+
+# torch 2.9 warns where it traces a mixture of experts on shapes alone.
+test-oldest: $(OLDEST)/.test
+	$(OLDEST)/bin/python $(PYTEST_FAST) -W "ignore:Accessing the data pointer:UserWarning" $(TESTS)
+
 test-kernels: $(VENV)/.test
 	ATEN_CPU_CAPABILITY=default $(FAST)
 
@@ -58,13 +72,19 @@ $(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e '.[test]'
 	@touch $@ $(VENV)/.demo
 
+$(OLDEST)/.test: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OLDEST)
+	grep -v '^torch==' constraints.txt > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OLDEST)/constraints.txt $(OLDEST_TORCH) -e '.[test]'
+	@touch $@
+
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e '.[dev]'
 	@touch $@ $(VENV)/.test $(VENV)/.demo
 
 $(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e '.[docs]'
-	@touch $@ $(VENV)/.demo
+	@touch $@
 
 clean:
-	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) site .pytest_cache .mypy_cache .ruff_cache

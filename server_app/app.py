@@ -21,13 +21,19 @@ from collapipe_flwr.core.errors import (
     RunError,
     unexpected_as_run_error,
 )
+from collapipe_flwr.core.versions import installed_versions
 from collapipe_flwr.federation.arrays import encode_tensors
 from collapipe_flwr.federation.deadline import DeadlineGrid, RoundClock
 from collapipe_flwr.federation.learner import Evaluator, Learner, drawn_sentence, make_learner
 from collapipe_flwr.federation.members import Members, discover_clusters
 from collapipe_flwr.federation.planner import ScheduledRounds
 from collapipe_flwr.federation.polling import polling
-from collapipe_flwr.federation.recorder import RunFolder, RunRecorder, open_run
+from collapipe_flwr.federation.recorder import (
+    RunFolder,
+    RunRecorder,
+    open_run,
+    prepared_folder,
+)
 from collapipe_flwr.federation.records import task_config
 from collapipe_flwr.federation.resuming import Checkpointed
 from collapipe_flwr.federation.run_strategy import (
@@ -43,7 +49,10 @@ from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.pipeline.compute import resolve
 from collapipe_flwr.reporting.console import RoundPrinter
 from collapipe_flwr.reporting.events import RunStory
+from collapipe_flwr.reporting.log_lines import print_line
+from collapipe_flwr.reporting.progress import ProgressFile
 from collapipe_flwr.reporting.run_directory import RunDirectory
+from collapipe_flwr.reporting.run_lock import writing
 from collapipe_flwr.reporting.sinks import check_sinks
 
 log = logging.getLogger("flwr.collapipe")
@@ -63,23 +72,40 @@ def main(grid: Grid, context: Context) -> None:
 
 def run(grid: Grid, config: AppConfig) -> None:
     """Everything is checked before the run directory is made."""
+    printer, rounds = RoundPrinter(config.run.num_server_rounds), config.run.num_server_rounds
+    progress = ProgressFile(prepared_folder(config), rounds=rounds, say=printer.say)
+    with progress.watching():
+        _run(grid, config, progress, printer)
+
+
+def _run(grid: Grid, config: AppConfig, progress: ProgressFile, printer: RoundPrinter) -> None:
+    progress.enter("reading the data and the model")
     torch.set_num_threads(config.train.threads)  # the edge sums as the clusters do
     make_strategy(config)  # refuses wrong arguments
     check_sinks(config.reporting.sinks)
     learner = make_learner(config)
     place = resolve(config.train.compute, "train.compute")
     evaluator = Evaluator(learner.splitter, learner.task, config.evaluation.batch_size, place)
+    progress.enter("waiting for the clusters")
     members, planner = _clusters(grid, config, learner)
     folder = open_run(config)
-    recorder = _recorder(config, folder, evaluator, planner, members)
-    try:
-        with _saying_how_to_resume(folder), unexpected_as_run_error():
-            _train(members, config, learner, planner, recorder, folder)
-            _save_model(folder.directory, learner, recorder)
-            recorder.finish()
-    except BaseException as error:
-        recorder.fail(str(error) or type(error).__name__)
-        raise
+    if config.reporting.log_lines:
+        folder.directory.tell = print_line
+        print_line("config", flatten(config))
+    progress.folder = folder.directory.path
+    if planner is not None:
+        progress.simulated = not any(cluster.real_links for cluster in planner.world.clusters)
+    with writing(folder.directory.path):
+        recorder = _recorder(config, folder, evaluator, planner, members, printer, progress)
+        try:
+            with _saying_how_to_resume(folder), unexpected_as_run_error():
+                _train(members, config, learner, planner, recorder, folder)
+                progress.enter("saving the model")
+                _save_model(folder.directory, learner, recorder)
+                recorder.finish()
+        except BaseException as error:
+            recorder.fail(str(error) or type(error).__name__)
+            raise
 
 
 @contextmanager
@@ -128,14 +154,18 @@ def _recorder(
     evaluator: Evaluator,
     planner: ScheduledRounds | None,
     members: Members,
+    printer: RoundPrinter,
+    progress: ProgressFile,
 ) -> RunRecorder:
-    return RunRecorder(
+    recorder = RunRecorder(
         folder.directory,
-        RoundPrinter(config.run.num_server_rounds),
+        printer,
         evaluator,
         story=RunStory(
             metric_name=evaluator.task.metric_name,
             energy_budget_j={} if planner is None else planner.energy_budget_j,
+            memory_limit_bytes={} if planner is None else planner.memory_limit_bytes,
+            versions=installed_versions(),
             rounds_asked=config.run.num_server_rounds,
         ),
         every=config.evaluation.every,
@@ -148,7 +178,10 @@ def _recorder(
             settings=flatten(config),
             metrics_address=config.reporting.metrics,
         ),
+        progress=progress,
     )
+    recorder.testing = evaluator.progress
+    return recorder
 
 
 def _train(
@@ -185,6 +218,7 @@ def _train(
             retries=config.run.round_retries,
             late=config.run.round_late,
         )
+        recorder.training = strategy.cluster_progress
     if folder.checkpoints is not None:
         strategy = Checkpointed(strategy, folder.checkpoints, members.resumable)
     told = task_config(learner.task.vocabulary.to_json(), unsplit)

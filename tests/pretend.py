@@ -102,7 +102,7 @@ class PretendTensor(Tensor):
         return _each(wrapped, found)
 
 
-class _Module(backend_registration._DummyBackendModule):
+class _Module(getattr(backend_registration, "_DummyBackendModule", object)):  # torch 2.9 has none
     """What `torch.pretend` is: how much memory is out."""
 
     def __init__(self) -> None:

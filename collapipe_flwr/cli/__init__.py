@@ -5,23 +5,23 @@ Commands import what they need when they run, so that a small board pays for not
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as version_of
-from platform import python_version
 from typing import Annotated
 
 import typer
 
 from collapipe_flwr.cli.bench import bench
 from collapipe_flwr.cli.cluster import certs, clusters
+from collapipe_flwr.cli.deploy import deploy
 from collapipe_flwr.cli.generate import generate
 from collapipe_flwr.cli.hosting import control_unit, device, edge
+from collapipe_flwr.cli.joining import join
 from collapipe_flwr.cli.profile import profile
 from collapipe_flwr.cli.report import report
 from collapipe_flwr.cli.run import check_config, compare, run
 from collapipe_flwr.cli.simulate import simulate
 from collapipe_flwr.cli.watch import watch
 from collapipe_flwr.core.errors import CollaPipeError
+from collapipe_flwr.core.versions import installed_versions
 
 app = typer.Typer(
     name="collapipe",
@@ -32,7 +32,7 @@ app = typer.Typer(
 )
 COMMANDS = (
     *(run, check_config, watch, report, compare, edge, control_unit),
-    *(generate, device, certs, profile, simulate),
+    *(generate, device, join, certs, deploy, profile, simulate),
 )
 for command in COMMANDS:
     app.command()(command)
@@ -42,20 +42,6 @@ app.command(
     add_help_option=False,
 )(bench)
 app.add_typer(clusters, name="cluster")
-
-
-def versions() -> str:
-    """This package, and those that its results depend on; found without importing them."""
-    names = ("collapipe-flwr", "flwr", "torch", "transformers", "ray", "datasets")
-    found = [f"{name} {known}" for name in names if (known := _version(name))]
-    return f"{', '.join(found)}, Python {python_version()}"
-
-
-def _version(name: str) -> str:
-    try:
-        return version_of(name)
-    except PackageNotFoundError:
-        return ""
 
 
 def run_commands(commands: typer.Typer) -> None:
@@ -69,7 +55,7 @@ def run_commands(commands: typer.Typer) -> None:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(versions())
+        typer.echo(", ".join(f"{name} {version}" for name, version in installed_versions().items()))
         raise typer.Exit
 
 

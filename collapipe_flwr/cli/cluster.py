@@ -7,12 +7,11 @@ from typing import Annotated
 
 import typer
 
-clusters = typer.Typer(help="Check a cluster of real machines.", no_args_is_help=True)
+from collapipe_flwr.cli.joining import init, remove, serve, status, token
 
-
-@clusters.callback()
-def _keep_subcommands() -> None:
-    """Check a cluster of real machines."""
+clusters = typer.Typer(help="Make, keep and check clusters of real machines.", no_args_is_help=True)
+for command in (init, serve, token, status, remove):
+    clusters.command()(command)
 
 
 @clusters.command("check")

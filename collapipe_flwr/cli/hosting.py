@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from collapipe_flwr.config.cluster_file import ClusterConfig
     from collapipe_flwr.core.links import TlsFiles
     from collapipe_flwr.host.daemon import HostSettings
+    from collapipe_flwr.host.rosters import Rosters
 
 
 Listen = Annotated[
@@ -50,6 +53,27 @@ Imports = Annotated[
     ),
 ]
 Grace = Annotated[float, typer.Option(help="Seconds that open sessions get on a stop.", min=0)]
+Metrics = Annotated[
+    str,
+    typer.Option(help="HOST:PORT, or a port on loopback, where Prometheus scrapes /metrics."),
+]
+
+
+class LogFormat(StrEnum):
+    """How a daemon logs to stderr."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+Logs = Annotated[LogFormat, typer.Option("--log-format", help="json: one object per line.")]
+
+
+def _log_as(log_format: LogFormat, name: str) -> None:
+    from collapipe_flwr.core.json_log import log_json
+
+    if log_format is LogFormat.JSON:
+        log_json(name)
 
 
 def tls_files(ca: Path | None, certificate: Path | None, key: Path | None) -> TlsFiles | None:
@@ -82,7 +106,6 @@ def _settings(
     Those are ``cluster``: files, and folders whose files count where they list this member. Raises
     ConfigError.
     """
-    from collapipe_flwr.config.access_control import access_control
     from collapipe_flwr.config.cluster_file import clusters_in, read_cluster
     from collapipe_flwr.host.daemon import HostSettings
 
@@ -91,18 +114,34 @@ def _settings(
     clusters += [c for path in paths if path.is_dir() for c in clusters_in(path, name)]
     address = next((a for c in clusters if (a := c.member(name).address)), default)
     tls = own_tls or next((c.tls_files(name) for c in clusters), None)
-    access = access_control(clusters, allow or ())
+    rosters = _rosters(name, clusters, tls, allow)
     if imports:
         sys.path.insert(0, os.getcwd())  # modules may also stand where the command is given
     return HostSettings(
         listen=listen or address,
         name=name,
         tls=tls,
-        access=access if tls and access.callers else None,  # None: whoever the CA signed
+        rosters=rosters,
         memory_bytes=int(memory_mb * 1e6),
         imports=tuple(imports or ()),
         **options,
     )
+
+
+def _rosters(
+    name: str,
+    clusters: list[ClusterConfig],
+    tls: TlsFiles | None,
+    allow: list[str] | None,
+) -> Rosters | None:
+    """Who may call; None where nobody is named, or nobody can prove a name."""
+    from collapipe_flwr.config.access_control import access_control
+    from collapipe_flwr.host.rosters import Rosters
+
+    access_control(clusters)  # refuses a name that two clusters would share
+    if tls is None or tls.ca is None or not (clusters or allow):
+        return None
+    return Rosters(name, clusters, tls.ca, allow or ())
 
 
 def device(
@@ -119,6 +158,8 @@ def device(
     threads: Threads = 0,
     imports: Imports = None,
     grace_s: Grace = 10.0,
+    metrics: Metrics = "",
+    log_format: Logs = LogFormat.TEXT,
     cache_dir: Annotated[
         Path | None, typer.Option(help="For frozen weights. Default: in the user's cache folder.")
     ] = None,
@@ -155,7 +196,9 @@ def device(
         compute=compute,
         threads=threads,
         grace_s=grace_s,
+        metrics=metrics,
     )
+    _log_as(log_format, name)
     serve(settings, passes_on=True, announce=lambda a: typer.echo(f"{name} on {a}"))
 
 
@@ -173,6 +216,8 @@ def edge(
     threads: Threads = 0,
     imports: Imports = None,
     grace_s: Grace = 10.0,
+    metrics: Metrics = "",
+    log_format: Logs = LogFormat.TEXT,
     state_dir: Annotated[
         Path | None, typer.Option(help="Keep sessions here, so that a restart goes on with them.")
     ] = None,
@@ -198,7 +243,9 @@ def edge(
         compute=compute,
         threads=threads,
         grace_s=grace_s,
+        metrics=metrics,
     )
+    _log_as(log_format, name)
     serve(settings, passes_on=False, announce=lambda a: typer.echo(f"edge server on {a}"))
 
 
@@ -219,6 +266,8 @@ def control_unit(
     grace_s: Annotated[
         float, typer.Option(help="Seconds that a round gets on a stop.", min=0)
     ] = 10.0,
+    metrics: Metrics = "",
+    log_format: Logs = LogFormat.TEXT,
 ) -> None:
     """Stay beside a SuperNode and work on its messages, until SIGTERM or Ctrl-C.
 
@@ -229,5 +278,8 @@ def control_unit(
     from collapipe_flwr.federation.local_socket import default_path
     from collapipe_flwr.federation.resident import ResidentSettings, serve
 
-    settings = ResidentSettings(path=socket or default_path(), state_dir=state_dir, grace_s=grace_s)
+    settings = ResidentSettings(
+        path=socket or default_path(), state_dir=state_dir, grace_s=grace_s, metrics=metrics
+    )
+    _log_as(log_format, "control-unit")
     serve(settings, lambda path: typer.echo(f"control unit at {path}"))

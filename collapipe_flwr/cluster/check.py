@@ -95,17 +95,22 @@ def check_cluster(
 
 
 def _control_unit(config: ClusterConfig, settings: CheckSettings) -> Measured:
+    found = measure_here(config.control_unit.name, settings)
+    return replace(found, fault=_memory_fault(config.control_unit, found.memory_bytes or 0))
+
+
+def measure_here(name: str, settings: CheckSettings) -> Measured:
+    """The speed and free memory of this machine, as a member that is called ``name``."""
     place = resolve(settings.compute, "--compute")
     found = run_benchmark(settings.block, place)
     speed, overhead_s = fitted(found, run_benchmark(settings.one_example, place))
     return Measured(
-        name=config.control_unit.name,
+        name=name,
         speed_flop_per_s=speed,
         overhead_s=overhead_s,
         memory_bytes=found.memory_bytes,
         computes=found.computes,
         torch=found.torch,
-        fault=_memory_fault(config.control_unit, found.memory_bytes),
     )
 
 

@@ -69,6 +69,7 @@ class RoundOrder:
     updates: int = 0  # optimizer steps of the round so far
     batches: int = 0  # of the whole round; 0: not known in advance
     compute: torch.device = CPU  # of all parts in this process
+    server_round: int = 0  # for the logs of devices
 
     @property
     def hops(self) -> tuple[LinkConfig, ...]:

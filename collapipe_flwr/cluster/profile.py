@@ -103,6 +103,11 @@ def profile_of(config: ClusterConfig, examples: int) -> ClusterProfile:
 
     Energy budgets depend on the model, so the server sets them.
     """
+    if not config.devices:
+        raise ConfigError(
+            f"cluster {config.id} has no device yet: let a board join, by the token that "
+            "`collapipe cluster token` prints"
+        )
     nothing = Measurements(cluster_id=config.id, members=())
     measured = read_measurements(config.measured) if config.measured else nothing
     return ClusterProfile(

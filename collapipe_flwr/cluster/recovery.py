@@ -302,7 +302,7 @@ class RecoveringRound:
         """
         noticed_s, plan = time.monotonic(), self.order.plan
         ids = [device.device_id for device in self._recovery.profile.devices]
-        missing = self._fleet.missing(ids)
+        missing = self._fleet.missing(list(dict.fromkeys((*ids, *plan.device_ids))))
         lost = tuple(name for name in plan.device_ids if name in missing)
         log.warning("cluster %s: %s", plan.cluster_id, error)
         quarantined = "" if lost else self.suspects.convict(error, plan, last=last)

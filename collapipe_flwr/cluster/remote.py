@@ -14,10 +14,9 @@ from torch import Tensor
 from collapipe_flwr.cluster.fleet import Holder, RoundOrder, Segments
 from collapipe_flwr.cluster.routes import Routes
 from collapipe_flwr.cluster.wires import CONTROL_UNIT
-from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
+from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig, read_cluster
 from collapipe_flwr.core.errors import (
     Blame,
-    ConfigError,
     FrozenWanted,
     LinkError,
     LinkTimeout,
@@ -89,9 +88,16 @@ class RemoteFleet:
     def missing(self, device_ids: Collection[str]) -> frozenset[str]:
         """See `Fleet.missing`; a device need not load its libraries to answer."""
         hasty = replace(self, deadline_s=PROBE_S, heartbeat=None)
+        listed = self._listed_now()
         with ThreadPoolExecutor(max(len(device_ids), 1), thread_name_prefix="probe") as pool:
-            answers = list(pool.map(hasty._answers, device_ids))
+            answers = list(pool.map(lambda d: d in listed and hasty._answers(d), device_ids))
         return frozenset(d for d, here in zip(device_ids, answers, strict=True) if not here)
+
+    def _listed_now(self) -> frozenset[str]:
+        """The devices of the cluster file as it is now: one may be removed within a round."""
+        path = self.cluster.path
+        cluster = read_cluster(path) if self.cluster.version and path else self.cluster
+        return frozenset(map(cluster.device_id, cluster.devices))
 
     def _answers(self, device_id: str) -> bool:
         try:
@@ -141,7 +147,7 @@ class RemoteFleet:
     def _member(self, device_id: str) -> MemberConfig:
         found = {self.cluster.device_id(member): member for member in self.cluster.devices}
         if device_id not in found:
-            raise ConfigError(
+            raise Unreachable(
                 f"the plan uses device {device_id}, which the cluster file does not list; it has "
                 f"{', '.join(sorted(found))}"
             )
@@ -244,6 +250,8 @@ def _request(
         ),
         optimizer=order.learning.optimizer,
         keep_optimizer=order.keep_optimizer,
+        run_id=order.learning.run_id,
+        server_round=order.server_round,
     )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from collapipe_flwr.config.cluster_file import ClusterConfig
+from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.core.errors import ConfigError
 
 
@@ -34,11 +34,19 @@ _USE = frozenset({"Stream", "Snapshot", "Rollback", "Report", "Timeline"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """A member as its certificate proves it; without a role it is trusted by name (`--allow`)."""
+    """A member as its certificate proves it; without a role it is trusted by name (`--allow`).
+
+    ``fingerprints`` are those of the certificates that it may show; None: any with its name.
+    """
 
     name: str
     role: Role | None = None
     clusters: frozenset[str] = frozenset()
+    fingerprints: frozenset[str] | None = None
+
+    def may_show(self, fingerprint: str) -> bool:
+        """Whether a certificate with its name is its own, by the SHA-256 of it."""
+        return self.fingerprints is None or fingerprint in self.fingerprints
 
     def may_call(self, method: str, *, on_edge: bool) -> bool:
         """Whether the role needs this method on such a host."""
@@ -79,11 +87,6 @@ class AccessControl:
 
     callers: Mapping[str, Caller]
 
-    @property
-    def control_units(self) -> frozenset[str]:
-        """Their names."""
-        return frozenset(n for n, c in self.callers.items() if c.role is Role.CONTROL_UNIT)
-
 
 def access_control(clusters: Iterable[ClusterConfig], allow: Iterable[str] = ()) -> AccessControl:
     """Everybody in these files, and whoever is allowed besides.
@@ -101,13 +104,18 @@ def access_control(clusters: Iterable[ClusterConfig], allow: Iterable[str] = ())
             (config.server, Role.SERVER),
         ]
         for member, role in members:
-            named[member.name] = _joined(named.get(member.name), member.name, role, config.id)
+            named[member.name] = _joined(named.get(member.name), member, role, config)
     return AccessControl({**callers, **named})
 
 
-def _joined(known: Caller | None, name: str, role: Role, cluster_id: str) -> Caller:
+def _joined(
+    known: Caller | None, member: MemberConfig, role: Role, config: ClusterConfig
+) -> Caller:
+    name, cluster_id = member.name, config.id
+    shown = frozenset(filter(None, [member.fingerprint])) if config.version else None
     if known is None:
-        return Caller(name=name, role=role, clusters=frozenset({cluster_id}))
+        clusters = frozenset({cluster_id})
+        return Caller(name=name, role=role, clusters=clusters, fingerprints=shown)
     shared = role in (Role.EDGE, Role.SERVER)
     if cluster_id in known.clusters:
         raise ConfigError(f"two cluster files have the id {cluster_id!r}: give each its own")
@@ -116,4 +124,10 @@ def _joined(known: Caller | None, name: str, role: Role, cluster_id: str) -> Cal
             f"{name!r} is a member of {min(known.clusters)} and of {cluster_id}: names must "
             "differ, because they are what certificates prove"
         )
-    return Caller(name=name, role=role, clusters=known.clusters | {cluster_id})
+    kept = known.fingerprints
+    return Caller(
+        name=name,
+        role=role,
+        clusters=known.clusters | {cluster_id},
+        fingerprints=None if kept is None or shown is None else kept | shown,
+    )

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,6 +39,7 @@ T = TypeVar("T")
 MEMBER_NAME = matches(
     r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", "must be a name of letters, digits, dots and dashes"
 )
+_FINGERPRINT = matches(r"([0-9a-f]{64})?", "must be a SHA-256, 64 hexadecimal digits")
 _ADDRESS = matches(r"(.+:[0-9]{1,5})?", 'must read like "10.0.0.11:50071"')
 
 
@@ -53,6 +54,7 @@ class MemberConfig:
     memory_mb: float = key(0.0, at_least(0))  # that training may use
     energy_per_gflop_j: float = key(0.0, at_least(0))
     tx_power_w: float = key(0.0, at_least(0))
+    fingerprint: str = key("", _FINGERPRINT)  # of the only certificate that it may show
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +78,11 @@ class TlsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """The whole file; ``tls`` is None where links are plain text."""
+    """The whole file; ``tls`` is None where links are plain text.
+
+    A ``version`` above 0 says that `collapipe cluster` keeps the file: then it is a roster, which
+    members replace by newer ones, and a member without a fingerprint has not joined yet.
+    """
 
     id: str
     folder: Path
@@ -87,6 +93,8 @@ class ClusterConfig:
     links: ClusterLinks = field(default_factory=ClusterLinks)
     tls: TlsConfig | None = None
     measured: Path | None = None
+    version: int = 0
+    path: Path | None = None  # where it was read
 
     @property
     def members(self) -> tuple[MemberConfig, ...]:
@@ -132,7 +140,7 @@ def read_cluster(path: Path) -> ClusterConfig:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"cluster file {path} is not TOML: {error}") from error
     try:
-        return parse_cluster(values, path.resolve().parent)
+        return replace(parse_cluster(values, path.resolve().parent), path=path)
     except ConfigError as error:
         raise ConfigError(f"cluster file {path}: {error}") from error
 
@@ -149,10 +157,11 @@ def clusters_in(folder: Path, member: str) -> list[ClusterConfig]:
 def parse_cluster(values: Mapping[str, Any], folder: Path) -> ClusterConfig:
     """A cluster from the tables of its file; raises ConfigError."""
     tables = ("control-unit", "edge", "server", "links", "tls")
-    refuse_unknown(values, {"id", "measured", "device", *tables}, "key")
-    top = _section(_Top(), "", {k: values[k] for k in ("id", "measured") if k in values})
+    plain = ("id", "measured", "version")
+    refuse_unknown(values, {*plain, "device", *tables}, "key")
+    top = _section(_Top(), "", {k: values[k] for k in plain if k in values})
     devices = values.get("device", ())
-    if not isinstance(devices, Sequence) or not devices or not isinstance(devices[0], Mapping):
+    if not _are_tables(devices) or not (devices or top.version):
         raise ConfigError("at least one [[device]] table with a name and an address is needed")
     config = ClusterConfig(
         id=top.id,
@@ -166,6 +175,7 @@ def parse_cluster(values: Mapping[str, Any], folder: Path) -> ClusterConfig:
         links=_section(ClusterLinks(), "links", values.get("links", {})),
         tls=_section(TlsConfig(), "tls", values["tls"]) if "tls" in values else None,
         measured=folder / top.measured if top.measured else None,
+        version=top.version,
     )
     _check_members(config)
     return config
@@ -175,6 +185,12 @@ def parse_cluster(values: Mapping[str, Any], folder: Path) -> ClusterConfig:
 class _Top:
     id: str = key("", MEMBER_NAME)
     measured: str = key("")
+    version: int = key(0, at_least(0))
+
+
+def _are_tables(devices: object) -> bool:
+    """Whether it can be a list of tables; what is in it is checked table by table."""
+    return isinstance(devices, Sequence) and all(isinstance(d, Mapping) for d in devices[:1])
 
 
 def _member(values: Mapping[str, Any], name: str) -> MemberConfig:

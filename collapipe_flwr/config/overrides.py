@@ -7,27 +7,38 @@ a.c=2`` keeps only ``a.c``, because each flag replaces the whole table ``a``.
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from collapipe_flwr.config.parsing import refuse_unknown
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import Value
 
+_PAIR = re.compile(r"""(\S+?)=('[^']*'|"[^"]*"|\S+)""")  # Flower's
+
 # The launcher sets these itself, to find the run again.
 _OPTIONS = {"output-dir": "output-dir", "run-name": "output-dir", "resume": "resume"}
 
 
-def read_overrides(sources: Sequence[str]) -> dict[str, Value]:
+def read_overrides(
+    sources: Sequence[str], declared: Mapping[str, Value] = MappingProxyType({})
+) -> dict[str, Value]:
     """Merge ``KEY=VALUE`` pairs and ``.toml`` files, later ones first in rank.
 
-    A value is TOML; what is none is taken as a string, so quotes are optional. Raises ConfigError.
+    A value is TOML; what is none is taken as a string, so quotes are optional. A string may hold
+    several pairs, as for `flwr run`, with keys that the app has ``declared``. Raises ConfigError.
     """
     merged: dict[str, Value] = {}
     for source in sources:
-        merged |= _read_file(Path(source)) if is_file(source) else _read_pair(source)
+        if is_file(source):
+            merged |= _read_file(Path(source))
+        else:
+            for pair in _pairs(source, declared):
+                merged |= _read_pair(pair)
     for key, option in _OPTIONS.items():
         if key in merged:
             raise ConfigError(f"--run-config {key} cannot be set here: use --{option}")
@@ -77,6 +88,20 @@ def is_file(source: str) -> bool:
 
 def _read_file(path: Path) -> dict[str, Value]:
     return _flat(read_toml(path, f"--run-config {path}"))
+
+
+def _pairs(source: str, declared: Mapping[str, Value]) -> list[str]:
+    """The pairs in a string; text with an equals sign may be the value of a single one.
+
+    So there are several only if all keys are declared, or the first one's value is no text.
+    """
+    found = list(_PAIR.finditer(source))
+    keys = [pair[1] for pair in found]
+    if len(found) < 2 or _PAIR.sub("", source).strip():
+        return [source]
+    known = all(key in declared for key in keys)
+    several = known or not isinstance(declared.get(keys[0], ""), str)
+    return [pair[0] for pair in found] if several else [source]
 
 
 def _read_pair(source: str) -> dict[str, Value]:

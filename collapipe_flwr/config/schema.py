@@ -189,6 +189,7 @@ class ReportingConfig:
     metrics: str = key(  # where the sink prometheus is scraped
         METRICS_ADDRESS, matches(r"(.+:)?\d{1,5}", f'must read like "{METRICS_ADDRESS}" or "9464"')
     )
+    log_lines: bool = key(False)  # also to the ServerApp's log: `reporting.log_lines`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,12 +19,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import BinaryIO
 
 from safetensors import SafetensorError
 
 from collapipe_flwr.core.errors import ConfigError
 
 _PARTIAL = ".partial"
+_BLOCK_BYTES = 1 << 16
 
 
 def write_file(path: Path, save: Callable[[Path], object]) -> None:
@@ -39,15 +41,41 @@ def write_text(path: Path, text: str) -> None:
     write_file(path, lambda written: written.write_text(text, encoding="utf-8"))
 
 
+def write_private(path: Path, data: bytes) -> None:
+    """Replace a file that only its owner can read, at any time."""
+
+    def save(written: Path) -> None:
+        written.touch(0o600)
+        written.write_bytes(data)
+
+    write_file(path, save)
+
+
 def append_text(path: Path, text: str) -> None:
-    """Add to the end of a file; a reader may find a part of ``text`` after a power cut."""
+    """Add lines to a file; a reader may find a part of ``text`` after a power cut.
+
+    What such a cut left of a last line goes first, so that nothing is glued to it.
+    """
     is_new = not path.exists()
-    with path.open("a", encoding="utf-8") as file:
-        file.write(text)
+    with path.open("ab+") as file:
+        _drop_torn_line(file)
+        file.write(text.encode())
         file.flush()
         os.fsync(file.fileno())
     if is_new:
         sync(path.parent)
+
+
+def _drop_torn_line(file: BinaryIO) -> None:
+    end = place = file.seek(0, os.SEEK_END)
+    found = b""
+    while place and b"\n" not in found:
+        step = min(place, _BLOCK_BYTES)
+        place = file.seek(place - step)
+        found = file.read(step)
+    whole = place + found.rfind(b"\n") + 1
+    if whole < end:
+        file.truncate(whole)
 
 
 @contextmanager

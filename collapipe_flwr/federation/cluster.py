@@ -28,6 +28,7 @@ from collapipe_flwr.cluster.loader import Batches, LoaderBatches
 from collapipe_flwr.cluster.profile import describe_cluster
 from collapipe_flwr.config.schema import EdgeConfig, WorldConfig
 from collapipe_flwr.core.compute import AUTO
+from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import RunError, unexpected_as_run_error
 from collapipe_flwr.core.imports import allow
 from collapipe_flwr.federation import records
@@ -92,9 +93,18 @@ class Cluster:
             site = self._site_of(context)
             if site is None:
                 return Message(records.write_spare(), reply_to=message)
-            examples = self._examples(context) if callable(self._examples) else self._examples
-            profile = replace(site.profile(examples), whole=bool(mods_of(self._app)))
-            return Message(records.write_profile(profile), reply_to=message)
+            return Message(records.write_profile(self._profile(site, context)), reply_to=message)
+
+    def _profile(self, site: Site, context: Context) -> ClusterProfile:
+        examples = self._examples(context) if callable(self._examples) else self._examples
+        return replace(site.profile(examples), whole=bool(mods_of(self._app)))
+
+    def _profile_now(self, context: Context) -> ClusterProfile | None:
+        """What the cluster of a file has become since the round began; None of other clusters."""
+        site = self._site_of(context)
+        if site is None or site.cluster is None or not site.cluster.devices:
+            return None
+        return self._profile(site, context)
 
     def train(
         self,
@@ -130,6 +140,7 @@ class Cluster:
             trained = asked.completed(weights, result.weights)
             content = RecordDict({name: take_record(trained), records.METRICS: metrics})
             told = telemetry(result, batches, absent, wall_s=time.perf_counter() - start_s)
+            told = replace(told, profile=self._profile_now(context))
             content = records.write_telemetry(content, told)
         return Message(content, reply_to=message)
 

@@ -56,6 +56,7 @@ from collapipe_flwr.federation.rounds import (
 from collapipe_flwr.federation.rpc_gateway import RpcEdgeGateway, open_edge
 from collapipe_flwr.federation.split import EdgeGateway, SplitRound
 from collapipe_flwr.models.described import DescribedModel
+from collapipe_flwr.reporting.progress import ClusterProgress
 from collapipe_flwr.scheduler.protocol import Scheduler
 
 log = logging.getLogger("flwr.collapipe")
@@ -162,6 +163,11 @@ class Rounds:
         if self._round is not None:
             self._round.close(keep=self.late.of(self._round))
             self._round = None
+
+    def progress(self) -> dict[str, ClusterProgress]:
+        """How far the clusters of the open round are; from any thread."""
+        opened = self._round
+        return {} if opened is None else opened.progress()
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -345,6 +351,8 @@ class Rounds:
             asked=tuple(sent.cluster_id for sent in closed.sent),
             failures=closed.failures,
             remarks=(*self._attempts.failures, *closed.remarks),
+            retried=tuple(self._attempts.failures),
+            joined_late=tuple(closed.joined_late),
             train_metrics=metrics_as_dict(metrics),
             telemetry=closed.telemetry,
             outcome=self.planner.settle(closed) if closed.plan.cluster_ids else Outcome(),

@@ -24,6 +24,7 @@ from collapipe_flwr.models import BatchShape, ModelSpec, Splitter, make_spec
 from collapipe_flwr.models.checkpoint import read_pretrained_config
 from collapipe_flwr.models.described import DescribedModel
 from collapipe_flwr.pipeline.compute import CPU, hold
+from collapipe_flwr.reporting.progress import ClusterProgress
 
 _MOST_SHOWN = 6  # tensors in a sentence
 _SHAPE_EXAMPLES, _SHAPE_BATCH = 256, 16
@@ -217,6 +218,12 @@ class Evaluator:
         self.task = task
         rows: list[Example] = task.examples(task.test).to_list()
         self._batches = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
+        self._batch_size, self._done = batch_size, 0
+
+    def progress(self) -> dict[str, ClusterProgress]:
+        """How far the evaluation is that runs; from any thread."""
+        size, count = self._batch_size, len(self._batches)
+        return {"": ClusterProgress(tested=self._done, of=count, examples=size)}
 
     def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, float]:
         """``loss`` (mean over labels) and every metric of the task."""
@@ -224,7 +231,8 @@ class Evaluator:
         wanted = prediction_config(self.task)
         losses: list[tuple[float, float]] = []
         tally: Tally = {}
-        for rows in self._batches:
+        for done, rows in enumerate(self._batches):
+            self._done = done
             part = TestPart.of(self.task, rows)
             tested = evaluate_unsplit(self._splitter, model, [[part.tensors]], wanted)
             losses.append((tested.loss, tested.targets))

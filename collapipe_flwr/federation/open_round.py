@@ -49,6 +49,8 @@ from collapipe_flwr.federation.records import (
 from collapipe_flwr.federation.rounds import AcceptedRounds, ClosedRound, RoundPlan
 from collapipe_flwr.federation.split import SplitRound
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
+from collapipe_flwr.pipeline.config import PassesDone
+from collapipe_flwr.reporting.progress import ClusterProgress
 
 log = logging.getLogger("flwr.collapipe")
 _ONE_MODEL = ": leave out the split model, or choose a strategy that sends the model and no more"
@@ -85,6 +87,25 @@ class OpenRound:
             if self.plan.takes_part(message.metadata.dst_node_id):
                 self.sent.append(self._address(message))
         return [sent.message for sent in self.sent]
+
+    def progress(self) -> dict[str, ClusterProgress]:
+        """How far the clusters are that were asked, as far as an edge can say it."""
+        found = self._split.passes() if self._split is not None else {}
+        names = [sent.cluster_id for sent in list(self.sent)]
+        return {name: self._progress(name, found.get(name, PassesDone())) for name in names}
+
+    def _progress(self, cluster_id: str, passes: PassesDone) -> ClusterProgress:
+        plan = None if self.plan.plan is None else self.plan.plan.cluster(cluster_id)
+        done = ClusterProgress(trained=passes.trained, tested=passes.tested)
+        if plan is None:
+            return done
+        return replace(
+            done,
+            of=plan.local_steps * plan.micro_batches,
+            per_step=plan.micro_batches,
+            examples=plan.micro_batch_size,
+            predicted_s=plan.latency_s,
+        )
 
     def receive(self, replies: Iterable[Message], weighted_by: str) -> ClosedRound:
         """Sort the replies; one that cannot be used becomes an error for the inner strategy."""
@@ -142,7 +163,9 @@ class OpenRound:
         closed.replies.append(with_content(shown, content))
         closed.models[name], closed.examples[name] = moved, weight * alone.examples[name]
         closed.telemetry |= alone.telemetry
-        closed.remarks.append(f"cluster {name} joins late by {late_by} rounds, weight {weight:.2f}")
+        remark = f"cluster {name} joins late by {late_by} rounds, weight {weight:.2f}"
+        closed.remarks.append(remark)
+        closed.joined_late.append(remark)
         return True
 
     def accept(self, closed: ClosedRound) -> None:

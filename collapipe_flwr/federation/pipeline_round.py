@@ -140,6 +140,7 @@ class PipelineRound:
             weights=weights,
             learning=self.task.learning,
             dropout_seed=self._dropout_seed(splitter),
+            server_round=self.server_round,
             compute=site.place,
         )
 

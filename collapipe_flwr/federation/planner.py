@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from flwr.app import ArrayRecord
@@ -25,6 +25,7 @@ from collapipe_flwr.core.domain import (
     ChannelState,
     ClusterOutcome,
     ClusterPlan,
+    ClusterProfile,
     ClusterSnapshot,
     LinkSample,
     LinkShares,
@@ -71,7 +72,7 @@ class ScheduledRounds:
     ``clusters`` maps node ids to cluster ids of the ``world``; other nodes are never asked. It may
     change between rounds, when a cluster comes back as another node.
     ``options`` are the scheduler's own, so that prices and plans agree. ``paced`` says that senders
-    keep to planned rates.
+    keep to planned rates. ``budgeted`` gives devices that join a cluster their energy budgets.
     """
 
     def __init__(
@@ -83,7 +84,9 @@ class ScheduledRounds:
         *,
         options: PricingOptions | None = None,
         paced: bool = False,
+        budgeted: Callable[[ClusterProfile], ClusterProfile] = lambda profile: profile,
     ) -> None:
+        self._budgeted = budgeted
         self.state: SchedulerState | None = None
         self._scheduler = scheduler
         self.world = world
@@ -102,6 +105,12 @@ class ScheduledRounds:
         """The energy that each device may spend per round on average."""
         members = (device for profile in self.world.clusters for device in profile.members)
         return {device.device_id: device.energy_budget_j for device in members}
+
+    @property
+    def memory_limit_bytes(self) -> dict[str, int]:
+        """The memory that plans may use of each device."""
+        members = (device for profile in self.world.clusters for device in profile.members)
+        return {device.device_id: device.memory_bytes for device in members}
 
     def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
         """The scheduler's plan for the clusters behind ``nodes``; raises ScheduleError.
@@ -126,6 +135,25 @@ class ScheduledRounds:
         """Price the finished part of the plan and let the scheduler observe it, if there is any."""
         assert closed.plan.plan is not None and self.state is not None
         self._before = None
+        outcome = self._settled(closed)
+        self._follow(closed)
+        return outcome
+
+    def _follow(self, closed: ClosedRound) -> None:
+        """Plan from the next round on with the devices that clusters of machines have now."""
+        known = {profile.cluster_id: profile for profile in self.world.clusters}
+        for told in closed.telemetry.values():
+            now, before = told.profile, known.get(told.cluster_id)
+            if now is None or before is None or _ids(now) == _ids(before):
+                continue
+            self.world = self.world.with_cluster(self._budgeted(now))
+            come, gone = _ids(now) - _ids(before), _ids(before) - _ids(now)
+            changes = (("came", come), ("went", gone))
+            said = "; ".join(f"{', '.join(sorted(ids))} {how}" for how, ids in changes if ids)
+            log.info("cluster %s: %s", told.cluster_id, said)
+
+    def _settled(self, closed: ClosedRound) -> Outcome:
+        assert closed.plan.plan is not None and self.state is not None
         done = finished(closed.plan.plan, closed)
         if not done.clusters:
             return Outcome(queues_j=self.state.energy_queue_j)
@@ -286,6 +314,10 @@ class ScheduledRounds:
 
     def _known(self) -> set[str]:
         return set(self._clusters.values())
+
+
+def _ids(profile: ClusterProfile) -> set[str]:
+    return {device.device_id for device in profile.devices}
 
 
 def _left_out(whole: Snapshot, part: Snapshot) -> set[str]:

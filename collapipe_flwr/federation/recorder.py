@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from flwr.app import ArrayRecord, MetricRecord
 from torch import Tensor
 
 from collapipe_flwr.config.schema import AppConfig, flatten, parse
 from collapipe_flwr.core.errors import ConfigError, RunError
-from collapipe_flwr.core.json_codec import plain
 from collapipe_flwr.federation.arrays import decode_tensors
 from collapipe_flwr.federation.checkpoint import Checkpoints
+from collapipe_flwr.federation.round_event import round_event
 from collapipe_flwr.federation.rounds import RoundRecord
+from collapipe_flwr.federation.sinks import Sinks
 from collapipe_flwr.pipeline.timeline import write_trace
 from collapipe_flwr.reporting.console import RoundPrinter
-from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, RunStory, cluster_json
+from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, RunStory
+from collapipe_flwr.reporting.progress import Look, ProgressFile
+from collapipe_flwr.reporting.report.page import closing_report
 from collapipe_flwr.reporting.run_directory import (
     Past,
     RunDirectory,
+    is_new,
     read_config,
     read_past,
     read_summary,
     rounds_done,
 )
+from collapipe_flwr.reporting.run_lock import check_not_written
 
-if TYPE_CHECKING:
-    from collapipe_flwr.federation.sinks import Sinks
-
+log = logging.getLogger("flwr.collapipe")
 _FAILED_S = 5.0  # for sinks to take the last rounds of a run that was told to end
 Evaluate = Callable[[Mapping[str, Tensor]], dict[str, float]]
 
@@ -57,11 +60,16 @@ class RunRecorder:
         paced: bool = False,
         lost: Callable[[], Collection[str]] = tuple,
         sinks: Sinks | None = None,
+        progress: ProgressFile | None = None,
     ) -> None:
+        self._status: tuple[str, str | None] = ("running", None)  # status and reason
         self._sinks = sinks
         if sinks is not None:
             sinks.warn = self.say
         self._paced, self._lost = paced, lost
+        self._progress = progress or ProgressFile(None)
+        self.training: Look | None = None  # says how far clusters are in a round
+        self.testing: Look | None = None  # and how far the evaluation is
         past = past or Past()
         self.story = replace(story, initial=past.initial, events=past.events, notes=past.notes)
         self.weights: Mapping[str, Tensor] | None = None  # of the last round
@@ -81,7 +89,7 @@ class RunRecorder:
         """Tell whoever watches something about the run as a whole, and keep it in the summary."""
         if sentence not in self.story.notes:
             self.story = replace(self.story, notes=(*self.story.notes, sentence))
-        self._save("running")
+        self._save(*self._status)
         self._printer.say(sentence)
 
     def on_round(self, record: RoundRecord) -> None:
@@ -111,16 +119,28 @@ class RunRecorder:
         self._clusters = metrics
 
     def evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        """Flower's ``evaluate_fn``: round 0 is the untrained model.
+        """Flower's ``evaluate_fn``: round 0 is the untrained model; the next round begins then.
 
         A resumed run is asked again for the round of its checkpoint.
         """
+        found = self._evaluated(server_round, arrays)
+        if server_round != self.story.rounds_asked:
+            self._progress.enter("training", round_index=server_round + 1, look=self.training)
+        return found
+
+    def _evaluated(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         weights = decode_tensors(arrays)
         if self.story.events and self.story.events[-1].round_index == server_round:
             self.weights, self._round_started_s = weights, time.monotonic()
             return _metric_record(self.story.events[-1].metrics)
         due = server_round % self._every == 0 or server_round <= 1
         started_s = time.monotonic()
+        if due:
+            self._progress.enter(
+                "evaluating" if server_round else "evaluating the untrained model",
+                round_index=server_round,
+                look=self.testing,
+            )
         metrics = self._evaluate(weights) if due else {}
         if server_round == 0:
             self.story = replace(self.story, initial=metrics)
@@ -136,6 +156,7 @@ class RunRecorder:
     def fail(self, reason: str) -> None:
         """The last word on a run that cannot go on."""
         self._save("failed", reason)
+        self._report(hasty=True)
         if self._sinks is not None:
             self._sinks.close("failed", within_s=_FAILED_S)
 
@@ -145,8 +166,13 @@ class RunRecorder:
         if asked is not None and done < asked:
             raise RunError(f"only {done} of {asked} rounds were done")
         self._save("completed")
+        self._report()
         if self._sinks is not None:
             self._sinks.close()
+
+    def _report(self, *, hasty: bool = False) -> None:
+        self._progress.enter("writing the report")
+        log.info("%s", closing_report(self._directory.path, hasty=hasty))
 
     def _finish_round(
         self, server_round: int, metrics: Mapping[str, float], evaluation_s: float
@@ -177,6 +203,7 @@ class RunRecorder:
         return tuple(sorted({*self._lost(), *failed}))
 
     def _save(self, status: str, reason: str | None = None) -> None:
+        self._status = (status, reason)
         wall_s = time.monotonic() - self._started_s
         summary = self.story.summary(status=status, wall_s=wall_s, reason=reason)
         self._directory.write_summary(summary)
@@ -184,63 +211,6 @@ class RunRecorder:
 
 def _metric_record(metrics: Mapping[str, float]) -> MetricRecord | None:
     return MetricRecord(dict(metrics)) if metrics else None
-
-
-def round_event(record: RoundRecord, wall_s: float) -> RoundEvent:
-    """The round before its evaluation."""
-    links = record.link_bytes
-    flower = record.flower_bytes_sent + record.flower_bytes_received
-    loss = record.train_metrics.get("loss")
-    return RoundEvent(
-        round_index=record.server_round,
-        plan=None if record.plan is None else plain(record.plan),
-        loss=loss if isinstance(loss, float) else None,
-        metrics={},
-        predicted_latency_s=None if record.plan is None else record.plan.latency_s,
-        latency_s=record.outcome.latency_s,
-        clusters={
-            outcome.cluster_id: cluster_json(
-                None if record.plan is None else record.plan.cluster(outcome.cluster_id), outcome
-            )
-            for outcome in record.outcome.clusters
-        },
-        energy_j=_by_device(record.outcome.energy_j),
-        queues_j=_by_device(record.outcome.queues_j),
-        bytes=LinkBytes(
-            d2d=links.get("d2d", 0),
-            d2e=links.get("d2e", 0),
-            flower=flower,
-            weights=record.moved.sent_bytes + record.moved.received_bytes,
-            spared=record.moved.spared_bytes,
-        ),
-        memory_bytes={
-            _role(cluster_id, role): size
-            for cluster_id, told in record.telemetry.items()
-            for role, size in told.peak_memory_bytes.items()
-        },
-        fresh_examples=record.fresh_examples,
-        prequential_loss=record.prequential_loss,
-        wall_s=wall_s,
-        failures=(
-            *record.remarks,
-            *(f"{cluster}: {why}" for cluster, why in record.failures.items()),
-            *(
-                f"{name}: {what}"
-                for name, told in record.telemetry.items()
-                for what in told.incidents
-            ),
-        ),
-    )
-
-
-def _by_device(nested: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Cluster, device -> device: ids of devices name their cluster."""
-    return {device: value for devices in nested.values() for device, value in devices.items()}
-
-
-def _role(cluster_id: str, role: str) -> str:
-    """Device ids name their cluster; control unit and edge replica do not."""
-    return role if role.startswith(f"{cluster_id}/") else f"{cluster_id}/{role}"
 
 
 # What a resumed run may change: none of these alters a round that is done or its data.
@@ -277,6 +247,15 @@ class RunFolder:
     past: Past = field(default_factory=Past)
 
 
+def prepared_folder(config: AppConfig) -> Path | None:
+    """The folder of the run that is about to begin, where it is there already."""
+    if config.run.resume:
+        path = Path(config.run.resume).resolve()
+        return path if read_config(path) is not None else None
+    path = Path(config.run.output_dir).resolve() / config.run.run_name
+    return path if config.run.run_name and path.is_dir() and is_new(path) else None
+
+
 def open_run(config: AppConfig) -> RunFolder:
     """Make or reopen the folder; raises ConfigError when the run-config is not that run's."""
     if config.run.resume:
@@ -302,6 +281,7 @@ def check_resumable(config: AppConfig, path: Path) -> tuple[RunDirectory, Checkp
     A run that died before its first checkpoint begins again; one that had checkpoints does not.
     """
     directory = RunDirectory.reopen(path)
+    check_not_written(path)
     check_same_run(config, path)
     checkpoints = _checkpoints(config, directory)
     if checkpoints is None:

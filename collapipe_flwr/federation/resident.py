@@ -25,6 +25,7 @@ from flwr.clientapp import ClientApp
 from flwr.supercore.task_identity import TaskIdentity
 
 from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.core.json_log import logging_about
 from collapipe_flwr.core.processes import stopping
 from collapipe_flwr.federation import local_socket
 from collapipe_flwr.federation.app_code import AppCode
@@ -37,8 +38,16 @@ from collapipe_flwr.federation.parcels import (
     write_parcel,
 )
 from collapipe_flwr.federation.relay import AGAIN, ALIVE, READY, REFUSED, VERSION
+from collapipe_flwr.federation.resident_metrics import (
+    ABANDONED,
+    ANSWERED,
+    RAISED,
+    ResidentMetrics,
+    message_about,
+)
 from collapipe_flwr.federation.successor import begin_anew, inherited_listener, wanted_code
 from collapipe_flwr.host.allocator import configure_malloc, give_back
+from collapipe_flwr.host.metrics_server import serving_metrics
 
 log = logging.getLogger("flwr.collapipe")
 _LOOK_S = 0.1
@@ -50,12 +59,14 @@ _BODY_S = 60.0  # of silence of a relay that sends its message
 class ResidentSettings:
     """Where a control unit listens; ``state_dir`` is for nodes and runs that name none.
 
-    On a stop, a message that is being worked on gets ``grace_s`` to be answered.
+    On a stop, a message that is being worked on gets ``grace_s`` to be answered. A Prometheus
+    server finds numbers at the address ``metrics`` (empty: nowhere).
     """
 
     path: Path
     state_dir: Path | None = None
     grace_s: float = 10.0
+    metrics: str = ""
 
 
 def serve(settings: ResidentSettings, announce: Callable[[str], None]) -> None:
@@ -64,7 +75,9 @@ def serve(settings: ResidentSettings, announce: Callable[[str], None]) -> None:
     with stopping() as stop:
         listener = inherited_listener() or local_socket.listen(settings.path)
         announce(str(settings.path))
-        ControlUnit(listener, settings, stop).serve()
+        unit = ControlUnit(listener, settings, stop)
+        with serving_metrics(settings.metrics, unit.metrics):
+            unit.serve()
         settings.path.unlink(missing_ok=True)
         os._exit(
             0
@@ -78,14 +91,21 @@ class _Work:
     app: ClientApp
     message: Message
     context: Context
+    about: Mapping[str, Any]  # for its logs
     head: dict[str, Any] = field(
         default_factory=lambda: {"raised": ["RunError", "the app ended its thread"]}
     )
     content: RecordDict = field(default_factory=RecordDict)
 
     def run(self) -> None:
+        with logging_about(**self.about):
+            self._run()
+
+    def _run(self) -> None:
+        began_s = time.monotonic()
         try:
             reply = self.app(self.message, self.context)
+            log.info("answered after %.1f s", time.monotonic() - began_s)
         except Exception as error:  # as Flower does with whatever a client raises
             log.error("the app raised an exception", exc_info=error)
             self.head = {"raised": [type(error).__name__, str(error)]}
@@ -103,6 +123,7 @@ class ControlUnit:
         self, listener: socket.socket, settings: ResidentSettings, stop: threading.Event
     ) -> None:
         self._listener, self._settings, self._stop = listener, settings, stop
+        self.metrics = ResidentMetrics()
         self._code = wanted_code()
         self._app: ClientApp | None = None
         self._why = ""  # there is no app
@@ -160,17 +181,23 @@ class ControlUnit:
         self._lend_state_dir(context)
         TaskIdentity.task_id = message.metadata.dst_task_id or 0
         TaskIdentity.run_id, TaskIdentity.node_id = context.run_id, context.node_id
-        work = _Work(self._app, message, context)
+        work = _Work(self._app, message, context, message_about(message))
+        with self.metrics.working(work.about), logging_about(**work.about):
+            self._work(peer, work, self._code)
+
+    def _work(self, peer: socket.socket, work: _Work, code: AppCode) -> None:
         thread = threading.Thread(target=work.run, name="message", daemon=True)
         thread.start()
         try:
             if self._awaited(peer, thread):
-                write_parcel(peer, work.head, work.content, context.state)
+                write_parcel(peer, work.head, work.content, work.context.state)
+                self.metrics.ended(RAISED if "raised" in work.head else ANSWERED)
         except LinkError as error:
             log.warning("a message is abandoned: %s", error)
+            self.metrics.ended(ABANDONED)
             if self._stop.is_set():  # SuperNode and control unit are stopped together
                 return
-            begin_anew(self._listener, self._code)
+            begin_anew(self._listener, code)
 
     def _awaited(self, peer: socket.socket, thread: threading.Thread) -> bool:
         """Wait for the work; False after a stop and its grace. Raises LinkError without a relay."""

@@ -133,6 +133,7 @@ class ClosedRound:
     failures: dict[str, str] = field(default_factory=dict)
     late: list[Sent] = field(default_factory=list)  # who may join a later round
     remarks: list[str] = field(default_factory=list)  # on replies that were used nevertheless
+    joined_late: list[str] = field(default_factory=list)  # of these, on replies to earlier rounds
     received_bytes: int = 0
 
 
@@ -175,6 +176,8 @@ class RoundRecord:
     flower_bytes_sent: int
     flower_bytes_received: int
     remarks: tuple[str, ...] = ()  # attempts that failed, and what was not believed
+    retried: tuple[str, ...] = ()  # of these, the attempts
+    joined_late: tuple[str, ...] = ()  # of these, replies to earlier rounds
 
     def __str__(self) -> str:
         """A line for the round, and one for each cluster: who held what, how batches were cut."""

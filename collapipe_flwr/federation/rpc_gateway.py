@@ -16,12 +16,13 @@ from collapipe_flwr.federation.split import DecoderOrder, EdgeSession
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.pipeline.compute import resolve
-from collapipe_flwr.pipeline.config import SessionKey, SessionRequest, StageConfig
+from collapipe_flwr.pipeline.config import PassesDone, SessionKey, SessionRequest, StageConfig
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.state import OptimizerState, PartState, between_rounds
 from collapipe_flwr.transport.client import EdgeClient
 
 log = logging.getLogger("flwr.collapipe")
+_PASSES_S = 2.0  # who asks for them asks again
 
 
 @contextmanager
@@ -99,6 +100,10 @@ class RpcEdgeGateway:
         report = self._client.session(session.key).report()
         return report if report.steps else None
 
+    def passes(self, session: EdgeSession) -> PassesDone:
+        """How far the cluster is, also within a step; raises LinkError."""
+        return self._client.session(session.key).passes(within_s=_PASSES_S)
+
     def dump(self) -> Memory:
         """The optimizers of the decoders after their last accepted rounds, by cluster."""
         names = list(self._slots)
@@ -157,4 +162,6 @@ def _request(order: DecoderOrder, key: SessionKey) -> SessionRequest:
         recoverable=True,
         readable=order.whole,
         cluster_id=order.cluster_id,
+        run_id=learning.run_id,
+        server_round=order.server_round,
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
@@ -24,7 +25,7 @@ from collapipe_flwr.core.errors import LinkError, ProtocolError, RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors, is_floating
 from collapipe_flwr.federation.records import SplitTask, asked_optimizer
 from collapipe_flwr.models.described import DescribedModel
-from collapipe_flwr.pipeline.config import SessionKey
+from collapipe_flwr.pipeline.config import PassesDone, SessionKey
 from collapipe_flwr.pipeline.meter import StageReport
 
 log = logging.getLogger("flwr.collapipe")
@@ -70,6 +71,14 @@ class EdgeGateway(Protocol):
 
     def close(self, session: EdgeSession) -> None:
         """Forget the session (twice is fine); raises LinkError if the edge cannot be reached."""
+
+
+@runtime_checkable
+class ProgressGateway(Protocol):
+    """A gateway whose edge says how far it is, since every step ends there."""
+
+    def passes(self, session: EdgeSession) -> PassesDone:
+        """The micro-batches done so far, also within a step; raises LinkError."""
 
 
 class SplitRound:
@@ -158,6 +167,15 @@ class SplitRound:
         except LinkError as error:
             log.warning("no report of the decoder of cluster %s: %s", cluster_id, error)
             return None
+
+    def passes(self) -> dict[str, PassesDone]:
+        """How far clusters are, as far as the edge says so now; from any thread."""
+        found: dict[str, PassesDone] = {}
+        if isinstance(self._edge, ProgressGateway):
+            for cluster_id, session in list(self._sessions.items()):
+                with suppress(LinkError):  # the round itself finds out what that means
+                    found[cluster_id] = self._edge.passes(session)
+        return found
 
     def close(self, keep: Collection[str] = ()) -> None:
         """End every session but those of the clusters to ``keep``.

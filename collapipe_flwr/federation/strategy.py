@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # whoever only imports the strategy need not wait for torch
     from collapipe_flwr.federation.rounds import RoundPlanner, RoundRecord
     from collapipe_flwr.federation.split import EdgeGateway
     from collapipe_flwr.models.described import DescribedModel
+    from collapipe_flwr.reporting.progress import ClusterProgress
     from collapipe_flwr.scheduler.protocol import Scheduler
 
 log = logging.getLogger("flwr.collapipe")
@@ -126,6 +127,10 @@ class CollaPipe(Strategy):
     def resumable(self) -> dict[str, Resumable]:
         """The parts around the inner strategy whose memory a checkpoint keeps, by name."""
         return self._rounds.resumable
+
+    def cluster_progress(self) -> dict[str, ClusterProgress]:
+        """How far each cluster is in the round that is open, by id; from any thread."""
+        return self._rounds.progress()
 
     def summary(self) -> None:
         """Log what wraps what, then the inner strategy's own summary."""

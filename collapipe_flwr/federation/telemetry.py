@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 
-from collapipe_flwr.core.domain import ClusterPlan, GradientNoise, LinkSample
+from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, GradientNoise, LinkSample
 from collapipe_flwr.core.links import LinkReport, LinkTraffic
 from collapipe_flwr.pipeline.meter import Span, StageReport
 from collapipe_flwr.scheduler.link_estimates import carried_bit_per_s
@@ -40,6 +40,7 @@ class ClusterTelemetry:
     incidents: tuple[str, ...] = ()  # what broke, and how the round went on
     absent: tuple[str, ...] = ()  # devices that did not answer at the end
     quarantined: Mapping[str, str] = field(default_factory=dict)  # that answer; what each did
+    profile: ClusterProfile | None = None  # of machines, at the end: devices join and are removed
 
     @property
     def loss(self) -> float | None:

@@ -7,10 +7,10 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from collapipe_flwr.config.access_control import AccessControl
 from collapipe_flwr.core.compute import AUTO, CPU, check_compute
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.imports import allow
@@ -18,8 +18,12 @@ from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.core.processes import stopping
 from collapipe_flwr.host.allocator import configure_malloc
 from collapipe_flwr.host.energy import NONE, EnergyMeter, energy_meter
+from collapipe_flwr.host.host_metrics import HostMetrics
+from collapipe_flwr.host.metrics_server import serving_metrics
 from collapipe_flwr.host.power import IwPower
+from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.host.server import Listener
+from collapipe_flwr.host.tally import Tally
 
 if TYPE_CHECKING:
     from collapipe_flwr.host.servicer import Servicer
@@ -34,8 +38,8 @@ UNUSED_LIBRARIES = ("scipy", "sklearn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSettings:
-    """One daemon; `name` is how its neighbours call it, `access` who may call what (None: whoever
-    the CA signed may all).
+    """One daemon; `name` is how its neighbours call it, `rosters` say who may call what (None:
+    whoever the CA signed may all).
 
     On a stop, sessions that are open get `grace_s` to be closed; new ones are refused at once.
     Snapshots of recoverable sessions are kept in `state_dir`, from where the next process takes
@@ -44,14 +48,15 @@ class HostSettings:
     (0: as much as is free when the first caller comes). Planned transmit power is applied to
     `radio_interface` (empty: to none), and energy is metered by `energy_sensor`, see `energy`.
     Tensors are computed on `threads` (0: torch's own choice).
-    Own models and losses may come from the modules in `imports`.
+    Own models and losses may come from the modules in `imports`. A Prometheus server finds numbers
+    at the address `metrics` (empty: nowhere).
     """
 
     listen: str
     name: str
     tls: TlsFiles | None = None
     insecure: bool = False
-    access: AccessControl | None = None
+    rosters: Rosters | None = None
     state_dir: Path | None = None
     cache_dir: Path | None = None
     cache_bytes: int = 8 * 10**9
@@ -62,6 +67,7 @@ class HostSettings:
     threads: int = 0
     imports: tuple[str, ...] = ()
     grace_s: float = 10.0
+    metrics: str = ""
 
     def __post_init__(self) -> None:
         if self.tls is None and not self.insecure and not is_loopback(self.listen):
@@ -99,22 +105,35 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
     if settings.tls is None:
         _log.warning("plain text: whoever reaches %s can read and change all", settings.listen)
     meter = energy_meter(settings.energy_sensor)
+    tally = Tally()
+    make = partial(_servicer, settings, passes_on, meter, tally)
     at_once = settings.state_dir is not None or settings.compute not in (AUTO, CPU)
-    made = _servicer(settings, passes_on, meter) if at_once else None
+    made = make() if at_once else None
     listener = Listener(
         settings.listen,
-        lambda: made or _servicer(settings, passes_on, meter),
+        lambda: made or make(),
         tls=settings.tls,
-        access=settings.access,
         meter=meter,
+        rosters=settings.rosters,
         on_edge=not passes_on,
     )
-    with stopping() as stop, listener:
+    removed: list[str] = []
+    metrics = HostMetrics(settings.name, listener.load, tally)
+    with stopping() as stop, listener, serving_metrics(settings.metrics, metrics):
+
+        def leave(why: str) -> None:
+            removed.append(why)
+            stop.set()
+
+        if settings.rosters is not None:
+            settings.rosters.on_removed = leave
         announce(listener.address)
         stop.wait()
         # Nothing may keep the process: what still does is written to stderr, and it ends with 1.
         faulthandler.dump_traceback_later(settings.grace_s + _LEAVE_S, exit=True)
-        listener.drain(settings.grace_s)
+        for why in removed:
+            _log.warning("%s: it stops, and what it was at is broken off", why)
+        listener.drain(0.0 if removed else settings.grace_s)
         listener.stop(_BREAK_OFF_S)
 
 
@@ -130,7 +149,9 @@ def hide_unused_libraries() -> None:
         modules.setdefault(name, None)
 
 
-def _servicer(settings: HostSettings, passes_on: bool, meter: EnergyMeter) -> Servicer:
+def _servicer(
+    settings: HostSettings, passes_on: bool, meter: EnergyMeter, tally: Tally
+) -> Servicer:
     hide_unused_libraries()
     import torch
 
@@ -157,7 +178,10 @@ def _servicer(settings: HostSettings, passes_on: bool, meter: EnergyMeter) -> Se
         set_power=settings.set_power,
         meter=meter,
         ledger=ledger,
+        tally=tally,
         compute=place,
     )
-    guests = frozenset() if passes_on or settings.access is None else settings.access.control_units
-    return Servicer(service, ServicerConfig(guests=guests, probe=dialer.probe if dialer else None))
+    return Servicer(
+        service,
+        ServicerConfig(limits_guests=not passes_on, probe=dialer.probe if dialer else None),
+    )

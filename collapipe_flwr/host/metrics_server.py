@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from collapipe_flwr.core.errors import ConfigError, extra
+from collapipe_flwr.core.errors import ConfigError, blaming, extra
 
 LOOPBACK = "127.0.0.1"
 
@@ -32,6 +34,20 @@ def _taken(text: str, error: OSError) -> ConfigError:
     return ConfigError(f"nothing can listen at {text} ({error.strerror}); choose another")
 
 
+@contextmanager
+def serving_metrics(address: str, collector: Any) -> Iterator[None]:
+    """Serve a daemon's numbers, if it has an address for them; raises ConfigError."""
+    if not address:
+        yield
+        return
+    with blaming("--metrics"):
+        server = MetricsServer(address, collector)
+    try:
+        yield
+    finally:
+        server.close()
+
+
 class MetricsServer:
     """Serves ``collector``, an object with prometheus_client's ``collect``, from a thread.
 
@@ -40,9 +56,10 @@ class MetricsServer:
 
     def __init__(self, address: str, collector: Any) -> None:
         with extra("prometheus"):
-            from prometheus_client import CollectorRegistry, start_http_server
+            from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
         host, port = host_and_port(address)
         registry = CollectorRegistry()
+        ProcessCollector(registry=registry)  # memory, processor time and open files
         registry.register(collector)
         try:
             self._server, self._thread = start_http_server(port, host, registry)

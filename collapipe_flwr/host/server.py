@@ -15,18 +15,26 @@ from typing import TYPE_CHECKING
 import grpc
 
 from collapipe_flwr.config.access_control import AccessControl, Caller
-from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.errors import ConfigError, LinkError, ProtocolError
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.host.energy import EnergyMeter
+from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.authorizer import Authorizer
 from collapipe_flwr.transport.host_status import status_here
-from collapipe_flwr.transport.methods import METHODS, Method, encode_message
+from collapipe_flwr.transport.methods import (
+    METHODS,
+    Method,
+    decode_message,
+    encode_message,
+)
+from collapipe_flwr.transport.roster import Roster, RosterAnswer
 from collapipe_flwr.transport.server import Server, only_message
 
 if TYPE_CHECKING:
     from collapipe_flwr.host.service import EdgeService
     from collapipe_flwr.host.servicer import Servicer
+    from collapipe_flwr.pipeline.config import Health
 
 CONTROL_THREADS = 8
 _STREAMS = 4  # of a session, all of them together: replicas ahead have one each
@@ -37,7 +45,8 @@ _NOT_WHILE_DRAINING = (methods.OPEN_SESSION, methods.HEALTH)
 class Listener(Server):
     """A host; `make_servicer` is called once. See `Server` for how it listens.
 
-    `access` says who may call what (None: whoever the CA signed may all). Raises ConfigError when
+    `access` says who may call what (None: whoever the CA signed may all), unless `rosters`, which
+    may be replaced while it listens, do. Raises ConfigError when
     it is given without TLS that asks callers for a certificate.
     """
 
@@ -49,15 +58,20 @@ class Listener(Server):
         tls: TlsFiles | None = None,
         access: AccessControl | None = None,
         meter: EnergyMeter | None = None,
+        rosters: Rosters | None = None,
         on_edge: bool = False,
         most_sessions: int = 64,
     ) -> None:
+        access = access if rosters is None else rosters.access
         if access is not None and (tls is None or tls.ca is None):
             raise ConfigError(
                 "only a peer with a certificate can be told apart: give TLS with a CA"
             )
         self._make_servicer = make_servicer
         self._authorizer = Authorizer(access, on_edge=on_edge)
+        self._rosters = rosters
+        if rosters is not None:
+            rosters.on_change = self._authorizer.replace
         self._servicer: Servicer | None = None
         self._meter = meter or EnergyMeter()
         self._lock = threading.Lock()
@@ -70,11 +84,20 @@ class Listener(Server):
         threads = _STREAMS * most_sessions + CONTROL_THREADS
         super().__init__(
             listen,
-            {**answers, methods.ECHO: self._echo, methods.STATUS: self._status},
+            {
+                **answers,
+                methods.ECHO: self._echo,
+                methods.STATUS: self._status,
+                methods.ROSTER: self._roster,
+            },
             threads=threads,
             most_calls=2 * threads,
             tls=tls,
         )
+
+    def load(self) -> Health | None:
+        """How busy the host is; None as long as nobody needed it."""
+        return None if self._servicer is None else self._servicer.load()
 
     def drain(self, grace_s: float) -> None:
         """Refuse new sessions and give those that there are ``grace_s`` to be closed."""
@@ -113,9 +136,25 @@ class Listener(Server):
         with self._admitted(context, methods.STATUS):
             only_message(messages, context)
             awake = self._servicer is not None
-            status = status_here(awake=awake, stopping=self._draining)
+            versions = self._rosters.versions if self._rosters else None
+            status = status_here(awake=awake, stopping=self._draining, rosters=versions)
             sensor, power_w = self._meter.name, self._meter.power_w()
             return encode_message(replace(status, energy_sensor=sensor, power_w=power_w))
+
+    def _roster(self, messages: _Messages, context: grpc.ServicerContext) -> bytes:
+        """Whoever has a certificate may bring one: what counts is that the CA signed it."""
+        message = only_message(messages, context)
+        if self._rosters is None:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this host has no cluster file")
+        assert self._rosters is not None
+        try:
+            roster = decode_message(Roster, message)
+            return encode_message(RosterAnswer(version=self._rosters.accept(roster)))
+        except ProtocolError as error:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except LinkError as error:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        raise AssertionError("abort raises")
 
     @contextmanager
     def _admitted(self, context: grpc.ServicerContext, method: Method) -> Iterator[Caller | None]:

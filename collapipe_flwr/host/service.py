@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ConfigError, LinkError
+from collapipe_flwr.core.json_log import logging_about
 from collapipe_flwr.core.schedule import stage_actions
 from collapipe_flwr.host.energy import EnergyMeter
 from collapipe_flwr.host.lanes import ONLY, Lane
@@ -31,9 +32,10 @@ from collapipe_flwr.host.parts import FOUND, SNAPSHOT, BuildPart, Parts, tensors
 from collapipe_flwr.host.session import Session, SessionRefused, Stream
 from collapipe_flwr.host.sessions import SessionTable
 from collapipe_flwr.host.snapshot_store import SnapshotStore
+from collapipe_flwr.host.tally import Tally
 from collapipe_flwr.host.weight_cache import TensorStore, WeightCache
 from collapipe_flwr.pipeline.compute import CPU, AllocatorPeak
-from collapipe_flwr.pipeline.config import Health, NextHop, SessionKey, SessionRequest
+from collapipe_flwr.pipeline.config import Health, NextHop, PassesDone, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.fan import fan_of
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.meter import StageReport, Timeline, bytes_of
@@ -86,7 +88,9 @@ class EdgeService:
         meter: EnergyMeter | None = None,
         ledger: Ledger | None = None,
         compute: torch.device = CPU,
+        tally: Tally | None = None,
     ) -> None:
+        self.tally = tally or Tally()
         self.compute = compute
         self._set_power = set_power
         self._meter = meter or EnergyMeter()
@@ -131,6 +135,8 @@ class EdgeService:
         most_bytes = int(self._ledger.most_bytes * share_of_opener)
         account = Account(self._ledger, request.opener, most_bytes)
         self._sessions.add(request, account, most_of_opener=most_of_opener)
+        with logging_about(**request.about):
+            _log.info("session opened for %s", request.part)
 
     def missing(self, key: SessionKey, digests: Mapping[str, str]) -> tuple[str, ...]:
         """Which of these weights the next push must bring; the others are here.
@@ -242,6 +248,10 @@ class EdgeService:
         kept_bytes = saved.state.num_bytes if saved is not None else 0
         return replace(report, peak_tensor_bytes=report.peak_tensor_bytes + kept_bytes)
 
+    def passes(self, key: SessionKey) -> PassesDone:
+        """How far a session is."""
+        return self.find(key).passes
+
     def timeline(self, key: SessionKey) -> Timeline:
         """What a session did when, over the same steps as its report."""
         report = self.find(key).report
@@ -325,23 +335,32 @@ class EdgeService:
         try:
             with self._meter.interval() as used, self._stage(stream, upstream, behind) as stage:
                 peak = AllocatorPeak(self.compute, bytes_of(stage.tensors))
+                session.recorder = stage.recorder
                 stage.serve()
+            session.recorder = None
             report = replace(stage.report(), energy_j=used.joules)
             most_bytes = max(report.peak_tensor_bytes, peak.num_bytes)
-            session.count(replace(report, peak_tensor_bytes=most_bytes))
+            report = replace(report, peak_tensor_bytes=most_bytes)
+            session.count(report)
+            self.tally.count(session.request, report)
+            _log.info("a stream of %d steps has ended", report.steps)
         except BaseException as error:
             if session.saved is None:
                 session.fail(str(error) or type(error).__name__)
             else:
                 session.go_back()
+            self.tally.fail(session.request)
             upstream.close(told(error, session.request.stage.name))
             raise
         finally:
+            session.recorder = None
             session.end(stream)
 
     def _let_go(self, session: Session) -> None:
         """A session has left the table."""
         session.account.close()
+        with logging_about(**session.request.about):
+            _log.info("session closed after %d steps", session.steps)
         if self._snapshots is not None:
             self._snapshots.forget(session.request.key.session_id)
 

@@ -14,21 +14,22 @@ from typing import Any
 import grpc
 from torch import Tensor
 
-from collapipe_flwr.config.access_control import Caller
+from collapipe_flwr.config.access_control import Caller, Role
 from collapipe_flwr.core.errors import (
     CheckpointMissing,
     CollaPipeError,
     LinkError,
     ProtocolError,
 )
+from collapipe_flwr.core.json_log import logging_about
 from collapipe_flwr.host.allocator import give_back
 from collapipe_flwr.host.lanes import Lane
 from collapipe_flwr.host.ledger import NoRoom
 from collapipe_flwr.host.service import EdgeService, Reserve
 from collapipe_flwr.host.session import SessionRefused, Stream
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest, run_benchmark
-from collapipe_flwr.pipeline.config import Health, SessionKey, SessionRequest, StepMark
-from collapipe_flwr.pipeline.link import Frame, FrameKind
+from collapipe_flwr.pipeline.config import Health, PassesDone, SessionKey, SessionRequest, StepMark
+from collapipe_flwr.pipeline.link import Frame, FrameKind, Link
 from collapipe_flwr.pipeline.meter import StageReport, Timeline
 from collapipe_flwr.pipeline.state import Digests, Keys
 from collapipe_flwr.transport import methods
@@ -51,11 +52,12 @@ _SHARE_OF_GUEST = 0.25
 class ServicerConfig:
     """What callers may have.
 
-    ``guests`` hold sessions here besides the host's own cluster or server: a few each, and a share
-    of the memory. ``probe`` tries the way to another host; the edge dials nobody.
+    With ``limits_guests`` control units are guests, who hold sessions here besides those of the
+    server: a few each, and a share of the memory. ``probe`` tries the way to another host; the
+    edge dials nobody.
     """
 
-    guests: frozenset[str] = frozenset()
+    limits_guests: bool = False
     sessions_of_guest: int = 8
     probe: Callable[[ProbeRequest], ProbeAnswer] | None = None
 
@@ -98,7 +100,11 @@ class Servicer:
 
     def sessions(self) -> int:
         """How many are open."""
-        return self._service.health().sessions
+        return self.load().sessions
+
+    def load(self) -> Health:
+        """How busy the host is."""
+        return self._service.health()
 
     def close(self) -> None:
         """Break off the streams that run, and wait for their stages."""
@@ -134,7 +140,8 @@ class Servicer:
         request, caller, config = decode_message(SessionRequest, data), call.caller, self._config
         opener = caller.name if caller else ""
         cluster_id = caller.cluster_of(request.cluster_id) if caller else request.cluster_id
-        guest = opener in config.guests
+        role = caller.role if caller else None
+        guest = config.limits_guests and role is Role.CONTROL_UNIT
         self._service.open(
             replace(request, cluster_id=cluster_id, opener=opener),
             most_of_opener=config.sessions_of_guest if guest else None,
@@ -172,6 +179,9 @@ class Servicer:
 
     def report(self, _: bytes, call: Call) -> StageReport:
         return self._service.report(call.key)
+
+    def passes(self, _: bytes, call: Call) -> PassesDone:
+        return self._service.passes(call.key)
 
     def timeline(self, _: bytes, call: Call) -> Timeline:
         return self._service.timeline(call.key)
@@ -239,9 +249,13 @@ class Servicer:
         link.send(Frame(kind=FrameKind.HELLO), deadline_s=1.0)
         if stream.session.enter(stream, lane, link):
             lanes = stream.lanes
-            work = self._workers.submit(self._service.serve, stream, lanes.upstream, lanes.behind)
+            work = self._workers.submit(self._serve, stream, lanes.upstream, lanes.behind)
             work.add_done_callback(lambda w: _finish(w, stream))
         return link
+
+    def _serve(self, stream: Stream, upstream: Link, behind: Link | None) -> None:
+        with logging_about(**stream.session.request.about):
+            self._service.serve(stream, upstream, behind)
 
     def _leave(self, stream: Stream) -> None:
         """A lane has ended: its stage, which may wait for another one, must not go on."""
@@ -279,14 +293,15 @@ def _lane(metadata: Mapping[str, str]) -> Lane:
 
 def _finish(work: Future[None], stream: Stream) -> None:
     """Close the links behind a stage; an error that is no peer's fault is logged with its trace."""
-    session_id = stream.session.request.key.session_id
+    request = stream.session.request
     for link in filter(None, stream.lanes.links.values()):
         link.close()
     error = work.exception()
-    if isinstance(error, CollaPipeError):
-        _log.warning("session %s ended: %s", session_id, error)
-    elif error is not None:
-        _log.error("session %s failed", session_id, exc_info=error)
+    with logging_about(**request.about):
+        if isinstance(error, CollaPipeError):
+            _log.warning("session %s ended: %s", request.key.session_id, error)
+        elif error is not None:
+            _log.error("session %s failed", request.key.session_id, exc_info=error)
 
 
 @contextmanager

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.host.lanes import Lane, Lanes
 from collapipe_flwr.host.ledger import Account
-from collapipe_flwr.pipeline.config import SessionRequest
+from collapipe_flwr.pipeline.config import PassesDone, SessionRequest
 from collapipe_flwr.pipeline.link import Link
-from collapipe_flwr.pipeline.meter import StageReport
+from collapipe_flwr.pipeline.meter import Recorder, StageReport
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.state import PartState
 
@@ -86,6 +86,7 @@ class Session:
     optimizer: Optimizer | None = None
     report: StageReport | None = None  # of all that was done since the weights were set
     steps: int = 0  # done since then
+    recorder: Recorder | None = None  # of the stream that runs
     lacks_checkpoint: bool = False  # its frozen weights come from its control unit
     saved: Snapshot | None = None  # where a recoverable session goes back to
     found: dict[str, Tensor] = field(default_factory=dict)  # here, for the next push, by digest
@@ -242,6 +243,16 @@ class Session:
             self.closed, self._life = "nobody used it", Life.GONE
             self.empty()
             return True
+
+    @property
+    def passes(self) -> PassesDone:
+        """What it has done since the weights were set, in a stream that still runs, too."""
+        report, running = self.report, self.recorder
+        return PassesDone(
+            trained=(report.micro_batches if report else 0)
+            + (running.count("backward") if running else 0),
+            tested=running.count("test") if running else 0,
+        )
 
     def count(self, stream: StageReport) -> None:
         """A stream ended in good order."""

@@ -20,6 +20,7 @@ PRECISIONS = ("fp32", "bf16")
 LONGEST_WAIT_S = 86_400.0
 MOST_SEED = 2**53  # a scalar on the wire is a float
 _RANDOM_BYTES = 16
+_LONGEST_NAME = 80  # of what a peer calls itself, in logs and counters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +167,27 @@ class SessionRequest:
     readable: bool = False
     cluster_id: str = ""
     opener: str = ""
+    run_id: str = ""  # of the training that it is part of, for logs and counters alone
+    server_round: int = 0
+
+    @property
+    def cluster(self) -> str:
+        """The cluster whose stage it is; a device's name begins with it."""
+        return (self.stage.name.rpartition("/")[0] or self.cluster_id)[:_LONGEST_NAME]
+
+    @property
+    def part(self) -> str:
+        """What of the model it holds, in words."""
+        if self.placement is None:
+            return "the last part of a model"
+        first, stop = self.placement.blocks
+        return f"blocks {first} to {stop - 1}"
+
+    @property
+    def about(self) -> dict[str, object]:
+        """What a log says it is about."""
+        known = {"run": self.run_id[:_LONGEST_NAME], "round": self.server_round or None}
+        return {**known, "cluster": self.cluster, "session": self.key.session_id}
 
     def __post_init__(self) -> None:
         texts = (self.key.session_id, self.key.token)
@@ -178,6 +200,14 @@ class StepMark:
     """A point between two steps: `step` of them were done since the weights were set."""
 
     step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassesDone:
+    """Micro-batches that a session has behind it, also within a step: of training, and tested."""
+
+    trained: int = 0
+    tested: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -107,6 +107,7 @@ class Recorder:
         self._keep = keep_spans
         self._clock = clock
         self._seconds: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
 
     @contextmanager
     def span(self, work: str, step: int, micro_batch: int = 0) -> Iterator[None]:
@@ -118,6 +119,7 @@ class Recorder:
         finally:
             stop_s = self._clock()
             self._seconds[work] = self._seconds.get(work, 0.0) + stop_s - start_s
+            self._counts[work] = self._counts.get(work, 0) + 1
             if self._keep and len(self.spans) < MOST_SPANS:
                 self.spans.append(
                     Span(
@@ -132,6 +134,10 @@ class Recorder:
     def seconds(self, work: str) -> float:
         """Total of one kind of work."""
         return self._seconds.get(work, 0.0)
+
+    def count(self, work: str) -> int:
+        """How many pieces of one kind of work have ended; may be called from any thread."""
+        return self._counts.get(work, 0)
 
 
 @dataclass(slots=True, kw_only=True)

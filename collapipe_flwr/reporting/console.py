@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from math import inf
 from textwrap import wrap
 from typing import Any
 
@@ -12,10 +13,12 @@ from rich.table import Table
 from collapipe_flwr.reporting.events import RoundEvent
 
 _WIDTH = 118
-_LEAST_WIDTH, _MOST_LINES = 40, 6  # of what is folded
-_MOST_LINKS = 4  # in the table at the end, which is to fit a screen
-_MOST_ROWS = 6  # there, of one kind: those that say most
+_LEAST_WIDTH, _MOST_LINES = 16, 6  # of what is folded
+_MORE = " ... (more in events.jsonl)"
+_MOST_ROWS = {"links": 2, "energies": 4, "peaks": 3}  # in the table at the end
 _MOST_ROUNDS = 8  # of one cluster that are named
+
+Row = tuple[str, str]
 
 
 class RoundPrinter:
@@ -40,7 +43,7 @@ class RoundPrinter:
             initial_indent=indent,
             subsequent_indent=f"{indent}    ",
             max_lines=_MOST_LINES,
-            placeholder=" ... (all of it is in events.jsonl)",
+            placeholder=_MORE if self._console.width > len(_MORE) + len(indent) + 4 else " ...",
         )
         self._console.print("\n".join(folded), markup=False, highlight=False, soft_wrap=True)
 
@@ -61,8 +64,8 @@ class RoundPrinter:
         self.say("  ".join(filter(None, (numbers, fresh, f"train loss {loss}", scores, clusters))))
         queue = ""
         if event.queues_j:
-            queue = f"| energy queue at most {max(event.queues_j.values()):.2g} J"
-        if plan := "  ".join(filter(None, (_plan_text(event.plan), _took_text(event), queue))):
+            queue = f"energy queue at most {max(event.queues_j.values()):.2g} J"
+        if plan := " | ".join(filter(None, (_took_text(event), queue, _plan_text(event.plan)))):
             self.say(f"    {plan}")
         for failure in event.failures:
             self.say(f"    lost: {failure}")
@@ -77,7 +80,7 @@ def _clusters_text(event: RoundEvent) -> str:
 
 
 def _plan_text(plan: Mapping[str, Any] | None) -> str:
-    """``plan A pi5:0-3 nano:4-5 8x4 | B ... | predicted 3.1 s``: blocks, micro-batches."""
+    """``plan A pi5:0-3 nano:4-5 8x4 | B ...``: blocks, micro-batches."""
     if plan is None:
         return ""
     clusters = []
@@ -90,7 +93,7 @@ def _plan_text(plan: Mapping[str, Any] | None) -> str:
             f"{cluster['cluster_id']} {segments} "
             f"{cluster['micro_batch_size']}x{cluster['micro_batches']}{_codecs_text(cluster)}"
         )
-    return "plan " + " | ".join(clusters) + f" | predicted {plan['latency_s']:.2f} s"
+    return "plan " + " | ".join(clusters)
 
 
 def _devices_text(segment: Mapping[str, Any]) -> str:
@@ -100,11 +103,13 @@ def _devices_text(segment: Mapping[str, Any]) -> str:
 
 
 def _took_text(event: RoundEvent) -> str:
-    """``took 3.3 s``; nothing where nobody knows."""
-    if event.plan is None or event.latency_s is None:
+    """``predicted 3.10, took 3.30 simulated seconds``; just ``seconds`` where machines timed it."""
+    if event.plan is None:
         return ""
+    numbers = {"predicted": event.plan["latency_s"], "took": event.latency_s}
+    shown = (f"{name} {s:.2f}" for name, s in numbers.items() if s is not None)
     timed = any(cluster["measured"] for cluster in event.clusters.values())
-    return f"{'took' if timed else 'simulated'} {event.latency_s:.2f} s"
+    return f"{', '.join(shown)} {'seconds' if timed else 'simulated seconds'}"
 
 
 def _codecs_text(cluster: Mapping[str, Any]) -> str:
@@ -113,48 +118,56 @@ def _codecs_text(cluster: Mapping[str, Any]) -> str:
     return "" if set(codecs) <= {"fp32"} else " " + "-".join(codecs)
 
 
-def summary_table(summary: Mapping[str, Any]) -> Table:
-    """The end of a run at a glance."""
+def summary_table(summary: Mapping[str, Any], *, folds: bool = False) -> Table:
+    """The end of a run at a glance: lines that fit a screen of 24, or are folded (``folds``)."""
     table = Table(title=f"run {summary['status']}", show_header=False, title_justify="left")
-    metric = summary["metric"]
-    initial, final = metric["initial"], metric["final"]
-    table.add_row(metric["name"], f"{_number(initial)} -> {_number(final)} on unseen examples")
-    if found := summary.get("clusters"):
-        words = "  ".join(f"{name} {_number(value)}" for name, value in found.items())
-        table.add_row("found by clusters", words)
-    asked = summary.get("rounds_asked")
-    done = f"{summary['rounds']} of {asked}" if asked else str(summary["rounds"])
-    table.add_row("rounds", f"{done} in {summary['wall_s']:.0f} s")
-    if lost := summary.get("lost"):
-        table.add_row("lost", _lost_text(lost))
-    if (error := summary.get("prediction_error")) is not None:
-        table.add_row("predictions", f"off by {100 * error:.1f} % of a round in the median")
-    links = summary["bytes"]
-    sizes = ", ".join(f"{name} {links[name] / 1e6:.0f} MB" for name in ("d2d", "d2e", "flower"))
-    table.add_row("traffic", sizes)
-    if moved := links.get("weights", 0) + links.get("spared", 0):
-        spared = links["spared"] / 1e6
-        table.add_row("segments", f"{moved / 1e6:.1f} MB, {spared:.1f} MB of it there already")
-    reports = summary.get("links", ())
-    for link in reports[:_MOST_LINKS]:
-        table.add_row(*_link_row(link))
-    if len(reports) > _MOST_LINKS:
-        table.add_row("links", f"{len(reports) - _MOST_LINKS} more in summary.json")
-    _add_rows(table, _energy_rows(summary["energy"]), "energy")
-    peaks = sorted(summary["peak_memory_bytes"].items(), key=lambda item: -item[1])
-    _add_rows(table, [(f"memory {k}", f"{v / 1e6:.1f} MB peak") for k, v in peaks], "memory")
+    table.box, table.padding = None, (0, 2, 0, 0)
+    for _ in range(2):
+        table.add_column(no_wrap=not folds, overflow="fold" if folds else "ellipsis")
+    for row in (*_outcome_rows(summary), *_machine_rows(summary)):
+        table.add_row(*row)
     return table
 
 
-def _add_rows(table: Table, rows: Sequence[tuple[str, str]], what: str) -> None:
-    """The first rows, and how many there are besides."""
-    for row in rows[:_MOST_ROWS]:
-        table.add_row(*row)
-    if len(rows) > _MOST_ROWS:
-        table.add_row(what, f"{len(rows) - _MOST_ROWS} more in summary.json")
+def _outcome_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
+    metric = summary["metric"]
+    curve = f"{_number(metric['initial'])} -> {_number(metric['final'])}"
+    yield metric["name"], f"{curve} on unseen examples"
+    if found := summary.get("clusters"):
+        yield "found by clusters", "  ".join(f"{name} {_number(v)}" for name, v in found.items())
+    asked = summary.get("rounds_asked")
+    done = f"{summary['rounds']} of {asked}" if asked else str(summary["rounds"])
+    yield "rounds", f"{done} in {summary['wall_s']:.0f} s"
+    if lost := summary.get("lost"):
+        yield "lost", _lost_text(lost)
+    if (error := summary.get("prediction_error")) is not None:
+        yield "predictions", f"off by {100 * error:.1f} % of a round in the median"
+    links = summary["bytes"]
+    sizes = ", ".join(f"{name} {links[name] / 1e6:.0f} MB" for name in ("d2d", "d2e", "flower"))
+    yield "traffic", sizes
+    if moved := links.get("weights", 0) + links.get("spared", 0):
+        spared = links["spared"] / 1e6
+        yield "segments", f"{moved / 1e6:.1f} MB, {spared:.1f} MB of it there already"
 
 
-def _energy_rows(energy: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _machine_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
+    """Of links, energy and memory those rows that say most, and how many there are besides."""
+    links = sorted(summary.get("links", ()), key=_slowest_bit_per_s)
+    peaks = sorted(summary["peak_memory_bytes"].items(), key=lambda item: -item[1])
+    kinds = {
+        "links": [_link_row(link) for link in links],
+        "energies": _energy_rows(summary["energy"]),
+        "peaks": [(f"memory {name}", f"{size / 1e6:.1f} MB peak") for name, size in peaks],
+    }
+    for kind, rows in kinds.items():
+        yield from rows[: _MOST_ROWS[kind]]
+    left = {kind: len(rows) - _MOST_ROWS[kind] for kind, rows in kinds.items()}
+    words = [f"{count} {kind}" for kind, count in left.items() if count > 0]
+    if words:
+        yield "more", f"{', '.join(words)} in summary.json"
+
+
+def _energy_rows(energy: Mapping[str, Any]) -> list[Row]:
     """Devices by how much of their budget they spent, those that overran it in red."""
     shares, rows = {}, []
     for device, budget_j in energy["budget_j"].items():
@@ -169,21 +182,24 @@ def _energy_rows(energy: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _link_row(link: Mapping[str, Any]) -> tuple[str, str]:
-    """One line of the summary's links: the hop, then codec and rates."""
+def _link_row(link: Mapping[str, Any]) -> Row:
+    """The hop, then codec and rates there and back."""
     ends = " > ".join(str(link[end]).rpartition("/")[2] for end in ("sender", "receiver"))
     ways = " | ".join(_way_text(link[way]) for way in ("forward", "backward"))
     return f"link {link['cluster']} {ends}", f"{link['codec']}  {ways}"
 
 
+def _slowest_bit_per_s(link: Mapping[str, Any]) -> float:
+    rates = (link[way]["bit_per_s"] for way in ("forward", "backward"))
+    return min((rate for rate in rates if rate is not None), default=inf)
+
+
 def _way_text(way: Mapping[str, Any]) -> str:
-    text = f"{way['bytes'] / 1e6:.1f} MB"
-    if way["bit_per_s"] is not None:
-        text += f" at {way['bit_per_s'] / 1e6:.4g}"
-        if way["planned_bit_per_s"] is not None:
-            text += f" of {way['planned_bit_per_s'] / 1e6:.4g}"
-        text += " Mbit/s"
-    return text
+    if way["bit_per_s"] is None:
+        return f"{way['bytes'] / 1e6:.1f} MB"
+    planned = way["planned_bit_per_s"]
+    of = "" if planned is None else f" of {planned / 1e6:.3g}"
+    return f"{way['bit_per_s'] / 1e6:.3g}{of} Mbit/s"
 
 
 def _lost_text(lost: Mapping[str, Sequence[int]]) -> str:

@@ -52,6 +52,7 @@ class RoundEvent:
     links: tuple[LinkReport, ...] = ()
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
     failures: tuple[str, ...] = ()
+    incidents: tuple[Mapping[str, str], ...] = ()  # the same by kind, see `incident_json`
     lost: tuple[str, ...] = ()  # clusters that were away or whose round came to nothing
     fresh_examples: int = 0  # that arrived in data.stream
     prequential_loss: float | None = None  # on them, before training on them
@@ -72,6 +73,7 @@ class RoundEvent:
             "links": tuple(link_of_json(link) for link in data.get("links", ())),
             "failures": tuple(data["failures"]),
             "lost": tuple(data.get("lost", ())),
+            "incidents": tuple(data.get("incidents", ())),
         }
         return RoundEvent(**{**data, "metrics": metrics, **more})
 
@@ -83,6 +85,8 @@ class RunStory:
     metric_name: str
     initial: Mapping[str, float] = field(default_factory=dict)
     energy_budget_j: Mapping[str, float]
+    memory_limit_bytes: Mapping[str, int] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)  # of packages, on the server
     events: tuple[RoundEvent, ...] = field(default=())
     rounds_asked: int | None = None
     notes: tuple[str, ...] = ()  # what the run said of itself as a whole
@@ -120,6 +124,8 @@ class RunStory:
             "bytes": asdict(total),
             "links": [link_json(link) for link in totals(k for e in self.events for k in e.links)],
             "peak_memory_bytes": self._peak_memory_bytes(),
+            "memory_limit_bytes": dict(self.memory_limit_bytes),
+            "versions": dict(self.versions),
             "plans": [e.plan for e in self.events],
         }
         return cast("dict[str, Any]", finite(summary))
@@ -164,6 +170,7 @@ def cluster_json(plan: ClusterPlan | None, outcome: ClusterOutcome) -> dict[str,
         "latency_s": outcome.latency_s,
         "measured": outcome.measured,
         "error": log(predicted_s / outcome.latency_s) if predicted_s and known else None,
+        "loss": outcome.loss,
         "stages": {
             sample.device_id or "edge": {
                 "predicted_s": sample.expected_s,
@@ -182,6 +189,16 @@ def cluster_json(plan: ClusterPlan | None, outcome: ClusterOutcome) -> dict[str,
             for name, joules in outcome.energy_j.items()
         },
     }
+
+
+def incident_json(kind: str, text: str, cluster: str = "") -> dict[str, str]:
+    """One incident of a round.
+
+    ``kind`` is "retry" (an attempt at the round failed), "lost" (a cluster's reply), "recovered"
+    (a device was lost and its steps were replayed), "quarantined" (a device), "late" (a reply to an
+    earlier round was used) or "remark" (on a reply that was used).
+    """
+    return {"kind": kind, "cluster": cluster, "text": text}
 
 
 def link_json(report: LinkReport) -> dict[str, Any]:

@@ -6,10 +6,12 @@ directory, and the lines are laid out for the terminal that is there.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from collapipe_flwr.reporting.event_tail import EventTail
 from collapipe_flwr.reporting.events import RoundEvent
+from collapipe_flwr.reporting.progress import read_progress
 from collapipe_flwr.reporting.run_directory import (
     LOG,
     newest_checkpoint,
@@ -29,6 +31,7 @@ class Follower:
     def __init__(self, run_dir: Path, screen: Screen) -> None:
         self._run_dir = run_dir
         self._screen, self._printer = screen, screen.printer
+        self._began_s = time.time()  # what an earlier attempt left says nothing
         self._last = newest_checkpoint(run_dir)
         self._stamp = summary_stamp(run_dir)
         self._events = EventTail(run_dir)
@@ -42,6 +45,12 @@ class Follower:
         if self._screen.verbose:
             self._pass_on()
             return
+        self._look_for_rounds()
+        progress = read_progress(self._run_dir)
+        if progress is not None and progress.since_s >= self._began_s:
+            self._screen.show(progress)
+
+    def _look_for_rounds(self) -> None:
         stamp = summary_stamp(self._run_dir)
         if stamp == self._stamp:
             return

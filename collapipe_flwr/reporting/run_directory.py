@@ -2,8 +2,9 @@
 
 ``run-config.json`` says how the run was started. ``events.jsonl`` gets one line per round as soon
 as the round ends. ``summary.json`` is replaced as a whole, so a reader never sees half of it, and
-its ``status`` says ``running``, ``completed``, ``failed`` or ``stopped``. A resumed run reopens its
-folder and goes on writing. What was written is on disk: after a kill or a power cut at most the
+its ``status`` says ``running``, ``completed``, ``failed`` or ``stopped``; where it says that the
+run goes on and nobody writes it, it is read as ``interrupted`` (`run_lock`). A resumed run reopens
+its folder and goes on writing. What was written is on disk: after a kill or a power cut at most the
 end of the last line of ``events.jsonl`` is missing, which readers pass over and a resumed run
 removes; that round is pending or is trained again. ``run.log`` is what `collapipe run` keeps of
 Flower's log.
@@ -27,11 +28,12 @@ from typing import Any
 from collapipe_flwr.core.durable import append_text, make_folder, write_text
 from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.reporting.events import RoundEvent
+from collapipe_flwr.reporting.progress import PROGRESS
+from collapipe_flwr.reporting.run_lock import CONFIG, as_it_is
 
 Json = Mapping[str, object]
 LOG = "run.log"
 EVENTS = "events.jsonl"
-CONFIG = "run-config.json"
 _SUMMARY = "summary.json"
 _PENDING, _RUN_ID, _CHECKPOINTS = "pending-round.json", "run-id", "checkpoints"
 _PLANS = b',\n  "plans": ['  # as `write_summary` lays it out
@@ -39,8 +41,17 @@ _BLOCK_BYTES = 1 << 20
 _ROUND = re.compile(r"round-(\d{6,})")
 
 
+def _nobody(kind: str, value: Json) -> None:
+    """Is told of writes and does nothing."""
+
+
 class RunDirectory:
-    """Owns the folder of one run; every write is complete, or absent and a RunError."""
+    """Owns the folder of one run; every write is complete, or absent and a RunError.
+
+    ``tell`` is called with what was written, for whoever cannot see the folder (`log_lines`).
+    """
+
+    tell: Callable[[str, Json], None] = staticmethod(_nobody)
 
     def __init__(self, path: Path) -> None:
         """Create the folder; raises ConfigError when it exists or cannot be made.
@@ -94,13 +105,18 @@ class RunDirectory:
     def append_event(self, event: Json) -> None:
         """Add one line to ``events.jsonl``."""
         self._write(append_text, EVENTS, _line(event))
+        self.tell("event", event)
 
     def rewrite_events(self, events: Iterable[Json]) -> None:
         """Replace ``events.jsonl`` unless it holds just these rounds; without any there is none."""
-        text, path = "".join(map(_line, events)), self.path / EVENTS
+        events, path = tuple(events), self.path / EVENTS
+        text = "".join(map(_line, events))
         before = path.read_bytes() if path.exists() else b""
         if text.encode() != before:
             self._replace(EVENTS, text)
+        self.tell("anew", {})
+        for event in events:
+            self.tell("event", event)
 
     def write_pending(self, event: Json) -> None:
         """Keep a round that is not evaluated yet, in case this process dies before it is."""
@@ -109,10 +125,12 @@ class RunDirectory:
     def write_summary(self, summary: Json) -> None:
         """Replace ``summary.json``."""
         self._replace(_SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+        self.tell("summary", {**summary, "plans": []})
 
     def write_config(self, config: Json) -> None:
         """Write ``run-config.json``: flat, as Flower takes it."""
         self._replace(CONFIG, json.dumps(config, indent=2) + "\n")
+        self.tell("config", config)
 
     def _replace(self, name: str, text: str) -> None:
         self._write(write_text, name, text)
@@ -127,9 +145,15 @@ class RunDirectory:
             ) from error
 
 
+def is_new(path: Path) -> bool:
+    """Whether a folder holds only what is there before its run begins: a log, and progress."""
+    names = {entry.name for entry in path.iterdir()}
+    return LOG in names and all(name == LOG or name.startswith(PROGRESS) for name in names)
+
+
 def check_new(path: Path) -> None:
     """Raise ConfigError where the folder of a new run exists, but for one with a log alone."""
-    if path.exists() and (not path.is_dir() or [p.name for p in path.iterdir()] != [LOG]):
+    if path.exists() and not (path.is_dir() and is_new(path)):
         raise ConfigError(
             f'output-dir: "{path}" exists already; choose another, or go on with it by resume'
         )
@@ -140,8 +164,9 @@ def _line(event: Json) -> str:
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
-    """The summary of a run directory, or None where there is none yet."""
-    return _read(run_dir / _SUMMARY)
+    """The summary of a run directory, or None where there is none yet; see `run_lock.as_it_is`."""
+    summary = _read(run_dir / _SUMMARY)
+    return None if summary is None else as_it_is(summary, run_dir)
 
 
 def read_summary_head(run_dir: Path) -> dict[str, Any] | None:
@@ -186,6 +211,12 @@ def summary_stamp(run_dir: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return found.st_ino, found.st_mtime_ns
+
+
+def events_bytes(run_dir: Path) -> int:
+    """How much the events of all rounds are; 0 before the first."""
+    path = run_dir / EVENTS
+    return path.stat().st_size if path.exists() else 0
 
 
 def newest_checkpoint(run_dir: Path) -> int:

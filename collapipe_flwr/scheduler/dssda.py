@@ -138,7 +138,8 @@ class Decision:
         plan = solution_plan(refined_solution, policy, self.share)
         if self.planner.settings.replicas:
             plan = with_replicas(plan, self.planner, refined_solution.rho)
-        return with_model_shares(plan, self.model_share_m)
+        tables, settings = self.planner.tables, self.planner.settings
+        return with_model_shares(plan, self.model_share_m, tables, settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,8 +258,12 @@ class Dssda(Policy):
         spare = kept_rows(planner.tables, state.spare_plan, self.settings)
         if spare is not None and planner.tables.num_clusters <= FEW_CLUSTERS:
             rival = left.radio(spare)
-            if rival.objective < min(stay.objective, solution.objective):
-                solution = left.improve(rival)
+            quicker = rival.rho * rival.priced.latency_s.max()
+            # The spare may overdraw an account in this round and still lead to a better plan.
+            if quicker < solution.rho * solution.priced.latency_s.max() or (
+                rival.objective < min(stay.objective, solution.objective)
+            ):
+                solution = min(solution, left.improve(rival), key=lambda s: s.objective)
         worth = stay.objective - solution.objective
         better = worth > self.settings.hysteresis * abs(stay.objective)
         return within(planner, solution if better else stay)

@@ -24,6 +24,7 @@ from collapipe_flwr.core.domain import (
     Snapshot,
 )
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.simulation.channel import ChannelModel, Placement, channel_model
 from collapipe_flwr.simulation.devices import RadioPreset, device_preset, radio_preset, scaled
 
@@ -69,6 +70,32 @@ class World:
             edge=self.edge,
             radio=self.radio,
             clusters=clusters,
+        )
+
+    def with_cluster(self, profile: ClusterProfile) -> World:
+        """With other devices in the cluster of that id; those that stay keep their places."""
+        index = [cluster.cluster_id for cluster in self.clusters].index(profile.cluster_id)
+        before = [member.device_id for member in self.clusters[index].members]
+        place = self.placements[index]
+
+        def of(member: DeviceProfile) -> Array:
+            if member.device_id in before:
+                found: Array = place.member_m[before.index(member.device_id)]
+                return found
+            rng = np.random.default_rng([self.seed, 37, *map(ord, member.device_id)])
+            near: Array = place.member_m[0] + _around(rng, DEVICE_DISTANCE_M, 1)[0]
+            return near
+
+        members = profile.members
+        moved = replace(
+            place,
+            member_m=np.stack([of(member) for member in members]),
+            orbit_m=np.full(len(members), ORBIT_M),
+        )
+        return replace(
+            self,
+            clusters=(*self.clusters[:index], profile, *self.clusters[index + 1 :]),
+            placements=(*self.placements[:index], moved, *self.placements[index + 1 :]),
         )
 
     @property

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from collapipe_flwr.config.cluster_file import MEMBER_NAME
-from collapipe_flwr.core.durable import draft, own_folder, publish, sync
+from collapipe_flwr.core.durable import draft, own_folder, publish, sync, write_file
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.transport.tls import check_pair
@@ -58,15 +58,31 @@ class Authority:
         files = self.files(name)
         certificate_path, key_path = _pair(files)
         key = ec.generate_private_key(ec.SECP256R1())
+        builder = self._member(name, hosts, key.public_key())
+        self._write(builder, key, key_path, certificate_path)
+        return files
+
+    def answer(self, name: str, hosts: Iterable[str], key: ec.EllipticCurvePublicKey) -> bytes:
+        """A certificate in PEM for a key that stays where it was made; a copy is kept here."""
+        signed = self._member(name, hosts, key).sign(self._key, hashes.SHA256())
+        pem = signed.public_bytes(serialization.Encoding.PEM)
+        write_file(_pair(self.files(name))[0], lambda path: path.write_bytes(pem))
+        return pem
+
+    def sign(self, data: bytes) -> bytes:
+        """The CA's signature of what members are to believe."""
+        return self._key.sign(data, ec.ECDSA(hashes.SHA256()))
+
+    def _member(
+        self, name: str, hosts: Iterable[str], key: ec.EllipticCurvePublicKey
+    ) -> x509.CertificateBuilder:
         names = [_general_name(host) for host in dict.fromkeys((name, *hosts))]
-        builder = (
-            self._builder(_subject(name), key.public_key(), self._days)
+        return (
+            self._builder(_subject(name), key, self._days)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .add_extension(x509.ExtendedKeyUsage(_USES), critical=False)
         )
-        self._write(builder, key, key_path, certificate_path)
-        return files
 
     def check(self, name: str) -> None:
         """Raise ConfigError when a member's files are not a pair that this CA signed."""

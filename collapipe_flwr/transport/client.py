@@ -13,7 +13,7 @@ from torch import Tensor
 from collapipe_flwr.core.errors import LinkError, ProtocolError
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest
-from collapipe_flwr.pipeline.config import Health, SessionKey, SessionRequest, StepMark
+from collapipe_flwr.pipeline.config import Health, PassesDone, SessionKey, SessionRequest, StepMark
 from collapipe_flwr.pipeline.link import FrameKind, Link
 from collapipe_flwr.pipeline.meter import StageReport, Timeline
 from collapipe_flwr.pipeline.state import Digests, Keys, digests_of
@@ -143,6 +143,12 @@ class Session:
     def report(self) -> StageReport:
         """What the session measured over all steps that count; see `EdgeService.report`."""
         return self._again(methods.REPORT, answer=StageReport)
+
+    def passes(self, *, within_s: float) -> PassesDone:
+        """How far the session is, also within a step."""
+        return self.client.call(
+            methods.PASSES, answer=PassesDone, metadata=self._metadata(), within_s=within_s
+        )
 
     def timeline(self) -> Timeline:
         """What the session did when, by the host's clock, over all steps that count."""

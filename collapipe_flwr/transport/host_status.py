@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -19,7 +20,8 @@ class HostStatus:
     """``resident_bytes`` is the daemon's own memory (0: not known), ``unix_s`` its clock.
 
     It is ``awake`` when it has loaded the libraries of models, and opens no session any more when
-    it is ``stopping``. Its ``energy_sensor`` (empty: none) told ``power_w``.
+    it is ``stopping``. Its ``energy_sensor`` (empty: none) told ``power_w``. ``rosters`` are the
+    versions of its cluster files by cluster id.
     """
 
     resident_bytes: int
@@ -29,6 +31,7 @@ class HostStatus:
     version: str
     energy_sensor: str = ""
     power_w: float | None = None
+    rosters: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +61,9 @@ class ProbeAnswer:
     delay_s: float
 
 
-def status_here(*, awake: bool, stopping: bool) -> HostStatus:
+def status_here(
+    *, awake: bool, stopping: bool, rosters: Mapping[str, int] | None = None
+) -> HostStatus:
     """Of this process."""
     try:
         installed = version("collapipe-flwr")
@@ -70,6 +75,7 @@ def status_here(*, awake: bool, stopping: bool) -> HostStatus:
         stopping=stopping,
         unix_s=time.time(),
         version=installed,
+        rosters=rosters or {},
     )
 
 

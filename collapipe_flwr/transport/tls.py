@@ -15,6 +15,7 @@ import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from hashlib import sha256
 from pathlib import Path
 
 import grpc
@@ -103,18 +104,30 @@ class Validity:
 
 def validity_of(pem: bytes) -> Validity:
     """Of the first certificate in a PEM file; raises ConfigError when there is none."""
-    found = _PEM.search(pem)
-    if found is None:
-        raise ConfigError("no certificate in PEM is in it")
+    der = _der(pem)
     try:
-        der = base64.b64decode(found[1])
         ((_, certificate),) = _elements(der)
         signed = next(content for _, content in _elements(certificate))
         fields = [(tag, content) for tag, content in _elements(signed) if tag != _VERSION]
         begins, ends = (_moment(tag, content) for tag, content in _elements(fields[3][1]))
-    except (binascii.Error, IndexError, StopIteration, ValueError) as error:
+    except (IndexError, StopIteration, ValueError) as error:
         raise ConfigError(f"its certificate cannot be read: {error}") from error
     return Validity(begins=begins, ends=ends)
+
+
+def _der(pem: bytes) -> bytes:
+    found = _PEM.search(pem)
+    if found is None:
+        raise ConfigError("no certificate in PEM is in it")
+    try:
+        return base64.b64decode(found[1])
+    except binascii.Error as error:
+        raise ConfigError(f"its certificate cannot be read: {error}") from error
+
+
+def fingerprint(pem: bytes) -> str:
+    """The SHA-256 of the first certificate in a PEM text; raises ConfigError when there is none."""
+    return sha256(_der(pem)).hexdigest()
 
 
 def check_validity(path: str, pem: bytes, now: datetime) -> None:

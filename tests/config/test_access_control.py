@@ -34,7 +34,6 @@ def test_edge_and_server_belong_to_all_clusters_and_others_to_one(access: Access
     assert caller(access, "server").clusters == {"g", "w"}
     assert caller(access, "edge").role is Role.EDGE
     assert caller(access, "g1").clusters == {"g"}
-    assert access.control_units == {"cu-g", "cu-w"}
     assert "stranger" not in access.callers
 
 

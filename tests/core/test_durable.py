@@ -110,3 +110,12 @@ def _writer(folder: Path) -> subprocess.Popen[str]:
     assert writer.stdout is not None
     assert writer.stdout.readline() == "ready\n"
     return writer
+
+
+@pytest.mark.parametrize("torn", ["", '{"a": 1', "x" * 200_000, "\0" * 70_000])
+@pytest.mark.parametrize("before", ["", "one\n", "one\n" + "y" * 100_000 + "\n"])
+def test_nothing_is_glued_to_a_torn_line(tmp_path: Path, before: str, torn: str) -> None:
+    path = tmp_path / "lines"
+    path.write_text(before + torn)
+    append_text(path, "two\n")
+    assert path.read_text() == before + "two\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -21,6 +22,9 @@ from flwr.supercore.task_identity import TaskIdentity
 from collapipe_flwr import Relay
 from collapipe_flwr.core.errors import ConfigError, DataError, LinkError, RunError
 from collapipe_flwr.federation.local_socket import listen
+from collapipe_flwr.federation.records import RoundAssignment, write_assignment
+from collapipe_flwr.federation.resident_metrics import message_about
+from tests.host.scraping import listening_ports, scrape
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 120.0
@@ -267,6 +271,33 @@ def test_what_a_run_keeps_lies_in_its_folder_unless_the_node_names_one(tmp_path:
     with control_unit(tmp_path, "--state-dir", str(tmp_path / "kept")) as (path, _):
         assert ask(path)[0].content["node"]["state-dir"] == str(tmp_path / "kept")
     assert ask("")[0].content["node"]["state-dir"] == ""
+
+
+@pytest.mark.usefixtures("project")
+def test_it_tells_and_logs_what_it_answers(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    with control_unit(tmp_path, "--metrics", "0", "--log-format", "json") as (path, process):
+        told(path)
+        with pytest.raises(DataError):
+            ask(path, "raise")
+        (port,) = listening_ports(process.pid)
+        found = scrape(f"127.0.0.1:{port}")
+    assert found["collapipe_control_unit_messages_total", "answered"] == 1
+    assert found["collapipe_control_unit_messages_total", "raised"] == 1
+    assert found["collapipe_control_unit_busy",] == 0
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    about = [(line["level"], line["type"], line["device"]) for line in lines]
+    assert about == [(level, "train", "control-unit") for level in ("info", "error")]
+    assert "DataError: no rows" in lines[1]["error"]
+
+
+@pytest.mark.usefixtures("project")
+def test_a_log_says_which_round_of_which_cluster_an_order_is_about() -> None:
+    order = write_assignment(
+        RecordDict({"config": ConfigRecord()}), RoundAssignment(server_round=4, cluster_id="attic")
+    )
+    about = message_about(Message(order, 7, "train"))
+    assert about == {"type": "train", "round": 4, "run": "", "cluster": "attic"}
 
 
 def test_the_relay_of_our_own_app_imports_flwr_alone() -> None:

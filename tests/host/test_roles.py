@@ -70,8 +70,7 @@ def certificates(tmp_path_factory):
 
 def host(name: str, certificates, *, on_edge: bool) -> Iterator[Host]:
     access = access_control(CONFIGS if on_edge else CONFIGS[:1])
-    guests = access.control_units if on_edge else frozenset()
-    servicing = ServicerConfig(guests=guests, sessions_of_guest=2)
+    servicing = ServicerConfig(limits_guests=on_edge, sessions_of_guest=2)
     servicer = Servicer(service(ledger=Ledger(12 * HEAD_BYTES)), servicing)
     with Listener(
         "127.0.0.1:0", lambda: servicer, tls=certificates[name], access=access, on_edge=on_edge

@@ -11,7 +11,9 @@ import random
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -32,12 +34,16 @@ VALUES: Mapping[str, Value] = {
 LIMIT_S = 250.0
 
 
-def _run(folder: Path, moment: str, **more: Value) -> int:
-    """The small run as a process; its exit code."""
+def _run(folder: Path, moment: str, kill_after_s: float | None = None, **more: Value) -> int:
+    """The small run as a process, killed after so many seconds; its exit code."""
     values = json.dumps({**VALUES, "output-dir": str(folder / "runs"), **more})
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_DATASETS_OFFLINE": "1"}
     process = start("tests.integration.run_process", values, moment, env=env)
     assert process.stdout is not None
+    if kill_after_s is not None:
+        time.sleep(kill_after_s)
+        with suppress(ProcessLookupError):  # it has come to its end
+            os.kill(process.pid, signal.SIGKILL)
     with process.stdout as stdout:
         stdout.read()  # to its end
     return process.wait(LIMIT_S)
@@ -54,7 +60,7 @@ def _assert_whole(run_dir: Path) -> None:
     newest = 0 if checkpoint is None else checkpoint.server_round
     assert newest == newest_checkpoint(run_dir) >= len(rounds)
     summary = read_summary(run_dir)
-    assert summary is None or summary["status"] in ("running", "completed")
+    assert summary is None or summary["status"] in ("interrupted", "completed")
     for path in run_dir.rglob("*"):
         partial = ".partial" in str(path)
         assert partial or path.is_dir() or path.stat().st_size, f"{path} is empty"
@@ -110,3 +116,24 @@ def test_a_run_killed_at_every_step_of_its_writes_resumes_to_its_end(
     for step in range(1, steps + 1):
         _killed_at(tmp_path / str(step), step, whole)
         shutil.rmtree(tmp_path / str(step))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_a_run_killed_at_random_moments_leaves_whole_files_and_resumes(
+    tmp_path: Path, shared_run: RunApp
+) -> None:
+    whole = shared_run({k: v for k, v in VALUES.items() if TINY.get(k) != v})
+    assert _run(tmp_path / "first", "") == 0  # and warms the process that others are forked from
+    start_s = time.monotonic()
+    assert _run(tmp_path / "second", "") == 0
+    lasts_s, rng, killed = time.monotonic() - start_s, random.Random(19), 0
+    for number in range(20):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        killed += _run(folder, "", kill_after_s=rng.uniform(0.0, lasts_s)) == -signal.SIGKILL
+        if (folder / "runs" / "run").exists():
+            _assert_whole(folder / "runs" / "run")
+        _assert_resumes(folder, whole)
+        shutil.rmtree(folder)
+    assert killed > 10

@@ -41,7 +41,7 @@ def test_hops_are_measured_and_senders_keep_to_the_plan(run_app: RunApp) -> None
         summary["bytes"][kind] for kind in ("d2d", "d2e")
     )
     text = _shown(run_dir)
-    assert "link cluster-0 control-unit > " in text and "Mbit/s" in text
+    assert "link cluster-" in text and "Mbit/s" in text
     if any(hop["codec"] != "fp32" for c in plans.values() for hop in c["hops"]):
         assert "-".join(hop["codec"] for hop in plans["cluster-0"]["hops"]) in text
 

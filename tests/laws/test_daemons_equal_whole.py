@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +54,7 @@ class Cluster:
 
     config: ClusterConfig
     daemons: tuple[Daemon, ...] = ()  # as in DEVICES, then the edge
+    deadline_s: float = 20.0
 
     @property
     def edge(self) -> str:
@@ -71,7 +72,7 @@ class Cluster:
 
         After ``every`` so many steps the segments come back and are placed again.
         """
-        fleet = RemoteFleet(cluster=self.config, edge=self.hop("A"))
+        fleet = RemoteFleet(cluster=self.config, edge=self.hop("A"), deadline_s=self.deadline_s)
         with self.client(self.config.edge) as edge:
             session = edge.open_session(
                 SessionRequest(
@@ -126,9 +127,13 @@ edge = { address = "edge:1" }
 
 @contextmanager
 def cluster_of_daemons(
-    folder: Path, tls: bool, *, edge_also_serves: Sequence[Path] = ()
+    folder: Path,
+    tls: bool,
+    *,
+    edge_also_serves: Sequence[Path] = (),
+    boards: Mapping[str, type[Daemon]] | None = None,
 ) -> Iterator[Cluster]:
-    """Four daemons that know each other by their cluster file."""
+    """Four daemons that know each other by their cluster file; some may be ``boards`` by name."""
     file = folder / "a.toml"
     file.write_text(CLUSTER_FILE + ("[tls]\n" if tls else ""))
     values = tomllib.loads(file.read_text())
@@ -136,9 +141,10 @@ def cluster_of_daemons(
     if config.tls:
         sign_all(folder / "certs", dict.fromkeys(config.names, ()))
     more = [word for path in edge_also_serves for word in ("--cluster", str(path))]
+    kinds = {**dict.fromkeys(DEVICES, Daemon), **(boards or {})}
     daemons = [
-        Daemon("device", "--name", name, "--cluster", str(file), tls=config.tls_files(name))
-        for name in DEVICES
+        kind("device", "--name", name, "--cluster", str(file), tls=config.tls_files(name))
+        for name, kind in kinds.items()
     ]
     daemons.append(Daemon("edge", "--cluster", str(file), *more, tls=config.tls_files("edge")))
     with running(*daemons) as (*devices, edge):

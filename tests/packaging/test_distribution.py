@@ -20,7 +20,7 @@ from collapipe_flwr.core.errors import ConfigError, extra, require
 
 ROOT = Path(__file__).parents[2]
 OPTIONAL = ("datasets", "flwr_datasets", "PIL", "sacrebleu", "ray", "peft", "matplotlib", "cvxpy")
-# What a device, an edge server, a certificate authority, a control unit and a strategy import.
+# What a device, an edge server, a certificate authority and a control unit without Flower import.
 BASE = (
     "collapipe_flwr.cli",
     "collapipe_flwr.host.daemon",
@@ -30,27 +30,36 @@ BASE = (
     "collapipe_flwr.cluster.control_unit",
     "collapipe_flwr.cluster.forecast",
     "collapipe_flwr.cluster.remote",
+    "collapipe_flwr.deployment.deploy",
     "collapipe_flwr.generation.text_generator",
-    "collapipe_flwr.federation.launcher",
-    "collapipe_flwr.federation.rpc_gateway",
-    "collapipe_flwr.federation.strategy",
+    "collapipe_flwr.membership.newcomer",
+    "collapipe_flwr.membership.serving",
     "collapipe_flwr.models",
     "collapipe_flwr.reporting.simulation",
 )
+FLOWER = ("launcher", "rpc_gateway", "strategy")
 WITHOUT_EXTRAS = f"""
 import importlib, sys
-for name in {OPTIONAL!r}:
+for name in {OPTIONAL!r} + ("flwr",):
     sys.modules[name] = None
+
+def wanting(module):
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        print(f"{{type(error).__name__}}: {{error}}")
+
 for name in {BASE!r}:
     importlib.import_module(name)
+wanting("collapipe_flwr.federation.strategy")
+del sys.modules["flwr"]
+for name in {FLOWER!r}:
+    importlib.import_module(f"collapipe_flwr.federation.{{name}}")
 import collapipe_flwr
 for name in collapipe_flwr.__all__:
     getattr(collapipe_flwr, name)
 for name in ("client_app.cluster", "server_app.app"):
-    try:
-        importlib.import_module(name)
-    except Exception as error:
-        print(f"{{type(error).__name__}}: {{error}}")
+    wanting(name)
 """
 
 
@@ -64,9 +73,10 @@ def names(requirements: list[str]) -> set[str]:
 
 def test_the_wheel_holds_the_package_alone() -> None:
     """Installed apps would hide modules of the same names that a user's own project has."""
-    assert project()["tool"]["hatch"]["build"]["targets"]["wheel"] == {
-        "packages": ["collapipe_flwr"]
-    }
+    wheel = project()["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel.keys() == {"packages", "force-include"}
+    assert wheel["packages"] == ["collapipe_flwr"]
+    assert all(place.startswith("collapipe_flwr/") for place in wheel["force-include"].values())
 
 
 def test_nothing_in_the_package_needs_what_is_not_in_the_wheel() -> None:
@@ -90,32 +100,45 @@ def test_the_fab_holds_the_package_and_its_apps() -> None:
 def test_all_is_every_extra_of_a_user_and_the_others_build_on_it() -> None:
     table = project()["project"]
     extras = table["optional-dependencies"]
-    users = {"simulation", "data", "metrics", "lora", "plot", "report"}
+    users = {"flower", "simulation", "data", "metrics", "lora", "discovery", "plot", "report"}
     sinks = {"tensorboard", "wandb", "mlflow", "prometheus"}  # each for those who have the tool
     assert set(extras) == users | sinks | {"all", "bench", "test", "dev", "docs"}
     (everything,) = extras["all"]
     assert set(everything.partition("[")[2].rstrip("]").split(",")) == users
     chain = [("bench", "all"), ("test", "bench"), ("dev", "test")]
     assert all(f"collapipe-flwr[{inner}]" in extras[outer] for outer, inner in chain)
-    optional = set().union(*(names(extras[name]) for name in users)) - {"flwr"}
-    assert not names(table["dependencies"]) & (optional | {"cvxpy"})
+    optional = set().union(*(names(extras[name]) for name in users)) | {"cvxpy"}
+    base = [text for text in table["dependencies"] if "extra ==" not in text]
+    assert not names(base) & optional
+
+
+def test_flower_is_an_extra_where_flower_looks_for_it() -> None:
+    """A FAB of format 1 names flwr among its dependencies; the marker keeps it off the boards."""
+    table = project()["project"]
+    of_extras = [text for text in table["dependencies"] if "extra ==" in text]
+    assert of_extras == ["flwr>=1.41,<1.43; extra == 'flower'"]
+    assert table["optional-dependencies"]["flower"] == []
+    assert any("[flower" in text for text in table["optional-dependencies"]["simulation"])
 
 
 def test_flower_installs_what_the_apps_import() -> None:
-    """`uv sync` in a FAB installs the base and the default groups, not extras."""
+    """`uv sync` in a FAB installs base and default groups, no extras; flwr is there already."""
     table = project()
     assert table["tool"]["uv"]["default-groups"] == ["app"]
-    assert table["dependency-groups"]["app"] == ["collapipe-flwr[data,metrics]"]
+    assert table["dependency-groups"]["app"] == ["collapipe-flwr[flower,data,metrics]"]
 
 
 @pytest.mark.long
-def test_base_and_library_work_without_extras_and_the_apps_name_the_one_they_need() -> None:
+def test_base_and_library_work_without_extras_and_others_name_the_one_they_need() -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_EXTRAS], capture_output=True, text=True, check=True, cwd=ROOT
     )
-    needed = "ConfigError: the package datasets is not installed"
-    hint = "run `pip install 'collapipe-flwr[data]'`"
-    assert done.stdout.splitlines() == [f"{needed}: {hint}"] * 2
+    wanted = [("flwr", "flower"), ("datasets", "data"), ("datasets", "data")]
+    assert done.stdout.splitlines() == [
+        f"ConfigError: the package {package} is not installed: "
+        f"run `pip install 'collapipe-flwr[{name}]'`"
+        for package, name in wanted
+    ]
 
 
 def test_a_missing_package_is_one_sentence_that_names_its_extra() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from collapipe_flwr.core.json_codec import plain
 from collapipe_flwr.core.links import LinkConfig, LinkReport, LinkTraffic
 from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, RunStory, cluster_json
 from collapipe_flwr.reporting.run_directory import EVENTS, RunDirectory
+from collapipe_flwr.reporting.run_lock import writing
 
 _KINDS = ("raspberry-pi-5", "raspberry-pi-4", "jetson-nano", "phone")
 _BLOCKS_EACH = 2
@@ -32,30 +34,39 @@ class MadeUpRun:
         rounds_asked: int = 50,
         measured: bool = True,
         seed: int = 0,
+        name: str = "cluster",
     ) -> None:
         self.directory = RunDirectory(path)
         self._chance = random.Random(seed)
         self._measured = measured
         self._members = {
-            f"cluster-{c}": [f"cluster-{c}/{d}-{_KINDS[d % 4]}" for d in range(1, devices + 1)]
+            f"{name}-{c}": [f"{name}-{c}/{d}-{_KINDS[d % 4]}" for d in range(1, devices + 1)]
             for c in range(clusters)
         }
-        names = [name for members in self._members.values() for name in members]
-        budgets = dict.fromkeys([f"{c}/cu" for c in self._members] + names, 2.0)
+        device_ids = [name for members in self._members.values() for name in members]
+        budgets = dict.fromkeys([f"{c}/cu" for c in self._members] + device_ids, 2.0)
         self._queues = dict.fromkeys(budgets, 0.0)
         self.story = RunStory(
             metric_name="accuracy",
             initial={"accuracy": 0.01},
             energy_budget_j=budgets,
+            memory_limit_bytes=dict.fromkeys(budgets, 12 * 10**7),
             rounds_asked=rounds_asked,
+            versions={"collapipe-flwr": "0.1.0", "flwr": "1.41.0", "Python": "3.11.7"},
         )
         self.directory.write_config({"num-server-rounds": rounds_asked, "clusters": clusters})
+        self._alive = ExitStack()
+        self._alive.enter_context(writing(path))
         self.save("running")
 
     @property
     def path(self) -> Path:
         """The run directory."""
         return self.directory.path
+
+    def die(self) -> None:
+        """End as by SIGKILL: nobody writes the directory any more, and nobody says so."""
+        self._alive.close()
 
     def save(self, status: str, reason: str | None = None) -> None:
         """Replace the summary."""
@@ -74,13 +85,11 @@ class MadeUpRun:
 
     def begin_long(self, rounds: int) -> None:
         """Write many rounds at once, of which few differ in more than their number."""
-        lines = [json.dumps(self.event(1).as_json()) for _ in range(min(_DIFFERENT, rounds))]
-        first = '{"round_index": 1,'
+        events = [self.event(index).as_json() for index in range(1, min(_DIFFERENT, rounds) + 1)]
+        rests = [json.dumps(event).partition(",")[2] for event in events]
         with (self.path / EVENTS).open("w", encoding="utf-8") as file:
             for index in range(rounds):
-                line = lines[index % len(lines)]
-                assert line.startswith(first)
-                file.write(f'{{"round_index": {index + 1},{line.removeprefix(first)}\n')
+                file.write(f'{{"round_index": {index + 1},{rests[index % len(rests)]}\n')
 
     def event(self, index: int) -> RoundEvent:
         """A round that all clusters take part in."""
@@ -89,7 +98,7 @@ class MadeUpRun:
         energy = {k: v for outcome in outcomes.values() for k, v in outcome.energy_j.items()}
         for name, spent in energy.items():
             budget = self.story.energy_budget_j[name]
-            self._queues[name] = max(0.0, self._queues[name] + spent - budget)
+            self._queues[name] += spent - budget  # below 0: saved
         latency_s = max(outcome.latency_s for outcome in outcomes.values())
         predicted_s = max(plan.latency_s for plan in plans)
         plan = Plan(
@@ -113,7 +122,10 @@ class MadeUpRun:
             queues_j=dict(self._queues),
             bytes=LinkBytes(d2d=10**7, d2e=10**6, flower=10**8),
             links=tuple(link for p in plans for link in self._links(p)),
-            memory_bytes={name: self._chance.randrange(10**7, 10**8) for name in energy},
+            memory_bytes={
+                name.replace("/cu", "/control-unit"): self._chance.randrange(10**7, 10**8)
+                for name in energy
+            },
         )
 
     def _plan(self, name: str, members: list[str]) -> ClusterPlan:
@@ -162,6 +174,7 @@ class MadeUpRun:
             cluster_id=plan.cluster_id,
             latency_s=plan.latency_s * self._chance.uniform(0.9, 1.2),
             energy_j={name: self._chance.uniform(0.5, 3.6) for name in plan.tx_power_w},
+            loss=plan.latency_s,
             stages=stages,
             measured=self._measured,
             metered=plan.device_ids[:1],

@@ -1,7 +1,8 @@
 """Machines on one machine: a network namespace each, and files of its own laid over ours.
 
 What a machine writes below /etc, /opt, /var, /usr/local/bin and its home stays in a folder of
-the test. `sudo`, `ssh` and `systemctl` are played by short scripts; services run as their user.
+the test. `sudo`, `ssh`, `systemctl` and `journalctl` are played by short scripts; services run as
+their user. On bare machines nothing is installed, and `ssh` is the real one.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _START_S = 30.0
 
 _SUDO = """#!/bin/bash
 if [ "$1" = -u ]; then
-  exec setpriv --reuid "$2" --regid "$2" --init-groups -- "${@:3}"
+  exec setpriv --reuid "$2" --regid "$(id -g "$2")" --init-groups -- "${@:3}"
 fi
 exec "$@"
 """
@@ -38,6 +39,9 @@ exec nsenter -t "$(cat {pids}/$1)" -m -n -- bash -c "cd; ${{*:2}}"
 _SYSTEMCTL = """#!/bin/bash
 exec {python} {script} "$@"
 """
+_JOURNALCTL = """#!/bin/bash
+tail -n 5 {state}/"$2".log
+"""
 _SETUP = """
 set -e
 for own in {own}; do
@@ -45,13 +49,17 @@ for own in {own}; do
   mount -t overlay overlay -o lowerdir=$own,upperdir={disk}/upper$own,workdir={disk}/work$own $own
 done
 chmod 711 /root
-mkdir -p {state} /opt/collapipe/venv/bin
+mkdir -p {state}
+cp {disk}/shims/* /usr/local/bin/
+{install}
+echo ready
+exec sleep infinity
+"""
+_INSTALL = """
+mkdir -p /opt/collapipe/venv/bin
 ln -s {project} /opt/collapipe/src
 for program in {programs}; do ln -s {bin}/$program /opt/collapipe/venv/bin/; done
 ln -sf /opt/collapipe/venv/bin/collapipe /opt/collapipe/venv/bin/flwr /usr/local/bin/
-cp {disk}/shims/* /usr/local/bin/
-echo ready
-exec sleep infinity
 """
 
 
@@ -92,7 +100,12 @@ class Machine:
 
 @contextmanager
 def machines(
-    network: Network, names: Sequence[str], folder: Path, env: Mapping[str, str]
+    network: Network,
+    names: Sequence[str],
+    folder: Path,
+    env: Mapping[str, str],
+    *,
+    bare: bool = False,
 ) -> Iterator[dict[str, Machine]]:
     """Every machine with its disk in ``folder``; services have ended when the body has."""
     pids = folder / "pids"
@@ -100,7 +113,7 @@ def machines(
     with ExitStack() as stack:
         found = {}
         for name in names:
-            machine = _machine(network, name, folder / name, pids, env, stack)
+            machine = _machine(network, name, folder / name, pids, env, stack, bare)
             (pids / name).write_text(str(machine.pid))
             stack.callback(machine.kill_all)
             found[name] = machine
@@ -108,26 +121,33 @@ def machines(
 
 
 def _machine(
-    network: Network, name: str, disk: Path, pids: Path, env: Mapping[str, str], stack: ExitStack
+    network: Network,
+    name: str,
+    disk: Path,
+    pids: Path,
+    env: Mapping[str, str],
+    stack: ExitStack,
+    bare: bool,
 ) -> Machine:
     shims = disk / "shims"
     shims.mkdir(parents=True)
     script = Path(__file__).parent / "systemctl.py"
     texts = {
         "sudo": _SUDO,
-        "ssh": _SSH.format(pids=pids),
         "systemctl": _SYSTEMCTL.format(python=sys.executable, script=script),
+        "journalctl": _JOURNALCTL.format(state=STATE),
+        **({} if bare else {"ssh": _SSH.format(pids=pids)}),
     }
     for shim, text in texts.items():
         (shims / shim).write_text(text)
         (shims / shim).chmod(0o755)
+    programs = " ".join((*_PROGRAMS, *_MORE_PROGRAMS))
+    install = _INSTALL.format(project=PROJECT, programs=programs, bin=BIN)
     setup = _SETUP.format(
         own=" ".join(_OWN),
         disk=shlex.quote(str(disk)),
         state=STATE,
-        project=PROJECT,
-        programs=" ".join((*_PROGRAMS, *_MORE_PROGRAMS)),
-        bin=BIN,
+        install="" if bare else install,
     )
     command = network.command(name, ["unshare", "-m", "bash", "-c", setup])
     holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(env))

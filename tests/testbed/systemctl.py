@@ -57,7 +57,8 @@ def start(name: str) -> None:
             env[f"{kind.upper()}_DIRECTORY"] = str(path)
     for what in ("pid", "rc"):
         (STATE / f"{name}.{what}").unlink(missing_ok=True)
-    as_user = ["setpriv", "--reuid", user, "--regid", user, "--init-groups", "--no-new-privs"]
+    (group,) = unit.get("Group", [user])
+    as_user = ["setpriv", "--reuid", user, "--regid", group, "--init-groups", "--no-new-privs"]
     if os.fork() == 0:
         supervise(name, [*as_user, "bash", "-c", script(unit)], env)
     wait_for(STATE / f"{name}.pid", 10.0)
@@ -73,6 +74,26 @@ def supervise(name: str, command: list[str], env: dict[str, str]) -> NoReturn:
     (STATE / f"{name}.pid").write_text(str(process.pid))
     (STATE / f"{name}.rc").write_text(str(process.wait()))
     os._exit(0)
+
+
+def running(name: str) -> bool:
+    """Whether its program was started and has not ended."""
+    pid, code = STATE / f"{name}.pid", STATE / f"{name}.rc"
+    return pid.exists() and not code.exists()
+
+
+def restart(name: str) -> None:
+    if running(name):
+        stop(name)
+    start(name)
+
+
+def enable(name: str) -> None:
+    (STATE / f"{name}.enabled").touch()
+
+
+def tell(good: bool) -> NoReturn:
+    sys.exit(0 if good else 3)
 
 
 def stop(name: str) -> None:
@@ -91,4 +112,15 @@ def wait_for(path: Path, limit_s: float) -> None:
 
 if __name__ == "__main__":
     *verbs, wanted = sys.argv[1:]
-    {("enable", "--now"): start, ("start",): start, ("stop",): stop}[tuple(verbs)](wanted)
+    match verbs:
+        case ["enable", "--now"]:
+            enable(wanted)
+            start(wanted)
+        case ["is-active", "--quiet"]:
+            tell(running(wanted))
+        case ["is-enabled", "--quiet"]:
+            tell((STATE / f"{wanted}.enabled").exists())
+        case []:
+            assert wanted == "daemon-reload"
+        case [verb]:
+            {"enable": enable, "restart": restart, "start": start, "stop": stop}[verb](wanted)

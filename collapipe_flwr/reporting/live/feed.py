@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from collapipe_flwr.reporting.live.figures import Figures
 from collapipe_flwr.reporting.live.reader import News, RunReader
 from collapipe_flwr.reporting.live.state import Place, RunState
 
@@ -23,6 +24,7 @@ class Feed:
     """The run that ``find`` names: its folder may come to be later, and be another one later."""
 
     def __init__(self, find: Find) -> None:
+        self.figures = Figures()
         self._find = find
         self._reader: RunReader | None = None
         self._state = RunState()
@@ -73,6 +75,7 @@ class Feed:
             self._take(news)
             if self._state.place != before:
                 self._changed.notify_all()
+        self.figures.take(news)
         return bool(news.events)
 
     def _follow(self, stop: threading.Event) -> None:
@@ -84,7 +87,7 @@ class Feed:
         if news.anew:
             self._files += 1
             self._state.begin(f"{self._server}-{self._files}")
-        self._state.set_head(news.head, news.budget_j)
+        self._state.set_head(news.head, news.summary.get("energy", {}).get("budget_j", {}))
         if news.newest is not None:
             self._state.show(news.newest)
         self._state.add(news.events)

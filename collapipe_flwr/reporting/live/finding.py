@@ -7,7 +7,8 @@ from pathlib import Path
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.reporting.live.feed import Find
-from collapipe_flwr.reporting.run_directory import CONFIG, LOG
+from collapipe_flwr.reporting.run_directory import LOG
+from collapipe_flwr.reporting.run_lock import CONFIG
 
 
 def run_finder(run: Path | None, output_dir: Path) -> Find:

@@ -2,7 +2,6 @@
 
 const SILENT_MS = 15000; // without a word, the connection is dead
 const AGAIN_MS = 2000;
-const byId = (id) => document.getElementById(id);
 
 const run = { head: {}, last: null, incidents: [] };
 const cards = new Map();
@@ -25,15 +24,19 @@ function take(news) {
   if (news.last) run.last = news.last;
   if (news.incidents.length) tellIncidents(news.incidents);
   if (news.clusters) drawClusters(news.clusters);
-  drawHead(before);
+  const more = news.anew || news.rounds !== run.rounds || run.head.status !== before.status;
+  run.rounds = news.rounds;
+  drawHead();
   drawTiles();
+  drawProgress();
+  if (more) figures.refresh();
 }
 
 function forget() {
   run.last = null;
   run.incidents = [];
-  byId("incidents").replaceChildren();
-  byId("trouble").hidden = true;
+  byId("happened").replaceChildren();
+  byId("latest").hidden = true;
   for (const card of cards.values()) { sight.unobserve(card.root); card.root.remove(); }
   cards.clear();
   shown.clear();
@@ -78,7 +81,7 @@ function arrange() {
   byId("legend").hidden = cards.size === 0;
 }
 
-function drawHead(before) {
+function drawHead() {
   const { head } = run;
   const status = head.status || "waiting";
   setText(byId("name"), head.name || "CollaPipe");
@@ -86,7 +89,7 @@ function drawHead(before) {
   setText(byId("status"), status);
   byId("status").className = `pill ${status}`;
   document.body.classList.toggle("running", status === "running");
-  const trouble = head.broken || (status === "failed" || status === "stopped" ? head.reason : "");
+  const trouble = head.broken || (["failed", "stopped", "interrupted"].includes(status) ? head.reason : "");
   setText(byId("notice"), trouble || "");
   byId("notice").hidden = !trouble;
   const done = run.last ? run.last.round : 0;
@@ -94,24 +97,53 @@ function drawHead(before) {
   bar.hidden = !head.rounds_asked;
   setAttribute(bar, "aria-valuemax", head.rounds_asked || 0);
   setAttribute(bar, "aria-valuenow", done);
-  bar.firstChild.style.width = head.rounds_asked ? `${(100 * done) / head.rounds_asked}%` : "0";
+  const told = Object.values(head.progress?.clusters || {});
+  const all = told.reduce((sum, cluster) => sum + cluster.of, 0);
+  const part = head.progress?.round_index > done && all ? told.reduce((sum, cluster) => sum + cluster.trained, 0) / all : 0;
+  bar.firstChild.style.width = head.rounds_asked ? `${(100 * (done + part)) / head.rounds_asked}%` : "0";
   const waits = { waiting: "There is no such run yet; the page begins with it.", starting: "The run is being prepared: no round has ended yet." };
   const nothing = waits[status] || (cards.size ? "" : run.last ? "The rounds of this run have no plan: clusters train whole models." : "No round has ended yet.");
   setText(byId("nobody"), nothing);
   byId("nobody").hidden = !nothing;
 }
 
+// What goes on inside the round that has not ended.
+function drawProgress() {
+  const { progress } = run.head;
+  const clusters = Object.entries((progress && progress.clusters) || {});
+  let text = "";
+  if (progress && progress.phase) {
+    const done = clusters.reduce((sum, [, told]) => sum + (told.trained || told.tested), 0);
+    const all = clusters.reduce((sum, [, told]) => sum + told.of, 0);
+    const round = progress.round_index ? `Round ${progress.round_index}: ` : "";
+    text = `${round}${progress.phase}${all ? `, ${digits(done)} of ${digits(all)} micro-batches` : ""}`;
+  }
+  setText(byId("phase"), text);
+  byId("phase").hidden = !text;
+  const told = new Map(clusters);
+  for (const card of cards.values()) {
+    const found = told.get(card.id);
+    card.progress(found && { ...found, at_s: progress.at_s });
+  }
+}
+
 function drawTiles() {
   const { last, head } = run;
   const tiles = last ? roundTiles(last, head) : [];
-  const parent = byId("tiles");
+  showTiles(byId("tiles"), tiles);
+  const behind = last && run.rounds < last.round ? `; rounds before it are being read: ${run.rounds} so far` : "";
+  setText(byId("drawn"), last ? `as of round ${last.round}${behind}` : "");
+}
+
+function showTiles(parent, tiles) {
   while (parent.children.length > tiles.length) parent.lastChild.remove();
-  tiles.forEach(([value, label], index) => {
-    if (!parent.children[index]) parent.append(element("div", "tile", element("b"), element("span")));
-    setText(parent.children[index].firstChild, value);
-    setText(parent.children[index].lastChild, label);
+  tiles.forEach(([value, label, warning], index) => {
+    if (!parent.children[index]) parent.append(element("div", "card tile", element("div", "value"), element("div", "quiet")));
+    const [large, small] = parent.children[index].children;
+    setText(large, value);
+    setText(small, label);
+    large.classList.toggle("warning", Boolean(warning));
   });
-  setText(byId("drawn"), last ? `as of round ${run.round}` : "");
 }
 
 function roundTiles(last, head) {
@@ -125,17 +157,17 @@ function roundTiles(last, head) {
     ...scores.map(([name, value]) => [digits(value, 4), `test ${name}`]),
     ...(known(last.latency_s) ? [[seconds(last.latency_s), `round, ${measured ? "measured" : "simulated"}; predicted ${seconds(last.predicted_s)}`]] : []),
     [seconds(last.wall_s), "round, wall clock"],
-    ...(perSecond ? [[digits(perSecond), "micro-batches/s, all clusters"]] : []),
+    ...(perSecond ? [[digits(perSecond), `micro-batches/s${measured ? "" : " simulated"}, all clusters`]] : []),
     ...(known(last.queue) ? [[digits(last.queue), "longest energy queue, in budgets"]] : []),
     [bytes(Object.values(last.bytes || {}).reduce((sum, value) => sum + value, 0) - ((last.bytes || {}).spared || 0)), "sent in the round"],
   ];
 }
 
 function tellIncidents(incidents) {
-  const list = byId("incidents");
-  for (const told of incidents) list.prepend(element("li", "", element("b", "", `round ${told.round}`), told.text));
-  while (list.children.length > 200) list.lastChild.remove();
-  byId("trouble").hidden = false;
+  const list = byId("happened");
+  for (const told of incidents) list.prepend(element("li", "", element("b", "", `round ${told.round}`), told.cluster && !told.text.startsWith(told.cluster) ? `${told.cluster}: ${told.text}` : told.text));
+  while (list.children.length > 50) list.lastChild.remove();
+  byId("latest").hidden = false;
 }
 
 // The connection. The server tells all that is missing behind the last id, so nothing is kept here.
@@ -156,11 +188,11 @@ function connect() {
     heard_ms = Date.now();
     lastId = message.lastEventId;
     const news = JSON.parse(message.data);
-    run.round = news.round;
     take(news);
     tellLink(true);
     performance.measure("collapipe:update", { start: begin });
-    requestAnimationFrame(() => setTimeout(() => performance.measure("collapipe:shown", { start: begin })));
+    const detail = news.clusters ? "clusters" : "";
+    requestAnimationFrame(() => setTimeout(() => performance.measure("collapipe:shown", { start: begin, detail })));
   };
   source.onerror = () => tellLink(false);
 }

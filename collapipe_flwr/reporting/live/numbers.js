@@ -1,4 +1,4 @@
-"use strict";
+
 // Elements, and numbers as short text. Text is only ever set as text: names come from elsewhere.
 
 function element(tag, className, ...children) {
@@ -24,6 +24,7 @@ function setAttribute(node, key, value) {
   if (node.getAttribute(key) !== String(value)) node.setAttribute(key, value);
 }
 
+const byId = (id) => document.getElementById(id);
 const known = (value) => value !== null && value !== undefined;
 
 function digits(value, count = 3) {

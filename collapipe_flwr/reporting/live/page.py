@@ -1,12 +1,17 @@
-"""The live page: one file, with its script and style inside, that loads nothing from elsewhere."""
+"""The live page: the report's style and script, with what keeps them up to date.
+
+It loads nothing from elsewhere.
+"""
 
 from __future__ import annotations
 
 from functools import cache
 from importlib.resources import files
 
-_STYLES = ("live.css",)
-_SCRIPTS = ("numbers.js", "clusters.js", "live.js")
+from collapipe_flwr.reporting.report.script import SCRIPT
+from collapipe_flwr.reporting.report.style import CSS
+
+_SCRIPTS = ("numbers.js", "clusters.js", "figures.js", "live.js")
 
 
 def page(nonce: str) -> str:
@@ -17,8 +22,9 @@ def page(nonce: str) -> str:
 @cache
 def _template() -> str:
     text = _part("live.html")
-    text = text.replace("<!-- style -->", f"<style>\n{''.join(map(_part, _STYLES))}</style>")
-    return text.replace("<!-- script -->", f"<script>\n{''.join(map(_part, _SCRIPTS))}</script>")
+    text = text.replace("<!-- style -->", f"<style>{CSS}{_part('live.css')}</style>")
+    script = SCRIPT + "".join(map(_part, _SCRIPTS))
+    return text.replace("<!-- script -->", f"<script>{script}</script>")
 
 
 def _part(name: str) -> str:

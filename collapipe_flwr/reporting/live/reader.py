@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from collapipe_flwr.core.errors import RunError
+from collapipe_flwr.core.json_codec import plain
 from collapipe_flwr.reporting.event_tail import EventTail, newest_event
+from collapipe_flwr.reporting.progress import read_progress
 from collapipe_flwr.reporting.run_directory import (
     EVENTS,
     read_config,
     read_summary_head,
     summary_stamp,
 )
+from collapipe_flwr.reporting.run_lock import as_it_is
 
 Json = dict[str, Any]
 _ABOUT_BYTES = 8 << 20  # of events that are read at once
@@ -25,11 +27,12 @@ _TOLD = ("status", "reason", "rounds_asked", "notes", "untrained", "wall_s")
 class News:
     """What a look found: the head, rounds, and whether these are of a file that was begun anew.
 
-    ``newest`` is the last round of a file so long that it takes a while to read.
+    The ``summary`` is without plans. ``newest`` is the last round of a file so long that it takes
+    a while to read.
     """
 
     head: Json
-    budget_j: Mapping[str, float | None]
+    summary: Json
     anew: bool
     events: list[Json]
     newest: Json | None
@@ -42,6 +45,7 @@ class RunReader:
         self.run_dir = run_dir
         self._tail = EventTail(run_dir)
         self._generation = -1
+        self._size = 0  # of the events, when their end was looked at
         self._stamp: tuple[int, int] | None = None
         self._summary: Json = {}
         self._config: Json | None = None
@@ -64,7 +68,7 @@ class RunReader:
         anew, self._generation = self._begun_anew, self._tail.generation
         return News(
             head=self._head(),
-            budget_j=self._summary.get("energy", {}).get("budget_j", {}),
+            summary=self._summary,
             anew=anew,
             events=events,
             newest=newest,
@@ -82,16 +86,18 @@ class RunReader:
             self._config = read_config(self.run_dir)
 
     def _newest(self) -> Json | None:
+        """The last round where much is left to read before it, each time that it is another."""
         path = self.run_dir / EVENTS
-        long = self._begun_anew and path.exists() and path.stat().st_size > _ABOUT_BYTES
-        return newest_event(self.run_dir) if long else None
+        size = path.stat().st_size if path.exists() else 0
+        grown, self._size = size != self._size, size
+        behind = size - self._tail.read_bytes > _ABOUT_BYTES
+        return newest_event(self.run_dir) if grown and behind else None
 
     def _head(self) -> Json:
         """The summary's short values, or what there is before a run writes one."""
         before = "starting" if self.run_dir.is_dir() else "waiting"
-        told = (
-            {key: self._summary.get(key) for key in _TOLD} if self._summary else {"status": before}
-        )
+        summary = self._summary or {"status": before}
+        told = as_it_is({key: summary.get(key) for key in _TOLD}, self.run_dir)
         return {
             **told,
             "name": self.run_dir.name,
@@ -99,4 +105,10 @@ class RunReader:
             "broken": self._broken,
             "config": self._config or {},
             "changed_s": self._stamp[1] / 1e9 if self._stamp else None,
+            "progress": self._progress() if told["status"] in ("starting", "running") else None,
         }
+
+    def _progress(self) -> Json | None:
+        """The phase, and how far clusters are in a round; None where nobody says it."""
+        progress = read_progress(self.run_dir)
+        return None if progress is None else plain(progress)

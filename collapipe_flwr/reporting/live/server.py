@@ -13,7 +13,7 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -25,6 +25,7 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.reporting.live.feed import Feed
 from collapipe_flwr.reporting.live.page import page
 from collapipe_flwr.reporting.live.state import Place
+from collapipe_flwr.reporting.report.page import plotly_js
 
 _REQUEST_S = 10.0  # that a client has to say what it wants
 _SEND_S = 10.0  # that it may take to accept what is sent
@@ -55,6 +56,10 @@ class Bind:
         host = socket.gethostname() if anywhere else self.host
         shown = f"[{host}]" if ":" in host else host
         return f"http://{shown}:{port}/" + (f"?token={self.token}" if self.token else "")
+
+
+def _nonce() -> str:
+    return secrets.token_urlsafe(16)
 
 
 def _is_loopback(host: str) -> bool:
@@ -158,7 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer what a page asks for."""
         path, _, text = self.path.partition("?")
         query = {key: values[-1] for key, values in parse_qs(text).items()}
-        answer = {"/": self._page, "/events": self._events}.get(path)
+        answer = self._answers.get(path)
         token = query.get("token", "").encode()
         if not self._is_for_us():
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST, "Unknown host name")
@@ -167,7 +172,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif answer is None:
             self.send_error(HTTPStatus.NOT_FOUND)
         else:
-            answer(query)
+            with suppress(ConfigError):  # an extra that is not installed: `/report` says it
+                answer(query)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: URLs hold the token."""
@@ -178,11 +184,18 @@ class _Handler(BaseHTTPRequestHandler):
         ours = ("localhost", self.server.bind.host.lower(), socket.gethostname().lower())
         return name in ours or _address(name) is not None
 
-    def _page(self, query: Mapping[str, str]) -> None:
-        del query
-        nonce = secrets.token_urlsafe(16)
-        content = page(nonce).encode()
-        self._begin("text/html; charset=utf-8", nonce, len(content))
+    @property
+    def _answers(self) -> Mapping[str, Callable[[Mapping[str, str]], None]]:
+        return {
+            "/": lambda _: self._send("text/html", page(nonce := _nonce()), nonce),
+            "/events": self._events,
+            "/report": lambda _: self._send("application/json", self.server.feed.figures.text()),
+            "/plotly.js": lambda _: self._send("text/javascript", plotly_js()),
+        }
+
+    def _send(self, kind: str, text: str, nonce: str = "") -> None:
+        content = text.encode()
+        self._begin(f"{kind}; charset=utf-8", nonce, len(content))
         self.wfile.write(content)
 
     def _events(self, query: Mapping[str, str]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from collapipe_flwr.reporting.live.picture import round_picture
-from collapipe_flwr.reporting.report.run_data import RunData
+from collapipe_flwr.reporting.report.run_data import Incident, incidents_of
 
 Json = dict[str, Any]
 _MOST_INCIDENTS = 50  # that are sent at once: the newest
@@ -55,8 +55,8 @@ class RunState:
 
     def begin(self, file: str) -> None:
         """Forget the rounds: they are read anew from a file that took the place of the last."""
-        self.data = RunData("")
-        self._incidents: list[int] = []  # how many there were after each round
+        self._incidents: list[Incident] = []
+        self._told: list[int] = []  # incidents up to each round
         self._clusters: dict[str, Json] = {}
         self._last: Json | None = None
         self.place = Place(file=file, head=self.place.head)
@@ -72,10 +72,10 @@ class RunState:
         """Rounds that ended, oldest first."""
         newest = None
         for newest in events:
-            self.data.add(newest)
-            self._incidents.append(len(self.data.incidents))
+            self._incidents += incidents_of(newest)
+            self._told.append(len(self._incidents))
         if newest is not None:
-            self.place = replace(self.place, rounds=len(self._incidents))
+            self.place = replace(self.place, rounds=len(self._told))
             self.show(newest)
 
     def show(self, event: Mapping[str, Any]) -> None:
@@ -96,8 +96,8 @@ class RunState:
         anew = known.file != self.place.file or known.rounds > self.place.rounds
         known = Place() if anew else known
         fresh = known.picture != self.place.picture
-        told = self._incidents[known.rounds - 1] if known.rounds else 0
-        incidents = self.data.incidents[max(told, len(self.data.incidents) - _MOST_INCIDENTS) :]
+        told = self._told[known.rounds - 1] if known.rounds else 0
+        incidents = self._incidents[max(told, len(self._incidents) - _MOST_INCIDENTS) :]
         return {
             "anew": anew,
             "sent_s": time.time(),
@@ -114,7 +114,7 @@ class RunState:
 def _numbers(event: Mapping[str, Any], budget_j: Mapping[str, float | None]) -> Json:
     """A round as a whole; ``queue`` is the longest energy queue, in budgets of a round."""
     queues = (
-        queue_j / budget
+        max(0.0, queue_j / budget)
         for device, queue_j in event.get("queues_j", {}).items()
         if (budget := budget_j.get(device))
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from collapipe_flwr.core.durable import write_text
 from collapipe_flwr.core.errors import (
@@ -22,10 +22,14 @@ from collapipe_flwr.reporting.report.run_data import RunData, read_run
 from collapipe_flwr.reporting.report.script import SCRIPT
 from collapipe_flwr.reporting.report.sections import compared_sections, run_sections
 from collapipe_flwr.reporting.report.style import CSS
-from collapipe_flwr.reporting.report.template import PAGE
-from collapipe_flwr.reporting.run_directory import read_summary, summary_stamp
+from collapipe_flwr.reporting.report.template import PAGE, SECTION
+from collapipe_flwr.reporting.run_directory import events_bytes, read_summary, summary_stamp
+
+if TYPE_CHECKING:  # jinja2 is an optional extra
+    from jinja2 import Environment
 
 REPORT = "report.html"
+_HASTY_BYTES = 50_000_000  # of events, which take about a second to read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +51,8 @@ class Page:
 
     def html(self) -> str:
         """The whole page; raises ConfigError where the extra is not installed."""
-        with extra("report"):
-            from jinja2 import Environment, StrictUndefined
-            from plotly.offline import get_plotlyjs
-        made = Environment(
-            autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-        )
-        made.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-        return made.from_string(PAGE).render(
+        templates = _templates()
+        return templates.get_template("page").render(
             title=self.title,
             made=self.made,
             sections=self.sections,
@@ -64,9 +62,35 @@ class Page:
             charts=self.charts,
             css=CSS,
             script=SCRIPT,
-            plotly=get_plotlyjs(),
+            plotly=plotly_js(),
             tail=self.tail,
         )
+
+
+def plotly_js() -> str:
+    """The library that draws; raises ConfigError where the extra is not installed."""
+    with extra("report"):
+        from plotly.offline import get_plotlyjs
+    return str(get_plotlyjs())
+
+
+def section_html(section: Section) -> str:
+    """One section as it stands on the page; raises ConfigError like :func:`plotly_js`."""
+    return _templates().get_template("section").render(section=section)
+
+
+def _templates() -> Environment:
+    with extra("report"):
+        from jinja2 import DictLoader, Environment, StrictUndefined
+    found = Environment(
+        loader=DictLoader({"page": PAGE, "section": SECTION}),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    found.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    return found
 
 
 def shown(chart: Any) -> dict[str, Any]:
@@ -133,23 +157,26 @@ def write_page(page: Page, path: Path) -> Path:
     return path
 
 
-def closing_report(run_dir: Path) -> str:
+def closing_report(run_dir: Path, name: str = "", *, hasty: bool = False) -> str:
     """Make the report of a run that has ended, unless it is there; a sentence that says where.
 
     A run is what it is: whatever keeps its report from being made is said, and nothing else.
+    ``name`` is what the sentence calls the run directory. Where somebody waits for the end
+    (``hasty``), a run of many events gets none.
     """
-    path = run_dir / REPORT
-    if _fresh(run_dir, path):
-        return f"report: {path}"
-    try:
-        with unexpected_as_run_error():
-            write_run_report(run_dir)
-    except CollaPipeError as error:
-        return f"no report: {error}; then `collapipe report {run_dir}` makes it"
-    return f"report: {path}"
+    name = name or str(run_dir)
+    if hasty and events_bytes(run_dir) > _HASTY_BYTES:
+        return f"no report yet: `collapipe report {name}` makes it"
+    if not has_report(run_dir):
+        try:
+            with unexpected_as_run_error():
+                write_run_report(run_dir)
+        except CollaPipeError as error:
+            return f"no report: {error}; afterwards, `collapipe report {name}` makes it"
+    return f"report: {name}/{REPORT}"
 
 
-def _fresh(run_dir: Path, path: Path) -> bool:
-    """Whether the report was made after the summary's last change."""
-    stamp = summary_stamp(run_dir)
+def has_report(run_dir: Path) -> bool:
+    """Whether there is one that was made after the summary's last change."""
+    path, stamp = run_dir / REPORT, summary_stamp(run_dir)
     return stamp is not None and path.exists() and path.stat().st_mtime_ns >= stamp[1]

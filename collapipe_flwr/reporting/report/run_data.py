@@ -8,7 +8,7 @@ Events of earlier versions lack some keys; what they lack stays empty.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,10 +55,10 @@ class ClusterData:
 
 @dataclass(slots=True)
 class DeviceData:
-    """One member of a cluster: energy by round, and totals of what a micro-batch took."""
+    """One member of a cluster: its energy queue by round, and totals over the rounds."""
 
     cluster: str
-    energy_j: Series = field(default_factory=Series)
+    energy_j: float | None = None  # of all rounds
     queue_j: Series = field(default_factory=Series)
     predicted_j: float = 0.0
     metered: bool = False
@@ -79,9 +79,10 @@ class WayData:
     def add(self, way: Json) -> None:
         """One round more."""
         self.bytes += way["bytes"]
-        for rate in ("bit_per_s", "planned_bit_per_s"):
-            if way.get(rate) is not None:
-                setattr(self, rate, way[rate])
+        if way.get("bit_per_s") is not None:
+            self.bit_per_s = way["bit_per_s"]
+        if way.get("planned_bit_per_s") is not None:
+            self.planned_bit_per_s = way["planned_bit_per_s"]
 
 
 @dataclass(slots=True)
@@ -112,7 +113,7 @@ class RunData:
         self.memory_bytes: dict[str, int] = {}  # measured peaks, by role
         self.blocks = 0  # that were cut into segments
         self.incidents: list[Incident] = []
-        self._known: dict[tuple[Placed, ...], tuple[Placed, ...]] = {}  # each placement once
+        self._known: dict[Placed, Placed] = {}  # each segment once
 
     @property
     def metric(self) -> str:
@@ -153,9 +154,11 @@ class RunData:
             self._add_cluster(place, name, cluster)
         self._add_devices(place, event)
         self._add_links(event.get("links", ()))
+        peaks = self.memory_bytes
         for role, size in event.get("memory_bytes", {}).items():
-            self.memory_bytes[role] = max(self.memory_bytes.get(role, 0), size)
-        self.incidents += _incidents(event)
+            if size > peaks.get(role, 0):
+                peaks[role] = size
+        self.incidents += incidents_of(event)
 
     def device(self, name: str, cluster: str = "") -> DeviceData:
         """A member's data, new if it was not seen before; its name says its cluster."""
@@ -167,12 +170,9 @@ class RunData:
     def _add_plan(self, place: int, plan: Json) -> None:
         for cluster in plan.get("clusters", ()):
             placed = tuple(
-                (name, segment["first_block"], segment["stop_block"])
-                for segment in cluster["segments"]
-                for name in (segment["device_id"], *segment.get("replicas", ()))
+                self._known.setdefault(segment, segment) for segment in _placed(cluster["segments"])
             )
-            placed = self._known.setdefault(placed, placed)
-            self.blocks = max(self.blocks, *(stop for _, _, stop in placed), 0)
+            self.blocks = max(self.blocks, placed[-1][2] if placed else 0)
             powers = set(cluster.get("tx_power_w", ()))
             self.control_units |= powers - set(cluster.get("gradient_power_w", powers))
             data = self.clusters[cluster["cluster_id"]]
@@ -192,19 +192,23 @@ class RunData:
         data.measured |= bool(told.get("measured"))
         for stage, seen in told.get("stages", {}).items():
             device = self.device(f"{name}/edge" if stage == "edge" else stage, name)
-            device.planned_bytes = max(device.planned_bytes, seen.get("planned_bytes") or 0)
-            if seen.get("measured_s") is not None and seen.get("predicted_s") is not None:
-                device.predicted_s += seen["predicted_s"]
-                device.measured_s += seen["measured_s"]
+            planned_bytes = seen.get("planned_bytes")
+            if planned_bytes and planned_bytes > device.planned_bytes:
+                device.planned_bytes = planned_bytes
+            predicted_s, measured_s = seen.get("predicted_s"), seen.get("measured_s")
+            if predicted_s is not None and measured_s is not None:
+                device.predicted_s += predicted_s
+                device.measured_s += measured_s
                 device.stage_rounds += 1
         for member, energy in told.get("energy", {}).items():
             device = self.device(member, name)
             device.predicted_j += energy.get("predicted_j") or 0.0
-            device.metered |= energy.get("source") == "metered"
+            device.metered = device.metered or energy.get("source") == "metered"
 
     def _add_devices(self, place: int, event: Json) -> None:
         for name, joules in event.get("energy_j", {}).items():
-            self.device(name).energy_j.put(place, joules)
+            device = self.device(name)
+            device.energy_j = (device.energy_j or 0.0) + (joules or 0.0)
         for name, joules in event.get("queues_j", {}).items():
             self.device(name).queue_j.put(place, joules)
 
@@ -216,12 +220,20 @@ class RunData:
             data.backward.add(link["backward"])
 
 
-def _incidents(event: Json) -> list[Incident]:
+def _placed(segments: Iterable[Json]) -> Iterator[Placed]:
+    for segment in segments:
+        first, stop = segment["first_block"], segment["stop_block"]
+        yield segment["device_id"], first, stop
+        for name in segment.get("replicas", ()):
+            yield name, first, stop
+
+
+def incidents_of(event: Json) -> list[Incident]:
     """Those of a round; of earlier versions only their sentences are known."""
     index = event["round_index"]
-    told = event.get("incidents")
-    if told is None:
-        told = [{"kind": "failure", "text": text} for text in event.get("failures", ())]
+    told = event.get("incidents") or [
+        {"kind": "failure", "text": text} for text in event.get("failures", ())
+    ]
     found = [
         Incident(
             round_index=index, kind=each["kind"], cluster=each.get("cluster", ""), text=each["text"]

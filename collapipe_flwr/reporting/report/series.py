@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from math import isnan, nan
 from statistics import fmean
 
+MOST_COLUMNS = 100  # of a chart of bars
 MOST_POINTS = 400  # of a curve: about one for every two pixels
 
 
@@ -20,10 +21,12 @@ class Series:
 
     def put(self, place: int, value: float | None) -> None:
         """Set the number of the ``place``-th round; rounds that were passed over have none."""
-        missing = place + 1 - len(self.values)
-        if missing > 0:
-            self.values.extend([nan] * missing)
-        self.values[place] = nan if value is None else value
+        values = self.values
+        if place >= len(values):
+            values.extend([nan] * (place - len(values)))
+            values.append(nan if value is None else value)
+        else:
+            values[place] = nan if value is None else value
 
     def padded(self, count: int) -> list[float]:
         """All numbers, for ``count`` rounds."""

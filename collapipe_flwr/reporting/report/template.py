@@ -1,4 +1,4 @@
-"""The page of a report, as a Jinja template that escapes whatever is put into it."""
+"""The page of a report, as Jinja templates that escape whatever is put into them."""
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -36,7 +36,20 @@ PAGE = """<!doctype html>
 </header>
 <main>
 {% for section in sections %}
-<section id="{{ section.key }}">
+{% include "section" %}
+{% endfor %}
+</main>
+<footer class="quiet">Made from events.jsonl and summary.json; to make it
+anew: <code>collapipe report RUN</code>.</footer>
+<script type="application/json" id="charts">{{ charts | tojson }}</script>
+<script>{{ plotly | safe }}</script>
+<script>{{ script | safe }}</script>
+{{ tail | safe }}
+</body>
+</html>
+"""
+
+SECTION = """<section id="{{ section.key }}">
 <h2>{{ section.title }}</h2>
 {% if section.text %}<p class="quiet">{{ section.text }}</p>{% endif %}
 {% if not section.charts and not section.tables %}
@@ -82,14 +95,4 @@ PAGE = """<!doctype html>
 </div>
 {% endfor %}
 </section>
-{% endfor %}
-</main>
-<footer class="quiet">Made from events.jsonl and summary.json; to make it
-anew: <code>collapipe report RUN</code>.</footer>
-<script type="application/json" id="charts">{{ charts | tojson }}</script>
-<script>{{ plotly | safe }}</script>
-<script>{{ script | safe }}</script>
-{{ tail | safe }}
-</body>
-</html>
 """

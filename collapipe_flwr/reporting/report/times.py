@@ -21,7 +21,6 @@ from collapipe_flwr.reporting.report.charts import (
     by_round,
     by_row,
     counted,
-    label,
     line,
     marks,
     plain,
@@ -29,7 +28,7 @@ from collapipe_flwr.reporting.report.charts import (
     seconds,
 )
 from collapipe_flwr.reporting.report.run_data import ClusterData, RunData
-from collapipe_flwr.reporting.report.series import Series, thinned
+from collapipe_flwr.reporting.report.series import MOST_COLUMNS, Series, thinned
 
 _MOST_PAIRS = 1500  # points of the scatter
 
@@ -140,7 +139,7 @@ def _stages(run: RunData) -> Chart | None:
     if not timed:
         return None
     shown = sorted(timed, reverse=True)[:MOST_BARS]
-    labels = [label(name) for _, _, name in shown]
+    labels = [plain(name) for _, _, name in shown]
     found = [1000 * each for each, _, _ in shown]
     expected = [1000 * each for _, each, _ in shown]
     traces = [
@@ -162,8 +161,9 @@ def _wall(run: RunData) -> Chart | None:
     if not wall.known:
         return None
     count = len(run.rounds)
-    x, total = thinned(run.rounds, wall.padded(count))
-    _, tested = thinned(run.rounds, [0 if isnan(v) else v for v in evaluation.padded(count)])
+    x, total = thinned(run.rounds, wall.padded(count), MOST_COLUMNS)
+    known = [0 if isnan(v) else v for v in evaluation.padded(count)]
+    _, tested = thinned(run.rounds, known, MOST_COLUMNS)
     trained = [None if t is None else t - (e or 0) for t, e in zip(total, tested, strict=True)]
     common = {"type": "bar", "x": x, "hovertemplate": "%{y:.3~g} s"}
     traces = [
@@ -229,7 +229,7 @@ def compared_times(runs: Sequence[RunData]) -> Section:
         title = "Seconds of a round"
         figure = by_round(traces, zero=True)
         charts.append(Chart(key="round-time", title=title, figure=figure))
-    labels = [label(run.name) for run in runs]
+    labels = [plain(run.name) for run in runs]
     wall = [bars("wall clock", labels, [sum(run.numbers["wall_s"].known) for run in runs], FIRST)]
     charts.append(
         Chart(

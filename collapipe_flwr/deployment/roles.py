@@ -1,0 +1,321 @@
+"""What a machine needs for its roles, as steps: programs, files of the cluster, services."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from shlex import quote
+
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.deployment.inventory import (
+    CONTROL_UNIT,
+    DEVICE,
+    EDGE,
+    SERVER,
+    Inventory,
+    Machine,
+    Role,
+)
+from collapipe_flwr.deployment.steps import Step
+
+OPT, ETC = "/opt/collapipe", "/etc/collapipe"
+USER, KEEPER = "collapipe", "collapipe-registrar"  # who trains; who has the key of the CA
+JOINING_PORT, PORTS = 50060, {DEVICE: 50071, EDGE: 50061, SERVER: 8000}
+REGISTRAR = "collapipe-cluster"
+_UNITS = {
+    CONTROL_UNIT: (REGISTRAR, "collapipe-control-unit", "collapipe-supernode"),
+    EDGE: ("collapipe-edge",),
+    SERVER: ("collapipe-superlink",),
+    DEVICE: ("collapipe-device",),
+}
+_LISTEN_S = 120
+_AS = """cd /
+as() {{
+  setpriv --reuid "$1" --regid {user} --init-groups -- env HOME=/tmp "${{@:2}}"
+}}
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """A unit, its settings and, if it listens, where."""
+
+    unit: str
+    settings: dict[str, str]
+    address: str = ""
+
+    @property
+    def env_file(self) -> str:
+        """Where its settings are."""
+        return f"{ETC}/{self.unit.removeprefix('collapipe-')}.env"
+
+
+def folder_of(role: Role) -> str:
+    """Where the files of a cluster's member are."""
+    return f"{ETC}/{role.kind}"
+
+
+def address_of(role: Role) -> str:
+    """Where others reach its daemon."""
+    return f"{role.address}:{PORTS[role.kind]}"
+
+
+def preparing(machine: Machine) -> Iterator[Step]:
+    """Programs, user and units."""
+    yield from _programs(machine)
+    yield Step(
+        name="users",
+        test=f"id {USER} && id {KEEPER}",
+        action=f"id {USER} || useradd --system {USER}\n"
+        f"for group in video render; do usermod -a -G $group {USER} || true; done\n"
+        f"id {KEEPER} || useradd --system --no-user-group --gid {USER} {KEEPER}",
+    )
+    names = ("collapipe", "flwr") if machine.with_flower else ("collapipe",)
+    links = [(f"/usr/local/bin/{name}", f"{OPT}/venv/bin/{name}") for name in names]
+    yield Step(
+        name="commands",
+        test=" && ".join(f'[ "$(readlink {link})" = {target} ]' for link, target in links),
+        action="\n".join(f"ln -sf {target} {link}" for link, target in links),
+    )
+    for unit in (unit for role in machine.roles for unit in _UNITS[role.kind]):
+        yield _file(
+            f"unit {unit}", f"/etc/systemd/system/{unit}.service", unit_text(unit), reload=True
+        )
+
+
+def _programs(machine: Machine) -> Iterator[Step]:
+    access = machine.access
+    if access.environment:
+        runs = f"{quote(access.environment)}/bin/collapipe"
+        yield Step(
+            name="environment",
+            test=f'[ "$(readlink {OPT}/venv)" = {quote(access.environment)} ] && {runs} --version',
+            action=f"{runs} --version || {{ echo 'no collapipe that runs in the environment "
+            f"{access.environment}: install it there, or name a wheel'; exit 1; }}\n"
+            f"mkdir -p {OPT}\n[ ! -e {OPT}/venv ] || [ -L {OPT}/venv ] || {{ echo '{OPT}/venv is "
+            f"an environment of its own: move it away, or name it'; exit 1; }}\n"
+            f"ln -sfn {quote(access.environment)} {OPT}/venv",
+        )
+        return
+    python = quote(access.python or "python3")
+    yield Step(
+        name="python",
+        test=f"{python} -c 'import sys; sys.exit(sys.version_info < (3, 11))'",
+        action=f"echo {python} is missing or older than 3.11: install one that is newer, and name "
+        "it with python in the inventory; exit 1",
+    )
+    yield Step(
+        name="python's venv",
+        test=f"{python} -c 'import ensurepip, venv'",
+        action="apt-get install -y python3-venv",
+    )
+    yield _wheel(machine)
+
+
+def _wheel(machine: Machine) -> Step:
+    """pip runs again, in the same environment, if it was interrupted or the wheel differs."""
+    access, name = machine.access, Path(machine.access.wheel).name
+    wheel = Path(access.wheel).read_bytes()
+    constraints = _constraints(Path(access.constraints)).encode() if access.constraints else b""
+    extras = "[flower,data,metrics]" if machine.with_flower else ""
+    indexes = [
+        *(("--index-url", access.index) if access.index else ()),
+        *(("--extra-index-url", access.extra_index) if access.extra_index else ()),
+    ]
+    options = shlex.join([*indexes, *(("-c", "constraints.txt") if constraints else ())])
+    said = (wheel, constraints, extras.encode(), options.encode(), access.python.encode())
+    mark = hashlib.sha256(b"\0".join(said)).hexdigest()
+    pip = f"{OPT}/venv/bin/pip --disable-pip-version-check install --quiet"
+    return Step(
+        name="environment",
+        test=f'[ "$(cat {OPT}/installed)" = {mark} ] && {OPT}/venv/bin/collapipe --version',
+        action=f"""
+mkdir -p {OPT}/wheel
+rm -f {OPT}/installed
+cd {OPT}/wheel
+{_base64(wheel, name)}
+{_base64(constraints, "constraints.txt")}
+{OPT}/venv/bin/pip --version || {{
+  rm -rf {OPT}/venv
+  {quote(access.python or "python3")} -m venv {OPT}/venv
+}}
+{pip} {options} {quote(f"./{name}{extras}")}
+{pip} --no-deps --force-reinstall {quote(f"./{name}")}
+{OPT}/venv/bin/collapipe --version
+echo {mark} > {OPT}/installed""",
+    )
+
+
+def _constraints(path: Path) -> str:
+    """A file of constraints with those that it includes, as one text; raises ConfigError."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(f"constraints {path} cannot be read: {error.strerror}") from error
+    texts = (
+        _constraints(path.parent / line[3:].strip()) if line.startswith("-c ") else line
+        for line in lines
+    )
+    return "\n".join(texts) + "\n"
+
+
+def founding(inventory: Inventory) -> Iterator[Step]:
+    """The cluster and its registrar, who alone can use its CA, on the control unit."""
+    role, cluster = inventory.one(CONTROL_UNIT), inventory.cluster
+    folder = folder_of(role)
+    init = (
+        f"as {KEEPER} {OPT}/venv/bin/collapipe cluster init {cluster} --folder {folder} "
+        f"--address {quote(role.address)} --edge-address {quote(address_of(inventory.one(EDGE)))} "
+        "--elsewhere edge --elsewhere server --members 1 --minutes 1"
+    )
+    yield Step(
+        name=f"cluster {cluster}",
+        test=f"[ -e {folder}/{cluster}.toml ] && [ -e {folder}/.shared ]",
+        action=f"{_AS.format(user=USER)}\n"
+        f"install -d -m 755 {ETC}\n"
+        f"install -d -o {KEEPER} -g {USER} -m 2750 {folder} {folder}/certs\n"
+        f"umask 027\n{init}\n"
+        f"chmod g+r {folder}/certs/{role.name}.key {folder}/certs/*.pem {folder}/{cluster}.*\n"
+        f"touch {folder}/.shared",
+    )
+    listening = f"{role.address}:{JOINING_PORT}"
+    yield from _served(
+        Service(
+            unit=REGISTRAR,
+            settings={"COLLAPIPE_FOLDER": folder, "COLLAPIPE_OPTIONS": "--no-edge"},
+            address=listening,
+        )
+    )
+
+
+def joining(inventory: Inventory, role: Role, token: str = "") -> Step:
+    """A member's own key, certificate and cluster file."""
+    folder = folder_of(role)
+    return Step(
+        name=f"member {role.name}",
+        test=f"[ -e {folder}/{inventory.cluster}.toml ]",
+        action=f"{_AS.format(user=USER)}\n"
+        f"install -d -m 755 {ETC}\n"
+        f"install -d -o {USER} -g {USER} -m 700 {folder}\n"
+        f"printf '%s\\n' {quote(token)} | as {USER} {OPT}/venv/bin/collapipe join - --no-start "
+        f"--folder {folder} --name {role.name} --address {quote(address_of(role))}",
+    )
+
+
+def token_script(inventory: Inventory, kind: str, members: int) -> str:
+    """Prints a line with a token, on the control unit."""
+    folder = folder_of(inventory.one(CONTROL_UNIT))
+    return (
+        f"{_AS.format(user=USER)}\nas {KEEPER} {OPT}/venv/bin/collapipe cluster token "
+        f"{inventory.cluster} --role {kind} --members {members} --minutes 60 --folder {folder}"
+    )
+
+
+def serving(inventory: Inventory, machine: Machine) -> Iterator[Step]:
+    """Settings and services of a machine's roles, but for the registrar."""
+    for service in (s for role in machine.roles for s in _services(inventory, role)):
+        yield from _served(service)
+
+
+def _served(service: Service) -> Iterator[Step]:
+    text = "".join(f'{k}="{v}"\n' for k, v in service.settings.items())
+    yield _file(f"settings of {service.unit}", service.env_file, text)
+    yield _service(service)
+
+
+def _services(inventory: Inventory, role: Role) -> Iterator[Service]:
+    folder = folder_of(role)
+    if role.kind != CONTROL_UNIT:
+        (unit,) = _UNITS[role.kind]
+        settings = {"COLLAPIPE_FOLDER": folder, "COLLAPIPE_NAME": role.name}
+        settings |= {"COLLAPIPE_OPTIONS": role.options} if role.options else {}
+        yield Service(unit=unit, settings=settings, address=address_of(role))
+        return
+    _, unit, supernode = _UNITS[role.kind]
+    yield Service(unit=unit, settings={"COLLAPIPE_OPTIONS": role.options} if role.options else {})
+    node = f"partition-id=0 num-partitions=1 cluster='{folder}/{inventory.cluster}.toml'"
+    superlink = address_of(inventory.one(SERVER))
+    settings = {"COLLAPIPE_FOLDER": folder, "COLLAPIPE_SUPERLINK": superlink}
+    yield Service(unit=supernode, settings=settings | {"COLLAPIPE_NODE_CONFIG": node})
+
+
+def _service(service: Service) -> Step:
+    """Started anew where the environment, the unit or its settings are not those it runs with."""
+    unit, stamp = service.unit, f"{OPT}/started/{service.unit}"
+    state = (
+        f"state() {{ cat {OPT}/installed /etc/systemd/system/{unit}.service {service.env_file} "
+        "2> /dev/null | sha256sum; }\n"
+    )
+    host, _, port = service.address.rpartition(":")
+    listens = f"(exec 3<> /dev/tcp/{host.strip('[]')}/{port})" if port else "sleep 1"
+    return Step(
+        name=f"service {unit}",
+        test=f"{state}systemctl is-active --quiet {unit} && systemctl is-enabled --quiet {unit} "
+        f'&& [ "$(cat {stamp})" = "$(state)" ]',
+        action=f"""{state}mkdir -p {OPT}/started
+systemctl enable {unit}
+systemctl restart {unit}
+for i in $(seq {_LISTEN_S}); do
+  sleep 1
+  systemctl is-active --quiet {unit} || break
+  if {listens} 2> /dev/null; then
+    state > {stamp}
+    exit 0
+  fi
+done
+echo "it does not run{f" or not listen on {service.address}" if port else ""}:"
+journalctl -u {unit} -n 2 -o cat --no-pager
+exit 1""",
+    )
+
+
+def check_script(inventory: Inventory, *, keep: bool) -> str:
+    """Prints what `collapipe cluster check` measures, as JSON; plans go by it if it is kept."""
+    folder = folder_of(inventory.one(CONTROL_UNIT))
+    file = f"{folder}/{inventory.cluster}"
+    keeping = f"install -o {KEEPER} -g {USER} -m 640 $found/found.json {file}.json" if keep else ":"
+    return f"""{_AS.format(user=USER)}
+found=$(mktemp -d)
+chown {USER} $found
+cd $found
+as {USER} {OPT}/venv/bin/collapipe cluster check {file}.toml --json $found/found.json > said 2>&1
+[ -e found.json ] || {{ tail -n 1 said >&2; exit 1; }}
+{keeping}
+cat found.json
+rm -r $found"""
+
+
+def ca_script(inventory: Inventory) -> str:
+    """Prints the certificate of the CA."""
+    return f"cat {folder_of(inventory.one(CONTROL_UNIT))}/certs/ca.pem"
+
+
+def _file(name: str, path: str, text: str, *, reload: bool = False) -> Step:
+    write, held = _base64(text.encode(), f"{path}.new"), base64.b64encode(text.encode()).decode()
+    return Step(
+        name=name,
+        test=f'[ -e {path} ] && [ "$(base64 -w 0 {path})" = "{held}" ]',
+        action=f"mkdir -p {Path(path).parent}\n{write}\nmv {path}.new {path}"
+        + ("\nsystemctl daemon-reload" if reload else ""),
+    )
+
+
+def _base64(data: bytes, path: str) -> str:
+    return f"base64 -d > {quote(path)} <<'END'\n{base64.encodebytes(data).decode()}END"
+
+
+def unit_text(unit: str) -> str:
+    """A service as systemd reads it; that of the CA's key is a user's of its own.
+
+    Apps of runs, which are whoever's starts a run, are executed as the user of the other services.
+    """
+    text = (files("collapipe_flwr") / "systemd" / f"{unit}.service").read_text(encoding="utf-8")
+    if unit != REGISTRAR:
+        return text
+    text = text.replace(f"User={USER}\n", f"User={KEEPER}\nGroup={USER}\n")
+    return text.replace("UMask=0077", "UMask=0027")  # the control unit reads the cluster's file

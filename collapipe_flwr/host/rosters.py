@@ -1,0 +1,88 @@
+"""The cluster files of a host that runs: newer ones that the CA signed replace them, on disk first.
+
+Whoever is not in the newer file is refused from then on, also after a restart, and what it has
+under way here is cut. A host that is in none of its files any more has been removed, and stops.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import tomllib
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from collapipe_flwr.config.access_control import AccessControl, access_control
+from collapipe_flwr.config.cluster_file import ClusterConfig, parse_cluster
+from collapipe_flwr.core.durable import write_text
+from collapipe_flwr.core.errors import ConfigError, LinkError, ProtocolError
+from collapipe_flwr.transport.roster import Roster, check_roster
+
+_log = logging.getLogger(__name__)
+
+
+class Rosters:
+    """The clusters of the host called ``name``, read from files, whose CA is ``ca``."""
+
+    def __init__(
+        self, name: str, clusters: Iterable[ClusterConfig], ca: Path, allow: Iterable[str] = ()
+    ) -> None:
+        self._name, self._ca, self._allow = name, ca, tuple(allow)
+        self._clusters = {config.id: config for config in clusters}
+        self._lock = threading.Lock()
+        self.access = access_control(self._clusters.values(), self._allow)
+        self.on_change: Callable[[AccessControl], object] = lambda _: None
+        self.on_removed: Callable[[str], object] = lambda _: None
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """Of the files in force, by cluster id."""
+        return {name: config.version for name, config in self._clusters.items()}
+
+    def accept(self, roster: Roster) -> int:
+        """Go by a roster that is newer; the version that is in force now.
+
+        Raises ProtocolError for one that this CA did not sign or that is none, and LinkError where
+        it cannot be kept.
+        """
+        if not self._clusters:
+            raise ProtocolError(f"{self._name} was started without a cluster file")
+        check_roster(roster, self._ca)
+        with self._lock:
+            config = self._parsed(roster.text)
+            held = self._clusters.get(config.id)
+            if held is not None and held.version >= config.version:
+                return held.version
+            if held is None and self._name not in config.names:
+                raise ProtocolError(f"{self._name} is no member of {config.id}")
+            known = {**self._clusters, config.id: config}
+            access = access_control(known.values(), self._allow)
+            self._keep(config, roster.text)
+            self._clusters, self.access = known, access
+            removed = all(self._name not in each.names for each in known.values())
+        _log.info("the roster of %s has version %d", config.id, config.version)
+        self.on_change(access)
+        if removed:
+            self.on_removed(f"{self._name} was removed from {config.id}")
+        return config.version
+
+    def _parsed(self, text: str) -> ClusterConfig:
+        """The roster as the file that it becomes."""
+        beside = next(iter(self._clusters.values())).path
+        assert beside is not None
+        try:
+            config = parse_cluster(tomllib.loads(text), beside.resolve().parent)
+        except (ConfigError, tomllib.TOMLDecodeError) as error:
+            raise ProtocolError(f"the roster cannot be read: {error}") from error
+        held = self._clusters.get(config.id)
+        path = held.path if held is not None else beside.with_name(f"{config.id}.toml")
+        return replace(config, path=path)
+
+    @staticmethod
+    def _keep(config: ClusterConfig, text: str) -> None:
+        assert config.path is not None
+        try:
+            write_text(config.path, text)
+        except OSError as error:
+            raise LinkError(f"the roster cannot be kept in {config.path}: {error}") from error

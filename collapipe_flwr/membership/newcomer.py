@@ -1,0 +1,240 @@
+"""Joining a cluster, on the machine that joins: a key of its own, a token, and files at the end.
+
+The last file to be written is the cluster file. Until then nothing here makes a member of this
+machine, and whatever ended an attempt, the next one goes on with the same key.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from collapipe_flwr.cluster.profile import Measured
+from collapipe_flwr.config.access_control import Role
+from collapipe_flwr.config.cluster_file import (
+    MEMBER_NAME,
+    ClusterConfig,
+    parse_cluster,
+    read_cluster,
+)
+from collapipe_flwr.core.durable import own_folder, remove, write_file, write_text
+from collapipe_flwr.core.errors import ConfigError, ProtocolError
+from collapipe_flwr.core.links import TlsFiles
+from collapipe_flwr.membership.tokens import JoinToken
+from collapipe_flwr.transport.connection import Connection
+from collapipe_flwr.transport.joining import JOIN, SERVICE_NAME, JoinAnswer, JoinRequest
+from collapipe_flwr.transport.pinning import pinned_ca
+from collapipe_flwr.transport.roster import check_roster
+from collapipe_flwr.transport.signing_request import check_signed, own_key, request_for
+from collapipe_flwr.transport.tls import check_validity, fingerprint
+
+DEVICE_PORT, EDGE_PORT, JOINING_PORT = 50071, 50061, 50060
+_DEADLINE_S = 20.0
+_BOARD = Path("/proc/device-tree/model")
+_KINDS = {
+    "raspberry pi 4": "raspberry-pi-4",
+    "raspberry pi 5": "raspberry-pi-5",
+    "orin nano": "jetson-orin-nano",
+    "jetson nano": "jetson-nano",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Newcomer:
+    """This machine as it asks to be let in; ``address`` is where its daemon will listen."""
+
+    folder: Path
+    name: str
+    address: str = ""
+    kind: str = ""
+
+    @property
+    def files(self) -> TlsFiles:
+        """Where its certificate and key are, once it has them."""
+        certs = self.folder / "certs"
+        return TlsFiles(
+            ca=certs / "ca.pem",
+            certificate=certs / f"{self.name}.pem",
+            key=certs / f"{self.name}.key",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """What a machine is since it joined."""
+
+    cluster: ClusterConfig
+    name: str
+    role: Role
+
+
+def default_name(role: Role) -> str:
+    """That of the role, or of a device its machine's own, as far as it can be called so."""
+    if role is not Role.DEVICE:
+        return str(role.value).replace(" ", "-")
+    host = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname().partition(".")[0]).strip("-")
+    return host[:63] or "board"
+
+
+def host_towards(address: str) -> str:
+    """By which of its addresses this machine reaches another; nothing is sent."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    try:
+        ((family, *_, target), *_) = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            found = str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(f"{host} cannot be reached from here: {error.strerror}") from error
+    return f"[{found}]" if ":" in found else found
+
+
+def own_host() -> str:
+    """The address by which others reach this machine; that of loopback where it has no other."""
+    try:
+        return host_towards("192.0.2.1:9")  # RFC 5737: nobody's, so the way is the default one
+    except ConfigError:
+        return "127.0.0.1"
+
+
+def with_port(address: str, port: int) -> str:
+    """HOST:PORT of HOST, or of HOST:PORT as it is."""
+    return address if re.search(r":[0-9]{1,5}$", address) else f"{address}:{port}"
+
+
+def measured(name: str) -> Measured:
+    """The speed and free memory of this machine, as `collapipe cluster check` measures them."""
+    from collapipe_flwr.cluster.check import CheckSettings, measure_here
+
+    return measure_here(name, CheckSettings())
+
+
+def kind_here() -> str:
+    """The preset of this board by its own description; empty where it has none."""
+    try:
+        model = _BOARD.read_text(errors="replace").casefold()
+    except OSError:
+        return ""
+    return next((kind for words, kind in _KINDS.items() if words in model), "")
+
+
+def membership_of(newcomer: Newcomer, pin: bytes) -> Membership | None:
+    """What this machine is already by its files; raises ConfigError for those of another CA."""
+    files = newcomer.files
+    assert files.ca is not None and files.certificate is not None
+    if not files.ca.exists():
+        return None
+    if bytes.fromhex(fingerprint(files.ca.read_bytes())) != pin:
+        raise ConfigError(
+            f"{files.ca} is of another CA than the token's: choose another folder with --folder, "
+            f"or delete {newcomer.folder} to leave that cluster"
+        )
+    if not files.certificate.exists():
+        return None
+    shown = fingerprint(files.certificate.read_bytes())
+    for path in sorted(newcomer.folder.glob("*.toml")):
+        if found := _listed(read_cluster(path), newcomer.name, shown):
+            return found
+    return None
+
+
+def _listed(config: ClusterConfig, name: str, shown: str) -> Membership | None:
+    roles = [
+        *((device, Role.DEVICE) for device in config.devices),
+        (config.edge, Role.EDGE),
+        (config.server, Role.SERVER),
+        (config.control_unit, Role.CONTROL_UNIT),
+    ]
+    for member, role in roles:
+        if member.name == name and member.fingerprint == shown:
+            return Membership(cluster=config, name=name, role=role)
+    return None
+
+
+def join(
+    token: JoinToken,
+    newcomer: Newcomer,
+    measure: Callable[[str], Measured] | None,
+    *,
+    address: str = "",
+    clock: Callable[[], float] = time.time,
+) -> Membership:
+    """Become a member. Raises LinkError when the control unit refuses, is away or is not it.
+
+    ``address`` is where the control unit was found, if not where the token says.
+    """
+    if not MEMBER_NAME.holds(newcomer.name):
+        raise ConfigError(f"--name {MEMBER_NAME.says}, got {newcomer.name[:80]!r}")
+    files = newcomer.files
+    assert files.ca is not None and files.certificate is not None and files.key is not None
+    address = address or token.address
+    ca_pem = pinned_ca(address, token.pin, _DEADLINE_S)
+    own_folder(newcomer.folder, "--folder")
+    own_folder(files.key.parent, "--folder")
+    check_validity("of the control unit's CA", ca_pem, _moment(clock()))
+    write_file(files.ca, lambda path: path.write_bytes(ca_pem))
+    key = own_key(files.key)
+    measured = measure(newcomer.name) if measure else Measured(name=newcomer.name)
+    request = JoinRequest(
+        secret=token.secret.hex(),
+        name=newcomer.name,
+        request_pem=request_for(newcomer.name, key),
+        unix_s=clock(),
+        address=newcomer.address,
+        kind=newcomer.kind,
+        speed_flop_per_s=measured.speed_flop_per_s or 0.0,
+        overhead_s=measured.overhead_s or 0.0,
+        memory_bytes=measured.memory_bytes or 0,
+    )
+    answer = _asked(address, TlsFiles(ca=files.ca), request)
+    check_signed(answer.certificate_pem, newcomer.name, key, ca_pem)
+    check_roster(answer.roster, files.ca)
+    return _settle(newcomer, answer)
+
+
+def forget(newcomer: Newcomer) -> None:
+    """Let go of certificate and key, so that the machine joins as one that was never there."""
+    for path in (newcomer.files.certificate, newcomer.files.key):
+        assert path is not None
+        if path.parent.is_dir():
+            remove(path)
+
+
+def _asked(address: str, tls: TlsFiles, request: JoinRequest) -> JoinAnswer:
+    """The answer of who proves that the pinned CA lets it answer."""
+    with Connection(
+        address,
+        what="control unit",
+        tls=tls,
+        certificate_name=SERVICE_NAME,
+        deadline_s=_DEADLINE_S,
+    ) as connection:
+        return connection.call(JOIN, request, JoinAnswer)
+
+
+def _settle(newcomer: Newcomer, answer: JoinAnswer) -> Membership:
+    """Write what came back; the cluster file last."""
+    path = newcomer.folder / f"{answer.cluster_id}.toml"
+    certificate = newcomer.files.certificate
+    assert certificate is not None
+    try:
+        config = parse_cluster(tomllib.loads(answer.roster.text), newcomer.folder)
+        role = Role(answer.role)
+    except (ConfigError, ValueError) as error:
+        raise ProtocolError(f"the control unit sent a roster that is none: {error}") from error
+    if config.id != answer.cluster_id:
+        raise ProtocolError(f"the control unit sent the roster of {config.id[:80]}")
+    write_file(certificate, lambda draft: draft.write_text(answer.certificate_pem))
+    write_text(path, answer.roster.text)
+    return Membership(cluster=replace(config, path=path), name=newcomer.name, role=role)
+
+
+def _moment(unix_s: float) -> datetime:
+    return datetime.fromtimestamp(unix_s, UTC)

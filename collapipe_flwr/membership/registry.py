@@ -1,0 +1,309 @@
+"""The folder from which a control unit keeps its cluster: CA, cluster files, tokens.
+
+Every change is made under the folder's lock, so that commands and the joining service, which are
+processes of their own, may run side by side; every file is replaced as a whole. A cluster file has
+a version that grows with each change of its members.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from collapipe_flwr.cluster.profile import Measured, Measurements, read_measurements
+from collapipe_flwr.config.access_control import Role
+from collapipe_flwr.config.cluster_file import (
+    ClusterConfig,
+    MemberConfig,
+    TlsConfig,
+    parse_cluster,
+    read_cluster,
+)
+from collapipe_flwr.config.cluster_text import cluster_text
+from collapipe_flwr.core.durable import own_folder, write_file, write_private, write_text
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.json_codec import to_json
+from collapipe_flwr.core.links import TlsFiles
+from collapipe_flwr.membership.tokens import TokenBook
+from collapipe_flwr.transport.certificates import Authority, check_names, names_in
+from collapipe_flwr.transport.joining import SERVICE_NAME
+from collapipe_flwr.transport.roster import Roster, signed_roster
+from collapipe_flwr.transport.signing_request import key_in_certificate
+from collapipe_flwr.transport.tls import fingerprint
+
+SHARED = (Role.EDGE, Role.SERVER)  # of all clusters of a folder
+_CERTS, _LOCK, _TOKENS = "certs", ".lock", "tokens.json"
+
+
+def default_folder() -> Path:
+    """Where the files of a cluster lie: /etc/collapipe for root, else in the user's own."""
+    if (named := os.environ.get("COLLAPIPE_FOLDER", "")) != "":
+        return Path(named)
+    if os.geteuid() == 0:
+        return Path("/etc/collapipe")
+    home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(home) / "collapipe"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewCluster:
+    """What `collapipe cluster init` makes; ``elsewhere`` are roles on other machines."""
+
+    cluster_id: str
+    control_unit: MemberConfig
+    edge_address: str
+    elsewhere: frozenset[Role] = frozenset()
+
+
+class Registry:
+    """The clusters of one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.certs = folder / _CERTS
+        self.tokens = TokenBook(folder / _TOKENS)
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Nobody else changes the folder in the body; raises ConfigError where it is not ours."""
+        own_folder(self.folder, "--folder")
+        with _as_owner(self.folder), self._locked():
+            yield
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        try:
+            descriptor = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise ConfigError(f"{self.folder} cannot be changed: {error.strerror}") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def clusters(self) -> dict[str, ClusterConfig]:
+        """Those that `collapipe cluster` keeps here, by id."""
+        found = (read_cluster(path) for path in sorted(self.folder.glob("*.toml")))
+        return {config.id: config for config in found if config.version}
+
+    def cluster(self, cluster_id: str = "") -> ClusterConfig:
+        """The cluster of that id, or the only one; raises ConfigError with those there are."""
+        known = self.clusters()
+        if not known:
+            raise ConfigError(
+                f"no cluster is kept in {self.folder}: make one with `collapipe cluster init "
+                "NAME`, or name its folder with --folder"
+            )
+        if not cluster_id and len(known) == 1:
+            return next(iter(known.values()))
+        if cluster_id not in known:
+            raise ConfigError(
+                f"no cluster {cluster_id!r} is kept in {self.folder}: choose one of "
+                f"{', '.join(known)}"
+            )
+        return known[cluster_id]
+
+    @property
+    def ca(self) -> Path:
+        """The certificate of the CA; raises ConfigError where there is none."""
+        path = self.certs / "ca.pem"
+        if not path.exists():
+            raise ConfigError(f"{path} is missing: only the machine of `cluster init` has the CA")
+        return path
+
+    def create(self, wanted: NewCluster) -> ClusterConfig:
+        """Make the cluster, and the certificates of members that are here; under the lock.
+
+        A cluster that is there already stays as it is.
+        """
+        known = self.clusters()
+        if wanted.cluster_id in known:
+            return known[wanted.cluster_id]
+        path = self.folder / f"{wanted.cluster_id}.toml"
+        if path.exists():
+            raise ConfigError(
+                f"{path} is there already, and was written by hand: choose another name or folder"
+            )
+        values = {"id": wanted.cluster_id, "version": 1}
+        config = replace(
+            parse_cluster(values, self.folder),
+            control_unit=wanted.control_unit,
+            edge=MemberConfig(name="edge", address=wanted.edge_address),
+            tls=TlsConfig(),
+            measured=self.folder / f"{wanted.cluster_id}.json",
+            path=path,
+        )
+        for role in (Role.CONTROL_UNIT, *SHARED):
+            config = self._settled(config, role, known, wanted.elsewhere)
+        config = self._write(config)
+        if Role.EDGE not in wanted.elsewhere and not self.edge_folder.exists():
+            self._house_edge(config)
+        return config
+
+    @property
+    def edge_folder(self) -> Path:
+        """The files of an edge on this machine, which are kept apart: it replaces its roster."""
+        return self.folder / "edge"
+
+    def _house_edge(self, config: ClusterConfig) -> None:
+        name = config.edge.name
+        own_folder(self.edge_folder / _CERTS, "--folder")
+        for file in ("ca.pem", f"{name}.pem", f"{name}.key"):
+            pem = (self.certs / file).read_bytes()
+            write_private(self.edge_folder / _CERTS / file, pem)
+        assert config.path is not None
+        write_text(self.edge_folder / config.path.name, cluster_text(config))
+
+    def _settled(
+        self,
+        config: ClusterConfig,
+        role: Role,
+        known: Mapping[str, ClusterConfig],
+        elsewhere: frozenset[Role],
+    ) -> ClusterConfig:
+        """With a member that other clusters have too, has its certificate here, or will join."""
+        member = member_in(config, role)
+        before = [member_in(c, role) for c in known.values()] if role in SHARED else []
+        if before:
+            return _with(config, role, before[0])
+        if role in elsewhere:
+            return _with(config, role, replace(member, address="", fingerprint=""))
+        hosts = hosts_of(member, role)
+        self._check_names(member.name, hosts)
+        files = Authority(self.certs).member(member.name, hosts)
+        assert files.certificate is not None
+        shown = fingerprint(files.certificate.read_bytes())
+        return _with(config, role, replace(member, fingerprint=shown))
+
+    def certified(self, name: str) -> bytes | None:
+        """The certificate that a member got here, in PEM."""
+        path = self.certs / f"{name}.pem"
+        return path.read_bytes() if path.exists() else None
+
+    def certify(self, name: str, hosts: tuple[str, ...], key: ec.EllipticCurvePublicKey) -> bytes:
+        """Sign for a key that is elsewhere; raises ConfigError for names that could mislead."""
+        self._check_names(name, hosts)
+        return Authority(self.certs).answer(name, hosts, key)
+
+    def _check_names(self, name: str, hosts: tuple[str, ...]) -> None:
+        if name.casefold() == SERVICE_NAME:
+            raise ConfigError(f"{SERVICE_NAME} lets newcomers in: choose another name")
+        signed = names_in(self.certs) if self.certs.is_dir() else {}
+        check_names({name: hosts}, {n: h for n, h in signed.items() if n != name})
+
+    def admit(self, config: ClusterConfig, role: Role, member: MemberConfig) -> ClusterConfig:
+        """The cluster with a member in its role; an edge or server joins all clusters here."""
+        changed = self._write(_with(config, role, member))
+        for other in self.clusters().values() if role in SHARED else ():
+            if other.id != config.id and member_in(other, role) != member:
+                self._write(_with(other, role, member))
+        return changed
+
+    def remove(self, config: ClusterConfig, name: str) -> ClusterConfig:
+        """The cluster without a device; its certificate and its token are worthless from now on."""
+        config.member(name)
+        left = tuple(device for device in config.devices if device.name != name)
+        if len(left) == len(config.devices):
+            raise ConfigError(f"{name} is no device of {config.id}: only devices can be removed")
+        self.tokens.revoke(name)
+        if (pem := self.certified(name)) is not None:
+            write_file(self._removed(name), lambda path: path.write_bytes(pem))
+        return self._write(replace(config, devices=left))
+
+    def was_removed(self, name: str, key_bytes: bytes) -> bool:
+        """Whether a key was the last one of a member of that name that was removed."""
+        path = self._removed(name)
+        return path.exists() and key_in_certificate(path.read_bytes()) == key_bytes
+
+    def _removed(self, name: str) -> Path:
+        return self.certs / f"{name}.removed"
+
+    def note(self, config: ClusterConfig, measured: Measured) -> None:
+        """Keep what a member measured of itself, which plans go by until a check measures again."""
+        assert config.measured is not None
+        before = Measurements(cluster_id=config.id, members=())
+        if config.measured.exists():
+            before = read_measurements(config.measured)
+        others = tuple(m for m in before.members if m.name != measured.name)
+        write_text(config.measured, to_json(replace(before, members=(*others, measured))) + "\n")
+
+    def roster(self, config: ClusterConfig) -> Roster:
+        """What its members are sent."""
+        return signed_roster(cluster_text(config), Authority(self.certs).sign)
+
+    def service_files(self) -> TlsFiles:
+        """How who lets newcomers in shows itself: with its CA, which they know by its pin.
+
+        Made anew every time: nobody needs to know this certificate beforehand. It opens nothing,
+        because no roster names it.
+        """
+        with self.changing():
+            files = Authority(self.certs).member(SERVICE_NAME)
+            assert files.certificate is not None
+            chain = self.certs / f"{SERVICE_NAME}.chain"
+            write_text(chain, files.certificate.read_text() + self.ca.read_text())
+        return TlsFiles(certificate=chain, key=files.key)
+
+    def _write(self, config: ClusterConfig) -> ClusterConfig:
+        path = config.path
+        assert path is not None
+        if path.exists():
+            config = replace(config, version=config.version + 1)
+        text = cluster_text(config)
+        parse_cluster(tomllib.loads(text), self.folder)  # refuses what members could not read
+        write_text(path, text)
+        return read_cluster(path)
+
+
+@contextmanager
+def _as_owner(folder: Path) -> Iterator[None]:
+    """Let root write files that the folder's owner, a service, can read."""
+    found = folder.stat()
+    if os.geteuid() != 0 or found.st_uid == 0:
+        yield
+        return
+    group = os.getegid()
+    os.setegid(found.st_gid)
+    os.seteuid(found.st_uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(group)
+
+
+def member_in(config: ClusterConfig, role: Role) -> MemberConfig:
+    """The one member of a role that only one can have."""
+    members = {
+        Role.CONTROL_UNIT: config.control_unit,
+        Role.EDGE: config.edge,
+        Role.SERVER: config.server,
+    }
+    return members[role]
+
+
+def hosts_of(member: MemberConfig, role: Role = Role.DEVICE) -> tuple[str, ...]:
+    """Where it is reached, for its certificate; a server's own programs reach it by loopback."""
+    host = member.address.rpartition(":")[0]
+    loopback = ("127.0.0.1",) if role is Role.SERVER else ()
+    return (*([host] if host else []), *loopback)
+
+
+def _with(config: ClusterConfig, role: Role, member: MemberConfig) -> ClusterConfig:
+    match role:
+        case Role.CONTROL_UNIT:
+            return replace(config, control_unit=member)
+        case Role.EDGE:
+            return replace(config, edge=member)
+        case Role.SERVER:
+            return replace(config, server=member)
+    others = tuple(d for d in config.devices if d.name != member.name)
+    return replace(config, devices=(*others, member))

@@ -1,0 +1,114 @@
+"""Who is in a cluster, and who of them is there now."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+from collapipe_flwr.cluster.profile import Measurements, read_measurements
+from collapipe_flwr.config.access_control import Role
+from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
+from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.transport.connection import Connection
+from collapipe_flwr.transport.host_status import HostStatus
+from collapipe_flwr.transport.methods import STATUS
+
+_DEADLINE_S = 2.0
+_AT_ONCE = 32
+READY, STOPPING, AWAY, EXPECTED = "ready", "stopping", "away", "has not joined"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberStatus:
+    """``state`` is one of the words above; ``fault`` says why a member is away.
+
+    ``roster`` is the version that it goes by (None: not known), ``resident_bytes`` its daemon's
+    memory; speed and memory are those by which it is planned, None where it was not measured.
+    """
+
+    name: str
+    role: str
+    address: str
+    state: str
+    roster: int | None = None
+    speed_flop_per_s: float | None = None
+    memory_bytes: int | None = None
+    resident_bytes: int | None = None
+    clock_ahead_s: float | None = None
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterStatus:
+    """A cluster at one moment; ``version`` is that of its file here."""
+
+    cluster_id: str
+    version: int
+    members: tuple[MemberStatus, ...]
+
+    @property
+    def complete(self) -> bool:
+        """Whether everybody is there."""
+        return all(member.state == READY for member in self.members)
+
+
+def cluster_status(config: ClusterConfig, clock: Callable[[], float] = time.time) -> ClusterStatus:
+    """Ask all devices, and the edge, at once."""
+    members = [(device, Role.DEVICE) for device in config.devices]
+    if config.edge.address or config.version:
+        members.append((config.edge, Role.EDGE))
+    known = Measurements(cluster_id=config.id, members=())
+    if config.measured is not None and config.measured.exists():
+        known = read_measurements(config.measured)
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="status") as pool:
+        ask = partial(_status, config, known, clock)
+        found = tuple(pool.map(ask, *zip(*members, strict=True))) if members else ()
+    return ClusterStatus(cluster_id=config.id, version=config.version, members=found)
+
+
+def _status(
+    config: ClusterConfig,
+    known: Measurements,
+    clock: Callable[[], float],
+    member: MemberConfig,
+    role: Role,
+) -> MemberStatus:
+    measured = known.of(member.name)
+    speed = member.speed_gflop_per_s * 1e9 or measured.speed_flop_per_s
+    memory = int(member.memory_mb * 1e6) or measured.memory_bytes
+
+    def told(state: str, fault: str = "", found: HostStatus | None = None) -> MemberStatus:
+        return MemberStatus(
+            name=member.name,
+            role=role.value,
+            address=member.address,
+            state=state,
+            roster=found.rosters.get(config.id) if found else None,
+            speed_flop_per_s=speed,
+            memory_bytes=memory,
+            resident_bytes=found.resident_bytes if found else None,
+            clock_ahead_s=found.unix_s - clock() if found else None,
+            fault=fault,
+        )
+
+    if not member.address or (config.version and not member.fingerprint):
+        return told(EXPECTED)
+    try:
+        found = _asked(config, member)
+    except LinkError as error:
+        return told(AWAY, str(error))
+    return told(STOPPING if found.stopping else READY, found=found)
+
+
+def _asked(config: ClusterConfig, member: MemberConfig) -> HostStatus:
+    with Connection(
+        member.address,
+        what=member.name,
+        tls=config.tls_files(config.control_unit.name),
+        certificate_name=member.name if config.tls else "",
+        deadline_s=_DEADLINE_S,
+    ) as connection:
+        return connection.call(STATUS, answer=HostStatus)

@@ -1,0 +1,194 @@
+"""Join tokens: what a board types once, and the book in which the control unit keeps them.
+
+    greenhouse@10.0.0.10:50060/BASE64            of a device
+    greenhouse@10.0.0.10:50060/edge/BASE64       of another role
+
+A token says which cluster it is for, where that lets newcomers in, by which CA (the SHA-256 of the
+CA's certificate), and a secret of 128 random bits. The book knows the
+secret's SHA-256 only, what it is good for, until when, and who has used it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from pathlib import Path
+
+from collapipe_flwr.config.access_control import Role
+from collapipe_flwr.core.durable import write_private
+from collapipe_flwr.core.errors import ConfigError, LinkError
+from collapipe_flwr.core.json_codec import from_json, to_json
+
+_SECRET_BYTES, _PIN_BYTES = 16, 32
+_FORM = re.compile(
+    r"([A-Za-z0-9][A-Za-z0-9._-]{0,62})@([^/]+:[0-9]{1,5})(?:/([a-z-]+))?/([A-Za-z0-9_-]{64})"
+)
+_ROLES = {role.value.replace(" ", "-"): role for role in Role}
+_CLOCK_S = 60.0  # by which a clock may be put back
+_KEPT_S = 7 * 86400.0  # so that a token that is over is told from one that never was
+
+
+class JoinRefused(LinkError):
+    """Who asks to join is not let in; the sentence says why, and may be shown to anybody."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinToken:
+    """``pin`` is the SHA-256 of the CA's certificate, under which who listens must prove itself.
+
+    ``role`` is what the bearer expects to become; what counts stands in the book.
+    """
+
+    cluster_id: str
+    address: str
+    pin: bytes
+    secret: bytes = field(repr=False)
+    role: Role = Role.DEVICE
+
+    def __str__(self) -> str:
+        packed = base64.urlsafe_b64encode(self.pin + self.secret).decode()
+        role = "" if self.role is Role.DEVICE else f"/{self.role.value.replace(' ', '-')}"
+        return f"{self.cluster_id}@{self.address}{role}/{packed}"
+
+
+def new_secret() -> bytes:
+    """For a new token."""
+    return secrets.token_bytes(_SECRET_BYTES)
+
+
+def parse_token(text: str) -> JoinToken:
+    """Read what `collapipe cluster token` printed; raises ConfigError, without the secret."""
+    found = _FORM.fullmatch(text.strip())
+    try:
+        packed = base64.urlsafe_b64decode(found[4]) if found else b""
+    except binascii.Error:
+        packed = b""
+    role = _ROLES.get((found and found[3]) or Role.DEVICE.value)
+    if found is None or role is None or len(packed) != _PIN_BYTES + _SECRET_BYTES:
+        raise ConfigError(
+            "this is no join token: it reads like NAME@HOST:PORT/ and 64 characters; copy the "
+            "whole line that `collapipe cluster token` printed"
+        )
+    return JoinToken(
+        cluster_id=found[1],
+        address=found[2],
+        pin=packed[:_PIN_BYTES],
+        secret=packed[_PIN_BYTES:],
+        role=role,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenUse:
+    """Who joined by a token: the member's name, and the SHA-256 of its public key."""
+
+    name: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownToken:
+    """One token in the book; times are Unix seconds of the control unit's clock."""
+
+    digest: str  # SHA-256 of the secret
+    cluster_id: str
+    role: Role
+    members: int  # that may join by it
+    made_s: float
+    ends_s: float
+    uses: tuple[TokenUse, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    tokens: tuple[KnownToken, ...] = ()
+
+
+class TokenBook:
+    """The tokens of a folder, in a file that only its owner can read.
+
+    Whoever changes it holds the lock of the folder. Raises ConfigError for a file that is no book.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def add(self, secret: bytes, token: KnownToken) -> None:
+        """Keep a new token, of whose secret only the digest is written."""
+        known = [t for t in self._read() if token.made_s - t.ends_s < _KEPT_S]
+        self._write((*known, replace(token, digest=_digest(secret))))
+
+    def redeem(self, secret: bytes, use: TokenUse, now_s: float) -> KnownToken:
+        """Note that a member joins by a token; the same one may do so again.
+
+        Raises JoinRefused when the token is not known, not valid now, or used up.
+        """
+        known = self._read()
+        token = _find(known, _digest(secret))
+        _check(token, use, now_s)
+        used = replace(token, uses=tuple(dict.fromkeys((*token.uses, use))))
+        if used != token:
+            self._write([used if each is token else each for each in known])
+        return used
+
+    def revoke(self, name: str) -> None:
+        """Let nobody join again by the use that a member made of a token; its place stays used."""
+        known = self._read()
+        after = [replace(t, uses=tuple(_without_key(use, name) for use in t.uses)) for t in known]
+        if after != known:
+            self._write(after)
+
+    def _read(self) -> list[KnownToken]:
+        if not self._path.exists():
+            return []
+        try:
+            return list(from_json(_Kept, self._path.read_text(), self._path.name).tokens)
+        except (OSError, UnicodeDecodeError, LinkError) as error:
+            raise ConfigError(
+                f"{self._path} cannot be used ({error}): delete it, which makes all tokens "
+                "worthless, and print new ones with `collapipe cluster token`"
+            ) from error
+
+    def _write(self, tokens: Sequence[KnownToken]) -> None:
+        write_private(self._path, to_json(_Kept(tokens=tuple(tokens))).encode())
+
+
+def _digest(secret: bytes) -> str:
+    return sha256(secret).hexdigest()
+
+
+def _find(known: Sequence[KnownToken], digest: str) -> KnownToken:
+    """Every token is compared, each in constant time."""
+    found = [token for token in known if hmac.compare_digest(token.digest, digest)]
+    if not found:
+        raise JoinRefused("the token is not known: copy it again, or print another one")
+    return found[0]
+
+
+def _check(token: KnownToken, use: TokenUse, now_s: float) -> None:
+    if now_s < token.made_s - _CLOCK_S:
+        raise JoinRefused(
+            "the control unit's clock was put back since the token was made: set it "
+            "(`timedatectl`) and print another token"
+        )
+    if now_s >= token.ends_s:
+        raise JoinRefused("the token has expired: print another one with `collapipe cluster token`")
+    if use in token.uses:
+        return
+    if any(use.name.casefold() == before.name.casefold() for before in token.uses):
+        raise JoinRefused(f"the token was used by {use.name} already: it works once per member")
+    if len(token.uses) >= token.members:
+        raise JoinRefused(
+            f"the token is used up (it was made for {token.members}): print another one with "
+            "`collapipe cluster token`"
+        )
+
+
+def _without_key(use: TokenUse, name: str) -> TokenUse:
+    return replace(use, key="") if use.name == name else use

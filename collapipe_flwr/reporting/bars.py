@@ -1,0 +1,160 @@
+"""What happens in a run just now, as bars: one for all clusters together, and one for each.
+
+A phase that nobody can measure has a clock. Where an edge does not count, a round of machines has a
+bar of the plan's prediction, which says so. No line is wider than the terminal.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+
+from collapipe_flwr.reporting.progress import ClusterProgress, RunProgress
+
+_MOST_CLUSTERS = 6  # that have a bar each
+_WIDE, _NARROW = 70, 50  # columns of a terminal, from which on there is room for more
+
+
+class Bars:
+    """Renders the newest `RunProgress`; rates are those since a cluster had nothing yet."""
+
+    def __init__(self, now: Callable[[], float] = time.time) -> None:
+        self._now = now
+        self._spinner = Spinner("dots")
+        self._progress: RunProgress | None = None
+        self._begun_s: dict[str, float] = {}  # the last look at which a cluster had nothing yet
+
+    def show(self, progress: RunProgress | None) -> None:
+        """What to render from now on; None: nothing."""
+        before = self._progress
+        if progress is None or before is None or progress.since_s != before.since_s:
+            self._begun_s = {}
+        self._progress = progress
+        for name, cluster in (progress.clusters if progress else {}).items():
+            if progress is not None and not _done(cluster):
+                self._begun_s[name] = progress.at_s
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        progress = self._progress
+        if progress is not None:
+            yield from self._rows(progress, options.max_width)
+
+    def _rows(self, progress: RunProgress, width: int) -> RenderResult:
+        clusters = progress.clusters
+        whole = sum(cluster.of for cluster in clusters.values())
+        title = _title(progress)
+        if whole and all(cluster.of for cluster in clusters.values()):
+            grid = _grid(width)
+            names = sorted(clusters)
+            self._add(grid, title, names, progress, width)
+            if 1 < len(names) <= _MOST_CLUSTERS:
+                for name in names:
+                    self._add(grid, f"  {name}", [name], progress, width)
+            yield grid
+            return
+        predicted_s = _predicted_s(progress)
+        passed_s = max(self._now() - progress.since_s, 0.0)
+        if predicted_s:
+            share = min(passed_s / predicted_s, 1.0)
+            left = max(predicted_s - passed_s, 0.0)
+            grid = _grid(width)
+            grid.add_row(title, _bar(share), f"{_clock(left)} left, as predicted")
+            yield grid
+            return
+        tested = sum(cluster.tested for cluster in clusters.values())
+        what = f"{title}, {tested} batches tested" if tested else title
+        clock = _clock(passed_s)
+        line = Table.grid(padding=(0, 1, 0, 0))
+        line.add_column(width=1)
+        line.add_column(no_wrap=True, overflow="ellipsis", max_width=width - len(clock) - 4)
+        line.add_column(no_wrap=True)
+        line.add_row(self._spinner, what, clock)
+        yield line
+
+    def _add(
+        self, grid: Table, title: str, names: list[str], progress: RunProgress, width: int
+    ) -> None:
+        clusters = [progress.clusters[name] for name in names]
+        done, whole = sum(map(_done, clusters)), sum(c.of for c in clusters)
+        cells = []
+        if width >= _NARROW:
+            cells.append(_steps(clusters))
+        if width >= _WIDE:
+            rates = [self._examples_per_s(name, progress) for name in names]
+            cells.append(f"{sum(rates):.3g} ex/s" if any(rates) else "")
+        left_s = self._left_s(names, progress)
+        cells.append("" if left_s is None else f"{_clock(left_s)} left")
+        grid.add_row(title, _bar(min(done / whole, 1.0)), "  ".join(filter(None, cells)))
+
+    def _examples_per_s(self, name: str, progress: RunProgress) -> float:
+        return self._rate(name, progress) * progress.clusters[name].examples
+
+    def _rate(self, name: str, progress: RunProgress) -> float:
+        """Micro-batches per second of a cluster that is at work; 0 of any other."""
+        done, of = _done(progress.clusters[name]), progress.clusters[name].of
+        passed_s = progress.at_s - self._begun_s.get(name, progress.since_s)
+        return done / passed_s if passed_s > 0.0 and done < of else 0.0
+
+    def _left_s(self, names: list[str], progress: RunProgress) -> float | None:
+        """Seconds to the end of all; clusters that have not begun go as fast as the others."""
+        rates = [rate for name in names if (rate := self._rate(name, progress))]
+        clusters = [progress.clusters[name] for name in names]
+        left = [max(cluster.of - _done(cluster), 0) for cluster in clusters]
+        if not any(left):
+            return 0.0
+        if not rates:
+            return None
+        each = [
+            n / rate
+            for name, n in zip(names, left, strict=True)
+            if (rate := self._rate(name, progress))
+        ]
+        waited_s = max(self._now() - progress.at_s, 0.0)
+        return max(max(each), sum(left) / sum(rates)) - waited_s
+
+
+def _done(cluster: ClusterProgress) -> int:
+    return cluster.trained or cluster.tested
+
+
+def _title(progress: RunProgress) -> str:
+    if not progress.round_index:
+        return progress.phase
+    return f"round {progress.round_index}/{progress.rounds or '?'} {progress.phase}"
+
+
+def _predicted_s(progress: RunProgress) -> float:
+    """The plan's seconds; 0 where they are simulated, or there is no plan."""
+    if progress.simulated:
+        return 0.0
+    return max((c.predicted_s or 0.0 for c in progress.clusters.values()), default=0.0)
+
+
+def _steps(clusters: list[ClusterProgress]) -> str:
+    done = sum(_done(cluster) // cluster.per_step for cluster in clusters)
+    whole = sum(cluster.of // cluster.per_step for cluster in clusters)
+    return f"{done}/{whole} steps"
+
+
+def _grid(width: int) -> Table:
+    grid = Table.grid(padding=(0, 1, 0, 0), expand=False)
+    grid.add_column(no_wrap=True, overflow="ellipsis", max_width=max(width // 2 - 2, 8))
+    grid.add_column(no_wrap=True, width=max(min(width // 4, 30), 6))
+    grid.add_column(no_wrap=True, overflow="ellipsis")
+    return grid
+
+
+def _bar(share: float) -> ProgressBar:
+    return ProgressBar(total=1.0, completed=share)
+
+
+def _clock(seconds: float) -> str:
+    whole = round(max(seconds, 0.0))
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

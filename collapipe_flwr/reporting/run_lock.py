@@ -1,0 +1,74 @@
+"""Who writes a run directory: a lock on its run-config, which ends with its process.
+
+So a run that was killed does not count as running, although it could not say so itself. On a file
+system without locks nobody can tell, and what the summary says stands.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from collapipe_flwr.core.errors import ConfigError
+
+CONFIG = "run-config.json"  # written once and never replaced
+RUNNING, INTERRUPTED = "running", "interrupted"
+_WHY = "its process ended without a word, as by SIGKILL or a power cut"
+
+
+@contextmanager
+def writing(run_dir: Path) -> Iterator[None]:
+    """Be the one that writes; raises ConfigError while another process is."""
+    descriptor = os.open(run_dir / CONFIG, os.O_RDONLY)
+    try:
+        if not _locks(descriptor):
+            check_not_written(run_dir)
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)  # whoever looks holds it for a moment
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def check_not_written(run_dir: Path) -> None:
+    """Raise ConfigError while a process writes the directory."""
+    if is_written(run_dir):
+        raise ConfigError(
+            f'resume: the run in "{run_dir}" is still running: wait for its end, or stop it'
+        )
+
+
+def is_written(run_dir: Path) -> bool | None:
+    """Whether a process writes the directory; None where nobody can tell."""
+    try:
+        descriptor = os.open(run_dir / CONFIG, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def as_it_is(summary: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
+    """A summary that says "interrupted" where it says "running" and nobody writes it any more."""
+    if summary.get("status") == RUNNING and is_written(run_dir) is False:
+        return {**summary, "status": INTERRUPTED, "reason": _WHY}
+    return dict(summary)
+
+
+def _locks(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

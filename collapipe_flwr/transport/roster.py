@@ -1,0 +1,59 @@
+"""A cluster file as the CA signed it: members believe it whoever brings it, if it is newer."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from collapipe_flwr.core.errors import ProtocolError
+from collapipe_flwr.transport.connection import Connection
+from collapipe_flwr.transport.methods import ROSTER
+
+_CONTEXT = b"collapipe roster\0"  # what else this CA signs cannot pass as a roster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roster:
+    """The text of a cluster file with a version, and the CA's signature in base64."""
+
+    text: str
+    signature: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RosterAnswer:
+    """The version that a member has now, and goes by after a restart, too."""
+
+    version: int
+
+
+def signed_roster(text: str, sign: Callable[[bytes], bytes]) -> Roster:
+    """The roster that members accept."""
+    signature = sign(_CONTEXT + text.encode())
+    return Roster(text=text, signature=base64.b64encode(signature).decode())
+
+
+def check_roster(roster: Roster, ca: Path) -> None:
+    """Raise ProtocolError when the CA in ``ca`` did not sign this text."""
+    # Loaded when there is something to check: a daemon that waits should hold little memory.
+    from cryptography import x509
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    try:
+        signature = base64.b64decode(roster.signature, validate=True)
+        key = x509.load_pem_x509_certificate(ca.read_bytes()).public_key()
+        if not isinstance(key, ec.EllipticCurvePublicKey):
+            raise ProtocolError(f"{ca} is no CA that signs rosters")
+        key.verify(signature, _CONTEXT + roster.text.encode(), ec.ECDSA(hashes.SHA256()))
+    except (OSError, ValueError, binascii.Error, InvalidSignature) as error:
+        raise ProtocolError("the roster was not signed by this cluster's CA") from error
+
+
+def send_roster(connection: Connection, roster: Roster) -> int:
+    """Bring a member its roster; the version that it has then. Raises LinkError."""
+    return connection.call(ROSTER, roster, RosterAnswer).version

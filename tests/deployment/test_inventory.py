@@ -1,0 +1,80 @@
+"""Inventories: machines from tables, one sentence for what cannot be deployed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.deployment.inventory import Inventory, read_inventory
+
+UNIT = '[control-unit]\nhost = "cu"\n'
+DEVICE = '[[device]]\nname = "pi-1"\nhost = "10.0.0.11"\n'
+TOP = 'cluster = "greenhouse"\nenvironment = "/opt/env"\n'
+
+
+def inventory(folder: Path, text: str) -> Inventory:
+    path = folder / "boards.toml"
+    path.write_text(text)
+    return read_inventory(path)
+
+
+def test_tables_on_one_host_are_one_machine_and_what_a_table_says_counts_there(
+    tmp_path: Path,
+) -> None:
+    found = inventory(
+        tmp_path,
+        f'{TOP}user = "pi"\n{UNIT}address = "10.0.0.10"\n[server]\nhost = "10.0.0.1"\nport = 2222\n'
+        f'{DEVICE}user = "root"\n',
+    )
+    unit, server, device = found.machines
+    assert [role.kind for role in unit.roles] == ["control-unit", "edge"]
+    assert [role.name for role in unit.roles] == ["cu-greenhouse", "edge"]
+    assert {role.address for role in unit.roles} == {"10.0.0.10"}
+    assert (server.access.user, server.access.port) == ("pi", 2222)
+    assert (device.access.user, device.access.port) == ("root", 0)
+    assert unit.access.environment == "/opt/env" and unit.with_flower and not device.with_flower
+
+
+def test_a_wheel_lies_beside_the_inventory(tmp_path: Path) -> None:
+    (tmp_path / "a.whl").touch()
+    found = inventory(tmp_path, f'cluster = "g"\nwheel = "a.whl"\n{UNIT}{DEVICE}')
+    assert {machine.access.wheel for machine in found.machines} == {str(tmp_path / "a.whl")}
+
+
+def test_the_wheel_of_a_table_counts_more_than_the_environment_of_all(tmp_path: Path) -> None:
+    (tmp_path / "a.whl").touch()
+    found = inventory(tmp_path, f'{TOP}{UNIT}{DEVICE}wheel = "a.whl"\n')
+    unit, device = (machine.access for machine in found.machines)
+    assert (unit.environment, unit.wheel) == ("/opt/env", "")
+    assert (device.environment, device.wheel) == ("", str(tmp_path / "a.whl"))
+
+
+@pytest.mark.parametrize(
+    ("text", "refusal"),
+    [
+        (f'cluster = "a b"\n{UNIT}{DEVICE}', "cluster must be a name of letters"),
+        (f"{TOP}{DEVICE}", "control-unit.host is missing"),
+        (f"{TOP}{UNIT}", r"at least one \[\[device\]\]"),
+        (f"{TOP}{UNIT}{DEVICE}colour = 1\n", r"device\[1\].colour is unknown"),
+        (f"{TOP}{UNIT}{DEVICE}{DEVICE.replace('11', '12')}", "two members are called 'pi-1'"),
+        (f"{TOP}{UNIT}{DEVICE}{DEVICE.replace('pi-1', 'pi-2')}", "two devices are on host"),
+        (f"{TOP}{UNIT}[[device]]\nname = 'x'\n", r"device\[1\].host is missing"),
+        (f"{TOP}{UNIT}[[device]]\nname = 'x'\nhost = 'a; reboot'\n", "must be a host name"),
+        (f"{TOP}{UNIT}{DEVICE}options = '$(reboot)'\n", r"device\[1\].options must have no quotes"),
+        (f"{TOP}user = '-oProxyCommand=x'\n{UNIT}{DEVICE}", "user must be a word"),
+        (f"{TOP}usre = 'pi'\n{UNIT}{DEVICE}", "key usre is unknown; did you mean user"),
+        (f"{TOP}user = 'x y'\n{UNIT}{DEVICE}", "user must be a word, got 'x y'"),
+        (f'cluster = "g"\n{UNIT}{DEVICE}', "'cu' has neither a wheel nor an environment"),
+        (f'cluster = "g"\nwheel = "no.whl"\n{UNIT}{DEVICE}', "wheel .*no.whl is not there"),
+        (f'{TOP}ssh-config = "none"\n{UNIT}{DEVICE}', "ssh-config .*none is not there"),
+        ("cluster", "is not TOML"),
+    ],
+)
+def test_what_cannot_be_deployed_is_refused_with_its_key(
+    text: str, refusal: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=refusal) as told:
+        inventory(tmp_path, text)
+    assert str(tmp_path / "boards.toml") in str(told.value)

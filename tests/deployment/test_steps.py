@@ -1,0 +1,109 @@
+"""Steps are safe to repeat, end at their first failure, and ssh's failures become sentences."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from collapipe_flwr.core.errors import LinkError, LinkTimeout
+from collapipe_flwr.deployment.inventory import Access, Machine, Role
+from collapipe_flwr.deployment.ssh import Ssh
+from collapipe_flwr.deployment.steps import Step, results_in, script_of
+
+MACHINE = Machine(
+    host="10.0.0.11",
+    access=Access(user="pi", port=2222),
+    roles=(Role(kind="device", name="pi-1", address="10.0.0.11"),),
+)
+
+
+def carried_out(steps: list[Step], *, dry: bool = False) -> list[tuple[str, str, str]]:
+    script = f"main() {{\n{script_of(steps, dry=dry)}\n}}\nmain\n"
+    done = subprocess.run(
+        ["bash", "-s"], input=script, capture_output=True, text=True, timeout=60, check=True
+    )
+    found = results_in(done.stdout, "pi-1", steps)
+    return [(result.outcome.value, result.step, result.why) for result in found]
+
+
+def test_a_step_is_done_once_and_not_at_all_in_a_dry_run(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    steps = [Step(name="pi's file", test=f"[ -e {file} ]", action=f"touch {file}")]
+    assert carried_out(steps, dry=True) == [("would", "pi's file", "")]
+    assert not file.exists()
+    assert carried_out(steps) == [("did", "pi's file", "")]
+    assert carried_out(steps) == carried_out(steps, dry=True) == [("kept", "pi's file", "")]
+
+
+def test_an_action_ends_at_its_first_failure_and_so_do_the_steps(tmp_path: Path) -> None:
+    action = f"echo first\necho 'no\troom' >&2\nfalse\ntouch {tmp_path}/never"
+    steps = [
+        Step(name="one", test="false", action=action),
+        Step(name="two", test="false", action=f"touch {tmp_path}/never"),
+    ]
+    assert carried_out(steps) == [("failed", "one", "first no room")]
+    assert not (tmp_path / "never").exists()
+
+
+def test_an_action_cannot_swallow_the_script() -> None:
+    steps = [Step(name=n, test="cat; false", action="cat") for n in ("one", "two")]
+    assert [outcome for outcome, _, _ in carried_out(steps)] == ["did", "did"]
+
+
+def test_a_script_that_broke_off_is_no_success() -> None:
+    steps = [Step(name=n, test="false", action="true") for n in ("one", "two")]
+    with pytest.raises(LinkError, match="broke off at 'two': deploy again"):
+        results_in("did\tone\t\n", "pi-1", steps)
+
+
+@pytest.fixture
+def fake_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    return tmp_path / "ssh"
+
+
+def says(ssh: Path, text: str, code: int) -> None:
+    ssh.write_text(f"#!/bin/sh\ncat > /dev/null\ncat >&2 <<'END'\n{text}\nEND\nexit {code}\n")
+    ssh.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "sentence"),
+    [
+        ("@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nx", 255, "ssh-keygen -R 10.0.0.11"),
+        ("Host key verification failed.", 255, "connect once by hand .*--accept-new"),
+        ("pi@10.0.0.11: Permission denied (publickey).", 255, "ssh-copy-id pi@10.0.0.11"),
+        ("ssh: connect to host: Connection refused", 255, "cannot be reached .*refused"),
+        ("sudo: a password is required", 1, "sudo asks for a password on 10.0.0.11: .*NOPASSWD"),
+        ("bash: no such thing", 127, "pi@10.0.0.11: bash: no such thing"),
+        ("", 3, "ended with 3"),
+    ],
+)
+def test_a_failure_of_ssh_is_one_sentence_with_the_way_out(
+    text: str, code: int, sentence: str, fake_ssh: Path
+) -> None:
+    says(fake_ssh, text, code)
+    with pytest.raises(LinkError, match=sentence) as told:
+        Ssh(machine=MACHINE).run("true", deadline_s=30)
+    assert "\n" not in str(told.value)
+
+
+def test_ssh_gets_its_settings_and_the_whole_script(fake_ssh: Path, tmp_path: Path) -> None:
+    fake_ssh.write_text('#!/bin/sh\necho "$@"\ncat\n')
+    fake_ssh.chmod(0o755)
+    ssh = Ssh(machine=MACHINE, config=tmp_path / "config", accept_new=True)
+    said = ssh.run("echo hello", deadline_s=30)
+    for words in (f"-F {tmp_path}/config", "-p 2222 -l pi -- 10.0.0.11", "BatchMode=yes"):
+        assert words in said
+    assert "StrictHostKeyChecking=accept-new" in said
+    assert said.endswith("main() {\necho hello\n}\nmain\n")
+
+
+def test_a_machine_that_hangs_has_a_deadline(fake_ssh: Path) -> None:
+    fake_ssh.write_text("#!/bin/sh\nexec sleep 60\n")
+    fake_ssh.chmod(0o755)
+    with pytest.raises(LinkTimeout, match=r"did not finish within 0.5 s: deploy again"):
+        Ssh(machine=MACHINE).run("true", deadline_s=0.5)

@@ -1,0 +1,151 @@
+"""Devices that join or are removed during a run: planned from the next round on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from flwr.app import ArrayRecord, Context, Message
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg
+
+from collapipe_flwr import Cluster, CollaPipe, LocalGrid
+from collapipe_flwr.core.domain import DeviceProfile
+from collapipe_flwr.federation.rounds import RoundRecord
+from collapipe_flwr.host.server import EdgeServer
+from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.transport.dialer import Dialer
+from tests.federation.test_absent_devices import CLUSTERS, devices_of
+from tests.federation.test_library import RULE, loader, new_model, split
+from tests.federation.test_planner import EMPTY, closed, rounds, told, weights
+
+NODE = 1
+BOARDS = ("board-1", "board-2", "board-3")
+FILE = 'id = "shed"\nversion = {}\n[control-unit]\nname = "shed-cu"\n'
+DEVICE = '[[device]]\nname = "{}"\naddress = "{}"\n'
+
+
+def settle(planner, planned, *devices: DeviceProfile) -> None:
+    """Both clusters replied; the first one has these devices now."""
+    profiles = {c.cluster_id: c for c in planner.world.clusters}
+    now = replace(profiles["cluster-0"], devices=devices)
+    telemetry = {name: told(name) for name in CLUSTERS}
+    telemetry["cluster-0"] = replace(telemetry["cluster-0"], profile=now)
+    done = closed(planned, *CLUSTERS, after=weights(0.5))
+    planner.settle(replace(done, telemetry=telemetry))
+
+
+def test_a_device_that_joined_or_went_counts_from_the_next_round_on() -> None:
+    for policy in ("dssda", "uniform", "throughput"):
+        planner = rounds(policy)
+        planned = planner.plan(1, [11, 12], EMPTY)
+        first, second = planner.world.clusters[0].devices
+        third = replace(first, device_id="cluster-0/d3")
+        before = planner.world.placements[0].member_m.copy()
+        settle(planner, planned, first, second, third)
+        assert (planner.world.placements[0].member_m[:3] == before).all()
+        planned = planner.plan(2, [11, 12], EMPTY)
+        if policy == "uniform":
+            assert "cluster-0/d3" in devices_of(planned, 11)
+        settle(planner, planned, third)
+        planned = planner.plan(3, [11, 12], EMPTY)
+        assert devices_of(planned, 11) == {"cluster-0/d3"}
+        assert devices_of(planned, 12) == {"cluster-1/d1", "cluster-1/d2"}
+        settle(planner, planned, third)
+        assert planner.plan(4, [11, 12], EMPTY).takes_part(11)
+
+
+def test_a_run_takes_up_a_newcomer_and_lets_go_of_a_removed_device(tmp_path: Path) -> None:
+    records: list[RoundRecord] = []
+    file = tmp_path / "shed.toml"
+    with ExitStack() as stack:
+        hosts = {
+            name: stack.enter_context(
+                EdgeServer("127.0.0.1:0", EdgeService(connect=Dialer(name=name)))
+            )
+            for name in BOARDS
+        }
+
+        def write(version: int, *names: str) -> None:
+            devices = "".join(DEVICE.format(name, hosts[name].address) for name in names)
+            file.write_text(FILE.format(version) + devices)
+
+        def batches(server_round: int) -> Iterator[dict]:
+            for number, batch in enumerate(loader(NODE)):
+                if number == 1 and server_round == 1:
+                    write(2, *BOARDS)
+                if number == 1 and server_round == 2:
+                    write(3, "board-2", "board-3")
+                    hosts["board-1"].stop(0.0)  # as a daemon that hears that it was removed
+                yield batch
+
+        app = ClientApp()
+        cluster = Cluster(app)
+
+        @app.train()
+        def train(message: Message, context: Context) -> Message:
+            return cluster.train(message, context, batches(len(records) + 1))
+
+        write(1, "board-1")
+        strategy = CollaPipe(
+            FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1),
+            model=split(),
+            optimizer=RULE,
+            scheduler="uniform",
+            on_round=records.append,
+            on_total_failure="raise",
+        )
+        grid = LocalGrid({NODE: app}, node_configs={NODE: {"cluster": str(file)}})
+        start = ArrayRecord(new_model().state_dict())
+        strategy.start(grid=grid, initial_arrays=start, num_rounds=3)
+    planned = [set(r.plan.cluster("shed").device_ids) for r in records]
+    assert planned[0] == {"shed/board-1"} and "shed/board-3" in planned[1]
+    assert "shed/board-1" in planned[1] and "shed/board-1" not in planned[2]
+    executed = records[1].executed("shed")
+    assert executed is not None and "shed/board-1" not in executed.device_ids
+    assert not records[2].telemetry["shed"].incidents
+
+
+def test_a_device_that_was_removed_between_rounds_costs_no_round(tmp_path: Path) -> None:
+    records: list[RoundRecord] = []
+    file = tmp_path / "shed.toml"
+    with ExitStack() as stack:
+        hosts = {
+            name: stack.enter_context(
+                EdgeServer("127.0.0.1:0", EdgeService(connect=Dialer(name=name)))
+            )
+            for name in BOARDS[:2]
+        }
+
+        def write(version: int, *names: str) -> None:
+            devices = "".join(DEVICE.format(name, hosts[name].address) for name in names)
+            file.write_text(FILE.format(version) + devices)
+
+        app = ClientApp()
+        cluster = Cluster(app)
+
+        @app.train()
+        def train(message: Message, context: Context) -> Message:
+            return cluster.train(message, context, loader(NODE))
+
+        def on_round(record: RoundRecord) -> None:
+            records.append(record)
+            write(2, "board-2")
+
+        write(1, *BOARDS[:2])
+        strategy = CollaPipe(
+            FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1),
+            model=split(),
+            optimizer=RULE,
+            scheduler="uniform",
+            on_round=on_round,
+            on_total_failure="raise",
+        )
+        grid = LocalGrid({NODE: app}, node_configs={NODE: {"cluster": str(file)}})
+        start = ArrayRecord(new_model().state_dict())
+        strategy.start(grid=grid, initial_arrays=start, num_rounds=3)
+    used = [set(r.executed("shed").device_ids) for r in records]
+    assert used == [{"shed/board-1", "shed/board-2"}, {"shed/board-2"}, {"shed/board-2"}]
+    assert not records[2].telemetry["shed"].incidents

@@ -1,0 +1,78 @@
+"""A control unit's folder, its joining service on loopback, and boards that join by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from collapipe_flwr.cluster.profile import Measured
+from collapipe_flwr.config.access_control import Role
+from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
+from collapipe_flwr.host.rosters import Rosters
+from collapipe_flwr.host.server import Listener
+from collapipe_flwr.membership.issuing import new_token
+from collapipe_flwr.membership.newcomer import Membership, Newcomer, join
+from collapipe_flwr.membership.registry import NewCluster, Registry
+from collapipe_flwr.membership.service import JoiningService
+from collapipe_flwr.membership.tokens import JoinToken
+
+ID, UNIT = "shed", "cu-shed"
+
+
+def new_registry(folder: Path, edge_address: str = "127.0.0.1:1") -> Registry:
+    registry = Registry(folder)
+    with registry.changing():
+        registry.create(
+            NewCluster(
+                cluster_id=ID,
+                control_unit=MemberConfig(name=UNIT, address="127.0.0.1:50060"),
+                edge_address=edge_address,
+            )
+        )
+    return registry
+
+
+def print_token(
+    registry: Registry, *, members: int = 1, minutes: float = 60.0, role: Role = Role.DEVICE
+) -> JoinToken:
+    with registry.changing():
+        return new_token(registry, registry.cluster(), role, members=members, minutes=minutes)
+
+
+def board(folder: Path, name: str, port: int = 1000) -> Newcomer:
+    return Newcomer(folder=folder / name, name=name, address=f"127.0.0.1:{port}")
+
+
+def measured(name: str) -> Measured:
+    return Measured(name=name, speed_flop_per_s=7e9, overhead_s=0.01, memory_bytes=10**9)
+
+
+def joined(service: JoiningService, token: JoinToken, newcomer: Newcomer) -> Membership:
+    return join(token, newcomer, measured, address=service.address)
+
+
+def rosters_of(member: Membership) -> Rosters:
+    files = member.cluster.tls_files(member.name)
+    assert files is not None and files.ca is not None
+    return Rosters(member.name, [member.cluster], files.ca)
+
+
+@contextmanager
+def daemon(member: Membership, rosters: Rosters | None = None) -> Iterator[Listener]:
+    """What `collapipe device` listens with, without parts."""
+
+    def no_servicer():
+        raise AssertionError("nobody asks for a part")
+
+    with Listener(
+        member.cluster.member(member.name).address,
+        no_servicer,
+        tls=member.cluster.tls_files(member.name),
+        rosters=rosters or rosters_of(member),
+    ) as listener:
+        yield listener
+
+
+def names(config: ClusterConfig) -> set[str]:
+    return {device.name for device in config.devices}

@@ -1,0 +1,332 @@
+"""Who is let in by a token, and who is not; keys stay where they were made."""
+
+from __future__ import annotations
+
+import logging
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+
+from collapipe_flwr.cluster.profile import profile_of
+from collapipe_flwr.config.access_control import Role, access_control
+from collapipe_flwr.config.cluster_file import MemberConfig
+from collapipe_flwr.core.errors import ConfigError, LinkError
+from collapipe_flwr.core.links import TlsFiles
+from collapipe_flwr.membership.admission import admit
+from collapipe_flwr.membership.issuing import new_token
+from collapipe_flwr.membership.newcomer import forget, join, membership_of
+from collapipe_flwr.membership.registry import NewCluster, Registry
+from collapipe_flwr.membership.service import MOST_REFUSALS, Attempts, JoiningService
+from collapipe_flwr.membership.tokens import JoinRefused, parse_token
+from collapipe_flwr.transport.joining import JOIN, JoinRequest
+from collapipe_flwr.transport.server import Server
+from collapipe_flwr.transport.signing_request import own_key, request_for
+from tests.membership.clusters import (
+    ID,
+    board,
+    joined,
+    measured,
+    names,
+    new_registry,
+    print_token,
+)
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Registry:
+    return new_registry(tmp_path / "cu")
+
+
+@pytest.fixture
+def service(registry: Registry) -> Iterator[JoiningService]:
+    with JoiningService(registry, "127.0.0.1:0") as listening:
+        yield listening
+
+
+def test_a_board_becomes_a_member_and_its_key_stays_with_it(
+    tmp_path: Path, registry: Registry, service: JoiningService
+) -> None:
+    newcomer = board(tmp_path, "pi-1")
+    found = joined(service, print_token(registry), newcomer)
+    assert (found.cluster.id, found.name, found.role) == (ID, "pi-1", Role.DEVICE)
+    assert found.cluster == replace(registry.cluster(), **_own_paths(found.cluster))
+    assert membership_of(newcomer, bytes.fromhex(_pin(registry))) == found
+    key = newcomer.files.key
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    assert stat.S_IMODE(key.parent.stat().st_mode) == 0o700
+    secret = key.read_text().splitlines()[1]
+    for path in filter(Path.is_file, (tmp_path / "cu").rglob("*")):
+        assert secret not in path.read_text(), path
+
+
+def test_plans_know_what_a_board_measured_of_itself(
+    tmp_path: Path, registry: Registry, service: JoiningService
+) -> None:
+    joined(service, print_token(registry), board(tmp_path, "pi-1"))
+    (device,) = profile_of(registry.cluster(), 1).devices
+    assert (device.speed_flop_per_s, device.memory_bytes) == (7e9, 10**9)
+    assert (device.device_id, device.overhead_s) == (f"{ID}/pi-1", 0.01)
+
+
+def test_a_token_admits_as_many_as_it_was_made_for_even_at_once(
+    tmp_path: Path, registry: Registry, service: JoiningService
+) -> None:
+    token = print_token(registry, members=2)
+    boards = [board(tmp_path, f"pi-{n}", 1000 + n) for n in range(4)]
+
+    def attempt(newcomer) -> str:
+        try:
+            return joined(service, token, newcomer).name
+        except LinkError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(4) as pool:
+        said = list(pool.map(attempt, boards))
+    assert sum(text.startswith("pi-") for text in said) == 2
+    assert sum("the token is used up (it was made for 2)" in text for text in said) == 2
+    assert names(registry.cluster()) == {text for text in said if text.startswith("pi-")}
+
+
+def test_an_expired_token_is_refused(
+    tmp_path: Path, registry: Registry, service: JoiningService
+) -> None:
+    token = print_token(registry, minutes=0)
+    with pytest.raises(LinkError, match="the token has expired: print another one"):
+        joined(service, token, board(tmp_path, "pi-1"))
+    assert not registry.cluster().devices
+
+
+def test_a_token_does_not_live_longer_by_a_clock_that_is_put_back(
+    tmp_path: Path, registry: Registry
+) -> None:
+    token = print_token(registry)
+    past_s = time.time() - 3600
+    asked = request(tmp_path, token, "pi-1", unix_s=past_s)
+    with pytest.raises(JoinRefused, match="clock was put back since the token was made"):
+        admit(registry, asked, clock=lambda: past_s)
+
+
+def test_a_board_whose_clock_is_wrong_hears_it_and_may_use_the_token_later(
+    tmp_path: Path, registry: Registry
+) -> None:
+    token = print_token(registry)
+    asked = request(tmp_path, token, "pi-1", unix_s=0.0)
+    with pytest.raises(JoinRefused, match=r"the clock of pi-1 is \d+ h off the control unit's"):
+        admit(registry, asked)
+    assert admit(registry, replace(asked, unix_s=time.time())).cluster_id == ID
+
+
+def test_a_token_works_once_for_a_name_and_a_name_is_one_board_s(
+    tmp_path: Path, registry: Registry, service: JoiningService
+) -> None:
+    token = print_token(registry, members=3)
+    joined(service, token, board(tmp_path / "a", "pi-1"))
+    with pytest.raises(LinkError, match="the token was used by pi-1 already"):
+        joined(service, token, board(tmp_path / "b", "pi-1", 1001))
+    with pytest.raises(LinkError, match="pi-1 is a member of shed already, with another key"):
+        joined(service, print_token(registry), board(tmp_path / "c", "pi-1", 1001))
+    with pytest.raises(LinkError, match=r"pi-1 of shed is at 127.0.0.1:1000 already"):
+        joined(service, print_token(registry), board(tmp_path / "d", "pi-2"))
+    before = {path: path.read_bytes() for path in registry.certs.iterdir()}
+    said = r"another member is called .* already|cannot be called|lets newcomers in"
+    for name in ("PI-1", "edge", "server", "Cu-Shed", "ca", "CollaPipe-Joining"):
+        service._attempts = Attempts()
+        with pytest.raises(LinkError, match=said):
+            joined(service, print_token(registry), board(tmp_path / "e", name, 1002))
+    assert {path: path.read_bytes() for path in registry.certs.iterdir()} == before
+    assert names(registry.cluster()) == {"pi-1"}
+
+
+def test_clusters_of_one_folder_share_edge_and_server_and_who_lets_newcomers_in(
+    tmp_path: Path, registry: Registry, service: JoiningService
+) -> None:
+    unit = MemberConfig(name="cu-barn", address="127.0.0.1:50060")
+    with registry.changing():
+        barn = registry.create(
+            NewCluster(cluster_id="barn", control_unit=unit, edge_address="127.0.0.1:2")
+        )
+        token = new_token(registry, barn, Role.DEVICE, members=1, minutes=60.0)
+    shed = registry.cluster(ID)
+    assert (barn.edge, barn.server) == (shed.edge, shed.server)
+    assert joined(service, token, board(tmp_path, "barn-1")).cluster.id == "barn"
+    with registry.changing():
+        other = new_token(registry, shed, Role.DEVICE, members=2, minutes=60.0)
+    with pytest.raises(LinkError, match="another member is called barn-1 already"):
+        joined(service, other, board(tmp_path / "other", "barn-1", 1001))
+    joined(service, other, board(tmp_path, "shed-1", 1001))
+    access = access_control(registry.clusters().values())
+    assert access.callers["edge"].clusters == {"shed", "barn"}
+    assert access.callers["barn-1"].clusters == {"barn"}
+
+
+def test_a_token_of_a_device_makes_no_edge_and_one_of_an_edge_makes_one(
+    tmp_path: Path, registry: Registry, service: JoiningService
+) -> None:
+    token = print_token(registry)
+    found = joined(service, replace(token, role=Role.EDGE), board(tmp_path, "pi-1"))
+    assert found.role is Role.DEVICE
+    with pytest.raises(LinkError, match="shed has an edge already: edge"):
+        joined(service, print_token(registry, role=Role.EDGE), board(tmp_path, "other", 1001))
+
+
+def test_whoever_is_of_another_ca_is_told_nothing(tmp_path: Path, registry: Registry) -> None:
+    stranger = new_registry(tmp_path / "stranger")
+    token = print_token(registry)
+    with JoiningService(stranger, "127.0.0.1:0") as between:
+        heard: list[object] = []
+        between._attempts.note = heard.append  # every call that is refused is noted
+        newcomer = board(tmp_path, "pi-1")
+        with pytest.raises(LinkError, match="is not of the CA that the token names, so nothing"):
+            joined(between, token, newcomer)
+        assert not heard and not stranger.cluster().devices
+    assert not newcomer.folder.exists()
+
+
+def test_a_member_of_the_same_ca_cannot_pass_as_the_control_unit(
+    tmp_path: Path, registry: Registry, service: JoiningService
+) -> None:
+    traitor = joined(service, print_token(registry), board(tmp_path, "pi-1"))
+    files = traitor.cluster.tls_files("pi-1")
+    chain = tmp_path / "chain.pem"
+    chain.write_text(files.certificate.read_text() + files.ca.read_text())
+    heard: list[object] = []
+
+    def listen(messages, _) -> bytes:
+        heard.extend(messages)
+        return b""
+
+    tls = TlsFiles(certificate=chain, key=files.key)
+    with Server("127.0.0.1:0", {JOIN: listen}, threads=1, most_calls=2, tls=tls) as between:
+        token = print_token(registry)
+        with pytest.raises(LinkError, match=r"control unit at .* cannot be reached"):
+            join(token, board(tmp_path, "pi-2", 1001), measured, address=between.address)
+    assert not heard
+
+
+def test_who_guesses_has_to_wait(
+    tmp_path: Path, registry: Registry, service: JoiningService
+) -> None:
+    now_s = [0.0]
+    service._attempts = Attempts(clock=lambda: now_s[0])
+    token = print_token(registry)
+    for number in range(MOST_REFUSALS):
+        guess = replace(token, secret=bytes([number]) * 16)
+        with pytest.raises(LinkError, match="the token is not known"):
+            joined(service, guess, board(tmp_path, "pi-1"))
+    with pytest.raises(LinkError, match="too many attempts were refused: try again in 60 s"):
+        joined(service, token, board(tmp_path, "pi-1"))
+    now_s[0] = 61.0
+    assert joined(service, token, board(tmp_path, "pi-1")).name == "pi-1"
+
+
+def test_nothing_secret_is_logged_shown_or_kept(
+    tmp_path: Path, registry: Registry, service: JoiningService, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    token = print_token(registry)
+    joined(service, token, board(tmp_path, "pi-1"))
+    with pytest.raises(LinkError):
+        joined(service, token, board(tmp_path, "pi-2", 1001))
+    asked = request(tmp_path, token, "pi-3")
+    shown = caplog.text + repr(token) + repr(asked) + registry.tokens._path.read_text()
+    assert stat.S_IMODE(registry.tokens._path.stat().st_mode) == 0o600
+    for secret in (token.secret.hex(), str(token).rpartition("/")[2], repr(token.secret)):
+        assert secret not in shown
+    with pytest.raises(ConfigError) as refusal:
+        parse_token(str(token)[:-1])
+    assert str(token).rpartition("/")[2][:-1] not in str(refusal.value)
+
+
+def test_a_removed_board_stays_out_unless_it_is_let_in_as_a_new_one(
+    tmp_path: Path, registry: Registry, service: JoiningService
+) -> None:
+    token, newcomer = print_token(registry, members=2), board(tmp_path, "pi-1")
+    before = joined(service, token, newcomer)
+    with registry.changing():
+        after = registry.remove(registry.cluster(), "pi-1")
+    assert after.version == before.cluster.version + 1 and not after.devices
+    with pytest.raises(LinkError, match="the token was used by pi-1 already"):
+        joined(service, token, newcomer)
+    with pytest.raises(LinkError, match="was removed from shed, and its key with it: join with"):
+        joined(service, print_token(registry), newcomer)
+    forget(newcomer)
+    again = joined(service, print_token(registry), newcomer)
+    (old,), (new,) = before.cluster.devices, again.cluster.devices
+    assert old.fingerprint != new.fingerprint
+
+
+class Cut(BaseException):
+    """The power fails."""
+
+
+def cutting(monkeypatch: pytest.MonkeyPatch, at: int, thread: str) -> None:
+    """The ``at``-th rename of threads whose name starts so never happens, nor what follows it."""
+    from collapipe_flwr.core import durable
+
+    publish, seen = durable.publish, [0]
+
+    def cut(written: Path, path: Path) -> None:
+        if threading.current_thread().name.startswith(thread):
+            seen[0] += 1
+            if seen[0] >= at:
+                raise Cut if thread == "MainThread" else RuntimeError("cut")
+        publish(written, path)
+
+    monkeypatch.setattr(durable, "publish", cut)
+
+
+@pytest.mark.parametrize("thread", ["MainThread", "rpc"])
+@pytest.mark.parametrize("at", range(1, 7))
+def test_a_join_that_breaks_off_anywhere_leaves_nothing_half_and_goes_on(
+    tmp_path: Path,
+    registry: Registry,
+    service: JoiningService,
+    monkeypatch: pytest.MonkeyPatch,
+    thread: str,
+    at: int,
+) -> None:
+    token, newcomer = print_token(registry), board(tmp_path, "pi-1")
+    with monkeypatch.context() as patch:
+        cutting(patch, at, thread)
+        try:
+            joined(service, token, newcomer)
+        except (Cut, LinkError):
+            cut_short = True
+        else:
+            cut_short = False
+    assert cut_short == (at <= {"MainThread": 4, "rpc": 4}[thread])
+    registry.cluster()  # can be read
+    assert cut_short == (membership_of(newcomer, token.pin) is None)
+    found = joined(service, token, newcomer)
+    shown = x509.load_pem_x509_certificate(newcomer.files.certificate.read_bytes())
+    key = own_key(newcomer.files.key)
+    assert shown.public_key() == key.public_key()
+    assert membership_of(newcomer, token.pin) == found
+    assert names(registry.cluster()) == {"pi-1"}
+
+
+def request(folder: Path, token, name: str, unix_s: float | None = None) -> JoinRequest:
+    folder.joinpath("keys").mkdir(exist_ok=True)
+    key = own_key(folder / "keys" / f"{name}.key")
+    return JoinRequest(
+        secret=token.secret.hex(),
+        name=name,
+        request_pem=request_for(name, key),
+        unix_s=time.time() if unix_s is None else unix_s,
+        address="127.0.0.1:1000",
+    )
+
+
+def _pin(registry: Registry) -> str:
+    return print_token(registry).pin.hex()
+
+
+def _own_paths(config) -> dict[str, object]:
+    return {"folder": config.folder, "path": config.path, "measured": config.measured}

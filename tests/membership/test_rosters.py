@@ -1,0 +1,218 @@
+"""Rosters reach members that run, and whoever was removed is out at once and for good."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from collapipe_flwr.config.access_control import Role
+from collapipe_flwr.config.cluster_file import read_cluster
+from collapipe_flwr.core.errors import LinkError, ProtocolError
+from collapipe_flwr.host.rosters import Rosters
+from collapipe_flwr.host.server import Listener
+from collapipe_flwr.host.servicer import Servicer
+from collapipe_flwr.membership.herald import Herald, listeners, tell
+from collapipe_flwr.membership.newcomer import Membership, forget
+from collapipe_flwr.membership.registry import Registry
+from collapipe_flwr.membership.service import JoiningService
+from collapipe_flwr.membership.status import AWAY, EXPECTED, READY, cluster_status
+from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.roster import Roster
+from tests.host.chain_to_edge import request, service, session_key
+from tests.membership.clusters import (
+    ID,
+    UNIT,
+    board,
+    daemon,
+    joined,
+    names,
+    new_registry,
+    print_token,
+    rosters_of,
+)
+from tests.pipeline.chains import Head
+from tests.ports import free_port
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Registry:
+    return new_registry(tmp_path / "cu", f"127.0.0.1:{free_port()}")
+
+
+@pytest.fixture
+def joining(registry: Registry) -> Iterator[JoiningService]:
+    with JoiningService(registry, "127.0.0.1:0") as listening:
+        yield listening
+
+
+@pytest.fixture
+def pair(tmp_path: Path, registry: Registry, joining: JoiningService) -> list[Membership]:
+    token = print_token(registry, members=2)
+    return [joined(joining, token, board(tmp_path, n, free_port())) for n in ("pi-1", "pi-2")]
+
+
+def remove(registry: Registry, name: str) -> tuple[Roster, dict[str, str]]:
+    """As `collapipe cluster remove` does."""
+    with registry.changing():
+        before = registry.cluster()
+        after = registry.remove(before, name)
+        roster = registry.roster(after)
+    return roster, tell(after, (*listeners(after), before.member(name)), roster)
+
+
+def client(member: Membership, of: str, caller: str | None = None) -> EdgeClient:
+    """Of the daemon of ``of``, as ``caller`` (None: the member itself)."""
+    config = member.cluster
+    return EdgeClient(
+        config.member(of).address,
+        tls=config.tls_files(caller or member.name),
+        certificate_name=of,
+        deadline_s=10,
+    )
+
+
+def unit(registry: Registry) -> Membership:
+    config = registry.cluster()
+    return Membership(cluster=config, name=UNIT, role=Role.CONTROL_UNIT)
+
+
+def test_members_that_run_hear_of_a_newcomer_and_let_it_in(
+    registry: Registry, pair: list[Membership]
+) -> None:
+    first, second = pair
+    with daemon(first):
+        with client(second, "pi-1") as stranger, pytest.raises(LinkError, match="no member here"):
+            stranger.echo()
+        Herald(registry).look()
+        with client(second, "pi-1") as member:
+            member.echo()
+
+
+def test_a_roster_counts_if_it_is_newer_and_of_this_ca(
+    tmp_path: Path, registry: Registry, pair: list[Membership]
+) -> None:
+    rosters = rosters_of(pair[0])
+    newest = registry.roster(registry.cluster())
+    older = registry.roster(replace(registry.cluster(), version=1, devices=()))
+    for forged in (
+        replace(newest, text=newest.text.replace("version = 3", "version = 9")),
+        replace(newest, signature="AAAA"),
+        replace(newest, signature="?"),
+        new_registry(tmp_path / "other").roster(replace(registry.cluster(), version=9)),
+    ):
+        with pytest.raises(ProtocolError, match="was not signed by this cluster's CA"):
+            rosters.accept(forged)
+    assert rosters.accept(newest) == 3 and rosters.accept(older) == 3
+    assert pair[0].cluster.path is not None
+    kept = read_cluster(pair[0].cluster.path)
+    assert names(kept) == {"pi-1", "pi-2"} and kept.version == 3
+    with pytest.raises(ProtocolError, match="pi-1 is no member of barn"):
+        rosters.accept(registry.roster(replace(registry.cluster(), id="barn", devices=())))
+
+
+def test_a_member_that_was_down_hears_of_it_when_it_is_back(
+    registry: Registry, pair: list[Membership]
+) -> None:
+    now_s = [0.0]
+    herald = Herald(registry, clock=lambda: now_s[0])
+    herald.look()  # nobody is there
+    remove(registry, "pi-2")
+    herald.look()
+    with daemon(pair[0]) as listener:
+        now_s[0] = 10.0
+        herald.look()
+        assert listener._rosters is not None
+        assert listener._rosters.versions == {ID: 4}
+    with (
+        daemon(back(pair[0])),
+        client(pair[1], "pi-1") as removed,
+        pytest.raises(LinkError, match="names pi-2, which is no member here"),
+    ):
+        removed.echo()
+
+
+def back(member: Membership) -> Membership:
+    """It, by its files."""
+    assert member.cluster.path is not None
+    return replace(member, cluster=read_cluster(member.cluster.path))
+
+
+def test_what_a_removed_device_has_under_way_is_cut(
+    registry: Registry, pair: list[Membership]
+) -> None:
+    config = registry.cluster()
+    files = replace(config, folder=registry.edge_folder).tls_files("edge")
+    path = registry.edge_folder / f"{ID}.toml"
+    rosters = Rosters("edge", [read_cluster(path)], files.ca)
+    servicer = Servicer(service())
+    with Listener(config.edge.address, lambda: servicer, tls=files, rosters=rosters, on_edge=True):
+        Herald(registry).look()
+        with client(unit(registry), "edge", "server") as server, client(pair[0], "edge") as device:
+            server.open_session(request("s", cluster_id=ID))
+            server.session(session_key("s")).push_weights(Head().state_dict())
+            stream = device.session(session_key("s")).stream()
+            remove(registry, "pi-1")
+            with pytest.raises(LinkError):
+                stream.receive(deadline_s=20.0)
+            with pytest.raises(LinkError, match="names pi-1, which is no member here"):
+                device.echo()
+        with client(pair[1], "edge") as other:
+            other.echo()
+
+
+def test_a_removed_daemon_stops(registry: Registry, pair: list[Membership]) -> None:
+    rosters, heard = rosters_of(pair[0]), []
+    rosters.on_removed = heard.append
+    with daemon(pair[0], rosters):
+        _, faults = remove(registry, "pi-1")
+        assert not faults["pi-1"] and faults["pi-2"]
+    assert heard == ["pi-1 was removed from shed"]
+
+
+def test_an_old_certificate_is_worthless_though_its_name_is_back(
+    tmp_path: Path, registry: Registry, joining: JoiningService, pair: list[Membership]
+) -> None:
+    thief = tmp_path / "thief"
+    thief.mkdir()
+    stolen = pair[1].cluster.tls_files("pi-2")
+    copies = {
+        field: (thief / getattr(stolen, field).name) for field in ("ca", "certificate", "key")
+    }
+    for field, copy in copies.items():
+        copy.write_bytes(getattr(stolen, field).read_bytes())
+    with daemon(pair[0]):
+        remove(registry, "pi-2")
+        newcomer = board(tmp_path, "pi-2", free_port())
+        forget(newcomer)
+        again = joined(joining, print_token(registry), newcomer)
+        Herald(registry).look()
+        with client(again, "pi-1") as member:
+            member.echo()
+        with (
+            EdgeClient(
+                pair[0].cluster.member("pi-1").address,
+                tls=replace(stolen, **copies),
+                certificate_name="pi-1",
+                deadline_s=10,
+            ) as old,
+            pytest.raises(LinkError, match="not the one that this member joined with"),
+        ):
+            old.echo()
+
+
+def test_the_status_says_who_is_there(registry: Registry, pair: list[Membership]) -> None:
+    with registry.changing():
+        registry.admit(
+            registry.cluster(), Role.EDGE, replace(registry.cluster().edge, fingerprint="")
+        )
+    with daemon(pair[1]):
+        Herald(registry).look()
+        found = cluster_status(registry.cluster())
+    states = {member.name: member.state for member in found.members}
+    assert states == {"pi-1": AWAY, "pi-2": READY, "edge": EXPECTED}
+    there = found.members[1]
+    assert there.roster == found.version and there.resident_bytes
+    assert there.speed_flop_per_s == 7e9 and not found.complete

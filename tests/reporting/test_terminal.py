@@ -1,0 +1,55 @@
+"""A run as people see it: bars on a terminal of any width, plain lines where there is none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from collapipe_flwr.reporting.run_directory import LOG
+from tests.reporting.pseudo_terminal import in_terminal
+
+SHOWN = ["-m", "tests.reporting.shown_run"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "run"
+    path.mkdir()
+    (path / LOG).write_text("INFO :      what Flower says\n")
+    return path
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pseudo-terminals differ")
+@pytest.mark.parametrize("columns", [40, 80])
+def test_a_terminal_shows_phases_bars_and_each_round_once(folder: Path, columns: int) -> None:
+    written = in_terminal([*SHOWN, str(folder)], columns)
+    assert written.status == 0, written.text
+    lines = written.lines
+    path = [line for line in lines if str(folder) in line]
+    assert max(len(line) for line in lines if line not in path) <= columns
+    assert any("reading the data" in line and "0:0" in line for line in lines)
+    bars = [line for line in lines if "round 2/2 training" in line and "━" in line]
+    assert len(set(bars)) > 1  # it moves
+    if columns == 80:
+        assert "steps" in bars[-1] and "ex/s" in bars[-1] and "left" in bars[-1]
+    assert sum("round   1/2" in line for line in lines) == 1
+    assert sum("round   2/2" in line for line in lines) == 1
+    assert "13.00 simulated seconds" in " ".join(" ".join(lines).split())
+    assert "what Flower says" not in written.text
+
+
+def test_where_there_is_no_terminal_each_phase_and_round_is_a_plain_line(folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, *SHOWN, str(folder)], capture_output=True, text=True, check=True
+    )
+    lines = done.stdout.splitlines()
+    assert "\x1b" not in done.stdout and "━" not in done.stdout
+    phases = ["starting Flower", "reading the data and the model", "saving the model"]
+    assert [line for line in lines if line in phases] == phases
+    assert [line[:11] for line in lines if line.startswith("round ")] == [
+        "round   1/2",
+        "round   2/2",
+    ]
