@@ -27,6 +27,7 @@ from collapipe_flwr.pipeline.benchmark import (
     block_flop,
     run_benchmark,
 )
+from collapipe_flwr.pipeline.compute import torch_build
 from collapipe_flwr.transport.certificates import sign_all
 from collapipe_flwr.transport.client import EdgeClient
 from tests.cluster.daemon_processes import Daemon, running
@@ -77,14 +78,14 @@ def test_members_are_measured_and_the_missing_one_is_named(tmp_path: Path) -> No
     assert profile.devices[1].device_id == "g/pi-2"
 
 
-def test_a_members_sensor_of_energy_is_found_and_told_with_one_reading(
+def test_a_members_sensor_of_energy_and_its_torch_are_found_and_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sensor = tmp_path / "vcgencmd"
     sensor.write_text("#!/bin/sh\necho VDD_A 'current(0)=3.5A'\necho VDD_V 'volt(1)=2.0V'\n")
     sensor.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    plain = Daemon("device", "--name", "pi-2", "--energy-sensor", "none")
+    plain = Daemon("device", "--name", "pi-2", "--energy-sensor", "none", "--compute", "cpu")
     with running(Daemon("device", "--name", "pi-1"), plain) as (first, second):
         path = _cluster(tmp_path, first.address, second.address)
         done = _check(path, "--json", str(tmp_path / "found.json"))
@@ -94,6 +95,8 @@ def test_a_members_sensor_of_energy_is_found_and_told_with_one_reading(
     _, one, other = json.loads((tmp_path / "found.json").read_text())["members"]
     assert (one["energy_sensor"], one["power_w"]) == ("pi5-pmic", 7.0)
     assert (other["energy_sensor"], other["power_w"]) == ("", None)
+    assert (other["computes"], other["torch"]) == ("cpu", torch_build())
+    assert f"pi-2 on cpu, torch {torch_build()}" in told
 
 
 def test_members_that_do_not_answer_are_waited_for_together(tmp_path: Path, monkeypatch) -> None:

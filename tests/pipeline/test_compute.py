@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.host.daemon import HostSettings
+from collapipe_flwr.host import daemon
+from collapipe_flwr.host.daemon import HostSettings, serve
 from collapipe_flwr.pipeline import compute
 from collapipe_flwr.pipeline.benchmark import BenchmarkRequest, available_memory_bytes
 from collapipe_flwr.pipeline.benchmark import run_benchmark as benchmark
@@ -72,6 +73,16 @@ def test_a_name_that_is_none(name: str) -> None:
         resolve(name)
     with pytest.raises(ConfigError, match="--compute must be auto"):
         HostSettings(listen="127.0.0.1:0", name="d", compute=name)
+
+
+def test_a_host_refuses_what_is_not_there_before_it_listens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for of_the_process in ("configure_malloc", "hide_unused_libraries"):
+        monkeypatch.setattr(daemon, of_the_process, lambda: None)
+    settings = HostSettings(listen="127.0.0.1:0", name="d", compute="cuda:99")
+    with pytest.raises(ConfigError, match=r"^--compute is 'cuda:99', but torch"):
+        serve(settings, passes_on=True, announce=pytest.fail)
 
 
 @pytest.mark.skipif(bool(LACKING), reason=LACKING)
