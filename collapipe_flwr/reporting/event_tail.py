@@ -25,6 +25,11 @@ class EventTail:
         self._inode = 0
         self._place, self._number, self._mark = 0, 0, b""
 
+    @property
+    def read_bytes(self) -> int:
+        """How much of the file was read."""
+        return self._place
+
     def new(self, about_bytes: int = -1) -> list[dict[str, Any]]:
         """The rounds that were written since the last call, oldest first.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -244,19 +245,28 @@ def test_many_clusters_are_found_ordered_and_opened(browser: Any, tmp_path: Path
 
 @pytest.mark.slow
 def test_a_hundred_clusters_and_a_thousand_rounds_are_quick(browser: Any, tmp_path: Path) -> None:
-    """First paint under 2 s, the median update under 100 ms."""
+    """First paint under 2 s, the median update under 100 ms, unless others have the processors."""
+    if os.getloadavg()[0] > 2 * (os.cpu_count() or 1):
+        pytest.skip(f"the machine is busy: {os.getloadavg()[0]:.0f} processes want to run")
     run = MadeUpRun(tmp_path / "run", clusters=100, devices=10, rounds_asked=2000)
     run.begin_long(1000)
     with _serving(run.path) as server, _open(browser, server) as tab:
         tab.page.wait_for_selector(".cluster .strip")
-        first = tab.page.evaluate(
-            "(() => { const m = performance.getEntriesByName('collapipe:shown')[0];"
-            " return m ? m.startTime + m.duration : performance.now(); })()"
-        )
-        assert first < 2000
+        first, *_ = _painted(tab)
+        assert first["startTime"] + first["duration"] < 2000
+        event = run.event(1).as_json()
         for index in range(1001, 1011):
-            run.directory.append_event({**run.event(1).as_json(), "round_index": index})
-            _shows(tab, "#drawn", f"as of round {index}")
-        shown = "performance.getEntriesByName('collapipe:shown').map((each) => each.duration)"
-        took = sorted(tab.page.evaluate(shown))
+            run.directory.append_event({**event, "round_index": index})
+            tab.page.wait_for_selector(f"#drawn >> text=as of round {index}")
+        took = sorted(each["duration"] for each in _painted(tab)[1:])
+        assert len(took) >= 9
         assert took[len(took) // 2] < 100
+
+
+def _painted(tab: Tab) -> list[dict[str, Any]]:
+    """Each time that clusters were drawn: from the message to the frame, in milliseconds."""
+    found = tab.page.evaluate(
+        "performance.getEntriesByName('collapipe:shown')"
+        ".map(({startTime, duration, detail}) => ({startTime, duration, detail}))"
+    )
+    return [each for each in found if each["detail"] == "clusters"]

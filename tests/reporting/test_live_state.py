@@ -119,10 +119,10 @@ def test_progress_inside_a_round_is_told(run: MadeUpRun) -> None:
 
 def test_the_newest_round_of_a_long_file_is_shown_first(run: MadeUpRun) -> None:
     run.begin_long(20)
-    with (run.path / EVENTS).open("rb+") as file:  # long, but no more rounds
-        content = file.read()
-        file.seek(0)
-        file.write(content.replace(b'"loss": 5.0', b'"loss": 5.0' + b" " * (9 << 20), 1))
+    path = run.path / EVENTS
+    lines = path.read_bytes().splitlines(keepends=True)
+    long = [line.replace(b", ", b", " + b" " * (9 << 20), 1) for line in lines[:2]]
+    path.write_bytes(b"".join([*long, *lines[2:]]))
     feed = _feed(run.path)
     feed.look()
     found = feed.next(Place(), timeout_s=0.0)

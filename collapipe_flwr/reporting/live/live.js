@@ -191,7 +191,8 @@ function connect() {
     take(news);
     tellLink(true);
     performance.measure("collapipe:update", { start: begin });
-    requestAnimationFrame(() => setTimeout(() => performance.measure("collapipe:shown", { start: begin })));
+    const detail = news.clusters ? "clusters" : "";
+    requestAnimationFrame(() => setTimeout(() => performance.measure("collapipe:shown", { start: begin, detail })));
   };
   source.onerror = () => tellLink(false);
 }

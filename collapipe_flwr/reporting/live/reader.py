@@ -45,6 +45,7 @@ class RunReader:
         self.run_dir = run_dir
         self._tail = EventTail(run_dir)
         self._generation = -1
+        self._size = 0  # of the events, when their end was looked at
         self._stamp: tuple[int, int] | None = None
         self._summary: Json = {}
         self._config: Json | None = None
@@ -85,9 +86,12 @@ class RunReader:
             self._config = read_config(self.run_dir)
 
     def _newest(self) -> Json | None:
+        """The last round where much is left to read before it, each time that it is another."""
         path = self.run_dir / EVENTS
-        long = self._begun_anew and path.exists() and path.stat().st_size > _ABOUT_BYTES
-        return newest_event(self.run_dir) if long else None
+        size = path.stat().st_size if path.exists() else 0
+        grown, self._size = size != self._size, size
+        behind = size - self._tail.read_bytes > _ABOUT_BYTES
+        return newest_event(self.run_dir) if grown and behind else None
 
     def _head(self) -> Json:
         """The summary's short values, or what there is before a run writes one."""
