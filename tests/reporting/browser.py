@@ -25,9 +25,9 @@ def chromium() -> str:
 @contextmanager
 def a_browser() -> Iterator[Any]:
     """A browser of its own process, headless."""
+    path = chromium()
     from playwright.sync_api import sync_playwright
 
-    path = chromium()
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
         try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +12,7 @@ import pytest
 
 from collapipe_flwr.reporting.events import incident_json
 from collapipe_flwr.reporting.report.page import write_run_report
-from tests.browser import SIZES, Window, chromium
+from tests.reporting.browser import a_browser
 from tests.reporting.made_up_runs import MadeUpRun
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.long
 
+SIZES = {"phone": (360, 780), "laptop": (1280, 800), "wide": (1920, 1080)}
 # Texts that leave the chart they belong to, or that lie upon their neighbour on an axis.
 _CUT = """() => [...document.querySelectorAll("[data-chart]")].flatMap((chart) => {
   const frame = chart.getBoundingClientRect();
@@ -41,9 +44,43 @@ _DRAWN = """() => Object.fromEntries([...document.querySelectorAll("[data-chart]
   ).length]))"""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """How somebody looks at a report, offline; ``said`` collects what its console shows."""
+
+    size: str
+    scheme: str = "light"
+    said: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def page(self, browser: Browser) -> Iterator[Page]:
+        """An empty page in a window of its own."""
+        width, height = SIZES[self.size]
+        phone = self.size == "phone"
+        context = browser.new_context(
+            viewport={"width": width, "height": height},
+            color_scheme="dark" if self.scheme == "dark" else "light",
+            has_touch=phone,
+            is_mobile=phone,
+            offline=True,
+        )
+        page = context.new_page()
+        page.on("console", lambda message: self.said.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: self.said.append(f"error: {error}"))
+        try:
+            yield page
+        finally:
+            context.close()
+
+    def open(self, page: Page, path: Path) -> None:
+        """Show a report and wait until its charts are drawn."""
+        page.goto(path.as_uri())
+        page.wait_for_selector("body.drawn")
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with chromium() as found:
+    with a_browser() as found:
         yield found
 
 
