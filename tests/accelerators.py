@@ -3,6 +3,9 @@ only pretended."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -10,6 +13,7 @@ from collapipe_flwr.cluster.fleet import RoundOrder
 from collapipe_flwr.generation.backends import ServedModel
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.pipeline.compute import present, resolve
+from collapipe_flwr.pipeline.stage import Stage
 from tests.pretend import LACKING, NAME, pretend_device
 
 KINDS = (NAME, "cuda", "xpu", "mps")
@@ -27,14 +31,22 @@ def accelerator(request: pytest.FixtureRequest) -> torch.device:
     return pretend_device() if request.param == NAME else resolve(request.param)
 
 
-@pytest.fixture
-def everything_is_there(accelerator: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """All parts of chains and hosts compute on the accelerator; unsplit models stay where they are.
+@contextmanager
+def everything_at(device: torch.device) -> Iterator[set[torch.device]]:
+    """All parts of chains and hosts that are made in the body compute there.
 
-    So the tests of a law need not know of it.
+    So the tests of a law need not know of it. Yields where stages were.
     """
-    for kind in (RoundOrder, ServedModel, EdgeService):
-        defaults = kind.__init__.__kwdefaults__
-        assert "compute" in defaults
-        monkeypatch.setitem(defaults, "compute", accelerator)
-    return accelerator
+    seen: set[torch.device] = set()
+    run_step = Stage.run_step
+
+    def noted(stage: Stage, step: object) -> None:
+        seen.add(stage.place)
+        run_step(stage, step)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (RoundOrder, ServedModel, EdgeService):
+            assert "compute" in kind.__init__.__kwdefaults__
+            patch.setitem(kind.__init__.__kwdefaults__, "compute", device)
+        patch.setattr(Stage, "run_step", noted)
+        yield seen

@@ -8,6 +8,7 @@ stays with the process: nothing takes it unless it is asked for.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import backend_registration
-from torch.utils._pytree import tree_leaves, tree_map
 
 NAME = "pretend"
 LACKING = (
@@ -51,14 +51,15 @@ class PretendTensor(Tensor):
     @staticmethod
     def __new__(cls, inner: Tensor) -> PretendTensor:
         """Of the same shape and strides."""
-        made = Tensor._make_wrapper_subclass(
-            cls,
-            inner.shape,
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            device=torch.device(NAME, 0),
-        )
+        with torch.inference_mode(False):  # in which torch lets no such tensor be a view
+            made = Tensor._make_wrapper_subclass(
+                cls,
+                inner.shape,
+                strides=inner.stride(),
+                storage_offset=inner.storage_offset(),
+                dtype=inner.dtype,
+                device=torch.device(NAME, 0),
+            )
         made.inner = inner
         _module.count(inner)
         return made
@@ -77,63 +78,83 @@ class PretendTensor(Tensor):
             return _copied(args[1], args[0])
         if func is _aten._to_copy.default:
             return _to(*args, **(kwargs or {}))
-        leaves = tree_leaves((args, dict(kwargs or {})))
-        if any(_is_elsewhere(leaf) for leaf in leaves):
-            raise RuntimeError(f"{func} is called with tensors on {NAME} and on cpu")
-        known = {id(leaf.inner): leaf for leaf in leaves if isinstance(leaf, PretendTensor)}
-        own_args, own = tree_map(_unwrapped, (args, dict(kwargs or {})))
-        return tree_map(lambda leaf: _wrapped(leaf, known), func(*own_args, **own))
+        if torch.is_inference_mode_enabled():  # else autograd has taken it apart already
+            apart = func.decompose(*args, **(kwargs or {}))
+            if apart is not NotImplemented:
+                return apart
+        known: dict[int, PretendTensor] = {}
+
+        def unwrapped(leaf: Any) -> Any:
+            if isinstance(leaf, PretendTensor):
+                known[id(leaf.inner)] = leaf
+                return leaf.inner
+            if isinstance(leaf, Tensor) and leaf.dim():
+                raise RuntimeError(f"{func} is called with tensors on {NAME} and on cpu")
+            return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+
+        def wrapped(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return known[id(leaf)] if id(leaf) in known else PretendTensor(leaf)
+
+        found = func(*_each(unwrapped, args), **_each(unwrapped, dict(kwargs or {})))
+        return _each(wrapped, found)
 
 
 class _Module(getattr(backend_registration, "_DummyBackendModule", object)):  # torch 2.9 has none
     """What `torch.pretend` is: how much memory is out."""
 
     def __init__(self) -> None:
-        self.out: dict[int, int] = {}  # bytes by address
-        self.most = 0
+        self.now = self.most = 0  # bytes
+        self._lock = threading.RLock()  # storages go whenever the interpreter finds the time
+        self._out: dict[int, weakref.ref[Any]] = {}  # storages by address
 
     def count(self, inner: Tensor) -> None:
+        """A tensor is here; its storage counts once, until it is gone."""
         storage = inner.untyped_storage()
-        address = storage.data_ptr()
-        if address not in self.out and storage.nbytes():
-            self.out[address] = storage.nbytes()
-            self.most = max(self.most, sum(self.out.values()))
-            weakref.finalize(storage, self.out.pop, address, None)
+        address, size = storage.data_ptr(), storage.nbytes()
+        with self._lock:
+            if size and address not in self._out:
+                self._out[address] = weakref.ref(storage, lambda _: self._gone(address, size))
+                self.now += size
+                self.most = max(self.most, self.now)
+
+    def _gone(self, address: int, size: int) -> None:
+        with self._lock:
+            del self._out[address]
+            self.now -= size
 
     def synchronize(self, _: object = None) -> None:
         """Nothing is under way."""
 
     def memory_allocated(self, _: object = None) -> int:
-        return sum(self.out.values())
+        return self.now
 
     def max_memory_allocated(self, _: object = None) -> int:
         return self.most
 
     def reset_peak_memory_stats(self, _: object = None) -> None:
-        self.most = sum(self.out.values())
+        self.most = self.now
 
     def mem_get_info(self, _: object = None) -> tuple[int, int]:
-        return 10**9 - sum(self.out.values()), 10**9
+        return 10**9 - self.now, 10**9
 
 
 _module = _Module()
 _kept: list[object] = []
 
 
-def _is_elsewhere(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and not isinstance(leaf, PretendTensor) and leaf.dim() > 0
+def _each(change: Callable[[Any], Any], value: Any) -> Any:
+    """Apply to everything in lists, tuples and dicts."""
+    if isinstance(value, (list, tuple)):
+        return type(value)([_each(change, item) for item in value])
+    if isinstance(value, dict):
+        return {key: _each(change, item) for key, item in value.items()}
+    return change(value)
 
 
-def _unwrapped(leaf: Any) -> Any:
-    if isinstance(leaf, PretendTensor):
-        return leaf.inner
-    return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
-
-
-def _wrapped(leaf: Any, known: Mapping[int, PretendTensor]) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return known[id(leaf)] if id(leaf) in known else PretendTensor(leaf)
+def _unwrapped(tensor: Tensor) -> Tensor:
+    return tensor.inner if isinstance(tensor, PretendTensor) else tensor
 
 
 def _copied(source: Tensor, target: Tensor, _: bool = False) -> Tensor:

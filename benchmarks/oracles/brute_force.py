@@ -26,7 +26,7 @@ from collapipe_flwr.scheduler.base import (
 )
 from collapipe_flwr.scheduler.dssda import refined
 from collapipe_flwr.scheduler.initial_layouts import all_layouts, count_layouts, rows_for
-from collapipe_flwr.scheduler.model_share import capped, least_shares
+from collapipe_flwr.scheduler.model_share import capped, least_shares, with_model_shares
 from collapipe_flwr.scheduler.planner import Planner, Solution
 from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState, reference_of
 
@@ -99,4 +99,5 @@ def optimal_plan(
     shares = least_shares(tables, reference_of(before), settings)
     limited = capped(tables, shares, reference_of(before), settings)
     planner = planner_for(limited, before, settings)
-    return solution_plan(refined(planner, exhaustive(planner)), "brute-force", 1.0)
+    plan = solution_plan(refined(planner, exhaustive(planner)), "brute-force", 1.0)
+    return with_model_shares(plan, shares, tables, settings)

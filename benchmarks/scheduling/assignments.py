@@ -17,6 +17,7 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.convergence import bound_sums
 from collapipe_flwr.costs.tables import Tables
+from collapipe_flwr.costs.work import share_bytes
 from collapipe_flwr.scheduler.problem import NEVER, Learning
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 
@@ -64,6 +65,7 @@ class Round:
         model, margin = self.tables.snapshot.model, 1.0 - self.settings.memory_margin
         block, room = model.blocks[0], margin * self.tables.members.memory_mi[m]
         here = self.tables.members.present_mi[m, 1:]
+        share = share_bytes(self.tables, m, size, count, self.settings)
         # 1F1B keeps a micro-batch on the edge and at least one more on every stage ahead of it.
         flights = (count,) * 3 if self.settings.schedule == "gpipe" else (3, 2, 1)
         first, device, last = (size * min(flight, count) for flight in flights)
@@ -71,7 +73,7 @@ class Round:
         edge = margin * self.tables.snapshot.edge.memory_bytes / self.tables.num_clusters
         ends = model.embedding.state_bytes + first * model.embedding.stash_bytes <= room[0]
         ends &= model.decoder.state_bytes + last * model.decoder.stash_bytes <= edge
-        good = (need <= room[1:]) & (here | (spread == 0))
+        good = (need <= np.minimum(room[1:], share)) & (here | (spread == 0))
         return np.asarray(good.all(1) & ends)
 
     def joule(self, m: int, batch: int) -> Array:

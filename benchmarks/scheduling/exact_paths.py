@@ -53,7 +53,9 @@ def segments(costs: PlainCosts, m: int, pair: Ints, slope: float) -> SegmentProb
     send = costs.send_worth[m]
     cost = cost + weights * (send[0] * out + each(send) * home)
     need = span_sums(prefix.state_bytes_l) + size * count * span_sums(prefix.stash_bytes_l)
-    allowed = np.tri(len(need), k=-1, dtype=bool).T & (need <= each(costs.room[m]))
+    share = costs.most_bytes(np.array([m]), np.array([float(size)]), np.array([float(count)]))
+    room = np.minimum(costs.room[m], share)
+    allowed = np.tri(len(need), k=-1, dtype=bool).T & (need <= each(room))
     hops = np.array([*range(n + 1), costs.ahead.shape[2] - 1])
     links = np.ix_(np.array([m]), np.arange(n + 1), hops)
     data = size * prefix.cut_bytes_l * costs.coded[links][0][:, :, None]

@@ -110,6 +110,7 @@ class PlainCosts:
         self.price, self.send_worth = planner.price_mi, watt * planner.price_mi
         self.back_worth = np.concatenate([self.send_worth, np.zeros((self.clusters, 1))], 1)
         self.room = (1.0 - planner.settings.memory_margin) * members.memory_mi
+        self.most_share_m = tables.most_share_m
         edge_room = snapshot.edge.memory_bytes / self.clusters
         self.edge_room = (1.0 - planner.settings.memory_margin) * edge_room
         share = self.clusters if planner.settings.edge_shared else 1
@@ -166,10 +167,19 @@ class PlainCosts:
         flight = self._in_flight(rows)
         need = blocks(self.prefix.state_bytes_l)
         need = need + size[:, None] * (flight[:, 1:-1] * blocks(self.kept_l) + self.once)
-        good = ((need <= self.room[own, device]) | ~used).all(1) & used.any(1)
+        cap = np.minimum(self.room[own, device], self.most_bytes(m, size, count)[:, None])
+        good = ((need <= cap) | ~used).all(1) & used.any(1)
         good &= start.state_bytes + size * flight[:, 0] * start.stash_bytes <= self.room[m, 0]
         good &= end.state_bytes + size * flight[:, -1] * end.stash_bytes <= self.edge_room
         return np.where(good, seconds, np.inf), np.where(good, energy, np.inf)
+
+    def most_bytes(self, m: Ints, size: Array, count: Array) -> Array:
+        """A cluster's share of what training the whole model takes with these micro-batches."""
+        ends, most = (self.model.embedding, self.model.decoder), 1 if self.overlapped else count
+        stash = self.kept_l[-1] + sum(end.stash_bytes for end in ends)
+        state = self.prefix.state_bytes_l[-1] + sum(end.state_bytes for end in ends)
+        whole = state + size * (most * stash + self.once)
+        return np.asarray(self.most_share_m[m] * whole * (1.0 + 1e-12))
 
     def _pipeline(self, rows: Rows, stages: tuple[Array, Array], stop: Ints) -> tuple[Array, Array]:
         """Seconds of a step's pipeline; priced joules of a micro-batch's transmissions, (R,)."""

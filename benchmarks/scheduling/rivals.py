@@ -201,7 +201,8 @@ def promising(costs: PlainCosts, budget: Budget) -> Ints:
         fast = (flop / speed[:, 1:].sum(1) * (pair[1] - 1) + flop / speed.max(1)).max()
         steps = costs.steps(np.arange(costs.clusters), pair.prod())
         values.append(float(costs.rho(batch)[0] * (steps * fast).max()))
-        room = np.where(costs.present, costs.room, 0.0)[:, 1:]
+        share = costs.most_bytes(np.arange(costs.clusters), *pair.astype(float))
+        room = np.where(costs.present, np.minimum(costs.room, share[:, None]), 0.0)[:, 1:]
         each = np.diff(costs.prefix.state_bytes_l).max()
         each += pair.prod() * np.diff(costs.prefix.stash_bytes_l).max()
         if (np.floor(room / each).sum(1) < costs.num_blocks).any():

@@ -185,7 +185,8 @@ class ClusterPlan:
     step_s: float  # predicted, of one optimizer step
     energy_j: Mapping[str, float]  # predicted, of the round
     memory_bytes: Mapping[str, int]  # predicted peak, of each device with a segment
-    model_share: float | None = None  # of the whole model's memory, kept by every device
+    model_share: float | None = None  # of `whole_bytes`, kept by every device
+    whole_bytes: int | None = None  # that training the whole model takes with these micro-batches
     hops: tuple[LinkConfig, ...] = ()  # control unit to the first device, ..., the last to the edge
 
     @property

@@ -31,6 +31,7 @@ from collapipe_flwr.costs.work import (
     edge_speed,
     local_steps,
     segment_bytes,
+    share_bytes,
 )
 
 EXACT = 1e-3  # relative width to which the least step is enclosed; its lower end counts
@@ -66,6 +67,7 @@ class ClusterBound:
         members, model = tables.members, tables.snapshot.model
         self.batches = batches
         self._blocks, self._options = tables.blocks, options
+        self._tables, self._cluster = tables, m
         here = np.flatnonzero(members.present_mi[m, 1:]) + 1
         self.speed_n = members.speed_mi[m, here]
         self.joule_n = members.energy_per_flop_mi[m, here]
@@ -93,7 +95,9 @@ class ClusterBound:
             flight = count if self._options.schedule == "gpipe" else 1
             need = segment_bytes(self._blocks, self._options, size, flight)
             good = np.triu(np.ones_like(need), k=1) > 0
-            good = good[None] & (need[None] <= self._room_n[:, None, None])
+            share = share_bytes(self._tables, self._cluster, size, count, self._options)
+            room_n = np.minimum(self._room_n, share)
+            good = good[None] & (need[None] <= room_n[:, None, None])
             held.append(np.where(good, self._flop[None], np.inf))
         return held
 

@@ -61,6 +61,7 @@ class Tables:
     share_mij: Array  # like gain_mij: of its promised rate, what the link reaches
     server_rate_m: Array  # what a round takes besides counts as a slower way to the server
     examples_m: Array
+    most_share_m: Array  # of the whole model's training memory, on any one device
 
     @property
     def num_clusters(self) -> int:
@@ -99,6 +100,7 @@ def tabulate(snapshot: Snapshot, codec: str = "fp32") -> Tables:
         share_mij=_links(shares, d2d_hz.shape, 1.0),
         server_rate_m=_server_rates(snapshot),
         examples_m=np.array([c.profile.examples for c in clusters], dtype=np.float64),
+        most_share_m=np.full(len(clusters), np.inf),
     )
 
 

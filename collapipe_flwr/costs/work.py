@@ -26,11 +26,12 @@ from numpy.typing import ArrayLike
 from collapipe_flwr.core.domain import BlockCost, ModelProfile
 from collapipe_flwr.core.keys import key, one_of
 from collapipe_flwr.core.schedule import SCHEDULES
-from collapipe_flwr.costs.arrays import Array, Mask
+from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.layouts import Layouts, of_members, segment_sums, span_sums
 from collapipe_flwr.costs.radio import send_time_s
 from collapipe_flwr.costs.tables import BlockTable, Tables
 
+SAME = 1e-12  # relative: a plan may hold its share exactly
 OPTIMISER_FLOP_PER_BYTE = 3.0  # AdamW: about 12 operations on each 4-byte parameter
 AHEAD, BACK = 1 / 3, 2 / 3  # shares of ``overhead_s`` in a forward and a backward pass
 NOTHING = BlockCost(
@@ -190,7 +191,23 @@ def capacity_bytes(tables: Tables, rows: Layouts, options: PricingOptions) -> Ar
     edge = tables.snapshot.edge.memory_bytes / tables.num_clusters
     members = of_members(tables.members.memory_mi, rows)
     room = np.concatenate([members, np.full((len(rows), 1), float(edge))], axis=1)
-    return np.asarray((1.0 - options.memory_margin) * room)
+    room = (1.0 - options.memory_margin) * room
+    batch = (rows.micro_batch_size_r, rows.micro_batches_r)
+    cap = share_bytes(tables, rows.cluster_r, *batch, options)
+    room[:, 1:-1] = np.minimum(room[:, 1:-1], cap[:, None])
+    return room
+
+
+def share_bytes(
+    tables: Tables,
+    clusters: Ints | int,
+    size: ArrayLike,
+    count: ArrayLike,
+    options: PricingOptions,
+) -> Array:
+    """What a device may hold at most, as a share of the whole model with the same micro-batches."""
+    whole = whole_bytes(tables, size, count, options)
+    return np.asarray(tables.most_share_m[clusters] * whole * (1.0 + SAME))
 
 
 def fits(tables: Tables, rows: Layouts, options: PricingOptions) -> Mask:
@@ -214,10 +231,20 @@ def least_in_flight(rows: Layouts, options: PricingOptions) -> Array:
     return np.asarray(np.minimum(ahead, count))
 
 
-def whole_bytes(model: ModelProfile, batch: int) -> float:
-    """Memory that training embedding, blocks and decoder together takes with ``batch`` examples."""
-    parts = (model.embedding, *model.blocks, model.decoder)
-    return sum(part.state_bytes + batch * part.stash_bytes for part in parts)
+def whole_bytes(
+    tables: Tables, size: ArrayLike, count: ArrayLike, options: PricingOptions
+) -> Array:
+    """Memory that training embedding, blocks and decoder on one device takes.
+
+    With ``count`` micro-batches of ``size``: all of a step's under GPipe, one after the other under
+    1F1B.
+    """
+    model, flight = tables.snapshot.model, np.asarray(count if options.schedule == "gpipe" else 1)
+    kept_l, once = kept_bytes(tables.blocks, options)
+    ends = (model.embedding, model.decoder)
+    state = tables.blocks.state_bytes_l[-1] + sum(end.state_bytes for end in ends)
+    stash = kept_l[-1] + sum(end.stash_bytes for end in ends)
+    return np.asarray(state + np.asarray(size, dtype=np.float64) * (flight * stash + once))
 
 
 def whole_model(model: ModelProfile) -> ModelProfile:

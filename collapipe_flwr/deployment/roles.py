@@ -71,7 +71,8 @@ def preparing(machine: Machine) -> Iterator[Step]:
     yield Step(
         name="users",
         test=f"id {USER} && id {KEEPER}",
-        action=f"id {USER} || useradd --groups video --system {USER} || useradd --system {USER}\n"
+        action=f"id {USER} || useradd --system {USER}\n"
+        f"for group in video render; do usermod -a -G $group {USER} || true; done\n"
         f"id {KEEPER} || useradd --system --no-user-group --gid {USER} {KEEPER}",
     )
     names = ("collapipe", "flwr") if machine.with_flower else ("collapipe",)

@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from flwr.app import ArrayRecord, MetricRecord
 from torch import Tensor
 
 from collapipe_flwr.config.schema import AppConfig, flatten, parse
 from collapipe_flwr.core.errors import ConfigError, RunError
-from collapipe_flwr.core.json_codec import plain
 from collapipe_flwr.federation.arrays import decode_tensors
 from collapipe_flwr.federation.checkpoint import Checkpoints
+from collapipe_flwr.federation.round_event import round_event
 from collapipe_flwr.federation.rounds import RoundRecord
+from collapipe_flwr.federation.sinks import Sinks
 from collapipe_flwr.pipeline.timeline import write_trace
 from collapipe_flwr.reporting.console import RoundPrinter
-from collapipe_flwr.reporting.events import (
-    LinkBytes,
-    RoundEvent,
-    RunStory,
-    cluster_json,
-    incident_json,
-)
+from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, RunStory
 from collapipe_flwr.reporting.progress import Look, ProgressFile
 from collapipe_flwr.reporting.report.page import closing_report
 from collapipe_flwr.reporting.run_directory import (
@@ -39,9 +33,6 @@ from collapipe_flwr.reporting.run_directory import (
     rounds_done,
 )
 from collapipe_flwr.reporting.run_lock import check_not_written
-
-if TYPE_CHECKING:
-    from collapipe_flwr.federation.sinks import Sinks
 
 log = logging.getLogger("flwr.collapipe")
 _FAILED_S = 5.0  # for sinks to take the last rounds of a run that was told to end
@@ -220,78 +211,6 @@ class RunRecorder:
 
 def _metric_record(metrics: Mapping[str, float]) -> MetricRecord | None:
     return MetricRecord(dict(metrics)) if metrics else None
-
-
-def round_event(record: RoundRecord, wall_s: float) -> RoundEvent:
-    """The round before its evaluation."""
-    links = record.link_bytes
-    flower = record.flower_bytes_sent + record.flower_bytes_received
-    loss = record.train_metrics.get("loss")
-    return RoundEvent(
-        round_index=record.server_round,
-        plan=None if record.plan is None else plain(record.plan),
-        loss=loss if isinstance(loss, float) else None,
-        metrics={},
-        predicted_latency_s=None if record.plan is None else record.plan.latency_s,
-        latency_s=record.outcome.latency_s,
-        clusters={
-            outcome.cluster_id: cluster_json(
-                None if record.plan is None else record.plan.cluster(outcome.cluster_id), outcome
-            )
-            for outcome in record.outcome.clusters
-        },
-        energy_j=_by_device(record.outcome.energy_j),
-        queues_j=_by_device(record.outcome.queues_j),
-        bytes=LinkBytes(
-            d2d=links.get("d2d", 0),
-            d2e=links.get("d2e", 0),
-            flower=flower,
-            weights=record.moved.sent_bytes + record.moved.received_bytes,
-            spared=record.moved.spared_bytes,
-        ),
-        memory_bytes={
-            _role(cluster_id, role): size
-            for cluster_id, told in record.telemetry.items()
-            for role, size in told.peak_memory_bytes.items()
-        },
-        fresh_examples=record.fresh_examples,
-        prequential_loss=record.prequential_loss,
-        wall_s=wall_s,
-        incidents=tuple(_incidents(record)),
-        failures=(
-            *record.remarks,
-            *(f"{cluster}: {why}" for cluster, why in record.failures.items()),
-            *(
-                f"{name}: {what}"
-                for name, told in record.telemetry.items()
-                for what in told.incidents
-            ),
-        ),
-    )
-
-
-def _incidents(record: RoundRecord) -> Iterator[dict[str, str]]:
-    """What ``failures`` says, by kind and cluster, and devices that are quarantined."""
-    for text in record.remarks:
-        kind = "retry" if text in record.retried else "remark"
-        yield incident_json("late" if text in record.joined_late else kind, text)
-    for cluster, why in record.failures.items():
-        yield incident_json("lost", why, cluster)
-    for cluster, told in record.telemetry.items():
-        for text in told.incidents:
-            yield incident_json("recovered", text, cluster)
-        for device, why in told.quarantined.items():
-            yield incident_json("quarantined", f"{device}: {why}", cluster)
-
-
-def _by_device(nested: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Cluster, device -> device: ids of devices name their cluster."""
-    return {device: value for devices in nested.values() for device, value in devices.items()}
-
-
-def _role(cluster_id: str, role: str) -> str:
-    """Device ids name their cluster; control unit and edge replica do not."""
-    return role if role.startswith(f"{cluster_id}/") else f"{cluster_id}/{role}"
 
 
 # What a resumed run may change: none of these alters a round that is done or its data.

@@ -13,7 +13,7 @@ from typing import Any, Self
 from collapipe_flwr.config.schema import METRICS_ADDRESS
 from collapipe_flwr.core.durable import make_folder
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.federation.recorder import round_event
+from collapipe_flwr.federation.round_event import round_event
 from collapipe_flwr.federation.rounds import RoundRecord
 from collapipe_flwr.reporting.events import RoundEvent
 from collapipe_flwr.reporting.feeding import Feeder

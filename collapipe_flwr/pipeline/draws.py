@@ -39,11 +39,14 @@ def drawn_on_cpu(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any
 def _dropout(
     func: Function, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """What is kept of ones is by how much all else is multiplied."""
+    """What is kept of ones is by how much all else is multiplied.
+
+    They lie in memory as the input does, for that is the order in which they are drawn.
+    """
     if not training or p == 0:
         same: Tensor = func(input, p, training, inplace)
         return same
-    kept: Tensor = func(torch.ones(input.shape, dtype=input.dtype), p, training).to(input.device)
+    kept: Tensor = func(torch.ones_like(input, device=CPU), p, training).to(input.device)
     return input.mul_(kept) if inplace else input * kept
 
 

@@ -7,6 +7,7 @@ bar of the plan's prediction, which says so. No line is wider than the terminal.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress_bar import ProgressBar
@@ -22,7 +23,8 @@ _WIDE, _NARROW = 70, 50  # columns of a terminal, from which on there is room fo
 class Bars:
     """Renders the newest `RunProgress`; rates are those since a cluster had nothing yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.time) -> None:
+        self._now = now
         self._spinner = Spinner("dots")
         self._progress: RunProgress | None = None
         self._begun_s: dict[str, float] = {}  # the last look at which a cluster had nothing yet
@@ -56,7 +58,7 @@ class Bars:
             yield grid
             return
         predicted_s = _predicted_s(progress)
-        passed_s = max(time.time() - progress.since_s, 0.0)
+        passed_s = max(self._now() - progress.since_s, 0.0)
         if predicted_s:
             share = min(passed_s / predicted_s, 1.0)
             left = max(predicted_s - passed_s, 0.0)
@@ -112,7 +114,7 @@ class Bars:
             for name, n in zip(names, left, strict=True)
             if (rate := self._rate(name, progress))
         ]
-        waited_s = max(time.time() - progress.at_s, 0.0)
+        waited_s = max(self._now() - progress.at_s, 0.0)
         return max(max(each), sum(left) / sum(rates)) - waited_s
 
 

@@ -138,7 +138,8 @@ class Decision:
         plan = solution_plan(refined_solution, policy, self.share)
         if self.planner.settings.replicas:
             plan = with_replicas(plan, self.planner, refined_solution.rho)
-        return with_model_shares(plan, self.model_share_m)
+        tables, settings = self.planner.tables, self.planner.settings
+        return with_model_shares(plan, self.model_share_m, tables, settings)
 
 
 @dataclass(frozen=True, slots=True)

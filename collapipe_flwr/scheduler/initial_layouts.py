@@ -11,7 +11,7 @@ import numpy as np
 from collapipe_flwr.costs.arrays import Array, Ints
 from collapipe_flwr.costs.layouts import UNUSED, Layouts, span_sums
 from collapipe_flwr.costs.tables import Tables
-from collapipe_flwr.costs.work import PricingOptions, kept_bytes
+from collapipe_flwr.costs.work import PricingOptions, kept_bytes, share_bytes
 from collapipe_flwr.scheduler.dual_prices import DualPrices
 
 CAPS = 12  # bottlenecks that devices are filled up to
@@ -83,6 +83,8 @@ def filled_rows(
     )
     members, blocks = tables.members, tables.num_blocks
     room = np.where(members.present_mi, (1.0 - options.memory_margin) * members.memory_mi, 0.0)
+    share = share_bytes(tables, np.arange(len(room)), size, count, options)
+    room = np.minimum(room, share[:, None])
     at, depth = np.zeros(len(which), np.int64), np.zeros(len(which), np.int64)
     behind, parts = np.arange(blocks + 1), []
     for device in order_cn.T:

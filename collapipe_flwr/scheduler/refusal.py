@@ -50,7 +50,7 @@ def _shortages(tables: Tables, m: int, settings: SchedulerConfig) -> Iterator[st
     )
     short = [part for part in parts if part[1] > part[2]]
     for name, need, have in short:
-        yield f"{name} needs {_compared(need, have)}"
+        yield f"{name} needs {compared(need, have, 'has')}"
     if not short:
         yield (
             f"all blocks need {_mib(together, 1)} MiB and the {len(room)} devices have "
@@ -65,10 +65,10 @@ def _need(end: BlockCost, settings: SchedulerConfig) -> float:
     return end.state_bytes + size * flight * end.stash_bytes
 
 
-def _compared(need: float, have: float) -> str:
+def compared(need: float, have: float, verb: str) -> str:
     """Both numbers, with as many digits as tell them apart."""
     digits = next((d for d in range(_MOST_DIGITS) if _mib(need, d) != _mib(have, d)), _MOST_DIGITS)
-    return f"{_mib(need, digits)} MiB and has {_mib(have, digits)} MiB for plans"
+    return f"{_mib(need, digits)} MiB and {verb} {_mib(have, digits)} MiB for plans"
 
 
 def _mib(size: float, digits: int) -> str:

@@ -28,6 +28,7 @@ from collapipe_flwr.costs.layouts import span_sums
 from collapipe_flwr.costs.tables import block_table
 from collapipe_flwr.costs.work import AHEAD, BACK, PricingOptions, segment_bytes
 from collapipe_flwr.scheduler.plans import dry_run_plan
+from collapipe_flwr.scheduler.refusal import compared
 from collapipe_flwr.scheduler.segment_dp import (
     Path,
     SegmentProblem,
@@ -141,6 +142,7 @@ def _with_segments(plan: ClusterPlan, rest: ReplanInput, path: Path, step_s: flo
             device.device_id: int(need[span]) for device, span in zip(chosen, spans, strict=True)
         },
         model_share=None,
+        whole_bytes=plan.whole_bytes,
         hops=_hops(plan, [d.device_id for d in chosen]),
     )
 
@@ -176,10 +178,13 @@ def _energy_j(
 
 def _refusal(plan: ClusterPlan, rest: ReplanInput) -> str:
     gone = [d.device_id for d in rest.profile.devices if d.device_id not in rest.present]
-    need = float(_segment_bytes(plan, rest)[0, -1]) / 2**20
-    room = sum(device.memory_bytes for device in rest.devices) / 2**20
+    need = float(_segment_bytes(plan, rest)[0, -1])
+    room = (1.0 - rest.options.memory_margin) * sum(d.memory_bytes for d in rest.devices)
+    why = f"all blocks need {compared(need, room, 'they have')}"
+    if need <= room:
+        why += ", but no cut into contiguous segments keeps every device within its own"
     return (
         f"cluster {plan.cluster_id!r}: without {', '.join(gone) or 'any device'} no plan fits the "
-        f"{len(rest.devices)} devices that are left (all blocks need about {need:.0f} MiB, they "
-        f"have {room:.0f} MiB): bring the device back, add one, or lower the micro-batches"
+        f"{len(rest.devices)} devices that are left ({why}): bring the device back, add one, or "
+        "lower the micro-batches"
     )

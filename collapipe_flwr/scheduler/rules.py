@@ -115,7 +115,8 @@ class RuleScheduler(Policy):
         else:
             picks = _kept_picks(choices, state.last_plan, snapshot)
         solution = _at_full_power(planner, _picked(choices, picks))
-        return with_model_shares(solution_plan(solution, self.name, 1.0), shares)
+        plan = solution_plan(solution, self.name, 1.0)
+        return with_model_shares(plan, shares, tables, self.settings)
 
     def _within_caps(
         self, tables: Tables, reference: Reference

@@ -25,6 +25,7 @@ from collapipe_flwr.costs.work import (
     PricingOptions,
     edge_speed,
     kept_bytes,
+    share_bytes,
     steps_of,
 )
 from collapipe_flwr.scheduler.dual_prices import DualPrices, link_table, overdrawn
@@ -237,15 +238,17 @@ class Scorer:
         flight = batch.count if gpipe else np.minimum(np.maximum(ahead, 1.0), batch.count)
         need = batch.size * (flight * spans.kept_lk.take(slots.span_sr) + spans.once)
         need += spans.state_lk.take(slots.span_sr)
-        good = ((need <= self.members.room.take(slots.member_at_sr)) | ~slots.used).all(0)
+        cap = share_bytes(self.tables, rows.cluster_r, batch.size, batch.count, self.options)
+        room = np.minimum(self.members.room.take(slots.member_at_sr), cap)
+        good = ((need <= room) | ~slots.used).all(0)
         first = batch.count if gpipe else np.minimum(depth + 2.0, batch.count)
         own = self.members.room.take(self.place_m[rows.cluster_r] * self.members.width)
         head, tail = model.embedding, model.decoder
         good &= head.state_bytes + batch.size * first * head.stash_bytes <= own
         last = batch.count if gpipe else 1.0
         edge = self.tables.snapshot.edge.memory_bytes / self.tables.num_clusters
-        room = (1.0 - self.options.memory_margin) * edge
-        return np.asarray(good & (tail.state_bytes + batch.size * last * tail.stash_bytes <= room))
+        most = (1.0 - self.options.memory_margin) * edge
+        return np.asarray(good & (tail.state_bytes + batch.size * last * tail.stash_bytes <= most))
 
 
 class _Batch:

@@ -8,7 +8,7 @@ import pytest
 
 from collapipe_flwr.core.domain import Snapshot
 from collapipe_flwr.costs.price import price
-from collapipe_flwr.costs.work import whole_bytes, whole_model
+from collapipe_flwr.costs.work import whole_model
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.models import ModelShape
@@ -44,8 +44,10 @@ def test_fedavg_of_the_whole_model_costs_its_device_everything() -> None:
     plan, _ = scheduler.step(scheduler.init(snapshot), snapshot)
     priced = price(plan, snapshot, settings).clusters[0]
     phone = snapshot.clusters[0].profile.devices[0]
-    assert priced.memory_bytes[phone.device_id] == pytest.approx(whole_bytes(MODEL, 16), abs=1)
     parts = (MODEL.embedding, *MODEL.blocks, MODEL.decoder)
+    held = sum(p.state_bytes + 16 * p.stash_bytes for p in parts)
+    assert priced.memory_bytes[phone.device_id] == pytest.approx(held, abs=1)
+    assert plan.clusters[0].whole_bytes == pytest.approx(held, abs=1)
     flop = 16 * sum(p.forward_flop + p.backward_flop for p in parts)
     assert priced.step_s == pytest.approx(flop / phone.speed_flop_per_s, rel=1e-3)
     work_j = phone.energy_per_flop_j * 6 * flop  # 96 examples; then optimiser and sending home

@@ -137,6 +137,7 @@ def test_a_signal_is_answered_at_once_and_leaves_a_run_that_says_it_was_stopped(
     summary = read_summary(run_dir)
     assert summary is not None
     assert (summary["status"], summary["reason"]) == ("stopped", "stopped by a signal")
+    assert "stopped: stopped by a signal" in (run_dir / "report.html").read_text()
     assert ended_s - sent_s < 10
 
 

@@ -13,6 +13,7 @@ from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.transport.certificates import sign_all
 from server_app.app import run
 from tests.cluster.daemon_processes import Daemon, running
+from tests.host.scraping import listening_ports, scrape
 from tests.integration.conftest import TINY
 
 NAMES = ("pi-1", "pi-2")
@@ -35,13 +36,16 @@ address = "{edge}"
 
 
 @pytest.mark.timeout(300)
-def test_a_run_on_daemons_is_planned_measured_and_completed(tmp_path: Path) -> None:
+def test_a_run_on_daemons_is_planned_measured_and_completed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     members = sign_all(
         tmp_path / "certs", dict.fromkeys((*NAMES, "control-unit", "edge", "server"), ())
     )
     allow = ("--allow", "control-unit", "--allow", "pi-1", "--allow", "pi-2", "--allow", "server")
-    daemons = [Daemon("device", "--name", n, *allow, tls=members[n]) for n in NAMES]
-    with running(*daemons, Daemon("edge", *allow, tls=members["edge"])) as (*devices, edge):
+    told = ("--metrics", "0", "--log-format", "json")
+    daemons = [Daemon("device", "--name", n, *allow, *told, tls=members[n]) for n in NAMES]
+    with running(*daemons, Daemon("edge", *allow, *told, tls=members["edge"])) as (*devices, edge):
         text = CLUSTER
         for name, daemon in zip((*NAMES, "edge"), (*devices, edge), strict=True):
             text = text.replace(f"{{{name}}}", daemon.address)
@@ -62,6 +66,10 @@ def test_a_run_on_daemons_is_planned_measured_and_completed(tmp_path: Path) -> N
         place = {"partition-id": 0, "num-partitions": 1, "cluster": str(path)}
         grid = LocalGrid({1: client_app}, node_configs={1: place}, run_config=values)
         run(grid, parse(values))
+        for daemon in (*devices, edge):
+            assert_counted(daemon)
+    run_id = (tmp_path / "runs" / "run" / "run-id").read_text()
+    assert_logged(capfd.readouterr().err, run_id)
     summary = json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())
     assert summary["status"] == "completed"
     events = (tmp_path / "runs" / "run" / "events.jsonl").read_text().splitlines()
@@ -74,3 +82,25 @@ def test_a_run_on_daemons_is_planned_measured_and_completed(tmp_path: Path) -> N
     assert first["weights"] > 0
     # One cluster: what comes back from the average is what the devices have already.
     assert last["bytes"]["spared"] > 0 and last["bytes"]["weights"] < first["weights"]
+
+
+def assert_counted(daemon: Daemon) -> None:
+    """A Prometheus server sees two rounds of the cluster, and no session that is left."""
+    own = int(daemon.address.rpartition(":")[2])
+    (port,) = listening_ports(daemon.process.pid) - {own}
+    found = scrape(f"127.0.0.1:{port}")
+    assert found["collapipe_host_round", "greenhouse"] == 2
+    assert found["collapipe_host_steps_total", "greenhouse"] > 0
+    assert found["collapipe_host_sent_bytes_total", "greenhouse"] > 0
+    assert found["collapipe_host_seconds_total", "greenhouse", "forward"] > 0
+    assert found["collapipe_host_stream_failures_total", "greenhouse"] == 0
+    assert found["collapipe_host_sessions",] == 0
+
+
+def assert_logged(text: str, run_id: str) -> None:
+    """Every daemon says of every round what it did, and for whom."""
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    ended = [line for line in lines if line["message"].startswith("a stream of ")]
+    about = {(line["device"], line["run"], line["round"], line["cluster"]) for line in ended}
+    names = (*NAMES, "edge")
+    assert about == {(name, run_id, number, "greenhouse") for name in names for number in (1, 2)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import time
 
 import pytest
 from rich.console import Console
@@ -13,7 +12,7 @@ from collapipe_flwr.reporting.console import summary_table
 from collapipe_flwr.reporting.progress import ClusterProgress, RunProgress
 
 WIDTHS = (20, 40, 60, 80, 200)
-NOW_S = time.time()
+NOW_S = 1_000_000.0
 
 
 def _lines(thing: object, width: int) -> list[str]:
@@ -41,7 +40,7 @@ def _round(*trained: int, at_s: float = 0.0, **more: float) -> RunProgress:
 
 
 def _shown(*progresses: RunProgress, width: int = 100) -> list[str]:
-    bars = Bars()
+    bars = Bars(now=lambda: progresses[-1].at_s or NOW_S)
     for progress in progresses:
         bars.show(progress)
     return _lines(bars, width)
@@ -80,7 +79,7 @@ def test_a_cluster_that_waits_for_another_counts_with_its_pace() -> None:
 
 def test_where_no_edge_counts_machines_have_the_bar_of_the_plan_which_says_so() -> None:
     cluster = ClusterProgress(predicted_s=60.0)
-    told = RunProgress(phase="training", since_s=time.time(), round_index=1, simulated=False)
+    told = RunProgress(phase="training", since_s=NOW_S, round_index=1, simulated=False)
     (line,) = _shown(RunProgress(**{**_fields(told), "clusters": {"A": cluster}}))
     assert "left, as predicted" in line
     (line,) = _shown(

@@ -14,6 +14,7 @@ import pytest
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.reporting.events import incident_json
+from collapipe_flwr.reporting.report.charts import bars, by_row
 from collapipe_flwr.reporting.report.comparing import write_reports
 from collapipe_flwr.reporting.report.page import closing_report, run_page, write_run_report
 from collapipe_flwr.reporting.report.run_data import RunData, read_run
@@ -305,3 +306,11 @@ def test_a_large_and_long_run_has_a_page_that_opens(tmp_path: Path) -> None:
     path = write_run_report(run.path)
     assert path.stat().st_size < 15e6
     assert len(charts(path.read_text())["placement"]["choices"]) == 100
+
+
+def test_rows_with_long_names_stay_apart() -> None:
+    names = [f"{letter}{'x' * 40}/1-pi" for letter in "ab"]
+    figure = by_row([bars("joules", names, [1.0, 2.0], "@c0")], 2, "J")
+    axis = figure["layout"]["yaxis"]
+    assert axis["tickvals"] == figure["data"][0]["y"] == names
+    assert all(text.startswith("…") and len(text) <= 30 for text in axis["ticktext"])

@@ -121,6 +121,26 @@ def test_it_prints(browser: Browser, report: Path) -> None:
     assert window.said == []
 
 
+def test_names_are_shown_as_they_are_and_never_run(browser: Browser, tmp_path: Path) -> None:
+    name = "<img src=x onerror=alert(1)>"
+    run = MadeUpRun(tmp_path / "run", name=name)
+    run.end_round(
+        incidents=(incident_json("lost", name, name),), metrics={name: 0.5, "accuracy": 0.1}
+    )
+    run.save("completed")
+    window, opened = Window(size="wide"), []
+    with window.page(browser) as page:
+        page.on("dialog", lambda dialog: (opened.append(dialog.message), dialog.dismiss()))
+        window.open(page, write_run_report(run.path, name=name))
+        assert page.title() == f"Run {name}"
+        assert page.query_selector("img") is None
+        assert all(page.evaluate(_DRAWN).values())
+        assert "onerror=alert(1)>" in page.evaluate(
+            "document.querySelector('[data-chart=energy] .ytick text').textContent"
+        )
+    assert opened == [] and window.said == []
+
+
 def _background(page: Page) -> list[int]:
     text = page.evaluate("getComputedStyle(document.body).backgroundColor")
     return [int(part) for part in text.removeprefix("rgb(").removesuffix(")").split(",")]

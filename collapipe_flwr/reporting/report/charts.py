@@ -7,9 +7,9 @@ reads tags in text, so names from outside pass :func:`plain` before they enter a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
+from html import escape, unescape
 from math import isfinite
 from typing import Any
 
@@ -164,13 +164,26 @@ def round_axis(rounds: Sequence[int]) -> Json:
     return axis
 
 
-def by_row(traces: Sequence[Json], rows: int, unit: str, **layout: Any) -> Json:
-    """A figure of horizontal bars, as high as its rows need."""
+def row_names(names: Sequence[str], named: Callable[[str], str] = label) -> Json:
+    """An axis of rows, which are apart by their whole :func:`plain` names, under short ones."""
+    texts = [named(unescape(name)) for name in names]
+    return {"type": "category", "tickvals": list(names), "ticktext": texts}
+
+
+def by_row(
+    traces: Sequence[Json],
+    rows: int,
+    unit: str,
+    *,
+    named: Callable[[str], str] = label,
+    **layout: Any,
+) -> Json:
+    """A figure of horizontal bars, as high as its rows need; see `row_names`."""
     height = max(_LEAST_PIXELS, _FRAME_PIXELS + _BAR_PIXELS * rows)
-    count = len({row for trace in traces for row in trace["y"]})
+    names = list(dict.fromkeys(row for trace in traces for row in trace["y"]))
     axes = {
         "xaxis": {"title": {"text": unit}, "rangemode": "tozero"},
-        "yaxis": {"range": [count - 0.5, -0.5], "type": "category"},
+        "yaxis": {"range": [len(names) - 0.5, -0.5], **row_names(names, named)},
     }
     return {
         "data": list(traces),

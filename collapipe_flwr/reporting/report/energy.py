@@ -23,6 +23,7 @@ from collapipe_flwr.reporting.report.charts import (
     label,
     line,
     number,
+    plain,
 )
 from collapipe_flwr.reporting.report.run_data import RunData
 from collapipe_flwr.reporting.report.series import thinned
@@ -100,7 +101,7 @@ def _text(devices: Sequence[Spent]) -> str:
 def _budgets(devices: Sequence[Spent]) -> Chart:
     limited = [each for each in devices if each.budget_j]
     shown = (limited or devices)[:MOST_BARS]
-    labels = [label(each.name) for each in shown]
+    labels = [plain(each.name) for each in shown]
     unit = "% of the budget" if limited else "J per round"
     values = [100 * (each.share or 0) if limited else each.mean_j for each in shown]
     traces = []
@@ -189,7 +190,7 @@ def _row(each: Spent) -> list[str]:
 
 def compared_energy(runs: Sequence[RunData]) -> Section:
     """Joules of all devices together in a round, run by run."""
-    labels = [label(run.name) for run in runs]
+    labels = [plain(run.name) for run in runs]
     totals = [sum(each.mean_j for each in spent(run)) for run in runs]
     if not any(totals):
         return Section(key="energy", title="Energy", empty="No run recorded energy.")

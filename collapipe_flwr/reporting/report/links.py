@@ -101,7 +101,7 @@ def _rates(hops: Sequence[Hop]) -> Chart | None:
         key="rates",
         title="What links carried while they sent",
         note=f"The hops with most bytes; {counted(left, 'hop')} more in the table." if left else "",
-        figure=by_row(traces, 3 * len(shown), "Mbit/s", hovermode="y unified"),
+        figure=by_row(traces, 3 * len(shown), "Mbit/s", named=_two_lines, hovermode="y unified"),
     )
 
 
@@ -110,10 +110,14 @@ def _mega(rate: float | None) -> float | None:
 
 
 def _way_label(key: tuple[str, str, str], *, forward: bool) -> str:
-    """One direction of a hop in two lines."""
+    """One direction of a hop."""
     cluster, *ends = key
     first, then = (end.rpartition("/")[2] for end in (ends if forward else reversed(ends)))
-    return f"{label(f'{cluster}: {first}')}<br>→ {label(then)}"
+    return plain(f"{cluster}: {first} → {then}")
+
+
+def _two_lines(way: str) -> str:
+    return "<br>→ ".join(label(part) for part in way.split(" → ", 1))
 
 
 def hop_name(key: tuple[str, str, str]) -> str:
@@ -154,7 +158,7 @@ def _rate_text(way: WayData) -> str:
 
 def compared_links(runs: Sequence[RunData]) -> Section:
     """Bytes of all rounds by kind, run by run."""
-    labels = [label(run.name) for run in runs]
+    labels = [plain(run.name) for run in runs]
     traces: list[Json] = []
     for kind, colour in zip(KINDS, COLOURS, strict=False):
         totals = [sum(run.bytes[kind].known) / 1e6 for run in runs]

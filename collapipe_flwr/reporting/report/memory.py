@@ -16,8 +16,8 @@ from collapipe_flwr.reporting.report.charts import (
     bars,
     by_row,
     counted,
-    label,
     marks,
+    plain,
     size,
 )
 from collapipe_flwr.reporting.report.run_data import RunData
@@ -87,7 +87,7 @@ def memory(run: RunData) -> Section:
 def _chart(found: Sequence[Peak]) -> Chart:
     limited = [peak for peak in found if peak.limit]
     shown = (limited or found)[:MOST_BARS]
-    labels = [label(peak.name) for peak in shown]
+    labels = [plain(peak.name) for peak in shown]
 
     def scaled(count: int, peak: Peak) -> float | None:
         if not count:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from collapipe_flwr.reporting.report.charts import Chart, Json, Section, Table, label, round_axis
+from collapipe_flwr.reporting.report.charts import (
+    Chart,
+    Json,
+    Section,
+    Table,
+    plain,
+    round_axis,
+    row_names,
+)
 from collapipe_flwr.reporting.report.run_data import ClusterData, Placed, RunData
 
 _MOST_COLUMNS = 120  # rounds that a picture has room for
@@ -56,13 +64,14 @@ def placed_blocks(run: RunData, cluster: str) -> Json:
     places = range(0, len(run.rounds), _stride(run))
     names = _members(run, cluster, data)
     held = [{name: (first, stop) for name, first, stop in data.placed.get(p, ())} for p in places]
+    rows = [plain(name.rpartition("/")[2]) for name in names]
     gap = 2 if len(places) <= 30 else 0
     return {
         "data": [
             {
                 "type": "heatmap",
                 "x": [run.rounds[place] for place in places],
-                "y": [label(name.rpartition("/")[2]) for name in names],
+                "y": rows,
                 "z": [[_middle(column.get(name)) for column in held] for name in names],
                 "text": [[_blocks(column.get(name)) for column in held] for name in names],
                 "texttemplate": "%{text}",
@@ -80,7 +89,7 @@ def placed_blocks(run: RunData, cluster: str) -> Json:
         "layout": {
             "height": _FRAME_PIXELS + _ROW_PIXELS * len(names),
             "xaxis": {**round_axis([run.rounds[place] for place in places]), "showgrid": False},
-            "yaxis": {"autorange": "reversed", "type": "category", "showgrid": False},
+            "yaxis": {"autorange": "reversed", **row_names(rows), "showgrid": False},
         },
     }
 

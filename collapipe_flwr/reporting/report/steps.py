@@ -21,8 +21,9 @@ from collapipe_flwr.reporting.report.charts import (
     Chart,
     Json,
     Section,
-    label,
+    plain,
     rounded,
+    row_names,
 )
 
 _FILE = re.compile(r"timeline-round(\d+)\.json")
@@ -103,7 +104,7 @@ def _figure(spans: list[dict[str, Any]]) -> Json:
     """Stages from top to bottom, milliseconds since the step began."""
     start = min(span["ts"] for span in spans)
     stages = list(dict.fromkeys(span["stage"] for span in spans))
-    rows = [label(stage.rpartition("/")[2]) for stage in stages]
+    rows = [plain(stage.rpartition("/")[2]) for stage in stages]
     traces = []
     for work, (name, colour) in _WORK.items():
         kept = [span for span in spans if span["cat"] == work][:_MOST_SPANS]
@@ -136,7 +137,7 @@ def _figure(spans: list[dict[str, Any]]) -> Json:
             "xaxis": {"title": {"text": "ms"}, "rangemode": "tozero"},
             "yaxis": {
                 "autorange": "reversed",
-                "type": "category",
+                **row_names(rows),
                 "categoryorder": "array",
                 "categoryarray": rows,
             },

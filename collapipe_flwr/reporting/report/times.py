@@ -21,7 +21,6 @@ from collapipe_flwr.reporting.report.charts import (
     by_round,
     by_row,
     counted,
-    label,
     line,
     marks,
     plain,
@@ -140,7 +139,7 @@ def _stages(run: RunData) -> Chart | None:
     if not timed:
         return None
     shown = sorted(timed, reverse=True)[:MOST_BARS]
-    labels = [label(name) for _, _, name in shown]
+    labels = [plain(name) for _, _, name in shown]
     found = [1000 * each for each, _, _ in shown]
     expected = [1000 * each for _, each, _ in shown]
     traces = [
@@ -230,7 +229,7 @@ def compared_times(runs: Sequence[RunData]) -> Section:
         title = "Seconds of a round"
         figure = by_round(traces, zero=True)
         charts.append(Chart(key="round-time", title=title, figure=figure))
-    labels = [label(run.name) for run in runs]
+    labels = [plain(run.name) for run in runs]
     wall = [bars("wall clock", labels, [sum(run.numbers["wall_s"].known) for run in runs], FIRST)]
     charts.append(
         Chart(
