@@ -27,10 +27,12 @@ function setAttribute(node, key, value) {
 const byId = (id) => document.getElementById(id);
 const known = (value) => value !== null && value !== undefined;
 
+const grouped = new Intl.NumberFormat("en", { maximumFractionDigits: 12 }); // slow to make
+
 function digits(value, count = 3) {
   if (!known(value)) return "–";
   if (value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e6)) return value.toExponential(count - 1);
-  return Number(value.toPrecision(count)).toLocaleString("en", { maximumFractionDigits: 12 });
+  return grouped.format(Number(value.toPrecision(count)));
 }
 
 function scaled(value, unit, base = 1000) {
