@@ -3,7 +3,7 @@
 # make check         what a change must pass, and CI runs: formatting, lint, types, import contracts,
 #                    the tests, the deployment
 # make static        formatting, lint, types and import contracts alone
-# make test-cluster  docs/deploy.md carried out on this machine: SuperLink, SuperNodes, devices, edge, failures
+# make test-cluster  docs/deploy.md and its sister pages carried out on this machine: installation, services, failures
 # make test-slow     failure matrices and laws over real daemons; tens of minutes
 # make test-arm      a device of another processor: an arm64 Debian under qemu beside this machine
 # make test-oldest   the tests, or TESTS="tests/laws ...", with the oldest torch that is supported

@@ -184,7 +184,7 @@ def write() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     DOCUMENT.write_text(rendered(text), encoding="utf-8")
     for table in _TABLE.finditer(text):
-        draw(read_curves(_sources(table[2])), RESULTS / f"{table[2]}.png")
+        draw(read_curves(_sources(table[2])), RESULTS / f"{table[2]}.png", table[3].split(","))
 
 
 def main(arguments: list[str]) -> None:

@@ -46,10 +46,11 @@ from collapipe_flwr.federation.sinks import Sinks
 from collapipe_flwr.federation.strategy_names import make_strategy
 from collapipe_flwr.models import save_adapter, save_whole
 from collapipe_flwr.models.profile import profile_model
+from collapipe_flwr.pipeline.compute import resolve
 from collapipe_flwr.reporting.console import RoundPrinter
 from collapipe_flwr.reporting.events import RunStory
+from collapipe_flwr.reporting.log_lines import print_line
 from collapipe_flwr.reporting.progress import ProgressFile
-from collapipe_flwr.reporting.report.page import closing_report
 from collapipe_flwr.reporting.run_directory import RunDirectory
 from collapipe_flwr.reporting.run_lock import writing
 from collapipe_flwr.reporting.sinks import check_sinks
@@ -83,10 +84,14 @@ def _run(grid: Grid, config: AppConfig, progress: ProgressFile, printer: RoundPr
     make_strategy(config)  # refuses wrong arguments
     check_sinks(config.reporting.sinks)
     learner = make_learner(config)
-    evaluator = Evaluator(learner.splitter, learner.task, config.evaluation.batch_size)
+    place = resolve(config.train.compute, "train.compute")
+    evaluator = Evaluator(learner.splitter, learner.task, config.evaluation.batch_size, place)
     progress.enter("waiting for the clusters")
     members, planner = _clusters(grid, config, learner)
     folder = open_run(config)
+    if config.reporting.log_lines:
+        folder.directory.tell = print_line
+        print_line("config", flatten(config))
     progress.folder = folder.directory.path
     if planner is not None:
         progress.simulated = not any(cluster.real_links for cluster in planner.world.clusters)
@@ -101,9 +106,6 @@ def _run(grid: Grid, config: AppConfig, progress: ProgressFile, printer: RoundPr
         except BaseException as error:
             recorder.fail(str(error) or type(error).__name__)
             raise
-        finally:
-            progress.enter("writing the report")
-            log.info("%s", closing_report(folder.directory.path))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from collapipe_flwr.cli.hosting import Allow, Ca, Certificate, Key, tls_files
+from collapipe_flwr.cli.hosting import Allow, Ca, Certificate, Compute, Key, tls_files
 from collapipe_flwr.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
     stream: Annotated[bool, typer.Option(help="Print pieces as they are generated.")] = False,
     devices: Annotated[int, typer.Option(help="Number of threads that act as devices.", min=1)] = 2,
+    compute: Compute = "auto",
     edge_blocks: Annotated[
         int, typer.Option(help="Upper blocks at the edge (decoder-only models).", min=0)
     ] = 0,
@@ -101,9 +102,9 @@ def generate(
     access = _access(config, allow, listen, tls)
     model = TextModel.load(run, edge_blocks=edge_blocks)
     place = (
-        local_generator(model, devices=devices, slots=slots)
+        local_generator(model, devices=devices, slots=slots, compute=compute)
         if config is None
-        else cluster_generator(model, config, edge_address=edge, slots=slots)
+        else cluster_generator(model, config, edge_address=edge, slots=slots, compute=compute)
     )
     with place as writer:
         _print(writer.write, requests, stream, slots)

@@ -34,10 +34,15 @@ Key = Annotated[Path | None, typer.Option("--tls-key", help="PEM: its private ke
 MemoryMb = Annotated[
     float,
     typer.Option(
-        help="For models in all, without activations; 0: as much as is free at the start.", min=0
+        help="For models in all, without activations; 0: as much as is free where it computes.",
+        min=0,
     ),
 ]
 Threads = Annotated[int, typer.Option(help="To compute on; 0: one per core.", min=0)]
+Compute = Annotated[
+    str,
+    typer.Option(help="Where: cpu, cuda, cuda:N, mps, xpu; auto: cuda or xpu if there, else cpu."),
+]
 Insecure = Annotated[bool, typer.Option(help="Plain text beyond loopback, knowing what it means.")]
 Imports = Annotated[
     list[str] | None,
@@ -103,7 +108,6 @@ def _settings(
     """
     from collapipe_flwr.config.cluster_file import clusters_in, read_cluster
     from collapipe_flwr.host.daemon import HostSettings
-    from collapipe_flwr.pipeline.benchmark import available_memory_bytes
 
     paths = cluster or []
     clusters = [read_cluster(path) for path in paths if not path.is_dir()]
@@ -118,7 +122,7 @@ def _settings(
         name=name,
         tls=tls,
         rosters=rosters,
-        memory_bytes=int(memory_mb * 1e6) or available_memory_bytes(),
+        memory_bytes=int(memory_mb * 1e6),
         imports=tuple(imports or ()),
         **options,
     )
@@ -150,6 +154,7 @@ def device(
     key: Key = None,
     insecure: Insecure = False,
     memory_mb: MemoryMb = 0.0,
+    compute: Compute = "auto",
     threads: Threads = 0,
     imports: Imports = None,
     grace_s: Grace = 10.0,
@@ -188,6 +193,7 @@ def device(
         radio_interface=radio_interface,
         energy_sensor=energy_sensor,
         imports=imports,
+        compute=compute,
         threads=threads,
         grace_s=grace_s,
         metrics=metrics,
@@ -206,6 +212,7 @@ def edge(
     key: Key = None,
     insecure: Insecure = False,
     memory_mb: MemoryMb = 0.0,
+    compute: Compute = "auto",
     threads: Threads = 0,
     imports: Imports = None,
     grace_s: Grace = 10.0,
@@ -233,6 +240,7 @@ def edge(
         state_dir=state_dir,
         cache_bytes=0,
         imports=imports,
+        compute=compute,
         threads=threads,
         grace_s=grace_s,
         metrics=metrics,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -41,6 +42,19 @@ Folder = Annotated[
         "root, else ~/.config/collapipe."
     ),
 ]
+
+
+class ServiceOf(StrEnum):
+    """Whose systemd runs a service."""
+
+    system = "system"
+    user = "user"
+
+
+AsService = Annotated[
+    ServiceOf | None,
+    typer.Option("--service", help="Install and start a service of systemd, and return."),
+]
 Minutes = Annotated[float, typer.Option(help="For how long the token is valid.", min=1)]
 
 
@@ -62,6 +76,7 @@ def init(
     ] = 8,
     minutes: Minutes = 60.0,
     folder: Folder = None,
+    service: AsService = None,
     measure: Annotated[bool, typer.Option(help="Measure this machine for plans.")] = True,
 ) -> None:
     """Make a cluster; run it on its control unit. Print a token by which boards join.
@@ -80,6 +95,7 @@ def init(
     )
     from collapipe_flwr.membership.registry import NewCluster
 
+    _check_service(service)
     registry = _registry(folder)
     at = with_port(address or own_host(), JOINING_PORT)
     host = at.rpartition(":")[0]
@@ -99,7 +115,10 @@ def init(
     _print_token(registry, config, TokenRole.device, members, minutes)
     for role in elsewhere or ():
         _print_token(registry, config, TokenRole(role.value), 1, minutes)
-    typer.echo(f"then, here: collapipe cluster serve{_option(folder)}")
+    if service is None:
+        typer.echo(f"then, here: collapipe cluster serve{_option(folder)}")
+    else:
+        _install(service, "cluster", registry.folder)
 
 
 def token(
@@ -121,6 +140,9 @@ def serve(
     listen: Annotated[
         str, typer.Option(help="HOST:PORT for newcomers. Default: the control unit's address.")
     ] = "",
+    announce: Annotated[
+        bool, typer.Option("--announce", help="Tell the local network where it is, by mDNS.")
+    ] = False,
     edge: Annotated[bool, typer.Option(help="Run the edge, too, where its files are here.")] = True,
     edge_options: Annotated[
         list[str] | None, typer.Argument(help="Behind --: options of `collapipe edge`.")
@@ -136,7 +158,9 @@ def serve(
     from collapipe_flwr.membership.serving import serve as stay
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    settings = ServeSettings(listen=listen, edge=edge, edge_options=tuple(edge_options or ()))
+    settings = ServeSettings(
+        listen=listen, edge=edge, edge_options=tuple(edge_options or ()), announce=announce
+    )
     stay(_registry(folder), settings, lambda text: typer.echo(text))
 
 
@@ -211,7 +235,12 @@ def join(
     ] = "",
     kind: Annotated[str, typer.Option(help="Board preset. Default: by its own description.")] = "",
     folder: Folder = None,
+    service: AsService = None,
     start: Annotated[bool, typer.Option(help="Then run its daemon until SIGTERM.")] = True,
+    discover: Annotated[
+        bool,
+        typer.Option("--discover", help="Look for the control unit by mDNS, not at its address."),
+    ] = False,
     again: Annotated[
         bool, typer.Option("--again", help="Join anew with another key, as after a removal.")
     ] = False,
@@ -234,6 +263,7 @@ def join(
     from collapipe_flwr.membership.registry import default_folder
     from collapipe_flwr.membership.tokens import parse_token
 
+    _check_service(service)
     known = parse_token(sys.stdin.readline() if token == "-" else token)
     newcomer = Newcomer(
         folder=folder or default_folder(),
@@ -245,22 +275,29 @@ def join(
         forget(newcomer)
     found = membership_of(newcomer, known.pin)
     if found is None:
-        found = _join(known, newcomer)
+        found = _join(known, newcomer, discover)
         typer.echo(f"{found.name} joined {found.cluster.id} as {found.role.value}")
     else:
         typer.echo(f"{found.name} is in {found.cluster.id} already, as {found.role.value}")
-    if start:
+    if service is not None and found.role.value in ("device", "edge"):
+        _install(service, found.role.value, newcomer.folder, found.name, options or ())
+    elif start:
         _start(found, newcomer.folder, options or [])
 
 
-def _join(token: JoinToken, newcomer: Newcomer) -> Membership:
+def _join(token: JoinToken, newcomer: Newcomer, discover: bool) -> Membership:
     from collapipe_flwr.config.access_control import Role
     from collapipe_flwr.membership import newcomer as here
 
+    unit = token.address
+    if discover:
+        from collapipe_flwr.membership.discovery import found
+
+        unit = found(token.pin, interface=unit.rpartition(":")[0])
     port = here.EDGE_PORT if token.role is Role.EDGE else here.DEVICE_PORT
-    address = here.with_port(newcomer.address or here.host_towards(token.address), port)
+    address = here.with_port(newcomer.address or here.host_towards(unit), port)
     measure = here.measured if token.role is Role.DEVICE else None
-    return here.join(token, replace(newcomer, address=address), measure)
+    return here.join(token, replace(newcomer, address=address), measure, address=unit)
 
 
 def _start(found: Membership, folder: Path, options: list[str]) -> None:
@@ -278,6 +315,23 @@ def _start(found: Membership, folder: Path, options: list[str]) -> None:
     sys.stdout.flush()
     python = [sys.executable, "-m", "collapipe_flwr.cli"]
     os.execv(sys.executable, [*python, *command, *options])
+
+
+def _check_service(service: ServiceOf | None) -> None:
+    from collapipe_flwr.membership.services import Manager, check_manager
+
+    if service is not None:
+        check_manager(Manager(service.value))
+
+
+def _install(
+    service: ServiceOf, unit: str, folder: Path, name: str = "", options: Sequence[str] = ()
+) -> None:
+    from collapipe_flwr.membership.services import Manager, Service, install
+
+    wanted = Service(unit=unit, folder=folder, name=name, options=options)
+    path = install(wanted, Manager(service.value))
+    typer.echo(f"{wanted.service} runs, and starts with this machine: {path}")
 
 
 def _registry(folder: Path | None) -> Registry:

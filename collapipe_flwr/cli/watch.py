@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from collapipe_flwr.reporting.live.feed import Find
 
 
 def watch(
     run: Annotated[
-        Path | None,
-        typer.Argument(help="Run directory, which may come to be later. Default: the newest."),
+        str | None,
+        typer.Argument(
+            help="Run directory, which may come to be later; with --superlink, a run id. Default: "
+            "the newest."
+        ),
     ] = None,
     output_dir: Annotated[
         Path, typer.Option(help="Folder of run directories, for the newest of them.")
@@ -20,6 +27,14 @@ def watch(
     port: Annotated[
         int, typer.Option(help="Port to listen at; 0: a free one.", min=0, max=65535)
     ] = 0,
+    superlink: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Follow a run on this SuperLink, a connection that `flwr` knows, through its log. "
+            "The run needs reporting.log-lines=true.",
+        ),
+    ] = None,
 ) -> None:
     """Show a run in the browser while it goes on: prints the URL, and serves until Ctrl-C.
 
@@ -27,13 +42,30 @@ def watch(
     holds a token, without which nothing is shown.
     """
     from collapipe_flwr.core.errors import wrong_input
+    from collapipe_flwr.reporting.live.finding import run_finder
+
+    if superlink is None:
+        with wrong_input():
+            find = run_finder(None if run is None else Path(run), output_dir)
+        _serve(find, host, port)
+        return
+    from collapipe_flwr.federation.superlink_run import SuperLinkRun
+
+    with TemporaryDirectory(prefix="collapipe-watch-") as folder:
+        with wrong_input():
+            followed = SuperLinkRun(superlink, run, Path(folder))
+        with followed.following():
+            _serve(lambda: followed.run_dir, host, port)
+
+
+def _serve(find: Find, host: str, port: int) -> None:
+    from collapipe_flwr.core.errors import wrong_input
     from collapipe_flwr.core.processes import stopping
     from collapipe_flwr.reporting.live.feed import Feed
-    from collapipe_flwr.reporting.live.finding import run_finder
     from collapipe_flwr.reporting.live.server import Bind, LiveServer
 
+    feed = Feed(find)
     with wrong_input():
-        feed = Feed(run_finder(run, output_dir))
         server = LiveServer(feed, Bind.at(host, port))
     if server.bind.token:
         typer.echo(

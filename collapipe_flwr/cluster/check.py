@@ -9,8 +9,10 @@ from dataclasses import dataclass, field, replace
 
 from collapipe_flwr.cluster.profile import Measured, MeasuredLink, Measurements
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
+from collapipe_flwr.core.compute import AUTO
 from collapipe_flwr.core.errors import CollaPipeError, LinkTimeout
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest, run_benchmark
+from collapipe_flwr.pipeline.compute import resolve
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.diagnosis import diagnosis
 from collapipe_flwr.transport.dialer import measure_way
@@ -30,6 +32,7 @@ class CheckSettings:
     deadline_s: float = 10.0  # for an answer
     most_links: int = 64  # that are measured; 0: all
     wake_s: float = 180.0  # for a board to load its libraries and run the benchmark
+    compute: str = AUTO  # of the control unit
     clock: Callable[[], float] = time.time
 
     @property
@@ -98,13 +101,16 @@ def _control_unit(config: ClusterConfig, settings: CheckSettings) -> Measured:
 
 def measure_here(name: str, settings: CheckSettings) -> Measured:
     """The speed and free memory of this machine, as a member that is called ``name``."""
-    found = run_benchmark(settings.block)
-    speed, overhead_s = fitted(found, run_benchmark(settings.one_example))
+    place = resolve(settings.compute, "--compute")
+    found = run_benchmark(settings.block, place)
+    speed, overhead_s = fitted(found, run_benchmark(settings.one_example, place))
     return Measured(
         name=name,
         speed_flop_per_s=speed,
         overhead_s=overhead_s,
         memory_bytes=found.memory_bytes,
+        computes=found.computes,
+        torch=found.torch,
     )
 
 
@@ -179,6 +185,8 @@ def _measured(member: MemberConfig, client: EdgeClient, settings: CheckSettings)
         speed_flop_per_s=speed,
         overhead_s=overhead_s,
         memory_bytes=found.memory_bytes,
+        computes=found.computes,
+        torch=found.torch,
         rate_bit_per_s=way.rate_bit_per_s,
         delay_s=way.delay_s,
         idle_bytes=_idle_bytes(status),

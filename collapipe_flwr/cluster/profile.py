@@ -24,7 +24,8 @@ class Measured:
     """One member; a figure is None where it was not measured, ``fault`` is empty if all is well.
 
     ``speed_flop_per_s`` is that of forward and backward passes of one block, besides
-    ``overhead_s``, which they take however few examples there are. ``rate_bit_per_s``
+    ``overhead_s``, which they take however few examples there are; the device that ``computes``
+    did them, by the build of ``torch`` there. ``rate_bit_per_s``
     and ``delay_s`` (one way) those of the link from the control unit. ``idle_bytes`` is what its
     daemon held before the check had it load anything, ``clock_ahead_s`` how far its clock is ahead
     of the control unit's. ``power_w`` is what its ``energy_sensor`` told before the benchmark; it
@@ -36,6 +37,8 @@ class Measured:
     speed_flop_per_s: float | None = None
     overhead_s: float | None = None
     memory_bytes: int | None = None
+    computes: str = ""
+    torch: str = ""
     rate_bit_per_s: float | None = None
     delay_s: float | None = None
     idle_bytes: int | None = None

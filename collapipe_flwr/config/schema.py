@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from collapipe_flwr.config.parsing import flatten_section, parse_section, refuse_unknown
+from collapipe_flwr.core.compute import AUTO as WHERE_BEST
+from collapipe_flwr.core.compute import compute_name
 from collapipe_flwr.core.keys import (
     Value,
     above,
@@ -93,6 +95,7 @@ class TrainConfig:
     decay: str = key("linear", one_of("none", "linear"))  # linear: towards 0 after the last round
     examples_per_round: int = key(960, at_least(0))  # of each cluster; 0: all it has
     execution: Execution = inline(Execution())
+    compute: str = key(WHERE_BEST, compute_name())  # where; compute in --node-config goes first
     threads: int = key(1, at_least(1))  # torch threads of a cluster's process, and of the server's
     snapshot_every: int = key(0, at_least(0))  # steps that a lost device costs at most; 0: a round
 
@@ -155,6 +158,7 @@ class EdgeConfig:
     """The edge server that holds the decoder or head."""
 
     address: str = key("")  # HOST:PORT of a running one; empty: the ServerApp starts one here
+    compute: str = key(WHERE_BEST, compute_name())  # where the one that it starts computes
     certificate_name: str = key("")  # what it must prove under TLS; empty: the host in its address
     tls_ca: Path | None = key(None, path())  # PEM files of this side; empty: plain text
     tls_cert: Path | None = key(None, path())
@@ -185,6 +189,7 @@ class ReportingConfig:
     metrics: str = key(  # where the sink prometheus is scraped
         METRICS_ADDRESS, matches(r"(.+:)?\d{1,5}", f'must read like "{METRICS_ADDRESS}" or "9464"')
     )
+    log_lines: bool = key(False)  # also to the ServerApp's log: `reporting.log_lines`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,12 @@ def folder_only(name: str) -> bool:
     return starts or beside or name.endswith("/") or "\\" in name or name.count("/") > _MOST_SLASHES
 
 
+def no_such_path(key: str, name: str) -> str:
+    """The sentence on a file or folder that is not there."""
+    looked = Path(name).expanduser().absolute()
+    return f'{key} "{name}" does not exist (looked for {looked}): correct the path'
+
+
 @cache
 def is_reachable() -> bool:
     """Whether the hub answers within `LIMIT_S`; otherwise this process is offline from now on."""

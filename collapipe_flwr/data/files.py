@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from collapipe_flwr.core.errors import DataError, extra
-from collapipe_flwr.core.hub import folder_only, is_reachable
+from collapipe_flwr.core.hub import folder_only, is_reachable, no_such_path
 from collapipe_flwr.data.reader import numbered
 
 with extra("data"):
@@ -149,9 +149,7 @@ def load_table(
     if chosen:
         return _folder(folder, key=key, split=chosen, only_split_serves=False)
     if builder is not None or folder_only(name):
-        raise DataError(
-            f'{key} "{name}" does not exist (looked for {path.absolute()}): correct the path'
-        )
+        raise DataError(no_such_path(key, name))
     hub_name, config, hub_split = (*name.split(":"), "", "")[:3]
     is_reachable()
     return _load(key, name, hub_name, name=config or None, split=hub_split or split)

@@ -28,11 +28,12 @@ from typing import Any, TypeVar
 from collapipe_flwr.config.cluster_file import MEMBER_NAME
 from collapipe_flwr.config.parsing import flatten_section, parse_section, refuse_unknown
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.keys import between, key, matches
+from collapipe_flwr.core.keys import between, inline, key, matches
 
 T = TypeVar("T")
 CONTROL_UNIT, EDGE, SERVER, DEVICE = "control-unit", "edge", "server", "device"
 _HOST = matches(r"([A-Za-z0-9_\[][^\s/@'\"]*)?", "must be a host name or address")
+_OPTIONS = matches(r"[^\"\n`$\\]*", "must have no quotes, backslashes or variables")
 _WORD = matches(r"([A-Za-z0-9/._][^\s'\"]*)?", "must be a word")
 
 
@@ -40,16 +41,18 @@ _WORD = matches(r"([A-Za-z0-9/._][^\s'\"]*)?", "must be a word")
 class Access:
     """How a machine is reached and what it runs; paths of wheels and ssh are on this machine.
 
-    A ``wheel`` is installed into an environment of its own, from the package index ``index`` if
-    there is one; an ``environment`` that is on the machine already is taken as it is.
+    A ``wheel`` is installed into an environment of its own, what it needs from the package index
+    ``index`` if there is one, and from ``extra_index``; an ``environment`` that is on the machine
+    already is taken as it is.
     """
 
     user: str = key("", _WORD)  # empty: ssh's choice
     port: int = key(0, between(0, 65535))  # 0: ssh's choice
-    python: str = key("python3", _WORD)
+    python: str = key("", _WORD)  # empty: python3
     wheel: str = key("")
-    constraints: str = key("")  # for pip; empty: those for the machine's processor
+    constraints: str = key("")  # for pip
     index: str = key("", _WORD)
+    extra_index: str = key("", _WORD)
     environment: str = key("", _WORD)
 
 
@@ -60,14 +63,8 @@ class Table:
     name: str = key("", matches(r"([A-Za-z0-9][A-Za-z0-9._-]{0,62})?", MEMBER_NAME.says))
     host: str = key("", _HOST)
     address: str = key("", _HOST)  # empty: as ssh
-    options: str = key("")  # of its daemon
-    user: str = key("", _WORD)
-    port: int = key(0, between(0, 65535))
-    python: str = key("", _WORD)
-    wheel: str = key("")
-    constraints: str = key("")
-    index: str = key("", _WORD)
-    environment: str = key("", _WORD)
+    options: str = key("", _OPTIONS)  # of its daemon
+    access: Access = inline(Access())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,9 +208,12 @@ def _access(tables: list[Table], common: Access, folder: Path) -> Access:
     """What the first of a machine's tables says that says something, else what holds for all."""
     found: dict[str, Any] = {}
     for name in (field.name for field in fields(Access)):
-        said = [value for table in tables if (value := getattr(table, name))]
+        said = [value for table in tables if (value := getattr(table.access, name))]
         found[name] = said[0] if said else getattr(common, name)
     access = Access(**found)
+    own = [table.access for table in tables]
+    if any(each.wheel for each in own) and not any(each.environment for each in own):
+        access = replace(access, environment="")
     if access.environment:
         return replace(access, wheel="", constraints="")
     if not access.wheel:

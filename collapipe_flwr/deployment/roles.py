@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
@@ -25,7 +26,7 @@ from collapipe_flwr.deployment.steps import Step
 OPT, ETC = "/opt/collapipe", "/etc/collapipe"
 USER, KEEPER = "collapipe", "collapipe-registrar"  # who trains; who has the key of the CA
 JOINING_PORT, PORTS = 50060, {DEVICE: 50071, EDGE: 50061, SERVER: 8000}
-REGISTRAR = "collapipe-registrar"
+REGISTRAR = "collapipe-cluster"
 _UNITS = {
     CONTROL_UNIT: (REGISTRAR, "collapipe-control-unit", "collapipe-supernode"),
     EDGE: ("collapipe-edge",),
@@ -100,7 +101,7 @@ def _programs(machine: Machine) -> Iterator[Step]:
             f"ln -sfn {quote(access.environment)} {OPT}/venv",
         )
         return
-    python = quote(access.python)
+    python = quote(access.python or "python3")
     yield Step(
         name="python",
         test=f"{python} -c 'import sys; sys.exit(sys.version_info < (3, 11))'",
@@ -119,13 +120,16 @@ def _wheel(machine: Machine) -> Step:
     """pip runs again, in the same environment, if it was interrupted or the wheel differs."""
     access, name = machine.access, Path(machine.access.wheel).name
     wheel = Path(access.wheel).read_bytes()
-    constraints = Path(access.constraints).read_bytes() if access.constraints else b""
+    constraints = _constraints(Path(access.constraints)).encode() if access.constraints else b""
     extras = "[flower,data,metrics]" if machine.with_flower else ""
-    said = (wheel, constraints, extras.encode(), access.index.encode(), access.python.encode())
+    indexes = [
+        *(("--index-url", access.index) if access.index else ()),
+        *(("--extra-index-url", access.extra_index) if access.extra_index else ()),
+    ]
+    options = shlex.join([*indexes, *(("-c", "constraints.txt") if constraints else ())])
+    said = (wheel, constraints, extras.encode(), options.encode(), access.python.encode())
     mark = hashlib.sha256(b"\0".join(said)).hexdigest()
     pip = f"{OPT}/venv/bin/pip --disable-pip-version-check install --quiet"
-    index = f" --index-url {quote(access.index)}" if access.index else ""
-    limits = " -c constraints.txt" if constraints else ""
     return Step(
         name="environment",
         test=f'[ "$(cat {OPT}/installed)" = {mark} ] && {OPT}/venv/bin/collapipe --version',
@@ -137,13 +141,26 @@ cd {OPT}/wheel
 {_base64(constraints, "constraints.txt")}
 {OPT}/venv/bin/pip --version || {{
   rm -rf {OPT}/venv
-  {quote(access.python)} -m venv {OPT}/venv
+  {quote(access.python or "python3")} -m venv {OPT}/venv
 }}
-{pip}{index}{limits} {quote(f"./{name}{extras}")}
+{pip} {options} {quote(f"./{name}{extras}")}
 {pip} --no-deps --force-reinstall {quote(f"./{name}")}
 {OPT}/venv/bin/collapipe --version
 echo {mark} > {OPT}/installed""",
     )
+
+
+def _constraints(path: Path) -> str:
+    """A file of constraints with those that it includes, as one text; raises ConfigError."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(f"constraints {path} cannot be read: {error.strerror}") from error
+    texts = (
+        _constraints(path.parent / line[3:].strip()) if line.startswith("-c ") else line
+        for line in lines
+    )
+    return "\n".join(texts) + "\n"
 
 
 def founding(inventory: Inventory) -> Iterator[Step]:
@@ -167,7 +184,11 @@ def founding(inventory: Inventory) -> Iterator[Step]:
     )
     listening = f"{role.address}:{JOINING_PORT}"
     yield from _served(
-        Service(unit=REGISTRAR, settings={"COLLAPIPE_FOLDER": folder}, address=listening)
+        Service(
+            unit=REGISTRAR,
+            settings={"COLLAPIPE_FOLDER": folder, "COLLAPIPE_OPTIONS": "--no-edge"},
+            address=listening,
+        )
     )
 
 
@@ -288,10 +309,12 @@ def _base64(data: bytes, path: str) -> str:
 
 
 def unit_text(unit: str) -> str:
-    """A service as systemd reads it: from the wheel, or beside the package in a checkout."""
-    in_wheel = files("collapipe_flwr") / "systemd" / f"{unit}.service"
-    beside = Path(__file__).parents[2] / "deploy" / "systemd" / f"{unit}.service"
-    for place in (in_wheel, beside):
-        if place.is_file():
-            return place.read_text(encoding="utf-8")
-    raise ConfigError(f"{beside} is missing: deploy from the wheel or from the whole sources")
+    """A service as systemd reads it; that of the CA's key is a user's of its own.
+
+    Apps of runs, which are whoever's starts a run, are executed as the user of the other services.
+    """
+    text = (files("collapipe_flwr") / "systemd" / f"{unit}.service").read_text(encoding="utf-8")
+    if unit != REGISTRAR:
+        return text
+    text = text.replace(f"User={USER}\n", f"User={KEEPER}\nGroup={USER}\n")
+    return text.replace("UMask=0077", "UMask=0027")  # the control unit reads the cluster's file

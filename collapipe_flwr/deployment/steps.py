@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from shlex import quote
 
 from collapipe_flwr.core.errors import LinkError
 
@@ -73,7 +74,7 @@ def script_of(steps: Sequence[Step], *, dry: bool) -> str:
     for number, each in enumerate(steps):
         parts.append(f"test_{number}() {{\n{each.test}\n}}")
         parts.append(f"do_{number}() {{\n{each.action}\n}}")
-    parts += [f"step {number} '{each.name}'" for number, each in enumerate(steps)]
+    parts += [f"step {number} {quote(each.name)}" for number, each in enumerate(steps)]
     return "\n".join(parts)
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from collapipe_flwr.cluster.loader import Batches, LoaderBatches
 from collapipe_flwr.cluster.profile import describe_cluster
 from collapipe_flwr.config.schema import EdgeConfig, WorldConfig
+from collapipe_flwr.core.compute import AUTO
 from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import RunError, unexpected_as_run_error
 from collapipe_flwr.core.imports import allow
@@ -34,6 +35,7 @@ from collapipe_flwr.federation import records
 from collapipe_flwr.federation.arrays import decode_tensors, take_record, take_tensors
 from collapipe_flwr.federation.evaluation_sets import LoaderTest, Metrics, TestSet
 from collapipe_flwr.federation.messages import only_arrays
+from collapipe_flwr.federation.node_keys import COMPUTE_KEY
 from collapipe_flwr.federation.pipeline_round import PipelineRound, telemetry
 from collapipe_flwr.federation.site import Site, cluster_file
 from collapipe_flwr.host.allocator import configured_malloc
@@ -49,7 +51,8 @@ class Cluster:
     ``devices`` are the presets of simulated ones, with ``;`` between those of one client and those
     of the next (clients take turns). A node whose ``--node-config`` names a ``cluster`` file uses
     the daemons in that. Rounds are planned for ``examples``. ``edge`` is how nodes without a
-    cluster file reach an edge with TLS. ``threads`` are those of torch in this process.
+    cluster file reach an edge with TLS. ``threads`` are those of torch in this process, and parts
+    in it ``compute`` on its accelerator, if it has one, or where this says (``cpu``, ``cuda:1``).
 
     ``site`` instead reads all of this from a context, for an app with settings of its own; None
     says that the run has no place for a node.
@@ -69,6 +72,7 @@ class Cluster:
         examples: int | Callable[[Context], int] = EXAMPLES,
         edge: EdgeConfig | None = None,
         threads: int = 1,
+        compute: str = AUTO,
         site: Callable[[Context], Site | None] | None = None,
     ) -> None:
         self._app = app
@@ -77,7 +81,7 @@ class Cluster:
         for index in range(len(lists)):
             describe_cluster(world, index, EXAMPLES)
         self._examples = examples
-        self._site_of = site or partial(_site, world, edge or EdgeConfig(), threads)
+        self._site_of = site or partial(_site, world, edge or EdgeConfig(), threads, compute)
         self._package = sys._getframe(1).f_globals["__name__"].partition(".")[0]
         app.query("describe")(self.describe)
         # Mods of the app expect messages with arrays, and refuse all others.
@@ -182,7 +186,9 @@ class Cluster:
         return decode_tensors(arrays) if mods_of(self._app) else take_tensors(arrays)
 
 
-def _site(world: WorldConfig, edge: EdgeConfig, threads: int, context: Context) -> Site:
+def _site(
+    world: WorldConfig, edge: EdgeConfig, threads: int, compute: str, context: Context
+) -> Site:
     index = int(context.node_config.get("partition-id", context.node_id))
     return Site(
         index=index,
@@ -190,6 +196,7 @@ def _site(world: WorldConfig, edge: EdgeConfig, threads: int, context: Context) 
         cluster=cluster_file(context.node_config),
         simulated=partial(describe_cluster, world, index),
         threads=threads,
+        compute=str(context.node_config.get(COMPUTE_KEY, compute)),
     )
 
 

@@ -26,7 +26,8 @@ from collapipe_flwr.simulation.world import EnergyBudget, budgeted, make_world
 
 log = logging.getLogger("flwr.collapipe")
 MOST_MICRO_BATCHES = 8  # of a user's batch: what each takes besides is unknown in the first rounds
-DESCRIBE_S = 60.0  # for nodes to describe their clusters; halved by every wait in vain
+# For nodes to describe their clusters: a weak board imports for minutes. Halved by waits in vain.
+DESCRIBE_S = 300.0
 LEAST_DESCRIBE_S = 2.0
 
 

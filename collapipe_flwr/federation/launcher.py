@@ -1,4 +1,4 @@
-"""Run an app through ``flwr run . --stream`` on a SuperLink of its own.
+"""Run an app through ``flwr run . --stream`` on a SuperLink of its own, or on real clusters.
 
 ``flwr run`` keeps one detached local SuperLink per port and reuses whichever answers there, with
 the environment and working directory of its first launcher; and with ``--stream`` it exits with 0
@@ -20,7 +20,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -40,13 +40,17 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What to run: an app folder, overrides of its run-config, where results go."""
+    """What to run: an app folder, overrides of its run-config, where results go.
+
+    ``clusters`` are files of real ones, on which it runs without Flower's simulation.
+    """
 
     app: Path
     output_dir: Path
     run_name: str
     run_config: Mapping[str, Value] = field(default_factory=dict)
     federation_config: Path | None = None
+    clusters: tuple[Path, ...] = ()
 
     @property
     def run_dir(self) -> Path:
@@ -71,8 +75,8 @@ def run_app(launch: Launch, look: Callable[[], None]) -> None:
         write_overrides({**launch.run_config, **where}, config)
         with (
             launch.log.open("ab") as log,
-            private_superlink(launch.app, env),
-            _started(_flwr_run(launch, config), launch.app, env, log) as process,
+            nullcontext() if launch.clusters else private_superlink(launch.app, env),
+            _started(_command(launch, config), launch.app, env, log) as process,
         ):
             while process.poll() is None:
                 look()
@@ -90,6 +94,14 @@ def first_error(log: Path, start: int = 0) -> str | None:
             if plain.startswith("ERROR"):
                 return plain.partition(":")[2].strip()
     return None
+
+
+def _command(launch: Launch, config: Path) -> list[str]:
+    """What ends with the run: Flower's own command, or the run itself on real clusters."""
+    if not launch.clusters:
+        return _flwr_run(launch, config)
+    here = [sys.executable, "-m", "collapipe_flwr.federation.local_run", str(config)]
+    return [*here, *map(str, launch.clusters)]
 
 
 def _flwr_run(launch: Launch, config: Path) -> list[str]:

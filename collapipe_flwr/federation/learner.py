@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
@@ -22,6 +23,7 @@ from collapipe_flwr.data.tasks import Task, load_task
 from collapipe_flwr.models import BatchShape, ModelSpec, Splitter, make_spec
 from collapipe_flwr.models.checkpoint import read_pretrained_config
 from collapipe_flwr.models.described import DescribedModel
+from collapipe_flwr.pipeline.compute import CPU, hold
 from collapipe_flwr.reporting.progress import ClusterProgress
 
 _MOST_SHOWN = 6  # tensors in a sentence
@@ -208,8 +210,11 @@ def _shape(task: Task) -> BatchShape:
 class Evaluator:
     """Scores global weights on the test set of a task."""
 
-    def __init__(self, splitter: Splitter, task: Task, batch_size: int) -> None:
+    def __init__(
+        self, splitter: Splitter, task: Task, batch_size: int, compute: torch.device = CPU
+    ) -> None:
         self._splitter = splitter
+        self._compute = compute
         self.task = task
         rows: list[Example] = task.examples(task.test).to_list()
         self._batches = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
@@ -222,7 +227,8 @@ class Evaluator:
 
     def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, float]:
         """``loss`` (mean over labels) and every metric of the task."""
-        model, wanted = self._splitter.build_whole(weights), prediction_config(self.task)
+        model = hold(self._splitter.build_whole(weights), self._compute)
+        wanted = prediction_config(self.task)
         losses: list[tuple[float, float]] = []
         tally: Tally = {}
         for done, rows in enumerate(self._batches):

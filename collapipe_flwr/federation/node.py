@@ -35,6 +35,7 @@ from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.stream import Stream, StreamPlace, next_round
 from collapipe_flwr.data.tokenizer import Vocabulary
 from collapipe_flwr.federation import records
+from collapipe_flwr.federation.node_keys import COMPUTE_KEY
 from collapipe_flwr.federation.node_state import Kept, NodeState
 from collapipe_flwr.federation.site import Site, cluster_file
 
@@ -74,6 +75,7 @@ class Node:
             cluster=cluster_file(context.node_config),
             simulated=partial(describe_cluster, config.world, place.index),
             threads=config.train.threads,
+            compute=str(context.node_config.get(COMPUTE_KEY, config.train.compute)),
             state_dir=config.train.state_dir,
         )
         return Node(config=config, place=place, site=site, context=context)

@@ -84,7 +84,7 @@ class PipelineRound:
         splitter = splitter_for(self.task.model_spec_json)
         with site.devices(self.task, splitter) as devices:
             order = replace(
-                self._order(splitter, weights), batches=batches.num_batches(self.sizes[0])
+                self._order(splitter, weights, site), batches=batches.num_batches(self.sizes[0])
             )
             if state is not None:
                 order = replace(order, slots=recall_optimizer(state), keep_optimizer=True)
@@ -127,20 +127,21 @@ class PipelineRound:
         with site.devices(self.task, splitter) as devices:
             return evaluate_batches(
                 splitter,
-                self._order(splitter, weights),
+                self._order(splitter, weights, site),
                 _micro_batches(splitter, steps),
                 devices.fleet,
                 recovery=devices.recovery,
                 wanted=wanted,
             )
 
-    def _order(self, splitter: AnySplitter, weights: Weights) -> RoundOrder:
+    def _order(self, splitter: AnySplitter, weights: Weights, site: Site) -> RoundOrder:
         return RoundOrder(
             plan=self.plan,
             weights=weights,
             learning=self.task.learning,
             dropout_seed=self._dropout_seed(splitter),
             server_round=self.server_round,
+            compute=site.place,
         )
 
     def _dropout_seed(self, splitter: AnySplitter) -> int | None:

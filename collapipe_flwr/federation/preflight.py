@@ -13,28 +13,25 @@ import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from collapipe_flwr.cluster.local_data import Place
 from collapipe_flwr.cluster.profile import describe_cluster, profile_of
 from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
 from collapipe_flwr.config.overrides import declared_config, read_toml
 from collapipe_flwr.config.parsing import refuse_unknown
 from collapipe_flwr.config.schema import AppConfig, known_keys, parse
 from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
-from collapipe_flwr.core.errors import ConfigError, blaming, require
+from collapipe_flwr.core.errors import ConfigError, DataError, blaming, require
+from collapipe_flwr.core.hub import folder_only, no_such_path
 from collapipe_flwr.core.links import TlsFiles
-from collapipe_flwr.data.stream import Stream
-from collapipe_flwr.federation.checkpoint import KEPT_CHECKPOINTS
 from collapipe_flwr.federation.launcher import Launch
-from collapipe_flwr.federation.learner import Learner, make_learner
-from collapipe_flwr.federation.recorder import check_resumable
-from collapipe_flwr.federation.run_strategy import make_planner
-from collapipe_flwr.federation.strategy_names import make_strategy
 from collapipe_flwr.host.metrics_server import check_address
-from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.reporting.run_directory import check_new
 from collapipe_flwr.reporting.sinks import check_sinks
+
+if TYPE_CHECKING:  # seconds, which a run that is refused before needs not wait for
+    from collapipe_flwr.cluster.local_data import Place
+    from collapipe_flwr.federation.learner import Learner
 
 DEFAULT_SUPERNODES = 2  # Flower's own
 _CONNECT_S = 3.0
@@ -92,7 +89,21 @@ def preflight(
     check_members(config, clusters)
     if simulated and not cluster_files:
         check_federation(config, federation)
+    check_paths(config)
+    return _loaded(config, run_dir, clusters)
+
+
+def _loaded(
+    config: AppConfig, run_dir: Path | None, clusters: Sequence[ClusterConfig]
+) -> Preflight:
+    """What can be told only after data and model were read."""
+    from collapipe_flwr.federation.run_strategy import make_planner
+    from collapipe_flwr.federation.strategy_names import make_strategy
+
     make_strategy(config)
+    from collapipe_flwr.federation.learner import make_learner
+    from collapipe_flwr.models.profile import profile_model
+
     places = list(_places(config, clusters))
     learner = make_learner(config)
     check_examples(config, learner)
@@ -108,7 +119,7 @@ def preflight(
     return Preflight(learner=learner, model=model, clusters=profiles)
 
 
-def check_launch(launch: Launch, cluster_files: Sequence[Path] = ()) -> str:
+def check_launch(launch: Launch) -> str:
     """Check what is about to be started; one line on what it was found to be.
 
     Of an app with run-config keys of its own, only those and where it writes can be checked.
@@ -123,7 +134,7 @@ def check_launch(launch: Launch, cluster_files: Sequence[Path] = ()) -> str:
         parse({**declared, **launch.run_config, **where}),
         run_dir=launch.run_dir,
         federation=launch.federation_config,
-        cluster_files=cluster_files,
+        cluster_files=launch.clusters,
     )
     return found.verdict
 
@@ -142,9 +153,19 @@ def check_extras(config: AppConfig, *, simulated: bool) -> None:
     check_sinks(config.reporting.sinks)
 
 
+def check_paths(config: AppConfig) -> None:
+    """Raise DataError for a file or folder that is not there, before any library reads it."""
+    for key, name in {"data.train": config.data.train, "data.test": config.data.test}.items():
+        path = Path(name.rpartition(":")[0] or name).expanduser()  # DIRECTORY:split, or a file
+        if folder_only(name) and not (path.exists() or Path(name).expanduser().exists()):
+            raise DataError(no_such_path(key, name))
+
+
 def check_folders(config: AppConfig, run_dir: Path | None) -> None:
     """Raise ConfigError where the run cannot write, or cannot go on in the folder it resumes."""
     if config.run.resume:
+        from collapipe_flwr.federation.recorder import check_resumable
+
         check_resumable(config, Path(config.run.resume).resolve())
     elif run_dir is not None:
         check_new(run_dir)
@@ -176,6 +197,8 @@ def _existing(folder: Path) -> Path:
 
 def check_disk(config: AppConfig, run_dir: Path | None, model: ModelProfile) -> None:
     """Raise ConfigError where checkpoints and the trained model do not fit on the disk."""
+    from collapipe_flwr.federation.checkpoint import KEPT_CHECKPOINTS
+
     size = sum(p.parameter_bytes for p in (model.embedding, *model.blocks, model.decoder))
     kept = KEPT_CHECKPOINTS + 1 if config.run.checkpoint_every else 0  # one is being written
     needed = size * (kept + 1)
@@ -264,6 +287,8 @@ def _places(
     config: AppConfig, clusters: Sequence[ClusterConfig]
 ) -> Iterator[tuple[Place, ClusterConfig | None]]:
     """All clusters by place, their presets looked up."""
+    from collapipe_flwr.cluster.local_data import Place
+
     for index in range(config.run.clusters):
         place = Place(index=index, count=config.run.clusters)
         file = clusters[index] if clusters else None
@@ -289,6 +314,8 @@ def check_examples(config: AppConfig, learner: Learner) -> None:
     task.collate(task.examples(task.test).select([0]).to_list())
     task.partition(0, config.run.clusters)
     if config.data.stream:
+        from collapipe_flwr.data.stream import Stream
+
         for index in range(config.run.clusters):
             folder = Path(config.data.stream).expanduser() / str(index)
             Stream(folder, task.read_file, task.examples)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,7 @@ from collapipe_flwr.reporting.events import (
     incident_json,
 )
 from collapipe_flwr.reporting.progress import Look, ProgressFile
+from collapipe_flwr.reporting.report.page import closing_report
 from collapipe_flwr.reporting.run_directory import (
     Past,
     RunDirectory,
@@ -41,6 +43,7 @@ from collapipe_flwr.reporting.run_lock import check_not_written
 if TYPE_CHECKING:
     from collapipe_flwr.federation.sinks import Sinks
 
+log = logging.getLogger("flwr.collapipe")
 _FAILED_S = 5.0  # for sinks to take the last rounds of a run that was told to end
 Evaluate = Callable[[Mapping[str, Tensor]], dict[str, float]]
 
@@ -68,6 +71,7 @@ class RunRecorder:
         sinks: Sinks | None = None,
         progress: ProgressFile | None = None,
     ) -> None:
+        self._status: tuple[str, str | None] = ("running", None)  # status and reason
         self._sinks = sinks
         if sinks is not None:
             sinks.warn = self.say
@@ -94,7 +98,7 @@ class RunRecorder:
         """Tell whoever watches something about the run as a whole, and keep it in the summary."""
         if sentence not in self.story.notes:
             self.story = replace(self.story, notes=(*self.story.notes, sentence))
-        self._save("running")
+        self._save(*self._status)
         self._printer.say(sentence)
 
     def on_round(self, record: RoundRecord) -> None:
@@ -161,6 +165,7 @@ class RunRecorder:
     def fail(self, reason: str) -> None:
         """The last word on a run that cannot go on."""
         self._save("failed", reason)
+        self._report(hasty=True)
         if self._sinks is not None:
             self._sinks.close("failed", within_s=_FAILED_S)
 
@@ -170,8 +175,13 @@ class RunRecorder:
         if asked is not None and done < asked:
             raise RunError(f"only {done} of {asked} rounds were done")
         self._save("completed")
+        self._report()
         if self._sinks is not None:
             self._sinks.close()
+
+    def _report(self, *, hasty: bool = False) -> None:
+        self._progress.enter("writing the report")
+        log.info("%s", closing_report(self._directory.path, hasty=hasty))
 
     def _finish_round(
         self, server_round: int, metrics: Mapping[str, float], evaluation_s: float
@@ -202,6 +212,7 @@ class RunRecorder:
         return tuple(sorted({*self._lost(), *failed}))
 
     def _save(self, status: str, reason: str | None = None) -> None:
+        self._status = (status, reason)
         wall_s = time.monotonic() - self._started_s
         summary = self.story.summary(status=status, wall_s=wall_s, reason=reason)
         self._directory.write_summary(summary)

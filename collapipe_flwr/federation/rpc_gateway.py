@@ -15,6 +15,7 @@ from collapipe_flwr.federation.checkpoint import Memory
 from collapipe_flwr.federation.split import DecoderOrder, EdgeSession
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.pipeline.compute import resolve
 from collapipe_flwr.pipeline.config import PassesDone, SessionKey, SessionRequest, StageConfig
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.state import OptimizerState, PartState, between_rounds
@@ -42,8 +43,9 @@ def open_edge(config: EdgeConfig) -> Iterator[EdgeClient]:
             client.status()
             yield client
         return
+    compute = resolve(config.compute, "edge.compute")
     with (
-        EdgeServer("127.0.0.1:0", EdgeService()) as server,
+        EdgeServer("127.0.0.1:0", EdgeService(compute=compute)) as server,
         EdgeClient(server.address, deadline_s=config.timeout_s) as client,
     ):
         log.info("edge server on %s", server.address)

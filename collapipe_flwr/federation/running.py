@@ -11,11 +11,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from collapipe_flwr.config.cluster_file import read_cluster
 from collapipe_flwr.config.overrides import (
     declared_config,
     is_file,
@@ -26,10 +27,9 @@ from collapipe_flwr.core.durable import make_folder
 from collapipe_flwr.core.errors import ConfigError, RunError, require, wrong_input
 from collapipe_flwr.federation.launcher import Launch, first_error, run_app
 from collapipe_flwr.reporting.following import Follower
-from collapipe_flwr.reporting.report.page import closing_report
+from collapipe_flwr.reporting.report.page import closing_report, has_report
 from collapipe_flwr.reporting.run_directory import (
     RunDirectory,
-    events_bytes,
     newest_checkpoint,
     read_summary,
     resumed_config,
@@ -38,8 +38,6 @@ from collapipe_flwr.reporting.run_directory import (
 )
 from collapipe_flwr.reporting.run_lock import INTERRUPTED, RUNNING
 from collapipe_flwr.reporting.screen import Screen
-
-_HASTY_BYTES = 50_000_000  # of events, which take about a second to read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +49,15 @@ class Order:
     federation_config: Path | None = None
     output_dir: Path = Path("runs")
     resume: Path | None = None
+    clusters: tuple[Path, ...] = ()  # files of those that train, instead of simulated ones
     run_name: str = field(default_factory=lambda: time.strftime("%Y%m%d-%H%M%S"))
 
     def launch(self) -> Launch:
         """What to start; raises ConfigError for keys that the app does not declare."""
         declared = declared_config(self.project)
         overrides: Mapping[str, Any] = read_overrides(self.run_config, declared)
+        if self.clusters and "edge.address" not in overrides:
+            overrides = {**edge_of(self.clusters), **overrides}
         overridden(declared, overrides)
         run_dir = self.output_dir.resolve() / self.run_name
         if self.resume is not None:
@@ -68,6 +69,7 @@ class Order:
             run_name=run_dir.name,
             run_config={"train.state-dir": str(run_dir / "clusters"), **overrides},
             federation_config=self.federation_config and self.federation_config.resolve(),
+            clusters=tuple(path.resolve() for path in self.clusters),
         )
 
     @property
@@ -76,11 +78,30 @@ class Order:
         sources = (str(Path(s).resolve()) if is_file(s) else s for s in self.run_config)
         options = [str(self.project.resolve()), *(o for s in sources for o in ("-c", s))]
         options += ["--output-dir", str(self.output_dir.resolve())]
+        options += [o for path in self.clusters for o in ("--cluster", str(path.resolve()))]
         if self.federation_config is not None:
             options += ["--federation-config", str(self.federation_config.resolve())]
         return (
             options if self.resume is None else [*options, "--resume", str(self.resume.resolve())]
         )
+
+
+def edge_of(files: Sequence[Path]) -> dict[str, Any]:
+    """The run-config by which a server on this machine reaches the edge of cluster files.
+
+    Raises ConfigError where a file has TLS and names none; without TLS the server may be the edge.
+    """
+    cluster = read_cluster(files[0])
+    if cluster.tls and not cluster.edge.address:
+        raise ConfigError(
+            f"--cluster {files[0]}: [edge] has no address: write it there, or let an edge join"
+        )
+    found: dict[str, Any] = {"clusters": len(files), "edge.address": cluster.edge.address}
+    if (tls := cluster.tls_files(cluster.server.name)) is not None:
+        pem = {"edge.tls-ca": tls.ca, "edge.tls-cert": tls.certificate, "edge.tls-key": tls.key}
+        found |= {"edge.certificate-name": cluster.edge.name}
+        found |= {key: str(path and path.resolve()) for key, path in pem.items()}
+    return found
 
 
 class Attempt:
@@ -101,7 +122,8 @@ class Attempt:
         for a missing extra, and SystemExit where the other process refused and said why.
         """
         with wrong_input():
-            require("ray", "simulation")
+            if not self._order.clusters:
+                require("ray", "simulation")
         command = [sys.executable, "-m", "collapipe_flwr.cli.child", "check-config"]
         with (
             self._screen.phase("checking run-config, data, model and plan"),
@@ -150,7 +172,8 @@ class Attempt:
         reason: str | None = None
         self._began = True
         try:
-            with self._screen.phase("starting Flower: SuperLink, Ray and the apps"):
+            engine = "starting Flower: SuperLink, Ray and the apps"
+            with self._screen.phase("starting the apps" if self._order.clusters else engine):
                 run_app(self._launch, follower.look)
         except SystemExit:
             self._close("stopped", "stopped by a signal")
@@ -197,13 +220,10 @@ class Attempt:
 
     def _report(self, *, hasty: bool = False) -> None:
         """See that the run has its report, and say where; not for long where somebody waits."""
-        if not self._wrote:
-            return
-        name = shown(self.run_dir)
-        if hasty and events_bytes(self.run_dir) > _HASTY_BYTES:
-            self._screen.say(f"no report yet: `collapipe report {name}` makes it")
-            return
-        self._screen.say(closing_report(self.run_dir, name))
+        told = self._screen.verbose and has_report(self.run_dir)  # by the log
+        if self._wrote and not told:
+            name = shown(self.run_dir)
+            self._screen.say(closing_report(self.run_dir, name, hasty=hasty))
 
     def _failure(self, why: str) -> str:
         why = why.rstrip(".")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+import torch
 from flwr.app import Context, Message
 
 from collapipe_flwr.cluster.fleet import Fleet, ThreadFleet
@@ -16,6 +17,7 @@ from collapipe_flwr.cluster.recovery import Recovery
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
 from collapipe_flwr.config.schema import EdgeConfig
+from collapipe_flwr.core.compute import AUTO
 from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.federation.node_keys import CLUSTER_KEY, STATE_KEY
@@ -23,6 +25,7 @@ from collapipe_flwr.federation.node_state import NodeState, state_folder
 from collapipe_flwr.federation.records import SplitTask, read_progress
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.profile import profile_model
+from collapipe_flwr.pipeline.compute import resolve
 from collapipe_flwr.pipeline.config import NextHop
 from collapipe_flwr.transport.client import EdgeClient, Session
 
@@ -48,8 +51,9 @@ class Site:
     """Node number ``index``: the devices of a ``cluster`` file, or ``simulated`` ones in threads.
 
     ``simulated`` describes them for rounds of so many examples. ``edge`` says how a node without a
-    file reaches the edge. ``threads`` are those of torch in this process. ``state_dir`` is where
-    the run keeps what lasts longer than a round, unless the node names a folder of its own.
+    file reaches the edge. ``threads`` are those of torch in this process, ``compute`` is where its
+    parts do. ``state_dir`` is where the run keeps what lasts longer than a round, unless the node
+    names a folder of its own.
     """
 
     index: int
@@ -57,6 +61,7 @@ class Site:
     cluster: ClusterConfig | None
     simulated: Callable[[int], ClusterProfile]
     threads: int = 1
+    compute: str = AUTO
     state_dir: str = ""
 
     def profile(self, examples: int) -> ClusterProfile:
@@ -79,6 +84,11 @@ class Site:
             index=self.index,
             state_dir=state_folder(folder, run_id),
         )
+
+    @property
+    def place(self) -> torch.device:
+        """Where parts in this process compute; raises ConfigError if that is not here."""
+        return resolve(self.compute)
 
     @contextmanager
     def devices(self, task: SplitTask, splitter: AnySplitter) -> Iterator[RoundDevices]:

@@ -14,6 +14,7 @@ from collapipe_flwr.federation.node import Node
 from collapipe_flwr.federation.node_state import OPTIMIZER, recall_optimizer
 from collapipe_flwr.federation.pipeline_round import splitter_for
 from collapipe_flwr.federation.records import UnsplitTask
+from collapipe_flwr.pipeline.compute import hold, home
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.state import between_rounds, load_optimizer_state, optimizer_state_of
 
@@ -44,7 +45,7 @@ class UnsplitRound:
         examples = self.node.examples(self.message)
         splitter = splitter_for(asked.model_spec_json)
         weights = take_tensors(self.message.content.array_records[records.ARRAYS])
-        model = splitter.build_whole(weights, trains=True)
+        model = hold(splitter.build_whole(weights, trains=True), self.node.site.place)
         optimizer = Optimizer(asked.optimizers[state.server_round - 1], model.named_parameters())
         load_optimizer_state(optimizer, recall_optimizer(state) if keeps else {})
         steps = examples.steps(asked.batch_size, asked.micro_batch_size)
@@ -54,7 +55,7 @@ class UnsplitRound:
             state.remember(OPTIMIZER, between_rounds(optimizer_state_of(optimizer)))
         loss = sum(losses) / max(len(losses), 1)
         metrics = MetricRecord({"train_loss": loss, records.EXAMPLES: examples.examples})
-        arrays = take_record(splitter.trained_weights(model))
+        arrays = take_record(dict(home(splitter.trained_weights(model))))
         content = RecordDict({records.ARRAYS: arrays, records.METRICS: metrics})
         return Message(content, reply_to=self.message)
 
@@ -64,7 +65,7 @@ class UnsplitRound:
         test = self.node.test(self.message)
         batches = test.steps(self.task.batch_size, self.task.micro_batch_size)
         weights = take_tensors(self.message.content.array_records[records.ARRAYS])
-        model = splitter.build_whole(weights)
+        model = hold(splitter.build_whole(weights), self.node.site.place)
         found = evaluate_unsplit(splitter, model, batches, test.wanted)
         metrics = MetricRecord({"eval_loss": found.loss, **test.scores(found)})
         return Message(RecordDict({records.METRICS: metrics}), reply_to=self.message)

@@ -7,9 +7,11 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Any
 
 from collapipe_flwr.config.cluster_file import ClusterConfig
+from collapipe_flwr.core.compute import AUTO
 from collapipe_flwr.generation.backends import DaemonBackend, ServedModel, ThreadBackend
 from collapipe_flwr.generation.resilient import GenerationBackend, ResilientGenerator
 from collapipe_flwr.generation.text_model import TextModel
+from collapipe_flwr.pipeline.compute import resolve
 from collapipe_flwr.transport.generation import GenerateRequest
 
 DEADLINE_S = 120.0  # longest wait for one token, or for the weights' owner to answer
@@ -88,10 +90,15 @@ class TextGenerator:
 
 
 def local_generator(
-    model: TextModel, *, devices: int, slots: int, deadline_s: float = DEADLINE_S
+    model: TextModel,
+    *,
+    devices: int,
+    slots: int,
+    deadline_s: float = DEADLINE_S,
+    compute: str = AUTO,
 ) -> AbstractContextManager[TextGenerator]:
     """Generate with devices and edge as threads of this process, joined as on a cluster."""
-    return _generator(model, ThreadBackend(_served(model, slots, deadline_s), devices))
+    return _generator(model, ThreadBackend(_served(model, slots, deadline_s, compute), devices))
 
 
 def cluster_generator(
@@ -101,13 +108,14 @@ def cluster_generator(
     edge_address: str = "",
     slots: int,
     deadline_s: float = DEADLINE_S,
+    compute: str = AUTO,
 ) -> AbstractContextManager[TextGenerator]:
     """Generate with blocks on the daemons of a cluster file and the rest on its edge server.
 
     Up to ``slots`` texts are generated at once, without devices that are lost on the way. Raises
     ConfigError where no edge is named, LinkError where one cannot be reached or refuses.
     """
-    served = _served(model, slots, deadline_s)
+    served = _served(model, slots, deadline_s, compute)
     return _generator(model, DaemonBackend(served, cluster, edge_address))
 
 
@@ -117,7 +125,11 @@ def _generator(model: TextModel, backend: GenerationBackend) -> Iterator[TextGen
         yield TextGenerator(model, chain)
 
 
-def _served(model: TextModel, slots: int, deadline_s: float) -> ServedModel:
+def _served(model: TextModel, slots: int, deadline_s: float, compute: str) -> ServedModel:
     return ServedModel(
-        splitter=model.splitter, weights=model.weights, slots=slots, deadline_s=deadline_s
+        splitter=model.splitter,
+        weights=model.weights,
+        slots=slots,
+        deadline_s=deadline_s,
+        compute=resolve(compute, "--compute"),
     )

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from collapipe_flwr.core.compute import AUTO, CPU, check_compute
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.imports import allow
 from collapipe_flwr.core.links import TlsFiles
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _BREAK_OFF_S = 1.0  # for peers to hear it
 _LEAVE_S = 30.0  # from the end of the grace until the process is ended by force
+_COMPUTE = "--compute"
 _LOOPBACK = ("127.", "localhost", "[::1]")
 UNUSED_LIBRARIES = ("scipy", "sklearn")
 
@@ -42,7 +44,8 @@ class HostSettings:
     On a stop, sessions that are open get `grace_s` to be closed; new ones are refused at once.
     Snapshots of recoverable sessions are kept in `state_dir`, from where the next process takes
     them up; frozen weights that were sent here in `cache_dir`, up to `cache_bytes`.
-    It holds up to `memory_bytes` of models, see `ledger`. Planned transmit power is applied to
+    It computes where `compute` says, and holds up to `memory_bytes` of models there, see `ledger`
+    (0: as much as is free when the first caller comes). Planned transmit power is applied to
     `radio_interface` (empty: to none), and energy is metered by `energy_sensor`, see `energy`.
     Tensors are computed on `threads` (0: torch's own choice).
     Own models and losses may come from the modules in `imports`. A Prometheus server finds numbers
@@ -57,6 +60,7 @@ class HostSettings:
     state_dir: Path | None = None
     cache_dir: Path | None = None
     cache_bytes: int = 8 * 10**9
+    compute: str = AUTO
     memory_bytes: int = 8 * 2**30
     radio_interface: str = ""
     energy_sensor: str = NONE
@@ -72,8 +76,9 @@ class HostSettings:
                 "change the model: give --tls-ca, --tls-cert and --tls-key (`collapipe certs` "
                 "makes them), or --insecure if that is meant"
             )
-        if not self.memory_bytes > 0:
-            raise ConfigError(f"--memory-mb must be > 0, got {self.memory_bytes / 1e6:g}")
+        check_compute(self.compute, _COMPUTE)
+        if not self.memory_bytes >= 0:
+            raise ConfigError(f"--memory-mb must be >= 0, got {self.memory_bytes / 1e6:g}")
         _ = self.set_power
 
     @property
@@ -102,7 +107,8 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
     meter = energy_meter(settings.energy_sensor)
     tally = Tally()
     make = partial(_servicer, settings, passes_on, meter, tally)
-    made = make() if settings.state_dir is not None else None
+    at_once = settings.state_dir is not None or settings.compute not in (AUTO, CPU)
+    made = make() if at_once else None
     listener = Listener(
         settings.listen,
         lambda: made or make(),
@@ -154,13 +160,16 @@ def _servicer(
     from collapipe_flwr.host.servicer import Servicer, ServicerConfig
     from collapipe_flwr.host.snapshot_store import SnapshotStore
     from collapipe_flwr.host.weight_cache import TensorStore, WeightCache
+    from collapipe_flwr.pipeline.compute import describe, free_bytes, resolve
     from collapipe_flwr.transport.dialer import Dialer
 
     if settings.threads:
         torch.set_num_threads(settings.threads)
     dialer = Dialer(name=settings.name, tls=settings.tls) if passes_on else None
     folder = settings.cache_dir if settings.cache_bytes > 0 else None
-    ledger = Ledger(settings.memory_bytes)
+    place = resolve(settings.compute, _COMPUTE)
+    _log.info("computing on %s", describe(place))
+    ledger = Ledger(settings.memory_bytes or free_bytes(place))
     service = EdgeService(
         connect=dialer or refuse_next_hop,
         snapshots=SnapshotStore(settings.state_dir) if settings.state_dir is not None else None,
@@ -170,6 +179,7 @@ def _servicer(
         meter=meter,
         ledger=ledger,
         tally=tally,
+        compute=place,
     )
     return Servicer(
         service,

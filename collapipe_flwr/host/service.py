@@ -42,7 +42,7 @@ from collapipe_flwr.pipeline.meter import StageReport, Timeline, bytes_of
 from collapipe_flwr.pipeline.roles import LastStage, MiddleStage
 from collapipe_flwr.pipeline.siblings import Siblings
 from collapipe_flwr.pipeline.soundness import told
-from collapipe_flwr.pipeline.state import digests_of, live_state
+from collapipe_flwr.pipeline.state import digests_of
 
 Connect = Callable[[NextHop], AbstractContextManager[Link]]
 Reserve = Callable[[int], None]
@@ -59,13 +59,6 @@ def build_transformers_part(request: SessionRequest, weights: Mapping[str, Tenso
     if request.placement is None:
         return splitter.build_edge(weights)
     return splitter.build_segment(*request.placement.blocks, weights)
-
-
-def _what(request: SessionRequest) -> str:
-    if request.placement is None:
-        return "the last part of a model"
-    first, stop = request.placement.blocks
-    return f"blocks {first} to {stop - 1}"
 
 
 def refuse_next_hop(hop: NextHop) -> AbstractContextManager[Link]:
@@ -98,7 +91,7 @@ class EdgeService:
         tally: Tally | None = None,
     ) -> None:
         self.tally = tally or Tally()
-        self._compute = compute
+        self.compute = compute
         self._set_power = set_power
         self._meter = meter or EnergyMeter()
         self._store = store
@@ -143,7 +136,7 @@ class EdgeService:
         account = Account(self._ledger, request.opener, most_bytes)
         self._sessions.add(request, account, most_of_opener=most_of_opener)
         with logging_about(**request.about):
-            _log.info("session opened for %s", _what(request))
+            _log.info("session opened for %s", request.part)
 
     def missing(self, key: SessionKey, digests: Mapping[str, str]) -> tuple[str, ...]:
         """Which of these weights the next push must bring; the others are here.
@@ -294,8 +287,9 @@ class EdgeService:
         )
 
     def spare_bytes(self) -> int:
-        """What the next session may have of the memory that is in use now."""
-        return self._store.held_bytes if self._store is not None else 0
+        """What the next session may have of the memory that is in use now, where parts are."""
+        here = self._store if self.compute == CPU else None
+        return here.held_bytes if here is not None else 0
 
     def request(self, session_id: str) -> SessionRequest | None:
         """What a session was opened with."""
@@ -340,8 +334,7 @@ class EdgeService:
             raise
         try:
             with self._meter.interval() as used, self._stage(stream, upstream, behind) as stage:
-                held = bytes_of(live_state(stage.part, stage.optimizer).tensors().values())
-                peak = AllocatorPeak(self._compute, held)
+                peak = AllocatorPeak(self.compute, bytes_of(stage.tensors))
                 session.recorder = stage.recorder
                 stage.serve()
             session.recorder = None

@@ -206,7 +206,7 @@ class Servicer:
             raise SessionRefused("the host is at work, so a benchmark would mislead")
         try:
             spare_bytes = self._service.spare_bytes()
-            found = run_benchmark(request)
+            found = run_benchmark(request, self._service.compute)
         finally:
             self._measuring.release()
         memory_bytes = min(found.memory_bytes + spare_bytes, health.most_bytes)

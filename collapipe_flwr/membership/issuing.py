@@ -31,7 +31,7 @@ def new_token(
             f"{config.path} has no address of the control unit, where newcomers are let in"
         )
     token = JoinToken(
-        control_unit=config.control_unit.name,
+        cluster_id=config.id,
         address=config.control_unit.address,
         pin=bytes.fromhex(fingerprint(registry.ca.read_bytes())),
         secret=new_secret(),

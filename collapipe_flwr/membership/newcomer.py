@@ -28,7 +28,7 @@ from collapipe_flwr.core.errors import ConfigError, ProtocolError
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.membership.tokens import JoinToken
 from collapipe_flwr.transport.connection import Connection
-from collapipe_flwr.transport.joining import JOIN, JoinAnswer, JoinRequest
+from collapipe_flwr.transport.joining import JOIN, SERVICE_NAME, JoinAnswer, JoinRequest
 from collapipe_flwr.transport.pinning import pinned_ca
 from collapipe_flwr.transport.roster import check_roster
 from collapipe_flwr.transport.signing_request import check_signed, own_key, request_for
@@ -193,7 +193,7 @@ def join(
         overhead_s=measured.overhead_s or 0.0,
         memory_bytes=measured.memory_bytes or 0,
     )
-    answer = _asked(address, token.control_unit, TlsFiles(ca=files.ca), request)
+    answer = _asked(address, TlsFiles(ca=files.ca), request)
     check_signed(answer.certificate_pem, newcomer.name, key, ca_pem)
     check_roster(answer.roster, files.ca)
     return _settle(newcomer, answer)
@@ -207,13 +207,13 @@ def forget(newcomer: Newcomer) -> None:
             remove(path)
 
 
-def _asked(address: str, name: str, tls: TlsFiles, request: JoinRequest) -> JoinAnswer:
-    """The answer of who proves to be the control unit of the pinned CA."""
+def _asked(address: str, tls: TlsFiles, request: JoinRequest) -> JoinAnswer:
+    """The answer of who proves that the pinned CA lets it answer."""
     with Connection(
         address,
-        what=f"control unit {name}",
+        what="control unit",
         tls=tls,
-        certificate_name=name,
+        certificate_name=SERVICE_NAME,
         deadline_s=_DEADLINE_S,
     ) as connection:
         return connection.call(JOIN, request, JoinAnswer)

@@ -33,6 +33,7 @@ from collapipe_flwr.core.json_codec import to_json
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.membership.tokens import TokenBook
 from collapipe_flwr.transport.certificates import Authority, check_names, names_in
+from collapipe_flwr.transport.joining import SERVICE_NAME
 from collapipe_flwr.transport.roster import Roster, signed_roster
 from collapipe_flwr.transport.signing_request import key_in_certificate
 from collapipe_flwr.transport.tls import fingerprint
@@ -73,6 +74,11 @@ class Registry:
     def changing(self) -> Iterator[None]:
         """Nobody else changes the folder in the body; raises ConfigError where it is not ours."""
         own_folder(self.folder, "--folder")
+        with _as_owner(self.folder), self._locked():
+            yield
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
         try:
             descriptor = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
@@ -188,6 +194,8 @@ class Registry:
         return Authority(self.certs).answer(name, hosts, key)
 
     def _check_names(self, name: str, hosts: tuple[str, ...]) -> None:
+        if name.casefold() == SERVICE_NAME:
+            raise ConfigError(f"{SERVICE_NAME} lets newcomers in: choose another name")
         signed = names_in(self.certs) if self.certs.is_dir() else {}
         check_names({name: hosts}, {n: h for n, h in signed.items() if n != name})
 
@@ -231,12 +239,17 @@ class Registry:
         """What its members are sent."""
         return signed_roster(cluster_text(config), Authority(self.certs).sign)
 
-    def service_files(self, config: ClusterConfig) -> TlsFiles:
-        """How the joining service shows itself: with its CA, which newcomers know by its pin."""
-        files = config.tls_files(config.control_unit.name)
-        assert files is not None and files.certificate is not None
-        chain = self.certs / "joining.chain"
-        write_text(chain, files.certificate.read_text() + self.ca.read_text())
+    def service_files(self) -> TlsFiles:
+        """How who lets newcomers in shows itself: with its CA, which they know by its pin.
+
+        Made anew every time: nobody needs to know this certificate beforehand. It opens nothing,
+        because no roster names it.
+        """
+        with self.changing():
+            files = Authority(self.certs).member(SERVICE_NAME)
+            assert files.certificate is not None
+            chain = self.certs / f"{SERVICE_NAME}.chain"
+            write_text(chain, files.certificate.read_text() + self.ca.read_text())
         return TlsFiles(certificate=chain, key=files.key)
 
     def _write(self, config: ClusterConfig) -> ClusterConfig:
@@ -248,6 +261,23 @@ class Registry:
         parse_cluster(tomllib.loads(text), self.folder)  # refuses what members could not read
         write_text(path, text)
         return read_cluster(path)
+
+
+@contextmanager
+def _as_owner(folder: Path) -> Iterator[None]:
+    """Let root write files that the folder's owner, a service, can read."""
+    found = folder.stat()
+    if os.geteuid() != 0 or found.st_uid == 0:
+        yield
+        return
+    group = os.getegid()
+    os.setegid(found.st_gid)
+    os.seteuid(found.st_uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(group)
 
 
 def member_in(config: ClusterConfig, role: Role) -> MemberConfig:

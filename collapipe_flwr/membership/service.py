@@ -61,19 +61,17 @@ class JoiningService(Server):
         registry: Registry,
         listen: str,
         *,
-        cluster_id: str = "",
         on_joined: Callable[[str], object] = lambda _: None,
         attempts: Attempts | None = None,
     ) -> None:
         self._registry, self._on_joined = registry, on_joined
         self._attempts = attempts or Attempts()
-        config = registry.cluster(cluster_id)
         super().__init__(
             listen,
             {JOIN: self._join},
             threads=_AT_ONCE,
             most_calls=2 * _AT_ONCE,
-            tls=registry.service_files(config),
+            tls=registry.service_files(),
         )
 
     def _join(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:

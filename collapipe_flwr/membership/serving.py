@@ -6,19 +6,19 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from collapipe_flwr.config.cluster_file import ClusterConfig
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.core.processes import stopping
+from collapipe_flwr.membership.discovery import announced
 from collapipe_flwr.membership.herald import Herald
 from collapipe_flwr.membership.registry import Registry
 from collapipe_flwr.membership.service import JoiningService
+from collapipe_flwr.transport.tls import fingerprint
 
 _LOOK_S = 0.2
 _END_S = 45.0  # for the edge to end its sessions
-Announce = Callable[[ClusterConfig, str], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +26,13 @@ class ServeSettings:
     """``listen`` is where newcomers are let in, if not where the cluster file says; ``edge`` runs
     the edge that is on this machine, with these options.
 
-    ``announce`` tells the network of it.
+    With ``announce`` the local network hears where newcomers are let in.
     """
 
     listen: str = ""
     edge: bool = True
     edge_options: tuple[str, ...] = ()
-    announce: Announce = lambda *_: nullcontext()
+    announce: bool = False
 
 
 def serve(registry: Registry, settings: ServeSettings, say: Callable[[str], object]) -> None:
@@ -40,12 +40,12 @@ def serve(registry: Registry, settings: ServeSettings, say: Callable[[str], obje
     config = next(iter(registry.clusters().values()), None) or registry.cluster()
     listen = settings.listen or config.control_unit.address
     with stopping() as stop, ExitStack() as stack:
-        joining = JoiningService(
-            registry, listen, cluster_id=config.id, on_joined=lambda name: say(f"{name} joined")
-        )
+        joining = JoiningService(registry, listen, on_joined=lambda name: say(f"{name} joined"))
         edge = stack.enter_context(_edge(registry, settings)) if settings.edge else None
         stack.enter_context(joining)
-        stack.enter_context(settings.announce(config, joining.address))
+        if settings.announce:
+            pin = bytes.fromhex(fingerprint(registry.ca.read_bytes()))
+            stack.enter_context(announced(config, joining.address, pin))
         watching = threading.Thread(target=Herald(registry).watch, args=(stop,), daemon=True)
         watching.start()
         say(f"newcomers of {', '.join(registry.clusters())} are let in at {joining.address}")

@@ -1,10 +1,10 @@
 """Join tokens: what a board types once, and the book in which the control unit keeps them.
 
-    cu-greenhouse@10.0.0.10:50060/BASE64            of a device
-    cu-greenhouse@10.0.0.10:50060/edge/BASE64       of another role
+    greenhouse@10.0.0.10:50060/BASE64            of a device
+    greenhouse@10.0.0.10:50060/edge/BASE64       of another role
 
-A token says where its control unit is, how it is called in its certificate, by which CA that is
-signed (the SHA-256 of the CA's certificate), and a secret of 128 random bits. The book knows the
+A token says which cluster it is for, where that lets newcomers in, by which CA (the SHA-256 of the
+CA's certificate), and a secret of 128 random bits. The book knows the
 secret's SHA-256 only, what it is good for, until when, and who has used it.
 """
 
@@ -40,12 +40,12 @@ class JoinRefused(LinkError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinToken:
-    """``pin`` is the SHA-256 of the CA's certificate, ``control_unit`` who must prove itself.
+    """``pin`` is the SHA-256 of the CA's certificate, under which who listens must prove itself.
 
     ``role`` is what the bearer expects to become; what counts stands in the book.
     """
 
-    control_unit: str
+    cluster_id: str
     address: str
     pin: bytes
     secret: bytes = field(repr=False)
@@ -54,7 +54,7 @@ class JoinToken:
     def __str__(self) -> str:
         packed = base64.urlsafe_b64encode(self.pin + self.secret).decode()
         role = "" if self.role is Role.DEVICE else f"/{self.role.value.replace(' ', '-')}"
-        return f"{self.control_unit}@{self.address}{role}/{packed}"
+        return f"{self.cluster_id}@{self.address}{role}/{packed}"
 
 
 def new_secret() -> bytes:
@@ -76,7 +76,7 @@ def parse_token(text: str) -> JoinToken:
             "whole line that `collapipe cluster token` printed"
         )
     return JoinToken(
-        control_unit=found[1],
+        cluster_id=found[1],
         address=found[2],
         pin=packed[:_PIN_BYTES],
         secret=packed[_PIN_BYTES:],

@@ -8,8 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 from collapipe_flwr.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 _MOST = {"width": 4096, "tokens": 2048, "examples": 128, "seconds": 30.0}
 _MOST_ELEMENTS = 2**22  # 16 MB a tensor: a member may not fill the memory of another
@@ -42,11 +46,16 @@ class BenchmarkRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkAnswer:
-    """`flop` of one forward and backward pass took `seconds`; memory that was free before."""
+    """`flop` of one forward and backward pass took `seconds`; memory that was free before.
+
+    It ran on the device that `computes` names, by the build of `torch` that is installed.
+    """
 
     flop: float
     seconds: float
     memory_bytes: int
+    computes: str = ""
+    torch: str = ""
 
     @property
     def speed_flop_per_s(self) -> float:
@@ -55,25 +64,36 @@ class BenchmarkAnswer:
 
 
 def run_benchmark(
-    request: BenchmarkRequest, clock: Callable[[], float] = time.perf_counter
+    request: BenchmarkRequest,
+    place: torch.device | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> BenchmarkAnswer:
-    """The median over repeats after one warm-up, on as many threads as training uses."""
+    """The median over repeats after one warm-up, on as many threads as training uses.
+
+    Without a `place` on the CPU.
+    """
     import torch
     from torch import nn
 
-    memory_bytes = available_memory_bytes()
+    from collapipe_flwr.pipeline.compute import CPU, describe, finish, free_bytes, torch_build
+
+    place = place or CPU
+    memory_bytes = free_bytes(place)
     block = nn.TransformerEncoderLayer(
         request.width,
         request.width // _HEAD_WIDTH,
         4 * request.width,
         dropout=0.0,
         batch_first=True,
+        device=place,
     )
-    hidden_BTD = torch.randn(request.examples, request.tokens, request.width, requires_grad=True)
+    shape = (request.examples, request.tokens, request.width)
+    hidden_BTD = torch.randn(shape, device=place, requires_grad=True)
 
     def once() -> float:
         start_s = clock()
         block(hidden_BTD).square().mean().backward()
+        finish(place)
         return clock() - start_s
 
     once()
@@ -81,7 +101,11 @@ def run_benchmark(
     while len(times) < _LEAST_REPEATS or (clock() < until_s and len(times) < _MOST_REPEATS):
         times.append(once())
     return BenchmarkAnswer(
-        flop=block_flop(request), seconds=median(times), memory_bytes=memory_bytes
+        flop=block_flop(request),
+        seconds=median(times),
+        memory_bytes=memory_bytes,
+        computes=describe(place),
+        torch=torch_build(),
     )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from collapipe_flwr.core.compute import AUTO, check_compute
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.pipeline.benchmark import available_memory_bytes
 
 CPU = torch.device("cpu")
 # What `auto` takes where it is there. Metal knows no double precision and lacks operators, so a
@@ -122,7 +123,9 @@ def one_thread(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What a new program could take of an accelerator's memory."""
+    """What a new program could take of the memory there."""
+    if device == CPU:
+        return available_memory_bytes()
     module = torch.get_device_module(device.type)
     if device.type == "mps":
         return int(module.recommended_max_memory() - module.driver_allocated_memory())

@@ -176,6 +176,14 @@ class SessionRequest:
         return (self.stage.name.rpartition("/")[0] or self.cluster_id)[:_LONGEST_NAME]
 
     @property
+    def part(self) -> str:
+        """What of the model it holds, in words."""
+        if self.placement is None:
+            return "the last part of a model"
+        first, stop = self.placement.blocks
+        return f"blocks {first} to {stop - 1}"
+
+    @property
     def about(self) -> dict[str, object]:
         """What a log says it is about."""
         known = {"run": self.run_id[:_LONGEST_NAME], "round": self.server_round or None}

@@ -355,9 +355,16 @@ class Stage(ABC):
         own = (p for p in self.optimizer.parameters if id(p) not in shared)
         return square_norm([p.grad for p in own if p.grad is not None])
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Weights and optimizer state."""
+        return [*self._weights, *self._optimizer_state()]
+
+    def _optimizer_state(self) -> list[Tensor]:
+        return [t for tensors in self.optimizer.state_tensors().values() for t in tensors]
+
     def _note_fixed(self) -> None:
-        state = [t for tensors in self.optimizer.state_tensors().values() for t in tensors]
-        self.memory.set_fixed(self._weights, self._gradients(), state)
+        self.memory.set_fixed(self._weights, self._gradients(), self._optimizer_state())
 
     # -- talking to neighbours --------------------------------------------------------------
 

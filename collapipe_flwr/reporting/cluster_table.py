@@ -24,7 +24,7 @@ _COLOURS = {"ready": "green", "stopping": "yellow", "away": "red"}
 def follow(
     console: Console, first: ClusterStatus, look: Callable[[], ClusterStatus]
 ) -> ClusterStatus:
-    """Show the table until Ctrl-C; the last status."""
+    """Show the table, anew every second, until Ctrl-C; the last status."""
     found = first
     try:
         with Live(status_table(found), console=console, auto_refresh=False) as live:

@@ -6,11 +6,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from collapipe_flwr.core.errors import ConfigError, extra
-from collapipe_flwr.reporting.output import write_picture
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.reporting import figures
+from collapipe_flwr.reporting.figures import (
+    draw_curves,
+    legend_outside,
+    new_figure,
+    plain_numbers,
+    whole_rounds,
+    write_picture,
+)
 from collapipe_flwr.reporting.run_directory import read_events, read_summary
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_MOST_BESIDE = 3  # panels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,21 +49,56 @@ class Curve:
         return [event["metrics"].get(name) for event in self.events]
 
     def untrained(self, name: str) -> float | None:
-        """The same before the first round, where it is known: of the task's metric."""
-        value: float | None = self.summary["metric"].get("initial")
-        return value if name == self.metric else None
+        """The same before the first round, where it is known: older runs know the task's metric."""
+        known: Mapping[str, float | None] = self.summary.get("untrained") or {
+            self.metric: self.summary["metric"].get("initial")
+        }
+        return known.get(name)
+
+    def drawn(self, name: str) -> figures.Curve:
+        """The rounds in which it was evaluated; 0 is the untrained model."""
+        scores = [self.untrained(name), *self.points(name)]
+        known = {i: score for i, score in enumerate(scores) if score is not None}
+        return figures.Curve(self.label, list(known), list(known.values()))
 
 
 def read_curves(sources: Sequence[str]) -> list[Curve]:
-    """Curves from ``LABEL=RUN_DIRECTORY``; raises ConfigError where there is no summary."""
-    curves = []
+    """Curves from ``LABEL=RUN_DIRECTORY``, or run directories under the names of their folders.
+
+    Raises ConfigError where there is no summary.
+    """
+    return [_curve(label, folder) for label, folder in _labelled(sources)]
+
+
+def _labelled(sources: Sequence[str]) -> list[tuple[str, Path]]:
+    found = []
     for source in sources:
         label, equals, folder = source.partition("=")
-        summary = read_summary(Path(folder)) if equals else None
-        if summary is None:
-            raise ConfigError(f"{source!r} is not LABEL=RUN_DIRECTORY with a summary.json inside")
-        curves.append(Curve(label=label, summary=summary, events=read_events(Path(folder))))
-    return curves
+        plain = not equals or Path(source).is_dir()
+        found.append(
+            (Path(source).resolve().name, Path(source)) if plain else (label, Path(folder))
+        )
+    labels = [label for label, _ in found]
+    return [(str(p) if labels.count(label) > 1 else label, p) for label, p in found]
+
+
+def _curve(label: str, folder: Path) -> Curve:
+    summary = read_summary(folder)
+    if summary is None:
+        raise ConfigError(
+            f'"{folder}" is not the directory of a run: it has no summary.json; give '
+            "RUN_DIRECTORY or LABEL=RUN_DIRECTORY"
+        )
+    return Curve(label=label, summary=summary, events=read_events(folder))
+
+
+def metric_names(curves: Sequence[Curve], wanted: Sequence[str] = ()) -> list[str]:
+    """Those that are wanted, else all of all runs; raises ConfigError for one that no run has."""
+    known = dict.fromkeys(name for curve in curves for name in curve.names)
+    missing = set(wanted) - set(known)
+    if missing:
+        raise ConfigError(f"no run has the metric {min(missing)!r}; known: {', '.join(known)}")
+    return list(wanted or known)
 
 
 def markdown(curves: Sequence[Curve], metrics: Sequence[str] = ()) -> str:
@@ -58,11 +106,8 @@ def markdown(curves: Sequence[Curve], metrics: Sequence[str] = ()) -> str:
 
     Round 0 is the untrained model. Raises ConfigError for a metric that no run has.
     """
-    names = list(metrics) or list(dict.fromkeys(name for curve in curves for name in curve.names))
+    names = metric_names(curves, metrics)
     columns = [(curve, name) for name in names for curve in curves if name in curve.names]
-    missing = set(names) - {name for _, name in columns}
-    if missing:
-        raise ConfigError(f"no run has the metric {min(missing)!r}")
     head = ["round", *(f"{curve.label}: {name}" for curve, name in columns)]
     points = list(zip_longest(*(curve.points(name) for curve, name in columns)))
     untrained = tuple(curve.untrained(name) for curve, name in columns)
@@ -124,21 +169,28 @@ def _largest_device(curve: Curve) -> str:
     return f"{max(sizes) / 1e6:.1f}" if sizes else ""
 
 
-def draw(curves: Sequence[Curve], path: Path) -> None:
-    """A picture of the curves; raises ConfigError without matplotlib, or a place to write it."""
-    with extra("plot"):
-        from matplotlib.figure import Figure
-    figure = Figure(figsize=(6, 3.5), layout="constrained")
-    axes = figure.subplots()
-    for place, curve in enumerate(curves):
-        scores = [curve.untrained(curve.metric), *curve.points(curve.metric)]
-        points = [(i, p) for i, p in enumerate(scores) if p is not None]
-        wide = 3.0 * (len(curves) - place)  # so that curves which coincide are all seen
-        axes.plot(*zip(*points, strict=True), linewidth=wide, alpha=0.8, label=curve.label)
-    axes.set_xlabel("round")
-    axes.set_ylabel(curves[0].metric)
-    if curves[0].metric == "perplexity":
-        axes.set_yscale("log")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    write_picture(figure, path)
+def draw(curves: Sequence[Curve], path: Path, metrics: Sequence[str] = ()) -> None:
+    """A picture of all metrics, or those named; raises ConfigError as `markdown`, without
+    matplotlib, or where it cannot be written.
+    """
+    names = metric_names(curves, metrics)
+    if not names:
+        raise ConfigError(f"--plot {path}: no run was evaluated yet, so there is nothing to draw")
+    write_picture(drawn(curves, names), path)
+
+
+def drawn(curves: Sequence[Curve], names: Sequence[str]) -> Figure:
+    """A panel for each metric with a curve for each run; round 0 is the untrained model."""
+    wide = min(len(names), _MOST_BESIDE)
+    rows = -(-len(names) // wide)
+    figure = new_figure((2.5 + 4.0 * wide, 0.5 + 3.0 * rows), "")
+    panels = list(figure.subplots(rows, wide, squeeze=False).flat)
+    for axes, name in zip(panels, names, strict=False):
+        axes.set(title=name, yscale="log" if name == "perplexity" else "linear")
+        draw_curves(axes, [run.drawn(name) for run in curves])
+        plain_numbers(axes)
+        whole_rounds(axes)
+    for axes in panels[len(names) :]:
+        axes.set_axis_off()
+    legend_outside(figure, panels[0])
+    return figure

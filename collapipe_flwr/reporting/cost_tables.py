@@ -30,6 +30,7 @@ _COLUMNS = (
 def show_measurements(found: Measurements, console: Console) -> None:
     """Print the tables and one sentence per member or link that needs mending."""
     console.print(measurements_table(found))
+    console.print(f"compute: {computing(found)}", highlight=False, markup=False)
     console.print(f"energy: {meters(found)}", highlight=False, markup=False)
     if found.links:
         console.print(links_table(found))
@@ -60,6 +61,15 @@ def measurements_table(found: Measurements) -> Table:
             _mark(member.fault),
         )
     return table
+
+
+def computing(found: Measurements) -> str:
+    """On what the benchmark ran, by which torch; members that are alike together."""
+    alike: dict[str, list[str]] = {}
+    for member in found.members:
+        if member.computes:
+            alike.setdefault(f"{member.computes}, torch {member.torch}", []).append(member.name)
+    return "; ".join(f"{', '.join(names)} on {what}" for what, names in alike.items())
 
 
 def meters(found: Measurements) -> str:

@@ -1,4 +1,4 @@
-"""Results as JSON files and pictures, replaced as a whole, and a progress bar."""
+"""Results as JSON files, replaced as a whole, tables, and a progress bar."""
 
 from __future__ import annotations
 
@@ -7,21 +7,15 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from collapipe_flwr.core.durable import write_file, write_text
+from collapipe_flwr.core.durable import write_text
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.reporting.events import finite
-
-if TYPE_CHECKING:  # matplotlib is an optional extra
-    from matplotlib.figure import Figure
-
-DPI = 120
 
 
 def prepare(option: str, path: Path | None) -> None:
@@ -48,14 +42,6 @@ def write_json(path: Path | None, values: object) -> None:
         write_text(path, text + "\n")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error})") from error
-
-
-def write_picture(figure: Figure, path: Path) -> None:
-    """Replace ``path``; raises ConfigError when it cannot be written."""
-    try:
-        write_file(path, lambda written: figure.savefig(written, dpi=DPI))
-    except OSError as error:
-        raise ConfigError(f"--plot {path}: cannot be written ({error})") from error
 
 
 def number_table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Table:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ def writing(run_dir: Path) -> Iterator[None]:
     try:
         if not _locks(descriptor):
             check_not_written(run_dir)
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)  # whoever looks holds it for a moment
         yield
     finally:
         os.close(descriptor)

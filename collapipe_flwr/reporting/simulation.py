@@ -6,31 +6,23 @@ Every column of the tables is explained in docs/simulate.md.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from collapipe_flwr.core.errors import ConfigError, extra
 from collapipe_flwr.core.links import CODECS
-from collapipe_flwr.reporting.output import (
-    number_table,
-    prepare,
-    progress,
-    write_json,
-    write_picture,
-)
+from collapipe_flwr.reporting.output import number_table, prepare, progress, write_json
+from collapipe_flwr.reporting.simulation_figures import check_plot, save_figures
 from collapipe_flwr.simulation.claims import comparison, simulation_json
-from collapipe_flwr.simulation.score import Score
 from collapipe_flwr.simulation.setting import Setting
 from collapipe_flwr.simulation.simulate import (
     FACTORS,
     OURS,
-    PolicyResult,
     Simulation,
     TradeoffPoint,
     penalty_sweep,
@@ -38,12 +30,6 @@ from collapipe_flwr.simulation.simulate import (
 )
 from collapipe_flwr.simulation.summary import Json, Summary, bound_summary, summaries
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-
-INCHES = (8.0, 4.5)
 COLUMNS = (
     "latency\ns",
     "p95\ns",
@@ -167,102 +153,3 @@ def claims_table(claims: Mapping[str, Json]) -> Table:
             needed = f"{sign} {claim['needed']:g}"
             table.add_row(says, needed, f"{claim['seen']:.3g}", limit, kept)
     return table
-
-
-def check_plot(folder: Path) -> None:
-    """Make the folder; raises ConfigError without matplotlib or where that fails."""
-    with extra("plot"):
-        import matplotlib  # noqa: F401
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--plot {folder}: the folder cannot be made ({error})") from error
-
-
-def save_figures(
-    simulation: Simulation, tradeoff: Sequence[TradeoffPoint], folder: Path
-) -> list[Path]:
-    """Draw everything for the first seed; returns the files written."""
-    ran = [p for p in simulation.policies if p.refusal is None]
-    drawn = {
-        "latency": _by_round(
-            ran, "Latency over rounds", "latency of the round [s]", "log", lambda s: s.latency_s
-        ),
-        "queues": _by_round(
-            ran,
-            "Longest energy queue: what stays bounded keeps its budget",
-            "queue [budgets of a round]",
-            "symlog",
-            lambda s: s.queue_share,
-        ),
-        "segments": _segments(ran),
-    }
-    if tradeoff:
-        drawn["tradeoff"] = _weights(tradeoff)
-    paths = []
-    for name, figure in drawn.items():
-        paths.append(folder / f"{name}.png")
-        write_picture(figure, paths[-1])
-    return paths
-
-
-def _axes(title: str, x: str, y: str) -> tuple[Figure, Axes]:
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=INCHES, layout="constrained")
-    axes = figure.add_subplot()
-    axes.set(title=title, xlabel=x, ylabel=y)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return figure, axes
-
-
-def _by_round(
-    ran: Sequence[PolicyResult],
-    title: str,
-    y: str,
-    scale: str,
-    series: Callable[[Score], Sequence[float]],
-) -> Figure:
-    """A curve for each policy."""
-    figure, axes = _axes(title, "round", y)
-    for result in ran:
-        values = series(result.scores[0])
-        axes.plot(range(1, len(values) + 1), values, label=result.policy)
-    axes.set_yscale(scale)
-    if scale == "symlog":
-        axes.set_ylim(bottom=0)
-    axes.legend(ncols=2, fontsize="small")
-    return figure
-
-
-def _weights(points: Sequence[TradeoffPoint]) -> Figure:
-    title = "Trade-off of the penalty weight V"
-    figure, axes = _axes(title, "penalty weight V", "mean latency [s]")
-    weights = [p.penalty_weight for p in points]
-    axes.plot(weights, [p.latency_mean_s for p in points], "o-", color="C0")
-    axes.set_xscale("log")
-    axes.yaxis.label.set_color("C0")
-    other = axes.twinx()
-    other.plot(weights, [p.queue_share_max for p in points], "s--", color="C3")
-    other.set_ylabel("longest queue [budgets of a round]", color="C3")
-    return figure
-
-
-def _segments(ran: Sequence[PolicyResult]) -> Figure:
-    plans = [(r.policy, r.scores[0].last_plan.clusters[0]) for r in ran]
-    figure, axes = _axes(
-        f"Segments of cluster {plans[0][1].cluster_id!r} in the last round", "block", ""
-    )
-    for row, (_, plan) in enumerate(plans):
-        for segment in plan.segments:
-            device = " + ".join(name.rpartition("/")[2] for name in segment.device_ids)
-            left, width = segment.first_block, segment.stop_block - segment.first_block
-            color = f"C{sum(map(ord, device)) % 10}"
-            axes.barh(row, width, left=left, color=color, edgecolor="white")
-            axes.text(left + width / 2, row, device, ha="center", va="center")
-    labels = [f"{policy} ({p.micro_batch_size}x{p.micro_batches})" for policy, p in plans]
-    axes.set_yticks(range(len(plans)), labels)
-    axes.set_xlim(0, max(plan.segments[-1].stop_block for _, plan in plans))
-    axes.invert_yaxis()
-    return figure

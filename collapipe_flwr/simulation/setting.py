@@ -57,6 +57,7 @@ class Setting:
     distortion: Distortion = field(default_factory=Distortion)
     truth_error: float = 0.0  # of what plans believe of devices, see `World`
     fleet: tuple[FleetCluster, ...] = ()
+    preset: str = ""  # what it was made from
 
     def __post_init__(self) -> None:
         for name in ("clusters", "devices", "examples", "rounds"):
@@ -145,7 +146,7 @@ def preset(name: str | None) -> Setting:
         return Setting()
     if name not in PRESETS:
         raise ConfigError(f"--preset: unknown preset {name!r}; choose {', '.join(PRESETS)}")
-    return PRESETS[name]
+    return replace(PRESETS[name], preset=name)
 
 
 _SETTING = ("clusters", "devices", "examples", "rounds", "channel", "radio", "truth_error")

@@ -43,6 +43,14 @@ def test_a_wheel_lies_beside_the_inventory(tmp_path: Path) -> None:
     assert {machine.access.wheel for machine in found.machines} == {str(tmp_path / "a.whl")}
 
 
+def test_the_wheel_of_a_table_counts_more_than_the_environment_of_all(tmp_path: Path) -> None:
+    (tmp_path / "a.whl").touch()
+    found = inventory(tmp_path, f'{TOP}{UNIT}{DEVICE}wheel = "a.whl"\n')
+    unit, device = (machine.access for machine in found.machines)
+    assert (unit.environment, unit.wheel) == ("/opt/env", "")
+    assert (device.environment, device.wheel) == ("", str(tmp_path / "a.whl"))
+
+
 @pytest.mark.parametrize(
     ("text", "refusal"),
     [
@@ -54,6 +62,8 @@ def test_a_wheel_lies_beside_the_inventory(tmp_path: Path) -> None:
         (f"{TOP}{UNIT}{DEVICE}{DEVICE.replace('pi-1', 'pi-2')}", "two devices are on host"),
         (f"{TOP}{UNIT}[[device]]\nname = 'x'\n", r"device\[1\].host is missing"),
         (f"{TOP}{UNIT}[[device]]\nname = 'x'\nhost = 'a; reboot'\n", "must be a host name"),
+        (f"{TOP}{UNIT}{DEVICE}options = '$(reboot)'\n", r"device\[1\].options must have no quotes"),
+        (f"{TOP}user = '-oProxyCommand=x'\n{UNIT}{DEVICE}", "user must be a word"),
         (f"{TOP}usre = 'pi'\n{UNIT}{DEVICE}", "key usre is unknown; did you mean user"),
         (f"{TOP}user = 'x y'\n{UNIT}{DEVICE}", "user must be a word, got 'x y'"),
         (f'cluster = "g"\n{UNIT}{DEVICE}', "'cu' has neither a wheel nor an environment"),

@@ -31,11 +31,11 @@ def carried_out(steps: list[Step], *, dry: bool = False) -> list[tuple[str, str,
 
 def test_a_step_is_done_once_and_not_at_all_in_a_dry_run(tmp_path: Path) -> None:
     file = tmp_path / "file"
-    steps = [Step(name="file", test=f"[ -e {file} ]", action=f"touch {file}")]
-    assert carried_out(steps, dry=True) == [("would", "file", "")]
+    steps = [Step(name="pi's file", test=f"[ -e {file} ]", action=f"touch {file}")]
+    assert carried_out(steps, dry=True) == [("would", "pi's file", "")]
     assert not file.exists()
-    assert carried_out(steps) == [("did", "file", "")]
-    assert carried_out(steps) == carried_out(steps, dry=True) == [("kept", "file", "")]
+    assert carried_out(steps) == [("did", "pi's file", "")]
+    assert carried_out(steps) == carried_out(steps, dry=True) == [("kept", "pi's file", "")]
 
 
 def test_an_action_ends_at_its_first_failure_and_so_do_the_steps(tmp_path: Path) -> None:

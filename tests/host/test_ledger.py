@@ -245,7 +245,7 @@ def test_a_benchmark_tells_what_the_next_plan_may_have(
 ) -> None:
     """What is free, with what is kept of the last round, within what the host may hold."""
     free = BenchmarkAnswer(flop=1.0, seconds=1.0, memory_bytes=1000)
-    monkeypatch.setattr("collapipe_flwr.host.servicer.run_benchmark", lambda _: free)
+    monkeypatch.setattr("collapipe_flwr.host.servicer.run_benchmark", lambda *_: free)
     servicer = Servicer(_device(Ledger(most_bytes)))
     asked = encode_message(BenchmarkRequest())
     answer = servicer.answer(methods.BENCHMARK, asked, FakeContext(), None)

@@ -15,12 +15,14 @@ import pytest
 from cryptography import x509
 
 from collapipe_flwr.cluster.profile import profile_of
-from collapipe_flwr.config.access_control import Role
+from collapipe_flwr.config.access_control import Role, access_control
+from collapipe_flwr.config.cluster_file import MemberConfig
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.membership.admission import admit
+from collapipe_flwr.membership.issuing import new_token
 from collapipe_flwr.membership.newcomer import forget, join, membership_of
-from collapipe_flwr.membership.registry import Registry
+from collapipe_flwr.membership.registry import NewCluster, Registry
 from collapipe_flwr.membership.service import MOST_REFUSALS, Attempts, JoiningService
 from collapipe_flwr.membership.tokens import JoinRefused, parse_token
 from collapipe_flwr.transport.joining import JOIN, JoinRequest
@@ -133,14 +135,35 @@ def test_a_token_works_once_for_a_name_and_a_name_is_one_board_s(
     with pytest.raises(LinkError, match=r"pi-1 of shed is at 127.0.0.1:1000 already"):
         joined(service, print_token(registry), board(tmp_path / "d", "pi-2"))
     before = {path: path.read_bytes() for path in registry.certs.iterdir()}
-    service._attempts = Attempts()
-    for name in ("PI-1", "edge", "server", "Cu-Shed", "ca"):
-        with pytest.raises(
-            LinkError, match=r"another member is called .* already|cannot be called"
-        ):
+    said = r"another member is called .* already|cannot be called|lets newcomers in"
+    for name in ("PI-1", "edge", "server", "Cu-Shed", "ca", "CollaPipe-Joining"):
+        service._attempts = Attempts()
+        with pytest.raises(LinkError, match=said):
             joined(service, print_token(registry), board(tmp_path / "e", name, 1002))
     assert {path: path.read_bytes() for path in registry.certs.iterdir()} == before
     assert names(registry.cluster()) == {"pi-1"}
+
+
+def test_clusters_of_one_folder_share_edge_and_server_and_who_lets_newcomers_in(
+    tmp_path: Path, registry: Registry, service: JoiningService
+) -> None:
+    unit = MemberConfig(name="cu-barn", address="127.0.0.1:50060")
+    with registry.changing():
+        barn = registry.create(
+            NewCluster(cluster_id="barn", control_unit=unit, edge_address="127.0.0.1:2")
+        )
+        token = new_token(registry, barn, Role.DEVICE, members=1, minutes=60.0)
+    shed = registry.cluster(ID)
+    assert (barn.edge, barn.server) == (shed.edge, shed.server)
+    assert joined(service, token, board(tmp_path, "barn-1")).cluster.id == "barn"
+    with registry.changing():
+        other = new_token(registry, shed, Role.DEVICE, members=2, minutes=60.0)
+    with pytest.raises(LinkError, match="another member is called barn-1 already"):
+        joined(service, other, board(tmp_path / "other", "barn-1", 1001))
+    joined(service, other, board(tmp_path, "shed-1", 1001))
+    access = access_control(registry.clusters().values())
+    assert access.callers["edge"].clusters == {"shed", "barn"}
+    assert access.callers["barn-1"].clusters == {"barn"}
 
 
 def test_a_token_of_a_device_makes_no_edge_and_one_of_an_edge_makes_one(
@@ -182,7 +205,7 @@ def test_a_member_of_the_same_ca_cannot_pass_as_the_control_unit(
     tls = TlsFiles(certificate=chain, key=files.key)
     with Server("127.0.0.1:0", {JOIN: listen}, threads=1, most_calls=2, tls=tls) as between:
         token = print_token(registry)
-        with pytest.raises(LinkError, match=r"control unit cu-shed at .* cannot be reached"):
+        with pytest.raises(LinkError, match=r"control unit at .* cannot be reached"):
             join(token, board(tmp_path, "pi-2", 1001), measured, address=between.address)
     assert not heard
 

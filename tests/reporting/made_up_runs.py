@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from collapipe_flwr.core.json_codec import plain
 from collapipe_flwr.core.links import LinkConfig, LinkReport, LinkTraffic
 from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, RunStory, cluster_json
 from collapipe_flwr.reporting.run_directory import EVENTS, RunDirectory
+from collapipe_flwr.reporting.run_lock import writing
 
 _KINDS = ("raspberry-pi-5", "raspberry-pi-4", "jetson-nano", "phone")
 _BLOCKS_EACH = 2
@@ -53,12 +55,18 @@ class MadeUpRun:
             versions={"collapipe-flwr": "0.1.0", "flwr": "1.41.0", "Python": "3.11.7"},
         )
         self.directory.write_config({"num-server-rounds": rounds_asked, "clusters": clusters})
+        self._alive = ExitStack()
+        self._alive.enter_context(writing(path))
         self.save("running")
 
     @property
     def path(self) -> Path:
         """The run directory."""
         return self.directory.path
+
+    def die(self) -> None:
+        """End as by SIGKILL: nobody writes the directory any more, and nobody says so."""
+        self._alive.close()
 
     def save(self, status: str, reason: str | None = None) -> None:
         """Replace the summary."""
@@ -90,7 +98,7 @@ class MadeUpRun:
         energy = {k: v for outcome in outcomes.values() for k, v in outcome.energy_j.items()}
         for name, spent in energy.items():
             budget = self.story.energy_budget_j[name]
-            self._queues[name] = max(0.0, self._queues[name] + spent - budget)
+            self._queues[name] += spent - budget  # below 0: saved
         latency_s = max(outcome.latency_s for outcome in outcomes.values())
         predicted_s = max(plan.latency_s for plan in plans)
         plan = Plan(

@@ -1,29 +1,65 @@
-"""The table of `collapipe cluster check` keeps every figure in a terminal of 80 columns."""
+"""`collapipe cluster status`, for eyes and for scripts."""
 
 from __future__ import annotations
 
 from rich.console import Console
 
-from collapipe_flwr.cluster.profile import Measured, MeasuredLink, Measurements
-from collapipe_flwr.reporting.cost_tables import show_measurements
+from collapipe_flwr.membership.status import AWAY, EXPECTED, READY, ClusterStatus, MemberStatus
+from collapipe_flwr.reporting.cluster_table import follow, status_lines, status_table
 
-PI = Measured(
-    name="a-rather-long-name-of-a-board",
-    address="192.168.178.121:50071",
-    speed_flop_per_s=123.4e9,
-    memory_bytes=22_845_000_000,
-    idle_bytes=260_000_000,
-    clock_ahead_s=-12.3,
-    rate_bit_per_s=14_573e6,
-    delay_s=0.12345,
+MEMBERS = (
+    MemberStatus(
+        name="pi-1",
+        role="device",
+        address="[fe80::1]:50071",
+        state=READY,
+        roster=4,
+        speed_flop_per_s=9.5e9,
+        memory_bytes=1_500_000_000,
+        resident_bytes=62_000_000,
+        clock_ahead_s=-0.2,
+    ),
+    MemberStatus(name="pi-2", role="device", address="h:1", state=AWAY, fault="no answer"),
+    MemberStatus(name="edge", role="edge", address="", state=EXPECTED),
 )
-LINK = MeasuredLink(source=PI.name, target="edge", rate_bit_per_s=98.47e6, delay_s=0.00192)
+FOUND = ClusterStatus(cluster_id="shed", version=5, members=MEMBERS)
 
 
-def test_names_are_folded_and_numbers_are_whole() -> None:
-    console = Console(width=80, record=True)
-    show_measurements(Measurements(cluster_id="c", members=(PI,), links=(LINK,)), console)
-    shown = console.export_text()
-    assert "…" not in shown
-    for figure in ("123.4", "22.8", "260", "-12.3", "14573", "123.45", "98", "1.92", "ok"):
-        assert figure in shown.split()
+def shown(console: Console) -> str:
+    with console.capture() as capture:
+        console.print(status_table(FOUND))
+    return capture.get()
+
+
+def test_lines_say_who_is_there_and_why_not() -> None:
+    assert list(status_lines(FOUND)) == [
+        "cluster shed, roster 5, 3 members",
+        "device pi-1 at [fe80::1]:50071 ready",
+        "device pi-2 at h:1 away: no answer",
+        "edge edge has not joined",
+    ]
+    assert not FOUND.complete
+
+
+def test_the_table_has_what_is_known() -> None:
+    (row,) = [line for line in shown(Console(width=120)).splitlines() if "pi-1" in line]
+    assert row.split() == [
+        *("pi-1", "device", "[fe80::1]:50071", "ready"),
+        *("9.5", "1.5", "62", "-0.2", "4"),
+    ]
+
+
+def test_it_follows_until_ctrl_c() -> None:
+    console = Console(force_terminal=True, width=120)
+    later = ClusterStatus(cluster_id="shed", version=6, members=MEMBERS[:1])
+    looks = iter([later])
+
+    def look() -> ClusterStatus:
+        try:
+            return next(looks)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    with console.capture() as capture:
+        assert follow(console, FOUND, look) == later
+    assert "roster 6" in capture.get()

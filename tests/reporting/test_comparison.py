@@ -9,8 +9,15 @@ from typing import Any
 import pytest
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.reporting.comparison import draw, markdown, read_curves
+from collapipe_flwr.reporting.comparison import (
+    draw,
+    drawn,
+    markdown,
+    metric_names,
+    read_curves,
+)
 from tests.full_disk import full_disk
+from tests.reporting.pictures import assert_readable
 
 
 def _run(folder: Path, scores: list[float], **rest: Any) -> str:
@@ -61,10 +68,57 @@ def test_metrics_can_be_chosen_and_losses_are_compared_with_the_first_run(tmp_pa
         markdown(curves, ["f1"])
 
 
-@pytest.mark.parametrize("source", ["no-label", "label=/nowhere/at/all"])
+@pytest.mark.parametrize("source", ["no-run", "label=/nowhere/at/all"])
 def test_what_is_no_run_is_refused(source: str) -> None:
-    with pytest.raises(ConfigError, match="is not LABEL=RUN_DIRECTORY"):
+    with pytest.raises(
+        ConfigError, match=r"is not the directory of a run: it has no summary\.json"
+    ):
         read_curves([source])
+
+
+def test_plain_folders_are_runs_under_their_own_names(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    one, two = _run(tmp_path / "a=b", [0.1]), _run(tmp_path / "split", [0.2])
+    again = _run(tmp_path / "other" / "split", [0.3])
+    assert [c.label for c in read_curves([one, two])] == ["a=b", "split"]
+    assert [c.label for c in read_curves([two, f"x={one}"])] == ["split", "x"]
+    assert [c.label for c in read_curves([two, again])] == [two, again]
+
+
+def test_the_picture_has_a_panel_for_every_metric_and_counts_whole_rounds(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    folders = [_run(tmp_path / name, [0.1, 0.2]) for name in ("a-run-with-a-long-name", "b")]
+    for folder in folders:
+        names = ("accuracy", "perplexity", "loss", "f1")
+        events = [{"metrics": dict.fromkeys(names, 0.5 + index)} for index in range(2)]
+        text = "".join(json.dumps(event) + "\n" for event in events)
+        (Path(folder) / "events.jsonl").write_text(text)
+    curves = read_curves(folders)
+    figure = drawn(curves, metric_names(curves))
+    assert_readable(figure)
+    panels = [axes for axes in figure.axes if axes.axison]
+    assert {axes.get_title() for axes in panels} == {"accuracy", "perplexity", "loss", "f1"}
+    for axes in panels:
+        assert [line.get_label() for line in axes.lines] == ["a-run-with-a-long-name", "b"]
+        first, last = axes.get_xlim()
+        assert [tick for tick in axes.get_xticks() if first <= tick <= last] == [1, 2]
+    with pytest.raises(ConfigError, match="no run has the metric 'recall'; known: accuracy, "):
+        draw(curves, tmp_path / "picture.png", ["recall"])
+
+
+def test_runs_that_were_never_evaluated_have_costs_but_no_picture(tmp_path: Path) -> None:
+    folder = _run(tmp_path / "run", [])
+    (Path(folder) / "events.jsonl").write_text(json.dumps({"metrics": {}}) + "\n")
+    curves = read_curves([folder])
+    assert "| wall-clock seconds | 12 |" in markdown(curves)
+    with pytest.raises(ConfigError, match="no run was evaluated yet"):
+        draw(curves, tmp_path / "picture.png")
+
+
+def test_the_untrained_model_of_every_metric_is_known_to_newer_runs(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run", [0.5], untrained={"accuracy": 0.25, "loss": 3.0})
+    (curve,) = read_curves([run])
+    assert (curve.untrained("accuracy"), curve.untrained("loss")) == (0.25, 3.0)
 
 
 def test_a_picture_that_cannot_be_written_is_one_sentence_and_no_half_of_one(

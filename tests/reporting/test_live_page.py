@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from collapipe_flwr.core.durable import write_text
+from collapipe_flwr.core.json_codec import to_json
 from collapipe_flwr.reporting.live.feed import Feed
 from collapipe_flwr.reporting.live.server import Bind, LiveServer
+from collapipe_flwr.reporting.progress import PROGRESS, ClusterProgress, RunProgress
 from tests.reporting.browser import SIZES, Tab, a_browser
 from tests.reporting.made_up_runs import MadeUpRun
 
@@ -114,10 +117,31 @@ def test_an_ended_run_says_so(browser: Any, run: MadeUpRun) -> None:
         assert not tab.page.evaluate("document.body.classList.contains('running')")
 
 
+def test_a_long_round_shows_how_far_it_is(browser: Any, run: MadeUpRun) -> None:
+    def write(trained: int, at_s: float) -> None:
+        clusters = {"cluster-0": ClusterProgress(trained=trained, of=8)}
+        now = RunProgress(
+            phase="training", since_s=0.0, at_s=at_s, round_index=2, clusters=clusters
+        )
+        write_text(run.path / PROGRESS, to_json(now))
+
+    with _serving(run.path) as server, _open(browser, server) as tab:
+        write(2, 10.0)
+        _shows(tab, "#phase", "Round 2: training, 2 of 8 micro-batches")
+        write(6, 12.0)
+        _shows(tab, "[data-cluster=cluster-0] .rate", "6 of 8 micro-batches, 2/s")
+        (run.path / PROGRESS).unlink()
+        run.end_round()
+        _shows(tab, "#drawn", "as of round 2")
+        assert tab.page.locator("#phase").is_hidden()
+        assert "micro-batches/s" in tab.page.inner_text("[data-cluster=cluster-0] .rate")
+
+
 def test_it_waits_for_a_run_that_is_not_there(browser: Any, tmp_path: Path) -> None:
     with _serving(tmp_path / "run") as server, _open(browser, server) as tab:
         _shows(tab, "#status", "waiting")
-        MadeUpRun(tmp_path / "run").end_round()
+        run = MadeUpRun(tmp_path / "run")
+        run.end_round()
         _shows(tab, "#status", "running")
         _shows(tab, "#drawn", "as of round 1")
 

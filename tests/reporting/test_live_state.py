@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from collapipe_flwr.reporting.live.feed import Feed
 from collapipe_flwr.reporting.live.finding import newest_run
 from collapipe_flwr.reporting.live.state import Place
+from collapipe_flwr.reporting.progress import ClusterProgress, ProgressFile
 from collapipe_flwr.reporting.run_directory import EVENTS
 from tests.reporting.made_up_runs import MadeUpRun
 
@@ -93,6 +95,28 @@ def test_a_run_is_awaited_then_prepared_then_running(tmp_path: Path) -> None:
     assert (news["head"]["status"], news["head"]["reason"]) == ("failed", "no memory")
 
 
+def test_a_run_that_was_killed_is_interrupted(run: MadeUpRun) -> None:
+    feed = _feed(run.path)
+    known, news = _told(feed, Place())
+    assert news["head"]["status"] == "running"
+    run.die()
+    _, news = _told(feed, known)
+    assert news["head"]["status"] == "interrupted"
+    assert news["head"]["reason"]
+
+
+def test_progress_inside_a_round_is_told(run: MadeUpRun) -> None:
+    feed = _feed(run.path)
+    known, news = _told(feed, Place())
+    assert news["head"]["progress"] is None
+    ProgressFile(run.path).enter(
+        "training", round_index=1, look=lambda: {"cluster-0": ClusterProgress(trained=3, of=8)}
+    )
+    _, news = _told(feed, known)
+    progress = news["head"]["progress"]
+    assert (progress["phase"], progress["round_index"]) == ("training", 1)
+
+
 def test_the_newest_round_of_a_long_file_is_shown_first(run: MadeUpRun) -> None:
     run.begin_long(20)
     with (run.path / EVENTS).open("rb+") as file:  # long, but no more rounds
@@ -142,6 +166,18 @@ def test_the_report_grows_with_the_rounds(run: MadeUpRun) -> None:
     learning = json.loads(feed.figures.text())["sections"][0]
     training = learning["charts"]["loss"]["figure"]["data"][0]
     assert training["x"] == [1, 2]
+
+
+@pytest.mark.parametrize("module", ["jinja2", "plotly"])
+def test_without_the_extra_the_page_says_how_to_get_charts(
+    run: MadeUpRun, monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    feed = _feed(run.path)
+    run.end_round()
+    feed.look()
+    found = json.loads(feed.figures.text())
+    assert "pip install 'collapipe-flwr[report]'" in found["missing"]
 
 
 def test_a_newer_run_takes_the_page(tmp_path: Path) -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.reporting.simulation import run_simulation
+from collapipe_flwr.reporting.simulation_figures import describe, figures
+from collapipe_flwr.scheduler.policies import POLICIES
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.models import ModelShape
-from collapipe_flwr.simulation.setting import Setting
+from collapipe_flwr.simulation.setting import Setting, preset
+from collapipe_flwr.simulation.simulate import Simulation, TradeoffPoint, simulate
+from tests.reporting.pictures import assert_readable
 
 SMALL = Setting(
     clusters=1,
@@ -31,6 +36,46 @@ def test_plot_writes_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert made == ["latency.png", "queues.png", "segments.png", "tradeoff.png"]
     shown = capsys.readouterr().out
     assert "uniform" in shown and "latency.png" in shown
+
+
+@pytest.fixture(scope="module")
+def everything() -> Simulation:
+    return simulate(replace(SMALL, policies=POLICIES, seeds=(3, 4), preset="paper"))
+
+
+TRADEOFF = [
+    TradeoffPoint(
+        penalty_weight=weight, latency_mean_s=9.0, queue_share_max=1.0, energy_over_budget=0.9
+    )
+    for weight in (0.1, 1.0, 10.0)
+]
+
+
+def test_every_policy_is_seen_and_no_legend_covers_a_curve(everything: Simulation) -> None:
+    pytest.importorskip("matplotlib")
+    drawn = figures(everything, TRADEOFF)
+    ran = [p.policy for p in everything.policies if p.refusal is None]
+    assert len(ran) >= 7
+    for figure in drawn.values():
+        assert_readable(figure)
+    for name in ("latency", "queues"):
+        lines = drawn[name].axes[0].lines
+        assert [line.get_label() for line in lines] == ran
+        assert [text.get_text() for text in drawn[name].legends[0].get_texts()] == ran
+        looks = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in lines}
+        assert len(looks) == len(ran)
+    rows = [label.get_text().split()[0] for label in drawn["segments"].axes[0].get_yticklabels()]
+    assert rows == ran
+
+
+def test_pictures_name_preset_and_seeds(everything: Simulation) -> None:
+    pytest.importorskip("matplotlib")
+    captions = {name: f.get_supxlabel() for name, f in figures(everything, TRADEOFF).items()}
+    assert all(text.startswith("preset paper, changed; 1 clusters") for text in captions.values())
+    assert captions["latency"].endswith("median over seeds 3, 4")
+    assert captions["queues"].endswith("worst of seeds 3, 4")
+    assert captions["segments"].endswith("seed 3")
+    assert describe(replace(preset("paper"), seeds=(9,))).startswith("preset paper; 4 clusters")
 
 
 def test_plot_without_matplotlib_says_how_to_get_it(

@@ -29,7 +29,7 @@ _START_S = 30.0
 
 _SUDO = """#!/bin/bash
 if [ "$1" = -u ]; then
-  exec setpriv --reuid "$2" --regid "$2" --init-groups -- "${@:3}"
+  exec setpriv --reuid "$2" --regid "$(id -g "$2")" --init-groups -- "${@:3}"
 fi
 exec "$@"
 """

@@ -8,10 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.testbed.machines import Machine
-from tests.testbed.processes import Program, Programs
+from tests.testbed.processes import Programs
 
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
-KEPT = ("PYTHONPATH", "FLWR_TELEMETRY_ENABLED", "FLWR_DISABLE_UPDATE_CHECK", "OMP_NUM_THREADS")
+KEPT = (
+    *("PYTHONPATH", "FLWR_TELEMETRY_ENABLED", "FLWR_DISABLE_UPDATE_CHECK", "OMP_NUM_THREADS"),
+    *("PIP_NO_DEPS", "PIP_NO_INDEX"),
+)
 _START_S = 30.0
 
 
@@ -29,7 +32,7 @@ def new_key(path: Path) -> str:
 
 def start_sshd(
     machine: Machine, programs: Programs, folder: Path, user_key: str, env: Mapping[str, str]
-) -> tuple[Program, str]:
+) -> str:
     """It lets root in by ``user_key`` and has a host key of its own, whose public half returns.
 
     Sessions have the variables of ``env`` that programs need here, as of a system of their own.
@@ -51,4 +54,4 @@ def start_sshd(
     command = machine.enter(f"exec {SSHD} -D -e -f {host / 'config'}")
     program = programs.start_here(f"sshd-{machine.name}", command, cwd=host)
     program.wait_for("Server listening", deadline_s=_START_S)
-    return program, public
+    return public

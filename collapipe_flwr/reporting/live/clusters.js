@@ -4,7 +4,7 @@ const QUEUE_FULL = 5; // budgets of a round
 const OPEN_AT_MOST = 4; // clusters that are open from the start
 const naturally = new Intl.Collator("en", { numeric: true }).compare;
 
-const queueOf = (device) => (device.budget_j ? (device.queue_j || 0) / device.budget_j : 0);
+const queueOf = (device) => Math.max(0, device.budget_j ? (device.queue_j || 0) / device.budget_j : 0);
 const longestQueue = (cluster) => Math.max(0, ...everyDevice(cluster).map(queueOf));
 const everyDevice = (cluster) => [...cluster.stages.flatMap((stage) => stage.devices), ...cluster.idle];
 
@@ -52,8 +52,8 @@ class Card {
     this.stale = false;
     this.root.classList.toggle("lost", data.lost);
     setText(this.alarm, data.lost ? "no result" : "");
-    setText(this.rate, known(data.per_s) ? `${digits(data.per_s)} micro-batches/s` : "");
-    setText(this.took, known(data.latency_s) ? `${data.measured ? "" : "simulated "}${seconds(data.latency_s)}` : "");
+    setText(this.rate, known(data.per_s) ? `${digits(data.per_s)} micro-batches/s${data.measured ? "" : " simulated"}` : "");
+    setText(this.took, known(data.latency_s) ? seconds(data.latency_s) : "");
     const shape = shapeOf(data);
     if (shape !== this.shape) {
       this.shape = shape;
@@ -63,12 +63,17 @@ class Card {
     this.drawn.set(data);
   }
 
-  // Inside a round: micro-batches that are done.
+  // Inside a round: the micro-batches that are done, and how many a second are.
   progress(told) {
     this.within.hidden = !told || !told.of;
-    if (this.within.hidden) return;
-    this.within.firstChild.style.width = `${Math.min(100, (100 * told.trained) / told.of)}%`;
-    setText(this.rate, known(told.per_s) ? `${digits(told.per_s)} micro-batches/s now` : this.rate.textContent);
+    if (this.within.hidden) { this.before = null; return; }
+    const { trained, at_s } = told;
+    if (!this.before || trained < this.before.trained) this.before = { trained, at_s };
+    const took_s = at_s - this.before.at_s;
+    this.within.firstChild.style.width = `${Math.min(100, (100 * trained) / told.of)}%`;
+    this.within.title = `${trained} of ${told.of} micro-batches`;
+    const now = took_s > 0 && trained > this.before.trained ? `, ${digits((trained - this.before.trained) / took_s)}/s` : "";
+    setText(this.rate, `${trained} of ${told.of} micro-batches${now}`);
   }
 }
 
@@ -207,5 +212,6 @@ const busyText = (device) => (known(device.share) ? `busy ${digits(100 * device.
 
 function queueText(device) {
   if (!known(device.queue_j)) return "";
+  if (device.queue_j < 0) return `saved ${joules(-device.queue_j)}`;
   return device.queue_j === 0 ? "queue empty" : `queue ${joules(device.queue_j)}`;
 }

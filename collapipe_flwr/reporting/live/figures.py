@@ -14,7 +14,7 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.reporting.live.reader import News
 from collapipe_flwr.reporting.report.charts import Section
 from collapipe_flwr.reporting.report.overview import tiles
-from collapipe_flwr.reporting.report.page import section_html, shown
+from collapipe_flwr.reporting.report.page import require_report, section_html, shown
 from collapipe_flwr.reporting.report.run_data import RunData
 from collapipe_flwr.reporting.report.sections import run_sections
 
@@ -51,6 +51,7 @@ class Figures:
         if not self._data.rounds:
             return {"sections": []}
         try:
+            require_report()
             sections = [_section(section) for section in run_sections(self._data)]
         except ConfigError as error:
             return {"sections": [], "missing": str(error)}

@@ -28,6 +28,7 @@ function take(news) {
   run.rounds = news.rounds;
   drawHead();
   drawTiles();
+  drawProgress();
   if (more) figures.refresh();
 }
 
@@ -88,7 +89,7 @@ function drawHead() {
   setText(byId("status"), status);
   byId("status").className = `pill ${status}`;
   document.body.classList.toggle("running", status === "running");
-  const trouble = head.broken || (status === "failed" || status === "stopped" ? head.reason : "");
+  const trouble = head.broken || (["failed", "stopped", "interrupted"].includes(status) ? head.reason : "");
   setText(byId("notice"), trouble || "");
   byId("notice").hidden = !trouble;
   const done = run.last ? run.last.round : 0;
@@ -96,11 +97,34 @@ function drawHead() {
   bar.hidden = !head.rounds_asked;
   setAttribute(bar, "aria-valuemax", head.rounds_asked || 0);
   setAttribute(bar, "aria-valuenow", done);
-  bar.firstChild.style.width = head.rounds_asked ? `${(100 * done) / head.rounds_asked}%` : "0";
+  const told = Object.values(head.progress?.clusters || {});
+  const all = told.reduce((sum, cluster) => sum + cluster.of, 0);
+  const part = head.progress?.round_index > done && all ? told.reduce((sum, cluster) => sum + cluster.trained, 0) / all : 0;
+  bar.firstChild.style.width = head.rounds_asked ? `${(100 * (done + part)) / head.rounds_asked}%` : "0";
   const waits = { waiting: "There is no such run yet; the page begins with it.", starting: "The run is being prepared: no round has ended yet." };
   const nothing = waits[status] || (cards.size ? "" : run.last ? "The rounds of this run have no plan: clusters train whole models." : "No round has ended yet.");
   setText(byId("nobody"), nothing);
   byId("nobody").hidden = !nothing;
+}
+
+// What goes on inside the round that has not ended.
+function drawProgress() {
+  const { progress } = run.head;
+  const clusters = Object.entries((progress && progress.clusters) || {});
+  let text = "";
+  if (progress && progress.phase) {
+    const done = clusters.reduce((sum, [, told]) => sum + (told.trained || told.tested), 0);
+    const all = clusters.reduce((sum, [, told]) => sum + told.of, 0);
+    const round = progress.round_index ? `Round ${progress.round_index}: ` : "";
+    text = `${round}${progress.phase}${all ? `, ${digits(done)} of ${digits(all)} micro-batches` : ""}`;
+  }
+  setText(byId("phase"), text);
+  byId("phase").hidden = !text;
+  const told = new Map(clusters);
+  for (const card of cards.values()) {
+    const found = told.get(card.id);
+    card.progress(found && { ...found, at_s: progress.at_s });
+  }
 }
 
 function drawTiles() {
@@ -133,7 +157,7 @@ function roundTiles(last, head) {
     ...scores.map(([name, value]) => [digits(value, 4), `test ${name}`]),
     ...(known(last.latency_s) ? [[seconds(last.latency_s), `round, ${measured ? "measured" : "simulated"}; predicted ${seconds(last.predicted_s)}`]] : []),
     [seconds(last.wall_s), "round, wall clock"],
-    ...(perSecond ? [[digits(perSecond), "micro-batches/s, all clusters"]] : []),
+    ...(perSecond ? [[digits(perSecond), `micro-batches/s${measured ? "" : " simulated"}, all clusters`]] : []),
     ...(known(last.queue) ? [[digits(last.queue), "longest energy queue, in budgets"]] : []),
     [bytes(Object.values(last.bytes || {}).reduce((sum, value) => sum + value, 0) - ((last.bytes || {}).spared || 0)), "sent in the round"],
   ];

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from collapipe_flwr.core.errors import RunError
+from collapipe_flwr.core.json_codec import plain
 from collapipe_flwr.reporting.event_tail import EventTail, newest_event
+from collapipe_flwr.reporting.progress import read_progress
 from collapipe_flwr.reporting.run_directory import (
     EVENTS,
     read_config,
@@ -90,10 +92,8 @@ class RunReader:
     def _head(self) -> Json:
         """The summary's short values, or what there is before a run writes one."""
         before = "starting" if self.run_dir.is_dir() else "waiting"
-        told = (
-            {key: self._summary.get(key) for key in _TOLD} if self._summary else {"status": before}
-        )
-        told = as_it_is(told, self.run_dir)
+        summary = self._summary or {"status": before}
+        told = as_it_is({key: summary.get(key) for key in _TOLD}, self.run_dir)
         return {
             **told,
             "name": self.run_dir.name,
@@ -101,4 +101,10 @@ class RunReader:
             "broken": self._broken,
             "config": self._config or {},
             "changed_s": self._stamp[1] / 1e9 if self._stamp else None,
+            "progress": self._progress() if told["status"] in ("starting", "running") else None,
         }
+
+    def _progress(self) -> Json | None:
+        """The phase, and how far clusters are in a round; None where nobody says it."""
+        progress = read_progress(self.run_dir)
+        return None if progress is None else plain(progress)

@@ -114,7 +114,7 @@ class RunState:
 def _numbers(event: Mapping[str, Any], budget_j: Mapping[str, float | None]) -> Json:
     """A round as a whole; ``queue`` is the longest energy queue, in budgets of a round."""
     queues = (
-        queue_j / budget
+        max(0.0, queue_j / budget)
         for device, queue_j in event.get("queues_j", {}).items()
         if (budget := budget_j.get(device))
     )

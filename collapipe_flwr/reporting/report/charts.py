@@ -18,7 +18,7 @@ FIRST, SECOND, THIRD, FOURTH, FIFTH, SIXTH = (f"@c{number}" for number in range(
 COLOURS = (FIRST, SECOND, THIRD, FOURTH, FIFTH, SIXTH)
 MUTED, WARNING = "@muted", "@warning"
 MOST_BARS = 24  # of a chart: those that say most
-_NAME = 26  # letters of a label
+_NAME = 30  # letters of a label
 _BAR_PIXELS, _FRAME_PIXELS, _LEAST_PIXELS = 24, 96, 150
 
 
@@ -167,9 +167,10 @@ def round_axis(rounds: Sequence[int]) -> Json:
 def by_row(traces: Sequence[Json], rows: int, unit: str, **layout: Any) -> Json:
     """A figure of horizontal bars, as high as its rows need."""
     height = max(_LEAST_PIXELS, _FRAME_PIXELS + _BAR_PIXELS * rows)
+    count = len({row for trace in traces for row in trace["y"]})
     axes = {
         "xaxis": {"title": {"text": unit}, "rangemode": "tozero"},
-        "yaxis": {"autorange": "reversed", "type": "category"},
+        "yaxis": {"range": [count - 0.5, -0.5], "type": "category"},
     }
     return {
         "data": list(traces),

@@ -14,7 +14,7 @@ from collapipe_flwr.reporting.report.charts import (
     plain,
 )
 from collapipe_flwr.reporting.report.run_data import RunData
-from collapipe_flwr.reporting.report.series import stride_of, thinned
+from collapipe_flwr.reporting.report.series import MOST_COLUMNS, stride_of, thinned
 
 KINDS = {
     "lost": "cluster lost",
@@ -55,15 +55,16 @@ def _chart(run: RunData) -> Chart:
     traces = []
     for place, kind in enumerate(kinds):
         values = [float(counts[kind, index]) for index in run.rounds]
-        x, y = thinned(run.rounds, values, of=sum)
+        x, y = thinned(run.rounds, values, MOST_COLUMNS, of=sum)
         colour = COLOURS[place % len(COLOURS)]
         trace = {"type": "bar", "name": plain(KINDS.get(kind, kind)), "x": x, "y": y}
         traces.append({**trace, "marker": {"color": colour}, "hovertemplate": "%{y}"})
     figure = by_round(traces, zero=True)
     figure["layout"] |= {"barmode": "stack", "bargap": 0.15}
     figure["layout"]["xaxis"] |= {"range": [run.rounds[0] - 0.6, run.rounds[-1] + 0.6]}
-    figure["layout"]["yaxis"] |= {"tickformat": "d"}
-    stride = stride_of(len(run.rounds))
+    if max(Counter(each.round_index for each in run.incidents).values()) <= 6:
+        figure["layout"]["yaxis"] |= {"dtick": 1}
+    stride = stride_of(len(run.rounds), MOST_COLUMNS)
     note = f"Each bar counts {stride} rounds." if stride > 1 else ""
     return Chart(key="incidents", title="Incidents by round", note=note, figure=figure)
 

@@ -9,7 +9,6 @@ from collapipe_flwr.reporting.report.charts import (
     FIRST,
     MOST_BARS,
     SECOND,
-    THIRD,
     Chart,
     Json,
     Section,
@@ -25,7 +24,7 @@ from collapipe_flwr.reporting.report.charts import (
     size,
 )
 from collapipe_flwr.reporting.report.run_data import KINDS, LinkData, RunData, WayData
-from collapipe_flwr.reporting.report.series import stride_of, thinned
+from collapipe_flwr.reporting.report.series import MOST_COLUMNS, stride_of, thinned
 
 _NAMES = {
     "d2d": "between devices",
@@ -57,7 +56,7 @@ def _bytes(run: RunData) -> Chart | None:
     for kind, colour in zip(KINDS, COLOURS, strict=False):
         series = run.bytes[kind]
         if any(series.values):
-            x, y = thinned(run.rounds, series.padded(count))
+            x, y = thinned(run.rounds, series.padded(count), MOST_COLUMNS)
             total = size(sum(series.known))
             traces.append(
                 {
@@ -77,55 +76,50 @@ def _bytes(run: RunData) -> Chart | None:
         key="bytes",
         title="MB of a round by kind of link",
         note="Legend: totals of the run."
-        + (" Each bar is a mean of several rounds." if stride_of(count) > 1 else ""),
+        + (" Each bar is a mean of several rounds." if stride_of(count, MOST_COLUMNS) > 1 else ""),
         figure=figure,
     )
 
 
 def _rates(hops: Sequence[Hop]) -> Chart | None:
-    rated = [hop for hop in hops if _rate(hop[1].forward) or _rate(hop[1].backward)]
+    rated = [hop for hop in hops if hop[1].forward.bit_per_s or hop[1].backward.bit_per_s]
     if not rated:
         return None
-    shown = rated[:MOST_BARS]
-    labels = [hop_label(key) for key, _ in shown]
-    traces = []
-    for name, way, colour in (("forward", "forward", FIRST), ("backward", "backward", SECOND)):
-        rates = [_rate(getattr(hop, way)) for _, hop in shown]
-        planned = [getattr(hop, way).planned_bit_per_s for _, hop in shown]
-        traces.append(bars(name, labels, _mega(rates), colour, hovertemplate="%{x:.3~g} Mbit/s"))
-        if any(planned):
-            traces.append(
-                marks(f"{name}, planned", labels, _mega(planned), THIRD, hovertemplate="%{x:.3~g}")
-            )
+    shown = rated[: MOST_BARS // 2]
+    ways = [
+        (_way_label(key, forward=forward), hop.forward if forward else hop.backward)
+        for key, hop in shown
+        for forward in (True, False)
+    ]
+    labels, hover = [name for name, _ in ways], {"hovertemplate": "%{x:.4~g} Mbit/s"}
+    traces = [bars("reached", labels, [_mega(way.bit_per_s) for _, way in ways], FIRST, **hover)]
+    planned = [_mega(way.planned_bit_per_s) for _, way in ways]
+    if any(planned):
+        traces.append(marks("planned", labels, planned, SECOND, **hover))
     left = len(rated) - len(shown)
-    figure = by_row(traces, 2 * len(shown), "Mbit/s", hovermode="y unified")
-    figure["layout"] |= {"barmode": "group"}
     return Chart(
         key="rates",
         title="What links carried while they sent",
-        note=f"The hops with most bytes; {counted(left, 'hop')} more below." if left else "",
-        figure=figure,
+        note=f"The hops with most bytes; {counted(left, 'hop')} more in the table." if left else "",
+        figure=by_row(traces, 3 * len(shown), "Mbit/s", hovermode="y unified"),
     )
 
 
-def _rate(way: WayData) -> float | None:
-    return way.bit_per_s
+def _mega(rate: float | None) -> float | None:
+    return None if rate is None else rate / 1e6
 
 
-def _mega(rates: Sequence[float | None]) -> list[float | None]:
-    return [None if rate is None else rate / 1e6 for rate in rates]
+def _way_label(key: tuple[str, str, str], *, forward: bool) -> str:
+    """One direction of a hop in two lines."""
+    cluster, *ends = key
+    first, then = (end.rpartition("/")[2] for end in (ends if forward else reversed(ends)))
+    return f"{label(f'{cluster}: {first}')}<br>→ {label(then)}"
 
 
 def hop_name(key: tuple[str, str, str]) -> str:
     """``attic: 1-pi > 2-pi``."""
     cluster, sender, receiver = key
     return f"{cluster}: {sender.rpartition('/')[2]} > {receiver.rpartition('/')[2]}"
-
-
-def hop_label(key: tuple[str, str, str]) -> str:
-    """The same in two lines, for a chart."""
-    cluster, ends = hop_name(key).split(": ", 1)
-    return f"{label(cluster)}<br>{label(ends)}"
 
 
 def _table(hops: Sequence[Hop]) -> Table:

@@ -23,12 +23,13 @@ from collapipe_flwr.reporting.report.script import SCRIPT
 from collapipe_flwr.reporting.report.sections import compared_sections, run_sections
 from collapipe_flwr.reporting.report.style import CSS
 from collapipe_flwr.reporting.report.template import PAGE, SECTION
-from collapipe_flwr.reporting.run_directory import read_summary, summary_stamp
+from collapipe_flwr.reporting.run_directory import events_bytes, read_summary, summary_stamp
 
 if TYPE_CHECKING:  # jinja2 is an optional extra
     from jinja2 import Environment
 
 REPORT = "report.html"
+_HASTY_BYTES = 50_000_000  # of events, which take about a second to read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,14 +157,17 @@ def write_page(page: Page, path: Path) -> Path:
     return path
 
 
-def closing_report(run_dir: Path, name: str = "") -> str:
+def closing_report(run_dir: Path, name: str = "", *, hasty: bool = False) -> str:
     """Make the report of a run that has ended, unless it is there; a sentence that says where.
 
     A run is what it is: whatever keeps its report from being made is said, and nothing else.
-    ``name`` is what the sentence calls the run directory.
+    ``name`` is what the sentence calls the run directory. Where somebody waits for the end
+    (``hasty``), a run of many events gets none.
     """
     name = name or str(run_dir)
-    if not _fresh(run_dir):
+    if hasty and events_bytes(run_dir) > _HASTY_BYTES:
+        return f"no report yet: `collapipe report {name}` makes it"
+    if not has_report(run_dir):
         try:
             with unexpected_as_run_error():
                 write_run_report(run_dir)
@@ -172,7 +176,7 @@ def closing_report(run_dir: Path, name: str = "") -> str:
     return f"report: {name}/{REPORT}"
 
 
-def _fresh(run_dir: Path) -> bool:
-    """Whether the report was made after the summary's last change."""
+def has_report(run_dir: Path) -> bool:
+    """Whether there is one that was made after the summary's last change."""
     path, stamp = run_dir / REPORT, summary_stamp(run_dir)
     return stamp is not None and path.exists() and path.stat().st_mtime_ns >= stamp[1]

@@ -37,7 +37,8 @@ def placement(run: RunData) -> Section:
 def _note(run: RunData) -> str:
     stride = _stride(run)
     every = f" Every {_ordinal(stride)} round is shown." if stride > 1 else ""
-    return f"The stronger the colour, the more of the {run.blocks} blocks; none: no block.{every}"
+    scale = f"Light: the first of the {run.blocks} blocks, strong: the last; no colour: no block."
+    return scale + every
 
 
 def _ordinal(count: int) -> str:
@@ -55,23 +56,23 @@ def placed_blocks(run: RunData, cluster: str) -> Json:
     places = range(0, len(run.rounds), _stride(run))
     names = _members(run, cluster, data)
     held = [{name: (first, stop) for name, first, stop in data.placed.get(p, ())} for p in places]
-    few = len(places) <= 30
+    gap = 2 if len(places) <= 30 else 0
     return {
         "data": [
             {
                 "type": "heatmap",
                 "x": [run.rounds[place] for place in places],
                 "y": [label(name.rpartition("/")[2]) for name in names],
-                "z": [[_count(column.get(name)) for column in held] for name in names],
+                "z": [[_middle(column.get(name)) for column in held] for name in names],
                 "text": [[_blocks(column.get(name)) for column in held] for name in names],
-                "texttemplate": "%{text}" if few else "",
+                "texttemplate": "%{text}",
                 "hovertemplate": "round %{x}<br>%{y}<br>blocks %{text}<extra></extra>",
                 "hoverongaps": False,
                 "colorscale": "@scale",
                 "textfont": {"color": "@text"},
                 "zmin": 0,
                 "zmax": run.blocks,
-                "xgap": 2 if few else 0,
+                "xgap": gap,
                 "ygap": 3,
                 "showscale": False,
             }
@@ -101,8 +102,8 @@ def _natural(name: str) -> tuple[int, str]:
     return (int(digits) if digits.isdigit() else 0, name)
 
 
-def _count(held: tuple[int, int] | None) -> int | None:
-    return None if held is None else held[1] - held[0]
+def _middle(held: tuple[int, int] | None) -> float | None:
+    return None if held is None else (held[0] + held[1]) / 2
 
 
 def _blocks(held: tuple[int, int] | None) -> str:

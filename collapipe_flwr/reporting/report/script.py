@@ -10,7 +10,7 @@ const report = (() => {
   const charts = JSON.parse(document.getElementById("charts").textContent);
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const touch = matchMedia("(pointer: coarse)");
-  const PAPER_PIXELS = 640;
+  const PAPER_PIXELS = 640, LEAST_CELL_PIXELS = 30;
   let printing = false;
   const themes = {
     light: {
@@ -75,11 +75,18 @@ const report = (() => {
     return chart.choices[select ? select.value : Object.keys(chart.choices)[0]];
   }
 
+  // Texts of cells that are too narrow for them would be drawn too small to read.
+  function legible(trace, width) {
+    if (trace.type !== "heatmap" || width > LEAST_CELL_PIXELS * (trace.x.length + 4)) return trace;
+    return { ...trace, texttemplate: "" };
+  }
+
   function draw(key) {
     const element = document.querySelector(`[data-chart="${CSS.escape(key)}"]`);
     const figure = element && chosen(key);
     if (!figure) return Promise.resolve();
-    const data = painted(figure.data, "");
+    const width = printing ? PAPER_PIXELS : element.clientWidth;
+    const data = painted(figure.data, "").map((trace) => legible(trace, width));
     return Plotly.react(element, data, laidOut(painted(figure.layout, "")), config());
   }
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from math import isnan, nan
 from statistics import fmean
 
+MOST_COLUMNS = 100  # of a chart of bars
 MOST_POINTS = 400  # of a curve: about one for every two pixels
 
 

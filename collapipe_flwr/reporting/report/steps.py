@@ -131,6 +131,7 @@ def _figure(spans: list[dict[str, Any]]) -> Json:
         "data": traces,
         "layout": {
             "barmode": "overlay",
+            "uniformtext": {"minsize": 9, "mode": "hide"},
             "height": 120 + 38 * len(rows),
             "xaxis": {"title": {"text": "ms"}, "rangemode": "tozero"},
             "yaxis": {

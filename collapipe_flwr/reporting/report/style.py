@@ -42,7 +42,8 @@ a { color: var(--accent); }
 .tile .value { font-size: 1.35rem; font-weight: 600; line-height: 1.3; overflow-wrap: anywhere; }
 section { margin: 28px 0; }
 .charts {
-  display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr));
+  display: grid; gap: 12px; align-items: start;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr));
 }
 .chart { min-height: 150px; width: 100%; }
 section > .card { margin-top: 12px; }
@@ -60,7 +61,7 @@ th, td {
 }
 td { min-width: 4.5rem; white-space: nowrap; }
 td.long { min-width: 17rem; overflow-wrap: anywhere; white-space: normal; }
-th { color: var(--quiet); font-weight: 600; }
+th { color: var(--quiet); font-weight: 600; white-space: nowrap; }
 footer { padding-top: 8px; padding-bottom: 32px; }
 @media print {
   :root {
@@ -70,7 +71,9 @@ footer { padding-top: 8px; padding-bottom: 32px; }
   }
   body { font-size: 11pt; }
   header, main, footer { max-width: none; padding: 0; }
-  nav, select { display: none; }
+  @page { margin: 14mm; }
+  nav { display: none; }
+  section > .quiet { break-after: avoid; }
   .charts { display: block; }
   .charts .card + .card { margin-top: 12px; }
   .card { break-inside: avoid; border-color: #ccc; }

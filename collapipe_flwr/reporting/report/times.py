@@ -29,7 +29,7 @@ from collapipe_flwr.reporting.report.charts import (
     seconds,
 )
 from collapipe_flwr.reporting.report.run_data import ClusterData, RunData
-from collapipe_flwr.reporting.report.series import Series, thinned
+from collapipe_flwr.reporting.report.series import MOST_COLUMNS, Series, thinned
 
 _MOST_PAIRS = 1500  # points of the scatter
 
@@ -162,8 +162,9 @@ def _wall(run: RunData) -> Chart | None:
     if not wall.known:
         return None
     count = len(run.rounds)
-    x, total = thinned(run.rounds, wall.padded(count))
-    _, tested = thinned(run.rounds, [0 if isnan(v) else v for v in evaluation.padded(count)])
+    x, total = thinned(run.rounds, wall.padded(count), MOST_COLUMNS)
+    known = [0 if isnan(v) else v for v in evaluation.padded(count)]
+    _, tested = thinned(run.rounds, known, MOST_COLUMNS)
     trained = [None if t is None else t - (e or 0) for t, e in zip(total, tested, strict=True)]
     common = {"type": "bar", "x": x, "hovertemplate": "%{y:.3~g} s"}
     traces = [

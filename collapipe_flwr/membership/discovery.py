@@ -1,0 +1,88 @@
+"""Control units on the local network by mDNS (RFC 6762, 6763), where it is asked for.
+
+What is announced is no secret, and anybody can announce anything: a board believes the CA that its
+token names, wherever it was found.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from collapipe_flwr.config.cluster_file import ClusterConfig
+from collapipe_flwr.core.errors import LinkError, extra
+
+_TYPE = "_collapipe._tcp.local."
+_PIN_DIGITS = 16
+FIND_S = 10.0
+
+
+@contextmanager
+def announced(config: ClusterConfig, address: str, pin: bytes) -> Iterator[None]:
+    """Tell the network of a joining service in the body; raises ConfigError without zeroconf."""
+    host, _, port = address.rpartition(":")
+    with _zeroconf(host) as network:
+        from zeroconf import ServiceInfo
+
+        network.register_service(
+            ServiceInfo(
+                _TYPE,
+                f"{config.id}-{pin.hex()[:_PIN_DIGITS]}.{_TYPE}",
+                addresses=[_packed(host)],
+                port=int(port),
+                properties={"pin": pin.hex()[:_PIN_DIGITS]},
+                server=f"collapipe-{pin.hex()[:_PIN_DIGITS]}.local.",
+            )
+        )
+        yield
+
+
+def found(pin: bytes, *, interface: str = "", deadline_s: float = FIND_S) -> str:
+    """HOST:PORT of the joining service of that CA; raises LinkError when none is heard in time."""
+    heard, answer = threading.Event(), []
+
+    def look(zeroconf: Any, service_type: str, name: str, state_change: Any) -> None:
+        del state_change
+        info = zeroconf.get_service_info(service_type, name, timeout=1000)
+        if info is None or info.properties.get(b"pin") != pin.hex()[:_PIN_DIGITS].encode():
+            return
+        for host in info.parsed_addresses():
+            answer.append(f"[{host}]:{info.port}" if ":" in host else f"{host}:{info.port}")
+            heard.set()
+
+    with _zeroconf(interface) as network:
+        from zeroconf import ServiceBrowser
+
+        ServiceBrowser(network, _TYPE, handlers=[look])
+        if not heard.wait(deadline_s):
+            raise LinkError(
+                f"no control unit of this token is announced on the network within {deadline_s:g} "
+                "s: start `collapipe cluster serve --announce` there, or join without --discover"
+            )
+    return answer[0]
+
+
+@contextmanager
+def _zeroconf(host: str) -> Iterator[Any]:
+    """On the interface of that address; on all of them where it is none."""
+    with extra("discovery"):
+        from zeroconf import InterfaceChoice, Zeroconf
+    plain = host.strip("[]")
+    choice = [plain] if plain.startswith("127.") else InterfaceChoice.All
+    network = Zeroconf(interfaces=choice)
+    try:
+        yield network
+    finally:
+        network.close()
+
+
+def _packed(host: str) -> bytes:
+    """Of an IP address, or of the first one of a name."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).packed
+    except ValueError:
+        return socket.inet_aton(socket.gethostbyname(host))

@@ -1,0 +1,67 @@
+"""A run directory as lines of a log, for those who see the log of a run and not its directory.
+
+With ``reporting.log-lines=true`` the ServerApp prints each file that it writes: a mark, what it is,
+and compressed JSON. Flower keeps what a ServerApp prints, and hands it to ``flwr log``.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from collapipe_flwr.core.errors import ProtocolError
+from collapipe_flwr.reporting.run_directory import RunDirectory
+
+_MARK = "collapipe-log "
+_MOST_BYTES = 256 << 20  # of one line, unpacked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogLine:
+    """What was written: ``kind`` is ``config``, ``anew``, ``event`` or ``summary``."""
+
+    kind: str
+    value: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        packed = zlib.compress(json.dumps(self.value, allow_nan=False).encode())
+        return f"{_MARK}{self.kind} {base64.b64encode(packed).decode()}"
+
+    @staticmethod
+    def of_text(line: str) -> LogLine | None:
+        """What a line of a log says, None if it is another's; raises ProtocolError if damaged."""
+        _, mark, text = line.partition(_MARK)
+        kind, _, packed = text.strip().partition(" ")
+        if not mark:
+            return None
+        try:
+            unpacking = zlib.decompressobj()
+            unpacked = unpacking.decompress(base64.b64decode(packed, validate=True), _MOST_BYTES)
+            value = json.loads(unpacked)
+        except (ValueError, zlib.error) as error:
+            raise ProtocolError(f"a line of the log is damaged ({error})") from error
+        return LogLine(kind=kind, value=value)
+
+
+def print_line(kind: str, value: Mapping[str, Any]) -> None:
+    """Print in one piece: other threads print as well."""
+    sys.stdout.write(f"{LogLine(kind=kind, value=value)}\n")
+    sys.stdout.flush()
+
+
+def replay(line: LogLine, directory: RunDirectory) -> None:
+    """Write into another directory what a line says."""
+    match line.kind:
+        case "config":
+            directory.write_config(line.value)
+        case "anew":
+            directory.rewrite_events(())
+        case "event":
+            directory.append_event(line.value)
+        case "summary":
+            directory.write_summary(line.value)

@@ -1,0 +1,211 @@
+"""The pictures of ``collapipe simulate``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from collapipe_flwr.core.domain import ClusterPlan, Segment
+from collapipe_flwr.core.errors import ConfigError, extra
+from collapipe_flwr.reporting.figures import (
+    COLOURS,
+    Curve,
+    colour,
+    draw_curves,
+    legend_outside,
+    new_figure,
+    plain_numbers,
+    whole_rounds,
+    write_picture,
+)
+from collapipe_flwr.simulation.score import Score
+from collapipe_flwr.simulation.setting import PRESETS, Setting
+from collapipe_flwr.simulation.simulate import PolicyResult, Simulation, TradeoffPoint
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_INCHES = (9.0, 5.0)
+_MOST_NAMED = 6  # seeds
+_BELOW_0 = 0.1  # so that a curve at 0 is seen whole
+_LIGHT = COLOURS[3:6]  # black is read better on them than white
+
+
+def check_plot(folder: Path) -> None:
+    """Make the folder; raises ConfigError without matplotlib or where that fails."""
+    with extra("plot"):
+        import matplotlib  # noqa: F401
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--plot {folder}: the folder cannot be made ({error})") from error
+
+
+def save_figures(
+    simulation: Simulation, tradeoff: Sequence[TradeoffPoint], folder: Path
+) -> list[Path]:
+    """Draw everything; returns the files written."""
+    paths = []
+    for name, figure in figures(simulation, tradeoff).items():
+        paths.append(folder / f"{name}.png")
+        write_picture(figure, paths[-1])
+    return paths
+
+
+def figures(simulation: Simulation, tradeoff: Sequence[TradeoffPoint]) -> dict[str, Figure]:
+    """All pictures by the names of their files."""
+    setting = simulation.setting
+    ran = [p for p in simulation.policies if p.refusal is None]
+    first = f"seed {setting.seeds[0]}"
+    drawn = {
+        "latency": _by_round(
+            ran,
+            "Latency over rounds",
+            "latency of the round [s]",
+            "log",
+            lambda scores: _over_seeds(median, [s.latency_s for s in scores]),
+            f"{describe(setting)}\n{_seeds(setting, 'median over ')}",
+        ),
+        "queues": _by_round(
+            ran,
+            "Longest energy queue: what stays bounded keeps its budget",
+            "queue [budgets of a round]",
+            "symlog",
+            lambda scores: _over_seeds(max, [s.queue_share for s in scores]),
+            f"{describe(setting)}\n{_seeds(setting, 'worst of ')}",
+        ),
+        "segments": _segments(ran, f"{describe(setting)}\n{first}"),
+    }
+    if tradeoff:
+        drawn["tradeoff"] = _weights(tradeoff, f"{describe(setting)}\n{first}")
+    return drawn
+
+
+def describe(setting: Setting) -> str:
+    """What was simulated, in a line: the preset, and what makes the setting."""
+    parts = []
+    if setting.preset:
+        base = PRESETS[setting.preset]
+        same = replace(
+            setting, preset="", seeds=base.seeds, rounds=base.rounds, policies=base.policies
+        )
+        parts.append(f"preset {setting.preset}" + ("" if same == base else ", changed"))
+    fleet = f"{len(setting.fleet)} clusters of your own"
+    drawn = f"{setting.clusters} clusters of {setting.devices} devices"
+    parts.append(fleet if setting.fleet else drawn)
+    parts += [f"{setting.radio}, {setting.channel}", f"energy budget {setting.budget}"]
+    return "; ".join(parts)
+
+
+def _seeds(setting: Setting, how: str) -> str:
+    seeds = setting.seeds
+    if len(seeds) == 1:
+        return f"seed {seeds[0]}"
+    if len(seeds) <= _MOST_NAMED:
+        return f"{how}seeds {', '.join(map(str, seeds))}"
+    return f"{how}{len(seeds)} seeds from {min(seeds)} to {max(seeds)}"
+
+
+def _over_seeds(
+    join: Callable[[Sequence[float]], float], series: Sequence[Sequence[float]]
+) -> list[float]:
+    return [join(values) for values in zip(*series, strict=True)]
+
+
+def _by_round(
+    ran: Sequence[PolicyResult],
+    title: str,
+    y: str,
+    scale: str,
+    series: Callable[[Sequence[Score]], Sequence[float]],
+    caption: str,
+) -> Figure:
+    """A curve for each policy."""
+    figure = new_figure(_INCHES, title, caption)
+    axes = figure.add_subplot(ylabel=y)
+    found = [(result.policy, series(result.scores)) for result in ran]
+    axes.set_yscale(scale)
+    draw_curves(axes, [Curve(name, range(1, len(y) + 1), y) for name, y in found])
+    plain_numbers(axes)
+    if scale == "symlog":
+        axes.set_ylim(bottom=-_BELOW_0)
+    whole_rounds(axes)
+    legend_outside(figure, axes)
+    return figure
+
+
+def _weights(points: Sequence[TradeoffPoint], caption: str) -> Figure:
+    """Two panels over one another: two scales beside one would have to be told apart by colour."""
+    figure = new_figure(_INCHES, "Trade-off of the penalty weight V", caption)
+    above, below = figure.subplots(2, sharex=True)
+    weights = [p.penalty_weight for p in points]
+    for axes, label, values in (
+        (above, "mean latency [s]", [p.latency_mean_s for p in points]),
+        (below, "longest queue\n[budgets of a round]", [p.queue_share_max for p in points]),
+    ):
+        draw_curves(axes, [Curve(label, weights, values)])
+        axes.set(xscale="log", ylabel=label)
+        axes.grid(alpha=0.3)
+    below.set_xlabel("penalty weight V")
+    return figure
+
+
+def _segments(ran: Sequence[PolicyResult], caption: str) -> Figure:
+    """Which device holds which blocks, by policy; numbers stand for the devices."""
+    from matplotlib.patches import Patch
+
+    plans = [(r.policy, r.scores[0].last_plan.clusters[0]) for r in ran]
+    cluster_id = plans[0][1].cluster_id
+    figure = new_figure(
+        (_INCHES[0], 2.0 + 0.4 * len(plans)),
+        f"Segments of {cluster_id} in round {ran[0].scores[0].last_plan.round_index}",
+        caption,
+    )
+    axes = figure.add_subplot(xlabel="block")
+    numbers = _numbers([plan for _, plan in plans])
+    for row, (_, plan) in enumerate(plans):
+        for segment in plan.segments:
+            _draw_segment(axes, row, segment, numbers)
+    axes.set_yticks(range(len(plans)), [_row_label(policy, plan) for policy, plan in plans])
+    blocks = max(plan.segments[-1].stop_block for _, plan in plans)
+    axes.set(xlim=(0, blocks), xticks=range(0, blocks + 1, max(1, blocks // 12)))
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    handles = [
+        Patch(facecolor=colour(number - 1), label=f"{number}: {_short(device)}")
+        for device, number in numbers.items()
+    ]
+    figure.legend(handles=handles, loc="outside right upper", fontsize="small", frameon=False)
+    return figure
+
+
+def _numbers(plans: Sequence[ClusterPlan]) -> dict[str, int]:
+    """A number from 1 for every device that holds blocks in some plan."""
+    devices = sorted({d for p in plans for s in p.segments for d in s.device_ids})
+    return {device: number for number, device in enumerate(devices, start=1)}
+
+
+def _draw_segment(axes: Axes, row: int, segment: Segment, numbers: dict[str, int]) -> None:
+    holders = [numbers[device] for device in segment.device_ids]
+    left, width = segment.first_block, segment.stop_block - segment.first_block
+    axes.barh(row, width, left=left, color=colour(holders[0] - 1), edgecolor="white", linewidth=2)
+    axes.text(
+        left + width / 2,
+        row,
+        "+".join(map(str, holders)),
+        ha="center",
+        va="center",
+        color="black" if colour(holders[0] - 1) in _LIGHT else "white",
+    )
+
+
+def _row_label(policy: str, plan: ClusterPlan) -> str:
+    return f"{policy} ({plan.micro_batch_size}x{plan.micro_batches})"
+
+
+def _short(device: str) -> str:
+    return device.rpartition("/")[2]

@@ -1,0 +1,38 @@
+"""A cluster written as text reads as the same cluster."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+from collapipe_flwr.config.cluster_file import (
+    ClusterLinks,
+    MemberConfig,
+    TlsConfig,
+    parse_cluster,
+)
+from collapipe_flwr.config.cluster_text import cluster_text
+
+DEVICES = (
+    MemberConfig(name="pi-1", address="[::1]:50071", memory_mb=1500.5, fingerprint="0" * 64),
+    MemberConfig(name="pi-2", address="10.0.0.12:50071", kind="jetson-nano", tx_power_w=0.1),
+)
+
+
+def test_what_is_written_is_read() -> None:
+    plain = parse_cluster({"id": "g", "version": 1}, Path("/etc/collapipe"))
+    full = replace(
+        plain,
+        version=7,
+        control_unit=MemberConfig(name="cu-g", address="10.0.0.10:50060"),
+        devices=DEVICES,
+        edge=MemberConfig(name="edge", address="10.0.0.2:50061"),
+        server=MemberConfig(name="boss"),
+        links=ClusterLinks(rate_mbit_per_s=40.0, codec="int8"),
+        tls=TlsConfig(ca="keys/ca.pem"),
+        measured=Path("/etc/collapipe/g.json"),
+    )
+    for cluster in (plain, full, replace(full, tls=None), replace(plain, tls=TlsConfig())):
+        text = cluster_text(cluster)
+        assert parse_cluster(tomllib.loads(text), cluster.folder) == cluster

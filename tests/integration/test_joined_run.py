@@ -1,0 +1,197 @@
+"""From an installed package to the first trained round of three boards, as a user types it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from tests.ports import free_port
+
+ROOT = Path(__file__).parents[2]
+MOST_COMMANDS, MOST_S = 6, 180.0
+COLLAPIPE = Path(sys.executable).parent / "collapipe"
+
+
+class Machine:
+    """A shell on a machine of its own, as far as a folder goes; counts what is typed."""
+
+    typed = 0
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self.env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        self.env |= {"COLLAPIPE_FOLDER": str(folder), "PYTHONUNBUFFERED": "1"}
+
+    def type(self, *words: str) -> subprocess.Popen[str]:
+        Machine.typed += 1
+        return subprocess.Popen(
+            [str(COLLAPIPE), *words], cwd=ROOT, env=self.env, stdout=subprocess.PIPE, text=True
+        )
+
+    def run(self, *words: str) -> str:
+        """Patiently: a machine may be busy."""
+        with self.type(*words) as process:
+            said, _ = process.communicate(timeout=3 * MOST_S)
+        assert process.returncode == 0, said
+        return said
+
+    @contextmanager
+    def stays(self, *words: str) -> Iterator[subprocess.Popen[str]]:
+        process = self.type(*words)
+        try:
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(60)
+            process.stdout.close()
+
+
+def said(process: subprocess.Popen[str], words: str) -> None:
+    """Wait for a line with these words; a daemon that hangs is ended, and so is the wait."""
+    with ended_after(process, MOST_S):
+        assert any(words in line for line in process.stdout), f"it never said {words!r}"
+
+
+@contextmanager
+def ended_after(process: subprocess.Popen[str], seconds: float) -> Iterator[None]:
+    timer = threading.Timer(seconds, process.kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@pytest.fixture
+def unit(tmp_path: Path) -> Machine:
+    return Machine(tmp_path / "unit")
+
+
+@pytest.fixture
+def boards(tmp_path: Path) -> list[Machine]:
+    return [Machine(tmp_path / f"board-{n}") for n in range(3)]
+
+
+def init(unit: Machine) -> str:
+    """Make a cluster on free ports; the token."""
+    places = ["--address", f"127.0.0.1:{free_port()}"]
+    places += ["--edge-address", f"127.0.0.1:{free_port()}"]
+    return token_in(unit.run("cluster", "init", "shed", *places))
+
+
+def token_in(printed: str) -> str:
+    found = re.search(r"collapipe join (\S+)", printed)
+    assert found is not None, printed
+    return found[1]
+
+
+def joining(number: int, token: str) -> list[str]:
+    where = f"127.0.0.1:{free_port()}"
+    return ["join", token, "--name", f"board-{number}", "--address", where]
+
+
+def cpu_s(folder: Path) -> float:
+    """What processes whose COLLAPIPE_FOLDER lies there have used, and their ended children."""
+    ticks = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"COLLAPIPE_FOLDER={folder}".encode() in (process / "environ").read_bytes():
+                fields = (process / "stat").read_text().rpartition(") ")[2].split()
+                ticks += sum(map(int, fields[11:15]))
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return ticks / os.sysconf("SC_CLK_TCK") + ended.ru_utime + ended.ru_stime
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_three_boards_train_after_six_commands_and_three_minutes(
+    tmp_path: Path, unit: Machine, boards: list[Machine]
+) -> None:
+    """Three minutes of a machine that does nothing else; on a busy one, of one core's time."""
+    Machine.typed, busy = 0, os.getloadavg()[0] > 1.0
+    start_s, before_s = time.monotonic(), cpu_s(tmp_path)
+    token = init(unit)
+    with unit.stays("cluster", "serve") as serving, ExitStack() as stack:
+        said(serving, "are let in at")
+        running = [
+            stack.enter_context(board.stays(*joining(number, token)))
+            for number, board in enumerate(boards)
+        ]
+        for number, process in enumerate(running):
+            said(process, f"board-{number} on ")
+        run = ["run", ".", "--cluster", str(tmp_path / "unit" / "shed.toml"), "--quiet"]
+        run += ["-c", "num-server-rounds=1", "-c", "train.examples-per-round=96"]
+        (folder,) = unit.run(*run, "--output-dir", str(tmp_path / "runs")).split()
+        took_s, used_s = time.monotonic() - start_s, cpu_s(tmp_path) - before_s
+    print(f"{Machine.typed} commands, {took_s:.0f} s, {used_s:.0f} s of a core")
+    assert trained_on(Path(folder)) <= {f"shed/board-{n}" for n in range(3)}
+    assert Machine.typed <= MOST_COMMANDS and used_s <= MOST_S
+    assert busy or took_s <= MOST_S
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_cluster_that_runs_takes_up_one_board_and_lets_go_of_another(
+    tmp_path: Path, unit: Machine, boards: list[Machine]
+) -> None:
+    """By one command on the board and one on the control unit; nothing is started again."""
+    token = init(unit)
+    with unit.stays("cluster", "serve") as serving:
+        said(serving, "are let in at")
+        killed = boards[0].type(*joining(0, token))
+        key = tmp_path / "board-0" / "certs" / "board-0.key"
+        while not key.exists():
+            assert killed.poll() is None
+            time.sleep(0.01)
+        killed.kill()
+        killed.communicate()
+        with (
+            boards[0].stays(*joining(0, token)) as first,
+            boards[1].stays(*joining(1, token)) as second,
+        ):
+            said(first, "board-0 on ")
+            said(second, "board-1 on ")
+            again = token_in(unit.run("cluster", "token"))
+            with boards[2].stays(*joining(2, again)) as third:
+                said(third, "board-2 on ")
+                unit.run("cluster", "remove", "board-0")
+                assert first.wait(MOST_S) == 0
+                assert states(unit) == dict.fromkeys(("board-1", "board-2", "edge"), "ready")
+            refused = boards[0].type(*joining(0, token))
+            said_last = refused.communicate(timeout=MOST_S)
+            assert refused.returncode == 1, said_last
+    status = unit.type("cluster", "status", "--json")
+    assert '"away"' in status.communicate(timeout=MOST_S)[0] and status.returncode == 1
+
+
+def states(unit: Machine) -> dict[str, str]:
+    """Of all members, once they have the newest roster."""
+    until_s = time.monotonic() + MOST_S
+    while time.monotonic() < until_s:
+        found = json.loads(unit.run("cluster", "status", "--json"))
+        if all(member["roster"] == found["version"] for member in found["members"]):
+            return {member["name"]: member["state"] for member in found["members"]}
+    raise AssertionError(f"some are behind: {found}")
+
+
+def trained_on(folder: Path) -> set[str]:
+    """The devices of the last round."""
+    assert json.loads((folder / "summary.json").read_text())["status"] == "completed"
+    last = json.loads((folder / "events.jsonl").read_text().splitlines()[-1])
+    assert not last["failures"]
+    return {s["device_id"] for s in last["plan"]["clusters"][0]["segments"]}

@@ -1,0 +1,50 @@
+"""`collapipe run --cluster`: the apps on the daemons of a cluster file, without a SuperLink."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from collapipe_flwr.config.cluster_text import cluster_text
+from collapipe_flwr.config.overrides import declared_config
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.federation.local_run import run_locally
+from collapipe_flwr.federation.running import Order, edge_of
+from tests.cluster.hosted import daemons
+from tests.integration.conftest import TINY
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_run_on_the_boards_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "shed.toml"
+    with daemons(2) as (cluster, edge):
+        file.write_text(cluster_text(replace(cluster, edge=replace(cluster.edge, address=edge))))
+        given = {k: v for k, v in TINY.items() if not k.startswith("world.")}
+        values = {**declared_config(ROOT), **given, **edge_of([file])}
+        values |= {"output-dir": str(tmp_path / "runs"), "num-server-rounds": 1}
+        run_locally(ROOT, values, [file])
+    folder = tmp_path / "runs" / "run"
+    assert json.loads((folder / "summary.json").read_text())["status"] == "completed"
+    last = json.loads((folder / "events.jsonl").read_text().splitlines()[-1])
+    used = {s["device_id"] for s in last["plan"]["clusters"][0]["segments"]}
+    assert used and used <= {"shed/board-0", "shed/board-1"} and not last["failures"]
+
+
+def test_the_server_reaches_the_edge_as_the_file_says(tmp_path: Path) -> None:
+    file = tmp_path / "shed.toml"
+    text = 'id = "shed"\n[[device]]\nname = "d"\naddress = "h:1"\n[edge]\n{}\n[tls]\n'
+    file.write_text(text.format(""))
+    with pytest.raises(ConfigError, match=r"\[edge\] has no address: write it there, or let an"):
+        edge_of([file])
+    file.write_text(text.format('address = "10.0.0.2:50061"'))
+    launch = Order(project=ROOT, clusters=(file,), output_dir=tmp_path).launch()
+    assert launch.clusters == (file,)
+    assert launch.run_config["clusters"] == 1
+    assert launch.run_config["edge.address"] == "10.0.0.2:50061"
+    assert launch.run_config["edge.tls-key"] == str(tmp_path / "certs" / "server.key")
+    own = Order(project=ROOT, clusters=(file,), run_config=("edge.address=h:2",))
+    assert own.launch().run_config["edge.address"] == "h:2"

@@ -1,0 +1,34 @@
+"""Boards find their control unit by mDNS, and believe nobody else who says that it is one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.membership.discovery import announced, found
+from collapipe_flwr.membership.service import JoiningService
+from tests.membership.clusters import board, joined, new_registry, print_token
+
+pytest.importorskip("zeroconf")
+LOOPBACK = "127.0.0.1"
+
+
+def test_a_board_joins_whom_it_finds(tmp_path: Path) -> None:
+    registry = new_registry(tmp_path / "cu")
+    token = print_token(registry)
+    with (
+        JoiningService(registry, f"{LOOPBACK}:0") as service,
+        announced(registry.cluster(), "127.0.0.1:9", bytes(32)),  # of another CA
+        announced(registry.cluster(), service.address, token.pin),
+    ):
+        assert found(token.pin, interface=LOOPBACK, deadline_s=30.0) == service.address
+        assert joined(service, token, board(tmp_path, "pi-1")).name == "pi-1"
+
+
+def test_where_nobody_is_announced_the_way_out_is_named() -> None:
+    with pytest.raises(
+        LinkError, match=r"no control unit of this token is announced .* --announce"
+    ):
+        found(bytes(range(32)), interface=LOOPBACK, deadline_s=0.5)

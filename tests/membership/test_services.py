@@ -1,0 +1,101 @@
+"""What --service gives systemd: the units that the documentation describes, with other paths."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from collapipe_flwr.core.errors import ConfigError, RunError
+from collapipe_flwr.membership.services import Manager, Service, check_manager, install
+from tests.membership.clusters import new_registry, print_token
+
+UNITS = ("device", "edge", "cluster")
+
+
+@pytest.fixture
+def systemctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A manager that notes what it is told; the file with its notes."""
+    programs, notes = tmp_path / "bin", tmp_path / "notes"
+    programs.mkdir()
+    for name in ("systemctl", "useradd", "chown"):
+        program = programs / name
+        program.write_text(f'#!/bin/sh\necho {name} "$@" >> {notes}\ntest ! -e {tmp_path}/fails\n')
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+    return notes
+
+
+@pytest.mark.parametrize("manager", Manager)
+def test_a_service_starts_now_and_with_the_machine(
+    tmp_path: Path, systemctl: Path, manager: Manager
+) -> None:
+    folder = tmp_path / "etc"
+    folder.mkdir()
+    service = Service(unit="device", folder=folder, name="pi-1", options=["--threads", "2"])
+    path = install(service, manager, tmp_path / "units")
+    said = [line for line in systemctl.read_text().splitlines() if line.startswith("systemctl")]
+    who = "" if manager is Manager.system else "--user "
+    assert said == [
+        f"systemctl {who}daemon-reload",
+        f"systemctl {who}enable collapipe-device",
+        f"systemctl {who}restart collapipe-device",
+    ]
+    assert (f"chown -R collapipe: {folder}" in systemctl.read_text()) == (manager is Manager.system)
+    expected = "COLLAPIPE_NAME=pi-1\nCOLLAPIPE_OPTIONS=--threads 2\n"
+    assert (folder / "device.env").read_text() == expected
+    assert f"EnvironmentFile={folder}/device.env" in path.read_text()
+    assert ("User=collapipe" in path.read_text()) == (manager is Manager.system)
+    (tmp_path / "fails").touch()
+    with pytest.raises(RunError, match=r"`(systemctl|useradd) .*` failed: no word"):
+        install(service, manager, tmp_path / "units")
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd")
+@pytest.mark.parametrize("manager", Manager)
+@pytest.mark.parametrize("unit", UNITS)
+def test_systemd_understands_every_unit(tmp_path: Path, unit: str, manager: Manager) -> None:
+    service = Service(unit=unit, folder=tmp_path, name="pi-1")
+    path = tmp_path / f"{service.service}.service"
+    text = service.text(manager).replace("User=collapipe", "User=root")
+    path.write_text(text)
+    for line in text.splitlines():
+        if line.startswith("ExecStart="):
+            program = Path(line.removeprefix("ExecStart=").split()[0])
+            text = text.replace(str(program), "/bin/true")
+    path.write_text(text)
+    (tmp_path / f"{unit}.env").write_text(service.environment())
+    command = ["systemd-analyze", "verify", "--man=no", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    said = [line for line in done.stderr.splitlines() if service.service in line]
+    assert done.returncode == 0 and not said, done.stderr
+
+
+def test_without_systemd_or_rights_the_way_out_is_named(
+    tmp_path: Path, systemctl: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_manager(Manager.user)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(ConfigError, match="--service system needs root: use sudo, or --service"):
+        check_manager(Manager.system)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="--service needs systemd"):
+        check_manager(Manager.user)
+    assert not systemctl.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_what_root_changes_can_be_read_by_the_service_s_user() -> None:
+    with tempfile.TemporaryDirectory() as scratch:  # tmp_path is below a folder of root's alone
+        folder = Path(scratch) / "cu"
+        Path(scratch).chmod(0o755)
+        registry = new_registry(folder)
+        for path in (folder, *folder.rglob("*")):
+            os.chown(path, 12345, 12345)
+        print_token(registry)
+        assert os.geteuid() == 0
+        assert {path.stat().st_uid for path in folder.rglob("*")} == {12345}

@@ -1,0 +1,152 @@
+"""docs/deploy.md, docs/two-boards.md and the pages of boards: their commands, as they stand."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from collapipe_flwr.deployment.inventory import read_inventory
+from tests.testbed.deployment import environment
+from tests.testbed.document import Block, blocks_of
+from tests.testbed.machines import PROJECT, machines
+from tests.testbed.namespaces import namespaces, namespaces_allowed
+from tests.testbed.processes import programs
+from tests.testbed.rounds import ROUND_S
+from tests.testbed.ssh_site import (
+    BY_WHEEL,
+    ENVIRONMENT,
+    LAPTOP,
+    RUN,
+    Site,
+    needs_machines,
+    ssh_site,
+)
+
+DOCS = PROJECT / "docs"
+DEPLOY, TWO_BOARDS = DOCS / "deploy.md", DOCS / "two-boards.md"
+FAMILIES = sorted((DOCS / "boards").glob("*.md"))
+WHEEL_LINE = 'wheel = "collapipe_flwr-0.1.0-py3-none-any.whl"\n'
+PLACES = {
+    "your computer": LAPTOP,
+    "your computer, again": LAPTOP,
+    "the control unit": "cu",
+}
+NOT_RUN = ("pip wheel",)  # needs the build backend from a package index; the test packs the wheel
+# What a board says, of programs that only a board has:
+PLAYED = {
+    "sudo": 'exec "$@"',
+    "timedatectl": "echo NTPSynchronized=yes",
+    "vcgencmd": "[ $1 = get_throttled ] && echo throttled=0x0 || "
+    "printf 'VDD_CORE_A current(7)=0.8A\\nVDD_CORE_V volt(15)=0.7V\\n'",
+    "nvpmodel": "echo NV Power Mode: MAXN",
+    "jetson_clocks": "[ $1 = --show ] && echo SOC family",
+}
+
+
+@pytest.mark.parametrize("page", FAMILIES, ids=lambda page: page.stem)
+def test_the_commands_of_a_boards_page_run(page: Path, tmp_path: Path) -> None:
+    for name, text in PLAYED.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    shown = [block for block in blocks_of(page) if block.language == "bash"]
+    assert shown
+    for block in shown:
+        script = f"set -euo pipefail\nPATH={tmp_path}:$PATH\n{block.text}"
+        done = subprocess.run(
+            ["bash", "-c", script], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, f"{block.text}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("page", FAMILIES, ids=lambda page: page.stem)
+def test_the_tables_of_a_boards_page_belong_into_an_inventory(page: Path, tmp_path: Path) -> None:
+    (tmp_path / "src").symlink_to(PROJECT)
+    (tmp_path / "a.whl").touch()
+    (block,) = (block for block in blocks_of(page) if block.language == "toml")
+    parts = {"[control-unit]": 'host = "a"\n', "[[device]]": 'name = "b"\nhost = "b"\n'}
+    missing = "".join(f"{head}\n{body}" for head, body in parts.items() if head not in block.text)
+    path = tmp_path / "inventory.toml"
+    path.write_text(f'cluster = "g"\nwheel = "a.whl"\n{block.text}{missing}')
+    read = [machine.access for machine in read_inventory(path).machines]
+    assert any(access.constraints for access in read)
+
+
+def carry_out(site: Site, block: Block) -> None:
+    """One block of docs/deploy.md."""
+    if block.language == "toml":
+        _write(site, block)
+    elif not block.text.startswith(NOT_RUN):
+        code, said = site.run(PLACES[block.place], block.text)
+        assert code == 0, f"{block.text}\n{said}"
+
+
+def _write(site: Site, block: Block) -> None:
+    path = site.home(block.place.removeprefix("~/").removeprefix("add to "))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = block.text.replace('"pi"', '"root"').replace('"jetson"', '"root"')
+    text = text.replace("/home/me/", "/root/").replace(
+        WHEEL_LINE, f'ssh-config = "ssh_config"\n{BY_WHEEL}'
+    )
+    text = text.replace("[control-unit]", f"[control-unit]\n{ENVIRONMENT}#")
+    with path.open("a") as file:
+        file.write(text)
+
+
+@needs_machines
+@pytest.mark.cluster
+@pytest.mark.timeout(1500)
+def test_the_deployment_page_makes_a_cluster_that_trains_grows_and_shrinks(tmp_path: Path) -> None:
+    blocks = blocks_of(DEPLOY)
+    assert WHEEL_LINE in "".join(block.text for block in blocks)
+    with ssh_site(tmp_path) as site:
+        code, said = site.run(LAPTOP, f"mkdir /opt/collapipe; ln -s {PROJECT} /opt/collapipe/src")
+        assert code == 0, said
+        for block in blocks:
+            if "flwr run" in block.text:
+                with site.home("greenhouse-run/boards.toml").open("a") as config:
+                    config.writelines(f"{k} = {json.dumps(v)}\n" for k, v in RUN.items())
+            carry_out(site, block)
+            if "flwr run" in block.text:
+                site.assert_trained_on("greenhouse/pi-1", "greenhouse/pi-2")
+        config = site.machines["cu"].path("/etc/collapipe/control-unit/greenhouse.toml").read_text()
+        assert '"nano"' in config and '"pi-2"' not in config
+        ended = site.machines["pi-2"].service("collapipe-device", "rc")
+        assert ended, "a device that was removed goes on"
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(900)
+def test_two_boards_and_a_computer_train_by_their_page(tmp_path: Path) -> None:
+    if not namespaces_allowed():
+        pytest.skip("network namespaces need root, ip and tc")
+    addresses = {LAPTOP: "10.0.0.3", "pi-1": "10.0.0.11", "pi-2": "10.0.0.12"}
+    env = environment(tmp_path) | {"OMP_NUM_THREADS": "1", "HOME": "/root"}
+    (tmp_path / "machines").mkdir()
+    device, file, edge, train = blocks_of(TWO_BOARDS)
+    with (
+        namespaces(list(addresses), rate_bit_per_s=100_000_000, addresses=addresses) as network,
+        machines(network, list(addresses), tmp_path / "machines", env) as found,
+        programs(network, tmp_path, env) as running,
+    ):
+        for name in ("pi-1", "pi-2"):
+            text = device.text.replace("pi-1", name).replace("10.0.0.11", addresses[name])
+            started = running.start_here(name, found[name].enter(f"{text} wait"), cwd=tmp_path)
+            started.wait_for(f"{name} on {addresses[name]}:50071", deadline_s=90)
+        home = found[LAPTOP].path("/root")
+        home.mkdir(parents=True, exist_ok=True)
+        (home / file.place).write_text(file.text)
+        begin, check = edge.text.splitlines()
+        started = running.start_here("edge", found[LAPTOP].enter(f"{begin} wait"), cwd=tmp_path)
+        started.wait_for("edge server on", deadline_s=90)
+        checked = running.start_here("check", found[LAPTOP].enter(check), cwd=tmp_path)
+        assert checked.wait(deadline_s=200) == 0, checked.tail()
+        few = "-c train.examples-per-round=320 -c data.train-examples=600 -c data.test-examples=50"
+        words = f"cd {PROJECT}; {train.text.strip()} {few} --output-dir {tmp_path}/runs"
+        run = running.start_here("run", found[LAPTOP].enter(words), cwd=tmp_path)
+        assert run.wait(deadline_s=ROUND_S) == 0, run.tail(60)
+        (events,) = (tmp_path / "runs").glob("*/events.jsonl")
+        rounds = [json.loads(line) for line in events.read_text().splitlines()]
+        assert len(rounds) == 2 and all(r["plan"]["clusters"] for r in rounds)
