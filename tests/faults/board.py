@@ -69,7 +69,7 @@ def _spoil_stage(kind: type, defect: Defect) -> None:
             raise ImportError("No module named 'blocks'")
         if what == "garbage":
             link = stage.downstream or stage.upstream
-            link._outbox.put(b"nonsense", 1.0, size_bytes=8)
+            link._outbox.put((time.monotonic(), b"nonsense"), 1.0, size_bytes=8)
         if what in ("slow", "stuck"):
             time.sleep(number if what == "slow" else STUCK_S)
         return compute(stage, frame, hidden) * FACTORS.get(what, 1.0)
