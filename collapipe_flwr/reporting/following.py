@@ -11,7 +11,7 @@ from pathlib import Path
 
 from collapipe_flwr.reporting.event_tail import EventTail
 from collapipe_flwr.reporting.events import RoundEvent
-from collapipe_flwr.reporting.progress import read_progress
+from collapipe_flwr.reporting.progress import RunProgress, read_progress
 from collapipe_flwr.reporting.run_directory import (
     LOG,
     newest_checkpoint,
@@ -19,6 +19,8 @@ from collapipe_flwr.reporting.run_directory import (
     summary_stamp,
 )
 from collapipe_flwr.reporting.screen import Screen
+
+_ENDING = "stopping Flower"
 
 
 class Follower:
@@ -37,6 +39,7 @@ class Follower:
         self._events = EventTail(run_dir)
         self._notes = set((read_summary(run_dir) or {}).get("notes", ()))  # of earlier attempts
         self._untrained = bool(self._last)  # resumed: it was said before
+        self._shown: RunProgress | None = None
         log = run_dir / LOG
         self._log_place = log.stat().st_size if log.exists() else 0
 
@@ -48,7 +51,12 @@ class Follower:
         self._look_for_rounds()
         progress = read_progress(self._run_dir)
         if progress is not None and progress.since_s >= self._began_s:
-            self._screen.show(progress)
+            self._shown = progress
+        elif self._shown is not None and self._shown.phase != _ENDING:
+            # The ServerApp takes its file away as the last it does; what runs on is Flower.
+            self._shown = RunProgress(phase=_ENDING, since_s=time.time())
+        if self._shown is not None:
+            self._screen.show(self._shown)
 
     def _look_for_rounds(self) -> None:
         stamp = summary_stamp(self._run_dir)

@@ -5,10 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from collapipe_flwr.reporting.following import Follower
+from collapipe_flwr.reporting.progress import ProgressFile
 from collapipe_flwr.reporting.run_directory import LOG
+from collapipe_flwr.reporting.screen import Screen
 from tests.reporting.pseudo_terminal import in_terminal
 
 SHOWN = ["-m", "tests.reporting.shown_run"]
@@ -53,3 +58,19 @@ def test_where_there_is_no_terminal_each_phase_and_round_is_a_plain_line(folder:
         "round   1/2",
         "round   2/2",
     ]
+
+
+def test_after_the_server_apps_last_phase_flower_is_what_still_runs(folder: Path) -> None:
+    shown: list[str] = []
+    screen = SimpleNamespace(
+        verbose=False, printer=None, show=lambda progress: shown.append(progress.phase)
+    )
+    follower = Follower(folder, cast(Screen, screen))
+    follower.look()
+    progress = ProgressFile(folder)
+    with progress.watching():
+        progress.enter("saving the model")
+        follower.look()
+    follower.look()
+    follower.look()
+    assert shown == ["saving the model", "stopping Flower", "stopping Flower"]
