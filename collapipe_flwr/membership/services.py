@@ -17,6 +17,7 @@ from collapipe_flwr.core.errors import ConfigError, RunError
 
 _UNITS = Path(__file__).parents[1] / "systemd"
 _BIN, _FOLDER, _USER = "/opt/collapipe/venv/bin", "/etc/collapipe", "collapipe"
+_GROUPS = {"video", "render"}
 _SYSTEM_UNITS = Path("/etc/systemd/system")
 # What the manager of a user can do for a service; its files are its user's own anyway.
 _OF_A_USER = (
@@ -117,12 +118,16 @@ def install(service: Service, manager: Manager, units: Path | None = None) -> Pa
 
 
 def _give_to_user(folder: Path) -> None:
+    """Accelerators and a Raspberry Pi 5's sensor of energy are for members of two groups."""
+    import grp
     import pwd
 
     try:
         pwd.getpwnam(_USER)
     except KeyError:
-        _run(["useradd", "--system", _USER])
+        there = {group.gr_name for group in grp.getgrall()}
+        groups = ",".join(sorted(_GROUPS & there))
+        _run(["useradd", "--system", *(["--groups", groups] if groups else []), _USER])
     _run(["chown", "-R", f"{_USER}:", str(folder)])
 
 

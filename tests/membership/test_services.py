@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,6 +56,15 @@ def test_a_service_starts_now_and_with_the_machine(
     (tmp_path / "fails").touch()
     with pytest.raises(RunError, match=r"`(systemctl|useradd) .*` failed: no word"):
         install(service, manager, tmp_path / "units")
+
+
+def test_the_user_of_services_may_use_accelerators_and_sensors(
+    tmp_path: Path, systemctl: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pwd, "getpwnam", {}.__getitem__)
+    monkeypatch.setattr(grp, "getgrall", lambda: [SimpleNamespace(gr_name="video")])
+    install(Service(unit="device", folder=tmp_path, name="pi-1"), Manager.system, tmp_path / "u")
+    assert "useradd --system --groups video collapipe" in systemctl.read_text().splitlines()
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd")
