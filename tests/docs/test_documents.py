@@ -254,3 +254,18 @@ def defines(name: str) -> bool:
 def test_a_name_that_is_not_there_is_found_missing(name: str) -> None:
     assert not defines(name)
     assert isinstance(pages.inline()[0], Said)
+
+
+def test_messages_of_the_troubleshooting_page_are_those_of_the_program() -> None:
+    sources = " ".join(
+        re.sub(r'"\s*\n\s*f?"', "", path.read_text(encoding="utf-8"))
+        for folder in ("collapipe_flwr", "server_app", "client_app")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    )
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    before_runs, _, _ = page.partition("## While it trains")
+    quoted = [line.split("`")[1] for line in before_runs.splitlines() if line.startswith("| `")]
+    assert len(quoted) > 8
+    for sentence in quoted:
+        for piece in filter(None, map(str.strip, sentence.split("..."))):
+            assert piece in sources, piece
