@@ -41,7 +41,7 @@ static: $(VENV)/.dev
 	$(BIN)/mypy
 
 test-cluster: $(VENV)/.test
-	$(PYTEST) -m cluster
+	$(PYTEST) -m cluster --numprocesses 2 --dist worksteal
 
 test-slow: $(VENV)/.test
 	$(PYTEST) -m slow

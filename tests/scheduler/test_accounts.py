@@ -23,6 +23,7 @@ from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import REPAID, SchedulerConfig
 from collapipe_flwr.simulation.episode import EpisodeRound, run_episode
 from collapipe_flwr.simulation.models import ModelShape
+from collapipe_flwr.simulation.setting import Setting
 from collapipe_flwr.simulation.world import EnergyBudget, World, make_world
 
 SETTINGS = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(4,), bound=False)
@@ -129,3 +130,13 @@ def test_weights_follow_the_budgets_slack() -> None:
     tight, loose = np.full((2, 3), 0.2), np.full((2, 3), 0.002)
     assert weight_for(tight) < weight_for(loose)
     assert weight_for(np.full((1, 1), 1e3)) == WEIGHTS[0]
+
+
+def test_an_account_that_is_nearly_empty_does_not_leave_the_search_with_a_far_slower_plan() -> None:
+    settings = replace(Setting().settings, max_model_share=1.0, schedule="gpipe")
+    setting = Setting(clusters=5, devices=4, settings=settings)
+    profile = setting.model.profile()
+    scheduler = make_scheduler("dssda", settings)
+    done = run_episode(setting.world(61011, profile), scheduler, profile, 5, options=settings)
+    costs = [each.plan.rho * each.priced.latency_s for each in done]
+    assert max(costs) < 1.05 * min(costs)
