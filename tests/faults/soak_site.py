@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,7 @@ from tests.faults.soak_schedule import (
     UNIT,
     Fault,
 )
-from tests.faults.usage import Life, usages
+from tests.faults.usage import Life, Usage, usages
 from tests.testbed.deployment import Deployment, environment, hosts_of
 from tests.testbed.namespaces import NamespaceNetwork, namespaces
 from tests.testbed.processes import Program, programs
@@ -37,7 +37,6 @@ RATE_BIT_PER_S, SLOW_BIT_PER_S = 50_000_000, 400_000
 RESTART_S = 5.0
 APP_START_S = 60.0  # from `flwr run` until its ServerApp is there
 ENDLESS = 1_000_000
-CLUSTERS = {"a": ("a1", "a2"), "b": ("b1", "b2")}
 RUN = {
     "num-server-rounds": ENDLESS,
     "evaluation.every": ENDLESS,
@@ -66,34 +65,41 @@ class Site:
     network: NamespaceNetwork
     parts: dict[str, Program]
     unasked: list[str] = field(default_factory=list)
+    lives: list[Life] = field(default_factory=list)  # when last sampled
     runs: int = 0
     _killed: set[str] = field(default_factory=set)
     _due_s: dict[str, float] = field(default_factory=dict)  # when a part is started again
     _run: Program | None = None
     _run_s: float = -APP_START_S
 
-    def strike(self, fault: Fault, lives: list[Life]) -> None:
-        """Begin a fault, on one of the processes that live."""
+    def sample(self, now_s: float) -> dict[Life, Usage]:
+        """What every process holds."""
+        found = usages(self.network.processes(), now_s)
+        self.lives = list(found)
+        return found
+
+    def strike(self, fault: Fault) -> None:
+        """Begin a fault, on what lived when last sampled."""
         if fault.kind == CUT:
             self.network.cut(fault.host)
         elif fault.kind == SLOW:
             self.network.shape(fault.host, SLOW_BIT_PER_S)
         elif fault.kind == HANG:
-            self._signal(fault, lives, signal.SIGSTOP)
+            self._signal(fault, signal.SIGSTOP)
         else:
-            self._kill(fault, lives)
+            self._kill(fault)
 
-    def heal(self, fault: Fault, lives: list[Life]) -> None:
+    def heal(self, fault: Fault) -> None:
         """End it; what was killed comes back by itself."""
         if fault.kind == CUT:
             self.network.plug(fault.host)
         elif fault.kind == SLOW:
             self.network.shape(fault.host, RATE_BIT_PER_S)
         elif fault.kind == HANG:
-            self._signal(fault, lives, signal.SIGCONT)
+            self._signal(fault, signal.SIGCONT)
 
     def tend(self, now_s: float) -> None:
-        """Start again what has ended."""
+        """Start again what has ended, and start or resume the run where no ServerApp lives."""
         for name, program in self.parts.items():
             if program.process.poll() is None:
                 continue
@@ -105,10 +111,10 @@ class Site:
                 self.parts[name] = _starter(self.deployment, name)()
                 self._killed.discard(name)
                 del self._due_s[name]
+        self._keep_running(now_s)
 
-    def keep_running(self, now_s: float, lives: list[Life]) -> None:
-        """Start the run, or resume it, where no ServerApp lives."""
-        if any(life.role == APP for life in lives):
+    def _keep_running(self, now_s: float) -> None:
+        if any(life.role == APP for life in self.lives):
             if self._run is not None:
                 self._run.stop()  # nobody reads what it streams
                 self._run = None
@@ -139,19 +145,19 @@ class Site:
                 os.kill(life.pid, signal.SIGKILL)
         return [f"{life.role} on {life.host}" for life in left]
 
-    def _kill(self, fault: Fault, lives: list[Life]) -> None:
+    def _kill(self, fault: Fault) -> None:
         if fault.role in (APP, LINK):
             self._killed.add(fault.role)
             self._run_s = -APP_START_S
         if fault.role == APP:
-            self._signal(fault, lives, signal.SIGKILL)
+            self._signal(fault, signal.SIGKILL)
             return
         name = _part(fault)
         self._killed.add(name)
         self.parts[name].kill()
 
-    def _signal(self, fault: Fault, lives: list[Life], number: signal.Signals) -> None:
-        for life in lives:
+    def _signal(self, fault: Fault, number: signal.Signals) -> None:
+        for life in self.lives:
             if (life.host, life.role) == (fault.host, fault.role):
                 os.kill(life.pid, number)
 
@@ -179,8 +185,8 @@ def _starter(deployment: Deployment, name: str) -> Callable[[], Program]:
 
 
 @contextmanager
-def site(folder: Path) -> Iterator[Site]:
-    """Two clusters of two devices with resident control units, whose programs all run."""
+def site(folder: Path, clusters: Mapping[str, Sequence[str]]) -> Iterator[Site]:
+    """Clusters of these devices with resident control units, whose programs all run."""
     scratch = folder / "tmp"
     scratch.mkdir(parents=True)
     own = {"TMPDIR": str(scratch), "XDG_CACHE_HOME": str(folder / "cache")}
@@ -188,7 +194,7 @@ def site(folder: Path) -> Iterator[Site]:
     model = str(folder / "model")
     subprocess.run([sys.executable, "-m", "tests.faults.soak_model", model], check=True, env=env)
     with (
-        namespaces(hosts_of(CLUSTERS), rate_bit_per_s=RATE_BIT_PER_S) as network,
+        namespaces(hosts_of(clusters), rate_bit_per_s=RATE_BIT_PER_S) as network,
         programs(network, folder, env) as running,
     ):
         deployment = Deployment(
@@ -196,7 +202,7 @@ def site(folder: Path) -> Iterator[Site]:
             programs=running,
             folder=folder,
             run_config={**RUN, "model.pretrained": model, "data.tokenizer": model},
-            clusters=CLUSTERS,
+            clusters=clusters,
             memory_mb=1,
             resident=True,
         )

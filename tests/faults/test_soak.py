@@ -11,11 +11,10 @@ import pytest
 from tests.faults import soak
 from tests.faults.growth import HOUR_S, growth
 from tests.faults.soak_schedule import COMBINATIONS, KILL, schedule
-from tests.faults.soak_site import CLUSTERS
 from tests.faults.usage import disk_bytes, usages
 from tests.testbed.namespaces import namespaces_allowed
 
-MEMBERS = list(CLUSTERS.values())
+MEMBERS = list(soak.CLUSTERS.values())
 
 
 def test_what_grows_in_the_last_half_is_found_and_a_warm_up_is_not() -> None:
