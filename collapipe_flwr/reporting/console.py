@@ -162,7 +162,7 @@ def _machine_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     for kind, rows in kinds.items():
         yield from rows[: _MOST_ROWS[kind]]
     left = {kind: len(rows) - _MOST_ROWS[kind] for kind, rows in kinds.items()}
-    words = [f"{count} {kind}" for kind, count in left.items() if count > 0]
+    words = [f"{kind} ({count})" for kind, count in left.items() if count > 0]
     if words:
         yield "more", f"{', '.join(words)} in summary.json"
 
