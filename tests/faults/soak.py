@@ -34,7 +34,7 @@ CLUSTERS = {"a": ("a1", "a2"), "b": ("b1", "b2")}
 LOOK_S, SAMPLE_S, DISK_S = 0.5, 5.0, 15.0
 FIRST_ROUND_S = 240.0
 STOP_S = 60.0  # `TimeoutStopSec` of our services
-LONGEST_PAUSE_S = 240.0  # between two rounds, whatever struck, twice in a row too
+LONGEST_PAUSE_S = 300.0  # between two rounds, whatever struck, twice in a row too
 
 
 @dataclass(kw_only=True)
