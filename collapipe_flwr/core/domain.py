@@ -201,6 +201,13 @@ class ClusterPlan:
         return tuple(name for segment in self.segments for name in segment.device_ids)
 
     @property
+    def fullest_share(self) -> float | None:
+        """The most that any device is given of ``whole_bytes``; None where that is unknown."""
+        if not self.whole_bytes:
+            return None
+        return max(self.memory_bytes.get(name, 0) for name in self.device_ids) / self.whole_bytes
+
+    @property
     def replicas(self) -> tuple[int, ...]:
         """How many workers every stage has: control unit, segments, edge."""
         return (1, *(len(segment.device_ids) for segment in self.segments), 1)
