@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 
 from collapipe_flwr.core.links import LinkConfig
 
@@ -206,6 +207,13 @@ class ClusterPlan:
         if not self.whole_bytes:
             return None
         return max(self.memory_bytes.get(name, 0) for name in self.device_ids) / self.whole_bytes
+
+    @property
+    def most_bytes(self) -> float:
+        """What a device may hold under ``model_share``; infinite without one."""
+        if self.model_share is None or self.whole_bytes is None:
+            return inf
+        return self.model_share * self.whole_bytes
 
     @property
     def replicas(self) -> tuple[int, ...]:

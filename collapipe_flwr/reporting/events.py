@@ -142,10 +142,10 @@ class RunStory:
         found = [c for e in self.events for c in e.clusters.values() if c.get("model_share")]
         if not found:
             return None
-        caps = [cluster.get("model_share_cap") for cluster in found]
+        caps = [c["model_share_cap"] for c in found if c["model_share_cap"] is not None]
         return {
             "most": max(cluster["model_share"] for cluster in found),
-            "cap": None if None in caps else max(caps),
+            "cap": max(caps) if len(caps) == len(found) else None,
         }
 
     def _lost_rounds(self) -> dict[str, list[int]]:

@@ -21,6 +21,7 @@ from collapipe_flwr.scheduler import replicating
 from collapipe_flwr.scheduler.model_share import packs, segment_needs
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
+from collapipe_flwr.scheduler.replan import ReplanInput, replan
 from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.world import make_world
 
@@ -115,6 +116,26 @@ def test_only_the_cluster_that_needs_it_is_relaxed() -> None:
     alone, many = planned(snapshot, replace(FREE, max_model_share=0.25)).clusters
     assert len(alone.segments) == 1 and alone.model_share is not None and alone.model_share > 0.25
     assert many.model_share == 0.25
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_loss_keeps_the_share_or_ends_it(schedule: str) -> None:
+    snapshot = one_strong(7)
+    options = replace(FREE, schedule=schedule, max_model_share=0.4)
+    plan = planned(snapshot, options).clusters[0]
+    names = [device.device_id for device in snapshot.clusters[0].profile.devices]
+    seen = set()
+    for left in range(1, 7):
+        rest = ReplanInput(
+            profile=snapshot.clusters[0].profile,
+            model=snapshot.model,
+            present=names[-left:],
+            options=options,
+        )
+        after = replan(plan, rest)
+        assert cluster_share(after) <= (after.model_share or np.inf) * (1.0 + 1e-9)
+        seen.add(after.model_share)
+    assert seen == {0.4, None}
 
 
 def test_without_a_share_nothing_is_capped_or_recorded() -> None:
