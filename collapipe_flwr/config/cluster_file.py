@@ -86,6 +86,7 @@ class ClusterConfig:
 
     A ``version`` above 0 says that `collapipe cluster` keeps the file: then it is a roster, which
     members replace by newer ones, and a member without a fingerprint has not joined yet.
+    ``joining`` is where newcomers are let in, if that is not the control unit's machine.
     """
 
     id: str
@@ -98,6 +99,7 @@ class ClusterConfig:
     tls: TlsConfig | None = None
     measured: Path | None = None
     version: int = 0
+    joining: str = ""
     path: Path | None = None  # where it was read
 
     @property
@@ -109,6 +111,15 @@ class ClusterConfig:
     def names(self) -> tuple[str, ...]:
         """The names that may talk to a member."""
         return tuple(member.name for member in self.members)
+
+    @property
+    def joining_address(self) -> str:
+        """Where newcomers are let in; empty where nobody is."""
+        return self.joining or self.control_unit.address
+
+    def has_joined(self, name: str) -> bool:
+        """Whether it is a member; of a roster, one who has a certificate."""
+        return any(m.name == name and (m.fingerprint or not self.version) for m in self.members)
 
     def device_id(self, member: MemberConfig) -> str:
         """How plans and reports call a device."""
@@ -161,7 +172,7 @@ def clusters_in(folder: Path, member: str) -> list[ClusterConfig]:
 def parse_cluster(values: Mapping[str, Any], folder: Path) -> ClusterConfig:
     """A cluster from the tables of its file; raises ConfigError."""
     tables = ("control-unit", "edge", "server", "links", "tls")
-    plain = ("id", "measured", "version")
+    plain = ("id", "measured", "version", "joining")
     refuse_unknown(values, {*plain, "device", *tables}, "key")
     top = _section(_Top(), "", {k: values[k] for k in plain if k in values})
     devices = values.get("device", ())
@@ -180,6 +191,7 @@ def parse_cluster(values: Mapping[str, Any], folder: Path) -> ClusterConfig:
         tls=_section(TlsConfig(), "tls", values["tls"]) if "tls" in values else None,
         measured=folder / top.measured if top.measured else None,
         version=top.version,
+        joining=top.joining,
     )
     _check_members(config)
     return config
@@ -190,6 +202,7 @@ class _Top:
     id: str = key("", MEMBER_NAME)
     measured: str = key("")
     version: int = key(0, at_least(0))
+    joining: str = key("", _ADDRESS)
 
 
 def _are_tables(devices: object) -> bool:
