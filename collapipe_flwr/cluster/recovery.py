@@ -99,6 +99,7 @@ def run_interval(
     optimizer = Optimizer(order.learning.optimizer, embedding.named_parameters())
     load_optimizer_state(optimizer, order.slots)
     with fleet.chain(splitter, order) as chain:
+        give_back()  # what the segments took on their way
         first = FirstStage(
             embedding,
             optimizer,
@@ -120,6 +121,7 @@ def run_interval(
         del first, optimizer, embedding  # gradients and moments go before the segments come
         give_back()
         segments = chain.collect(keep_optimizer=keep_optimizer)
+        give_back()
     state = PartState(
         weights=Lookup.of(own.weights, segments.state.weights),
         optimizer=Lookup.of(own.optimizer, segments.state.optimizer),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -186,13 +187,18 @@ class Hosted:
             whole = Lookup.of(tensors, splitter.read_resident(frozen))
             self.moved.append(self.session.push_missing(whole))
 
-    def collect(self, keep_optimizer: bool) -> Segments:
-        """The segment and its report; replicas but the first, which are equal, report only."""
+    def collect(self, keep_optimizer: bool, turn: AbstractContextManager[object]) -> Segments:
+        """The segment and its report; replicas but the first, which are equal, report only.
+
+        Weights travel within ``turn``.
+        """
         report = self.session.report()
         if self.request.stage.turn.replica:
             moved = sum(self.moved, TransferStats())
             return Segments(state=PartState(weights={}), reports=(report,), moved=moved)
-        tensors, moved = self.session.fetch_changed(self.pushed[0], with_optimizer=keep_optimizer)
+        tensors, moved = self.session.fetch_changed(
+            self.pushed[0], with_optimizer=keep_optimizer, turn=turn
+        )
         self.moved.append(moved)
         state = PartState.of_tensors(tensors)
         return Segments(state=state, reports=(report,), moved=sum(self.moved, TransferStats()))
@@ -221,7 +227,8 @@ class RemoteChain:
         """See `Chain.collect`."""
         self.link.close()  # returns when device 1, and with it the chain behind it, has ended
         slots = keep_optimizer()
-        parts = _at_once(lambda hosted: hosted.collect(slots), self._sessions)
+        turn = threading.Lock()  # segment by segment: each passes through this machine's memory
+        parts = _at_once(lambda hosted: hosted.collect(slots, turn), self._sessions)
         return Segments(
             state=PartState(
                 weights=Lookup.of(*(part.state.weights for part in parts)),

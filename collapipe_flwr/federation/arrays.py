@@ -149,9 +149,16 @@ def _is_finite(key: str, array: Array) -> bool:
 def _encode_tensor(tensor: torch.Tensor) -> Array:
     tensor = tensor.detach().cpu()
     if tensor.dtype not in _RAW_NAMES:
-        return Array(tensor.numpy())
+        return Array(str(tensor.numpy().dtype), tuple(tensor.shape), SType.NUMPY, _npy(tensor))
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     return Array(_RAW_NAMES[tensor.dtype], tuple(tensor.shape), RAW_TORCH, flat.numpy().tobytes())
+
+
+def _npy(tensor: torch.Tensor) -> bytes:
+    """What `numpy.save` writes, in memory of just this size."""
+    array, head = tensor.contiguous().numpy(), BytesIO()
+    np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(array))
+    return b"".join((head.getvalue(), array.reshape(-1).data))
 
 
 def _stow_tensor(stow: Stow, key: str, array: Array) -> Callable[[], torch.Tensor]:

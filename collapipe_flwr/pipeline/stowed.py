@@ -9,6 +9,7 @@ each time takes no memory of the process; the kernel's cache gives way to whoeve
 from __future__ import annotations
 
 import logging
+import math
 import os
 import tempfile
 import weakref
@@ -17,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -119,7 +121,7 @@ class Stow:
     def _read(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """A copy of its own; raises RunError where the disk does not give it back."""
         assert self._file is not None
-        tensor = torch.empty(shape, dtype=dtype)
+        tensor = passing_tensor(shape, dtype)
         data = _bytes_of(tensor)
         done = 0
         try:
@@ -139,6 +141,20 @@ def stowed(tensors: Mapping[str, Tensor]) -> Lookup[Tensor]:
     """The same, from a file of their own."""
     stow = Stow()
     return Lookup({key: stow.put(tensor) for key, tensor in tensors.items()})
+
+
+def passing_tensor(shape: Iterable[int], dtype: torch.dtype) -> Tensor:
+    """A tensor for what passes through; a large one in memory as numpy asks for it.
+
+    torch asks for aligned memory, for which glibc wants room beyond the tensor's size: what a
+    tensor of the same size left behind never fits, and the heap grows by all that passes.
+    """
+    shape = tuple(shape)
+    size_bytes = math.prod(shape) * dtype.itemsize
+    if size_bytes < STOWED_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    raw = np.empty(size_bytes, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).reshape(shape)
 
 
 def scratch_folder() -> Path:

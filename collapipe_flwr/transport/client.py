@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -113,11 +113,15 @@ class Session:
         return self.client.patiently(fetch)
 
     def fetch_changed(
-        self, known: Mapping[str, Tensor], *, with_optimizer: bool = False
+        self,
+        known: Mapping[str, Tensor],
+        *,
+        with_optimizer: bool = False,
+        turn: AbstractContextManager[object] = nullcontext(),  # noqa: B008 - it holds nothing
     ) -> tuple[Lookup[Tensor], TransferStats]:
         """The weights: those equal to ``known`` are taken from there, the others travel.
 
-        What travels lies in a file as soon as it is here.
+        What travels, within ``turn``, lies in a file as soon as it is here.
         """
         theirs = self.digests(with_optimizer=with_optimizer)
         ours = Lookup.of(known).only(key for key in theirs if key in known)
@@ -136,7 +140,10 @@ class Session:
             )
             return Lookup(readers), sum(came_bytes)
 
-        fetched, came_bytes = self.client.patiently(fetch) if changed else (Lookup[Tensor]({}), 0)
+        fetched, came_bytes = Lookup[Tensor]({}), 0
+        if changed:
+            with turn:
+                fetched, came_bytes = self.client.patiently(fetch)
         stats = TransferStats(
             received_bytes=came_bytes, spared_bytes=sum(sizes[key] for key in same)
         )

@@ -7,11 +7,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.pipeline.link import Frame, FrameKind
+from collapipe_flwr.pipeline.stowed import passing_tensor
 
 PIECE_BYTES = 4 * 2**20
 MOST_TENSORS = 65_536  # far beyond any model
@@ -85,7 +85,7 @@ def gather_each(
             if told_bytes > most_bytes:
                 raise ProtocolError(f"weights of more than {most_bytes} bytes are not accepted")
             reserve(size_bytes)
-            begun[key] = torch.empty(shape, dtype=piece.dtype)
+            begun[key] = passing_tensor(shape, piece.dtype)
             filled[key] = 0
         if key not in begun:
             raise ProtocolError(f"a piece of {key[:80]!r} out of order")
