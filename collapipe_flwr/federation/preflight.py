@@ -63,7 +63,8 @@ class Preflight:
         found = f"{spec.model_type} of {len(self.model.blocks)} blocks for {spec.task}"
         sizes = f"{len(task.train)} training and {len(task.test)} test examples"
         devices = sum(len(cluster.devices) for cluster in self.clusters)
-        what = f"{found}, {sizes}, {len(self.clusters)} clusters of {devices} devices in all"
+        clusters = "1 cluster" if len(self.clusters) == 1 else f"{len(self.clusters)} clusters"
+        what = f"{found}, {sizes}, {clusters} of {devices} devices in all"
         return "\n".join((what, *task.skipped.values()))
 
 

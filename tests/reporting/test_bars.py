@@ -120,7 +120,7 @@ def test_the_closing_table_fits_a_screen_and_names_overruns_first() -> None:
     assert max(map(len, lines)) <= 80 and len(lines) <= 21  # of 24: the path, and the prompt
     energy = [line for line in lines if line.startswith("energy")]
     assert "over budget" in energy[0] and "over budget" not in energy[1]
-    assert "998 links, 996 energies, 997 peaks in summary.json" in lines[-1]
+    assert "998 links, 996 budgets, 997 peaks in summary.json" in lines[-1]
 
 
 @pytest.mark.parametrize("width", [40, 60])
