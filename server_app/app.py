@@ -27,12 +27,7 @@ from collapipe_flwr.federation.deadline import DeadlineGrid, RoundClock
 from collapipe_flwr.federation.learner import Evaluator, Learner, drawn_sentence, make_learner
 from collapipe_flwr.federation.members import Members, discover_clusters
 from collapipe_flwr.federation.planner import ScheduledRounds
-from collapipe_flwr.federation.recorder import (
-    RunFolder,
-    RunRecorder,
-    open_run,
-    prepared_folder,
-)
+from collapipe_flwr.federation.recorder import RunFolder, RunRecorder, open_run, prepared_folder
 from collapipe_flwr.federation.records import task_config
 from collapipe_flwr.federation.resuming import Checkpointed
 from collapipe_flwr.federation.run_strategy import (
