@@ -23,12 +23,10 @@ class WrappedGrid(Grid):
         self._grid = grid
 
     def set_run(self, run: Run) -> None:
-        """Set the run."""
         self._grid.set_run(run)
 
     @property
     def run(self) -> Run:
-        """The run."""
         return self._grid.run
 
     def create_message(
@@ -47,11 +45,9 @@ class WrappedGrid(Grid):
         return self._grid.get_node_ids()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Push through the grid."""
         return self._grid.push_messages(messages)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Pull through the grid."""
         return self._grid.pull_messages(message_ids)
 
 

@@ -176,11 +176,9 @@ class FusedSgd(UpdateRule):
         )
 
     def state_of(self, parameter: Tensor) -> tuple[Tensor, ...] | None:
-        """See `UpdateRule.state_of`."""
         return self._state.get(parameter)
 
     def set_state(self, parameter: Tensor, state: tuple[Tensor, ...]) -> None:
-        """See `UpdateRule.set_state`."""
         self._state[parameter] = tuple(tensor.to(parameter.device) for tensor in state)
 
     @staticmethod
@@ -201,7 +199,6 @@ class TorchRule(UpdateRule):
             self._optimizer = _construct(name, self.groups)
 
     def step(self, factor: float) -> None:
-        """See `UpdateRule.step`."""
         if self._optimizer is None:
             return
         for group, given in zip(self._optimizer.param_groups, self.groups, strict=True):
@@ -209,13 +206,11 @@ class TorchRule(UpdateRule):
         self._optimizer.step()
 
     def state_of(self, parameter: Tensor) -> tuple[Tensor, ...] | None:
-        """See `UpdateRule.state_of`."""
         assert self._optimizer is not None
         found = self._optimizer.state.get(parameter)
         return tuple(_tensors(found).values()) if found else None
 
     def set_state(self, parameter: Tensor, state: tuple[Tensor, ...]) -> None:
-        """See `UpdateRule.set_state`."""
         assert self._optimizer is not None
         keywords = self._keywords[parameter]
         kept = _kept(self._name, keywords, parameter.shape, parameter.dtype)
