@@ -202,7 +202,7 @@ def status(
     """Show who is in a cluster, and who is there; run it where it was made or on a control unit.
 
     A table that stays up to date until Ctrl-C on a terminal, plain lines elsewhere. Exit code 1 if
-    somebody is not there.
+    somebody is not there, or does not have the newest roster yet.
     """
     from rich.console import Console
 
