@@ -175,7 +175,7 @@ def test_a_control_unit_elsewhere_joins_trains_hears_of_a_board_and_is_revoked(
     """The CA's machine runs no part of a run but the edge; nothing is started again."""
     keeper = Machine(tmp_path / "keeper")
     printed = init(keeper, "--elsewhere", "control-unit")
-    first, own = token_in(printed), token_in(printed.partition("control-unit's")[2])
+    first, own = token_in(printed), token_in(printed.partition("control unit's")[2])
     file = tmp_path / "unit" / "shed.toml"
     with keeper.stays("cluster", "serve") as serving:
         said(serving, "are let in at")

@@ -151,8 +151,7 @@ def test_two_boards_and_a_computer_train_by_their_page_within_five_minutes(tmp_p
         started.wait_for("edge server on", deadline_s=90)
         checked = running.start_here("check", found[LAPTOP].enter(check), cwd=tmp_path)
         assert checked.wait(deadline_s=200) == 0, checked.tail()
-        few = "-c train.examples-per-round=320 -c data.train-examples=600 -c data.test-examples=50"
-        words = f"cd {PROJECT}; {train.text.strip()} {few} --output-dir {tmp_path}/runs"
+        words = f"cd {PROJECT}; {train.text.strip()} --output-dir {tmp_path}/runs"
         run = running.start_here("run", found[LAPTOP].enter(words), cwd=tmp_path)
         assert run.wait(deadline_s=ROUND_S) == 0, run.tail(60)
         took_s, used_s = time.monotonic() - start_s, cpu_s(ours) - before_s
