@@ -31,8 +31,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from collapipe_flwr.config.parsing import flatten_section, parse_section, refuse_unknown
+from collapipe_flwr.core.addresses import is_address
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.keys import above, at_least, key, matches, one_of
+from collapipe_flwr.core.keys import Rule, above, at_least, key, matches, one_of
 from collapipe_flwr.core.links import CODECS, TlsFiles
 
 T = TypeVar("T")
@@ -40,7 +41,10 @@ MEMBER_NAME = matches(
     r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", "must be a name of letters, digits, dots and dashes"
 )
 _FINGERPRINT = matches(r"([0-9a-f]{64})?", "must be a SHA-256, 64 hexadecimal digits")
-_ADDRESS = matches(r"(.+:[0-9]{1,5})?", 'must read like "10.0.0.11:50071"')
+_ADDRESS = Rule(
+    lambda text: not text or is_address(text),
+    'must read like "10.0.0.11:50071"',
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

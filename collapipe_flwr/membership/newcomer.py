@@ -23,6 +23,7 @@ from collapipe_flwr.config.cluster_file import (
     parse_cluster,
     read_cluster,
 )
+from collapipe_flwr.core.addresses import host_and_port
 from collapipe_flwr.core.durable import own_folder, remove, write_file, write_text
 from collapipe_flwr.core.errors import ConfigError, ProtocolError
 from collapipe_flwr.core.links import TlsFiles
@@ -93,10 +94,9 @@ def default_name(role: Role, cluster_id: str) -> str:
 
 def host_towards(address: str) -> str:
     """By which of its addresses this machine reaches another; nothing is sent."""
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
+    host, port = host_and_port(address)
     try:
-        ((family, *_, target), *_) = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)
+        ((family, *_, target), *_) = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)
             found = str(probe.getsockname()[0])
