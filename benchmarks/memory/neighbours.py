@@ -106,16 +106,18 @@ class NearClient:
         return call()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NearFleet(RemoteFleet):
     """Devices for `segments_of`, reached by `NearClient`."""
 
-    __slots__ = ("_splitter",)
+    splitter: Splitter
 
     @staticmethod
     def of(splitter: Splitter, devices: int) -> NearFleet:
         """So many devices."""
         members = tuple(MemberConfig(name=f"d{n}", address=_NOWHERE) for n in range(devices))
-        fleet = NearFleet(
+        return NearFleet(
+            splitter=splitter,
             cluster=ClusterConfig(
                 id=_ID,
                 folder=Path(),
@@ -127,13 +129,11 @@ class NearFleet(RemoteFleet):
             edge=NextHop(address=_NOWHERE, key=SessionKey.random("edge")),
             deadline_s=WAIT_S,
         )
-        object.__setattr__(fleet, "_splitter", splitter)
-        return fleet
 
     @contextmanager
-    def _client(self, device_id: str) -> Iterator[Any]:
+    def _client(self, device_id: str) -> Iterator[Any]:  # type: ignore[override]
         assert device_id.startswith(_ID)
-        yield NearClient(self._splitter)
+        yield NearClient(self.splitter)
 
 
 def even_plan(blocks: int, devices: int, steps: int) -> ClusterPlan:
