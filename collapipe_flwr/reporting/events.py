@@ -125,6 +125,7 @@ class RunStory:
             "links": [link_json(link) for link in totals(k for e in self.events for k in e.links)],
             "peak_memory_bytes": self._peak_memory_bytes(),
             "memory_limit_bytes": dict(self.memory_limit_bytes),
+            "model_share": self._model_share(),
             "versions": dict(self.versions),
             "plans": [e.plan for e in self.events],
         }
@@ -135,6 +136,17 @@ class RunStory:
         found = (cluster.get("error") for e in self.events for cluster in e.clusters.values())
         errors = [abs(error) for error in found if error is not None]
         return median(errors) if errors else None
+
+    def _model_share(self) -> dict[str, float | None] | None:
+        """The most that plans gave any device of the whole model's memory, and what they may."""
+        found = [c for e in self.events for c in e.clusters.values() if c.get("model_share")]
+        if not found:
+            return None
+        caps = [c["model_share_cap"] for c in found if c["model_share_cap"] is not None]
+        return {
+            "most": max(cluster["model_share"] for cluster in found),
+            "cap": max(caps) if len(caps) == len(found) else None,
+        }
 
     def _lost_rounds(self) -> dict[str, list[int]]:
         """The rounds that went on without a cluster, by cluster."""
@@ -171,6 +183,8 @@ def cluster_json(plan: ClusterPlan | None, outcome: ClusterOutcome) -> dict[str,
         "measured": outcome.measured,
         "error": log(predicted_s / outcome.latency_s) if predicted_s and known else None,
         "loss": outcome.loss,
+        "model_share": None if plan is None else plan.fullest_share,
+        "model_share_cap": None if plan is None else plan.model_share,
         "stages": {
             sample.device_id or "edge": {
                 "predicted_s": sample.expected_s,

@@ -23,6 +23,7 @@ from importlib.resources import files
 from typing import Any
 from urllib.parse import parse_qs
 
+from collapipe_flwr.core.addresses import is_loopback
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.reporting.live.feed import Feed
 from collapipe_flwr.reporting.live.state import Place
@@ -51,7 +52,7 @@ class Bind:
     def at(host: str, port: int) -> Bind:
         """With a token unless only this machine can connect."""
         return Bind(
-            host=host, port=port, token="" if _is_loopback(host) else secrets.token_urlsafe(16)
+            host=host, port=port, token="" if is_loopback(host) else secrets.token_urlsafe(16)
         )
 
     def url(self, port: int) -> str:
@@ -60,11 +61,6 @@ class Bind:
         host = socket.gethostname() if anywhere else self.host
         shown = f"[{host}]" if ":" in host else host
         return f"http://{shown}:{port}/" + (f"?token={self.token}" if self.token else "")
-
-
-def _is_loopback(host: str) -> bool:
-    address = _address(host)
-    return host == "localhost" if address is None else address.is_loopback
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

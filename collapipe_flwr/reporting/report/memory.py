@@ -77,9 +77,21 @@ def memory(run: RunData) -> Section:
     return Section(
         key="memory",
         title="Memory",
-        text="Weights, gradients, optimizer state and activations at their peak over all rounds.",
+        text="Weights, gradients, optimizer state and activations at their peak over all rounds."
+        + _share_text(run),
         charts=[_chart(found)],
         tables=[_table(found)],
+    )
+
+
+def _share_text(run: RunData) -> str:
+    share = run.summary.get("model_share")
+    if not share:
+        return ""
+    cap = "" if share["cap"] is None else f" (allowed: {100 * share['cap']:.3g} %)"
+    return (
+        f" No plan gave a device more than {100 * share['most']:.3g} % of what training the whole "
+        f"model takes with the same micro-batches{cap}."
     )
 
 
