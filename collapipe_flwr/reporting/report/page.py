@@ -31,8 +31,7 @@ from collapipe_flwr.reporting.report.run_data import RunData, read_run
 from collapipe_flwr.reporting.report.script import SCRIPT
 from collapipe_flwr.reporting.report.settings import compared_settings, settings
 from collapipe_flwr.reporting.report.steps import steps
-from collapipe_flwr.reporting.report.style import CSS
-from collapipe_flwr.reporting.report.template import PAGE, SECTION
+from collapipe_flwr.reporting.report.template import CSS, PAGE, SECTION
 from collapipe_flwr.reporting.report.times import compared_times, times
 from collapipe_flwr.reporting.run_directory import (
     MANY_BYTES,
