@@ -37,7 +37,6 @@ from collapipe_flwr.reporting.run_directory import (
     MANY_BYTES,
     events_bytes,
     labelled_run,
-    read_summary,
     summary_stamp,
 )
 
