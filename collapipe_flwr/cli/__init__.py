@@ -74,7 +74,6 @@ def _main(
 
 
 def main() -> None:
-    """Entry point of ``collapipe``."""
     try:
         run_commands(app)
     finally:

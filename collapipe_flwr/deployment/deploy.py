@@ -11,13 +11,7 @@ from collapipe_flwr.cluster.profile import Measurements
 from collapipe_flwr.core.errors import CollaPipeError, LinkError
 from collapipe_flwr.core.json_codec import from_json
 from collapipe_flwr.deployment import roles
-from collapipe_flwr.deployment.inventory import (
-    CONTROL_UNIT,
-    DEVICE,
-    Inventory,
-    Machine,
-    Role,
-)
+from collapipe_flwr.deployment.inventory import CONTROL_UNIT, DEVICE, Inventory, Machine, Role
 from collapipe_flwr.deployment.ssh import Ssh
 from collapipe_flwr.deployment.steps import Outcome, Result, Step, results_in, script_of
 

@@ -126,7 +126,7 @@ def recall_optimizer(state: NodeState) -> OptimizerState:
 
 def write_slots(slots: OptimizerState, path: Path) -> None:
     """Write them as one safetensors file."""
-    save_file(PartState(weights={}, optimizer=slots).tensors(), path)
+    save_file(dict(PartState(weights={}, optimizer=slots).tensors()), path)
 
 
 def read_slots(path: Path) -> OptimizerState:

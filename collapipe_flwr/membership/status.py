@@ -8,10 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from collapipe_flwr.cluster.profile import Measurements, read_measurements
+from collapipe_flwr.cluster.profile import Measurements
 from collapipe_flwr.config.access_control import Role
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.membership.figures import figures_of
+from collapipe_flwr.membership.herald import caller_files
 from collapipe_flwr.transport.connection import Connection
 from collapipe_flwr.transport.host_status import HostStatus
 from collapipe_flwr.transport.methods import STATUS
@@ -56,13 +58,13 @@ class ClusterStatus:
 
 
 def cluster_status(config: ClusterConfig, clock: Callable[[], float] = time.time) -> ClusterStatus:
-    """Ask all devices, and the edge, at once."""
+    """Ask all at once: devices, edge, and a control unit that is on a machine of its own."""
     members = [(device, Role.DEVICE) for device in config.devices]
     if config.edge.address or config.version:
         members.append((config.edge, Role.EDGE))
-    known = Measurements(cluster_id=config.id, members=())
-    if config.measured is not None and config.measured.exists():
-        known = read_measurements(config.measured)
+    if config.joining:
+        members.append((config.control_unit, Role.CONTROL_UNIT))
+    known = figures_of(config)
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="status") as pool:
         ask = partial(_status, config, known, clock)
         found = tuple(pool.map(ask, *zip(*members, strict=True))) if members else ()
@@ -107,7 +109,7 @@ def _asked(config: ClusterConfig, member: MemberConfig) -> HostStatus:
     with Connection(
         member.address,
         what=member.name,
-        tls=config.tls_files(config.control_unit.name),
+        tls=caller_files(config),
         certificate_name=member.name if config.tls else "",
         deadline_s=_DEADLINE_S,
     ) as connection:

@@ -12,12 +12,7 @@ from torch import Tensor, nn
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.module_build import build_module
 from collapipe_flwr.models.module_spec import ModuleSpec
-from collapipe_flwr.models.module_splitter import (
-    block_index,
-    block_names,
-    tensors_by_key,
-    under,
-)
+from collapipe_flwr.models.module_splitter import block_index, block_names, tensors_by_key, under
 from collapipe_flwr.models.module_trace import ModuleTrace, trace_module
 from collapipe_flwr.models.part import normalises_batches
 from collapipe_flwr.models.validation import first_lines

@@ -206,6 +206,22 @@ def read_summary_head(run_dir: Path) -> dict[str, Any] | None:
     return _parsed(path, text if place < 0 else text[:place] + b"}")
 
 
+def labelled_run(source: str) -> tuple[str, Path]:
+    """``LABEL=RUN_DIRECTORY``, or a run directory under the name of its folder.
+
+    Raises ConfigError where there is no summary.
+    """
+    label, equals, name = source.partition("=")
+    if not equals or Path(source).is_dir():
+        label, name = Path(source).resolve().name, source
+    if not (Path(name) / _SUMMARY).is_file():
+        raise ConfigError(
+            f"{name} is not the folder of a run: it has no {_SUMMARY}; give RUN_DIRECTORY or "
+            "LABEL=RUN_DIRECTORY"
+        )
+    return label, Path(name)
+
+
 def read_config(run_dir: Path) -> dict[str, Any] | None:
     """The run-config of a run directory, or None where it is none."""
     return _read(run_dir / CONFIG)

@@ -87,11 +87,11 @@ def boards(tmp_path: Path) -> list[Machine]:
     return [Machine(tmp_path / f"board-{n}") for n in range(3)]
 
 
-def init(unit: Machine) -> str:
-    """Make a cluster on free ports; the token."""
+def init(unit: Machine, *more: str) -> str:
+    """Make a cluster on free ports; what it prints, the token of boards first."""
     places = ["--address", f"127.0.0.1:{free_port()}"]
     places += ["--edge-address", f"127.0.0.1:{free_port()}"]
-    return token_in(unit.run("cluster", "init", "shed", *places))
+    return unit.run("cluster", "init", "shed", *places, *more)
 
 
 def token_in(printed: str) -> str:
@@ -125,7 +125,7 @@ def test_three_boards_train_after_six_commands_and_three_minutes(
     """Three minutes of a machine that does nothing else; on a busy one, of one core's time."""
     Machine.typed, busy = 0, os.getloadavg()[0] > 1.0
     start_s, before_s = time.monotonic(), cpu_s(tmp_path)
-    token = init(unit)
+    token = token_in(init(unit))
     with unit.stays("cluster", "serve") as serving, ExitStack() as stack:
         said(serving, "are let in at")
         running = [
@@ -134,12 +134,10 @@ def test_three_boards_train_after_six_commands_and_three_minutes(
         ]
         for number, process in enumerate(running):
             said(process, f"board-{number} on ")
-        run = ["run", ".", "--cluster", str(tmp_path / "unit" / "shed.toml"), "--quiet"]
-        run += ["-c", "num-server-rounds=1", "-c", "train.examples-per-round=96"]
-        (folder,) = unit.run(*run, "--output-dir", str(tmp_path / "runs")).split()
+        folder = train(unit, tmp_path / "unit" / "shed.toml", tmp_path / "runs")
         took_s, used_s = time.monotonic() - start_s, cpu_s(tmp_path) - before_s
     print(f"{Machine.typed} commands, {took_s:.0f} s, {used_s:.0f} s of a core")
-    assert trained_on(Path(folder)) <= {f"shed/board-{n}" for n in range(3)}
+    assert trained_on(folder) <= {f"shed/board-{n}" for n in range(3)}
     assert Machine.typed <= MOST_COMMANDS and used_s <= MOST_S
     assert busy or took_s <= MOST_S
 
@@ -150,7 +148,7 @@ def test_a_cluster_that_runs_takes_up_one_board_and_lets_go_of_another(
     tmp_path: Path, unit: Machine, boards: list[Machine]
 ) -> None:
     """By one command on the board and one on the control unit; nothing is started again."""
-    token = init(unit)
+    token = token_in(init(unit))
     with unit.stays("cluster", "serve") as serving:
         said(serving, "are let in at")
         killed = boards[0].type(*joining(0, token))
@@ -177,6 +175,49 @@ def test_a_cluster_that_runs_takes_up_one_board_and_lets_go_of_another(
             assert refused.returncode == 1, said_last
     status = unit.type("cluster", "status", "--json")
     assert '"away"' in status.communicate(timeout=MOST_S)[0] and status.returncode == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_control_unit_elsewhere_joins_trains_hears_of_a_board_and_is_revoked(
+    tmp_path: Path, unit: Machine, boards: list[Machine]
+) -> None:
+    """The CA's machine runs no part of a run but the edge; nothing is started again."""
+    keeper = Machine(tmp_path / "keeper")
+    printed = init(keeper, "--elsewhere", "control-unit")
+    first, own = token_in(printed), token_in(printed.partition("control-unit's")[2])
+    file = tmp_path / "unit" / "shed.toml"
+    with keeper.stays("cluster", "serve") as serving:
+        said(serving, "are let in at")
+        with (
+            unit.stays("join", own, "--address", f"127.0.0.1:{free_port()}") as following,
+            boards[0].stays(*joining(0, first)) as zero,
+        ):
+            said(following, "is kept up to date")
+            said(zero, "board-0 on ")
+            with boards[1].stays(*joining(1, first)) as one:
+                said(one, "board-1 on ")
+                everybody = ("board-0", "board-1", "edge", "cu-shed")
+                assert states(keeper) == dict.fromkeys(everybody, "ready")
+                assert '"board-1"' in file.read_text()
+                folder = train(unit, file, tmp_path / "runs")
+                assert trained_on(folder) <= {"shed/board-0", "shed/board-1"}
+                keeper.run("cluster", "remove", "cu-shed")
+                assert following.wait(MOST_S) == 0
+                refused = unit.type("cluster", "check", str(file))
+                words, _ = refused.communicate(timeout=MOST_S)
+                assert refused.returncode == 1
+                assert "that this member joined with" in " ".join(words.split()), words
+    held = {path.name for path in (tmp_path / "keeper").rglob("*.key")}
+    assert "cu-shed.key" not in held and "edge.key" in held
+
+
+def train(unit: Machine, file: Path, runs: Path) -> Path:
+    """One round; the folder of its results."""
+    run = ["run", ".", "--cluster", str(file), "--quiet", "--output-dir", str(runs)]
+    run += ["-c", "num-server-rounds=1", "-c", "train.examples-per-round=96"]
+    (folder,) = unit.run(*run).split()
+    return Path(folder)
 
 
 def states(unit: Machine) -> dict[str, str]:
