@@ -130,13 +130,15 @@ def _placement(data: RunData) -> Figure:
 def _draw_blocks(axes: Axes, data: RunData, cluster: str) -> None:
     (table,) = placed_blocks(data, cluster)["data"]
     values = [[float("nan") if z is None else z for z in row] for row in table["z"]]
-    axes.imshow(values, cmap="Blues", vmin=-1, vmax=1.6 * data.blocks, aspect="auto")
+    shades = {"cmap": "Blues", "vmin": -1, "vmax": 1.6 * data.blocks}
+    axes.pcolormesh(values, edgecolors="white", linewidth=2, **shades)
     for row, texts in enumerate(table["text"]):
         for column, text in enumerate(texts):
-            axes.text(column, row, text, ha="center", va="center", fontsize="small")
+            axes.text(column + 0.5, row + 0.5, text, ha="center", va="center", fontsize="small")
     axes.set(title=cluster, xlabel="round")
-    axes.set_xticks(range(len(data.rounds)), [str(index) for index in data.rounds])
-    axes.set_yticks(range(len(table["y"])), table["y"])
+    axes.set_xticks([place + 0.5 for place in range(len(data.rounds))], [*map(str, data.rounds)])
+    axes.set_yticks([place + 0.5 for place in range(len(table["y"]))], table["y"])
+    axes.invert_yaxis()
     axes.tick_params(length=0)
 
 
