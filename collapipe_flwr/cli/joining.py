@@ -202,7 +202,7 @@ def status(
     """Show who is in a cluster, and who is there; run it where it was made or on a control unit.
 
     A table that stays up to date until Ctrl-C on a terminal, plain lines elsewhere. Exit code 1 if
-    somebody is not there.
+    somebody is not there, or does not have the newest roster yet.
     """
     from rich.console import Console
 
@@ -358,7 +358,7 @@ def _print_token(
     with registry.changing():
         made = new_token(registry, config, role_named(role.value), members=members, minutes=minutes)
     who = "on the board" if members == 1 else f"on each of up to {members} boards"
-    where = who if role is TokenRole.device else f"on the {role.value}'s machine"
+    where = who if role is TokenRole.device else f"on the {role.value.replace('-', ' ')}'s machine"
     typer.echo(f"{where}, within {minutes:g} minutes:")
     typer.echo(f"collapipe join {made}")
 

@@ -21,6 +21,7 @@ from collapipe_flwr.transport.methods import STATUS
 _DEADLINE_S = 2.0
 _AT_ONCE = 32
 READY, STOPPING, AWAY, EXPECTED = "ready", "stopping", "away", "has not joined"
+BEHIND = "behind"  # it has an older roster, for another moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ class ClusterStatus:
 
     @property
     def complete(self) -> bool:
-        """Whether everybody is there."""
+        """Whether everybody is there, and up to date."""
         return all(member.state == READY for member in self.members)
 
 
@@ -102,7 +103,8 @@ def _status(
         found = _asked(config, member)
     except LinkError as error:
         return told(AWAY, str(error))
-    return told(STOPPING if found.stopping else READY, found=found)
+    behind = config.version > 0 and found.rosters.get(config.id) != config.version
+    return told(STOPPING if found.stopping else BEHIND if behind else READY, found=found)
 
 
 def _asked(config: ClusterConfig, member: MemberConfig) -> HostStatus:
