@@ -35,7 +35,7 @@ LASTS_S = 10.0
 LOOK_S = 0.1
 WAIT_S = 600.0  # of a machine that does much else
 REPEATS, RESUMES, GOES_ON = "round is repeated", "the run is resumed", "goes on"
-MENDED = "goes on, or round is repeated"
+MENDED = "mended within the round, or it is repeated"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

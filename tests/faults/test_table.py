@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from tests.faults import test_deployed, test_rounds, test_runs
+import json
+
+from tests.faults import soak_table, test_deployed, test_rounds, test_runs
 from tests.faults.rows import BEGIN, DOCUMENT, END, read, table
 
 
 def test_the_document_shows_the_recorded_rows() -> None:
     shown = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
     assert shown == table(read()) + "\n"
+
+
+def test_the_document_shows_the_recorded_soak() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    shown = text.partition(soak_table.BEGIN)[2].partition(END)[0]
+    assert shown == soak_table.table(json.loads(soak_table.RECORDED.read_text())) + "\n"
 
 
 def test_every_row_has_its_test_and_there_are_enough() -> None:
