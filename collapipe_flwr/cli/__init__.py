@@ -5,7 +5,6 @@ Commands import what they need when they run, so that a small board pays for not
 
 from __future__ import annotations
 
-import gc
 from typing import Annotated
 
 import typer
@@ -75,8 +74,4 @@ def _main(
 
 def main() -> None:
     """Entry point of ``collapipe``."""
-    try:
-        run_commands(app)
-    finally:
-        # The interpreter's last collections walk through all of torch: 0.8 s of every command.
-        gc.freeze()
+    run_commands(app)
