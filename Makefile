@@ -5,6 +5,7 @@
 # make static        formatting, lint, types and import contracts alone
 # make test-cluster  docs/deploy.md and its sister pages carried out on this machine: installation, services, failures
 # make test-slow     failure matrices and laws over real daemons; tens of minutes
+# make soak          as root: MINUTES=60 of a deployment with a fault per minute, SEED=1700; nothing may grow
 # make test-arm      a device of another processor: an arm64 Debian under qemu beside this machine
 # make test-oldest   the tests, or TESTS="tests/laws ...", with the oldest torch that is supported
 # make test-kernels  the tests with plain instead of vectorised CPU kernels, as on another processor
@@ -13,6 +14,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # Tests wait for other processes for about as long as they compute, hence two to a core.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(2 * (os.cpu_count() or 1))')
+MINUTES ?= 60
+SEED ?= 1700
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
@@ -22,7 +25,7 @@ FAST := $(BIN)/python $(PYTEST_FAST)
 OLDEST := $(VENV)-oldest
 OLDEST_TORCH := torch==2.9.1
 
-.PHONY: demo test docs check static test-cluster test-slow test-arm test-oldest test-kernels clean
+.PHONY: demo test docs check static test-cluster test-slow soak test-arm test-oldest test-kernels clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/collapipe run . --federation-config sim.toml
@@ -45,6 +48,9 @@ test-cluster: $(VENV)/.test
 
 test-slow: $(VENV)/.test
 	$(PYTEST) -m slow
+
+soak: $(VENV)/.test
+	PATH=$(BIN):$$PATH $(BIN)/python -m tests.faults.soak --minutes $(MINUTES) --seed $(SEED) --json runs/soak.json
 
 test-arm: $(VENV)/.test
 	@PATH=$(BIN):$$PATH $(BIN)/python -m tests.arm.root

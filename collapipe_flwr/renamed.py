@@ -59,11 +59,9 @@ class StandIn(Loader):
         return getattr(vars(self)["_loader"], name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """See `Loader.create_module`."""
         return None if self._loader is None else self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """See `Loader.exec_module`."""
         if self._loader is not None:
             self._loader.exec_module(module)
         own = getattr(module, "__getattr__", None)

@@ -27,13 +27,7 @@ from collapipe_flwr.federation.deadline import DeadlineGrid, RoundClock
 from collapipe_flwr.federation.learner import Evaluator, Learner, drawn_sentence, make_learner
 from collapipe_flwr.federation.members import Members, discover_clusters
 from collapipe_flwr.federation.planner import ScheduledRounds
-from collapipe_flwr.federation.polling import polling
-from collapipe_flwr.federation.recorder import (
-    RunFolder,
-    RunRecorder,
-    open_run,
-    prepared_folder,
-)
+from collapipe_flwr.federation.recorder import RunFolder, RunRecorder, open_run, prepared_folder
 from collapipe_flwr.federation.records import task_config
 from collapipe_flwr.federation.resuming import Checkpointed
 from collapipe_flwr.federation.run_strategy import (
@@ -44,6 +38,7 @@ from collapipe_flwr.federation.run_strategy import (
 )
 from collapipe_flwr.federation.sinks import Sinks
 from collapipe_flwr.federation.strategy_names import make_strategy
+from collapipe_flwr.federation.wrapped_grid import polling
 from collapipe_flwr.models import save_adapter, save_whole
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.pipeline.compute import resolve

@@ -94,6 +94,7 @@ class RoleOrder:
     role: str
     first_block: int = 0
     stop_block: int = 0
+    devices: int = 4
     examples: int = 8
     tokens: int = 128
     steps: int = 2
@@ -210,8 +211,8 @@ def _orders(size: ModelSize, spec: ModelSpec) -> Iterator[tuple[RoleOrder, int]]
     )
     ends = profile.embedding.state_bytes, profile.decoder.state_bytes
     yield order, _whole_bytes(size, splitter)
-    message = 2 * sum(block.parameter_bytes for block in (profile.embedding, *profile.blocks))
-    yield replace(order, role="control-unit"), ends[0] + message
+    message = sum(block.parameter_bytes for block in (profile.embedding, *profile.blocks))
+    yield replace(order, role="control-unit", devices=size.devices), max(ends[0], message)
     each = splitter.num_blocks // size.devices
     for first in range(0, splitter.num_blocks, each):
         stop = first + each

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -17,17 +16,25 @@ from torch import Tensor
 import collapipe_flwr.host.servicer
 import collapipe_flwr.transport.client  # noqa: F401
 from benchmarks.memory.footprint import RoleOrder
+from benchmarks.memory.neighbours import (
+    WAIT_S,
+    NearFleet,
+    answer,
+    answering_thread,
+    even_plan,
+)
 from benchmarks.resident import AnonymousPeak, peak_bytes
+from collapipe_flwr.cluster.control_unit import train_round
+from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.unsplit import train_unsplit
 from collapipe_flwr.core.processes import end_with_parent
-from collapipe_flwr.host.allocator import configure_malloc
+from collapipe_flwr.host.allocator import configure_malloc, give_back
 from collapipe_flwr.models import ModelSpec, Splitter
 from collapipe_flwr.models.checkpoint import CheckpointSource
 from collapipe_flwr.models.lora import add_adapters, first_adapter, is_adapter
 from collapipe_flwr.models.tasks import auto_class
 from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.link import (
-    GRAD,
     HIDDEN,
     LEARNS,
     Frame,
@@ -36,11 +43,10 @@ from collapipe_flwr.pipeline.link import (
     memory_pair,
 )
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
-from collapipe_flwr.pipeline.roles import FirstStage, LastStage, MiddleStage
+from collapipe_flwr.pipeline.roles import LastStage, MiddleStage
 from collapipe_flwr.pipeline.step import MicroBatch, Step
 
 RULE = OptimizerConfig(name="adamw", learning_rate=1e-4)
-WAIT_S = 600.0
 SETTINGS = StageConfig(name="stage", deadline_s=WAIT_S)
 
 
@@ -66,33 +72,30 @@ class Player:
         train_unsplit(splitter, model, optimizer, steps)
 
     def control_unit(self) -> None:
-        """The embedding, with all that Flower's messages carry for the cluster, there and back."""
-        from collapipe_flwr.federation.arrays import encode_tensors, take_record, take_tensors
+        """A round, from all that Flower's message carries to all that the reply does."""
+        from collapipe_flwr.federation.arrays import encode_tensors, stow_tensors, take_record
 
-        splitter = self._splitter
+        splitter, order = self._splitter, self._order
         keys = (*splitter.embedding_keys(), *splitter.segment_keys(0, splitter.num_blocks))
         message = encode_tensors({})
         for key in keys:
             message.update(encode_tensors(self._weights([key])))
-        weights = take_tensors(message)
-        part = splitter.build_embedding(weights)
-        left, right = memory_pair("control unit", "device")
-        answering = _thread(lambda: _answer(right))
-        first = FirstStage(
-            part, Optimizer(RULE, part.named_parameters()), SETTINGS, downstream=left
-        )
+        weights = stow_tensors(message)
+        give_back()
         batch = self._batch()
         micro_batch = MicroBatch(
             inputs=batch,
             context=splitter.context(batch),
             weight=splitter.weight_of(batch),
         )
-        for _ in range(self._order.steps):
-            first.train_step([micro_batch])
-        first.finish()
-        answering.join(WAIT_S)
-        trained = {key: tensor.clone() for key, tensor in weights.items()}  # as from devices
-        assert len(take_record(trained)) == len(weights)  # a failed step would need them still
+        asked = RoundOrder(
+            plan=even_plan(splitter.num_blocks, order.devices, order.steps),
+            weights=weights,
+            learning=LearningSettings(optimizer=RULE, deadline_s=WAIT_S),
+        )
+        fleet = NearFleet.of(splitter, order.devices)
+        result = train_round(splitter, asked, [[micro_batch]] * order.steps, fleet)
+        assert len(take_record(result.weights)) == len(keys)
 
     def device(self) -> None:
         """A segment between two neighbours."""
@@ -109,7 +112,7 @@ class Player:
             upstream=own_up,
             downstream=own_down,
         )
-        threads = [_thread(stage.serve), _thread(lambda: _answer(down))]
+        threads = [answering_thread(stage.serve), answering_thread(lambda: answer(down))]
         self._feed(up, learns=self._order.first_block > 0)
         for thread in threads:
             thread.join(WAIT_S)
@@ -121,7 +124,7 @@ class Player:
         part = splitter.build_edge(self._weights(keys))
         up, own_up = memory_pair("before", "stage")
         stage = LastStage(part, Optimizer(RULE, part.named_parameters()), SETTINGS, upstream=own_up)
-        serving = _thread(stage.serve)
+        serving = answering_thread(stage.serve)
         self._feed(up, learns=True)
         serving.join(WAIT_S)
 
@@ -158,28 +161,6 @@ class Player:
             else self._source.read(key).to(shapes[key][1], copy=True)
             for key in keys
         }
-
-
-def _answer(link: MemoryLink) -> None:
-    """Play the stages behind: a random gradient for every hidden state."""
-    while (frame := link.receive(deadline_s=WAIT_S)).kind is not FrameKind.END:
-        if frame.kind is FrameKind.ACTIVATION:
-            hidden = frame.tensors[HIDDEN]
-            wanted = frame.scalars[LEARNS]
-            answer = Frame(
-                kind=FrameKind.GRADIENT,
-                step=frame.step,
-                micro_batch=frame.micro_batch,
-                tensors={GRAD: torch.randn_like(hidden) * 1e-3} if wanted else {},
-                scalars={"loss": 1.0, "weight": frame.scalars["weight"]},
-            )
-            link.send(answer, deadline_s=WAIT_S)
-
-
-def _thread(work: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from collapipe_flwr.scheduler.dssda import refined
 from collapipe_flwr.scheduler.initial_layouts import all_layouts, count_layouts, rows_for
 from collapipe_flwr.scheduler.model_share import capped, least_shares, with_model_shares
 from collapipe_flwr.scheduler.planner import Planner, Solution
-from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState, reference_of
+from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState
 
 MOST_ROWS = 3000
 MOST_COMBINATIONS = 200_000
@@ -96,8 +96,8 @@ def optimal_plan(
     """The optimal plan of one round; raises ScheduleError for instances that are too large."""
     before = state or initial_state(snapshot, settings)
     tables = tabulate(snapshot, settings.coarsest)
-    shares = least_shares(tables, reference_of(before), settings)
-    limited = capped(tables, shares, reference_of(before), settings)
+    shares = least_shares(tables, settings)
+    limited = capped(tables, shares, settings)
     planner = planner_for(limited, before, settings)
     plan = solution_plan(refined(planner, exhaustive(planner)), "brute-force", 1.0)
     return with_model_shares(plan, shares, tables, settings)

@@ -16,7 +16,7 @@ from benchmarks.rounds.deployment import Deployment
 from benchmarks.rounds.watch import Watch
 from collapipe_flwr.core.errors import ConfigError, RunError
 
-SIZES = ("demo", "bert-6x256")
+SIZES = ("demo", "bert-6x256", "bert-12x768")
 RESIDENT, PER_MESSAGE = "resident", "per-message"
 PHASES = ("plan_s", "deliver_s", "prepare_s", "train_s", "collect_s", "return_s", "close_s")
 _RUN_S = 1200.0

@@ -29,7 +29,16 @@ def _table(cases: list[RoundCase]) -> Table:
     for column in ("model", "side"):
         table.add_column(column)
     shown = [name.removesuffix("_s") for name in PHASES]
-    for column in ("round", "overhead", "longest", *shown, "CPU s", "app CPU s", "app MB"):
+    for column in (
+        "round",
+        "overhead",
+        "longest",
+        *shown,
+        "CPU s",
+        "app CPU s",
+        "app MB",
+        "unit MB",
+    ):
         table.add_column(column, justify="right")
     for case in cases:
         _add(table, case.model, f"Flower, beside {case.control_unit}", case.flower)
@@ -42,4 +51,5 @@ def _add(table: Table, model: str, side: str, timing: Timing) -> None:
     phases = (timing.phases[name] for name in PHASES)
     cpu = (timing.cpu_s, timing.app_cpu_s)
     numbers = [f"{seconds:.2f}" for seconds in (*times, *phases, *cpu)]
-    table.add_row(model, side, *numbers, f"{timing.rss_bytes / 1e6:.0f}")
+    sizes = f"{timing.rss_bytes / 1e6:.0f}", f"{timing.unit_rss_bytes / 1e6:.0f}"
+    table.add_row(model, side, *numbers, *sizes)

@@ -19,7 +19,7 @@ from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import learning_in
 from collapipe_flwr.scheduler.model_share import capped, least_shares
 from collapipe_flwr.scheduler.policies import make_scheduler
-from collapipe_flwr.scheduler.protocol import REPAID, SchedulerState, reference_of
+from collapipe_flwr.scheduler.protocol import REPAID, reference_of
 from collapipe_flwr.simulation.episode import EpisodeRound, run_episode
 from collapipe_flwr.simulation.setting import Setting
 from collapipe_flwr.simulation.world import EnergyBudget, World
@@ -117,7 +117,7 @@ def price_case(name: str, setting: Setting, seed: int, rounds: int) -> PriceCase
     world, scheduler = setting.world(seed, profile), make_scheduler("dssda", setting.settings)
     done = list(run_episode(world, scheduler, profile, rounds, options=setting.settings))
     first = scheduler.init(world.snapshot(1, profile))
-    seen = [_round(setting, first, world, t) for t in range(1, rounds + 1)]
+    seen = [_round(setting, world, t) for t in range(1, rounds + 1)]
     learning = learning_in(seen[0].tables, first, setting.settings)
     rng = np.random.default_rng([seed, 16])
     rival = float(np.mean([every_round_cost(one, learning, rng) for one in seen]))
@@ -140,11 +140,10 @@ def price_case(name: str, setting: Setting, seed: int, rounds: int) -> PriceCase
     )
 
 
-def _round(setting: Setting, state: SchedulerState, world: World, index: int) -> Round:
-    settings, reference = setting.settings, reference_of(state)
+def _round(setting: Setting, world: World, index: int) -> Round:
+    settings = setting.settings
     tables = tabulate(world.snapshot(index, setting.model.profile()), settings.coarsest)
-    shares = least_shares(tables, reference, settings)
-    return Round(capped(tables, shares, reference, settings), settings)
+    return Round(capped(tables, least_shares(tables, settings), settings), settings)
 
 
 def energy_used(world: World, done: Sequence[EpisodeRound]) -> Array:

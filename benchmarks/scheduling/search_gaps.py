@@ -24,7 +24,6 @@ from collapipe_flwr.scheduler.base import planner_for
 from collapipe_flwr.scheduler.model_share import capped, least_shares
 from collapipe_flwr.scheduler.planner import Planner, Solution
 from collapipe_flwr.scheduler.policies import make_scheduler
-from collapipe_flwr.scheduler.protocol import reference_of
 from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.setting import Setting
 from collapipe_flwr.simulation.simulate import Tick
@@ -196,9 +195,9 @@ def search_planner(size: SearchSize, seed: int, queues: bool) -> Planner:
     state = make_scheduler("dssda", settings).init(snapshot)
     if queues:
         state = queued(state, snapshot, np.random.default_rng([seed, 2509]))
-    tables, reference = tabulate(snapshot, settings.coarsest), reference_of(state)
-    caps = least_shares(tables, reference, settings)
-    return planner_for(capped(tables, caps, reference, settings), state, settings)
+    tables = tabulate(snapshot, settings.coarsest)
+    limited = capped(tables, least_shares(tables, settings), settings)
+    return planner_for(limited, state, settings)
 
 
 def rival_plans(planner: Planner, seed: int, queues: bool) -> Iterator[tuple[str, Plans]]:

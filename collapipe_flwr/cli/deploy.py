@@ -53,4 +53,4 @@ def deploy(
 
 
 def _needs_fixing(deployed: Deployed) -> bool:
-    return bool(deployed.failures or (deployed.check and deployed.check.faults))
+    return bool(deployed.failures or any(check.faults for check in deployed.checks))

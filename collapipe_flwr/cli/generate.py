@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from collapipe_flwr.cli.hosting import Allow, Ca, Certificate, Compute, Key, tls_files
-from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.errors import ConfigError, blaming
 
 if TYPE_CHECKING:
     from collapipe_flwr.config.access_control import AccessControl
@@ -129,12 +129,16 @@ def _access(
 ) -> AccessControl | None:
     """Who may ask a server for texts; None: whoever the CA signed. Raises ConfigError."""
     from collapipe_flwr.config.access_control import access_control
-    from collapipe_flwr.host.daemon import is_loopback
+    from collapipe_flwr.core.addresses import host_and_port, is_loopback
 
     access = access_control([] if config is None else [config], allow or ())
     if allow and tls is None:
         raise ConfigError("--allow needs TLS: only a peer with a certificate can be told apart")
-    if listen and tls is None and not is_loopback(listen):
+    if not listen:
+        return access if tls and access.callers else None
+    with blaming("--listen"):
+        host, _ = host_and_port(listen, least=0)
+    if tls is None and not is_loopback(host):
         raise ConfigError(
             f"--listen {listen} without TLS would let anybody in the network use the "
             "model: give --tls-ca, --tls-cert and --tls-key"

@@ -26,13 +26,15 @@ class TokenRole(StrEnum):
     device = "device"
     edge = "edge"
     server = "server"
+    control_unit = "control-unit"
 
 
 class Elsewhere(StrEnum):
-    """Members that are not on the control unit's machine."""
+    """Members that are not on the machine where the cluster is made."""
 
     edge = "edge"
     server = "server"
+    control_unit = "control-unit"
 
 
 Folder = Annotated[
@@ -82,9 +84,9 @@ def init(
     """Make a cluster; run it on its control unit. Print a token by which boards join.
 
     Makes a CA, certificates of what is on this machine, and the cluster file. For a cluster that is
-    there already, only another token is made.
+    there already, only another token is made. With --elsewhere control-unit, run it on any machine
+    that stays, as that of the first of several clusters.
     """
-    from collapipe_flwr.config.access_control import Role
     from collapipe_flwr.config.cluster_file import MemberConfig
     from collapipe_flwr.membership.newcomer import (
         EDGE_PORT,
@@ -94,6 +96,7 @@ def init(
         with_port,
     )
     from collapipe_flwr.membership.registry import NewCluster
+    from collapipe_flwr.membership.tokens import role_named
 
     _check_service(service)
     registry = _registry(folder)
@@ -105,11 +108,11 @@ def init(
             name=f"cu-{name}", address=at, kind=kind_here() or MemberConfig().kind
         ),
         edge_address=edge_address or f"{host}:{EDGE_PORT}",
-        elsewhere=frozenset(Role(each.value) for each in elsewhere or ()),
+        elsewhere=frozenset(role_named(each.value) for each in elsewhere or ()),
     )
     with registry.changing():
         config = registry.create(wanted)
-    if measure:
+    if measure and not config.joining:
         _note_own_speed(registry, config)
     typer.echo(f"cluster {config.id}: {config.path}")
     _print_token(registry, config, TokenRole.device, members, minutes)
@@ -130,7 +133,7 @@ def token(
     minutes: Minutes = 60.0,
     folder: Folder = None,
 ) -> None:
-    """Print another token; run it on the control unit."""
+    """Print another token; run it where the cluster was made."""
     registry = _registry(folder)
     _print_token(registry, registry.cluster(cluster), role, members, minutes)
 
@@ -150,7 +153,8 @@ def serve(
 ) -> None:
     """Let newcomers in and tell members of each other, until SIGTERM or Ctrl-C.
 
-    Run it on the control unit. Members go on without it; they hear of changes when it is back.
+    Run it where the cluster was made. Members go on without it; they hear of changes when it is
+    back. On a control unit that joined by a token, it keeps the cluster file up to date.
     """
     import logging
 
@@ -165,11 +169,11 @@ def serve(
 
 
 def remove(
-    device: Annotated[str, typer.Argument(help="The device's name.")],
+    member: Annotated[str, typer.Argument(help="Its name.")],
     cluster: Annotated[str, typer.Option(help="Its cluster, if there are several here.")] = "",
     folder: Folder = None,
 ) -> None:
-    """Remove a device; run it on the control unit.
+    """Remove a member that joined by a token; run it where the cluster was made.
 
     Its certificate is refused from now on by all that can be reached, what it has under way there
     is cut, and its daemon ends. `collapipe cluster serve` tells the others when they are back.
@@ -179,13 +183,13 @@ def remove(
     registry = _registry(folder)
     with registry.changing():
         before = registry.cluster(cluster)
-        after = registry.remove(before, device)
+        after = registry.remove(before, member)
         roster = registry.roster(after)
-    told = (*listeners(after), before.member(device))
-    faults = tell(after, told, roster)
-    typer.echo(f"{device} is no member of {after.id} any more")
+    gone = [each for each in listeners(before) if each.name == member]
+    faults = tell(after, (*listeners(after), *gone), roster)
+    typer.echo(f"{member} is no member of {after.id} any more")
     for name, fault in faults.items():
-        if fault and name != device:
+        if fault and name != member:
             typer.echo(f"{name} will hear of it from `collapipe cluster serve`: {fault}")
 
 
@@ -195,10 +199,10 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, once.")] = False,
     once: Annotated[bool, typer.Option("--once", help="Print once on a terminal, too.")] = False,
 ) -> None:
-    """Show who is in a cluster, and who of them is there; run it on the control unit.
+    """Show who is in a cluster, and who is there; run it where it was made or on a control unit.
 
     A table that stays up to date until Ctrl-C on a terminal, plain lines elsewhere. Exit code 1 if
-    somebody is not there.
+    somebody is not there, or does not have the newest roster yet.
     """
     from rich.console import Console
 
@@ -248,7 +252,7 @@ def join(
         list[str] | None, typer.Argument(help="Behind --: options of the daemon.")
     ] = None,
 ) -> None:
-    """Join a cluster by a token, and run the board's daemon.
+    """Join a cluster by a token, and run the member's daemon.
 
     The board makes its own key, which never leaves it, measures its speed, and gets its certificate
     and the cluster file. A board that has joined just starts its daemon.
@@ -267,7 +271,7 @@ def join(
     known = parse_token(sys.stdin.readline() if token == "-" else token)
     newcomer = Newcomer(
         folder=folder or default_folder(),
-        name=name or default_name(known.role),
+        name=name or default_name(known.role, known.cluster_id),
         address=address,
         kind=kind or kind_here(),
     )
@@ -279,8 +283,9 @@ def join(
         typer.echo(f"{found.name} joined {found.cluster.id} as {found.role.value}")
     else:
         typer.echo(f"{found.name} is in {found.cluster.id} already, as {found.role.value}")
-    if service is not None and found.role.value in ("device", "edge"):
-        _install(service, found.role.value, newcomer.folder, found.name, options or ())
+    unit = {"device": "device", "edge": "edge", "control unit": "cluster"}.get(found.role.value)
+    if service is not None and unit is not None:
+        _install(service, unit, newcomer.folder, found.name, options or ())
     elif start:
         _start(found, newcomer.folder, options or [])
 
@@ -294,9 +299,10 @@ def _join(token: JoinToken, newcomer: Newcomer, discover: bool) -> Membership:
         from collapipe_flwr.membership.discovery import found
 
         unit = found(token.pin, interface=unit.rpartition(":")[0])
-    port = here.EDGE_PORT if token.role is Role.EDGE else here.DEVICE_PORT
-    address = here.with_port(newcomer.address or here.host_towards(unit), port)
-    measure = here.measured if token.role is Role.DEVICE else None
+    host = newcomer.address or here.host_towards(unit)
+    address = here.with_port(host, here.PORTS[token.role])
+    measures = token.role in (Role.DEVICE, Role.CONTROL_UNIT)
+    measure = here.measured if measures else None
     return here.join(token, replace(newcomer, address=address), measure, address=unit)
 
 
@@ -306,10 +312,13 @@ def _start(found: Membership, folder: Path, options: list[str]) -> None:
 
     path = found.cluster.path
     assert path is not None
-    if found.role not in (Role.DEVICE, Role.EDGE):
+    if found.role is Role.SERVER:
         typer.echo(f"its files are in {folder}: {path.name}, certs/{found.name}.pem and .key")
         return
     command = [found.role.value, "--cluster", str(path), "--name", found.name]
+    if found.role is Role.CONTROL_UNIT:
+        typer.echo(f"to train: collapipe run . --cluster {path}")
+        command = ["cluster", "serve", "--folder", str(folder)]
     if found.role is Role.EDGE:
         command += ["--state-dir", str(folder / "state")]
     sys.stdout.flush()
@@ -343,23 +352,24 @@ def _registry(folder: Path | None) -> Registry:
 def _print_token(
     registry: Registry, config: ClusterConfig, role: TokenRole, members: int, minutes: float
 ) -> None:
-    from collapipe_flwr.config.access_control import Role
     from collapipe_flwr.membership.issuing import new_token
+    from collapipe_flwr.membership.tokens import role_named
 
     with registry.changing():
-        made = new_token(registry, config, Role(role.value), members=members, minutes=minutes)
+        made = new_token(registry, config, role_named(role.value), members=members, minutes=minutes)
     who = "on the board" if members == 1 else f"on each of up to {members} boards"
-    where = who if role is TokenRole.device else f"on the {role.value}'s machine"
+    where = who if role is TokenRole.device else f"on the {role.value.replace('-', ' ')}'s machine"
     typer.echo(f"{where}, within {minutes:g} minutes:")
     typer.echo(f"collapipe join {made}")
 
 
 def _note_own_speed(registry: Registry, config: ClusterConfig) -> None:
+    from collapipe_flwr.membership.figures import note_figures
     from collapipe_flwr.membership.newcomer import measured
 
     found = measured(config.control_unit.name)
     with registry.changing():
-        registry.note(config, found)
+        note_figures(config, [found])
 
 
 def _option(folder: Path | None) -> str:

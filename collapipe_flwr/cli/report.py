@@ -27,7 +27,7 @@ def report(
     """
     from collapipe_flwr.core.errors import wrong_input
     from collapipe_flwr.reporting.output import prepare
-    from collapipe_flwr.reporting.report.comparing import write_reports
+    from collapipe_flwr.reporting.report.page import write_reports
 
     with wrong_input():
         prepare("--output", output)

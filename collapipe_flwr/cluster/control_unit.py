@@ -33,6 +33,7 @@ from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.state import OptimizerState, between_rounds
 from collapipe_flwr.pipeline.step import MicroBatch
+from collapipe_flwr.pipeline.stowed import Lookup
 from collapipe_flwr.scheduler.plans import check_cluster_plan, dry_run_plan
 from collapipe_flwr.transport.weights import TransferStats
 
@@ -44,7 +45,7 @@ class RoundResult:
     They, and ``moved``, are of the intervals that count, without what was void and replayed.
     """
 
-    weights: dict[str, Tensor]
+    weights: Lookup[Tensor]
     slots: OptimizerState = field(default_factory=dict)  # of embedding and blocks, where asked for
     losses: tuple[float, ...]  # per optimiser step; a batch without labels makes none
     probe: EvalResult  # before the first step
@@ -90,7 +91,7 @@ def train_round(
         quarantined = course.suspects.quarantined
     return RoundResult(
         slots=between_rounds(intervals[-1].state.optimizer) if order.keep_optimizer else {},
-        weights={k: t for interval in intervals for k, t in interval.state.weights.items()},
+        weights=Lookup.of(intervals[-1].state.weights),
         losses=tuple(loss for interval in intervals for loss in interval.losses),
         probe=intervals[0].probe,
         reports=joined(interval.reports for interval in intervals),

@@ -211,7 +211,6 @@ class ThreadFleet:
                 self._crashed |= chain.crashed()
 
     def missing(self, device_ids: Collection[str]) -> frozenset[str]:
-        """See `Fleet.missing`."""
         return frozenset(self._crashed.intersection(device_ids))
 
 
@@ -227,7 +226,6 @@ class ThreadChain:
         self._edge = edge
 
     def start(self) -> None:
-        """Start serving."""
         for device in self._devices:
             device.start()
 
@@ -241,7 +239,6 @@ class ThreadChain:
         return {d.stage.settings.name for d in self._devices if d.crashed}
 
     def collect(self, *, keep_optimizer: Callable[[], bool] = lambda: False) -> Segments:
-        """See `Chain.collect`."""
         for device in self._devices:
             device.join(self._deadline_s)
         self._edge.close()
@@ -272,7 +269,6 @@ class DeviceThread:
         )
 
     def start(self) -> None:
-        """Start serving."""
         self._thread.start()
 
     def wait(self, deadline_s: float) -> None:

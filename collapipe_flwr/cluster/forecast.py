@@ -171,12 +171,12 @@ def _words(plan: ClusterPlan, cluster: ClusterProfile) -> str:
         f"{_range(s.first_block, s.stop_block)}"
         for s in plan.segments
     )
-    assert plan.whole_bytes is not None, "whoever plans says it"
-    share = max(used.values()) / plan.whole_bytes
+    assert plan.whole_bytes and plan.fullest_share, "whoever plans says it"
     return (
         f"{segments}; {plan.micro_batches} micro-batches of {plan.micro_batch_size}, a round of "
         f"{cluster.examples} examples takes about {plan.latency_s:.1f} s, and the fullest device "
         f"({fullest.rpartition('/')[2]}) uses {used[fullest] / 1e6:.0f} of "
-        f"{memory[fullest] / 1e6:.0f} MB; no device holds more than {100 * share:.0f} % of the "
-        f"{plan.whole_bytes / 1e6:.0f} MB that training the whole model takes"
+        f"{memory[fullest] / 1e6:.0f} MB; no device holds more than "
+        f"{100 * plan.fullest_share:.0f} % of the {plan.whole_bytes / 1e6:.0f} MB that training "
+        "the whole model takes"
     )

@@ -2,12 +2,12 @@
 
 The round runs in replay intervals: steps over one chain, between two states of all parts. An
 interval either ends with those states in hand, or it changes nothing that the control unit holds.
-Before each one the control unit holds the state of every segment, and the edge a snapshot of its
-decoder after the same step. When anything breaks, the interval is void on all sides at once: the
-edge rolls back to its snapshot, the segments are placed again by a plan for the devices that still
-answer (without moving a block where every stage has a replica left), and the same batches are
-replayed with the same seeds. So no step is applied twice or half,
-and the weights are those of an undisturbed run on the new plan.
+Before each one the control unit has the state of every segment, in a file, and the edge a snapshot
+of its decoder after the same step. When anything breaks, the interval is void on all sides at once:
+the edge rolls back to its snapshot, the segments are placed again by a plan for the devices that
+still answer (without moving a block where every stage has a replica left), and the same batches are
+replayed with the same seeds. So no step is applied twice or half, and the weights are those of an
+undisturbed run on the new plan.
 
 With ``snapshot_every`` 0 the round is one interval: its first state came with the order and costs
 nothing, and at most one round is replayed. With S > 0 a loss costs at most S steps, and every S
@@ -33,15 +33,17 @@ from collapipe_flwr.cluster.wires import CONTROL_UNIT
 from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
 from collapipe_flwr.core.errors import Blame, InfeasibleError, LinkError, MemberFailed
 from collapipe_flwr.costs.work import PricingOptions
+from collapipe_flwr.host.allocator import give_back
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.parts import EmbeddingPart
-from collapipe_flwr.pipeline.compute import hold, home
+from collapipe_flwr.pipeline.compute import hold
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage
 from collapipe_flwr.pipeline.soundness import oddity
-from collapipe_flwr.pipeline.state import PartState, load_optimizer_state, optimizer_state_of
+from collapipe_flwr.pipeline.state import PartState, load_optimizer_state
 from collapipe_flwr.pipeline.step import MicroBatch, StepResult
+from collapipe_flwr.pipeline.stowed import Lookup
 from collapipe_flwr.scheduler.remaining import without_lost
 from collapipe_flwr.scheduler.replan import ReplanInput, replan
 from collapipe_flwr.transport.weights import TransferStats
@@ -70,7 +72,7 @@ class ReplayInterval:
         """What is left of ``order`` after this interval."""
         return replace(
             order,
-            weights={**order.weights, **self.state.weights},
+            weights=Lookup.of(order.weights, self.state.weights),
             slots=self.state.optimizer,
             first_step=self.next_step,
             updates=order.updates + len(self.losses),
@@ -97,6 +99,7 @@ def run_interval(
     optimizer = Optimizer(order.learning.optimizer, embedding.named_parameters())
     load_optimizer_state(optimizer, order.slots)
     with fleet.chain(splitter, order) as chain:
+        give_back()  # what the segments took on their way
         first = FirstStage(
             embedding,
             optimizer,
@@ -110,20 +113,24 @@ def run_interval(
             tested = EvalResult.mean(_losses(first.evaluate(batch) for batch in probe))
             steps = [first.train_step(batch) for batch in batches]
             first.finish()
+        slots = optimizer.state_tensors() if keep_optimizer() else {}
+        own = PartState(weights=embedding.state_dict(), optimizer=slots).stowed()
+        report, next_step = first.report(), first.next_step
+        del first, optimizer, embedding, slots  # they go before the segments come
+        give_back()
         segments = chain.collect(keep_optimizer=keep_optimizer)
-    own = {key: tensor.detach() for key, tensor in home(embedding.state_dict()).items()}
-    slots = optimizer_state_of(optimizer) if keep_optimizer() else {}
+        give_back()
     state = PartState(
-        weights={**own, **segments.state.weights},
-        optimizer={**slots, **segments.state.optimizer},
+        weights=Lookup.of(own.weights, segments.state.weights),
+        optimizer=Lookup.of(own.optimizer, segments.state.optimizer),
     )
     _check_sound(splitter, order, state)
     return ReplayInterval(
         losses=tuple(step.loss for step in steps if step.weight),
         probe=tested,
-        next_step=first.next_step,
+        next_step=next_step,
         state=state,
-        reports=(first.report(), *segments.reports),
+        reports=(report, *segments.reports),
         moved=segments.moved,
     )
 
@@ -133,8 +140,8 @@ def _check_sound(splitter: AnySplitter, order: RoundOrder, state: PartState) -> 
     owners = [(splitter.segment_keys(s.first_block, s.stop_block), s) for s in order.plan.segments]
     owned = {key: segment.device_id for keys, segment in owners for key in keys}
     for key, tensor in state.weights.items():
-        sent = order.weights.get(key)
-        if (odd := oddity(tensor)) and (sent is None or not oddity(sent)):
+        odd = oddity(tensor)
+        if odd and (key not in order.weights or not oddity(order.weights[key])):
             owner = owned.get(key, CONTROL_UNIT)
             raise MemberFailed(owner, f"{owner} returned {key} with {odd}", Blame.UNSOUND)
 
@@ -243,7 +250,9 @@ class RecoveringRound:
         while source.has_next():
             buffer = ReplayBuffer(source, self._recovery.snapshot_every)
             interval = self._until_done(partial(self._once, buffer), resumed_s=buffer.first_done)
-            self.order = interval.remaining(self.order)
+            if source.has_next():
+                self.order = interval.remaining(self.order)
+                interval = replace(interval, state=PartState(weights={}))
             self.intervals.append(interval)
             self._probe, self._done = (), self._done + len(interval.losses)
 

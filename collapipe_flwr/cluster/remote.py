@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -31,6 +32,7 @@ from collapipe_flwr.pipeline.config import NextHop, Placement, SessionKey, Sessi
 from collapipe_flwr.pipeline.fan import fan_of
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.state import PartState
+from collapipe_flwr.pipeline.stowed import Lookup
 from collapipe_flwr.transport.client import EdgeClient, Session
 from collapipe_flwr.transport.weights import TransferStats
 
@@ -160,7 +162,7 @@ class Hosted:
 
     client: EdgeClient
     request: SessionRequest
-    pushed: dict[str, Tensor] = field(default_factory=dict)
+    pushed: list[Mapping[str, Tensor]] = field(default_factory=list)
     moved: list[TransferStats] = field(default_factory=list)
 
     @property
@@ -176,22 +178,27 @@ class Hosted:
         self.client.open_session(self.request)
         state = PartState(weights=order.weights, optimizer=order.slots).only(keys)
         tensors = state.tensors()
-        self.pushed.update(tensors)
+        self.pushed.append(tensors)
         try:
             self.moved.append(self.session.push_missing(tensors))
         except FrozenWanted as wanted:
             _log.info("%s; it gets its frozen weights from here", wanted)
             frozen = splitter.resident_keys_of_segment(*blocks)
-            tensors |= splitter.read_resident(frozen)
-            self.moved.append(self.session.push_missing(tensors))
+            whole = Lookup.of(tensors, splitter.read_resident(frozen))
+            self.moved.append(self.session.push_missing(whole))
 
-    def collect(self, keep_optimizer: bool) -> Segments:
-        """The segment and its report; replicas but the first, which are equal, report only."""
+    def collect(self, keep_optimizer: bool, turn: AbstractContextManager[object]) -> Segments:
+        """The segment and its report; replicas but the first, which are equal, report only.
+
+        Weights travel within ``turn``.
+        """
         report = self.session.report()
         if self.request.stage.turn.replica:
             moved = sum(self.moved, TransferStats())
             return Segments(state=PartState(weights={}), reports=(report,), moved=moved)
-        tensors, moved = self.session.fetch_changed(self.pushed, with_optimizer=keep_optimizer)
+        tensors, moved = self.session.fetch_changed(
+            self.pushed[0], with_optimizer=keep_optimizer, turn=turn
+        )
         self.moved.append(moved)
         state = PartState.of_tensors(tensors)
         return Segments(state=state, reports=(report,), moved=sum(self.moved, TransferStats()))
@@ -220,11 +227,12 @@ class RemoteChain:
         """See `Chain.collect`."""
         self.link.close()  # returns when device 1, and with it the chain behind it, has ended
         slots = keep_optimizer()
-        parts = _at_once(lambda hosted: hosted.collect(slots), self._sessions)
+        turn = threading.Lock()  # segment by segment: each passes through this machine's memory
+        parts = _at_once(lambda hosted: hosted.collect(slots, turn), self._sessions)
         return Segments(
             state=PartState(
-                weights={k: t for part in parts for k, t in part.state.weights.items()},
-                optimizer={k: t for part in parts for k, t in part.state.optimizer.items()},
+                weights=Lookup.of(*(part.state.weights for part in parts)),
+                optimizer=Lookup.of(*(part.state.optimizer for part in parts)),
             ),
             reports=tuple(report for part in parts for report in part.reports),
             moved=sum((part.moved for part in parts), TransferStats()),

@@ -6,6 +6,9 @@
 | device | stream into a session that it has the token of | the same | - |
 | server | ask how it is | everything | - |
 | edge | ask how it is | - | - |
+| registrar (who lets newcomers in) | ask how it is | the same | - |
+
+Rosters may be brought by anybody who has a certificate: what counts is that the CA signed them.
 """
 
 from __future__ import annotations
@@ -25,8 +28,10 @@ class Role(Enum):
     DEVICE = "device"
     EDGE = "edge"
     SERVER = "server"
+    REGISTRAR = "registrar"
 
 
+SERVICE_NAME = "collapipe-joining"  # in the certificate of who lets newcomers in; no member's
 ASK = frozenset({"Echo", "Status"})
 _STREAM = ASK | {"Stream"}
 _USE = frozenset({"Stream", "Snapshot", "Rollback", "Report", "Timeline"})
@@ -59,7 +64,7 @@ class Caller:
                 return method in _STREAM
             case Role.SERVER:
                 return on_edge or method in ASK
-            case Role.EDGE:
+            case Role.EDGE | Role.REGISTRAR:
                 return method in ASK
 
     def may_use(self, method: str, *, cluster_id: str, opener: str, readable: bool = False) -> bool:
@@ -103,6 +108,8 @@ def access_control(clusters: Iterable[ClusterConfig], allow: Iterable[str] = ())
             (config.edge, Role.EDGE),
             (config.server, Role.SERVER),
         ]
+        if config.version:
+            named[SERVICE_NAME] = Caller(name=SERVICE_NAME, role=Role.REGISTRAR)
         for member, role in members:
             named[member.name] = _joined(named.get(member.name), member, role, config)
     return AccessControl({**callers, **named})

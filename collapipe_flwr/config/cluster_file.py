@@ -31,8 +31,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from collapipe_flwr.config.parsing import flatten_section, parse_section, refuse_unknown
+from collapipe_flwr.core.addresses import is_address
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.keys import above, at_least, key, matches, one_of
+from collapipe_flwr.core.keys import Rule, above, at_least, key, matches, one_of
 from collapipe_flwr.core.links import CODECS, TlsFiles
 
 T = TypeVar("T")
@@ -40,7 +41,10 @@ MEMBER_NAME = matches(
     r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", "must be a name of letters, digits, dots and dashes"
 )
 _FINGERPRINT = matches(r"([0-9a-f]{64})?", "must be a SHA-256, 64 hexadecimal digits")
-_ADDRESS = matches(r"(.+:[0-9]{1,5})?", 'must read like "10.0.0.11:50071"')
+_ADDRESS = Rule(
+    lambda text: not text or is_address(text),
+    'must read like "10.0.0.11:50071"',
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +86,7 @@ class ClusterConfig:
 
     A ``version`` above 0 says that `collapipe cluster` keeps the file: then it is a roster, which
     members replace by newer ones, and a member without a fingerprint has not joined yet.
+    ``joining`` is where newcomers are let in, if that is not the control unit's machine.
     """
 
     id: str
@@ -94,6 +99,7 @@ class ClusterConfig:
     tls: TlsConfig | None = None
     measured: Path | None = None
     version: int = 0
+    joining: str = ""
     path: Path | None = None  # where it was read
 
     @property
@@ -105,6 +111,15 @@ class ClusterConfig:
     def names(self) -> tuple[str, ...]:
         """The names that may talk to a member."""
         return tuple(member.name for member in self.members)
+
+    @property
+    def joining_address(self) -> str:
+        """Where newcomers are let in; empty where nobody is."""
+        return self.joining or self.control_unit.address
+
+    def has_joined(self, name: str) -> bool:
+        """Whether it is a member; of a roster, one who has a certificate."""
+        return any(m.name == name and (m.fingerprint or not self.version) for m in self.members)
 
     def device_id(self, member: MemberConfig) -> str:
         """How plans and reports call a device."""
@@ -157,7 +172,7 @@ def clusters_in(folder: Path, member: str) -> list[ClusterConfig]:
 def parse_cluster(values: Mapping[str, Any], folder: Path) -> ClusterConfig:
     """A cluster from the tables of its file; raises ConfigError."""
     tables = ("control-unit", "edge", "server", "links", "tls")
-    plain = ("id", "measured", "version")
+    plain = ("id", "measured", "version", "joining")
     refuse_unknown(values, {*plain, "device", *tables}, "key")
     top = _section(_Top(), "", {k: values[k] for k in plain if k in values})
     devices = values.get("device", ())
@@ -176,6 +191,7 @@ def parse_cluster(values: Mapping[str, Any], folder: Path) -> ClusterConfig:
         tls=_section(TlsConfig(), "tls", values["tls"]) if "tls" in values else None,
         measured=folder / top.measured if top.measured else None,
         version=top.version,
+        joining=top.joining,
     )
     _check_members(config)
     return config
@@ -186,6 +202,7 @@ class _Top:
     id: str = key("", MEMBER_NAME)
     measured: str = key("")
     version: int = key(0, at_least(0))
+    joining: str = key("", _ADDRESS)
 
 
 def _are_tables(devices: object) -> bool:

@@ -11,14 +11,16 @@ from collapipe_flwr.config.parsing import flatten_section
 from collapipe_flwr.core.keys import Value
 
 _HEAD = """\
-# Kept by `collapipe cluster` on the control unit, which writes it anew when a member joins or is
-# removed. Figures and [links] may be edited there; comments are lost.
+# Kept by `collapipe cluster` where it was made, and written anew when a member joins or is removed.
+# Figures and [links] may be edited there; comments are lost.
 """
 
 
 def cluster_text(config: ClusterConfig) -> str:
     """The TOML that `parse_cluster` reads as ``config``; keys with their defaults are left out."""
     top: dict[str, Value] = {"id": config.id, "version": config.version}
+    if config.joining:
+        top["joining"] = config.joining
     if config.measured is not None:
         top["measured"] = os.path.relpath(config.measured, config.folder)
     tables = [

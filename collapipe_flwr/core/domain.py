@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 
 from collapipe_flwr.core.links import LinkConfig
 
@@ -199,6 +200,20 @@ class ClusterPlan:
     def device_ids(self) -> tuple[str, ...]:
         """Every device with a segment, in pipeline order, replicas next to each other."""
         return tuple(name for segment in self.segments for name in segment.device_ids)
+
+    @property
+    def fullest_share(self) -> float | None:
+        """The most that any device is given of ``whole_bytes``; None where that is unknown."""
+        if not self.whole_bytes:
+            return None
+        return max(self.memory_bytes.get(name, 0) for name in self.device_ids) / self.whole_bytes
+
+    @property
+    def most_bytes(self) -> float:
+        """What a device may hold under ``model_share``; infinite without one."""
+        if self.model_share is None or self.whole_bytes is None:
+            return inf
+        return self.model_share * self.whole_bytes
 
     @property
     def replicas(self) -> tuple[int, ...]:

@@ -44,7 +44,6 @@ class Layouts:
 
     @property
     def depth_r(self) -> Ints:
-        """Number of segments."""
         return np.asarray(self.used_rs.sum(1), dtype=np.int64)
 
     def depth_of(self, row: int) -> int:

@@ -24,12 +24,7 @@ from collapipe_flwr.core.turns import PIECE_BYTES, pieces_ahead
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import chain_of, hop_bandwidth_hz
 from collapipe_flwr.costs.layouts import hops_of, segment_sums, with_codecs
-from collapipe_flwr.costs.radio import (
-    codec_index,
-    power_for_time_w,
-    rate_bit_per_s,
-    send_time_s,
-)
+from collapipe_flwr.costs.radio import codec_index, power_for_time_w, rate_bit_per_s, send_time_s
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.variants import Variants
 from collapipe_flwr.costs.work import (

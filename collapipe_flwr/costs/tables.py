@@ -65,7 +65,6 @@ class Tables:
 
     @property
     def num_clusters(self) -> int:
-        """Clusters in the snapshot."""
         return int(self.examples_m.shape[0])
 
     @property

@@ -223,12 +223,15 @@ def least_in_flight(rows: Layouts, options: PricingOptions) -> Array:
 
     GPipe keeps all J micro-batches on every stage; 1F1B one per stage from here to the edge.
     """
-    count = rows.micro_batches_r.astype(np.float64)[:, None]
     width = rows.member_rs.shape[1] + 2
-    if options.schedule == "gpipe":
-        return np.broadcast_to(count, (len(rows), width))
-    ahead = np.maximum(rows.depth_r[:, None] + 2.0 - np.arange(width)[None, :], 1.0)
-    return np.asarray(np.minimum(ahead, count))
+    behind = np.maximum(rows.depth_r[:, None] + 1 - np.arange(width)[None, :], 0)
+    return least_flight(rows.micro_batches_r[:, None].astype(np.float64), behind, options)
+
+
+def least_flight(count: ArrayLike, behind: ArrayLike, options: PricingOptions) -> Array:
+    """Of ``count`` micro-batches, what a stage with ``behind`` stages behind it has in flight."""
+    most = np.asarray(count if options.schedule == "gpipe" else np.add(behind, 1.0))
+    return np.asarray(np.minimum(most + np.zeros_like(behind, dtype=np.float64), count))
 
 
 def whole_bytes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -11,13 +12,7 @@ from collapipe_flwr.cluster.profile import Measurements
 from collapipe_flwr.core.errors import CollaPipeError, LinkError
 from collapipe_flwr.core.json_codec import from_json
 from collapipe_flwr.deployment import roles
-from collapipe_flwr.deployment.inventory import (
-    CONTROL_UNIT,
-    DEVICE,
-    Inventory,
-    Machine,
-    Role,
-)
+from collapipe_flwr.deployment.inventory import DEVICE, Inventory, Machine, Role
 from collapipe_flwr.deployment.ssh import Ssh
 from collapipe_flwr.deployment.steps import Outcome, Result, Step, results_in, script_of
 
@@ -39,10 +34,10 @@ class DeploySettings:
 
 @dataclass(kw_only=True)
 class Deployed:
-    """What became of it: of every step, and of the check at the end (None: there was none)."""
+    """What became of it: of every step, and of the check of each cluster that had one."""
 
     results: list[Result] = field(default_factory=list)
-    check: Measurements | None = None
+    checks: list[Measurements] = field(default_factory=list)
     ca_pem: str = ""
 
     @property
@@ -71,8 +66,8 @@ class Deployment:
 
     def run(self) -> Deployed:
         """All phases; a machine that fails is left out of the next ones."""
-        inventory, unit = self._inventory, self._inventory.control_unit
-        self._phase(inventory.machines, lambda m: list(roles.preparing(m)))
+        inventory, unit = self._inventory, self._inventory.registrar
+        self._phase(inventory.machines, lambda m: list(roles.preparing(inventory, m)))
         self._phase([unit], lambda _: list(roles.founding(inventory)))
         if self._failed(unit):
             self._give_up()
@@ -88,15 +83,16 @@ class Deployment:
         newcomers = self._newcomers()
         if self._settings.dry or not newcomers:
             for machine, role in newcomers:
-                name = roles.joining(self._inventory, role).name
+                name = roles.joining(role).name
                 self._note(Result(machine=machine.name, step=name, outcome=Outcome.WOULD))
             return
-        kinds = {role.kind for _, role in newcomers}
-        tokens = {k: self._token(k, sum(r.kind == k for _, r in newcomers)) for k in sorted(kinds)}
+        alike = Counter((role.cluster, role.kind) for _, role in newcomers)
+        first = {(role.cluster, role.kind): role for _, role in reversed(newcomers)}
+        tokens = {which: self._token(first[which], alike[which]) for which in sorted(alike)}
 
         def steps(machine: Machine) -> list[Step]:
-            mine = [role for m, role in newcomers if m is machine and tokens[role.kind]]
-            return [roles.joining(self._inventory, r, tokens[r.kind] or "") for r in mine]
+            mine = [(r, tokens[r.cluster, r.kind]) for m, r in newcomers if m is machine]
+            return [roles.joining(role, token) for role, token in mine if token]
 
         self._phase([m for m in self._inventory.machines if steps(m)], steps)
 
@@ -104,8 +100,8 @@ class Deployment:
         """Roles without the files of a member, on the machines that are well."""
 
         def missing(machine: Machine) -> list[tuple[Machine, Role]]:
-            others = [role for role in machine.roles if role.kind != CONTROL_UNIT]
-            steps = [roles.joining(self._inventory, role) for role in others]
+            others = [role for role in machine.roles if not self._inventory.keeps_ca(role)]
+            steps = [roles.joining(role) for role in others]
             told = self._tell(machine, steps, dry=True)
             would = {result.step for result in told if result.outcome is Outcome.WOULD}
             for result in told:
@@ -115,43 +111,52 @@ class Deployment:
 
         return [pair for found in self._everywhere(self._well(), missing) for pair in found]
 
-    def _token(self, kind: str, members: int) -> str | None:
-        """For so many members in a role; None if the control unit gives none."""
-        unit = self._inventory.control_unit
+    def _token(self, role: Role, members: int) -> str | None:
+        """For so many members in a role of its cluster; None if there is none to have."""
+        unit = self._inventory.registrar
         try:
             text = self._ssh(unit).run(
-                roles.token_script(self._inventory, kind, members),
+                roles.token_script(self._inventory, role, members),
                 deadline_s=self._settings.deadline_s,
             )
         except LinkError as error:
-            self._fail(unit, f"token for {kind}", str(error))
+            self._fail(unit, f"token for {role.kind} of {role.cluster}", str(error))
             return None
         words = text.split()
         return words[words.index("join") + 1] if "join" in words[:-1] else None
 
     def _check(self) -> None:
-        unit, inventory = self._inventory.control_unit, self._inventory
-        changed = any(result.outcome is Outcome.DID for result in self._deployed.results)
+        inventory, unit = self._inventory, self._inventory.registrar
         try:
-            ssh = self._ssh(unit)
-            script = roles.check_script(inventory, keep=changed)
-            text = ssh.run(script, deadline_s=self._settings.deadline_s)
-            self._deployed.check = from_json(Measurements, text, "what the check measured")
-            self._deployed.ca_pem = ssh.run(
-                roles.ca_script(inventory), deadline_s=self._settings.deadline_s
-            )
+            ssh, deadline_s = self._ssh(unit), self._settings.deadline_s
+            ssh.run(roles.settling_script(inventory), deadline_s=deadline_s)
+            self._deployed.ca_pem = ssh.run(roles.ca_script(inventory), deadline_s=deadline_s)
+        except LinkError as error:
+            self._fail(unit, "check", str(error))
+            return
+        changed = any(result.outcome is Outcome.DID for result in self._deployed.results)
+        for machine, role in inventory.control_units:
+            if not self._failed(machine):
+                self._check_one(machine, role, keep=changed)
+
+    def _check_one(self, unit: Machine, role: Role, *, keep: bool) -> None:
+        script = roles.check_script(self._inventory, role, keep=keep)
+        try:
+            text = self._ssh(unit).run(script, deadline_s=self._settings.deadline_s)
+            check = from_json(Measurements, text, "what the check measured")
         except CollaPipeError as error:
             self._fail(unit, "check", str(error))
             return
-        there = {member.name for member in self._deployed.check.members}
-        for machine in inventory.machines:
-            role = machine.role(DEVICE)
-            if role is not None and role.name not in there and not self._failed(machine):
+        self._deployed.checks.append(check)
+        there = {member.name for member in check.members}
+        for machine in self._well():
+            mine = machine.role(DEVICE)
+            if mine is not None and mine.cluster == role.cluster and mine.name not in there:
                 self._fail(
                     machine,
                     "check",
-                    f"{role.name} was removed from {inventory.cluster}: take it out of the "
-                    f"inventory, or delete {roles.folder_of(role)} there and deploy again",
+                    f"{mine.name} was removed from {role.cluster}: take it out of the "
+                    f"inventory, or delete {roles.folder_of(mine)} there and deploy again",
                 )
 
     def _phase(
@@ -193,7 +198,7 @@ class Deployment:
         return bool(self._deployed.of(machine, Outcome.FAILED))
 
     def _give_up(self) -> None:
-        why = f"waits for the control unit on {self._inventory.control_unit.host}: deploy again"
+        why = f"waits for the control unit on {self._inventory.registrar.host}: deploy again"
         for machine in self._well():
             self._fail(machine, "cluster", why)
 

@@ -1,4 +1,4 @@
-"""The machines of one cluster as a TOML file: which to deploy to, as whom, and what to install.
+"""The machines of clusters as a TOML file: which to deploy to, as whom, and what to install.
 
     cluster = "greenhouse"
     wheel = "collapipe_flwr-0.1.0-py3-none-any.whl"   # beside this file
@@ -14,7 +14,16 @@
     name = "pi-1"
     host = "10.0.0.11"
 
-Machines that several tables name are one machine with several roles.
+Machines that several tables name are one machine with several roles. Several clusters that share an
+edge and a server are tables of their own:
+
+    [[cluster]]
+    name = "greenhouse"
+    control-unit.host = "10.0.0.10"
+
+    [[cluster.device]]
+    name = "pi-1"
+    host = "10.0.0.11"
 """
 
 from __future__ import annotations
@@ -32,6 +41,7 @@ from collapipe_flwr.core.keys import between, inline, key, matches
 
 T = TypeVar("T")
 CONTROL_UNIT, EDGE, SERVER, DEVICE = "control-unit", "edge", "server", "device"
+_CLUSTER = "cluster"
 _HOST = matches(r"([A-Za-z0-9_\[][^\s/@'\"]*)?", "must be a host name or address")
 _OPTIONS = matches(r"[^\"\n`$\\]*", "must have no quotes, backslashes or variables")
 _WORD = matches(r"([A-Za-z0-9/._][^\s'\"]*)?", "must be a word")
@@ -43,7 +53,8 @@ class Access:
 
     A ``wheel`` is installed into an environment of its own, what it needs from the package index
     ``index`` if there is one, and from ``extra_index``; an ``environment`` that is on the machine
-    already is taken as it is.
+    already is taken as it is. ``find_links`` is a page or folder of wheels; without an ``index``,
+    nothing comes from elsewhere.
     """
 
     user: str = key("", _WORD)  # empty: ssh's choice
@@ -53,6 +64,7 @@ class Access:
     constraints: str = key("")  # for pip
     index: str = key("", _WORD)
     extra_index: str = key("", _WORD)
+    find_links: str = key("", _WORD)
     environment: str = key("", _WORD)
 
 
@@ -69,12 +81,16 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """What a machine does, under which ``name`` in the cluster, where others reach it."""
+    """What a machine does, under which ``name`` in which cluster, where others reach it.
+
+    Edge and server are those of all clusters, and join the first one.
+    """
 
     kind: str
     name: str
     address: str
     options: str = ""
+    cluster: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,26 +118,54 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
-    """All machines of ``cluster``; the first one is the control unit's."""
+    """All machines of ``clusters``; the first one has the control unit of the first, and the CA."""
 
-    cluster: str
+    clusters: tuple[str, ...]
     machines: tuple[Machine, ...]
     ssh_config: Path | None = None
 
     @property
-    def control_unit(self) -> Machine:
-        """The machine of the control unit."""
+    def name(self) -> str:
+        """How all of it is called."""
+        return "-".join(self.clusters)
+
+    @property
+    def registrar(self) -> Machine:
+        """Where the clusters are made."""
         return self.machines[0]
 
+    @property
+    def control_units(self) -> list[tuple[Machine, Role]]:
+        """In the order of the clusters."""
+        found = [(m, role) for m in self.machines if (role := m.role(CONTROL_UNIT))]
+        return sorted(found, key=lambda pair: self.clusters.index(pair[1].cluster))
+
+    def keeps_ca(self, role: Role) -> bool:
+        """Whether this control unit is the one beside the CA, which need not join."""
+        return role.kind == CONTROL_UNIT and role.cluster == self.clusters[0]
+
     def one(self, kind: str) -> Role:
-        """The role that only one machine has."""
+        """The first of a kind; of an edge or a server, the only one."""
         return next(role for machine in self.machines if (role := machine.role(kind)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Top:
-    cluster: str = key("", MEMBER_NAME)
     ssh_config: str = key("")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cluster:
+    cluster: str = key("", MEMBER_NAME)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Named:
+    """A table of an inventory, and whose it is."""
+
+    kind: str
+    cluster: str
+    table: Table
 
 
 def read_inventory(path: Path) -> Inventory:
@@ -139,36 +183,74 @@ def read_inventory(path: Path) -> Inventory:
 
 
 def _parsed(values: Mapping[str, Any], folder: Path) -> Inventory:
-    plain = {k: v for k, v in values.items() if not isinstance(v, dict | list)}
-    shared = {*flatten_section(_Top(), ""), *flatten_section(Access(), "")}
+    plain = {k: v for k, v in values.items() if not isinstance(v, dict | list) and k != _CLUSTER}
+    shared = {*flatten_section(_Top(), ""), *flatten_section(Access(), ""), _CLUSTER}
     refuse_unknown(values, {*shared, CONTROL_UNIT, EDGE, SERVER, DEVICE}, "key")
-    top = parse_section(_Top(cluster=""), "", {"cluster": "", **plain})
+    top = parse_section(_Top(), "", plain)
     common = parse_section(Access(), "", plain)
-    tables = list(_tables(values, top.cluster))
+    tables = list(_tables(values))
     machines = tuple(_machines(tables, common, folder))
     config = folder / top.ssh_config if top.ssh_config else None
     if config is not None and not config.is_file():
         raise ConfigError(f"ssh-config {config} is not there")
-    return Inventory(cluster=top.cluster, machines=machines, ssh_config=config)
+    clusters = tuple(dict.fromkeys(named.cluster for named in tables))
+    return Inventory(clusters=clusters, machines=machines, ssh_config=config)
 
 
-def _tables(values: Mapping[str, Any], cluster: str) -> Iterable[tuple[str, Table]]:
-    unit = _table(CONTROL_UNIT, values.get(CONTROL_UNIT, {}), Table(name=f"cu-{cluster}"))
-    if not unit.host:
-        raise ConfigError("control-unit.host is missing: say where ssh finds it")
-    yield CONTROL_UNIT, replace(unit, name=f"cu-{cluster}")
-    for kind in (EDGE, SERVER):
-        found = _table(kind, values.get(kind, {}), Table())
-        yield kind, replace(found, name=kind, host=found.host or unit.host)
+def _tables(values: Mapping[str, Any]) -> Iterable[_Named]:
+    """The table of the first control unit, and with it those that clusters share, come first."""
+    first: Table | None = None
+    for cluster, prefix, own in _clusters(values):
+        name = f"cu-{cluster}"
+        unit = _table(prefix + CONTROL_UNIT, own.get(CONTROL_UNIT, {}), Table(name=name))
+        if not unit.host:
+            raise ConfigError(f"{prefix}{CONTROL_UNIT}.host is missing: say where ssh finds it")
+        yield _Named(kind=CONTROL_UNIT, cluster=cluster, table=replace(unit, name=name))
+        for kind in () if first else (EDGE, SERVER):
+            found = _table(kind, values.get(kind, {}), Table())
+            shared = replace(found, name=kind, host=found.host or unit.host)
+            yield _Named(kind=kind, cluster=cluster, table=shared)
+        first = unit
+        for device in _devices(own, prefix):
+            yield _Named(kind=DEVICE, cluster=cluster, table=device)
+
+
+def _clusters(values: Mapping[str, Any]) -> Iterable[tuple[str, str, Mapping[str, Any]]]:
+    """Name, where its tables stand, and its tables, of each cluster."""
+    several = values.get(_CLUSTER, "")
+    if not isinstance(several, list):
+        yield parse_section(_Cluster(), "", {_CLUSTER: several}).cluster, "", values
+        return
+    for kind in (CONTROL_UNIT, DEVICE):
+        if kind in values:
+            raise ConfigError(f"{kind} belongs to a cluster here: write {_CLUSTER}.{kind}")
+    seen: set[str] = set()
+    for number, own in enumerate(several, start=1):
+        prefix = f"{_CLUSTER}[{number}]."
+        if not isinstance(own, Mapping):
+            raise ConfigError(f"{_CLUSTER}[{number}] must be a table, [[cluster]], got {own!r}")
+        refuse_unknown(own, {"name", CONTROL_UNIT, DEVICE}, f"key of {_CLUSTER}[{number}]")
+        name = parse_section(_Cluster(), prefix, {f"{prefix}{_CLUSTER}": own.get("name", "")})
+        if name.cluster.casefold() in seen:
+            raise ConfigError(f"two clusters are called {name.cluster!r}: names must differ")
+        seen.add(name.cluster.casefold())
+        yield name.cluster, prefix, own
+    if not several:
+        raise ConfigError("at least one [[cluster]] table is needed")
+
+
+def _devices(values: Mapping[str, Any], prefix: str) -> Iterable[Table]:
     devices = values.get(DEVICE, [])
     if not isinstance(devices, list) or not devices:
-        raise ConfigError("at least one [[device]] table with a name and a host is needed")
+        head = f"[[{_CLUSTER}.{DEVICE}]]" if prefix else f"[[{DEVICE}]]"
+        raise ConfigError(f"at least one {head} table with a name and a host is needed")
     for number, table in enumerate(devices, start=1):
-        device = _table(f"{DEVICE}[{number}]", table, Table())
+        where = f"{prefix}{DEVICE}[{number}]"
+        device = _table(where, table, Table())
         for what in ("name", "host"):
             if not getattr(device, what):
-                raise ConfigError(f"device[{number}].{what} is missing")
-        yield DEVICE, device
+                raise ConfigError(f"{where}.{what} is missing")
+        yield device
 
 
 def _table(name: str, values: object, default: Table) -> Table:
@@ -180,26 +262,28 @@ def _table(name: str, values: object, default: Table) -> Table:
     return parse_section(default, prefix, named)
 
 
-def _machines(tables: list[tuple[str, Table]], common: Access, folder: Path) -> Iterable[Machine]:
-    names = [table.name.casefold() for _, table in tables]
-    twice = [table.name for _, table in tables if names.count(table.name.casefold()) > 1]
+def _machines(tables: list[_Named], common: Access, folder: Path) -> Iterable[Machine]:
+    names = [named.table.name.casefold() for named in tables]
+    twice = [n.table.name for n in tables if names.count(n.table.name.casefold()) > 1]
     if twice:
         raise ConfigError(f"two members are called {twice[0]!r}: names must differ")
-    for host in dict.fromkeys(table.host for _, table in tables):
-        here = [(kind, table) for kind, table in tables if table.host == host]
-        if sum(kind == DEVICE for kind, _ in here) > 1:
-            raise ConfigError(f"two devices are on host {host!r}: a machine can be one device")
+    for host in dict.fromkeys(named.table.host for named in tables):
+        here = [named for named in tables if named.table.host == host]
+        for kind, what in ((DEVICE, "device"), (CONTROL_UNIT, "control unit")):
+            if sum(named.kind == kind for named in here) > 1:
+                raise ConfigError(f"two {what}s are on host {host!r}: a machine can be one {what}")
         yield Machine(
             host=host,
-            access=_access([table for _, table in here], common, folder),
+            access=_access([named.table for named in here], common, folder),
             roles=tuple(
                 Role(
-                    kind=kind,
-                    name=table.name,
-                    address=table.address or here[0][1].address or host,
-                    options=table.options,
+                    kind=named.kind,
+                    name=named.table.name,
+                    address=named.table.address or here[0].table.address or host,
+                    options=named.table.options,
+                    cluster=named.cluster,
                 )
-                for kind, table in here
+                for named in here
             ),
         )
 

@@ -17,9 +17,11 @@ from collapipe_flwr.reporting.output import number_table
 
 def show(inventory: Inventory, deployed: Deployed, console: Console) -> None:
     """Print the table of the check, that of the deployment, and one sentence per failure."""
-    if deployed.check is not None:
-        show_measurements(deployed.check, console)
-    table = number_table(f"deployment of {inventory.cluster}", ("machine", "host", "came to"), ())
+    for check in deployed.checks:
+        show_measurements(check, console)
+    table = number_table(
+        f"deployment of {', '.join(inventory.clusters)}", ("machine", "host", "came to"), ()
+    )
     for machine in inventory.machines:
         table.add_row(machine.name, machine.host, came_to(deployed, machine))
     console.print(table)
@@ -44,7 +46,7 @@ def came_to(deployed: Deployed, machine: Machine) -> str:
 
 def next_steps(inventory: Inventory, deployed: Deployed, path: Path, console: Console) -> None:
     """Leave what a run needs beside the inventory, and print how to start one from here."""
-    folder = path.parent / f"{inventory.cluster}-run"
+    folder = path.parent / f"{inventory.name}-run"
     folder.mkdir(exist_ok=True)
     for name, text in (("ca.pem", deployed.ca_pem), ("boards.toml", run_config(inventory))):
         file = folder / name
@@ -52,9 +54,9 @@ def next_steps(inventory: Inventory, deployed: Deployed, path: Path, console: Co
             write_text(file, text)
     superlink = roles.address_of(inventory.one(SERVER))
     console.print(
-        f"to train, in the sources: flwr run . {inventory.cluster} --stream --run-config "
+        f"to train, in the sources: flwr run . {inventory.name} --stream --run-config "
         f"{folder / 'boards.toml'}\nwith this in ~/.flwr/config.toml:\n"
-        f'[superlink.{inventory.cluster}]\naddress = "{superlink}"\n'
+        f'[superlink.{inventory.name}]\naddress = "{superlink}"\n'
         f'root-certificates = "{(folder / "ca.pem").resolve()}"',
         highlight=False,
         markup=False,
@@ -66,7 +68,7 @@ def run_config(inventory: Inventory) -> str:
     """The keys that runs on this cluster have in common; files are those of the server."""
     certs = f"{roles.folder_of(inventory.one(SERVER))}/certs"
     values = {
-        "clusters": 1,
+        "clusters": len(inventory.clusters),
         "edge.address": f'"{roles.address_of(inventory.one(EDGE))}"',
         "edge.certificate-name": '"edge"',
         "edge.tls-ca": f'"{certs}/ca.pem"',

@@ -6,10 +6,11 @@ import base64
 import hashlib
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from shlex import quote
+from urllib.parse import urlsplit
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.deployment.inventory import (
@@ -17,6 +18,7 @@ from collapipe_flwr.deployment.inventory import (
     DEVICE,
     EDGE,
     SERVER,
+    Access,
     Inventory,
     Machine,
     Role,
@@ -25,7 +27,7 @@ from collapipe_flwr.deployment.steps import Step
 
 OPT, ETC = "/opt/collapipe", "/etc/collapipe"
 USER, KEEPER = "collapipe", "collapipe-registrar"  # who trains; who has the key of the CA
-JOINING_PORT, PORTS = 50060, {DEVICE: 50071, EDGE: 50061, SERVER: 8000}
+PORTS = {CONTROL_UNIT: 50060, DEVICE: 50071, EDGE: 50061, SERVER: 8000}
 REGISTRAR = "collapipe-cluster"
 _UNITS = {
     CONTROL_UNIT: (REGISTRAR, "collapipe-control-unit", "collapipe-supernode"),
@@ -34,6 +36,7 @@ _UNITS = {
     DEVICE: ("collapipe-device",),
 }
 _LISTEN_S = 120
+_SETTLE = 20  # looks, of a second or two
 _AS = """cd /
 as() {{
   setpriv --reuid "$1" --regid {user} --init-groups -- env HOME=/tmp "${{@:2}}"
@@ -65,7 +68,7 @@ def address_of(role: Role) -> str:
     return f"{role.address}:{PORTS[role.kind]}"
 
 
-def preparing(machine: Machine) -> Iterator[Step]:
+def preparing(inventory: Inventory, machine: Machine) -> Iterator[Step]:
     """Programs, user and units."""
     yield from _programs(machine)
     yield Step(
@@ -82,10 +85,10 @@ def preparing(machine: Machine) -> Iterator[Step]:
         test=" && ".join(f'[ "$(readlink {link})" = {target} ]' for link, target in links),
         action="\n".join(f"ln -sf {target} {link}" for link, target in links),
     )
-    for unit in (unit for role in machine.roles for unit in _UNITS[role.kind]):
-        yield _file(
-            f"unit {unit}", f"/etc/systemd/system/{unit}.service", unit_text(unit), reload=True
-        )
+    for role in machine.roles:
+        for unit in _UNITS[role.kind]:
+            text = unit_text(unit, keeps_ca=inventory.keeps_ca(role))
+            yield _file(f"unit {unit}", f"/etc/systemd/system/{unit}.service", text, reload=True)
 
 
 def _programs(machine: Machine) -> Iterator[Step]:
@@ -103,6 +106,7 @@ def _programs(machine: Machine) -> Iterator[Step]:
         )
         return
     python = quote(access.python or "python3")
+    venv = quote(f"{Path(access.python or 'python3').name}-venv")
     yield Step(
         name="python",
         test=f"{python} -c 'import sys; sys.exit(sys.version_info < (3, 11))'",
@@ -112,7 +116,7 @@ def _programs(machine: Machine) -> Iterator[Step]:
     yield Step(
         name="python's venv",
         test=f"{python} -c 'import ensurepip, venv'",
-        action="apt-get install -y python3-venv",
+        action=f"apt-get install -y {venv} || {{ apt-get update && apt-get install -y {venv}; }}",
     )
     yield _wheel(machine)
 
@@ -126,6 +130,9 @@ def _wheel(machine: Machine) -> Step:
     indexes = [
         *(("--index-url", access.index) if access.index else ()),
         *(("--extra-index-url", access.extra_index) if access.extra_index else ()),
+        *(("--find-links", access.find_links) if access.find_links else ()),
+        *(("--no-index",) if access.find_links and not access.index else ()),
+        *(f"--trusted-host={host}" for host in _plain_hosts(access)),
     ]
     options = shlex.join([*indexes, *(("-c", "constraints.txt") if constraints else ())])
     said = (wheel, constraints, extras.encode(), options.encode(), access.python.encode())
@@ -151,6 +158,12 @@ echo {mark} > {OPT}/installed""",
     )
 
 
+def _plain_hosts(access: Access) -> list[str]:
+    """Of indexes that the inventory names by http, which pip would leave aside."""
+    urls = (urlsplit(url) for url in (access.index, access.extra_index, access.find_links))
+    return sorted({url.netloc for url in urls if url.scheme == "http"})
+
+
 def _constraints(path: Path) -> str:
     """A file of constraints with those that it includes, as one text; raises ConfigError."""
     try:
@@ -165,40 +178,48 @@ def _constraints(path: Path) -> str:
 
 
 def founding(inventory: Inventory) -> Iterator[Step]:
-    """The cluster and its registrar, who alone can use its CA, on the control unit."""
-    role, cluster = inventory.one(CONTROL_UNIT), inventory.cluster
+    """The clusters, made on the machine of the first one's control unit, and who lets others in."""
+    role = inventory.one(CONTROL_UNIT)
     folder = folder_of(role)
+    yield _cluster(inventory, role, "", f"{folder}/certs/{role.name}.key {folder}/certs/*.pem")
+    for cluster in inventory.clusters[1:]:
+        yield _cluster(inventory, replace(role, cluster=cluster), " --elsewhere control-unit", "")
+    yield from _served(_registrar(role, "--no-edge"))
+
+
+def _cluster(inventory: Inventory, role: Role, elsewhere: str, shared: str) -> Step:
+    """Made where ``role`` is; ``shared`` are files of it that the user of runs may read."""
+    folder, file = folder_of(role), f"{folder_of(role)}/{role.cluster}"
+    mark = f"{folder}/.shared" if shared else f"{file}.toml"
     init = (
-        f"as {KEEPER} {OPT}/venv/bin/collapipe cluster init {cluster} --folder {folder} "
+        f"as {KEEPER} {OPT}/venv/bin/collapipe cluster init {role.cluster} --folder {folder} "
         f"--address {quote(role.address)} --edge-address {quote(address_of(inventory.one(EDGE)))} "
-        "--elsewhere edge --elsewhere server --members 1 --minutes 1"
+        f"--elsewhere edge --elsewhere server{elsewhere} --members 1 --minutes 1"
     )
-    yield Step(
-        name=f"cluster {cluster}",
-        test=f"[ -e {folder}/{cluster}.toml ] && [ -e {folder}/.shared ]",
+    return Step(
+        name=f"cluster {role.cluster}",
+        test=f"[ -e {file}.toml ] && [ -e {mark} ]",
         action=f"{_AS.format(user=USER)}\n"
         f"install -d -m 755 {ETC}\n"
         f"install -d -o {KEEPER} -g {USER} -m 2750 {folder} {folder}/certs\n"
         f"umask 027\n{init}\n"
-        f"chmod g+r {folder}/certs/{role.name}.key {folder}/certs/*.pem {folder}/{cluster}.*\n"
-        f"touch {folder}/.shared",
-    )
-    listening = f"{role.address}:{JOINING_PORT}"
-    yield from _served(
-        Service(
-            unit=REGISTRAR,
-            settings={"COLLAPIPE_FOLDER": folder, "COLLAPIPE_OPTIONS": "--no-edge"},
-            address=listening,
-        )
+        f"chmod g+r {shared} {file}.*\n" + (f"touch {mark}" if shared else ""),
     )
 
 
-def joining(inventory: Inventory, role: Role, token: str = "") -> Step:
+def _registrar(role: Role, options: str = "") -> Service:
+    """What lets newcomers in or, beside another control unit, takes what is told there."""
+    settings = {"COLLAPIPE_FOLDER": folder_of(role)}
+    settings |= {"COLLAPIPE_OPTIONS": options} if options else {}
+    return Service(unit=REGISTRAR, settings=settings, address=address_of(role))
+
+
+def joining(role: Role, token: str = "") -> Step:
     """A member's own key, certificate and cluster file."""
     folder = folder_of(role)
     return Step(
         name=f"member {role.name}",
-        test=f"[ -e {folder}/{inventory.cluster}.toml ]",
+        test=f"[ -e {folder}/{role.cluster}.toml ]",
         action=f"{_AS.format(user=USER)}\n"
         f"install -d -m 755 {ETC}\n"
         f"install -d -o {USER} -g {USER} -m 700 {folder}\n"
@@ -207,17 +228,17 @@ def joining(inventory: Inventory, role: Role, token: str = "") -> Step:
     )
 
 
-def token_script(inventory: Inventory, kind: str, members: int) -> str:
-    """Prints a line with a token, on the control unit."""
+def token_script(inventory: Inventory, role: Role, members: int) -> str:
+    """Prints a line with a token for so many of this kind, on the machine with the CA."""
     folder = folder_of(inventory.one(CONTROL_UNIT))
     return (
         f"{_AS.format(user=USER)}\nas {KEEPER} {OPT}/venv/bin/collapipe cluster token "
-        f"{inventory.cluster} --role {kind} --members {members} --minutes 60 --folder {folder}"
+        f"{role.cluster} --role {role.kind} --members {members} --minutes 60 --folder {folder}"
     )
 
 
 def serving(inventory: Inventory, machine: Machine) -> Iterator[Step]:
-    """Settings and services of a machine's roles, but for the registrar."""
+    """Settings and services of a machine's roles, but for who lets newcomers in."""
     for service in (s for role in machine.roles for s in _services(inventory, role)):
         yield from _served(service)
 
@@ -236,9 +257,12 @@ def _services(inventory: Inventory, role: Role) -> Iterator[Service]:
         settings |= {"COLLAPIPE_OPTIONS": role.options} if role.options else {}
         yield Service(unit=unit, settings=settings, address=address_of(role))
         return
+    if not inventory.keeps_ca(role):
+        yield _registrar(role)
     _, unit, supernode = _UNITS[role.kind]
     yield Service(unit=unit, settings={"COLLAPIPE_OPTIONS": role.options} if role.options else {})
-    node = f"partition-id=0 num-partitions=1 cluster='{folder}/{inventory.cluster}.toml'"
+    index, count = inventory.clusters.index(role.cluster), len(inventory.clusters)
+    node = f"partition-id={index} num-partitions={count} cluster='{folder}/{role.cluster}.toml'"
     superlink = address_of(inventory.one(SERVER))
     settings = {"COLLAPIPE_FOLDER": folder, "COLLAPIPE_SUPERLINK": superlink}
     yield Service(unit=supernode, settings=settings | {"COLLAPIPE_NODE_CONFIG": node})
@@ -274,11 +298,23 @@ exit 1""",
     )
 
 
-def check_script(inventory: Inventory, *, keep: bool) -> str:
-    """Prints what `collapipe cluster check` measures, as JSON; plans go by it if it is kept."""
+def settling_script(inventory: Inventory) -> str:
+    """Waits until every member that is there has the newest roster of its clusters."""
     folder = folder_of(inventory.one(CONTROL_UNIT))
-    file = f"{folder}/{inventory.cluster}"
-    keeping = f"install -o {KEEPER} -g {USER} -m 640 $found/found.json {file}.json" if keep else ":"
+    status = f"as {KEEPER} {OPT}/venv/bin/collapipe cluster status $cluster --folder {folder}"
+    return f"""{_AS.format(user=USER)}
+for cluster in {shlex.join(inventory.clusters)}; do
+  for i in $(seq {_SETTLE}); do
+    {status} 2>&1 | grep -q ' behind$' || break
+    sleep 1
+  done
+done"""
+
+
+def check_script(inventory: Inventory, role: Role, *, keep: bool) -> str:
+    """Prints what `collapipe cluster check` measures, as JSON; plans go by it if it is kept."""
+    file, owner = f"{folder_of(role)}/{role.cluster}", KEEPER if inventory.keeps_ca(role) else USER
+    keeping = f"install -o {owner} -g {USER} -m 640 $found/found.json {file}.json" if keep else ":"
     return f"""{_AS.format(user=USER)}
 found=$(mktemp -d)
 chown {USER} $found
@@ -309,13 +345,13 @@ def _base64(data: bytes, path: str) -> str:
     return f"base64 -d > {quote(path)} <<'END'\n{base64.encodebytes(data).decode()}END"
 
 
-def unit_text(unit: str) -> str:
+def unit_text(unit: str, *, keeps_ca: bool) -> str:
     """A service as systemd reads it; that of the CA's key is a user's of its own.
 
     Apps of runs, which are whoever's starts a run, are executed as the user of the other services.
     """
     text = (files("collapipe_flwr") / "systemd" / f"{unit}.service").read_text(encoding="utf-8")
-    if unit != REGISTRAR:
+    if unit != REGISTRAR or not keeps_ca:
         return text
     text = text.replace(f"User={USER}\n", f"User={KEEPER}\nGroup={USER}\n")
     return text.replace("UMask=0077", "UMask=0027")  # the control unit reads the cluster's file

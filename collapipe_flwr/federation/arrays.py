@@ -9,13 +9,17 @@ float64: `torch.nn.Module.load_state_dict` casts them back, and so does :func:`l
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
+from io import BytesIO
 
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord
+from flwr.common.constant import SType
 
 from collapipe_flwr.core.errors import ProtocolError, RunError
+from collapipe_flwr.pipeline.stowed import STOWED_BYTES, Lookup, Stow
 
 RAW_TORCH = "collapipe.torch"  # Array.stype of dtypes that numpy lacks
 _RAW_DTYPES: Mapping[str, torch.dtype] = {
@@ -24,6 +28,10 @@ _RAW_DTYPES: Mapping[str, torch.dtype] = {
     "float8_e5m2": torch.float8_e5m2,
 }
 _RAW_NAMES = {dtype: name for name, dtype in _RAW_DTYPES.items()}
+_NPY = b"\x93NUMPY\x01\x00"
+_PLAIN_DTYPES = {
+    np.dtype(name).str: getattr(torch, name) for name in ("float32", "float64", "float16", "int64")
+}
 
 
 def encode_tensors(tensors: Mapping[str, torch.Tensor]) -> ArrayRecord:
@@ -44,7 +52,16 @@ def take_tensors(record: ArrayRecord) -> dict[str, torch.Tensor]:
     return {key: _decode_tensor(key, record.pop(key)) for key in list(record)}
 
 
-def take_record(tensors: dict[str, torch.Tensor]) -> ArrayRecord:
+def stow_tensors(record: ArrayRecord) -> Lookup[torch.Tensor]:
+    """:func:`take_tensors` into a file, from which each is read when it is asked for.
+
+    Raises ProtocolError on a malformed array.
+    """
+    stow = Stow()
+    return Lookup({key: _stow_tensor(stow, key, record.pop(key)) for key in list(record)})
+
+
+def take_record(tensors: dict[str, torch.Tensor] | Lookup[torch.Tensor]) -> ArrayRecord:
     """:func:`encode_tensors`, emptying the state dict on the way."""
     return ArrayRecord({key: _encode_tensor(tensors.pop(key)) for key in list(tensors)})
 
@@ -132,9 +149,39 @@ def _is_finite(key: str, array: Array) -> bool:
 def _encode_tensor(tensor: torch.Tensor) -> Array:
     tensor = tensor.detach().cpu()
     if tensor.dtype not in _RAW_NAMES:
-        return Array(tensor.numpy())
+        return Array(str(tensor.numpy().dtype), tuple(tensor.shape), SType.NUMPY, _npy(tensor))
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     return Array(_RAW_NAMES[tensor.dtype], tuple(tensor.shape), RAW_TORCH, flat.numpy().tobytes())
+
+
+def _npy(tensor: torch.Tensor) -> bytes:
+    """What `numpy.save` writes, in memory of just this size."""
+    array, head = tensor.contiguous().numpy(), BytesIO()
+    np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(array))
+    return b"".join((head.getvalue(), array.reshape(-1).data))
+
+
+def _stow_tensor(stow: Stow, key: str, array: Array) -> Callable[[], torch.Tensor]:
+    """How to read it; the bytes of a large one go into the file as they came."""
+    if len(array.data) >= STOWED_BYTES and (found := _raw_bytes(array)):
+        data, dtype = found
+        if read := stow.put_bytes(data, dtype, array.shape):
+            return read
+    return stow.put(_decode_tensor(key, array))
+
+
+def _raw_bytes(array: Array) -> tuple[memoryview, torch.dtype] | None:
+    """The numbers of an array as torch has them; None where they must be read to know."""
+    data, dtype = memoryview(array.data), _RAW_DTYPES.get(array.dtype)
+    if array.stype == SType.NUMPY and array.data.startswith(_NPY):
+        file = BytesIO(array.data)
+        np.lib.format.read_magic(file)
+        _, reordered, kind = np.lib.format.read_array_header_1_0(file)
+        dtype = None if reordered or kind.hasobject else _PLAIN_DTYPES.get(kind.str)
+        data = data[file.tell() :]
+    if dtype is None or len(data) != math.prod(array.shape) * dtype.itemsize:
+        return None
+    return data, dtype
 
 
 def _decode_tensor(key: str, array: Array) -> torch.Tensor:

@@ -17,12 +17,7 @@ from dataclasses import dataclass
 
 from flwr.app import Error, Message
 
-from collapipe_flwr.core.errors import (
-    ConfigError,
-    DataError,
-    Diverged,
-    ModelError,
-)
+from collapipe_flwr.core.errors import ConfigError, DataError, Diverged, ModelError
 
 DEFAULT_TIMEOUT_S = 3600.0  # of a round, as Flower has it
 log = logging.getLogger("flwr.collapipe")

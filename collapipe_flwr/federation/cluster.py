@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,13 +32,13 @@ from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import RunError, unexpected_as_run_error
 from collapipe_flwr.core.imports import allow
 from collapipe_flwr.federation import records
-from collapipe_flwr.federation.arrays import decode_tensors, take_record, take_tensors
+from collapipe_flwr.federation.arrays import decode_tensors, stow_tensors, take_record
 from collapipe_flwr.federation.evaluation_sets import LoaderTest, Metrics, TestSet
 from collapipe_flwr.federation.messages import only_arrays
 from collapipe_flwr.federation.node_keys import COMPUTE_KEY
 from collapipe_flwr.federation.pipeline_round import PipelineRound, telemetry
 from collapipe_flwr.federation.site import Site, cluster_file
-from collapipe_flwr.host.allocator import configured_malloc
+from collapipe_flwr.host.allocator import configured_malloc, give_back
 
 DEVICES = "raspberry-pi-4,raspberry-pi-5,jetson-nano"
 EXAMPLES = 1000  # of a round, as long as nobody said
@@ -169,7 +169,7 @@ class Cluster:
 
     def _begin(
         self, message: Message, context: Context
-    ) -> tuple[PipelineRound, Site, str, dict[str, Tensor]]:
+    ) -> tuple[PipelineRound, Site, str, Mapping[str, Tensor]]:
         """What is asked for, and the weights with the name of their record."""
         site = self._site_of(context)
         if site is None:
@@ -179,11 +179,13 @@ class Cluster:
             allow(self._package)
         asked = PipelineRound.of(message.content)
         name, arrays = only_arrays(message.content, "the server's message")
-        return asked, site, name, self._weights(arrays)
+        weights = self._weights(arrays)
+        give_back()  # what the message took
+        return asked, site, name, weights
 
-    def _weights(self, arrays: ArrayRecord) -> dict[str, Tensor]:
-        """The model; mods compare what was sent with what comes back, else one copy is enough."""
-        return decode_tensors(arrays) if mods_of(self._app) else take_tensors(arrays)
+    def _weights(self, arrays: ArrayRecord) -> Mapping[str, Tensor]:
+        """The model, out of memory; mods compare what was sent with what comes back."""
+        return decode_tensors(arrays) if mods_of(self._app) else stow_tensors(arrays)
 
 
 def _site(

@@ -128,7 +128,6 @@ class DeadlineGrid(Members):
 
     @property
     def lost(self) -> frozenset[str]:
-        """See `Members.lost`."""
         return super().lost - self._late
 
     @property

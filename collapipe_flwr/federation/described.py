@@ -137,7 +137,6 @@ class DescribedClusters:
     def plan_evaluation(
         self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord
     ) -> RoundPlan:
-        """See `Meets.plan_evaluation`."""
         rounds = self._known()
         before = rounds.state
         plan = rounds.plan(server_round, nodes, arrays)
@@ -149,7 +148,6 @@ class DescribedClusters:
         return self._known().plan(server_round, nodes, arrays)
 
     def settle(self, closed: ClosedRound) -> Outcome:
-        """See `RoundPlanner.settle`."""
         rounds = self._known()
         outcome = rounds.settle(closed)
         self._profiles |= {profile.cluster_id: profile for profile in rounds.world.clusters}

@@ -62,6 +62,4 @@ def weighing(content: RecordDict, weighted_by: str, factor: float) -> RecordDict
 def with_examples(content: RecordDict, examples: int) -> RecordDict:
     """A new RecordDict: ``content`` with another number of examples."""
     name, metrics = next(iter(content.metric_records.items()))
-    changed = RecordDict(dict(content))
-    changed[name] = MetricRecord({**metrics, EXAMPLES: examples})
-    return changed
+    return RecordDict({**content, name: MetricRecord({**metrics, EXAMPLES: examples})})

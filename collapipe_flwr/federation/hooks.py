@@ -17,27 +17,12 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from collapipe_flwr.config.schema import EdgeConfig
-from collapipe_flwr.core.errors import (
-    DevicesMissing,
-    LinkError,
-    ProtocolError,
-    RunError,
-)
+from collapipe_flwr.core.errors import DevicesMissing, LinkError, ProtocolError, RunError
 from collapipe_flwr.federation.arrays import inner_view, load_into, narrow_raw, not_finite
-from collapipe_flwr.federation.attempts import (
-    DEFAULT_TIMEOUT_S,
-    Attempts,
-    Retries,
-    lasting,
-)
+from collapipe_flwr.federation.attempts import DEFAULT_TIMEOUT_S, Attempts, Retries, lasting
 from collapipe_flwr.federation.checkpoint import Resumable, restore_rng_state, rng_state
 from collapipe_flwr.federation.described import Meets, Planning
-from collapipe_flwr.federation.hook_options import (
-    Learning,
-    check_options,
-    learning_of,
-    planner_of,
-)
+from collapipe_flwr.federation.hook_options import Learning, check_options, learning_of, planner_of
 from collapipe_flwr.federation.inner import layers
 from collapipe_flwr.federation.late_updates import LateUpdate, LateUpdates
 from collapipe_flwr.federation.messages import readdressed, restored, with_content
@@ -136,12 +121,7 @@ class Rounds:
     def running(
         self, round_timeout_s: float = DEFAULT_TIMEOUT_S, last_round: int = 0
     ) -> Iterator[None]:
-        """Hold open what the rounds of a run need: the way to the edge, and its sessions.
-
-        :meth:`start` does it; whoever calls the hooks without it has to. A round that is repeated
-        closes after ``round_timeout_s``, and the ``last_round`` waits as long for late updates.
-        Raises LinkError.
-        """
+        """See `CollaPipe.running`."""
         self._timeout_s, self._last_round = round_timeout_s, last_round
         with ExitStack() as stack:
             if self._model is not None and isinstance(self._edge, EdgeConfig):

@@ -65,7 +65,6 @@ class LocalGrid(Grid):
         self._contexts[node] = Context(1, node, config, RecordDict(), dict(self._run_config))
 
     def set_run(self, run: Run) -> None:
-        """Set the run."""
         self._run = run
 
     @property
@@ -87,7 +86,6 @@ class LocalGrid(Grid):
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> list[int]:
-        """All nodes."""
         return list(self._nodes)
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:

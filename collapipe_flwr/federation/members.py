@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from flwr.app import Error, Message, RecordDict
 from flwr.serverapp import Grid
@@ -37,10 +36,6 @@ from collapipe_flwr.federation.records import (
 )
 from collapipe_flwr.federation.rounds import AcceptedRounds
 from collapipe_flwr.federation.wrapped_grid import WrappedGrid
-
-if TYPE_CHECKING:
-    pass
-
 
 log = logging.getLogger("flwr.collapipe")
 NO_CLUSTER = "make a collapipe_flwr.Cluster from the ClientApp"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import sha256
 
 from flwr.app import RecordDict
@@ -29,6 +29,7 @@ from collapipe_flwr.models.module_splitter import ModuleSplitter
 from collapipe_flwr.models.specs import splitter_of
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.step import MicroBatch
+from collapipe_flwr.pipeline.stowed import Lookup
 
 Weights = Mapping[str, Tensor]
 Steps = Iterable[Sequence[Mapping[str, Tensor]]]  # each of micro-batches
@@ -100,15 +101,17 @@ class PipelineRound:
                 state.remember(OPTIMIZER, result.slots)
             if self.task.whole:
                 edge = devices.edge.fetch_weights()
-                result = replace(result, weights={**edge, **result.weights})
+                result = replace(result, weights=Lookup.of(edge, result.weights))
             return result, devices.absent()
 
-    def completed(self, sent: Weights, trained: dict[str, Tensor]) -> dict[str, Tensor]:
+    def completed(self, sent: Weights, trained: Lookup[Tensor]) -> Lookup[Tensor]:
         """What the reply holds: what was trained, or all that was ``sent``, brought up to date."""
         if not self.task.whole:
             return trained
         aliases = splitter_for(self.task.model_spec_json).aliases
-        return {key: trained.get(aliases.get(key, key), tensor) for key, tensor in sent.items()}
+        changed = {key: name for key in sent if (name := aliases.get(key, key)) in trained}
+        fresh = {key: partial(trained.__getitem__, name) for key, name in changed.items()}
+        return Lookup.of(sent, Lookup(fresh))
 
     def test(
         self,

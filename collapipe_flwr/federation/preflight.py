@@ -20,6 +20,7 @@ from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
 from collapipe_flwr.config.overrides import declared_config, read_toml
 from collapipe_flwr.config.parsing import refuse_unknown
 from collapipe_flwr.config.schema import AppConfig, known_keys, parse
+from collapipe_flwr.core.addresses import host_and_port
 from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
 from collapipe_flwr.core.errors import ConfigError, DataError, blaming, require
 from collapipe_flwr.core.hub import folder_only, no_such_path
@@ -63,7 +64,8 @@ class Preflight:
         found = f"{spec.model_type} of {len(self.model.blocks)} blocks for {spec.task}"
         sizes = f"{len(task.train)} training and {len(task.test)} test examples"
         devices = sum(len(cluster.devices) for cluster in self.clusters)
-        what = f"{found}, {sizes}, {len(self.clusters)} clusters of {devices} devices in all"
+        clusters = "1 cluster" if len(self.clusters) == 1 else f"{len(self.clusters)} clusters"
+        what = f"{found}, {sizes}, {clusters} of {devices} devices in all"
         return "\n".join((what, *task.skipped.values()))
 
 
@@ -243,14 +245,10 @@ def _check_files(what: str, files: TlsFiles) -> None:
 
 
 def _check_edge(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(
-            f'edge.address must read like "10.0.0.2:50061", with a port from 1 to 65535, got '
-            f"{address!r}"
-        )
+    with blaming("edge.address"):
+        place = host_and_port(address)
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+        socket.create_connection(place, _CONNECT_S).close()
     except OSError as error:
         raise ConfigError(
             f"edge.address {address}: no edge at {address} answers ({error}); start it there by "

@@ -130,8 +130,7 @@ def write_progress(content: RecordDict, progress: Progress) -> RecordDict:
 
 def read_progress(content: RecordDict) -> Progress:
     """The progress in an order to train; raises ProtocolError if it is missing or malformed."""
-    config = _holder(content, _PROGRESS)
-    text = _text(config, _PROGRESS) if config is not None else None
+    text = _held(content, _PROGRESS)
     if text is None:
         raise ProtocolError(
             f"the message holds no {_PROGRESS}: wrap the server's strategy in CollaPipe, or start "
@@ -152,9 +151,7 @@ def read_plan(text: str) -> ClusterPlan:
 
 def write_telemetry(content: RecordDict, telemetry: ClusterTelemetry) -> RecordDict:
     """A new RecordDict: ``content`` with the telemetry beside its records."""
-    written = RecordDict(dict(content))
-    written[_TELEMETRY] = ConfigRecord({_JSON: to_json(telemetry)})
-    return written
+    return RecordDict({**content, _TELEMETRY: ConfigRecord({_JSON: to_json(telemetry)})})
 
 
 def take_telemetry(content: RecordDict) -> tuple[RecordDict, ClusterTelemetry | None]:
@@ -176,8 +173,7 @@ def task_config(vocabulary_json: str, unsplit: UnsplitTask | None) -> ConfigReco
 
 def read_vocabulary(content: RecordDict) -> str:
     """The vocabulary in a message of our ServerApp; raises ProtocolError without one."""
-    config = _holder(content, _VOCABULARY)
-    text = None if config is None else _text(config, _VOCABULARY)
+    text = _held(content, _VOCABULARY)
     if text is None:
         raise ProtocolError(
             f"the message holds no {_VOCABULARY}: use this ClientApp with the ServerApp beside it, "
@@ -211,8 +207,7 @@ def flower_round(content: RecordDict) -> int:
 
 def read_unsplit_task(content: RecordDict) -> UnsplitTask | None:
     """The task in a message of a plain strategy, or None; raises ProtocolError if malformed."""
-    config = _holder(content, _UNSPLIT)
-    text = _text(config, _UNSPLIT) if config is not None else None
+    text = _held(content, _UNSPLIT)
     if text is None:
         return None
     task = from_json(UnsplitTask, text, _UNSPLIT)
@@ -297,17 +292,18 @@ def _value_bytes(value: object) -> int:
 def _configured(content: RecordDict, values: Mapping[str, str | int]) -> RecordDict:
     """A new RecordDict: ``content`` with more values in a copy of its first ConfigRecord."""
     name, config = next(iter(content.config_records.items()), (CONFIG, ConfigRecord()))
-    config = config.copy()
-    for key, value in values.items():
-        config[key] = value
-    written = RecordDict(dict(content))
-    written[name] = config
-    return written
+    return RecordDict({**content, name: ConfigRecord({**config, **values})})
 
 
 def _holder(content: RecordDict, key: str) -> ConfigRecord | None:
     """The first ConfigRecord that has the key."""
     return next((c for c in content.config_records.values() if key in c), None)
+
+
+def _held(content: RecordDict, key: str) -> str | None:
+    """The text under a key of the first ConfigRecord that has it."""
+    config = _holder(content, key)
+    return None if config is None else _text(config, key)
 
 
 def _number(content: RecordDict, key: str) -> float | None:

@@ -20,12 +20,7 @@ from collapipe_flwr.core import errors
 from collapipe_flwr.core.errors import CollaPipeError, LinkError, LinkTimeout, RunError
 from collapipe_flwr.federation import local_socket
 from collapipe_flwr.federation.app_code import AppCode, load_app
-from collapipe_flwr.federation.parcels import (
-    context_head,
-    message_head,
-    read_parcel,
-    write_parcel,
-)
+from collapipe_flwr.federation.parcels import context_head, message_head, read_parcel, write_parcel
 
 log = logging.getLogger("flwr.collapipe")
 READY, AGAIN, REFUSED = "ready", "again", "refused"  # what a control unit says to `AppCode`

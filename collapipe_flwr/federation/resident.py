@@ -4,21 +4,26 @@ What a ClientApp loads per message, it loads once per run: libraries, data, toke
 skeleton. It holds one run's code, imported from the folder that Flower installed it in. For another
 run, or other files, it begins anew; so it does when a relay is gone before it was answered, which
 ends the round with everything that it had open.
+
+To begin anew, it executes itself, and only its listening socket stays open: handed over by
+systemd's protocol (``LISTEN_FDS``), so that those who connect meanwhile wait instead of failing.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import select
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -45,7 +50,6 @@ from collapipe_flwr.federation.resident_metrics import (
     ResidentMetrics,
     message_about,
 )
-from collapipe_flwr.federation.successor import begin_anew, inherited_listener, wanted_code
 from collapipe_flwr.host.allocator import configure_malloc, give_back
 from collapipe_flwr.host.metrics_server import serving_metrics
 
@@ -53,6 +57,9 @@ log = logging.getLogger("flwr.collapipe")
 _LOOK_S = 0.1
 _ALIVE_S = 5.0
 _BODY_S = 60.0  # of silence of a relay that sends its message
+_CODE = "COLLAPIPE_CONTROL_UNIT_CODE"  # what the process was executed for, as JSON
+_PATH = "COLLAPIPE_CONTROL_UNIT_PATH"  # PYTHONPATH as its first life found it
+_FIRST_FD = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +86,7 @@ def serve(settings: ResidentSettings, announce: Callable[[str], None]) -> None:
         with serving_metrics(settings.metrics, unit.metrics):
             unit.serve()
         settings.path.unlink(missing_ok=True)
-        os._exit(
-            0
-        )  # a round that was not answered in time ends here, whatever its threads wait for
+        os._exit(0)  # a round that was not answered in time ends here, threads or not
 
 
 @dataclass(slots=True)
@@ -221,3 +226,38 @@ class ControlUnit:
         lent = self._settings.state_dir
         if lent is not None and not context.run_config.get(f"train.{STATE_KEY}"):
             context.node_config = {STATE_KEY: str(lent), **context.node_config}
+
+
+def begin_anew(listener: socket.socket, code: AppCode) -> NoReturn:
+    """Execute this command once more, with the folder of ``code`` before all others."""
+    path = os.environ.get(_PATH, os.environ.get("PYTHONPATH", ""))
+    environment = {
+        **os.environ,
+        "LISTEN_FDS": "1",
+        "LISTEN_PID": str(os.getpid()),
+        "PYTHONPATH": os.pathsep.join(filter(None, (code.folder, path))),
+        "PYTHONSAFEPATH": "1",  # where the command was given, other files of that name may lie
+        _PATH: path,
+        _CODE: json.dumps(asdict(code)),
+    }
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(listener.fileno(), _FIRST_FD)
+    os.set_inheritable(_FIRST_FD, True)
+    os.closerange(_FIRST_FD + 1, os.sysconf("SC_OPEN_MAX"))
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+
+
+def inherited_listener() -> socket.socket | None:
+    """The listening socket that systemd, or an earlier life of this process, handed over."""
+    given = os.environ.pop("LISTEN_PID", ""), os.environ.pop("LISTEN_FDS", "")
+    if given != (str(os.getpid()), "1"):
+        return None
+    os.set_inheritable(_FIRST_FD, False)
+    return socket.socket(fileno=_FIRST_FD)
+
+
+def wanted_code() -> AppCode | None:
+    """What this process was executed for; None in its first life."""
+    told = os.environ.pop(_CODE, "")
+    return AppCode.of_json(json.loads(told)) if told else None

@@ -39,7 +39,6 @@ class ResidentMetrics:
         self._ended[how] += 1
 
     def collect(self) -> Iterator[Any]:
-        """What is known now."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         name = "collapipe_control_unit"

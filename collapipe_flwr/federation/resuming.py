@@ -30,7 +30,7 @@ from collapipe_flwr.federation.checkpoint import (
     restore_rng_state,
     rng_state,
 )
-from collapipe_flwr.federation.driving import driver
+from collapipe_flwr.federation.inner import driver
 from collapipe_flwr.federation.state_values import (
     Arrays,
     changed_state,

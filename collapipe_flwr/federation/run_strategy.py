@@ -21,10 +21,7 @@ from collapipe_flwr.data.tasks import Task
 from collapipe_flwr.federation.described import Planning
 from collapipe_flwr.federation.learner import Learner, scores
 from collapipe_flwr.federation.planner import ScheduledRounds
-from collapipe_flwr.federation.records import (
-    UnsplitTask,
-    read_tally,
-)
+from collapipe_flwr.federation.records import UnsplitTask, read_tally
 from collapipe_flwr.federation.strategy_names import make_strategy
 from collapipe_flwr.simulation.world import EnergyBudget
 

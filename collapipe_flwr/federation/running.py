@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from collapipe_flwr.config.cluster_file import read_cluster
+from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
 from collapipe_flwr.config.overrides import (
     declared_config,
     is_file,
@@ -25,6 +25,7 @@ from collapipe_flwr.config.overrides import (
 )
 from collapipe_flwr.core.durable import make_folder
 from collapipe_flwr.core.errors import ConfigError, RunError, require, wrong_input
+from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.federation.launcher import Launch, first_error, run_app
 from collapipe_flwr.reporting.following import Follower
 from collapipe_flwr.reporting.report.page import closing_report, has_report
@@ -97,11 +98,19 @@ def edge_of(files: Sequence[Path]) -> dict[str, Any]:
             f"--cluster {files[0]}: [edge] has no address: write it there, or let an edge join"
         )
     found: dict[str, Any] = {"clusters": len(files), "edge.address": cluster.edge.address}
-    if (tls := cluster.tls_files(cluster.server.name)) is not None:
+    if (tls := _server_files(cluster, alone=len(files) == 1)) is not None:
         pem = {"edge.tls-ca": tls.ca, "edge.tls-cert": tls.certificate, "edge.tls-key": tls.key}
         found |= {"edge.certificate-name": cluster.edge.name}
         found |= {key: str(path and path.resolve()) for key, path in pem.items()}
     return found
+
+
+def _server_files(cluster: ClusterConfig, *, alone: bool) -> TlsFiles | None:
+    """As whom a server reaches the edge: for one cluster, its control unit will do."""
+    own, unit = (cluster.tls_files(m.name) for m in (cluster.server, cluster.control_unit))
+    if own is None or own.key is None or unit is None or unit.key is None:
+        return own
+    return unit if alone and unit.key.exists() and not own.key.exists() else own
 
 
 class Attempt:

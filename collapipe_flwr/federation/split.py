@@ -23,6 +23,7 @@ from flwr.app import Array, ArrayRecord, RecordDict
 from collapipe_flwr.cluster.fleet import LearningSettings
 from collapipe_flwr.core.errors import LinkError, ProtocolError, RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors, is_floating
+from collapipe_flwr.federation.messages import diverged
 from collapipe_flwr.federation.records import SplitTask, asked_optimizer
 from collapipe_flwr.models.described import DescribedModel
 from collapipe_flwr.pipeline.config import PassesDone, SessionKey
@@ -248,7 +249,4 @@ def check_finite(whole: ArrayRecord, cluster_id: str) -> None:
         if tuple(tensor.shape) != tuple(whole[key].shape):
             raise ProtocolError(f"cluster {cluster_id} returned {key} with data of another shape")
         if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
-            raise ProtocolError(
-                f"cluster {cluster_id} returned {key} with values that are not finite: its "
-                "training diverged; lower the learning rate"
-            )
+            raise ProtocolError(f"cluster {cluster_id}: {diverged(key)}")

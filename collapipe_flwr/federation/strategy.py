@@ -24,9 +24,8 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.federation.attempts import DEFAULT_TIMEOUT_S, Retries
-from collapipe_flwr.federation.driving import driver
-from collapipe_flwr.federation.inner import check_inner
-from collapipe_flwr.federation.polling import polling
+from collapipe_flwr.federation.inner import check_inner, driver
+from collapipe_flwr.federation.wrapped_grid import polling
 
 if TYPE_CHECKING:  # whoever only imports the strategy need not wait for torch
     from collapipe_flwr.config.schema import EdgeConfig

@@ -163,11 +163,9 @@ class ThreadBackend:
         self._served = served
 
     def chain(self, device_ids: Sequence[str]) -> AbstractContextManager[GenerationDriver]:
-        """See `GenerationBackend.chain`."""
         return self._served.over(self.fleet, device_ids)
 
     def missing(self, device_ids: Collection[str]) -> frozenset[str]:
-        """See `GenerationBackend.missing`."""
         return self.fleet.missing(device_ids)
 
 
@@ -203,6 +201,5 @@ class DaemonBackend:
             yield driver
 
     def missing(self, device_ids: Collection[str]) -> frozenset[str]:
-        """See `GenerationBackend.missing`."""
         nowhere = NextHop(address=self._address, key=SessionKey(session_id="", token=""))
         return RemoteFleet(cluster=self._cluster, edge=nowhere).missing(device_ids)

@@ -11,8 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from collapipe_flwr.core.addresses import host_and_port, is_loopback
 from collapipe_flwr.core.compute import AUTO, CPU, check_compute
-from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.errors import ConfigError, blaming
 from collapipe_flwr.core.imports import allow
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.core.processes import stopping
@@ -32,7 +33,6 @@ _log = logging.getLogger(__name__)
 _BREAK_OFF_S = 1.0  # for peers to hear it
 _LEAVE_S = 30.0  # from the end of the grace until the process is ended by force
 _COMPUTE = "--compute"
-_LOOPBACK = ("127.", "localhost", "[::1]")
 UNUSED_LIBRARIES = ("scipy", "sklearn")
 
 
@@ -70,7 +70,9 @@ class HostSettings:
     metrics: str = ""
 
     def __post_init__(self) -> None:
-        if self.tls is None and not self.insecure and not is_loopback(self.listen):
+        with blaming("--listen"):
+            host, _ = host_and_port(self.listen, least=0)
+        if self.tls is None and not self.insecure and not is_loopback(host):
             raise ConfigError(
                 f"--listen {self.listen} without TLS would let anybody in the network read and "
                 "change the model: give --tls-ca, --tls-cert and --tls-key (`collapipe certs` "
@@ -85,11 +87,6 @@ class HostSettings:
     def set_power(self) -> Callable[[float], None] | None:
         """How `radio_interface` is told its power in W, if one is set; raises ConfigError."""
         return IwPower(self.radio_interface).apply if self.radio_interface else None
-
-
-def is_loopback(listen: str) -> bool:
-    """Whether an address reaches this machine only."""
-    return listen.startswith(_LOOPBACK)
 
 
 def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], None]) -> None:

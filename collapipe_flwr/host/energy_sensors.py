@@ -70,7 +70,6 @@ class Rapl:
         return tuple(found)
 
     def joules(self, before: Reading, after: Reading, elapsed_s: float) -> float:
-        """See `Sensor`."""
         del elapsed_s
         if len(before) != len(after):
             raise ValueError("a zone came or went")
@@ -89,7 +88,6 @@ class Gauge:
     """A sensor of power: joules are the mean of two looks times the seconds between them."""
 
     def joules(self, before: Reading, after: Reading, elapsed_s: float) -> float:
-        """See `Sensor`."""
         return (sum(before) + sum(after)) / 2 * elapsed_s
 
 

@@ -38,7 +38,6 @@ class HostMetrics:
     tally: Tally
 
     def collect(self) -> Iterator[Any]:
-        """What is known now."""
         from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
 
         yield InfoMetricFamily("collapipe_host", "The host that this is.", {"name": self.name})

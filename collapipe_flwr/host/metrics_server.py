@@ -7,22 +7,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from collapipe_flwr.core.addresses import host_and_port
 from collapipe_flwr.core.errors import ConfigError, blaming, extra
 
 LOOPBACK = "127.0.0.1"
 
 
-def host_and_port(text: str) -> tuple[str, int]:
+def metrics_place(text: str) -> tuple[str, int]:
     """``HOST:PORT``, or a port on loopback. Raises ConfigError."""
-    host, _, port = text.rpartition(":")
-    if not port.isdecimal() or not 0 <= int(port) < 65536:
-        raise ConfigError(f'it must read like "127.0.0.1:9464" or "9464", got {text!r}')
-    return host.strip("[]") or LOOPBACK, int(port)
+    alone = text.removeprefix(":")
+    return host_and_port(f"{LOOPBACK}:{alone}" if alone.isdecimal() else text, least=0)
 
 
 def check_address(text: str) -> None:
     """Raise ConfigError for an address that makes no sense or cannot be had now."""
-    host, port = host_and_port(text)
+    host, port = metrics_place(text)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.create_server((host, port), family=family).close()
@@ -57,7 +56,7 @@ class MetricsServer:
     def __init__(self, address: str, collector: Any) -> None:
         with extra("prometheus"):
             from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
-        host, port = host_and_port(address)
+        host, port = metrics_place(address)
         registry = CollectorRegistry()
         ProcessCollector(registry=registry)  # memory, processor time and open files
         registry.register(collector)

@@ -34,6 +34,7 @@ class Rosters:
         self.access = access_control(self._clusters.values(), self._allow)
         self.on_change: Callable[[AccessControl], object] = lambda _: None
         self.on_removed: Callable[[str], object] = lambda _: None
+        self.on_newer: Callable[[ClusterConfig, Roster], object] = lambda *_: None
 
     @property
     def versions(self) -> dict[str, int]:
@@ -58,9 +59,10 @@ class Rosters:
                 raise ProtocolError(f"{self._name} is no member of {config.id}")
             known = {**self._clusters, config.id: config}
             access = access_control(known.values(), self._allow)
+            self.on_newer(config, roster)
             self._keep(config, roster.text)
             self._clusters, self.access = known, access
-            removed = all(self._name not in each.names for each in known.values())
+            removed = not any(each.has_joined(self._name) for each in known.values())
         _log.info("the roster of %s has version %d", config.id, config.version)
         self.on_change(access)
         if removed:

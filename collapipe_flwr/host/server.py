@@ -45,6 +45,8 @@ _NOT_WHILE_DRAINING = (methods.OPEN_SESSION, methods.HEALTH)
 class Listener(Server):
     """A host; `make_servicer` is called once. See `Server` for how it listens.
 
+    A member that hosts nothing (None) tells how it is, and takes rosters.
+
     `access` says who may call what (None: whoever the CA signed may all), unless `rosters`, which
     may be replaced while it listens, do. Raises ConfigError when
     it is given without TLS that asks callers for a certificate.
@@ -53,7 +55,7 @@ class Listener(Server):
     def __init__(
         self,
         listen: str,
-        make_servicer: Callable[[], Servicer],
+        make_servicer: Callable[[], Servicer] | None,
         *,
         tls: TlsFiles | None = None,
         access: AccessControl | None = None,
@@ -79,9 +81,9 @@ class Listener(Server):
         self._answered = threading.Condition()
         answers = {
             method: partial(self._download if method.downloads else self._answer, method)
-            for method in METHODS
+            for method in (METHODS if make_servicer else ())
         }
-        threads = _STREAMS * most_sessions + CONTROL_THREADS
+        threads = (_STREAMS * most_sessions if make_servicer else 0) + CONTROL_THREADS
         super().__init__(
             listen,
             {
@@ -175,6 +177,7 @@ class Listener(Server):
             context.abort(grpc.StatusCode.UNAVAILABLE, "the host is stopping")
         with self._lock:
             if self._servicer is None:
+                assert self._make_servicer is not None
                 self._servicer = self._make_servicer()
         session_id = dict(context.invocation_metadata()).get(methods.SESSION_KEY, "")
         if caller is not None and not self._servicer.may_use(caller, method, session_id):

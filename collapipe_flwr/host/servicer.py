@@ -15,12 +15,7 @@ import grpc
 from torch import Tensor
 
 from collapipe_flwr.config.access_control import Caller, Role
-from collapipe_flwr.core.errors import (
-    CheckpointMissing,
-    CollaPipeError,
-    LinkError,
-    ProtocolError,
-)
+from collapipe_flwr.core.errors import CheckpointMissing, CollaPipeError, LinkError, ProtocolError
 from collapipe_flwr.core.json_log import logging_about
 from collapipe_flwr.host.allocator import give_back
 from collapipe_flwr.host.lanes import Lane

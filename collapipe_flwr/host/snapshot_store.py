@@ -40,7 +40,7 @@ class SnapshotStore:
         metadata = {"request": to_json(snapshot.request), "step": str(snapshot.step)}
         if snapshot.report is not None:
             metadata["report"] = to_json(snapshot.report)
-        save = partial(save_file, snapshot.state.tensors(), metadata=metadata)
+        save = partial(save_file, dict(snapshot.state.tensors()), metadata=metadata)
         try:
             write_file(self._path(snapshot.request.key.session_id), save)
         except OSError as error:

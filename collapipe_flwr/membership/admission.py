@@ -18,6 +18,7 @@ from collapipe_flwr.config.access_control import Role
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import check_keys
+from collapipe_flwr.membership.figures import note_figures
 from collapipe_flwr.membership.registry import Registry, hosts_of, member_in
 from collapipe_flwr.membership.tokens import JoinRefused, TokenUse
 from collapipe_flwr.simulation.devices import device_preset
@@ -51,10 +52,10 @@ def admit(
         try:
             certificate = _certificate(registry, config, token.role, member, key)
             member = replace(member, fingerprint=fingerprint(certificate))
+            if request.speed_flop_per_s > 0:  # before a roster can tell of it
+                note_figures(config, [_measured(request)])
             if _registered(config, token.role, member.name) != member:
                 config = registry.admit(config, token.role, member)
-            if request.speed_flop_per_s > 0:
-                registry.note(config, _measured(request))
         except ConfigError as error:
             raise JoinRefused(str(error)) from error
         return JoinAnswer(
@@ -110,7 +111,7 @@ def _certificate(
             )
         if before.address == member.address:
             return kept
-    if before is None and registry.was_removed(member.name, key_bytes):
+    if not (before and before.fingerprint) and registry.was_removed(member.name, key_bytes):
         raise JoinRefused(
             f"{member.name} was removed from {config.id}, and its key with it: join with --again, "
             "which makes another key"
@@ -129,7 +130,7 @@ def _check_free(
         there = member_in(config, role)
         others = [m for m in others if m.name != there.name]
         if there.fingerprint and there.name != member.name:
-            raise JoinRefused(f"{config.id} has an {role.value} already: {there.name}")
+            raise JoinRefused(f"{config.id} has {_one(role)} already: {there.name}")
     taken = next((m.name for m in others if m.name.casefold() == member.name.casefold()), None)
     if taken is not None:
         raise JoinRefused(f"another member is called {taken} already: choose another with --name")
@@ -139,8 +140,12 @@ def _check_free(
             f"{taken} of {config.id} is at {member.address} already: give this one an address of "
             "its own with --address"
         )
-    if role in (Role.DEVICE, Role.EDGE) and not member.address:
-        raise JoinRefused(f"a {role.value} needs an address: give it with --address HOST:PORT")
+    if role is not Role.SERVER and not member.address:
+        raise JoinRefused(f"{_one(role)} needs an address: give it with --address HOST:PORT")
+
+
+def _one(role: Role) -> str:
+    return f"{'an' if role is Role.EDGE else 'a'} {role.value}"
 
 
 def _measured(request: JoinRequest) -> Measured:

@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
+from collapipe_flwr.config.access_control import SERVICE_NAME
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.core.errors import CollaPipeError, LinkError
+from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.membership.registry import Registry
 from collapipe_flwr.transport.connection import Connection
 from collapipe_flwr.transport.roster import Roster, send_roster
@@ -23,8 +25,15 @@ _AT_ONCE = 16
 
 def listeners(config: ClusterConfig) -> tuple[MemberConfig, ...]:
     """The members that have joined and can be told something."""
-    members = (*config.devices, config.edge)
+    members = (*config.devices, config.edge, *([config.control_unit] if config.joining else []))
     return tuple(m for m in members if m.address and m.fingerprint)
+
+
+def caller_files(config: ClusterConfig) -> TlsFiles | None:
+    """With what members are called: the control unit's own, where its key is here."""
+    own = config.tls_files(config.control_unit.name)
+    here = own is None or own.key is None or own.key.exists()
+    return own if here else config.tls_files(SERVICE_NAME)
 
 
 def tell(config: ClusterConfig, members: Iterable[MemberConfig], roster: Roster) -> dict[str, str]:
@@ -43,7 +52,7 @@ def _told(config: ClusterConfig, member: MemberConfig, roster: Roster) -> str:
         with Connection(
             member.address,
             what=member.name,
-            tls=config.tls_files(config.control_unit.name),
+            tls=caller_files(config),
             certificate_name=member.name,
             deadline_s=_DEADLINE_S,
         ) as connection:

@@ -1,4 +1,4 @@
-"""Making a cluster and its tokens, on the control unit."""
+"""Making tokens, where the cluster is kept."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def new_token(
 ) -> JoinToken:
     """A token by which so many members may join in a role; under the registry's lock.
 
-    Raises ConfigError where a control unit says nothing of its address.
+    Raises ConfigError where the cluster file does not say where newcomers are let in.
     """
-    if not config.control_unit.address:
+    if not config.joining_address:
         raise ConfigError(
             f"{config.path} has no address of the control unit, where newcomers are let in"
         )
     token = JoinToken(
         cluster_id=config.id,
-        address=config.control_unit.address,
+        address=config.joining_address,
         pin=bytes.fromhex(fingerprint(registry.ca.read_bytes())),
         secret=new_secret(),
         role=role,

@@ -16,25 +16,33 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from collapipe_flwr.cluster.profile import Measured
-from collapipe_flwr.config.access_control import Role
+from collapipe_flwr.config.access_control import SERVICE_NAME, Role
 from collapipe_flwr.config.cluster_file import (
     MEMBER_NAME,
     ClusterConfig,
     parse_cluster,
     read_cluster,
 )
+from collapipe_flwr.core.addresses import host_and_port
 from collapipe_flwr.core.durable import own_folder, remove, write_file, write_text
 from collapipe_flwr.core.errors import ConfigError, ProtocolError
 from collapipe_flwr.core.links import TlsFiles
+from collapipe_flwr.membership.figures import add_figures
 from collapipe_flwr.membership.tokens import JoinToken
 from collapipe_flwr.transport.connection import Connection
-from collapipe_flwr.transport.joining import JOIN, SERVICE_NAME, JoinAnswer, JoinRequest
+from collapipe_flwr.transport.joining import JOIN, JoinAnswer, JoinRequest
 from collapipe_flwr.transport.pinning import pinned_ca
 from collapipe_flwr.transport.roster import check_roster
 from collapipe_flwr.transport.signing_request import check_signed, own_key, request_for
 from collapipe_flwr.transport.tls import check_validity, fingerprint
 
-DEVICE_PORT, EDGE_PORT, JOINING_PORT = 50071, 50061, 50060
+DEVICE_PORT, EDGE_PORT, JOINING_PORT, SERVER_PORT = 50071, 50061, 50060, 8000
+PORTS = {
+    Role.DEVICE: DEVICE_PORT,
+    Role.EDGE: EDGE_PORT,
+    Role.CONTROL_UNIT: JOINING_PORT,
+    Role.SERVER: SERVER_PORT,
+}
 _DEADLINE_S = 20.0
 _BOARD = Path("/proc/device-tree/model")
 _KINDS = {
@@ -74,8 +82,10 @@ class Membership:
     role: Role
 
 
-def default_name(role: Role) -> str:
+def default_name(role: Role, cluster_id: str) -> str:
     """That of the role, or of a device its machine's own, as far as it can be called so."""
+    if role is Role.CONTROL_UNIT:
+        return f"cu-{cluster_id}"
     if role is not Role.DEVICE:
         return str(role.value).replace(" ", "-")
     host = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname().partition(".")[0]).strip("-")
@@ -84,10 +94,9 @@ def default_name(role: Role) -> str:
 
 def host_towards(address: str) -> str:
     """By which of its addresses this machine reaches another; nothing is sent."""
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
+    host, port = host_and_port(address)
     try:
-        ((family, *_, target), *_) = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)
+        ((family, *_, target), *_) = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)
             found = str(probe.getsockname()[0])
@@ -232,6 +241,8 @@ def _settle(newcomer: Newcomer, answer: JoinAnswer) -> Membership:
     if config.id != answer.cluster_id:
         raise ProtocolError(f"the control unit sent the roster of {config.id[:80]}")
     write_file(certificate, lambda draft: draft.write_text(answer.certificate_pem))
+    if role is Role.CONTROL_UNIT:
+        add_figures(config, answer.roster)
     write_text(path, answer.roster.text)
     return Membership(cluster=replace(config, path=path), name=newcomer.name, role=role)
 

@@ -1,4 +1,4 @@
-"""The folder from which a control unit keeps its cluster: CA, cluster files, tokens.
+"""The folder in which clusters are kept: CA, cluster files, tokens.
 
 Every change is made under the folder's lock, so that commands and the joining service, which are
 processes of their own, may run side by side; every file is replaced as a whole. A cluster file has
@@ -17,8 +17,7 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from collapipe_flwr.cluster.profile import Measured, Measurements, read_measurements
-from collapipe_flwr.config.access_control import Role
+from collapipe_flwr.config.access_control import SERVICE_NAME, Role
 from collapipe_flwr.config.cluster_file import (
     ClusterConfig,
     MemberConfig,
@@ -29,16 +28,15 @@ from collapipe_flwr.config.cluster_file import (
 from collapipe_flwr.config.cluster_text import cluster_text
 from collapipe_flwr.core.durable import own_folder, write_file, write_private, write_text
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.json_codec import to_json
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.membership.tokens import TokenBook
 from collapipe_flwr.transport.certificates import Authority, check_names, names_in
-from collapipe_flwr.transport.joining import SERVICE_NAME
 from collapipe_flwr.transport.roster import Roster, signed_roster
 from collapipe_flwr.transport.signing_request import key_in_certificate
 from collapipe_flwr.transport.tls import fingerprint
 
 SHARED = (Role.EDGE, Role.SERVER)  # of all clusters of a folder
+_SINGLE = (Role.CONTROL_UNIT, *SHARED)
 _CERTS, _LOCK, _TOKENS = "certs", ".lock", "tokens.json"
 
 
@@ -138,11 +136,14 @@ class Registry:
             control_unit=wanted.control_unit,
             edge=MemberConfig(name="edge", address=wanted.edge_address),
             tls=TlsConfig(),
+            joining=wanted.control_unit.address if Role.CONTROL_UNIT in wanted.elsewhere else "",
             measured=self.folder / f"{wanted.cluster_id}.json",
             path=path,
         )
-        for role in (Role.CONTROL_UNIT, *SHARED):
+        for role in _SINGLE:
             config = self._settled(config, role, known, wanted.elsewhere)
+        if config.joining:
+            Authority(self.certs).member(SERVICE_NAME)
         config = self._write(config)
         if Role.EDGE not in wanted.elsewhere and not self.edge_folder.exists():
             self._house_edge(config)
@@ -208,15 +209,24 @@ class Registry:
         return changed
 
     def remove(self, config: ClusterConfig, name: str) -> ClusterConfig:
-        """The cluster without a device; its certificate and its token are worthless from now on."""
-        config.member(name)
-        left = tuple(device for device in config.devices if device.name != name)
-        if len(left) == len(config.devices):
-            raise ConfigError(f"{name} is no device of {config.id}: only devices can be removed")
+        """The cluster without a member; its certificate and its token are worthless from now on.
+
+        Raises ConfigError for one whose key is in this folder.
+        """
+        member = config.member(name)
+        if (self.certs / f"{name}.key").exists():
+            raise ConfigError(
+                f"{name} of {config.id} is on this machine, and its key with it: only members "
+                "that joined by a token can be removed"
+            )
         self.tokens.revoke(name)
         if (pem := self.certified(name)) is not None:
             write_file(self._removed(name), lambda path: path.write_bytes(pem))
-        return self._write(replace(config, devices=left))
+        if member in config.devices:
+            left = tuple(device for device in config.devices if device != member)
+            return self._write(replace(config, devices=left))
+        role = next(role for role in _SINGLE if member_in(config, role) == member)
+        return self.admit(config, role, replace(member, address="", fingerprint=""))
 
     def was_removed(self, name: str, key_bytes: bytes) -> bool:
         """Whether a key was the last one of a member of that name that was removed."""
@@ -226,24 +236,22 @@ class Registry:
     def _removed(self, name: str) -> Path:
         return self.certs / f"{name}.removed"
 
-    def note(self, config: ClusterConfig, measured: Measured) -> None:
-        """Keep what a member measured of itself, which plans go by until a check measures again."""
-        assert config.measured is not None
-        before = Measurements(cluster_id=config.id, members=())
-        if config.measured.exists():
-            before = read_measurements(config.measured)
-        others = tuple(m for m in before.members if m.name != measured.name)
-        write_text(config.measured, to_json(replace(before, members=(*others, measured))) + "\n")
-
     def roster(self, config: ClusterConfig) -> Roster:
         """What its members are sent."""
-        return signed_roster(cluster_text(config), Authority(self.certs).sign)
+        elsewhere, measured = bool(config.joining), config.measured
+        figures = measured.read_text() if elsewhere and measured and measured.exists() else ""
+        return signed_roster(cluster_text(config), Authority(self.certs).sign, figures)
+
+    @property
+    def has_authority(self) -> bool:
+        """Whether newcomers can be let in from here."""
+        return (self.certs / "ca.key").exists()
 
     def service_files(self) -> TlsFiles:
         """How who lets newcomers in shows itself: with its CA, which they know by its pin.
 
-        Made anew every time: nobody needs to know this certificate beforehand. It opens nothing,
-        because no roster names it.
+        Made anew every time: nobody needs to know this certificate beforehand. By it members tell
+        how they are, and nothing else.
         """
         with self.changing():
             files = Authority(self.certs).member(SERVICE_NAME)

@@ -1,4 +1,6 @@
-"""What stays on a control unit: it lets newcomers in, tells members of each other, has the edge."""
+"""What stays where a cluster is kept: it lets newcomers in, tells members of each other, has the
+edge. On a control unit that joined by a token, what stays is told there.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,20 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from collapipe_flwr.core.errors import RunError
+from collapipe_flwr.config.cluster_file import ClusterConfig
+from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.core.processes import stopping
+from collapipe_flwr.host.rosters import Rosters
+from collapipe_flwr.host.server import Listener
 from collapipe_flwr.membership.discovery import announced
+from collapipe_flwr.membership.figures import add_figures
 from collapipe_flwr.membership.herald import Herald
 from collapipe_flwr.membership.registry import Registry
 from collapipe_flwr.membership.service import JoiningService
 from collapipe_flwr.transport.tls import fingerprint
 
 _LOOK_S = 0.2
+_HEAR_S = 1.0  # that who told a control unit of its removal gets to hear an answer
 _END_S = 45.0  # for the edge to end its sessions
 
 
@@ -38,7 +45,10 @@ class ServeSettings:
 def serve(registry: Registry, settings: ServeSettings, say: Callable[[str], object]) -> None:
     """Until SIGTERM or SIGINT. Raises ConfigError where it cannot listen, RunError without edge."""
     config = next(iter(registry.clusters().values()), None) or registry.cluster()
-    listen = settings.listen or config.control_unit.address
+    if not registry.has_authority:
+        follow(config, settings.listen, say)
+        return
+    listen = settings.listen or config.joining_address
     with stopping() as stop, ExitStack() as stack:
         joining = JoiningService(registry, listen, on_joined=lambda name: say(f"{name} joined"))
         edge = stack.enter_context(_edge(registry, settings)) if settings.edge else None
@@ -53,6 +63,34 @@ def serve(registry: Registry, settings: ServeSettings, say: Callable[[str], obje
             if edge is not None and edge.poll() is not None:
                 stop.set()
                 raise RunError(f"the edge ended with {edge.returncode}: see what it printed")
+
+
+def follow(config: ClusterConfig, listen: str, say: Callable[[str], object]) -> None:
+    """Keep the cluster file of a control unit up to date; it ends, too, when that is removed.
+
+    Raises ConfigError where its key is not here, or it cannot listen.
+    """
+    unit = config.control_unit
+    files = config.tls_files(unit.name)
+    if files is None or files.ca is None or files.key is None or not files.key.exists():
+        raise ConfigError(
+            f"neither the CA of {config.id} nor the key of {unit.name} is in {config.folder}: run "
+            "this where the cluster was made, or on a control unit that joined by a token"
+        )
+    rosters = Rosters(unit.name, [config], files.ca)
+    rosters.on_newer = add_figures
+    with stopping() as stop:
+
+        def leave(why: str) -> None:
+            say(f"{why}: nothing is brought here any more")
+            stop.set()
+
+        rosters.on_removed = leave
+        listener = Listener(listen or unit.address, None, tls=files, rosters=rosters)
+        with listener:
+            say(f"{unit.name} on {listener.address}: {config.path} is kept up to date")
+            stop.wait()
+            listener.stop(_HEAR_S)
 
 
 @contextmanager

@@ -8,10 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from collapipe_flwr.cluster.profile import Measurements, read_measurements
+from collapipe_flwr.cluster.profile import Measurements
 from collapipe_flwr.config.access_control import Role
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.membership.figures import figures_of
+from collapipe_flwr.membership.herald import caller_files
 from collapipe_flwr.transport.connection import Connection
 from collapipe_flwr.transport.host_status import HostStatus
 from collapipe_flwr.transport.methods import STATUS
@@ -19,6 +21,7 @@ from collapipe_flwr.transport.methods import STATUS
 _DEADLINE_S = 2.0
 _AT_ONCE = 32
 READY, STOPPING, AWAY, EXPECTED = "ready", "stopping", "away", "has not joined"
+BEHIND = "behind"  # it has an older roster, for another moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,18 +54,18 @@ class ClusterStatus:
 
     @property
     def complete(self) -> bool:
-        """Whether everybody is there."""
+        """Whether everybody is there, and up to date."""
         return all(member.state == READY for member in self.members)
 
 
 def cluster_status(config: ClusterConfig, clock: Callable[[], float] = time.time) -> ClusterStatus:
-    """Ask all devices, and the edge, at once."""
+    """Ask all at once: devices, edge, and a control unit that is on a machine of its own."""
     members = [(device, Role.DEVICE) for device in config.devices]
     if config.edge.address or config.version:
         members.append((config.edge, Role.EDGE))
-    known = Measurements(cluster_id=config.id, members=())
-    if config.measured is not None and config.measured.exists():
-        known = read_measurements(config.measured)
+    if config.joining:
+        members.append((config.control_unit, Role.CONTROL_UNIT))
+    known = figures_of(config)
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="status") as pool:
         ask = partial(_status, config, known, clock)
         found = tuple(pool.map(ask, *zip(*members, strict=True))) if members else ()
@@ -100,14 +103,15 @@ def _status(
         found = _asked(config, member)
     except LinkError as error:
         return told(AWAY, str(error))
-    return told(STOPPING if found.stopping else READY, found=found)
+    behind = config.version > 0 and found.rosters.get(config.id) != config.version
+    return told(STOPPING if found.stopping else BEHIND if behind else READY, found=found)
 
 
 def _asked(config: ClusterConfig, member: MemberConfig) -> HostStatus:
     with Connection(
         member.address,
         what=member.name,
-        tls=config.tls_files(config.control_unit.name),
+        tls=caller_files(config),
         certificate_name=member.name if config.tls else "",
         deadline_s=_DEADLINE_S,
     ) as connection:

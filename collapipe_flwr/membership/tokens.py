@@ -29,7 +29,7 @@ _SECRET_BYTES, _PIN_BYTES = 16, 32
 _FORM = re.compile(
     r"([A-Za-z0-9][A-Za-z0-9._-]{0,62})@([^/]+:[0-9]{1,5})(?:/([a-z-]+))?/([A-Za-z0-9_-]{64})"
 )
-_ROLES = {role.value.replace(" ", "-"): role for role in Role}
+_ROLES = {role.value.replace(" ", "-"): role for role in Role if role is not Role.REGISTRAR}
 _CLOCK_S = 60.0  # by which a clock may be put back
 _KEPT_S = 7 * 86400.0  # so that a token that is over is told from one that never was
 
@@ -55,6 +55,11 @@ class JoinToken:
         packed = base64.urlsafe_b64encode(self.pin + self.secret).decode()
         role = "" if self.role is Role.DEVICE else f"/{self.role.value.replace(' ', '-')}"
         return f"{self.cluster_id}@{self.address}{role}/{packed}"
+
+
+def role_named(word: str) -> Role:
+    """The role of a token, by one word."""
+    return _ROLES[word]
 
 
 def new_secret() -> bytes:

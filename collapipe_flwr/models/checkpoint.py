@@ -32,12 +32,7 @@ from transformers.utils.hub import cached_file
 
 from collapipe_flwr.core.errors import CheckpointMissing, ModelError
 from collapipe_flwr.core.hub import folder_only, unreachable
-from collapipe_flwr.models.skeleton import (
-    build_skeleton,
-    builder_of,
-    derive_constant,
-    read_config,
-)
+from collapipe_flwr.models.skeleton import build_skeleton, builder_of, derive_constant, read_config
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.validation import first_lines
 

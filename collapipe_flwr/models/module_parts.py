@@ -88,7 +88,6 @@ class ModuleEmbedding(Borrower):
         raise ModelError("the model returned without calling its first block")
 
     def block_context(self) -> dict[str, Tensor]:
-        """See ``Part``."""
         return self._found
 
 

@@ -57,12 +57,10 @@ class ModuleSplitter(AnySplitter):
 
     @property
     def drops(self) -> bool:
-        """See ``AnySplitter``."""
         return self.spec.drops
 
     @property
     def whole_batches(self) -> bool:
-        """See ``AnySplitter``."""
         return self.spec.whole_batches
 
     def context(self, batch: Batch) -> dict[str, Tensor]:
@@ -72,7 +70,6 @@ class ModuleSplitter(AnySplitter):
         return {**found, **{SHAPE + key: shape_tensor(batch[key]) for key in hidden}}
 
     def run_whole(self, model: nn.Module, batch: Batch) -> Any:
-        """See ``AnySplitter``."""
         with as_in_training(model):
             return call(model, self.spec.inputs, batch)
 
@@ -94,24 +91,20 @@ class ModuleSplitter(AnySplitter):
         return self.travelling({k: t.detach() for k, t in model.state_dict().items()}), ()
 
     def build_embedding(self, weights: Weights) -> ModuleEmbedding:
-        """See ``AnySplitter``."""
         holdings = self._layout.holdings(EMBEDDING)
         return ModuleEmbedding(self._hollow(), self.spec, holdings, weights, self.ties)
 
     def build_segment(self, first_block: int, stop_block: int, weights: Weights) -> ModuleSegment:
-        """See ``AnySplitter``."""
         self._check_range(first_block, stop_block)
         holdings = self._layout.holdings(*range(first_block, stop_block))
         blocks = first_block, stop_block
         return ModuleSegment(self._hollow(), self.spec, holdings, weights, blocks)
 
     def build_edge(self, weights: Weights) -> ModuleEdge:
-        """See ``AnySplitter``."""
         holdings = self._layout.holdings(EDGE)
         return ModuleEdge(self._hollow(), self.spec, holdings, weights, self.objective)
 
     def build_whole(self, weights: Weights, *, trains: bool = False) -> nn.Module:
-        """See ``AnySplitter``."""
         del trains
         model = self._hollow()
         Part(model, Holdings(layout=self._layout, owned=self._layout.all_places()), weights)

@@ -55,7 +55,6 @@ class _QuantizedLinear(nn.Linear):
     """A frozen linear layer; its weight is (out, in)."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """See ``nn.Linear``."""
         output = _product(self, inputs, turn=True)
         return output if self.bias is None else output + self.bias
 
@@ -64,7 +63,6 @@ class _QuantizedConv1D(Conv1D):
     """A frozen layer of GPT-2; its weight is (in, out)."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """See ``Conv1D``."""
         return _product(self, inputs, turn=False) + self.bias
 
 
@@ -72,7 +70,6 @@ class _QuantizedEmbedding(nn.Embedding):
     """A frozen table, read row by row."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        """See ``nn.Embedding``."""
         rows = functional.embedding(ids, self.weight).to(torch.float32)
         scale = getattr(self, "weight_scale", None)
         return rows if scale is None else rows * functional.embedding(ids, scale)

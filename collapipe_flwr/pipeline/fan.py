@@ -40,7 +40,6 @@ class Fan:
         return self._links[self._turn.lane(micro_batch, len(self._links))]
 
     def send(self, frame: Frame, *, deadline_s: float) -> None:
-        """See `Link.send`."""
         if frame.kind in _OF_MICRO_BATCHES:
             self.of(frame.micro_batch).send(frame, deadline_s=deadline_s)
             return
@@ -62,7 +61,6 @@ class Fan:
         return first
 
     def close(self, error: str | LinkError = "") -> None:
-        """See `Link.close`."""
         for link in self._links:
             link.close(error)
 

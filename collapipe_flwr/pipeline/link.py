@@ -231,18 +231,15 @@ class MemoryLink:
         self._outbox = outbox
 
     def send(self, frame: Frame, *, deadline_s: float) -> None:
-        """See `Link.send`."""
         self._outbox.put(frame, deadline_s)
         self.sent.bytes += frame.tensor_bytes
 
     def receive(self, *, deadline_s: float) -> Frame:
-        """See `Link.receive`."""
         frame = self._inbox.get(deadline_s)
         self.received.bytes += frame.tensor_bytes
         return frame
 
     def close(self, error: str | LinkError = "") -> None:
-        """See `Link.close`."""
         if error:
             told = error if isinstance(error, LinkError) else LinkError(error)
             heard = error_of(error_frame(told), self.name)

@@ -318,7 +318,6 @@ class LastStage(_Follower):
         self._predictions: dict[str, Tensor] = {}
 
     def run_step(self, step: Step) -> None:
-        """See `Stage.run_step`."""
         self._loss = 0.0
         self._losses.clear()
         self._predicts, self._predictions = "" if step.train else step.predict, {}

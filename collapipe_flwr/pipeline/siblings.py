@@ -113,7 +113,6 @@ class Siblings:
                 )
 
     def close(self, error: str | LinkError = "") -> None:
-        """Close both links."""
         for link in (self.ahead, self.behind):
             if link is not None:
                 link.close(error)

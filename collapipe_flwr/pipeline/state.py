@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from itertools import chain
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.pipeline.meter import bytes_of
 from collapipe_flwr.pipeline.optimizer import START, Optimizer
+from collapipe_flwr.pipeline.stowed import Lookup, stowed
 
 OptimizerState = Mapping[str, tuple[Tensor, ...]]  # by parameter; see `Optimizer.state_tensors`
 _PREFIX = "optimizer/"  # no module path holds a slash
@@ -31,29 +33,37 @@ class PartState:
     weights: Mapping[str, Tensor]
     optimizer: OptimizerState = field(default_factory=dict)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All of it in one flat mapping, as it is stored and sent."""
+    def tensors(self) -> Lookup[Tensor]:
+        """All of it in one flat mapping, as it is stored and sent; what is in files stays there."""
         flat = {
-            f"{_PREFIX}{index}/{key}": tensor
+            f"{_PREFIX}{index}/{key}": partial(_slot, self.optimizer, key, index)
             for key, tensors in self.optimizer.items()
-            for index, tensor in enumerate(tensors)
+            for index in range(len(tensors))
         }
-        return {**self.weights, **flat}
+        return Lookup.of(self.weights, Lookup(flat))
 
     @staticmethod
     def of_tensors(tensors: Mapping[str, Tensor]) -> PartState:
         """What `tensors` gave. Raises ModelError for optimizer tensors that are not numbered."""
-        weights = {k: t for k, t in tensors.items() if not k.startswith(_PREFIX)}
-        found: dict[str, dict[str, Tensor]] = {}
-        for name in tensors.keys() - weights.keys():
+        here = Lookup.of(tensors)
+        numbered: dict[str, dict[str, str]] = {}
+        for name in [name for name in tensors if name.startswith(_PREFIX)]:
             index, _, key = name.removeprefix(_PREFIX).partition("/")
-            found.setdefault(key, {})[index] = tensors[name]
-        return PartState(weights=weights, optimizer={k: _in_order(k, s) for k, s in found.items()})
+            numbered.setdefault(key, {})[index] = name
+        slots = {k: here.only(_in_order(k, names)) for k, names in numbered.items()}
+        return PartState(
+            weights=here.only(k for k in tensors if not k.startswith(_PREFIX)),
+            optimizer=Lookup({key: partial(_all, held) for key, held in slots.items()}),
+        )
 
     def copy(self) -> PartState:
         """The same in tensors of its own, on the CPU."""
         weights = {key: _copy(tensor) for key, tensor in self.weights.items()}
         return PartState(weights=weights, optimizer=_copied(self.optimizer))
+
+    def stowed(self) -> PartState:
+        """The same out of memory, unless it is small; as it is now."""
+        return PartState.of_tensors(stowed(self.tensors()))
 
     @property
     def num_bytes(self) -> int:
@@ -66,14 +76,10 @@ class PartState:
         missing = next((key for key in wanted if key not in self.weights), None)
         if missing is not None:
             raise ModelError(f"the weights lack {missing!r}; pass all keys of this part")
+        slots = [name for key in wanted for name in (key, START + key) if name in self.optimizer]
         return PartState(
-            weights={key: self.weights[key] for key in wanted},
-            optimizer={
-                name: self.optimizer[name]
-                for key in wanted
-                for name in (key, START + key)
-                if name in self.optimizer
-            },
+            weights=Lookup.of(self.weights).only(wanted),
+            optimizer=Lookup.of(self.optimizer).only(slots),
         )
 
 
@@ -92,7 +98,7 @@ def optimizer_state_of(optimizer: Optimizer) -> dict[str, tuple[Tensor, ...]]:
 
 def between_rounds(state: OptimizerState) -> OptimizerState:
     """What another round continues from: all but the weights that this one began with."""
-    return {key: tensors for key, tensors in state.items() if not key.startswith(START)}
+    return Lookup.of(state).only(key for key in state if not key.startswith(START))
 
 
 def state_bytes(part: nn.Module, optimizer: Optimizer) -> int:
@@ -112,7 +118,7 @@ def load_optimizer_state(optimizer: Optimizer, state: OptimizerState, *, copy: b
     nothing then.
     """
     expected = optimizer.empty_state() if state else {}
-    wanted = {key: tensors for key, tensors in state.items() if key in expected}
+    wanted = {key: state[key] for key in state if key in expected}
     for key, tensors in wanted.items():
         if [_kind(t) for t in tensors] != [_kind(t) for t in expected[key]]:
             shapes = [tuple(t.shape) for t in expected[key]]
@@ -136,7 +142,15 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu") if away else tensor.detach().clone()
 
 
-def _in_order(key: str, numbered: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+def _slot(state: OptimizerState, key: str, index: int) -> Tensor:
+    return state[key][index]
+
+
+def _all(slots: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    return tuple(slots.values())
+
+
+def _in_order(key: str, numbered: Mapping[str, str]) -> tuple[str, ...]:
     try:
         return tuple(numbered[str(index)] for index in range(len(numbered)))
     except KeyError as error:

@@ -1,8 +1,8 @@
-"""How gradients turn into weights: two rules on torch's fused operators, and all of torch.optim.
+"""How gradients turn into weights: by the classes of torch.optim, whose steps they are to the bit.
 
-``adamw`` and ``sgd`` are numerically `torch.optim.AdamW` and `torch.optim.SGD` in one operator per
-step. Every other rule is the class of torch.optim itself, so its steps are torch's to the bit. The
-constructors and ``step`` methods of these classes import a compiler (70 MB and seconds on a small
+``adamw`` is `torch.optim.AdamW` and ``sgd`` is `torch.optim.SGD`, each in one fused operator per
+step; torch's own fused SGD refuses a parameter whose first gradient comes after that of others. The
+constructors and ``step`` methods of torch's classes import a compiler (70 MB and seconds on a small
 board) that neither needs; see `_light`.
 """
 
@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.optim.sgd import sgd
 
 from collapipe_flwr.core.errors import ConfigError
 
@@ -36,6 +37,7 @@ _NOT_ARGUMENTS = {"self", "params", "lr", "differentiable", "capturable"}
 _OF_TORCH = {"adamw": "AdamW", "sgd": "SGD"}  # whose constructors check the arguments
 _Slot = tuple[str, tuple[int, ...], torch.dtype]  # name, shape, dtype
 _STEP = "step"  # in a state of torch.optim
+_EXACT_FUSED = (torch.float32, torch.float64)  # others get wrong momenta of a fused SGD on CPUs
 _PROBE_SIZES = (2, 3, 5, 7, 11, 13, 17, 19)
 
 
@@ -81,9 +83,15 @@ def torch_names() -> tuple[str, ...]:
 
 def make_rule(name: str, groups: Sequence[Group]) -> UpdateRule:
     """The rule of that name; raises ConfigError for arguments that torch refuses."""
+    if name == "sgd":
+        return FusedSgd(groups)
     if name == "adamw":
-        return FusedAdamW(groups)
-    return FusedSgd(groups) if name == "sgd" else TorchRule(name, groups)
+        return TorchRule("AdamW", [Group(g.parameters, _fused(g.keywords)) for g in groups])
+    return TorchRule(name, groups)
+
+
+def _fused(keywords: Keywords) -> Keywords:
+    return {**keywords, "fused": True}
 
 
 @cache
@@ -120,10 +128,10 @@ def empty_state(
     name: str, keywords: Keywords, shape: torch.Size, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
     """The state of one parameter as meta tensors, for its shapes and dtypes."""
-    if name in FUSED:
-        rule = make_rule(name, ())
-        assert isinstance(rule, _Fused)
-        return rule.initial(torch.empty(shape, dtype=dtype, device="meta"), keywords)
+    if name == "sgd":
+        return FusedSgd.initial(torch.empty(shape, dtype=dtype, device="meta"), keywords)
+    if name == "adamw":
+        name, keywords = "AdamW", _fused(keywords)
     kept = _kept(name, keywords, shape, dtype)
     return tuple(torch.empty(size, dtype=dtype, device="meta") for _, size, dtype in kept)
 
@@ -135,116 +143,48 @@ def number(keywords: Keywords, name: str) -> float:
     return value
 
 
-class _Fused(UpdateRule):
-    """One operator for all tensors of a group, dtype and device."""
+class FusedSgd(UpdateRule):
+    """State: the momentum buffer, if there is momentum."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         super().__init__(groups)
         self._state: dict[Tensor, tuple[Tensor, ...]] = {}
 
     def step(self, factor: float) -> None:
-        """See `UpdateRule.step`."""
+        """One operator for all tensors of a group, dtype and device."""
         for group in self.groups:
-            ready = [p for p in group.parameters if p.grad is not None]
-            for weights in _alike(ready):
-                for weight in weights:
-                    if weight not in self._state:
-                        self._state[weight] = self.initial(weight, group.keywords)
-                columns = [list(c) for c in zip(*(self._state[w] for w in weights), strict=True)]
-                rate = float(number(group.keywords, "lr")) * factor
-                gradients = [_grad(w) for w in weights]
-                self.apply([w.detach() for w in weights], gradients, columns, group.keywords, rate)
+            rate = number(group.keywords, "lr") * factor
+            for weights in _alike([p for p in group.parameters if p.grad is not None]):
+                self._update(weights, group.keywords, rate)
 
-    def state_of(self, parameter: Tensor) -> tuple[Tensor, ...] | None:
-        """See `UpdateRule.state_of`."""
-        return self._state.get(parameter)
-
-    def set_state(self, parameter: Tensor, state: tuple[Tensor, ...]) -> None:
-        """See `UpdateRule.set_state`."""
-        self._state[parameter] = tuple(tensor.to(parameter.device) for tensor in state)
-
-    @abstractmethod
-    def initial(self, weight: Tensor, keywords: Keywords) -> tuple[Tensor, ...]:
-        """The state before the first step."""
-
-    @abstractmethod
-    def apply(
-        self,
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        state: list[list[Tensor]],
-        keywords: Keywords,
-        rate: float,
-    ) -> None:
-        """Update ``weights`` and ``state`` in place."""
-
-
-class FusedSgd(_Fused):
-    """State: the momentum buffer, if there is momentum."""
-
-    def initial(self, weight: Tensor, keywords: Keywords) -> tuple[Tensor, ...]:
-        """See `_Fused.initial`."""
-        return (torch.zeros_like(weight),) if keywords["momentum"] else ()
-
-    def apply(
-        self,
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        state: list[list[Tensor]],
-        keywords: Keywords,
-        rate: float,
-    ) -> None:
-        """See `_Fused.apply`."""
-        torch._fused_sgd_(
-            weights,
-            gradients,
-            state[0] if keywords["momentum"] else [],
+    def _update(self, weights: list[Tensor], keywords: Keywords, rate: float) -> None:
+        for weight in weights:
+            if weight not in self._state:
+                self._state[weight] = self.initial(weight, keywords)
+        sgd(
+            [weight.detach() for weight in weights],
+            [_grad(weight) for weight in weights],
+            [buffer for weight in weights for buffer in self._state[weight]]
+            or [None] * len(weights),
+            fused=weights[0].dtype in _EXACT_FUSED,
             weight_decay=number(keywords, "weight_decay"),
             momentum=number(keywords, "momentum"),
             lr=rate,
             dampening=0.0,
             nesterov=bool(keywords["nesterov"]),
             maximize=False,
-            is_first_step=False,
         )
 
+    def state_of(self, parameter: Tensor) -> tuple[Tensor, ...] | None:
+        return self._state.get(parameter)
 
-class FusedAdamW(_Fused):
-    """State: the number of steps, the mean and the mean square of the gradients."""
+    def set_state(self, parameter: Tensor, state: tuple[Tensor, ...]) -> None:
+        self._state[parameter] = tuple(tensor.to(parameter.device) for tensor in state)
 
-    def initial(self, weight: Tensor, keywords: Keywords) -> tuple[Tensor, ...]:
-        """See `_Fused.initial`."""
-        del keywords
-        zeros = torch.zeros_like(weight, requires_grad=False)
-        return torch.zeros((), dtype=torch.float32, device=weight.device), zeros, zeros.clone()
-
-    def apply(
-        self,
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        state: list[list[Tensor]],
-        keywords: Keywords,
-        rate: float,
-    ) -> None:
-        """See `_Fused.apply`."""
-        steps, means, squares = state
-        beta1, beta2 = cast("tuple[float, float]", keywords["betas"])
-        torch._foreach_add_(steps, 1.0)
-        torch._fused_adamw_(
-            weights,
-            gradients,
-            means,
-            squares,
-            [],
-            steps,
-            lr=rate,
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=number(keywords, "weight_decay"),
-            eps=number(keywords, "eps"),
-            amsgrad=False,
-            maximize=False,
-        )
+    @staticmethod
+    def initial(weight: Tensor, keywords: Keywords) -> tuple[Tensor, ...]:
+        """The state before the first step."""
+        return (torch.zeros_like(weight),) if keywords["momentum"] else ()
 
 
 class TorchRule(UpdateRule):
@@ -259,7 +199,6 @@ class TorchRule(UpdateRule):
             self._optimizer = _construct(name, self.groups)
 
     def step(self, factor: float) -> None:
-        """See `UpdateRule.step`."""
         if self._optimizer is None:
             return
         for group, given in zip(self._optimizer.param_groups, self.groups, strict=True):
@@ -267,13 +206,11 @@ class TorchRule(UpdateRule):
         self._optimizer.step()
 
     def state_of(self, parameter: Tensor) -> tuple[Tensor, ...] | None:
-        """See `UpdateRule.state_of`."""
         assert self._optimizer is not None
         found = self._optimizer.state.get(parameter)
         return tuple(_tensors(found).values()) if found else None
 
     def set_state(self, parameter: Tensor, state: tuple[Tensor, ...]) -> None:
-        """See `UpdateRule.set_state`."""
         assert self._optimizer is not None
         keywords = self._keywords[parameter]
         kept = _kept(self._name, keywords, parameter.shape, parameter.dtype)

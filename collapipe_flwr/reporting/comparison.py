@@ -18,7 +18,7 @@ from collapipe_flwr.reporting.figures import (
     whole_rounds,
     write_picture,
 )
-from collapipe_flwr.reporting.run_directory import read_events, read_summary
+from collapipe_flwr.reporting.run_directory import labelled_run, read_events, read_summary
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -67,29 +67,16 @@ def read_curves(sources: Sequence[str]) -> list[Curve]:
 
     Raises ConfigError where there is no summary.
     """
-    return [_curve(label, folder) for label, folder in _labelled(sources)]
-
-
-def _labelled(sources: Sequence[str]) -> list[tuple[str, Path]]:
-    found = []
-    for source in sources:
-        label, equals, folder = source.partition("=")
-        plain = not equals or Path(source).is_dir()
-        found.append(
-            (Path(source).resolve().name, Path(source)) if plain else (label, Path(folder))
+    runs = [labelled_run(source) for source in sources]
+    labels = [label for label, _ in runs]
+    return [
+        Curve(
+            label=str(folder) if labels.count(label) > 1 else label,
+            summary=read_summary(folder) or {},
+            events=read_events(folder),
         )
-    labels = [label for label, _ in found]
-    return [(str(p) if labels.count(label) > 1 else label, p) for label, p in found]
-
-
-def _curve(label: str, folder: Path) -> Curve:
-    summary = read_summary(folder)
-    if summary is None:
-        raise ConfigError(
-            f'"{folder}" is not the directory of a run: it has no summary.json; give '
-            "RUN_DIRECTORY or LABEL=RUN_DIRECTORY"
-        )
-    return Curve(label=label, summary=summary, events=read_events(folder))
+        for label, folder in runs
+    ]
 
 
 def metric_names(curves: Sequence[Curve], wanted: Sequence[str] = ()) -> list[str]:

@@ -49,7 +49,6 @@ from collapipe_flwr.scheduler.protocol import (
     Nested,
     SchedulerConfig,
     SchedulerState,
-    reference_of,
 )
 from collapipe_flwr.scheduler.replicating import with_replicas
 from collapipe_flwr.scheduler.search import FEW_CLUSTERS
@@ -175,10 +174,9 @@ class Dssda(Policy):
 
     def _started(self, state: SchedulerState, snapshot: Snapshot) -> SchedulerState:
         """V and place-holders of the queues, from the static dual of the first round."""
-        settings, reference = replace(self.settings, penalty_weight=1.0), reference_of(state)
+        settings = replace(self.settings, penalty_weight=1.0)
         tables = tabulate(snapshot, settings.coarsest)
-        caps = least_shares(tables, reference, settings)
-        tables = capped(tables, caps, reference, settings)
+        tables = capped(tables, least_shares(tables, settings), settings)
         dual, spare = Dual(planner_for(tables, state, settings)), None
         theta = np.zeros_like(tables.members.budget_mi)
         try:
@@ -209,10 +207,10 @@ class Dssda(Policy):
 
     def _decide(self, state: SchedulerState, snapshot: Snapshot, share: float) -> Decision:
         """The best plan in which exactly the clusters of ``snapshot`` take part."""
-        tables, reference = tabulate(snapshot, self.settings.coarsest), reference_of(state)
-        caps = least_shares(tables, reference, self.settings)
+        tables = tabulate(snapshot, self.settings.coarsest)
+        caps = least_shares(tables, self.settings)
         while True:
-            limited = capped(tables, caps, reference, self.settings)
+            limited = capped(tables, caps, self.settings)
             planner = planner_for(limited, state, self.settings, share)
             planner = replace(planner, room_mi=self._room(limited, state))
             try:

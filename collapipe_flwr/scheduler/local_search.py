@@ -31,7 +31,6 @@ class Moves:
         self.cost_mi, self.most = cost_mi, most
 
     def all(self) -> Layouts:
-        """Every valid neighbour."""
         return stack([kind(self)[1] for kind in MOVE_KINDS])
 
     def _spare(self) -> Mask:

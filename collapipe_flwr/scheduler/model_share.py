@@ -1,32 +1,39 @@
 """No device holds most of the model: a cap on what a plan may use of any device's memory.
 
-The cap is a share of what training the whole model on one device takes (``costs.work.whole_bytes``:
-parameters, gradients, optimizer state and activations). Under GPipe that is with the plan's own
-micro-batches. Under 1F1B, where the whole model keeps one micro-batch but early stages several, it
-is with one of the reference's size. A cluster in which no plan keeps its share gets about the least
-that allows one; plans say which share they kept, and what the whole model takes with their own
-micro-batches. Control units and the edge hold their own parts and are not capped.
+The cap is a share of what training the whole model on one device takes with the plan's own
+micro-batches (``costs.work.whole_bytes``: parameters, gradients, optimizer state and activations).
+Under GPipe those are the activations of all micro-batches of a step. Under 1F1B the whole model
+keeps one micro-batch at a time, and a stage as many as its planned depth, all of which count. A
+cluster in which no plan keeps its share gets about the least that allows one; plans say which share
+they kept. Control units and the edge hold their own parts and are not capped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from collapipe_flwr.core.domain import ClusterPlan, Plan
 from collapipe_flwr.costs.arrays import Array, Mask
 from collapipe_flwr.costs.tables import Tables
-from collapipe_flwr.costs.work import SAME, PricingOptions, segment_bytes, whole_bytes
-from collapipe_flwr.scheduler.protocol import Reference, SchedulerConfig
+from collapipe_flwr.costs.work import (
+    SAME,
+    PricingOptions,
+    least_flight,
+    segment_bytes,
+    whole_bytes,
+)
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
 
 WIDENING = 1.25  # of all caps at a time when the search finds no plan within them
-SLACK = 1.05  # of the least share under GPipe, which should not leave the smallest batch alone
+SLACK = 1.05  # of the least share, which should not leave the smallest batch alone
 NO_CAP = 1.0  # a share from which on the devices' own memories are the only limit
 
 
-def least_shares(tables: Tables, reference: Reference, settings: SchedulerConfig) -> Array:
+def least_shares(tables: Tables, settings: SchedulerConfig) -> Array:
     """The setting's share for every cluster, or about the least above it with a plan, (M,)."""
     share = settings.max_model_share
     if share >= NO_CAP:
@@ -34,58 +41,83 @@ def least_shares(tables: Tables, reference: Reference, settings: SchedulerConfig
     members = tables.members
     room = (1.0 - settings.memory_margin) * members.memory_mi[:, 1:]
     room = np.where(members.present_mi[:, 1:], room, 0.0)
-    slack = SLACK if settings.schedule == "gpipe" else 1.0
-    choices = list(_choices(tables, reference, settings))
+    choices = [_Choice(tables, settings, batch) for batch in sorted(settings.batches)]
     keeps = np.zeros(tables.num_clusters, dtype=bool)
-    for needs, whole, ends_fit in choices:
-        keeps |= ends_fit & _plainly_fits(needs, np.minimum(room, share * whole))
+    for each in choices:
+        keeps |= each.ends_fit_m & _plainly_fits(each.needs[-1], each.within(share, room))
     shares = np.full(tables.num_clusters, share)
     for m in np.flatnonzero(~keeps):
-        own = room[m][room[m] > 0.0]
-        least = (_least_cap(n, own) / whole for n, whole, ends_fit in choices if ends_fit[m])
-        shares[m] = max(share, slack * min(least, default=np.inf))
+        here = [each for each in choices if each.ends_fit_m[m]]
+        shares[m] = _least_share(here, room[m][room[m] > 0.0], share)
     return shares
 
 
-def _choices(
-    tables: Tables, reference: Reference, settings: SchedulerConfig
-) -> Iterator[tuple[Array, float, Mask]]:
-    """Needs of segments, the whole model's, and whose control unit and edge hold their parts.
-
-    Of all micro-batches that differ in them under GPipe; of the smallest under 1F1B.
-    """
-    if settings.schedule != "gpipe":
-        whole = float(whole_bytes(tables, reference.micro_batch_size, 1, settings))
-        yield segment_needs(tables, settings), whole, np.ones(tables.num_clusters, dtype=bool)
-        return
-    usable, model = 1.0 - settings.memory_margin, tables.snapshot.model
-    own = usable * tables.members.memory_mi[:, 0]
-    edge = usable * tables.snapshot.edge.memory_bytes / tables.num_clusters
-    batches = {size * count: (size, count) for size, count in settings.batches}
-    for examples, batch in sorted(batches.items()):
-        parts = (model.embedding, model.decoder)
-        start, end = (part.state_bytes + examples * part.stash_bytes for part in parts)
-        whole = float(whole_bytes(tables, *batch, settings))
-        yield segment_needs(tables, settings, batch), whole, (start <= own) & (end <= edge)
+def _least_share(choices: Sequence[_Choice], room_n: Array, share: float) -> float:
+    """``share`` where some micro-batches keep it, else a little more than the least kept."""
+    if any(packs(each.needs, each.within(share, room_n)) for each in choices):
+        return share
+    least = np.inf
+    for each in choices:
+        if packs(each.needs, each.within(least, room_n)):
+            least = _least_cap(each.needs, room_n) / each.whole
+    return max(share, SLACK * least)
 
 
-def capped(
-    tables: Tables, share_m: Array, reference: Reference, settings: SchedulerConfig
-) -> Tables:
+@dataclass(frozen=True)
+class _Choice:
+    """What segments need, and the whole model, with one choice of micro-batches."""
+
+    tables: Tables
+    settings: SchedulerConfig
+    batch: tuple[int, int]
+
+    @cached_property
+    def whole(self) -> float:
+        """Bytes of training the whole model."""
+        return float(whole_bytes(self.tables, *self.batch, self.settings))
+
+    @cached_property
+    def needs(self) -> list[Array]:
+        """As `segment_needs`, of the last device, the one before it and so on; then the same."""
+        deepest = 0
+        if self.settings.schedule == "1f1b":
+            devices = min(self.tables.members.memory_mi.shape[1] - 1, self.tables.num_blocks)
+            deepest = max(min(self.batch[1] - 2, devices - 1), 0)
+        return [
+            segment_needs(self.tables, self.settings, self.batch, behind)
+            for behind in range(1, deepest + 2)
+        ]
+
+    @cached_property
+    def ends_fit_m(self) -> Mask:
+        """Clusters whose control unit and edge hold their parts where one device has all blocks."""
+        tables, (size, count) = self.tables, self.batch
+        usable, model = 1.0 - self.settings.memory_margin, tables.snapshot.model
+        start, end = (
+            part.state_bytes + size * least_flight(count, behind, self.settings) * part.stash_bytes
+            for part, behind in ((model.embedding, 2), (model.decoder, 0))
+        )
+        edge = usable * tables.snapshot.edge.memory_bytes / tables.num_clusters
+        return np.asarray((start <= usable * tables.members.memory_mi[:, 0]) & (end <= edge))
+
+    def within(self, share: float, room: Array) -> Array:
+        """What devices may use of their memories under a cap."""
+        return np.minimum(room, share * self.whole)
+
+
+def capped(tables: Tables, share_m: Array, settings: SchedulerConfig) -> Tables:
     """``tables`` in which no device may hold more than its cluster's share.
 
-    Under GPipe, how much that is depends on a plan's micro-batches; memory beyond what it can be
-    counts for none.
+    How much that is depends on a plan's micro-batches; memory beyond what it can be counts for
+    none.
     """
-    pairs = settings.batches if settings.schedule == "gpipe" else [(reference.micro_batch_size, 1)]
-    size, count = (np.array(each, dtype=np.float64) for each in zip(*pairs, strict=True))
+    size, count = np.array(settings.batches, dtype=np.float64).T
     most_m = share_m * whole_bytes(tables, size, count, settings).max()
     memory = tables.members.memory_mi.copy()
     room_m = most_m * (1.0 + SAME) / (1.0 - settings.memory_margin)
     memory[:, 1:] = np.minimum(memory[:, 1:], room_m[:, None])
-    by_batch = share_m if settings.schedule == "gpipe" else np.full(len(share_m), np.inf)
     members = replace(tables.members, memory_mi=memory)
-    return replace(tables, members=members, most_share_m=by_batch.copy())
+    return replace(tables, members=members, most_share_m=share_m.copy())
 
 
 def widened(share_m: Array) -> Array:
@@ -106,15 +138,18 @@ def with_model_shares(plan: Plan, share_m: Array, tables: Tables, options: Prici
 
 
 def segment_needs(
-    tables: Tables, settings: SchedulerConfig, batch: tuple[int, int] | None = None
+    tables: Tables,
+    settings: SchedulerConfig,
+    batch: tuple[int, int] | None = None,
+    behind: int = 1,
 ) -> Array:
     """Bytes of a segment of blocks k..l-1 with micro-batches, or the smallest, (L + 1, L + 1).
 
-    Infinite on and below the diagonal. For 1F1B only the one micro-batch in flight that no
-    schedule can do without counts.
+    Infinite on and below the diagonal. For 1F1B with so many micro-batches in flight as no schedule
+    can do without on a device with ``behind`` stages behind it; the last one has the edge.
     """
     size, count = batch or min(settings.batches)
-    flight = count if settings.schedule == "gpipe" else 1
+    flight = float(least_flight(count, behind, settings))
     need = segment_bytes(tables.blocks, settings, size, flight)
     return np.where(np.tri(len(need), k=-1, dtype=bool).T, need, np.inf)
 
@@ -127,30 +162,32 @@ def _plainly_fits(needs: Array, room_mn: Array) -> Mask:
     return np.asarray(np.minimum(held, blocks).sum(1) >= blocks)
 
 
-def _least_cap(needs: Array, room_n: Array) -> float:
-    """The smallest cap under which ``room_n`` holds all blocks; infinite where none does."""
-    if not packs(needs, room_n):
-        return np.inf
-    caps = np.unique(needs[np.isfinite(needs)])
-    low, high = -1, int(np.searchsorted(caps, room_n.max(), side="right"))
+def _least_cap(needs: Sequence[Array], room_n: Array) -> float:
+    """The smallest cap under which ``room_n``, which hold all blocks, still do."""
+    caps = np.unique(np.stack(needs))
+    caps = caps[caps < np.inf]
+    low, high = -1, len(caps) - 1
     while high - low > 1:
         middle = (low + high) // 2
-        if middle < len(caps) and not packs(needs, np.minimum(room_n, caps[middle])):
-            low = middle
-        else:
+        if packs(needs, np.minimum(room_n, caps[middle])):
             high = middle
-    return float(caps[high]) if high < len(caps) else np.inf
+        else:
+            low = middle
+    return float(caps[high])
 
 
-def packs(needs: Array, room_n: Array) -> bool:
+def packs(needs: Sequence[Array], room_n: Array) -> bool:
     """Whether contiguous segments on these devices, in some order, hold all blocks.
 
-    Exact where ``room_n`` are equal or blocks are; otherwise larger devices come first.
+    ``needs[t]`` are those of a device with t others behind it, the last of them for all further
+    ones. Exact where ``room_n`` are equal or blocks are, and with one of ``needs``; otherwise
+    larger devices stand further behind.
     """
-    at, blocks = 0, len(needs) - 1
-    for room in -np.sort(-room_n):
-        while_fits = np.flatnonzero(needs[at] <= room)
-        at = int(while_fits[-1]) if len(while_fits) else at
-        if at == blocks:
+    stop = len(needs[0]) - 1
+    for place, room in enumerate(-np.sort(-room_n)):
+        starts = np.flatnonzero(needs[min(place, len(needs) - 1)][:, stop] <= room)
+        if not len(starts):
+            return False
+        if (stop := int(starts[0])) == 0:
             return True
     return False

@@ -40,7 +40,6 @@ class Solution:
 
     @property
     def rows(self) -> Layouts:
-        """The layouts."""
         return self.chain.rows
 
     def spent_mi(self, shape: tuple[int, ...]) -> Array:

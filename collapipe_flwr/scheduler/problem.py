@@ -9,12 +9,7 @@ import numpy as np
 
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.costs.arrays import Array, Ints
-from collapipe_flwr.costs.convergence import (
-    LearningConstants,
-    NoiseScale,
-    bound_sums,
-    exchanged,
-)
+from collapipe_flwr.costs.convergence import LearningConstants, NoiseScale, bound_sums, exchanged
 from collapipe_flwr.costs.layouts import Layouts
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.work import local_steps, steps_of

@@ -208,9 +208,7 @@ class Scheduler(Protocol):
     """Plans one round at a time."""
 
     @property
-    def name(self) -> str:
-        """The policy's name."""
-        ...
+    def name(self) -> str: ...
 
     def init(self, snapshot: Snapshot) -> SchedulerState:
         """The state before the first round; raises ScheduleError for unusable snapshots."""

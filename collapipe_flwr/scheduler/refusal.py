@@ -1,7 +1,8 @@
 """Why no plan fits a cluster: what falls short of what it needs, in numbers that say so.
 
-Needs are those of the smallest micro-batches that plans may choose, and memories those that plans
-may use. Only what falls short is named.
+Needs are those of the smallest micro-batches that plans may choose, under 1F1B with so many in
+flight as one device with all blocks cannot do without; memories are those that plans may use. Only
+what falls short is named.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 
 from collapipe_flwr.core.domain import BlockCost
 from collapipe_flwr.costs.tables import Tables
+from collapipe_flwr.costs.work import least_flight
 from collapipe_flwr.scheduler.model_share import segment_needs
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 
@@ -41,10 +43,10 @@ def _shortages(tables: Tables, m: int, settings: SchedulerConfig) -> Iterator[st
     parts = (
         (
             "the control unit",
-            _need(model.embedding, settings),
+            _need(model.embedding, 2, settings),
             usable * profile.control_unit.memory_bytes,
         ),
-        ("the edge, for each cluster,", _need(model.decoder, settings), edge),
+        ("the edge, for each cluster,", _need(model.decoder, 0, settings), edge),
         ("a device for one block", largest, max(room, default=0.0)),
         (f"the {len(room)} devices together", together, sum(room)),
     )
@@ -59,10 +61,9 @@ def _shortages(tables: Tables, m: int, settings: SchedulerConfig) -> Iterator[st
         )
 
 
-def _need(end: BlockCost, settings: SchedulerConfig) -> float:
+def _need(end: BlockCost, behind: int, settings: SchedulerConfig) -> float:
     size, count = min(settings.batches)
-    flight = count if settings.schedule == "gpipe" else 1
-    return end.state_bytes + size * flight * end.stash_bytes
+    return end.state_bytes + size * float(least_flight(count, behind, settings)) * end.stash_bytes
 
 
 def compared(need: float, have: float, verb: str) -> str:

@@ -60,7 +60,8 @@ def _runs(plan: ClusterPlan, schedule: str) -> bool:
 def _predicted(before: ClusterPlan, plan: ClusterPlan, rest: ReplanInput) -> ClusterPlan | None:
     """With predictions for those that are left; None where a memory is too small."""
     blocks, margin = block_table(rest.model), 1.0 - rest.options.memory_margin
-    room = {device.device_id: device.memory_bytes * margin for device in rest.devices}
+    most = before.most_bytes
+    room = {device.device_id: min(device.memory_bytes * margin, most) for device in rest.devices}
     need: dict[str, float] = {}
     more: dict[str, float] = {}
     for stage, (segment, had) in enumerate(

@@ -57,7 +57,19 @@ class ReplanInput:
 
 
 def replan(plan: ClusterPlan, rest: ReplanInput) -> ClusterPlan:
-    """The plan with new segments; raises InfeasibleError where the rest cannot hold the model."""
+    """The plan with new segments; raises InfeasibleError where the rest cannot hold the model.
+
+    Where they can only beyond the plan's share of the model, it has none any more.
+    """
+    if plan.model_share is not None:
+        try:
+            return _replanned(plan, rest)
+        except InfeasibleError:
+            plan = replace(plan, model_share=None)
+    return _replanned(plan, rest)
+
+
+def _replanned(plan: ClusterPlan, rest: ReplanInput) -> ClusterPlan:
     devices = rest.devices
     if not devices:
         raise InfeasibleError(_refusal(plan, rest))
@@ -86,9 +98,10 @@ def _problem(plan: ClusterPlan, rest: ReplanInput) -> SegmentProblem:
     if rest.options.recompute:
         back = back + ahead
     room = np.array([d.memory_bytes for d in devices])[:, None, None]
+    room = np.minimum(room * (1.0 - rest.options.memory_margin), plan.most_bytes)
     need = _segment_bytes(plan, rest)
     allowed = np.tri(len(need), k=-1, dtype=bool).T
-    allowed = allowed & (need <= room * (1.0 - rest.options.memory_margin))
+    allowed = allowed & (need <= room)
     hops = np.zeros((len(devices) + 1, len(devices) + 2, len(need)))
     overlaps = rest.options.schedule == "1f1b"
     embedding, own = rest.model.embedding, rest.profile.control_unit.speed_flop_per_s
@@ -141,8 +154,6 @@ def _with_segments(plan: ClusterPlan, rest: ReplanInput, path: Path, step_s: flo
         memory_bytes={
             device.device_id: int(need[span]) for device, span in zip(chosen, spans, strict=True)
         },
-        model_share=None,
-        whole_bytes=plan.whole_bytes,
         hops=_hops(plan, [d.device_id for d in chosen]),
     )
 

@@ -31,7 +31,7 @@ from collapipe_flwr.scheduler.estimates import with_profiles
 from collapipe_flwr.scheduler.initial_layouts import rows_by_weight
 from collapipe_flwr.scheduler.model_share import capped, least_shares, with_model_shares
 from collapipe_flwr.scheduler.planner import Planner, Solution
-from collapipe_flwr.scheduler.protocol import Reference, SchedulerState, reference_of
+from collapipe_flwr.scheduler.protocol import SchedulerState
 from collapipe_flwr.scheduler.radio.interior_point import equal_shares
 
 Rule = Callable[[Tables, int], Array]
@@ -106,7 +106,7 @@ class RuleScheduler(Policy):
 
     def _plan(self, state: SchedulerState, snapshot: Snapshot) -> Plan:
         tables = tabulate(snapshot, self.settings.coarsest)
-        limited, shares, choices = self._within_caps(tables, reference_of(state))
+        limited, shares, choices = self._within_caps(tables)
         planner = planner_for(limited, state, self.settings)
         if not self.settings.best_batches:
             picks = [0] * len(choices)
@@ -118,13 +118,11 @@ class RuleScheduler(Policy):
         plan = solution_plan(solution, self.name, 1.0)
         return with_model_shares(plan, shares, tables, self.settings)
 
-    def _within_caps(
-        self, tables: Tables, reference: Reference
-    ) -> tuple[Tables, Array, list[Layouts]]:
+    def _within_caps(self, tables: Tables) -> tuple[Tables, Array, list[Layouts]]:
         """Capped tables, every cluster's share, (M,), and what each may choose from."""
-        shares = least_shares(tables, reference, self.settings)
+        shares = least_shares(tables, self.settings)
         while True:
-            limited = capped(tables, shares, reference, self.settings)
+            limited = capped(tables, shares, self.settings)
             choices = [self._choices(limited, m) for m in range(tables.num_clusters)]
             short = [m for m, rows in enumerate(choices) if not len(rows)]
             if not short:

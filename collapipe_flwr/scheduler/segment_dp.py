@@ -40,12 +40,10 @@ class SegmentProblem:
 
     @property
     def devices(self) -> int:
-        """Number of devices."""
         return int(self.stage_cost_nlk.shape[0])
 
     @property
     def blocks(self) -> int:
-        """Number of blocks."""
         return int(self.stage_cost_nlk.shape[1]) - 1
 
 
@@ -60,7 +58,6 @@ class Path:
     backward_s: float
 
     def value(self, problem: SegmentProblem) -> float:
-        """The objective."""
         pace = problem.pace * (self.forward_s + self.backward_s)
         return self.cost + pace + problem.fixed_cost
 

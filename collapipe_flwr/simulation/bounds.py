@@ -9,9 +9,8 @@ import numpy as np
 from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.costs.bounds import ClusterBound
 from collapipe_flwr.costs.tables import tabulate
-from collapipe_flwr.scheduler.base import initial_state
 from collapipe_flwr.scheduler.model_share import capped, least_shares
-from collapipe_flwr.scheduler.protocol import SchedulerConfig, reference_of
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.world import World
 
 
@@ -36,10 +35,9 @@ def bounds_in(world: World, model: ModelProfile, settings: SchedulerConfig, roun
     the average of maxima.
     """
     first = world.snapshot(1, model)
-    reference = reference_of(initial_state(first, settings))
     tables = [tabulate(world.snapshot(r, model), settings.coarsest) for r in range(1, rounds + 1)]
-    shares = least_shares(tables[0], reference, settings)
-    limited = [capped(each, shares, reference, settings) for each in tables]
+    shares = least_shares(tables[0], settings)
+    limited = [capped(each, shares, settings) for each in tables]
     pairs = np.array(settings.batches, dtype=np.int64)
     clusters = [ClusterBound(limited, m, settings, pairs) for m in range(len(first.clusters))]
     slowest_s = float(np.max([c.least_s()[0] for c in clusters], axis=0).mean())

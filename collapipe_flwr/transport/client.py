@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,9 +14,10 @@ from collapipe_flwr.core.errors import LinkError, ProtocolError
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest
 from collapipe_flwr.pipeline.config import Health, PassesDone, SessionKey, SessionRequest, StepMark
-from collapipe_flwr.pipeline.link import FrameKind, Link
+from collapipe_flwr.pipeline.link import Frame, FrameKind, Link
 from collapipe_flwr.pipeline.meter import StageReport, Timeline
-from collapipe_flwr.pipeline.state import Digests, Keys, digests_of
+from collapipe_flwr.pipeline.state import Digests, Keys, digest_of
+from collapipe_flwr.pipeline.stowed import Lookup, Stow
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
 from collapipe_flwr.transport.connection import Answer, Connection
@@ -25,8 +26,8 @@ from collapipe_flwr.transport.methods import Metadata, Method
 from collapipe_flwr.transport.stream import StreamConfig, StreamLink
 from collapipe_flwr.transport.weights import (
     TransferStats,
+    gather_each,
     gather_weights,
-    tensor_bytes,
     weight_frames,
 )
 
@@ -89,12 +90,11 @@ class Session:
 
     def push_missing(self, tensors: Mapping[str, Tensor]) -> TransferStats:
         """Set the weights; those that the host kept from its last session do not travel."""
-        pushed = {key: tensors[key] for key in self.missing(digests_of(tensors)) if key in tensors}
-        self.push_weights(pushed)
-        sent_bytes = tensor_bytes(pushed.values())
-        return TransferStats(
-            sent_bytes=sent_bytes, spared_bytes=tensor_bytes(tensors.values()) - sent_bytes
-        )
+        digests, sizes = _looked_at(tensors)
+        pushed = [key for key in self.missing(digests) if key in tensors]
+        self.push_weights(Lookup.of(tensors).only(pushed))
+        sent_bytes = sum(sizes[key] for key in pushed)
+        return TransferStats(sent_bytes=sent_bytes, spared_bytes=sum(sizes.values()) - sent_bytes)
 
     def fetch_weights(
         self,
@@ -106,31 +106,48 @@ class Session:
 
         `keys` limits the answer to some of them.
         """
-        client, request = self.client, methods.encode_message(Keys(keys=keys))
 
         def fetch() -> dict[str, Tensor]:
-            answers = methods.FETCH_WEIGHTS.on(client.channel)(
-                request, timeout=client.transfer_s, metadata=self._metadata(with_optimizer)
-            )
-            return gather_weights((decode_frame(a) for a in answers), _MOST_BYTES)
+            return gather_weights(self._answers(with_optimizer, keys), _MOST_BYTES)
 
-        return client.patiently(fetch)
+        return self.client.patiently(fetch)
 
     def fetch_changed(
-        self, known: Mapping[str, Tensor], *, with_optimizer: bool = False
-    ) -> tuple[dict[str, Tensor], TransferStats]:
-        """The weights: those equal to ``known`` are taken from there, the others travel."""
+        self,
+        known: Mapping[str, Tensor],
+        *,
+        with_optimizer: bool = False,
+        turn: AbstractContextManager[object] = nullcontext(),  # noqa: B008 - it holds nothing
+    ) -> tuple[Lookup[Tensor], TransferStats]:
+        """The weights: those equal to ``known`` are taken from there, the others travel.
+
+        What travels, within ``turn``, lies in a file as soon as it is here.
+        """
         theirs = self.digests(with_optimizer=with_optimizer)
-        ours = digests_of({key: known[key] for key in theirs if key in known})
-        changed = tuple(key for key, digest in theirs.items() if ours.get(key) != digest)
-        fetched: dict[str, Tensor] = {}
+        ours = Lookup.of(known).only(key for key in theirs if key in known)
+        digests, sizes = _looked_at(ours)
+        changed = tuple(key for key, digest in theirs.items() if digests.get(key) != digest)
+        same = [key for key, digest in theirs.items() if digests.get(key) == digest]
+
+        def fetch() -> tuple[Lookup[Tensor], int]:
+            stow, readers, came_bytes = Stow(), dict[str, Callable[[], Tensor]](), list[int]()
+
+            def take(key: str, tensor: Tensor) -> None:
+                readers[key] = stow.put(tensor)
+
+            gather_each(
+                self._answers(with_optimizer, changed), _MOST_BYTES, take, came_bytes.append
+            )
+            return Lookup(readers), sum(came_bytes)
+
+        fetched, came_bytes = Lookup[Tensor]({}), 0
         if changed:
-            fetched = self.fetch_weights(with_optimizer=with_optimizer, keys=changed)
-        same = {key: known[key] for key in theirs if key not in fetched}
+            with turn:
+                fetched, came_bytes = self.client.patiently(fetch)
         stats = TransferStats(
-            received_bytes=tensor_bytes(fetched.values()), spared_bytes=tensor_bytes(same.values())
+            received_bytes=came_bytes, spared_bytes=sum(sizes[key] for key in same)
         )
-        return {key: fetched[key] if key in fetched else same[key] for key in theirs}, stats
+        return Lookup.of(ours.only(same), fetched).only(theirs), stats
 
     def missing(self, digests: Mapping[str, str]) -> tuple[str, ...]:
         """Which of these weights a push must bring; the host kept the others."""
@@ -211,6 +228,15 @@ class Session:
         self._await_hello(stream)
         return stream
 
+    def _answers(self, with_optimizer: bool, keys: tuple[str, ...] | None) -> Iterator[Frame]:
+        """The frames of these weights."""
+        answers = methods.FETCH_WEIGHTS.on(self.client.channel)(
+            methods.encode_message(Keys(keys=keys)),
+            timeout=self.client.transfer_s,
+            metadata=self._metadata(with_optimizer),
+        )
+        return (decode_frame(answer) for answer in answers)
+
     def _look(
         self, method: Method, message: object, answer: type[Answer], with_optimizer: bool = False
     ) -> Answer:
@@ -238,3 +264,12 @@ class Session:
         slots = ((methods.SLOTS_KEY, "1"),) if with_optimizer else ()
         session_id, token = self.key.session_id, self.key.token
         return ((methods.SESSION_KEY, session_id), (methods.TOKEN_KEY, token), *slots)
+
+
+def _looked_at(tensors: Mapping[str, Tensor]) -> tuple[dict[str, str], dict[str, int]]:
+    """Digests and bytes as they travel; each tensor is read once."""
+    digests, sizes = {}, {}
+    for key, tensor in tensors.items():
+        digests[key] = digest_of(tensor)
+        sizes[key] = tensor.numel() * tensor.element_size()
+    return digests, sizes

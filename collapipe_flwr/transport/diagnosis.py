@@ -11,6 +11,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.x509.oid import NameOID
 
+from collapipe_flwr.core.addresses import host_and_port
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.links import TlsFiles
 
@@ -24,9 +25,8 @@ def diagnosis(address: str, name: str, tls: TlsFiles | None) -> str:
 
     ``name`` is what the host's certificate must bear, ``tls`` what we show it.
     """
-    host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S) as peer:
+        with socket.create_connection(host_and_port(address), _CONNECT_S) as peer:
             return _plain(peer) if tls is None else _shaken(peer, name, tls)
     except OSError:
         return ""

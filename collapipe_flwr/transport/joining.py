@@ -8,7 +8,6 @@ from collapipe_flwr.transport.methods import Method
 from collapipe_flwr.transport.roster import Roster
 
 JOIN = Method("Join", service="collapipe.Joining")
-SERVICE_NAME = "collapipe-joining"  # in the certificate of who lets newcomers in; no member's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ import ssl
 from hashlib import sha256
 from typing import Any
 
+from collapipe_flwr.core.addresses import host_and_port
 from collapipe_flwr.core.errors import LinkError, Unreachable
 
 
@@ -17,10 +18,10 @@ def pinned_ca(address: str, pin: bytes, deadline_s: float) -> bytes:
     Nothing is sent: who shows it may be anybody, and is to prove by that CA who it is. Raises
     LinkError when nobody answers, or with another CA.
     """
-    host, _, port = address.rpartition(":")
+    place = host_and_port(address)
     try:
         with (
-            socket.create_connection((host.strip("[]"), int(port)), deadline_s) as peer,
+            socket.create_connection(place, deadline_s) as peer,
             _unverified().wrap_socket(peer) as shaken,
         ):
             chain = _chain(shaken)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from collapipe_flwr.core.errors import ProtocolError
@@ -17,10 +17,21 @@ _CONTEXT = b"collapipe roster\0"  # what else this CA signs cannot pass as a ros
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roster:
-    """The text of a cluster file with a version, and the CA's signature in base64."""
+    """The text of a cluster file with a version, and the CA's signature in base64.
+
+    ``figures`` are what members measured of themselves when they joined (JSON of `Measurements`),
+    for a control unit that is on another machine than the CA; empty elsewhere.
+    """
 
     text: str
     signature: str
+    figures: str = ""
+
+    @property
+    def signed(self) -> bytes:
+        """What the CA signs; there is no NUL in TOML."""
+        figures = f"\0{self.figures}" if self.figures else ""
+        return _CONTEXT + (self.text + figures).encode()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +41,10 @@ class RosterAnswer:
     version: int
 
 
-def signed_roster(text: str, sign: Callable[[bytes], bytes]) -> Roster:
+def signed_roster(text: str, sign: Callable[[bytes], bytes], figures: str = "") -> Roster:
     """The roster that members accept."""
-    signature = sign(_CONTEXT + text.encode())
-    return Roster(text=text, signature=base64.b64encode(signature).decode())
+    roster = Roster(text=text, signature="", figures=figures)
+    return replace(roster, signature=base64.b64encode(sign(roster.signed)).decode())
 
 
 def check_roster(roster: Roster, ca: Path) -> None:
@@ -49,7 +60,7 @@ def check_roster(roster: Roster, ca: Path) -> None:
         key = x509.load_pem_x509_certificate(ca.read_bytes()).public_key()
         if not isinstance(key, ec.EllipticCurvePublicKey):
             raise ProtocolError(f"{ca} is no CA that signs rosters")
-        key.verify(signature, _CONTEXT + roster.text.encode(), ec.ECDSA(hashes.SHA256()))
+        key.verify(signature, roster.signed, ec.ECDSA(hashes.SHA256()))
     except (OSError, ValueError, binascii.Error, InvalidSignature) as error:
         raise ProtocolError("the roster was not signed by this cluster's CA") from error
 

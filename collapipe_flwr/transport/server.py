@@ -13,11 +13,7 @@ import grpc
 
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.transport.keepalive import server_keepalive_options
-from collapipe_flwr.transport.methods import (
-    MOST_CONNECTIONS,
-    Method,
-    channel_options,
-)
+from collapipe_flwr.transport.methods import MOST_CONNECTIONS, Method, channel_options
 from collapipe_flwr.transport.tls import bind
 
 _log = logging.getLogger(__name__)

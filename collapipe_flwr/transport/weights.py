@@ -7,11 +7,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.pipeline.link import Frame, FrameKind
+from collapipe_flwr.pipeline.stowed import passing_tensor
 
 PIECE_BYTES = 4 * 2**20
 MOST_TENSORS = 65_536  # far beyond any model
@@ -33,11 +33,6 @@ class TransferStats:
         )
 
 
-def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """As they travel: memory that two of them share counts twice."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
 def weight_frames(weights: Mapping[str, Tensor], piece_bytes: int = PIECE_BYTES) -> Iterator[Frame]:
     """WEIGHTS frames of at most `piece_bytes`, then END with the number of tensors."""
     for key, tensor in weights.items():
@@ -56,30 +51,47 @@ def weight_frames(weights: Mapping[str, Tensor], piece_bytes: int = PIECE_BYTES)
 def gather_weights(
     frames: Iterable[Frame], most_bytes: int, reserve: Callable[[int], None] = lambda _: None
 ) -> dict[str, Tensor]:
-    """The state dict behind the frames; `reserve` is told of the bytes of each tensor before.
-
-    Raises ProtocolError when pieces are missing or out of order, or when the tensors announced
-    are more than `MOST_TENSORS` or take more than `most_bytes`.
-    """
+    """The state dict behind the frames; see `gather_each`."""
     weights: dict[str, Tensor] = {}
+    gather_each(frames, most_bytes, weights.__setitem__, reserve)
+    return weights
+
+
+def gather_each(
+    frames: Iterable[Frame],
+    most_bytes: int,
+    take: Callable[[str, Tensor], object],
+    reserve: Callable[[int], None] = lambda _: None,
+) -> None:
+    """`take` every tensor behind the frames when it is complete; what is taken is not held here.
+
+    `reserve` is told of the bytes of each tensor before. Raises ProtocolError when pieces are
+    missing or out of order, or when the tensors announced are more than `MOST_TENSORS` or take more
+    than `most_bytes`.
+    """
+    begun: dict[str, Tensor] = {}
     filled: dict[str, int] = {}
-    held_bytes = 0
+    told_bytes = 0
     for frame in frames:
         if frame.kind is FrameKind.END:
-            _check_complete(weights, filled, frame)
-            return weights
+            _check_complete(begun, filled, frame)
+            return
         key, piece, shape = _piece(frame)
-        if key not in weights:
+        if key not in filled:
             size_bytes = math.prod(shape) * piece.element_size()
-            held_bytes += size_bytes
-            if len(weights) >= MOST_TENSORS:
+            told_bytes += size_bytes
+            if len(filled) >= MOST_TENSORS:
                 raise ProtocolError(f"weights of more than {MOST_TENSORS} tensors are not accepted")
-            if held_bytes > most_bytes:
+            if told_bytes > most_bytes:
                 raise ProtocolError(f"weights of more than {most_bytes} bytes are not accepted")
             reserve(size_bytes)
-            weights[key] = torch.empty(shape, dtype=piece.dtype)
+            begun[key] = passing_tensor(shape, piece.dtype)
             filled[key] = 0
-        _fill(weights[key], key, piece, frame, filled)
+        if key not in begun:
+            raise ProtocolError(f"a piece of {key[:80]!r} out of order")
+        _fill(begun[key], key, piece, frame, filled)
+        if filled[key] == begun[key].numel():
+            take(key, begun.pop(key))
     raise ProtocolError("a stream of weights broke off before its END")
 
 
@@ -107,9 +119,8 @@ def _fill(target: Tensor, key: str, piece: Tensor, frame: Frame, filled: dict[st
     filled[key] = stop
 
 
-def _check_complete(weights: Mapping[str, Tensor], filled: Mapping[str, int], end: Frame) -> None:
-    if end.scalars.get("tensors") != len(weights):
+def _check_complete(begun: Mapping[str, Tensor], filled: Mapping[str, int], end: Frame) -> None:
+    if end.scalars.get("tensors") != len(filled):
         raise ProtocolError("a stream of weights lacks tensors")
-    short = [key for key, tensor in weights.items() if filled[key] != tensor.numel()]
-    if short:
-        raise ProtocolError(f"a stream of weights lacks pieces of {short[0][:80]!r}")
+    for key in begun:
+        raise ProtocolError(f"a stream of weights lacks pieces of {key[:80]!r}")

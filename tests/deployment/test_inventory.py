@@ -51,6 +51,42 @@ def test_the_wheel_of_a_table_counts_more_than_the_environment_of_all(tmp_path: 
     assert (device.environment, device.wheel) == ("", str(tmp_path / "a.whl"))
 
 
+SEVERAL = """environment = "/opt/env"
+[server]
+host = "10.0.0.1"
+[[cluster]]
+name = "greenhouse"
+control-unit.host = "10.0.0.10"
+[[cluster.device]]
+name = "pi-1"
+host = "10.0.0.11"
+[[cluster]]
+name = "workshop"
+control-unit = { host = "10.0.0.20", address = "10.1.0.20" }
+[[cluster.device]]
+name = "pc-1"
+host = "10.0.0.21"
+"""
+
+
+def test_several_clusters_have_one_edge_and_one_server_beside_their_own_machines(
+    tmp_path: Path,
+) -> None:
+    found = inventory(tmp_path, SEVERAL)
+    assert (found.clusters, found.name) == (("greenhouse", "workshop"), "greenhouse-workshop")
+    roles = {m.host: [(r.name, r.cluster) for r in m.roles] for m in found.machines}
+    assert roles == {
+        "10.0.0.10": [("cu-greenhouse", "greenhouse"), ("edge", "greenhouse")],
+        "10.0.0.1": [("server", "greenhouse")],
+        "10.0.0.11": [("pi-1", "greenhouse")],
+        "10.0.0.20": [("cu-workshop", "workshop")],
+        "10.0.0.21": [("pc-1", "workshop")],
+    }
+    units = [role for _, role in found.control_units]
+    assert [found.keeps_ca(role) for role in units] == [True, False]
+    assert units[1].address == "10.1.0.20" and found.registrar.host == "10.0.0.10"
+
+
 @pytest.mark.parametrize(
     ("text", "refusal"),
     [
@@ -70,6 +106,13 @@ def test_the_wheel_of_a_table_counts_more_than_the_environment_of_all(tmp_path: 
         (f'cluster = "g"\nwheel = "no.whl"\n{UNIT}{DEVICE}', "wheel .*no.whl is not there"),
         (f'{TOP}ssh-config = "none"\n{UNIT}{DEVICE}', "ssh-config .*none is not there"),
         ("cluster", "is not TOML"),
+        (f"{SEVERAL}{DEVICE}", "device belongs to a cluster here: write cluster.device"),
+        (SEVERAL.replace("workshop", "Greenhouse"), "two clusters are called 'Greenhouse'"),
+        (SEVERAL.replace("workshop", "a b"), r"cluster\[2\].cluster must be a name"),
+        (SEVERAL.replace("pc-1", "PI-1"), "two members are called 'pi-1'"),
+        (SEVERAL.replace("0.0.20", "0.0.10"), "two control units are on host '10.0.0.10'"),
+        (SEVERAL.replace("control-unit =", "edge ="), r"key of cluster\[2\] edge is unknown"),
+        (SEVERAL.replace('host = "10.0.0.21"', ""), r"cluster\[2\].device\[1\].host is missing"),
     ],
 )
 def test_what_cannot_be_deployed_is_refused_with_its_key(

@@ -20,8 +20,7 @@ from flwr.serverapp.strategy import (
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.federation.checkpoint import Checkpoints
-from collapipe_flwr.federation.driving import driver
-from collapipe_flwr.federation.inner import check_inner
+from collapipe_flwr.federation.inner import check_inner, driver
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.resuming import Checkpointed
 from collapipe_flwr.federation.strategy import CollaPipe

@@ -9,7 +9,7 @@ from flwr.app import Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
 from collapipe_flwr import LocalGrid
-from collapipe_flwr.federation.polling import LONGEST_S, SHORTEST_S, PollingGrid, polling
+from collapipe_flwr.federation.wrapped_grid import LONGEST_S, SHORTEST_S, PollingGrid, polling
 
 
 class Slow(LocalGrid):

@@ -18,7 +18,7 @@ import pytest
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.host.host_metrics import HostMetrics
-from collapipe_flwr.host.metrics_server import MetricsServer, host_and_port
+from collapipe_flwr.host.metrics_server import MetricsServer, metrics_place
 from collapipe_flwr.host.tally import MOST_CLUSTERS, OTHERS, Tally
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.transport.client import EdgeClient
@@ -80,13 +80,13 @@ def test_names_that_peers_make_up_do_not_grow_the_answer_without_bound() -> None
     ],
 )
 def test_a_port_alone_is_on_loopback(text: str, place: tuple[str, int]) -> None:
-    assert host_and_port(text) == place
+    assert metrics_place(text) == place
 
 
 @pytest.mark.parametrize("text", ["", "here", "127.0.0.1:http", "127.0.0.1:65536"])
 def test_what_is_no_address_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="it must read like"):
-        host_and_port(text)
+    with pytest.raises(ConfigError, match="must read like"):
+        metrics_place(text)
 
 
 @contextmanager

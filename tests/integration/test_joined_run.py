@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.cpu_time import cpu_s, is_busy
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -24,9 +24,9 @@ COLLAPIPE = Path(sys.executable).parent / "collapipe"
 
 
 class Machine:
-    """A shell on a machine of its own, as far as a folder goes; counts what is typed."""
+    """A shell on a machine of its own, as far as a folder goes; notes what is typed."""
 
-    typed = 0
+    typed: list[str] = []  # noqa: RUF012  (on all of them)
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
@@ -34,7 +34,7 @@ class Machine:
         self.env |= {"COLLAPIPE_FOLDER": str(folder), "PYTHONUNBUFFERED": "1"}
 
     def type(self, *words: str) -> subprocess.Popen[str]:
-        Machine.typed += 1
+        Machine.typed.append(" ".join(words))
         return subprocess.Popen(
             [str(COLLAPIPE), *words], cwd=ROOT, env=self.env, stdout=subprocess.PIPE, text=True
         )
@@ -87,11 +87,11 @@ def boards(tmp_path: Path) -> list[Machine]:
     return [Machine(tmp_path / f"board-{n}") for n in range(3)]
 
 
-def init(unit: Machine) -> str:
-    """Make a cluster on free ports; the token."""
+def init(unit: Machine, *more: str) -> str:
+    """Make a cluster on free ports; what it prints, the token of boards first."""
     places = ["--address", f"127.0.0.1:{free_port()}"]
     places += ["--edge-address", f"127.0.0.1:{free_port()}"]
-    return token_in(unit.run("cluster", "init", "shed", *places))
+    return unit.run("cluster", "init", "shed", *places, *more)
 
 
 def token_in(printed: str) -> str:
@@ -105,27 +105,16 @@ def joining(number: int, token: str) -> list[str]:
     return ["join", token, "--name", f"board-{number}", "--address", where]
 
 
-def cpu_s(folder: Path) -> float:
-    """What processes whose COLLAPIPE_FOLDER lies there have used, and their ended children."""
-    ticks = 0
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if f"COLLAPIPE_FOLDER={folder}".encode() in (process / "environ").read_bytes():
-                fields = (process / "stat").read_text().rpartition(") ")[2].split()
-                ticks += sum(map(int, fields[11:15]))
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return ticks / os.sysconf("SC_CLK_TCK") + ended.ru_utime + ended.ru_stime
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_three_boards_train_after_six_commands_and_three_minutes(
     tmp_path: Path, unit: Machine, boards: list[Machine]
 ) -> None:
     """Three minutes of a machine that does nothing else; on a busy one, of one core's time."""
-    Machine.typed, busy = 0, os.getloadavg()[0] > 1.0
-    start_s, before_s = time.monotonic(), cpu_s(tmp_path)
-    token = init(unit)
+    Machine.typed.clear()
+    busy, ours = is_busy(), f"COLLAPIPE_FOLDER={tmp_path}"
+    start_s, before_s = time.monotonic(), cpu_s(ours)
+    token = token_in(init(unit))
     with unit.stays("cluster", "serve") as serving, ExitStack() as stack:
         said(serving, "are let in at")
         running = [
@@ -134,13 +123,12 @@ def test_three_boards_train_after_six_commands_and_three_minutes(
         ]
         for number, process in enumerate(running):
             said(process, f"board-{number} on ")
-        run = ["run", ".", "--cluster", str(tmp_path / "unit" / "shed.toml"), "--quiet"]
-        run += ["-c", "num-server-rounds=1", "-c", "train.examples-per-round=96"]
-        (folder,) = unit.run(*run, "--output-dir", str(tmp_path / "runs")).split()
-        took_s, used_s = time.monotonic() - start_s, cpu_s(tmp_path) - before_s
-    print(f"{Machine.typed} commands, {took_s:.0f} s, {used_s:.0f} s of a core")
-    assert trained_on(Path(folder)) <= {f"shed/board-{n}" for n in range(3)}
-    assert Machine.typed <= MOST_COMMANDS and used_s <= MOST_S
+        folder = train(unit, tmp_path / "unit" / "shed.toml", tmp_path / "runs")
+        took_s, used_s = time.monotonic() - start_s, cpu_s(ours) - before_s
+    print(f"{len(Machine.typed)} commands, {took_s:.0f} s, {used_s:.0f} s of a core")
+    assert trained_on(folder) <= {f"shed/board-{n}" for n in range(3)}
+    assert len(Machine.typed) <= MOST_COMMANDS and used_s <= MOST_S
+    assert list(dict.fromkeys(map(verbs, Machine.typed))) == documented()
     assert busy or took_s <= MOST_S
 
 
@@ -150,7 +138,7 @@ def test_a_cluster_that_runs_takes_up_one_board_and_lets_go_of_another(
     tmp_path: Path, unit: Machine, boards: list[Machine]
 ) -> None:
     """By one command on the board and one on the control unit; nothing is started again."""
-    token = init(unit)
+    token = token_in(init(unit))
     with unit.stays("cluster", "serve") as serving:
         said(serving, "are let in at")
         killed = boards[0].type(*joining(0, token))
@@ -179,11 +167,68 @@ def test_a_cluster_that_runs_takes_up_one_board_and_lets_go_of_another(
     assert '"away"' in status.communicate(timeout=MOST_S)[0] and status.returncode == 1
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_control_unit_elsewhere_joins_trains_hears_of_a_board_and_is_revoked(
+    tmp_path: Path, unit: Machine, boards: list[Machine]
+) -> None:
+    """The CA's machine runs no part of a run but the edge; nothing is started again."""
+    keeper = Machine(tmp_path / "keeper")
+    printed = init(keeper, "--elsewhere", "control-unit")
+    first, own = token_in(printed), token_in(printed.partition("control unit's")[2])
+    file = tmp_path / "unit" / "shed.toml"
+    with keeper.stays("cluster", "serve") as serving:
+        said(serving, "are let in at")
+        with (
+            unit.stays("join", own, "--address", f"127.0.0.1:{free_port()}") as following,
+            boards[0].stays(*joining(0, first)) as zero,
+        ):
+            said(following, "is kept up to date")
+            said(zero, "board-0 on ")
+            with boards[1].stays(*joining(1, first)) as one:
+                said(one, "board-1 on ")
+                everybody = ("board-0", "board-1", "edge", "cu-shed")
+                assert states(keeper) == dict.fromkeys(everybody, "ready")
+                assert '"board-1"' in file.read_text()
+                folder = train(unit, file, tmp_path / "runs")
+                assert trained_on(folder) <= {"shed/board-0", "shed/board-1"}
+                keeper.run("cluster", "remove", "cu-shed")
+                assert following.wait(MOST_S) == 0
+                refused = unit.type("cluster", "check", str(file))
+                words, _ = refused.communicate(timeout=MOST_S)
+                assert refused.returncode == 1
+                assert "that this member joined with" in " ".join(words.split()), words
+    held = {path.name for path in (tmp_path / "keeper").rglob("*.key")}
+    assert "cu-shed.key" not in held and "edge.key" in held
+
+
+def verbs(command: str) -> str:
+    """What a command does, without places and names."""
+    found = re.match(r"cluster \w+|join|run \. --cluster", command)
+    assert found is not None, command
+    return found[0]
+
+
+def documented() -> list[str]:
+    """What the page on boards has one type."""
+    page = (ROOT / "docs/tutorials/boards.md").read_text().partition("\n## 7. ")[2]
+    return [verbs(line) for line in re.findall(r"^collapipe (.*)$", page, re.MULTILINE)]
+
+
+def train(unit: Machine, file: Path, runs: Path) -> Path:
+    """One round; the folder of its results."""
+    run = ["run", ".", "--cluster", str(file), "--quiet", "--output-dir", str(runs)]
+    run += ["-c", "num-server-rounds=1", "-c", "train.examples-per-round=96"]
+    (folder,) = unit.run(*run).split()
+    return Path(folder)
+
+
 def states(unit: Machine) -> dict[str, str]:
     """Of all members, once they have the newest roster."""
     until_s = time.monotonic() + MOST_S
     while time.monotonic() < until_s:
-        found = json.loads(unit.run("cluster", "status", "--json"))
+        asked = unit.type("cluster", "status", "--json")
+        found = json.loads(asked.communicate(timeout=MOST_S)[0])
         if all(member["roster"] == found["version"] for member in found["members"]):
             return {member["name"]: member["state"] for member in found["members"]}
     raise AssertionError(f"some are behind: {found}")

@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from collapipe_flwr.core.keys import Value
+from collapipe_flwr.scheduler import replicating
 from tests.integration.conftest import RunApp
 
 ONE_BATCH: dict[str, Value] = {
@@ -47,3 +50,28 @@ def test_measured_peaks_keep_the_share(shared_run: RunApp) -> None:
 
     free = _event(shared_run({**capped, "scheduler.max-model-share": 1.0}))
     assert max(_devices(free).values()) > share * whole_bytes  # the cap is why
+
+
+@pytest.mark.parametrize("replicas", [False, True])
+def test_measured_peaks_under_1f1b_keep_the_share_at_every_depth(
+    run_app: RunApp, monkeypatch: pytest.MonkeyPatch, replicas: bool
+) -> None:
+    """A whole model keeps one micro-batch; stages several, of which their replicas do a part."""
+    monkeypatch.setattr(replicating, "WORTH", -1e9)  # also where they make rounds longer
+    batch: dict[str, Value] = {**ONE_BATCH, "scheduler.schedule": "1f1b", "run-name": "whole"}
+    alone = {"world.devices": "jetson-orin-nano", "scheduler.micro-batches": "1"}
+    whole = _event(run_app({**batch, **alone, "scheduler.max-model-share": 1.0}))
+    whole_bytes = sum(whole["memory_bytes"].values())  # of all three parts
+    batch |= {"world.devices": "jetson-orin-nano,phone,phone", "scheduler.micro-batches": "5"}
+    batch |= {"scheduler.replicas": replicas}
+
+    capped: dict[str, Value] = {"scheduler.max-model-share": 0.4, "run-name": "capped"}
+    event = _event(run_app({**batch, **capped}))
+    (plan,) = event["plan"]["clusters"]
+    assert plan["model_share"] == 0.4 and plan["whole_bytes"] <= whole_bytes
+    assert min(plan["warmup_depth"][1:-1]) > 1 and len(plan["segments"]) > 1
+    assert any(s["replicas"] for s in plan["segments"]) == replicas
+    assert max(_devices(event).values()) <= 0.4 * whole_bytes
+
+    free = _event(run_app({**batch, "scheduler.max-model-share": 1.0, "run-name": "free"}))
+    assert max(_devices(free).values()) > 0.4 * whole_bytes  # the cap is why

@@ -20,7 +20,9 @@ from collapipe_flwr.membership.tokens import JoinToken
 ID, UNIT = "shed", "cu-shed"
 
 
-def new_registry(folder: Path, edge_address: str = "127.0.0.1:1") -> Registry:
+def new_registry(
+    folder: Path, edge_address: str = "127.0.0.1:1", elsewhere: frozenset[Role] = frozenset()
+) -> Registry:
     registry = Registry(folder)
     with registry.changing():
         registry.create(
@@ -28,6 +30,7 @@ def new_registry(folder: Path, edge_address: str = "127.0.0.1:1") -> Registry:
                 cluster_id=ID,
                 control_unit=MemberConfig(name=UNIT, address="127.0.0.1:50060"),
                 edge_address=edge_address,
+                elsewhere=elsewhere,
             )
         )
     return registry

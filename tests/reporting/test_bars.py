@@ -111,6 +111,7 @@ def _summary(devices: int) -> dict[str, object]:
             "budget_j": dict.fromkeys(names, 1.0),
             "mean_j": {name: 1.5 if i == 7 else 0.5 for i, name in enumerate(names)},
         },
+        "model_share": {"most": 0.31, "cap": 1 / 3},
         "peak_memory_bytes": dict.fromkeys(names, 10_000_000),
     }
 
@@ -118,9 +119,10 @@ def _summary(devices: int) -> dict[str, object]:
 def test_the_closing_table_fits_a_screen_and_names_overruns_first() -> None:
     lines = _lines(summary_table(_summary(1000)), 80)
     assert max(map(len, lines)) <= 80 and len(lines) <= 21  # of 24: the path, and the prompt
+    assert any("31 % of the whole model at most, 33.3 % allowed" in line for line in lines)
     energy = [line for line in lines if line.startswith("energy")]
     assert "over budget" in energy[0] and "over budget" not in energy[1]
-    assert "998 links, 996 energies, 997 peaks in summary.json" in lines[-1]
+    assert "998 links, 996 budgets, 997 peaks in summary.json" in lines[-1]
 
 
 @pytest.mark.parametrize("width", [40, 60])

@@ -70,9 +70,7 @@ def test_metrics_can_be_chosen_and_losses_are_compared_with_the_first_run(tmp_pa
 
 @pytest.mark.parametrize("source", ["no-run", "label=/nowhere/at/all"])
 def test_what_is_no_run_is_refused(source: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"is not the directory of a run: it has no summary\.json"
-    ):
+    with pytest.raises(ConfigError, match=r"is not the folder of a run: it has no summary\.json"):
         read_curves([source])
 
 

@@ -15,8 +15,12 @@ import pytest
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.reporting.events import incident_json
 from collapipe_flwr.reporting.report.charts import bars, by_row
-from collapipe_flwr.reporting.report.comparing import write_reports
-from collapipe_flwr.reporting.report.page import closing_report, run_page, write_run_report
+from collapipe_flwr.reporting.report.page import (
+    closing_report,
+    run_page,
+    write_reports,
+    write_run_report,
+)
 from collapipe_flwr.reporting.report.run_data import RunData, read_run
 from collapipe_flwr.reporting.run_directory import read_events, read_summary
 from tests.reporting.made_up_runs import MadeUpRun

@@ -48,15 +48,16 @@ def refused(memories: list[float], options: SchedulerConfig) -> str:
 @given(
     memories=MEMORIES,
     schedule=st.sampled_from(["gpipe", "1f1b"]),
+    counts=st.sampled_from([(1, 4), (3,)]),
     share=st.sampled_from([1.0, 0.5, 0.2]),
     margin=st.sampled_from([0.0, 0.05]),
 )
 def test_no_refusal_contradicts_its_own_numbers(
-    memories: list[float], schedule: str, share: float, margin: float
+    memories: list[float], schedule: str, counts: tuple[int, ...], share: float, margin: float
 ) -> None:
     options = SchedulerConfig(
         micro_batch_sizes=(1, 4),
-        micro_batches=(1, 4),
+        micro_batches=counts,
         schedule=schedule,
         max_model_share=share,
         memory_margin=margin,

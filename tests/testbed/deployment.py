@@ -1,7 +1,7 @@
 """The product as on boards: a SuperLink, two SuperNodes, six devices and an edge, all with TLS.
 
 Every program runs on a host of its own, every link is TLS: Flower's with its own certificates,
-ours mutual.
+ours mutual. A resident control unit is beside its SuperNode.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,18 @@ from tests.testbed.processes import Program, Programs
 
 PROJECT = Path(__file__).parents[2]
 CLUSTERS = {"a": ("a1", "a2", "a3"), "b": ("b1", "b2", "b3")}
-DEVICES = tuple(device for members in CLUSTERS.values() for device in members)
-HOSTS = ("server", "edge", *(f"cu-{name}" for name in CLUSTERS), *DEVICES)
 BIN = Path(sys.executable).parent
+POLL_S = 0.2  # of a SuperNode's SuperExec, as in our service file
 _START_S = 90.0
+
+
+def hosts_of(clusters: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """All hosts of a deployment of these devices."""
+    devices = (device for members in clusters.values() for device in members)
+    return ("server", "edge", *(f"cu-{name}" for name in clusters), *devices)
+
+
+HOSTS = hosts_of(CLUSTERS)
 
 
 @dataclass(kw_only=True)
@@ -33,15 +42,18 @@ class Deployment:
     programs: Programs
     folder: Path
     run_config: dict[str, object]
+    clusters: Mapping[str, Sequence[str]] = field(default_factory=lambda: CLUSTERS)
+    memory_mb: int = 6  # of each device
+    resident: bool = False
     members: dict[str, Endpoint] = field(init=False)
     superlink: Endpoint = field(init=False)
 
     def __post_init__(self) -> None:
-        self.members = {name: self.network.endpoint(name) for name in ("edge", *DEVICES)}
+        self.members = {name: self.network.endpoint(name) for name in ("edge", *self._devices())}
         self.superlink = self.network.endpoint("server")
-        for name in CLUSTERS:
+        for name in self.clusters:
             self._cluster_file(name).write_text(self._cluster_toml(name))
-        files = [word for name in CLUSTERS for word in ("--cluster", str(self._cluster_file(name)))]
+        files = self._cluster_files()
         names = [f"superlink={self.superlink.dialled_host}", "laptop"]
         _collapipe("certs", str(self.certs), *names, *files)
 
@@ -53,10 +65,12 @@ class Deployment:
     def start(self) -> dict[str, Program]:
         """Everything but the run, by name."""
         parts = {"edge": self.start_edge()}
-        for device in DEVICES:
+        for device in self._devices():
             parts[device] = self.start_device(device)
         parts["superlink"] = self.start_superlink()
-        for name in CLUSTERS:
+        for name in self.clusters:
+            if self.resident:
+                parts[f"control-unit-{name}"] = self.start_control_unit(name)
             parts[f"supernode-{name}"] = self.start_supernode(name)
         return parts
 
@@ -68,13 +82,20 @@ class Deployment:
 
     def start_supernode(self, name: str) -> Program:
         """The SuperNode of one cluster; not waited for."""
-        number = list(CLUSTERS).index(name)
+        number = list(self.clusters).index(name)
         command = self._supernode(number, name)
         return self.programs.start(f"cu-{name}", f"supernode-{name}", command, cwd=self.folder)
 
+    def start_control_unit(self, name: str) -> Program:
+        """What stays loaded beside the SuperNode of one cluster."""
+        command = [*_COLLAPIPE, "control-unit", "--socket", str(self._socket(name))]
+        unit = self.programs.start(f"cu-{name}", f"control-unit-{name}", command, cwd=self.folder)
+        unit.wait_for("control unit at", deadline_s=_START_S)
+        return unit
+
     def start_edge(self) -> Program:
         """The edge, with what it kept of an earlier life."""
-        files = [word for name in CLUSTERS for word in ("--cluster", str(self._cluster_file(name)))]
+        files = self._cluster_files()
         command = [*_COLLAPIPE, "edge", "--listen", self.members["edge"].listen, *files]
         command += ["--state-dir", str(self.folder / "edge-state")]
         edge = self.programs.start("edge", "edge", command, cwd=self.folder)
@@ -120,14 +141,23 @@ class Deployment:
         found: dict[str, Any] = json.loads(text)
         return found
 
+    def _devices(self) -> list[str]:
+        return [device for members in self.clusters.values() for device in members]
+
+    def _cluster_files(self) -> list[str]:
+        return [word for n in self.clusters for word in ("--cluster", str(self._cluster_file(n)))]
+
     def _cluster_file(self, name: str) -> Path:
         return self.folder / f"{name}.toml"
+
+    def _socket(self, name: str) -> Path:
+        return self.folder / f"control-unit-{name}" / "socket"
 
     def _cluster_toml(self, name: str) -> str:
         devices = "".join(
             f'[[device]]\nname = "{device}"\naddress = "{self.members[device].dial}"\n'
-            'kind = "raspberry-pi-4"\nmemory-mb = 6\n'
-            for device in CLUSTERS[name]
+            f'kind = "raspberry-pi-4"\nmemory-mb = {self.memory_mb}\n'
+            for device in self.clusters[name]
         )
         return (
             f'id = "{name}"\n[control-unit]\nname = "cu-{name}"\nkind = "raspberry-pi-5"\n{devices}'
@@ -144,9 +174,11 @@ class Deployment:
 
     def _supernode(self, number: int, name: str) -> list[str]:
         _, _, port = self.network.endpoint(f"cu-{name}").listen.rpartition(":")
-        node = f"partition-id={number} num-partitions={len(CLUSTERS)}"
+        node = f"partition-id={number} num-partitions={len(self.clusters)}"
         node += f" cluster='{self._cluster_file(name)}' state-dir='{self.folder}/state-{name}'"
-        command = [str(BIN / "flower-supernode"), "--superlink", self.superlink.dial]
+        node += f" control-unit='{self._socket(name) if self.resident else ''}'"
+        command = ["env", f"FLWR_SUPEREXEC_TASK_POLL_INTERVAL={POLL_S}"]
+        command += [str(BIN / "flower-supernode"), "--superlink", self.superlink.dial]
         command += ["--root-certificates", str(self.certs / "ca.pem"), "--port", port]
         return [*command, "--node-config", node]
 

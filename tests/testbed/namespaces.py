@@ -7,13 +7,15 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
+from pathlib import Path
 
 from tests.testbed.network import Endpoint, Network
 
 _PORTS = itertools.count(41_000)
 _DEADLINE_S = 10.0
+_NAMESPACES = Path("/run/netns")
 
 
 class NamespaceNetwork(Network):
@@ -24,6 +26,7 @@ class NamespaceNetwork(Network):
     def __init__(self, prefix: str, addresses: Mapping[str, str]) -> None:
         self._namespaces = {host: f"{prefix}{number}" for number, host in enumerate(addresses)}
         self._addresses = dict(addresses)
+        self._switch = f"{prefix}sw"
 
     def endpoint(self, host: str) -> Endpoint:
         """See Network."""
@@ -38,8 +41,40 @@ class NamespaceNetwork(Network):
         """See Network."""
         return int(_run(self.command(host, ["cat", "/sys/class/net/eth0/statistics/tx_bytes"])))
 
-    def build(self, switch: str, rate_bit_per_s: int, undo: ExitStack) -> None:
+    def cut(self, host: str) -> None:
+        """Unplug a host; nothing reaches it or comes from it."""
+        self._port(host, "down")
+
+    def plug(self, host: str) -> None:
+        """The end of `cut`."""
+        self._port(host, "up")
+
+    def shape(self, host: str, rate_bit_per_s: int) -> None:
+        """Another rate for what a host sends."""
+        self._shape(host, "change", rate_bit_per_s)
+
+    def processes(self) -> dict[int, str]:
+        """The host of every process that runs on one, by process id."""
+        names = self._namespaces.items()
+        hosts = {f"net:[{(_NAMESPACES / name).stat().st_ino}]": host for host, name in names}
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended
+                if host := hosts.get(os.readlink(folder / "ns" / "net")):
+                    found[int(folder.name)] = host
+        return found
+
+    def _port(self, host: str, state: str) -> None:
+        number = list(self._namespaces).index(host)
+        _ip("-n", self._switch, "link", "set", f"port{number}", state)
+
+    def _shape(self, host: str, verb: str, rate_bit_per_s: int) -> None:
+        bucket = f"tc qdisc {verb} dev eth0 root tbf rate {rate_bit_per_s}bit burst 64kb latency 1s"
+        _run(self.command(host, bucket.split()))
+
+    def build(self, rate_bit_per_s: int, undo: ExitStack) -> None:
         """Make everything; ``undo`` deletes it again, also after a half-made network."""
+        switch = self._switch
         _add_namespace(switch, undo)
         _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
         _ip("-n", switch, "link", "set", "bridge", "up")
@@ -51,21 +86,20 @@ class NamespaceNetwork(Network):
             _ip("-n", name, "addr", "add", f"{self._addresses[host]}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "eth0", "up")
             _ip("-n", name, "link", "set", "lo", "up")
-            shape = f"tc qdisc add dev eth0 root tbf rate {rate_bit_per_s}bit burst 64kb latency 1s"
-            _run(["ip", "netns", "exec", name, *shape.split()])
+            self._shape(host, "add", rate_bit_per_s)
 
 
 @contextmanager
 def namespaces(
     hosts: Sequence[str], *, rate_bit_per_s: int, addresses: Mapping[str, str] | None = None
-) -> Iterator[Network]:
+) -> Iterator[NamespaceNetwork]:
     """A network of namespaces while the body runs; addresses belong to one /24."""
     prefix = f"cp{os.getpid()}-"
     if addresses is None:
         addresses = {host: f"10.77.0.{number + 1}" for number, host in enumerate(hosts)}
     network = NamespaceNetwork(prefix, {host: addresses[host] for host in hosts})
     with ExitStack() as undo:
-        network.build(f"{prefix}sw", rate_bit_per_s, undo)
+        network.build(rate_bit_per_s, undo)
         yield network
 
 

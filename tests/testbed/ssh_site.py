@@ -8,7 +8,7 @@ import json
 import sys
 import sysconfig
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,8 +86,13 @@ class Site:
 
 
 @contextmanager
-def ssh_site(folder: Path, *, strange: str = "") -> Iterator[Site]:
-    """All machines run; the host key of the one called ``strange`` is not the one that is known."""
+def ssh_site(
+    folder: Path, *, strange: str = "", from_sources: Sequence[str] = ("cu",)
+) -> Iterator[Site]:
+    """All machines run; the host key of the one called ``strange`` is not the one that is known.
+
+    Those that run ``from_sources`` have them before what is installed there.
+    """
     env = environment(folder) | {"OMP_NUM_THREADS": "1", "HOME": "/root", "COLUMNS": "200"}
     del env["FLWR_HOME"]
     libraries = {**env, **_OFFLINE, "PYTHONPATH": sysconfig.get_path("purelib")}
@@ -102,7 +107,7 @@ def ssh_site(folder: Path, *, strange: str = "") -> Iterator[Site]:
         home.mkdir(parents=True, exist_ok=True)
         key, known = new_key(folder / "id"), ""
         for name in (n for n in ADDRESSES if n != LAPTOP):
-            own = env if name == "cu" else libraries
+            own = env if name in from_sources else libraries
             public = start_sshd(found[name], running, folder / "sshd", key, own)
             public = new_key(folder / "another") if name == strange else public
             known += f"{ADDRESSES[name]} {public}"
@@ -117,14 +122,19 @@ def ssh_site(folder: Path, *, strange: str = "") -> Iterator[Site]:
 
 def write_wheel(path: Path) -> None:
     """The package as `pip wheel` packs it, for which the build backend would be needed."""
-    info = "collapipe_flwr-0.1.0.dist-info"
     package = PROJECT / "collapipe_flwr"
     found = (file for file in package.rglob("*") if file.is_file() and file.suffix != ".pyc")
     files = {str(file.relative_to(PROJECT)): file.read_bytes() for file in sorted(found)}
-    files[f"{info}/METADATA"] = b"Metadata-Version: 2.1\nName: collapipe-flwr\nVersion: 0.1.0\n"
+    pack_wheel(path, files, "Name: collapipe-flwr\n", script="collapipe = collapipe_flwr.cli:main")
+
+
+def pack_wheel(path: Path, files: dict[str, bytes], metadata: str, script: str = "") -> None:
+    """A wheel of version 0.1.0 of these files, whose name is that of ``path``."""
+    info = f"{path.name.partition('-')[0]}-0.1.0.dist-info"
+    head = f"Metadata-Version: 2.1\nVersion: 0.1.0\n{metadata}"
+    files = {**files, f"{info}/METADATA": head.encode()}
     files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    entry = "[console_scripts]\ncollapipe = collapipe_flwr.cli:main\n"
-    files[f"{info}/entry_points.txt"] = entry.encode()
+    files[f"{info}/entry_points.txt"] = f"[console_scripts]\n{script}\n".encode()
     lines = [f"{name},sha256={_digest(data)},{len(data)}" for name, data in files.items()]
     files[f"{info}/RECORD"] = "\n".join([*lines, f"{info}/RECORD,,\n"]).encode()
     with zipfile.ZipFile(path, "w") as archive:

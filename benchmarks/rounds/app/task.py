@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 LEARNING_RATE = 1e-3
-SHAPES = {"demo": (30, 32, 24), "bert-6x256": (20, 16, 64)}  # batches of a round, examples, tokens
+# Of a round: batches, examples, tokens.
+SHAPES = {"demo": (30, 32, 24), "bert-6x256": (20, 16, 64), "bert-12x768": (2, 8, 128)}
 
 
 def get_model(size: str) -> nn.Module:
-    """The model of the demo, or a BERT of six layers, with random weights and without dropout."""
+    """The model of the demo, or a BERT, with random weights and without dropout."""
     from transformers import (
         BertConfig,
         BertForSequenceClassification,
@@ -34,10 +35,12 @@ def get_model(size: str) -> nn.Module:
                 **heads, **widths, **special, **layers,
             )
         )  # fmt: skip
+    layers, width = map(int, size.removeprefix("bert-").split("x"))
     return BertForSequenceClassification(
         BertConfig(
-            vocab_size=8000, hidden_size=256, num_hidden_layers=6, num_attention_heads=4,
-            intermediate_size=1024, max_position_embeddings=128, num_labels=4,
+            vocab_size=30522 if width == 768 else 8000, hidden_size=width, num_hidden_layers=layers,
+            num_attention_heads=width // 64, intermediate_size=4 * width,
+            max_position_embeddings=128, num_labels=4,
             hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         )
     )  # fmt: skip

@@ -14,9 +14,8 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.reporting.live.reader import News
 from collapipe_flwr.reporting.report.charts import Section
 from collapipe_flwr.reporting.report.overview import tiles
-from collapipe_flwr.reporting.report.page import require_report, section_html, shown
+from collapipe_flwr.reporting.report.page import require_report, run_sections, section_html, shown
 from collapipe_flwr.reporting.report.run_data import RunData
-from collapipe_flwr.reporting.report.sections import run_sections
 
 
 class Figures:

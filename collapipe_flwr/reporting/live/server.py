@@ -16,16 +16,20 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
 from typing import Any
 from urllib.parse import parse_qs
 
+from collapipe_flwr.core.addresses import is_loopback
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.reporting.live.feed import Feed
-from collapipe_flwr.reporting.live.page import page
 from collapipe_flwr.reporting.live.state import Place
 from collapipe_flwr.reporting.report.page import plotly_js
+from collapipe_flwr.reporting.report.script import SCRIPT
+from collapipe_flwr.reporting.report.template import CSS
 
 _REQUEST_S = 10.0  # that a client has to say what it wants
 _SEND_S = 10.0  # that it may take to accept what is sent
@@ -33,6 +37,7 @@ _PING_S = 5.0  # a page that hears less connects again
 _MOST_CLIENTS = 32
 _PORT = re.compile(r":\d*$")
 _RETRY_MS = 1000  # after which a page whose stream broke off connects again
+_SCRIPTS = ("numbers.js", "clusters.js", "figures.js", "live.js")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +52,7 @@ class Bind:
     def at(host: str, port: int) -> Bind:
         """With a token unless only this machine can connect."""
         return Bind(
-            host=host, port=port, token="" if _is_loopback(host) else secrets.token_urlsafe(16)
+            host=host, port=port, token="" if is_loopback(host) else secrets.token_urlsafe(16)
         )
 
     def url(self, port: int) -> str:
@@ -56,15 +61,6 @@ class Bind:
         host = socket.gethostname() if anywhere else self.host
         shown = f"[{host}]" if ":" in host else host
         return f"http://{shown}:{port}/" + (f"?token={self.token}" if self.token else "")
-
-
-def _nonce() -> str:
-    return secrets.token_urlsafe(16)
-
-
-def _is_loopback(host: str) -> bool:
-    address = _address(host)
-    return host == "localhost" if address is None else address.is_loopback
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -187,11 +183,16 @@ class _Handler(BaseHTTPRequestHandler):
     @property
     def _answers(self) -> Mapping[str, Callable[[Mapping[str, str]], None]]:
         return {
-            "/": lambda _: self._send("text/html", page(nonce := _nonce()), nonce),
+            "/": lambda _: self._page(),
             "/events": self._events,
             "/report": lambda _: self._send("application/json", self.server.feed.figures.text()),
             "/plotly.js": lambda _: self._send("text/javascript", plotly_js()),
         }
+
+    def _page(self) -> None:
+        """The page, whose scripts run under a policy that names them by a nonce."""
+        nonce = secrets.token_urlsafe(16)
+        self._send("text/html", _page().replace("<script>", f'<script nonce="{nonce}">'), nonce)
 
     def _send(self, kind: str, text: str, nonce: str = "") -> None:
         content = text.encode()
@@ -229,3 +230,16 @@ class _Handler(BaseHTTPRequestHandler):
     def _cut_off(self) -> None:
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
+
+
+@cache
+def _page() -> str:
+    """The report's style and script, with what keeps them up to date; loads nothing else."""
+    text = _part("live.html")
+    text = text.replace("<!-- style -->", f"<style>{CSS}{_part('live.css')}</style>")
+    script = SCRIPT + "".join(map(_part, _SCRIPTS))
+    return text.replace("<!-- script -->", f"<script>{script}</script>")
+
+
+def _part(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")

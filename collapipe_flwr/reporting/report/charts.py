@@ -13,11 +13,14 @@ from html import escape, unescape
 from math import isfinite
 from typing import Any
 
+from collapipe_flwr.reporting.report.series import Series, stride_of, thinned
+
 Json = dict[str, Any]
 FIRST, SECOND, THIRD, FOURTH, FIFTH, SIXTH = (f"@c{number}" for number in range(6))
 COLOURS = (FIRST, SECOND, THIRD, FOURTH, FIFTH, SIXTH)
 MUTED, WARNING = "@muted", "@warning"
 MOST_BARS = 24  # of a chart: those that say most
+_MOST_ROWS, _FOLDED_ROWS = 200, 12  # of a table: those that are shown, and at once
 _NAME = 30  # letters of a label
 _BAR_PIXELS, _FRAME_PIXELS, _LEAST_PIXELS = 24, 96, 150
 
@@ -56,6 +59,30 @@ class Section:
     empty: str = "This run recorded nothing of this kind."
 
 
+def present(*charts: Chart | None) -> list[Chart]:
+    """The charts that there are."""
+    return [chart for chart in charts if chart is not None]
+
+
+def long_table(
+    title: str, head: Sequence[str], rows: Sequence[Sequence[str]], noun: str, rest: str
+) -> Table:
+    """As many rows as a page bears; of ``noun`` that are left out, a note says ``rest``."""
+    left = len(rows) - _MOST_ROWS
+    return Table(
+        title=title,
+        head=head,
+        rows=rows[:_MOST_ROWS],
+        note=f"{counted(left, noun)} {rest}." if left > 0 else "",
+        folded=folds(rows),
+    )
+
+
+def folds(rows: Sequence[Sequence[str]]) -> bool:
+    """Whether a table is shown only to those who open it."""
+    return len(rows) > _FOLDED_ROWS
+
+
 def plain(name: str) -> str:
     """Text from outside, in which plotly.js finds no tags."""
     return escape(name, quote=False)
@@ -86,6 +113,31 @@ def line(
         "marker": {"color": colour, "size": 5},
         "hovertemplate": "%{y:.4~g}",
         "connectgaps": True,
+    }
+
+
+def curve(
+    name: str, rounds: Sequence[int], series: Series, colour: str, dash: str = "solid"
+) -> Json:
+    """A series over rounds; those without a number have no point."""
+    x, y = thinned(rounds, series.padded(len(rounds)))
+    if series.known and stride_of(len(rounds)) == 1:
+        x = [place for place, value in zip(x, y, strict=True) if value is not None]
+        y = [value for value in y if value is not None]
+    return line(name, x, y, colour, dash=dash)
+
+
+def columns(
+    name: str, x: Sequence[float], y: Sequence[float | None], colour: str, hover: str = "%{y}"
+) -> Json:
+    """Upright bars; see :func:`stacked`."""
+    return {
+        "type": "bar",
+        "name": plain(name),
+        "x": list(x),
+        "y": [rounded(value) for value in y],
+        "marker": {"color": colour},
+        "hovertemplate": hover,
     }
 
 
@@ -156,6 +208,13 @@ def by_round(traces: Sequence[Json], *, log: bool = False, zero: bool = False) -
     return {"data": list(traces), "layout": {**layout, "hovermode": "x unified"}}
 
 
+def stacked(traces: Sequence[Json]) -> Json:
+    """A figure of :func:`columns` over rounds, on top of one another."""
+    figure = by_round(traces, zero=True)
+    figure["layout"] |= {"barmode": "stack", "bargap": 0.15}
+    return figure
+
+
 def round_axis(rounds: Sequence[int]) -> Json:
     """An axis whose ticks are whole rounds."""
     axis: Json = {"title": {"text": "round"}, "tickformat": "d"}
@@ -189,6 +248,14 @@ def by_row(
         "data": list(traces),
         "layout": {**axes, "height": height, "barmode": "overlay", "bargap": 0.3, **layout},
     }
+
+
+def limited(figure: Json) -> Json:
+    """A figure of horizontal bars in percent with a line at 100."""
+    line = {"color": MUTED, "dash": "dash", "width": 2}
+    ends = {"type": "line", "x0": 100, "x1": 100, "y0": 0, "y1": 1, "yref": "paper"}
+    figure["layout"]["shapes"] = [{**ends, "line": line}]
+    return figure
 
 
 def rounded(value: float | None) -> float | None:

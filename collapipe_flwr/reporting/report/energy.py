@@ -13,7 +13,6 @@ from collapipe_flwr.reporting.report.charts import (
     MUTED,
     WARNING,
     Chart,
-    Json,
     Section,
     Table,
     bars,
@@ -21,15 +20,17 @@ from collapipe_flwr.reporting.report.charts import (
     by_row,
     counted,
     label,
+    limited,
     line,
+    long_table,
     number,
     plain,
+    present,
 )
 from collapipe_flwr.reporting.report.run_data import RunData
 from collapipe_flwr.reporting.report.series import thinned
 
 _QUEUES = 5  # devices whose queue has a curve of its own
-_MOST_ROWS = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,33 +78,32 @@ def energy(run: RunData) -> Section:
     devices = spent(run)
     if not devices:
         return Section(key="energy", title="Energy", empty="No energy was recorded.")
-    charts = [_budgets(devices), _queues(run)]
     return Section(
         key="energy",
         title="Energy",
         text=_text(devices),
-        charts=[chart for chart in charts if chart is not None],
+        charts=present(_budgets(devices), _queues(run)),
         tables=[_table(devices)],
     )
 
 
 def _text(devices: Sequence[Spent]) -> str:
-    limited = [each for each in devices if each.budget_j]
-    over = sum(each.over for each in limited)
-    if not limited:
+    budgeted = [each for each in devices if each.budget_j]
+    over = sum(each.over for each in budgeted)
+    if not budgeted:
         return "No device has an energy budget."
     kept = "all keep their budget" if not over else f"{over} spent more than their budget"
     metered = sum(each.metered for each in devices)
     source = f"A sensor metered {metered} of {len(devices)}; the rest is modelled from times."
-    return f"{counted(len(limited), 'device')} with a budget: {kept}. {source}"
+    return f"{counted(len(budgeted), 'device')} with a budget: {kept}. {source}"
 
 
 def _budgets(devices: Sequence[Spent]) -> Chart:
-    limited = [each for each in devices if each.budget_j]
-    shown = (limited or devices)[:MOST_BARS]
+    budgeted = [each for each in devices if each.budget_j]
+    shown = (budgeted or devices)[:MOST_BARS]
     labels = [plain(each.name) for each in shown]
-    unit = "% of the budget" if limited else "J per round"
-    values = [100 * (each.share or 0) if limited else each.mean_j for each in shown]
+    unit = "% of the budget" if budgeted else "J per round"
+    values = [100 * (each.share or 0) if budgeted else each.mean_j for each in shown]
     traces = []
     for name, colour, over in (("within budget", FIRST, False), ("over budget", WARNING, True)):
         kept = [place for place, each in enumerate(shown) if each.over is over]
@@ -118,16 +118,14 @@ def _budgets(devices: Sequence[Spent]) -> Chart:
                     hovertemplate="%{y}<br>%{customdata}<extra></extra>",
                 )
             )
-    left = len(limited or devices) - len(shown)
+    left = len(budgeted or devices) - len(shown)
     figure = by_row(traces, len(shown), unit)
     figure["layout"]["yaxis"] |= {"categoryorder": "array", "categoryarray": labels}
-    if limited:
-        figure["layout"]["shapes"] = [_budget_line()]
     return Chart(
         key="energy",
         title="Mean energy of a round",
         note=f"{counted(left, 'device')} that used less are not shown." if left else "",
-        figure=figure,
+        figure=limited(figure) if budgeted else figure,
     )
 
 
@@ -135,11 +133,6 @@ def _of_budget(each: Spent) -> str:
     if not each.budget_j:
         return f"{number(each.mean_j)} J"
     return f"{number(each.mean_j)} of {number(each.budget_j)} J, {100 * (each.share or 0):.0f} %"
-
-
-def _budget_line() -> Json:
-    line = {"color": MUTED, "dash": "dash", "width": 2}
-    return {"type": "line", "x0": 100, "x1": 100, "y0": 0, "y1": 1, "yref": "paper", "line": line}
 
 
 def _queues(run: RunData) -> Chart | None:
@@ -166,14 +159,9 @@ def _queues(run: RunData) -> Chart | None:
 
 
 def _table(devices: Sequence[Spent]) -> Table:
-    left = len(devices) - _MOST_ROWS
-    return Table(
-        title="Devices",
-        head=["device", "J per round", "predicted", "budget", "share", "queue [J]", "source"],
-        rows=[_row(each) for each in devices[:_MOST_ROWS]],
-        note=f"{counted(left, 'device')} more in events.jsonl." if left > 0 else "",
-        folded=len(devices) > 12,
-    )
+    head = ["device", "J per round", "predicted", "budget", "share", "queue [J]", "source"]
+    rows = [_row(each) for each in devices]
+    return long_table("Devices", head, rows, "device", "more in events.jsonl")
 
 
 def _row(each: Spent) -> list[str]:
@@ -196,13 +184,13 @@ def compared_energy(runs: Sequence[RunData]) -> Section:
         return Section(key="energy", title="Energy", empty="No run recorded energy.")
     worst = [max((each.share or 0 for each in spent(run)), default=0) for run in runs]
     shares = by_row([bars("worst", labels, [100 * w for w in worst], FIRST)], len(runs), "%")
-    shares["layout"] |= {"shapes": [_budget_line()], "showlegend": False}
+    shares["layout"]["showlegend"] = False
     total = by_row([bars("energy", labels, totals, FIRST)], len(runs), "J", showlegend=False)
     return Section(
         key="energy",
         title="Energy",
         charts=[
             Chart(key="energy", title="Mean energy of a round, all devices", figure=total),
-            Chart(key="worst", title="Worst device, in % of its budget", figure=shares),
+            Chart(key="worst", title="Worst device, in % of its budget", figure=limited(shares)),
         ],
     )

@@ -9,9 +9,9 @@ from collapipe_flwr.reporting.report.charts import (
     Chart,
     Section,
     Table,
-    by_round,
-    counted,
-    plain,
+    columns,
+    long_table,
+    stacked,
 )
 from collapipe_flwr.reporting.report.run_data import RunData
 from collapipe_flwr.reporting.report.series import MOST_COLUMNS, stride_of, thinned
@@ -25,7 +25,6 @@ KINDS = {
     "remark": "remark",
     "failure": "failure",
 }
-_MOST_ROWS = 200
 
 
 def incidents(run: RunData) -> Section:
@@ -56,11 +55,8 @@ def _chart(run: RunData) -> Chart:
     for place, kind in enumerate(kinds):
         values = [float(counts[kind, index]) for index in run.rounds]
         x, y = thinned(run.rounds, values, MOST_COLUMNS, of=sum)
-        colour = COLOURS[place % len(COLOURS)]
-        trace = {"type": "bar", "name": plain(KINDS.get(kind, kind)), "x": x, "y": y}
-        traces.append({**trace, "marker": {"color": colour}, "hovertemplate": "%{y}"})
-    figure = by_round(traces, zero=True)
-    figure["layout"] |= {"barmode": "stack", "bargap": 0.15}
+        traces.append(columns(KINDS.get(kind, kind), x, y, COLOURS[place % len(COLOURS)]))
+    figure = stacked(traces)
     figure["layout"]["xaxis"] |= {"range": [run.rounds[0] - 0.6, run.rounds[-1] + 0.6]}
     if max(Counter(each.round_index for each in run.incidents).values()) <= 6:
         figure["layout"]["yaxis"] |= {"dtick": 1}
@@ -70,15 +66,10 @@ def _chart(run: RunData) -> Chart:
 
 
 def _table(run: RunData) -> Table:
-    newest = list(reversed(run.incidents))
-    left = len(newest) - _MOST_ROWS
-    return Table(
-        title="What happened, newest first",
-        head=["round", "kind", "cluster", "what"],
-        rows=[
-            [str(each.round_index), KINDS.get(each.kind, each.kind), each.cluster, each.text]
-            for each in newest[:_MOST_ROWS]
-        ],
-        note=f"{counted(left, 'incident')} before these in events.jsonl." if left > 0 else "",
-        folded=len(newest) > 12,
-    )
+    head = ["round", "kind", "cluster", "what"]
+    rows = [
+        [str(each.round_index), KINDS.get(each.kind, each.kind), each.cluster, each.text]
+        for each in reversed(run.incidents)
+    ]
+    rest = "before these in events.jsonl"
+    return long_table("What happened, newest first", head, rows, "incident", rest)

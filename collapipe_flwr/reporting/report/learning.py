@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, cycle
 from math import isnan
 
 from collapipe_flwr.reporting.report.charts import (
@@ -18,11 +18,14 @@ from collapipe_flwr.reporting.report.charts import (
     band,
     by_round,
     counted,
+    curve,
     line,
+    present,
 )
 from collapipe_flwr.reporting.report.run_data import RunData
 from collapipe_flwr.reporting.report.series import Series, stride_of, thinned
 
+_DASHES = ("solid", "dash", "dot", "dashdot")
 _SINGLE = 8  # clusters that have a curve of their own each; more of them are a band
 
 
@@ -30,12 +33,11 @@ def learning(run: RunData) -> Section:
     """Losses first, then every metric."""
     names = [name for name in run.metrics | run.clusters_metrics if name != "loss"]
     names.sort(key=lambda name: name != run.metric)
-    charts = [_loss(run), *(_metric(run, name) for name in names), _stream(run)]
     return Section(
         key="learning",
         title="Learning",
         text=_text(run),
-        charts=[chart for chart in charts if chart is not None],
+        charts=present(_loss(run), *(_metric(run, name) for name in names), _stream(run)),
     )
 
 
@@ -52,7 +54,7 @@ def _loss(run: RunData) -> Chart | None:
     )
     traces = _each_cluster(run)
     traces += [
-        _curve(run, name, series, colour, dash)
+        curve(name, run.rounds, series, colour, dash)
         for name, series, colour, dash in named
         if series is not None and series.known
     ]
@@ -64,11 +66,11 @@ def _loss(run: RunData) -> Chart | None:
 def _metric(run: RunData, name: str) -> Chart:
     traces = []
     if name in run.metrics:
-        traces.append(_curve(run, "test, by the server", run.metrics[name], SECOND, "solid"))
+        traces.append(curve("test, by the server", run.rounds, run.metrics[name], SECOND))
         traces = _with_untrained(run, traces, name)
     if name in run.clusters_metrics:
         series = run.clusters_metrics[name]
-        traces.append(_curve(run, "test, by the clusters", series, THIRD, "dot"))
+        traces.append(curve("test, by the clusters", run.rounds, series, THIRD, "dot"))
     return Chart(
         key=f"metric-{name}",
         title=f"{name} on unseen examples",
@@ -83,16 +85,8 @@ def _stream(run: RunData) -> Chart | None:
     return Chart(
         key="stream",
         title="Loss on new examples of the stream, before training on them",
-        figure=by_round([_curve(run, "new examples", series, FIRST, "solid")]),
+        figure=by_round([curve("new examples", run.rounds, series, FIRST)]),
     )
-
-
-def _curve(run: RunData, name: str, series: Series, colour: str, dash: str) -> Json:
-    x, y = thinned(run.rounds, series.padded(len(run.rounds)))
-    if series.known and len(series.known) < len(run.rounds) and stride_of(len(run.rounds)) == 1:
-        kept = [(a, b) for a, b in zip(x, y, strict=True) if b is not None]
-        x, y = [a for a, _ in kept], [b for _, b in kept]
-    return line(name, x, y, colour, dash=dash)
 
 
 def _each_cluster(run: RunData) -> list[Json]:
@@ -102,7 +96,7 @@ def _each_cluster(run: RunData) -> list[Json]:
     if len(series) <= _SINGLE:
         return [
             line(f"training, {name}", *thinned(run.rounds, y), MUTED, dash=dash, width=1.2)
-            for (name, y), dash in zip(series.items(), _dashes(len(series)), strict=True)
+            for (name, y), dash in zip(series.items(), cycle(_DASHES), strict=False)
         ]
     rows = [[v for v in column if not isnan(v)] for column in zip(*series.values(), strict=True)]
     low = [min(row) if row else float("nan") for row in rows]
@@ -110,10 +104,6 @@ def _each_cluster(run: RunData) -> list[Json]:
     x, lows = thinned(run.rounds, low, of=min)
     _, highs = thinned(run.rounds, high, of=max)
     return band(f"training, range of {counted(len(series), 'cluster')}", x, lows, highs)
-
-
-def _dashes(count: int) -> Sequence[str]:
-    return [("solid", "dash", "dot", "dashdot")[place % 4] for place in range(count)]
 
 
 def _with_untrained(run: RunData, traces: list[Json], name: str) -> list[Json]:
@@ -139,13 +129,13 @@ def compared_learning(runs: Sequence[RunData]) -> Section:
     return Section(
         key="learning",
         title="Learning",
-        charts=[chart for chart in charts if chart is not None],
+        charts=present(*charts),
     )
 
 
 def _compared(runs: Sequence[RunData], name: str, series: Sequence[Series | None]) -> Chart | None:
     traces = [
-        _curve(run, run.name, values, "", "solid") | _run_style(place, len(runs))
+        curve(run.name, run.rounds, values, "") | _run_style(place, len(runs))
         for place, (run, values) in enumerate(zip(runs, series, strict=True))
         if values is not None and values.known
     ]

@@ -14,14 +14,16 @@ from collapipe_flwr.reporting.report.charts import (
     Section,
     Table,
     bars,
-    by_round,
     by_row,
+    columns,
     counted,
     label,
+    long_table,
     marks,
     plain,
-    rounded,
+    present,
     size,
+    stacked,
 )
 from collapipe_flwr.reporting.report.run_data import KINDS, LinkData, RunData, WayData
 from collapipe_flwr.reporting.report.series import MOST_COLUMNS, stride_of, thinned
@@ -33,7 +35,6 @@ _NAMES = {
     "weights": "segments to devices",
     "spared": "spared: was there already",
 }
-_MOST_ROWS = 200
 Hop = tuple[tuple[str, str, str], LinkData]
 
 
@@ -42,11 +43,10 @@ def links(run: RunData) -> Section:
     hops = sorted(
         run.links.items(), key=lambda hop: -(hop[1].forward.bytes + hop[1].backward.bytes)
     )
-    charts = [_bytes(run), _rates(hops)]
     return Section(
         key="links",
         title="Links",
-        charts=[chart for chart in charts if chart is not None],
+        charts=present(_bytes(run), _rates(hops)),
         tables=[_table(hops)] if hops else [],
     )
 
@@ -57,27 +57,17 @@ def _bytes(run: RunData) -> Chart | None:
         series = run.bytes[kind]
         if any(series.values):
             x, y = thinned(run.rounds, series.padded(count), MOST_COLUMNS)
-            total = size(sum(series.known))
-            traces.append(
-                {
-                    "type": "bar",
-                    "name": f"{_NAMES[kind]}: {total}",
-                    "x": x,
-                    "y": [rounded((value or 0) / 1e6) for value in y],
-                    "marker": {"color": colour},
-                    "hovertemplate": "%{y:.4~g} MB",
-                }
-            )
+            name = f"{_NAMES[kind]}: {size(sum(series.known))}"
+            megabytes = [(value or 0) / 1e6 for value in y]
+            traces.append(columns(name, x, megabytes, colour, "%{y:.4~g} MB"))
     if not traces:
         return None
-    figure = by_round(traces, zero=True)
-    figure["layout"] |= {"barmode": "stack", "bargap": 0.15}
     return Chart(
         key="bytes",
         title="MB of a round by kind of link",
         note="Legend: totals of the run."
         + (" Each bar is a mean of several rounds." if stride_of(count, MOST_COLUMNS) > 1 else ""),
-        figure=figure,
+        figure=stacked(traces),
     )
 
 
@@ -127,14 +117,9 @@ def hop_name(key: tuple[str, str, str]) -> str:
 
 
 def _table(hops: Sequence[Hop]) -> Table:
-    left = len(hops) - _MOST_ROWS
-    return Table(
-        title="Hops",
-        head=["hop", "codec", "forward", "backward", "Mbit/s forward", "Mbit/s backward"],
-        rows=[_row(key, hop) for key, hop in hops[:_MOST_ROWS]],
-        note=f"{counted(left, 'hop')} with fewer bytes in events.jsonl." if left > 0 else "",
-        folded=len(hops) > 12,
-    )
+    head = ["hop", "codec", "forward", "backward", "Mbit/s forward", "Mbit/s backward"]
+    rows = [_row(key, hop) for key, hop in hops]
+    return long_table("Hops", head, rows, "hop", "with fewer bytes in events.jsonl")
 
 
 def _row(key: tuple[str, str, str], hop: LinkData) -> list[str]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from collapipe_flwr.reporting.report.charts import (
     FIRST,
     MOST_BARS,
-    MUTED,
     SECOND,
     Chart,
     Section,
@@ -16,13 +15,13 @@ from collapipe_flwr.reporting.report.charts import (
     bars,
     by_row,
     counted,
+    limited,
+    long_table,
     marks,
     plain,
     size,
 )
 from collapipe_flwr.reporting.report.run_data import RunData
-
-_MOST_ROWS = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,15 +77,27 @@ def memory(run: RunData) -> Section:
     return Section(
         key="memory",
         title="Memory",
-        text="Weights, gradients, optimizer state and activations at their peak over all rounds.",
+        text="Weights, gradients, optimizer state and activations at their peak over all rounds."
+        + _share_text(run),
         charts=[_chart(found)],
         tables=[_table(found)],
     )
 
 
+def _share_text(run: RunData) -> str:
+    share = run.summary.get("model_share")
+    if not share:
+        return ""
+    cap = "" if share["cap"] is None else f" (allowed: {100 * share['cap']:.3g} %)"
+    return (
+        f" No plan gave a device more than {100 * share['most']:.3g} % of what training the whole "
+        f"model takes with the same micro-batches{cap}."
+    )
+
+
 def _chart(found: Sequence[Peak]) -> Chart:
-    limited = [peak for peak in found if peak.limit]
-    shown = (limited or found)[:MOST_BARS]
+    bounded = [peak for peak in found if peak.limit]
+    shown = (bounded or found)[:MOST_BARS]
     labels = [plain(peak.name) for peak in shown]
 
     def scaled(count: int, peak: Peak) -> float | None:
@@ -100,17 +111,16 @@ def _chart(found: Sequence[Peak]) -> Chart:
         bars("measured", labels, [scaled(p.measured, p) for p in shown], FIRST, **hover),
         marks("planned", labels, [scaled(p.planned, p) for p in shown], SECOND, **hover),
     ]
-    unit = "% of the limit" if limited else "MB"
+    unit = "% of the limit" if bounded else "MB"
     figure = by_row(traces, len(shown), unit)
-    if limited:
-        line = {"color": MUTED, "dash": "dash", "width": 2}
-        edge = {"type": "line", "x0": 100, "x1": 100, "y0": 0, "y1": 1, "yref": "paper"}
-        figure["layout"]["shapes"] = [{**edge, "line": line}]
     left = len(found) - len(shown)
     rest = f" {counted(left, 'member')} more in the table." if left else ""
-    limit = "The dashed line is what plans may use of a device." if limited else ""
+    limit = "The dashed line is what plans may use of a device." if bounded else ""
     return Chart(
-        key="memory", title="Peak of memory by member", note=f"{limit}{rest}".strip(), figure=figure
+        key="memory",
+        title="Peak of memory by member",
+        note=f"{limit}{rest}".strip(),
+        figure=limited(figure) if bounded else figure,
     )
 
 
@@ -122,14 +132,9 @@ def _text(peak: Peak) -> str:
 
 
 def _table(found: Sequence[Peak]) -> Table:
-    left = len(found) - _MOST_ROWS
-    return Table(
-        title="Members",
-        head=["member", "measured", "planned", "limit", "share"],
-        rows=[_row(peak) for peak in found[:_MOST_ROWS]],
-        note=f"{counted(left, 'member')} more in summary.json." if left > 0 else "",
-        folded=len(found) > 12,
-    )
+    head = ["member", "measured", "planned", "limit", "share"]
+    rows = [_row(peak) for peak in found]
+    return long_table("Members", head, rows, "member", "more in summary.json")
 
 
 def _row(peak: Peak) -> list[str]:

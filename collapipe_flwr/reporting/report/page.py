@@ -1,4 +1,7 @@
-"""Reports as files: one page that holds all it needs, plotly.js included."""
+"""Reports as files: one page that holds all it needs, plotly.js included.
+
+It is of one run, or of several side by side.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +20,39 @@ from collapipe_flwr.core.errors import (
     unexpected_as_run_error,
 )
 from collapipe_flwr.reporting.report.charts import Section, counted
-from collapipe_flwr.reporting.report.overview import Tile, notes, tiles
+from collapipe_flwr.reporting.report.energy import compared_energy, energy
+from collapipe_flwr.reporting.report.incidents import incidents
+from collapipe_flwr.reporting.report.learning import compared_learning, learning
+from collapipe_flwr.reporting.report.links import compared_links, links
+from collapipe_flwr.reporting.report.memory import memory
+from collapipe_flwr.reporting.report.overview import Tile, compared_overview, notes, tiles
+from collapipe_flwr.reporting.report.placement import placement
 from collapipe_flwr.reporting.report.run_data import RunData, read_run
 from collapipe_flwr.reporting.report.script import SCRIPT
-from collapipe_flwr.reporting.report.sections import compared_sections, run_sections
-from collapipe_flwr.reporting.report.style import CSS
-from collapipe_flwr.reporting.report.template import PAGE, SECTION
-from collapipe_flwr.reporting.run_directory import events_bytes, read_summary, summary_stamp
+from collapipe_flwr.reporting.report.settings import compared_settings, settings
+from collapipe_flwr.reporting.report.steps import steps
+from collapipe_flwr.reporting.report.template import CSS, PAGE, SECTION
+from collapipe_flwr.reporting.report.times import compared_times, times
+from collapipe_flwr.reporting.run_directory import (
+    MANY_BYTES,
+    events_bytes,
+    labelled_run,
+    summary_stamp,
+)
 
 if TYPE_CHECKING:  # jinja2 is an optional extra
     from jinja2 import Environment
 
 REPORT = "report.html"
-_HASTY_BYTES = 50_000_000  # of events, which take about a second to read
+_SECTIONS = (learning, placement, times, energy, links, memory, incidents)
+_COMPARED = (
+    compared_overview,
+    compared_learning,
+    compared_times,
+    compared_energy,
+    compared_links,
+    compared_settings,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +121,11 @@ def shown(chart: Any) -> dict[str, Any]:
     return {"choices": dict(chart.choices)} if chart.choices else {"figure": chart.figure}
 
 
+def run_sections(run: RunData, run_dir: Path | None = None) -> list[Section]:
+    """All of one run; ``run_dir`` is where its timelines are."""
+    return [*(section(run) for section in _SECTIONS), steps(run_dir), settings(run)]
+
+
 def run_page(run: RunData, run_dir: Path | None = None, tail: str = "") -> Page:
     """The page of one run."""
     status, reason = run.summary.get("status"), run.summary.get("reason")
@@ -124,7 +152,7 @@ def compared_page(runs: Sequence[RunData]) -> Page:
     return Page(
         title=f"{counted(len(runs), 'run')} side by side",
         made=", ".join(names),
-        sections=compared_sections(runs),
+        sections=[section(runs) for section in _COMPARED],
     )
 
 
@@ -140,11 +168,23 @@ def require_report() -> None:
         require(module, "report")
 
 
+def write_reports(sources: Sequence[str], output: Path | None) -> Path:
+    """The page of one run, or of several compared; returns where it was written.
+
+    Raises ConfigError for a folder of no run or a missing extra.
+    """
+    require_report()
+    runs = [labelled_run(source) for source in sources]
+    if len(runs) == 1:
+        ((name, folder),) = runs
+        return write_run_report(folder, output, name)
+    page = compared_page([read_run(folder, name) for name, folder in runs])
+    return write_page(page, output or Path(REPORT))
+
+
 def write_run_report(run_dir: Path, path: Path | None = None, name: str = "") -> Path:
     """Make the report of a run anew; raises ConfigError, RunError."""
     require_report()
-    if read_summary(run_dir) is None:
-        raise ConfigError(f"{run_dir} is not the folder of a run: it has no summary.json")
     return write_page(run_page(read_run(run_dir, name), run_dir), path or run_dir / REPORT)
 
 
@@ -165,7 +205,7 @@ def closing_report(run_dir: Path, name: str = "", *, hasty: bool = False) -> str
     (``hasty``), a run of many events gets none.
     """
     name = name or str(run_dir)
-    if hasty and events_bytes(run_dir) > _HASTY_BYTES:
+    if hasty and events_bytes(run_dir) > MANY_BYTES:
         return f"no report yet: `collapipe report {name}` makes it"
     if not has_report(run_dir):
         try:

@@ -9,6 +9,7 @@ from collapipe_flwr.reporting.report.charts import (
     Json,
     Section,
     Table,
+    folds,
     plain,
     round_axis,
     row_names,
@@ -135,7 +136,7 @@ def _last_plans(planned: dict[str, ClusterData]) -> Table:
         title="The last plan of each cluster",
         head=["cluster", "pipeline", "micro-batches of examples", "codecs", "changes"],
         rows=rows,
-        folded=len(rows) > 12,
+        folded=folds(rows),
     )
 
 

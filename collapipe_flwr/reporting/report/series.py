@@ -39,7 +39,6 @@ class Series:
 
     @property
     def last(self) -> float | None:
-        """The newest number."""
         return next((value for value in reversed(self.values) if not isnan(value)), None)
 
 

@@ -14,18 +14,21 @@ from collapipe_flwr.reporting.report.charts import (
     SECOND,
     THIRD,
     Chart,
-    Json,
     Section,
     Table,
     bars,
     by_round,
     by_row,
+    columns,
     counted,
-    line,
+    curve,
+    folds,
     marks,
     plain,
+    present,
     rounded,
     seconds,
+    stacked,
 )
 from collapipe_flwr.reporting.report.run_data import ClusterData, RunData
 from collapipe_flwr.reporting.report.series import MOST_COLUMNS, Series, thinned
@@ -35,12 +38,11 @@ _MOST_PAIRS = 1500  # points of the scatter
 
 def times(run: RunData) -> Section:
     """Rounds as planned and as they were."""
-    charts = [_rounds(run), _pairs(run), _stages(run), _wall(run)]
     return Section(
         key="time",
         title="Time of a round",
         text=_text(run),
-        charts=[chart for chart in charts if chart is not None],
+        charts=present(_rounds(run), _pairs(run), _stages(run), _wall(run)),
         tables=_clusters(run),
     )
 
@@ -68,18 +70,14 @@ def _rounds(run: RunData) -> Chart | None:
     if not (predicted.known or latency.known):
         return None
     traces = [
-        _curve(run, real(run), latency, FIRST, "solid"),
-        _curve(run, "predicted", predicted, SECOND, "dash"),
+        curve(real(run), run.rounds, latency, FIRST),
+        curve("predicted", run.rounds, predicted, SECOND, "dash"),
     ]
     return Chart(
         key="round-time",
         title="Seconds of a round, from sending weights out to having them back",
         figure=by_round(traces, zero=True),
     )
-
-
-def _curve(run: RunData, name: str, series: Series, colour: str, dash: str) -> Json:
-    return line(name, *thinned(run.rounds, series.padded(len(run.rounds))), colour, dash=dash)
 
 
 def _pairs(run: RunData) -> Chart | None:
@@ -165,24 +163,13 @@ def _wall(run: RunData) -> Chart | None:
     known = [0 if isnan(v) else v for v in evaluation.padded(count)]
     _, tested = thinned(run.rounds, known, MOST_COLUMNS)
     trained = [None if t is None else t - (e or 0) for t, e in zip(total, tested, strict=True)]
-    common = {"type": "bar", "x": x, "hovertemplate": "%{y:.3~g} s"}
+    hover = "%{y:.3~g} s"
     traces = [
-        {
-            **common,
-            "name": "training",
-            "y": [rounded(v) for v in trained],
-            "marker": {"color": FIRST},
-        },
-        {
-            **common,
-            "name": "evaluation by the server",
-            "y": [rounded(v) for v in tested],
-            "marker": {"color": THIRD},
-        },
+        columns("training", x, trained, FIRST, hover),
+        columns("evaluation by the server", x, tested, THIRD, hover),
     ]
-    figure = by_round(traces, zero=True)
-    figure["layout"] |= {"barmode": "stack", "bargap": 0.15}
-    return Chart(key="wall", title="Wall-clock seconds of a round on the server", figure=figure)
+    title = "Wall-clock seconds of a round on the server"
+    return Chart(key="wall", title=title, figure=stacked(traces))
 
 
 def _clusters(run: RunData) -> list[Table]:
@@ -195,7 +182,7 @@ def _clusters(run: RunData) -> list[Table]:
             head=["cluster", "rounds", "predicted", real(run), "median error"],
             rows=rows,
             note="Seconds are means over the rounds.",
-            folded=len(rows) > 12,
+            folded=folds(rows),
         )
     ]
 
@@ -220,7 +207,7 @@ def _mean(series: Series) -> float | None:
 def compared_times(runs: Sequence[RunData]) -> Section:
     """Rounds of all runs, and what they took by the clock."""
     traces = [
-        _curve(run, run.name, run.numbers["latency_s"], COLOURS[place % len(COLOURS)], "solid")
+        curve(run.name, run.rounds, run.numbers["latency_s"], COLOURS[place % len(COLOURS)])
         for place, run in enumerate(runs)
         if run.numbers["latency_s"].known
     ]

@@ -1,0 +1,182 @@
+"""Devices of a control unit that answer from within its own process.
+
+What they are given is dropped, and what they give back is random. All that the control unit itself
+does with weights on their way is what it does in a deployment; only no bytes cross a network.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collapipe_flwr.cluster.remote import RemoteFleet
+from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
+from collapipe_flwr.core.domain import ClusterPlan, Segment
+from collapipe_flwr.core.links import LinkConfig
+from collapipe_flwr.models import Splitter
+from collapipe_flwr.pipeline.config import NextHop, SessionKey
+from collapipe_flwr.pipeline.link import (
+    GRAD,
+    HIDDEN,
+    LEARNS,
+    Frame,
+    FrameKind,
+    Link,
+    MemoryLink,
+    memory_pair,
+)
+from collapipe_flwr.pipeline.meter import StageReport
+from collapipe_flwr.transport.client import Session
+from collapipe_flwr.transport.codec import decode_frame, encode_frame
+from collapipe_flwr.transport.weights import weight_frames
+
+WAIT_S = 600.0
+_ID = "memory"
+_NOWHERE = "127.0.0.1:1"
+
+
+@dataclass(frozen=True, slots=True)
+class NearSession(Session):
+    """A session whose calls end here."""
+
+    def push_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Encode them as they would travel."""
+        for frame in weight_frames(weights):
+            encode_frame(frame)
+
+    def missing(self, digests: Mapping[str, str]) -> tuple[str, ...]:
+        """All."""
+        self.client.held[self.key] = tuple(digests)  # type: ignore[attr-defined]
+        return tuple(digests)
+
+    def digests(self, *, with_optimizer: bool = False) -> dict[str, str]:
+        """All weights have changed."""
+        assert not with_optimizer
+        return dict.fromkeys(self.client.held[self.key], "trained")  # type: ignore[attr-defined]
+
+    def _answers(self, with_optimizer: bool, keys: tuple[str, ...] | None) -> Iterator[Frame]:
+        assert keys and not with_optimizer
+        shapes = self.client.splitter.shapes  # type: ignore[attr-defined]
+        for key in keys:
+            drawn = {key: torch.randn(shapes[key][0]).to(shapes[key][1])}
+            frames = (decode_frame(encode_frame(frame)) for frame in weight_frames(drawn))
+            yield from (frame for frame in frames if frame.kind is not FrameKind.END)
+        yield Frame(kind=FrameKind.END, scalars={"tensors": float(len(keys))})
+
+    def report(self) -> StageReport:
+        """Of nothing."""
+        return StageReport(name=self.key.session_id)
+
+    def close(self, *, within_s: float | None = None) -> None:
+        """Nothing is open."""
+
+    def stream(self, *, name: str = "", config: LinkConfig | None = None) -> Link:
+        """To a thread that plays all stages behind."""
+        assert config is not None
+        left, right = memory_pair(name, "device")
+        answering_thread(lambda: answer(right))
+        return left
+
+
+class NearClient:
+    """Stands in for the client of one daemon."""
+
+    silent = False
+
+    def __init__(self, splitter: Splitter) -> None:
+        self.splitter = splitter
+        self.held: dict[SessionKey, tuple[str, ...]] = {}
+
+    def open_session(self, request: object) -> None:
+        """Nothing is opened."""
+
+    def session(self, key: SessionKey) -> NearSession:
+        """See `NearSession`."""
+        return NearSession(self, key)  # type: ignore[arg-type]
+
+    def patiently(self, call: Callable[[], Any]) -> Any:
+        """Call it once."""
+        return call()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NearFleet(RemoteFleet):
+    """Devices that `NearClient` stands in for."""
+
+    splitter: Splitter
+
+    @staticmethod
+    def of(splitter: Splitter, devices: int) -> NearFleet:
+        """So many devices."""
+        members = tuple(MemberConfig(name=f"d{n}", address=_NOWHERE) for n in range(devices))
+        return NearFleet(
+            splitter=splitter,
+            cluster=ClusterConfig(
+                id=_ID,
+                folder=Path(),
+                control_unit=MemberConfig(name="control-unit"),
+                devices=members,
+                edge=MemberConfig(name="edge"),
+                server=MemberConfig(name="server"),
+            ),
+            edge=NextHop(address=_NOWHERE, key=SessionKey.random("edge")),
+            deadline_s=WAIT_S,
+        )
+
+    @contextmanager
+    def _client(self, device_id: str) -> Iterator[Any]:  # type: ignore[override]
+        assert device_id.startswith(_ID)
+        yield NearClient(self.splitter)
+
+
+def even_plan(blocks: int, devices: int, steps: int) -> ClusterPlan:
+    """As many blocks on each device, one micro-batch per step."""
+    each = blocks // devices
+    return ClusterPlan(
+        cluster_id=_ID,
+        segments=tuple(
+            Segment(device_id=f"{_ID}/d{n}", first_block=n * each, stop_block=(n + 1) * each)
+            for n in range(devices)
+        ),
+        micro_batch_size=1,
+        micro_batches=1,
+        warmup_depth=(1,) * (devices + 2),
+        local_steps=steps,
+        bandwidth_hz=1.0,
+        tx_power_w={},
+        gradient_power_w={},
+        latency_s=1.0,
+        step_s=1.0,
+        energy_j={},
+        memory_bytes={},
+    )
+
+
+def answer(link: MemoryLink) -> None:
+    """Play the stages behind: a random gradient for every hidden state."""
+    while (frame := link.receive(deadline_s=WAIT_S)).kind is not FrameKind.END:
+        if frame.kind is FrameKind.ACTIVATION:
+            hidden = frame.tensors[HIDDEN]
+            wanted = frame.scalars[LEARNS]
+            reply = Frame(
+                kind=FrameKind.GRADIENT,
+                step=frame.step,
+                micro_batch=frame.micro_batch,
+                tensors={GRAD: torch.randn_like(hidden) * 1e-3} if wanted else {},
+                scalars={"loss": 1.0, "weight": frame.scalars["weight"]},
+            )
+            link.send(reply, deadline_s=WAIT_S)
+
+
+def answering_thread(work: Callable[[], None]) -> threading.Thread:
+    """Do it in a thread that ends with the process."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread

@@ -1,0 +1,46 @@
+"""What members measured of themselves when they joined, in the file that plans go by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from collapipe_flwr.cluster.profile import Measured, Measurements, read_measurements
+from collapipe_flwr.config.cluster_file import ClusterConfig
+from collapipe_flwr.core.durable import write_text
+from collapipe_flwr.core.errors import ProtocolError
+from collapipe_flwr.core.json_codec import from_json, to_json
+from collapipe_flwr.transport.roster import Roster
+
+
+def figures_of(config: ClusterConfig) -> Measurements:
+    """What is known of a cluster; raises ConfigError for a file that cannot be read."""
+    if config.measured is None or not config.measured.exists():
+        return Measurements(cluster_id=config.id, members=())
+    return read_measurements(config.measured)
+
+
+def note_figures(config: ClusterConfig, found: Iterable[Measured]) -> None:
+    """Keep these, in the place of earlier ones, until a check measures again."""
+    assert config.measured is not None
+    before, new = figures_of(config), {member.name: member for member in found}
+    others = (member for member in before.members if member.name not in new)
+    after = replace(before, members=(*others, *new.values()))
+    if after != before or not config.measured.exists():
+        write_text(config.measured, to_json(after) + "\n")
+
+
+def add_figures(config: ClusterConfig, roster: Roster) -> None:
+    """Keep what came with a roster of members that nothing is known of here, where they are.
+
+    What a check found here counts more. Raises ProtocolError for figures that are none.
+    """
+    if not roster.figures:
+        return
+    try:
+        told = from_json(Measurements, roster.figures, "figures")
+    except ProtocolError as error:
+        raise ProtocolError(f"the roster came with figures that are none: {error}") from error
+    known = {member.name: member.address for member in figures_of(config).members}
+    new = (m for m in told.members if known.get(m.name, m.address + "?") not in ("", m.address))
+    note_figures(config, new)
