@@ -108,7 +108,7 @@ class NearClient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NearFleet(RemoteFleet):
-    """Devices for `segments_of`, reached by `NearClient`."""
+    """Devices that `NearClient` stands in for."""
 
     splitter: Splitter
 

@@ -2,12 +2,12 @@
 
 The round runs in replay intervals: steps over one chain, between two states of all parts. An
 interval either ends with those states in hand, or it changes nothing that the control unit holds.
-Before each one the control unit holds the state of every segment, and the edge a snapshot of its
-decoder after the same step. When anything breaks, the interval is void on all sides at once: the
-edge rolls back to its snapshot, the segments are placed again by a plan for the devices that still
-answer (without moving a block where every stage has a replica left), and the same batches are
-replayed with the same seeds. So no step is applied twice or half,
-and the weights are those of an undisturbed run on the new plan.
+Before each one the control unit has the state of every segment, in a file, and the edge a snapshot
+of its decoder after the same step. When anything breaks, the interval is void on all sides at once:
+the edge rolls back to its snapshot, the segments are placed again by a plan for the devices that
+still answer (without moving a block where every stage has a replica left), and the same batches are
+replayed with the same seeds. So no step is applied twice or half, and the weights are those of an
+undisturbed run on the new plan.
 
 With ``snapshot_every`` 0 the round is one interval: its first state came with the order and costs
 nothing, and at most one round is replayed. With S > 0 a loss costs at most S steps, and every S
@@ -36,12 +36,12 @@ from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.host.allocator import give_back
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.parts import EmbeddingPart
-from collapipe_flwr.pipeline.compute import hold, home
+from collapipe_flwr.pipeline.compute import hold
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage
 from collapipe_flwr.pipeline.soundness import oddity
-from collapipe_flwr.pipeline.state import PartState, load_optimizer_state, optimizer_state_of
+from collapipe_flwr.pipeline.state import PartState, load_optimizer_state
 from collapipe_flwr.pipeline.step import MicroBatch, StepResult
 from collapipe_flwr.pipeline.stowed import Lookup
 from collapipe_flwr.scheduler.remaining import without_lost
@@ -113,12 +113,10 @@ def run_interval(
             tested = EvalResult.mean(_losses(first.evaluate(batch) for batch in probe))
             steps = [first.train_step(batch) for batch in batches]
             first.finish()
-        own = PartState(
-            weights={key: tensor.detach() for key, tensor in home(embedding.state_dict()).items()},
-            optimizer=optimizer_state_of(optimizer) if keep_optimizer() else {},
-        )
+        slots = optimizer.state_tensors() if keep_optimizer() else {}
+        own = PartState(weights=embedding.state_dict(), optimizer=slots).stowed()
         report, next_step = first.report(), first.next_step
-        del first, optimizer, embedding  # gradients and moments go before the segments come
+        del first, optimizer, embedding, slots  # they go before the segments come
         give_back()
         segments = chain.collect(keep_optimizer=keep_optimizer)
         give_back()

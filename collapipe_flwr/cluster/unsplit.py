@@ -13,10 +13,9 @@ from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig, pred
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.objective import scores_of
 from collapipe_flwr.pipeline.backward import fuse_accumulation
-from collapipe_flwr.pipeline.compute import CPU, bring, one_thread, place_of
+from collapipe_flwr.pipeline.compute import CPU, bring, computing_in, one_thread, place_of
 from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.optimizer import Optimizer
-from collapipe_flwr.pipeline.precision import computing_in
 
 PLAIN = Execution()
 CONSTANT = repeat(1.0)

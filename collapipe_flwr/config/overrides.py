@@ -35,7 +35,7 @@ def read_overrides(
     merged: dict[str, Value] = {}
     for source in sources:
         if is_file(source):
-            merged |= _read_file(Path(source))
+            merged |= _flat(read_toml(Path(source), f"--run-config {source}"))
         else:
             for pair in _pairs(source, declared):
                 merged |= _read_pair(pair)
@@ -84,10 +84,6 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
 def is_file(source: str) -> bool:
     """Whether an override is the path of a file, not ``KEY=VALUE``."""
     return source.endswith(".toml") and "=" not in source
-
-
-def _read_file(path: Path) -> dict[str, Value]:
-    return _flat(read_toml(path, f"--run-config {path}"))
 
 
 def _pairs(source: str, declared: Mapping[str, Value]) -> list[str]:

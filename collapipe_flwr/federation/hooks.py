@@ -121,12 +121,7 @@ class Rounds:
     def running(
         self, round_timeout_s: float = DEFAULT_TIMEOUT_S, last_round: int = 0
     ) -> Iterator[None]:
-        """Hold open what the rounds of a run need: the way to the edge, and its sessions.
-
-        :meth:`start` does it; whoever calls the hooks without it has to. A round that is repeated
-        closes after ``round_timeout_s``, and the ``last_round`` waits as long for late updates.
-        Raises LinkError.
-        """
+        """See `CollaPipe.running`."""
         self._timeout_s, self._last_round = round_timeout_s, last_round
         with ExitStack() as stack:
             if self._model is not None and isinstance(self._edge, EdgeConfig):

@@ -22,7 +22,6 @@ from typing import Generic, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from collapipe_flwr.core.durable import clean, draft, make_folder, publish
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError, ModelError
@@ -30,6 +29,7 @@ from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.node_keys import STATE_KEY
 from collapipe_flwr.federation.rounds import Progress
 from collapipe_flwr.pipeline.state import OptimizerState, PartState
+from collapipe_flwr.pipeline.tensor_files import read_tensors, write_tensors
 
 log = logging.getLogger("flwr.collapipe")
 _NAME = re.compile(r"round-(\d{6,})-([0-9a-f]{64})")
@@ -126,13 +126,13 @@ def recall_optimizer(state: NodeState) -> OptimizerState:
 
 def write_slots(slots: OptimizerState, path: Path) -> None:
     """Write them as one safetensors file."""
-    save_file(dict(PartState(weights={}, optimizer=slots).tensors()), path)
+    write_tensors(PartState(weights={}, optimizer=slots).tensors(), path)
 
 
 def read_slots(path: Path) -> OptimizerState:
     """What `write_slots` wrote; raises ModelError for another file."""
     try:
-        return PartState.of_tensors(load_file(path)).optimizer
+        return PartState.of_tensors(read_tensors(path)).optimizer
     except SafetensorError as error:
         raise ModelError(str(error)) from error
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 
 from flwr.app import ArrayRecord, MetricRecord
@@ -71,7 +72,8 @@ class RunRecorder:
         self.training: Look | None = None  # says how far clusters are in a round
         self.testing: Look | None = None  # and how far the evaluation is
         past = past or Past()
-        self.story = replace(story, initial=past.initial, events=past.events, notes=past.notes)
+        story = replace(story, initial=past.initial, notes=past.notes)
+        self.story = reduce(RunStory.grown, past.events, story)
         self.weights: Mapping[str, Tensor] | None = None  # of the last round
         self._directory = directory
         self._printer = printer
@@ -189,7 +191,7 @@ class RunRecorder:
             evaluation_s=evaluation_s,
         )
         self._round_started_s, self._pending, self._clusters = now_s, None, {}
-        self.story = replace(self.story, events=(*self.story.events, event))
+        self.story = self.story.grown(event)
         self._directory.append_event(event.as_json())
         self._save("running")
         self._printer.show(event)

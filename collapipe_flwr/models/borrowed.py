@@ -29,7 +29,7 @@ class Borrower(Part):
         """Empty these tables; ``ids_of`` names the input that holds the row numbers of each."""
         self._ids_of = ids_of
         self._borrowed = {
-            key: [BorrowedTable(_owner_of(self.model, path)) for path in paths]
+            key: [BorrowedTable(self.model.get_submodule(p.rpartition(".")[0])) for p in paths]
             for key, paths in ties.items()
         }
 
@@ -68,10 +68,6 @@ class Lender(Part):
 
     def _table(self, key: str) -> nn.Parameter:
         return dict(self.named_parameters())[key]
-
-
-def _owner_of(model: nn.Module, path: str) -> nn.Module:
-    return model.get_submodule(path.rpartition(".")[0])
 
 
 class BorrowedTable:

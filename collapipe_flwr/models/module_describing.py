@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ def describe_module(
         owners = _owners(model, keys, names, trace, embed, head)
     except ModelError as error:
         raise ModelError(f"{type(model).__name__} cannot be split: {error}") from error
-    tied = _tied(keys, owners)
+    tied = [key for key in keys if len(owners.get(key, ())) > 1]
     ids = {key: _ids_of(model, key, keys[key], trace) for key in tied}
     trained = {key for key, tensor in model.named_parameters() if tensor.requires_grad}
     parameters = dict(model.named_parameters())
@@ -208,10 +208,6 @@ def _owners(
             raise ModelError(f"the buffer {key!r} is read both before and behind its blocks")
         found[key] = places
     return found
-
-
-def _tied(keys: Iterable[str], owners: Mapping[str, set[str]]) -> list[str]:
-    return [key for key in keys if len(owners.get(key, ())) > 1]
 
 
 def _ids_of(model: nn.Module, key: str, paths: Sequence[str], trace: ModuleTrace) -> str:

@@ -1,4 +1,4 @@
-"""Where parts compute: a CPU or an accelerator, and what crosses between the two.
+"""Where parts compute: a CPU or an accelerator, what crosses between the two, in which precision.
 
 A part and its optimizer state live at one place. What a stage takes from a link, and what it hands
 to one, is on the CPU; it is brought to the part's place and home again at this edge, so links,
@@ -220,3 +220,13 @@ def _landing(tensor: Tensor) -> Tensor:
         return tensor.detach().to(CPU)
     pages = torch.empty_like(tensor, device=CPU, pin_memory=True, requires_grad=False)
     return pages.copy_(tensor.detach(), non_blocking=True)
+
+
+def computing_in(precision: str, place: torch.device = CPU) -> AbstractContextManager[object]:
+    """Products in bfloat16 inside; the casts of weights pass gradients back to fp32 ones.
+
+    Whatever dtype comes out travels as it is, so that a cut changes nothing here either.
+    """
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(place.type, dtype=torch.bfloat16)

@@ -23,10 +23,9 @@ from collapipe_flwr.core.errors import MemberFailed, ModelError, ProtocolError
 from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.core.schedule import Action, Op, forward_actions, stage_actions
 from collapipe_flwr.pipeline.backward import DeferredGradients, deferring, fuse_accumulation
-from collapipe_flwr.pipeline.compute import bring, finish, home, one_thread, place_of
+from collapipe_flwr.pipeline.compute import bring, computing_in, finish, home, one_thread, place_of
 from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.fan import lane_of
-from collapipe_flwr.pipeline.in_flight import InFlight, end_of
 from collapipe_flwr.pipeline.link import (
     GRAD,
     HIDDEN,
@@ -44,11 +43,10 @@ from collapipe_flwr.pipeline.meter import (
     square_norm,
 )
 from collapipe_flwr.pipeline.optimizer import Optimizer
-from collapipe_flwr.pipeline.precision import computing_in
 from collapipe_flwr.pipeline.randomness import SeededRandomness
 from collapipe_flwr.pipeline.siblings import Siblings
 from collapipe_flwr.pipeline.soundness import blaming, check_finite, check_sound, told
-from collapipe_flwr.pipeline.step import Step
+from collapipe_flwr.pipeline.step import InFlight, Step, end_of
 from collapipe_flwr.pipeline.ties import borrows, shared_parameters
 
 Around = AbstractContextManager[None]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.pipeline.meter import bytes_of
 from collapipe_flwr.pipeline.optimizer import START, Optimizer
-from collapipe_flwr.pipeline.stowed import Lookup
+from collapipe_flwr.pipeline.stowed import Lookup, stowed
 
 OptimizerState = Mapping[str, tuple[Tensor, ...]]  # by parameter; see `Optimizer.state_tensors`
 _PREFIX = "optimizer/"  # no module path holds a slash
@@ -60,6 +60,10 @@ class PartState:
         """The same in tensors of its own, on the CPU."""
         weights = {key: _copy(tensor) for key, tensor in self.weights.items()}
         return PartState(weights=weights, optimizer=_copied(self.optimizer))
+
+    def stowed(self) -> PartState:
+        """The same out of memory, unless it is small; as it is now."""
+        return PartState.of_tensors(stowed(self.tensors()))
 
     @property
     def num_bytes(self) -> int:

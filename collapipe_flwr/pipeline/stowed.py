@@ -69,43 +69,61 @@ class Lookup(Mapping[str, T], Generic[T]):
         return len(self._readers)
 
 
-class Stow:
-    """A file of tensors. What does not go in, on a full disk, say, stays in memory.
+class OpenFile:
+    """Tensors in a file that is closed when nobody can read them any more; ``name`` is for errors.
 
-    Reading, and writing by one thread at a time, may go on side by side.
+    Threads may read side by side.
     """
+
+    def __init__(self, descriptor: int, name: str) -> None:
+        self.descriptor = descriptor
+        self._name = name
+        weakref.finalize(self, os.close, descriptor)
+
+    def read(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """The tensor that begins there; raises RunError where the disk does not give it back."""
+        tensor = passing_tensor(shape, dtype)
+        data, done = bytes_of(tensor), 0
+        try:
+            while done < len(data):
+                count = os.preadv(self.descriptor, [data[done:]], start + done)
+                if not count:
+                    raise OSError(0, "it is shorter than it was")
+                done += count
+        except OSError as error:
+            raise RunError(f"weights in {self._name} cannot be read: {error.strerror}") from error
+        return tensor
+
+
+class Stow:
+    """Takes tensors into a file. What does not go in, on a full disk, say, stays in memory."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder or scratch_folder()
-        self._file: int | None = None
+        self._file: OpenFile | None = None
         self._end = 0
         self._fails = False
 
     def put(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """How to read a copy of ``tensor``, which may change afterwards only if it is large."""
-        if tensor.nbytes < STOWED_BYTES or tensor.device.type != "cpu":
-            return partial(_same, tensor)
-        data = _bytes_of(tensor.detach().contiguous())
-        return self.put_bytes(data, tensor.dtype, tensor.shape) or partial(_same, tensor)
+        """How to read ``tensor`` on the CPU, as it is now."""
+        here = tensor.detach().to("cpu")
+        if here.nbytes >= STOWED_BYTES:
+            data = bytes_of(here.contiguous())
+            if read := self.put_bytes(data, here.dtype, here.shape):
+                return read
+        return partial(_same, here.clone() if tensor.device.type == "cpu" else here)
 
     def put_bytes(
         self, data: memoryview, dtype: torch.dtype, shape: Iterable[int]
     ) -> Callable[[], Tensor] | None:
         """How to read a tensor of these bytes; None where they do not go in."""
         start = self._end
-        if self._fails or not self._written(data):
-            return None
-        return partial(self._read, start, dtype, tuple(shape))
-
-    def _written(self, data: memoryview) -> bool:
-        """Whether the bytes stand at the end of the file."""
         try:
+            if self._fails:
+                return None
             if self._file is None:
                 self._file = _nameless(self._folder)
-                weakref.finalize(self, os.close, self._file)
-            done = 0
-            while done < len(data):
-                done += os.pwrite(self._file, data[done:], self._end + done)
+            self._end += write_all(self._file.descriptor, data, start)
         except OSError as error:
             self._fails = True
             log.warning(
@@ -114,27 +132,8 @@ class Stow:
                 self._folder,
                 error.strerror,
             )
-            return False
-        self._end += done
-        return True
-
-    def _read(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """A copy of its own; raises RunError where the disk does not give it back."""
-        assert self._file is not None
-        tensor = passing_tensor(shape, dtype)
-        data = _bytes_of(tensor)
-        done = 0
-        try:
-            while done < len(data):
-                count = os.preadv(self._file, [data[done:]], start + done)
-                if not count:
-                    raise OSError(0, "it is shorter than it was")
-                done += count
-        except OSError as error:
-            raise RunError(
-                f"weights that wait in a file in {self._folder} cannot be read: {error.strerror}"
-            ) from error
-        return tensor
+            return None
+        return partial(self._file.read, start, dtype, tuple(shape))
 
 
 def stowed(tensors: Mapping[str, Tensor]) -> Lookup[Tensor]:
@@ -164,15 +163,23 @@ def scratch_folder() -> Path:
     return _DISK if fits else Path(tempfile.gettempdir())
 
 
-def _nameless(folder: Path) -> int:
-    """A file that ends with its last descriptor."""
+def write_all(descriptor: int, data: memoryview, start: int) -> int:
+    """Write the bytes at ``start`` of a file; how many they are. Raises OSError."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], start + done)
+    return done
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Those of a contiguous tensor on the CPU, not copied."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _nameless(folder: Path) -> OpenFile:
     descriptor, name = tempfile.mkstemp(prefix="collapipe-", dir=folder)
     os.unlink(name)
-    return descriptor
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    return OpenFile(descriptor, f"a file in {folder}")
 
 
 def _same(value: T) -> T:

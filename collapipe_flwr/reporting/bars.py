@@ -85,14 +85,14 @@ class Bars:
         if width >= _NARROW:
             cells.append(_steps(clusters))
         if width >= _WIDE:
-            rates = [self._examples_per_s(name, progress) for name in names]
+            rates = [
+                self._rate(name, progress) * cluster.examples
+                for name, cluster in zip(names, clusters, strict=True)
+            ]
             cells.append(f"{sum(rates):.3g} ex/s" if any(rates) else "")
         left_s = self._left_s(names, progress)
         cells.append("" if left_s is None else f"{_clock(left_s)} left")
         grid.add_row(title, _bar(min(done / whole, 1.0)), "  ".join(filter(None, cells)))
-
-    def _examples_per_s(self, name: str, progress: RunProgress) -> float:
-        return self._rate(name, progress) * progress.clusters[name].examples
 
     def _rate(self, name: str, progress: RunProgress) -> float:
         """Micro-batches per second of a cluster that is at work; 0 of any other."""

@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from collapipe_flwr.reporting.output import number_table
+from collapipe_flwr.reporting.output import number, number_table
 
 if TYPE_CHECKING:
     from collapipe_flwr.membership.status import ClusterStatus, MemberStatus
@@ -59,13 +59,9 @@ def status_lines(found: ClusterStatus) -> Iterator[str]:
 
 def _figures(member: MemberStatus) -> tuple[str, ...]:
     return (
-        _number(member.speed_flop_per_s, _GIGA, 1),
-        _number(member.memory_bytes, _GIGA, 1),
-        _number(member.resident_bytes, _MEGA, 0),
-        _number(member.clock_ahead_s, 1.0, 1),
+        number(member.speed_flop_per_s, _GIGA, 1),
+        number(member.memory_bytes, _GIGA, 1),
+        number(member.resident_bytes, _MEGA, 0),
+        number(member.clock_ahead_s, 1.0, 1),
         "" if member.roster is None else str(member.roster),
     )
-
-
-def _number(value: float | None, unit: float, digits: int) -> str:
-    return "" if value is None else f"{value / unit:.{digits}f}"

@@ -154,7 +154,7 @@ def _machine_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     """Of links, energy and memory those rows that say most, and how many there are besides."""
     if share := summary.get("model_share"):
         cap = "" if share["cap"] is None else f", {100 * share['cap']:.3g} % allowed"
-        yield "fullest device", f"{100 * share['most']:.3g} % of the whole model's memory{cap}"
+        yield "memory share", f"{100 * share['most']:.3g} % of the whole model at most{cap}"
     links = sorted(summary.get("links", ()), key=_slowest_bit_per_s)
     peaks = sorted(summary["peak_memory_bytes"].items(), key=lambda item: -item[1])
     kinds = {

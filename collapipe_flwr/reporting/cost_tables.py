@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from collapipe_flwr.core.json_codec import plain
-from collapipe_flwr.reporting.output import number_table
+from collapipe_flwr.reporting.output import number, number_table
 
 if TYPE_CHECKING:
     from collapipe_flwr.cluster.forecast import Forecast
@@ -52,12 +52,12 @@ def measurements_table(found: Measurements) -> Table:
         table.add_row(
             member.name,
             member.address or "here",
-            _number(member.speed_flop_per_s, _GIGA, 1),
-            _number(member.memory_bytes, _GIGA, 1),
-            _number(member.idle_bytes, _MEGA, 0),
-            _number(member.clock_ahead_s, 1.0, 1),
-            _number(member.rate_bit_per_s, _MEGA, 0),
-            _number(member.delay_s, _MILLI, 2),
+            number(member.speed_flop_per_s, _GIGA, 1),
+            number(member.memory_bytes, _GIGA, 1),
+            number(member.idle_bytes, _MEGA, 0),
+            number(member.clock_ahead_s, 1.0, 1),
+            number(member.rate_bit_per_s, _MEGA, 0),
+            number(member.delay_s, _MILLI, 2),
             _mark(member.fault),
         )
     return table
@@ -88,17 +88,13 @@ def links_table(found: Measurements) -> Table:
     """One line per way between two hosts."""
     table = number_table("links", ("from", "to"), ("Mbit\n/s", "delay\nms", ""))
     for link in found.links:
-        rate, delay = _number(link.rate_bit_per_s, _MEGA, 0), _number(link.delay_s, _MILLI, 2)
+        rate, delay = number(link.rate_bit_per_s, _MEGA, 0), number(link.delay_s, _MILLI, 2)
         table.add_row(link.source, link.target, rate, delay, _mark(link.fault))
     return table
 
 
 def _mark(fault: str) -> str:
     return "[red]mend[/red]" if fault else "[green]ok[/green]"
-
-
-def _number(value: float | None, unit: float, digits: int) -> str:
-    return "" if value is None else f"{value / unit:.{digits}f}"
 
 
 def show_forecast(found: Forecast, console: Console) -> None:

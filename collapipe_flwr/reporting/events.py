@@ -7,7 +7,8 @@ Keys of per-device mappings read ``cluster/device``; ``memory_bytes`` also has
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import reduce
 from math import isfinite, log, nan
 from statistics import median
 from typing import Any, cast
@@ -79,8 +80,57 @@ class RoundEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunSums:
+    """What rounds come to by member and by hop, which is most of an event."""
+
+    energy_j: Mapping[str, float] = field(default_factory=dict)
+    memory_bytes: Mapping[str, int] = field(default_factory=dict)  # peaks, by role
+    links: tuple[LinkReport, ...] = ()
+    errors: tuple[float, ...] = ()  # |ln(predicted / real)| of the latency
+    model_share: float | None = None  # the largest
+    share_caps: tuple[float | None, ...] = ()  # that differ
+    plan: Mapping[str, Any] | None = None  # the last one
+
+    def plus(self, event: RoundEvent) -> RunSums:
+        """With one round more."""
+        energy_j, memory_bytes = dict(self.energy_j), dict(self.memory_bytes)
+        for device, joules in event.energy_j.items():
+            energy_j[device] = energy_j.get(device, 0.0) + joules
+        for role, size in event.memory_bytes.items():
+            memory_bytes[role] = max(memory_bytes.get(role, 0), size)
+        told = event.clusters.values()
+        errors = (abs(each["error"]) for each in told if each.get("error") is not None)
+        shares = [each for each in told if each.get("model_share") is not None]
+        caps = dict.fromkeys((*self.share_caps, *(each["model_share_cap"] for each in shares)))
+        known = () if self.model_share is None else (self.model_share,)
+        return RunSums(
+            energy_j=energy_j,
+            memory_bytes=memory_bytes,
+            links=totals((*self.links, *event.links)),
+            errors=(*self.errors, *errors),
+            model_share=max((*known, *(each["model_share"] for each in shares)), default=None),
+            share_caps=tuple(caps),
+            plan=event.plan or self.plan,
+        )
+
+    def share_json(self) -> dict[str, float | None] | None:
+        """The most that plans gave any device of the whole model's memory, and what they may."""
+        if self.model_share is None:
+            return None
+        caps = [cap for cap in self.share_caps if cap is not None]
+        return {
+            "most": self.model_share,
+            "cap": max(caps) if len(caps) == len(self.share_caps) else None,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunStory:
-    """Everything ``summary.json`` is made from; grows by one event per round."""
+    """Everything ``summary.json`` is made from but plans; grows by one event per round.
+
+    A run of 1,000 rounds on 1,000 devices writes more events than memory holds, so rounds that
+    `grown` added keep only what a curve needs, and the rest of them is in ``sums``.
+    """
 
     metric_name: str
     initial: Mapping[str, float] = field(default_factory=dict)
@@ -90,9 +140,26 @@ class RunStory:
     events: tuple[RoundEvent, ...] = field(default=())
     rounds_asked: int | None = None
     notes: tuple[str, ...] = ()  # what the run said of itself as a whole
+    sums: RunSums = RunSums()  # of rounds that ``events`` has without what is summed up
+
+    def grown(self, event: RoundEvent) -> RunStory:
+        """With one round more."""
+        curve = replace(
+            event,
+            plan=None,
+            clusters={},
+            energy_j={},
+            queues_j={},
+            links=(),
+            memory_bytes={},
+            failures=(),
+            incidents=(),
+        )
+        return replace(self, events=(*self.events, curve), sums=self.sums.plus(event))
 
     def summary(self, *, status: str, wall_s: float, reason: str | None = None) -> dict[str, Any]:
-        """The content of ``summary.json``."""
+        """The content of ``summary.json``, with the last of the plans (see `RunDirectory`)."""
+        sums = reduce(RunSums.plus, self.events, self.sums)
         total = sum((e.bytes for e in self.events), LinkBytes())
         asked = [e for e in self.events if e.clusters_loss is not None]
         # loss and metrics on the clusters' shares of the test set
@@ -119,54 +186,27 @@ class RunStory:
             "wall_s": round(wall_s, 3),
             "predicted_latency_s": [e.predicted_latency_s for e in self.events],
             "latency_s": [e.latency_s for e in self.events],
-            "prediction_error": self._prediction_error(),
-            "energy": {"budget_j": dict(self.energy_budget_j), "mean_j": self._mean_energy_j()},
+            "prediction_error": median(sums.errors) if sums.errors else None,
+            "energy": {"budget_j": dict(self.energy_budget_j), "mean_j": self._mean_energy_j(sums)},
             "bytes": asdict(total),
-            "links": [link_json(link) for link in totals(k for e in self.events for k in e.links)],
-            "peak_memory_bytes": self._peak_memory_bytes(),
+            "links": [link_json(link) for link in sums.links],
+            "peak_memory_bytes": dict(sums.memory_bytes),
             "memory_limit_bytes": dict(self.memory_limit_bytes),
-            "model_share": self._model_share(),
+            "model_share": sums.share_json(),
             "versions": dict(self.versions),
-            "plans": [e.plan for e in self.events],
+            "plans": [] if sums.plan is None else [sums.plan],
         }
         return cast("dict[str, Any]", finite(summary))
-
-    def _prediction_error(self) -> float | None:
-        """Median of ``|ln(predicted / real)|`` of the latency, over rounds and clusters."""
-        found = (cluster.get("error") for e in self.events for cluster in e.clusters.values())
-        errors = [abs(error) for error in found if error is not None]
-        return median(errors) if errors else None
-
-    def _model_share(self) -> dict[str, float | None] | None:
-        """The most that plans gave any device of the whole model's memory, and what they may."""
-        found = [c for e in self.events for c in e.clusters.values() if c.get("model_share")]
-        if not found:
-            return None
-        caps = [c["model_share_cap"] for c in found if c["model_share_cap"] is not None]
-        return {
-            "most": max(cluster["model_share"] for cluster in found),
-            "cap": max(caps) if len(caps) == len(found) else None,
-        }
 
     def _lost_rounds(self) -> dict[str, list[int]]:
         """The rounds that went on without a cluster, by cluster."""
         names = sorted({name for event in self.events for name in event.lost})
         return {name: [e.round_index for e in self.events if name in e.lost] for name in names}
 
-    def _mean_energy_j(self) -> dict[str, float]:
+    def _mean_energy_j(self, sums: RunSums) -> dict[str, float]:
         """Per device: joules per round, rounds without work counted as zero."""
-        sums = dict.fromkeys(self.energy_budget_j, 0.0)
-        for event in self.events:
-            for device, joules in event.energy_j.items():
-                sums[device] = sums.get(device, 0.0) + joules
-        return {device: joules / max(len(self.events), 1) for device, joules in sums.items()}
-
-    def _peak_memory_bytes(self) -> dict[str, int]:
-        peaks: dict[str, int] = {}
-        for event in self.events:
-            for role, size in event.memory_bytes.items():
-                peaks[role] = max(peaks.get(role, 0), size)
-        return peaks
+        joules = {**dict.fromkeys(self.energy_budget_j, 0.0), **sums.energy_j}
+        return {device: j / max(len(self.events), 1) for device, j in joules.items()}
 
 
 def cluster_json(plan: ClusterPlan | None, outcome: ClusterOutcome) -> dict[str, Any]:

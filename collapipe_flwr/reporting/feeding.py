@@ -6,23 +6,10 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from collapipe_flwr.reporting.scalars import Scalar
 from collapipe_flwr.reporting.sinks import Sink
-
-
-@dataclass(frozen=True, slots=True)
-class _Round:
-    step: int
-    values: Sequence[Scalar]
-
-
-@dataclass(frozen=True, slots=True)
-class _End:
-    status: str
-    artefacts: Sequence[Path]
 
 
 class Feeder:
@@ -35,18 +22,21 @@ class Feeder:
         self._name, self._open = name, open_
         self._sink: Sink | None = None
         self._problem, self._told = "", False
-        self._waiting: deque[_Round] = deque()
-        self._inbox: queue.SimpleQueue[_Round | _End] = queue.SimpleQueue()
+        self._waiting: deque[tuple[int, Sequence[Scalar]]] = deque()
+        self._end: tuple[str, Sequence[Path]] = ("", ())
+        # Rounds; None says that the run has ended.
+        self._inbox: queue.SimpleQueue[tuple[int, Sequence[Scalar]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._feed, name=f"sink-{name}", daemon=True)
         self._thread.start()
 
     def write(self, step: int, values: Sequence[Scalar]) -> None:
         """Hand over a round; returns at once."""
-        self._inbox.put(_Round(step, values))
+        self._inbox.put((step, values))
 
     def end(self, status: str, artefacts: Sequence[Path]) -> None:
         """Hand over the end of the run."""
-        self._inbox.put(_End(status, artefacts))
+        self._end = status, artefacts
+        self._inbox.put(None)
 
     def wait(self, within_s: float) -> None:
         """After the end, wait so long for the sink to have everything."""
@@ -70,19 +60,19 @@ class Feeder:
             except Exception as error:
                 self._sink = None
                 self._blame(f"{type(error).__name__}: {error}")
-            if isinstance(item, _End):
+            if item is None:
                 return
 
-    def _take(self, item: _Round | _End) -> None:
-        if isinstance(item, _Round):
+    def _take(self, item: tuple[int, Sequence[Scalar]] | None) -> None:
+        if item is not None:
             self._waiting.append(item)
         while self._waiting:
-            first = self._waiting[0]
-            self._sink = self._sink or self._open(first.step)
-            self._sink.write(first.step, first.values)
+            step, values = self._waiting[0]
+            self._sink = self._sink or self._open(step)
+            self._sink.write(step, values)
             self._waiting.popleft()
-        if isinstance(item, _End) and self._sink is not None:
-            self._sink.close(item.status, item.artefacts)
+        if item is None and self._sink is not None:
+            self._sink.close(*self._end)
 
     def _blame(self, why: str) -> None:
         words = f"{self._name} misses rounds ({why.strip().splitlines()[0]}); they are tried again"

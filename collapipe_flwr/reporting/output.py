@@ -44,6 +44,11 @@ def write_json(path: Path | None, values: object) -> None:
         raise ConfigError(f"{path} cannot be written ({error})") from error
 
 
+def number(value: float | None, unit: float, digits: int) -> str:
+    """A cell of :func:`number_table`: so many units, empty where nobody knows."""
+    return "" if value is None else f"{value / unit:.{digits}f}"
+
+
 def number_table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Table:
     """A table without rows; its names may be folded where a terminal is narrow, numbers may not."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))

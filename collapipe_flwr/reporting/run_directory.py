@@ -21,23 +21,26 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from collapipe_flwr.core.durable import append_text, make_folder, write_text
+from collapipe_flwr.core.durable import append_text, make_folder, write_file, write_text
 from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.reporting.events import RoundEvent
 from collapipe_flwr.reporting.progress import PROGRESS
-from collapipe_flwr.reporting.run_lock import CONFIG, as_it_is
+from collapipe_flwr.reporting.run_lock import CONFIG, RUNNING, as_it_is
 
 Json = Mapping[str, object]
+Text = TypeVar("Text")
 LOG = "run.log"
 EVENTS = "events.jsonl"
 _SUMMARY = "summary.json"
 _PENDING, _RUN_ID, _CHECKPOINTS = "pending-round.json", "run-id", "checkpoints"
 _PLANS = b',\n  "plans": ['  # as `write_summary` lays it out
 _BLOCK_BYTES = 1 << 20
+MANY_BYTES = 50_000_000  # of events, which take about a second to read
 _ROUND = re.compile(r"round-(\d{6,})")
 
 
@@ -123,9 +126,32 @@ class RunDirectory:
         self._replace(_PENDING, _line(event))
 
     def write_summary(self, summary: Json) -> None:
-        """Replace ``summary.json``."""
-        self._replace(_SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+        """Replace ``summary.json``.
+
+        When the run has ended, ``plans`` are those of all rounds, from their events. While it goes
+        on they are as given: to write all of them anew in every round is too much in a long run,
+        and to read all events where somebody stops it (`MANY_BYTES`) takes too long.
+        """
+        self._write(write_file, _SUMMARY, lambda path: self._save_summary(summary, path))
         self.tell("summary", {**summary, "plans": []})
+
+    def _save_summary(self, summary: Json, path: Path) -> None:
+        hasty = summary["status"] == "stopped" and events_bytes(self.path) > MANY_BYTES
+        if "plans" in summary and summary["status"] != RUNNING and not hasty:
+            with suppress(RunError):  # of a damaged event: how the run ended is said all the same
+                self._save_with_plans(summary, path)
+                return
+        path.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+    def _save_with_plans(self, summary: Json, path: Path) -> None:
+        rest = {key: value for key, value in summary.items() if key != "plans"}
+        with path.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(rest, indent=2, allow_nan=False).removesuffix("\n}"))
+            file.write(_PLANS.decode())
+            for number, event in enumerate(iter_events(self.path)):
+                plan = json.dumps(event.get("plan"), allow_nan=False)
+                file.write(f"{',' if number else ''}\n    {plan}")
+            file.write("\n  ]\n}\n")
 
     def write_config(self, config: Json) -> None:
         """Write ``run-config.json``: flat, as Flower takes it."""
@@ -135,7 +161,7 @@ class RunDirectory:
     def _replace(self, name: str, text: str) -> None:
         self._write(write_text, name, text)
 
-    def _write(self, how: Callable[[Path, str], None], name: str, text: str) -> None:
+    def _write(self, how: Callable[[Path, Text], None], name: str, text: Text) -> None:
         try:
             how(self.path / name, text)
         except OSError as error:

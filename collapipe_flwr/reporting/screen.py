@@ -31,6 +31,8 @@ class Screen:
     ) -> None:
         self.verbose = verbose
         self._console = console or Console(quiet=quiet, highlight=False)
+        if console is None and not self._console.is_terminal:
+            self._console.width = _PLAIN
         self._draws = self._console.is_terminal and not verbose and not quiet
         self._bars = Bars()
         self._said = ""

@@ -170,13 +170,14 @@ def _segments(ran: Sequence[PolicyResult], caption: str) -> Figure:
     for row, (_, plan) in enumerate(plans):
         for segment in plan.segments:
             _draw_segment(axes, row, segment, numbers)
-    axes.set_yticks(range(len(plans)), [_row_label(policy, plan) for policy, plan in plans])
+    cuts = [f"{policy} ({p.micro_batch_size}x{p.micro_batches})" for policy, p in plans]
+    axes.set_yticks(range(len(plans)), cuts)
     blocks = max(plan.segments[-1].stop_block for _, plan in plans)
     axes.set(xlim=(0, blocks), xticks=range(0, blocks + 1, max(1, blocks // 12)))
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
     handles = [
-        Patch(facecolor=colour(number - 1), label=f"{number}: {_short(device)}")
+        Patch(facecolor=colour(number - 1), label=f"{number}: {device.rpartition('/')[2]}")
         for device, number in numbers.items()
     ]
     figure.legend(handles=handles, loc="outside right upper", fontsize="small", frameon=False)
@@ -201,11 +202,3 @@ def _draw_segment(axes: Axes, row: int, segment: Segment, numbers: dict[str, int
         va="center",
         color="black" if colour(holders[0] - 1) in _LIGHT else "white",
     )
-
-
-def _row_label(policy: str, plan: ClusterPlan) -> str:
-    return f"{policy} ({plan.micro_batch_size}x{plan.micro_batches})"
-
-
-def _short(device: str) -> str:
-    return device.rpartition("/")[2]

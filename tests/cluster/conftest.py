@@ -1,4 +1,4 @@
-"""Real daemons that several tests use: their libraries take seconds of both cores to load."""
+"""Real daemons that several tests use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from benchmarks.data_plane.recovery import Daemon, daemons
+from tests.cluster.daemon_processes import Daemon, running
 from tests.skeletons import skeletons_are_copied  # noqa: F401
 
 Hosts = tuple[list[Daemon], Daemon]  # three devices and an edge
@@ -21,13 +21,16 @@ def warm_daemons() -> Iterator[WarmDaemons]:
     with ExitStack() as stack:
         found: list[Hosts] = []
 
-        def running() -> Hosts:
+        def all_running() -> Hosts:
             processes = [host.process for devices, edge in found for host in (*devices, edge)]
             if not found or any(process.poll() is not None for process in processes):
                 stack.close()
-                found[:] = [stack.enter_context(daemons(3))]
+                words = [("device", "--name", f"d{n}") for n in range(3)] + [("edge",)]
+                started = [Daemon(*each, "--grace-s", "0") for each in words]
+                *devices, edge = stack.enter_context(running(*started))
+                found[:] = [(devices, edge)]
             for process in processes:
                 process.send_signal(signal.SIGCONT)
             return found[0]
 
-        yield running
+        yield all_running

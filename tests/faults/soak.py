@@ -25,6 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from collapipe_flwr.core.processes import terminable
 from tests.faults.growth import DISK_BOUNDS, PROCESS_BOUNDS, Growth, growth
 from tests.faults.soak_schedule import EVERY_S, LASTS_S, Fault, schedule
 from tests.faults.soak_site import RUN, Site, site
@@ -225,7 +226,7 @@ def run(minutes: float, seed: int, folder: Path) -> dict[str, Any]:
         try:
             soak.begin()
             soak.last()
-        except (AssertionError, KeyboardInterrupt) as error:
+        except (AssertionError, SystemExit) as error:
             soak.duration_s = soak.now_s
             found.unasked.append(f"the soak ended after {soak.now_s:.0f} s: {error}")
         soak.heal()
@@ -240,7 +241,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--folder", type=Path, help="keep what all programs write there")
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="soak-") as scratch:
+    with terminable(), tempfile.TemporaryDirectory(prefix="soak-") as scratch:
         told = run(asked.minutes, asked.seed, asked.folder or Path(scratch))
     if asked.json:
         asked.json.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests.faults.soak_schedule import (
@@ -37,6 +37,8 @@ RATE_BIT_PER_S, SLOW_BIT_PER_S = 50_000_000, 400_000
 RESTART_S = 5.0
 APP_START_S = 60.0  # from `flwr run` until its ServerApp is there
 ENDLESS = 1_000_000
+# What systemd takes for one service, and ends as a whole.
+_SERVICES = {LINK: (LINK, "SuperExec", APP), NODE: (NODE, "SuperExec", "ClientApp")}
 RUN = {
     "num-server-rounds": ENDLESS,
     "evaluation.every": ENDLESS,
@@ -132,9 +134,9 @@ class Site:
         """SIGTERM to all processes, as systemd does; what goes on after the deadline is killed."""
         if self._run is not None:
             self._run.stop()
-        for program in self.parts.values():
+        for life in self.sample(0.0):
             with suppress(ProcessLookupError):
-                os.killpg(program.process.pid, signal.SIGTERM)
+                os.kill(life.pid, signal.SIGTERM)
         end_s = time.monotonic() + deadline_s
         while (left := usages(self.network.processes(), 0.0)) and time.monotonic() < end_s:
             for program in self.parts.values():
@@ -152,14 +154,15 @@ class Site:
         if fault.role == APP:
             self._signal(fault, signal.SIGKILL)
             return
-        name = _part(fault)
-        self._killed.add(name)
-        self.parts[name].kill()
+        self._killed.add(_part(fault))
+        for role in _SERVICES.get(fault.role, (fault.role,)):
+            self._signal(replace(fault, role=role), signal.SIGKILL)
 
     def _signal(self, fault: Fault, number: signal.Signals) -> None:
         for life in self.lives:
             if (life.host, life.role) == (fault.host, fault.role):
-                os.kill(life.pid, number)
+                with suppress(ProcessLookupError):
+                    os.kill(life.pid, number)
 
 
 def _part(fault: Fault) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.faults import test_rounds, test_runs
+from tests.faults import test_deployed, test_rounds, test_runs
 from tests.faults.rows import BEGIN, DOCUMENT, END, read, table
 
 
@@ -14,6 +14,7 @@ def test_the_document_shows_the_recorded_rows() -> None:
 def test_every_row_has_its_test_and_there_are_enough() -> None:
     tested = {(role, f.name, phase) for role, f, phase in (c.values for c in test_rounds.cases())}
     tested |= {(f.role, f.name, phase) for f, phase in (c.values for c in test_runs.cases())}
+    tested |= {(case.who, case.name, test_deployed.PHASE) for case in test_deployed.CASES}
     recorded = {(row.role, row.fault, row.phase) for row in read()}
     assert recorded <= tested
     assert len(recorded) >= 60

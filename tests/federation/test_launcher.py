@@ -67,6 +67,12 @@ directory.write_summary(story.summary(status="running", wall_s=1.0))
 signal.pause()
 """
 FINISHED = RunStory(metric_name="loss", energy_budget_j={}, rounds_asked=12)
+# The process that checks data, model and plan, see test_preflight.py, loads all libraries.
+UNCHECKED = """
+import os, sys
+if "check-config" in sys.orig_argv:
+    os._exit(0)
+"""
 
 
 @pytest.fixture
@@ -75,14 +81,16 @@ def environment(tmp_path: Path) -> Mapping[str, str]:
     return _beside_flower(tmp_path, FLWR)
 
 
-def _beside_flower(tmp_path: Path, flwr: str) -> Mapping[str, str]:
+def _beside_flower(tmp_path: Path, flwr: str, *, checked: bool = False) -> Mapping[str, str]:
+    if not checked:
+        (tmp_path / "sitecustomize.py").write_text(UNCHECKED)
     os.mkfifo(tmp_path / "pids")
     (tmp_path / "python").symlink_to(sys.executable)
     for name, code in {"flower-superlink": SUPERLINK, "flwr": flwr}.items():
         path = tmp_path / name
         path.write_text(f"#!{tmp_path}/python\n{code}")
         path.chmod(0o700)
-    installed = f"{ROOT}{os.pathsep}{sysconfig.get_path('purelib')}"
+    installed = os.pathsep.join(map(str, (tmp_path, ROOT, sysconfig.get_path("purelib"))))
     return {"PYTHONPATH": installed, "PIDS": str(tmp_path / "pids"), "TMPDIR": str(tmp_path)}
 
 
@@ -167,7 +175,7 @@ def test_a_refused_resume_leaves_the_run_as_it_was_and_never_says_completed(
 def test_a_run_that_flower_ends_in_good_order_without_a_result_exits_with_1_and_its_first_error(
     tmp_path: Path,
 ) -> None:
-    env = {**os.environ, **_beside_flower(tmp_path, REFUSING)}
+    env = {**os.environ, **_beside_flower(tmp_path, REFUSING, checked=True)}
     command = [f"{tmp_path}/python", "-m", "collapipe_flwr.cli", "run", str(ROOT)]
     command += ["--output-dir", str(tmp_path / "runs")]
     done = subprocess.run(

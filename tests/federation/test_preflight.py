@@ -151,11 +151,12 @@ def test_a_hub_that_does_not_answer_is_given_up_soon_and_once(
             "data.train",
             "correct the path",
         ),
-        (
+        pytest.param(
             "check-config",
             ["-c", "world.memory-share=0.000001"],
             "world.memory-share",
             "add a device",
+            marks=pytest.mark.slow,  # which `run` starts, too
         ),
         ("run", ["--resume", "folder"], "--resume", "is not the folder of a run"),
     ],

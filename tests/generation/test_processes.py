@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ from collapipe_flwr.transport.certificates import sign_all
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.generation import GenerateRequest, TextClient
 from tests.cluster.daemon_processes import ROOT, Daemon, first_line, running, tls_options
+from tests.forked import start
 from tests.generation.test_backends import GPT2, SEQ2SEQ
 from tests.generation.test_text_generator import NEW, TEXTS, save, unsplit
 
@@ -82,10 +81,6 @@ def storyteller(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("gpt2"), "causal-lm", "gpt2", GPT2)
 
 
-def command(*options: str) -> list[str]:
-    return [sys.executable, "-m", "collapipe_flwr.cli", "generate", *options]
-
-
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
@@ -114,7 +109,7 @@ def _check_server(shed: Shed, run_dir: Path) -> None:
 
     words = ["--run", str(run_dir), "--cluster", str(shed.file), "--listen", "127.0.0.1:0"]
     words += ["--allow", "laptop", *tls_options(member("control-unit"))]
-    server = subprocess.Popen(command(*words), stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    server = start("collapipe_flwr.cli", "generate", *words, env=ENVIRONMENT)
     try:
         address = first_line(server).rpartition(" ")[2]
         name = {"certificate_name": "control-unit"}

@@ -160,6 +160,6 @@ def test_a_run_that_ends_by_an_unknown_error_says_what_and_where(
     monkeypatch.setattr(owner, broken)
     told = r"unexpected KeyError \('x'\) in \w+/(\w+/)*\w+\.py, line \d+"
     with pytest.raises(RunError, match=told):
-        run_app({"num-server-rounds": 1})
+        run_app({"num-server-rounds": 1, "round-retries": 1})
     reason = _summary(tmp_path / "runs" / "run")["reason"]
     assert re.search(told, reason)

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,23 +19,12 @@ from tests.integration.conftest import RunApp
 START_S, NOTICE_S = 120.0, 60.0
 
 
-@contextmanager
-def _edge_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    command = [sys.executable, "-m", "collapipe_flwr.cli", "edge", "--listen", "127.0.0.1:0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield process, process.stdout.readline().split()[-1]
-        finally:
-            process.kill()
-
-
-def _kill_when_busy(process: subprocess.Popen[str], address: str, killed_s: list[float]) -> None:
+def _kill_when_busy(edge: Daemon, killed_s: list[float]) -> None:
     deadline = time.monotonic() + START_S
-    with EdgeClient(address, deadline_s=START_S) as client:
+    with EdgeClient(edge.address, deadline_s=START_S) as client:
         while time.monotonic() < deadline:
             if client.health().running:
-                process.send_signal(signal.SIGKILL)
+                edge.process.kill()
                 killed_s.append(time.monotonic())
                 return
             time.sleep(0.01)
@@ -52,13 +36,13 @@ def test_an_edge_that_has_not_loaded_torch_is_there(tmp_path: Path) -> None:
         assert not client.status().awake
 
 
-@pytest.mark.long
 def test_killing_the_edge_in_a_round_ends_the_run_with_a_sentence(
     run_app: RunApp, tmp_path: Path
 ) -> None:
     killed_s: list[float] = []
-    with _edge_process() as (process, address):
-        killer = threading.Thread(target=_kill_when_busy, args=(process, address, killed_s))
+    with running(Daemon("edge")) as (edge,):
+        address = edge.address
+        killer = threading.Thread(target=_kill_when_busy, args=(edge, killed_s))
         killer.start()
         with pytest.raises(CollaPipeError, match=f"edge at {address}") as failure:
             run_app(

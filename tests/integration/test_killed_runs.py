@@ -96,7 +96,7 @@ def _steps(folder: Path) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_killed_at_a_random_step_of_a_write_resumes_to_its_end(
     seed: int, tmp_path: Path, shared_run: RunApp
 ) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from collapipe_flwr.federation.strategy import CollaPipe
 from collapipe_flwr.reporting.console import RoundPrinter
 from collapipe_flwr.reporting.events import RoundEvent, RunStory
 from collapipe_flwr.reporting.run_directory import RunDirectory, read_past
+from tests.forked import start
 from tests.integration.conftest import TINY, RunApp
 
 ROUNDS = 3
@@ -168,14 +168,15 @@ def test_the_untrained_models_score_is_on_disk_before_the_first_round(tmp_path: 
     assert read_past(directory.path, done=1).initial == {"accuracy": 0.25}
 
 
-@pytest.mark.long
 def test_a_server_killed_for_good_is_resumed_by_another_process(
     run_app: RunApp, tmp_path: Path, undisturbed: Path
 ) -> None:
     values = {**TINY, **ADAM, "output-dir": str(tmp_path / "runs")}
-    command = [sys.executable, "-m", "tests.integration.run_process", json.dumps(values), "2"]
-    victim = subprocess.run(command, cwd=Path(__file__).parents[2], timeout=280, check=False)
-    assert victim.returncode == -signal.SIGKILL
+    victim = start("tests.integration.run_process", json.dumps(values), "2", env=os.environ)
+    assert victim.stdout is not None
+    with victim.stdout as stdout:
+        stdout.read()  # to its end
+    assert victim.wait(60) == -signal.SIGKILL
     folder = tmp_path / "runs" / "run"
     assert len((folder / "events.jsonl").read_text().splitlines()) == 1
     assert not (folder / "model").exists()

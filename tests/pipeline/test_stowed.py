@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.pipeline.stowed import STOWED_BYTES, Lookup, Stow, scratch_folder, stowed
+from collapipe_flwr.pipeline.tensor_files import read_tensors, write_tensors
 
 LARGE = STOWED_BYTES // 4
 
@@ -63,8 +65,8 @@ def test_a_disk_that_loses_them_is_named(tmp_path: Path) -> None:
     stow = Stow(tmp_path)
     read = stow.put(torch.ones(LARGE))
     assert stow._file is not None
-    os.truncate(stow._file, 10)
-    with pytest.raises(RunError, match=rf"in a file in {tmp_path} cannot be read"):
+    os.truncate(stow._file.descriptor, 10)
+    with pytest.raises(RunError, match=rf"weights in a file in {tmp_path} cannot be read"):
         read()
 
 
@@ -85,3 +87,30 @@ def test_a_lookup_gives_what_the_last_mapping_holds_and_forgets_what_is_taken() 
     assert first.pop("a") == 1 and dict(first) == {"b": 3}
     with pytest.raises(KeyError):
         first.only(["a"])
+
+
+MIXED = {
+    "flags": torch.tensor([True, False, True]),
+    "counter": torch.tensor(3.0),
+    "empty": torch.zeros(0, 2),
+    "large": torch.randn(3, LARGE).bfloat16(),
+    "rows": torch.arange(6).reshape(2, 3).t(),
+}
+
+
+def test_a_written_file_is_one_of_safetensors(tmp_path: Path) -> None:
+    write_tensors(MIXED, tmp_path / "ours")
+    found = load_file(tmp_path / "ours")
+    assert found.keys() == MIXED.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in MIXED.items())
+
+
+def test_a_file_of_safetensors_is_read_tensor_by_tensor_also_without_its_name(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "theirs"
+    save_file({key: t.contiguous() for key, t in MIXED.items()}, path, metadata={"a": "b"})
+    found = read_tensors(path)
+    path.unlink()
+    assert found.keys() == MIXED.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in MIXED.items())

@@ -78,7 +78,7 @@ class MadeUpRun:
     def end_round(self, **changes: Any) -> RoundEvent:
         """One round more, in the events and in the summary."""
         event = replace(self.event(len(self.story.events) + 1), **changes)
-        self.story = replace(self.story, events=(*self.story.events, event))
+        self.story = self.story.grown(event)
         self.directory.append_event(event.as_json())
         self.save("running")
         return event

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.reporting.console import summary_table
-from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, RunStory
+from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, RunStory, RunSums
 from collapipe_flwr.reporting.output import write_json
 from collapipe_flwr.reporting.run_directory import (
     RunDirectory,
@@ -17,9 +19,11 @@ from collapipe_flwr.reporting.run_directory import (
     read_past,
     read_pending,
     read_summary,
+    read_summary_head,
 )
 from tests.full_disk import full_disk
 from tests.power_cuts import rebuilt, watched
+from tests.reporting.made_up_runs import MadeUpRun
 
 
 def _event(index: int, *, energy_j: float, memory: int, score: float | None) -> RoundEvent:
@@ -87,6 +91,47 @@ def test_events_and_summary_land_in_the_folder(tmp_path: Path) -> None:
     assert [event["round_index"] for event in read_events(directory.path)] == [1, 2]
     assert read_summary(directory.path) == {"status": "completed"}
     assert sorted(p.name for p in directory.path.iterdir()) == ["events.jsonl", "summary.json"]
+
+
+def test_plans_of_all_rounds_are_written_once_when_the_run_has_ended(tmp_path: Path) -> None:
+    run = MadeUpRun(tmp_path / "one", clusters=4, devices=5)
+    for _ in range(5):
+        run.end_round()
+    plans = [event["plan"] for event in read_events(run.path)]
+    assert _summary_of(run)["plans"] == plans[-1:]
+    run.die()
+    told = _summary_of(run)
+    assert told["status"] == "interrupted" and told["plans"] == plans[-1:]
+    for status in ("stopped", "completed"):
+        RunDirectory.reopen(run.path).write_summary({**told, "status": status})
+        assert _summary_of(run) == {**told, "status": status, "plans": plans}
+        head = {key: value for key, value in told.items() if key != "plans"}
+        assert read_summary_head(run.path) == {**head, "status": status}
+
+
+def test_how_a_run_ended_is_said_although_an_event_is_damaged(tmp_path: Path) -> None:
+    run = MadeUpRun(tmp_path / "one")
+    run.end_round()
+    events = run.path / "events.jsonl"
+    events.write_bytes(b"{\n" + events.read_bytes())
+    run.save("failed", "no power")
+    assert _summary_of(run)["reason"] == "no power" and len(_summary_of(run)["plans"]) == 1
+
+
+def test_sums_by_round_are_those_of_all_rounds_at_once(tmp_path: Path) -> None:
+    run, events = MadeUpRun(tmp_path / "one", measured=False), []
+    for _ in range(5):
+        events.append(run.end_round())
+    at_once = replace(run.story, events=tuple(events), sums=RunSums())
+    summed = run.story.summary(status="completed", wall_s=1.0)
+    assert summed == at_once.summary(status="completed", wall_s=1.0)
+    assert not run.story.events[0].links and run.story.sums.links
+
+
+def _summary_of(run: MadeUpRun) -> dict[str, Any]:
+    summary = read_summary(run.path)
+    assert summary is not None
+    return summary
 
 
 def test_an_existing_folder_is_never_written_into(tmp_path: Path) -> None:

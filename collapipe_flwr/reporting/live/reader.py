@@ -65,7 +65,8 @@ class RunReader:
                 newest = self._newest()
         except RunError as error:
             self._broken = str(error)
-        anew, self._generation = self._begun_anew, self._tail.generation
+        anew = self._tail.generation != self._generation
+        self._generation = self._tail.generation
         return News(
             head=self._head(),
             summary=self._summary,
@@ -73,10 +74,6 @@ class RunReader:
             events=events,
             newest=newest,
         )
-
-    @property
-    def _begun_anew(self) -> bool:
-        return self._tail.generation != self._generation
 
     def _read_summary(self) -> None:
         stamp = summary_stamp(self.run_dir)

@@ -31,10 +31,14 @@ from collapipe_flwr.reporting.report.run_data import RunData, read_run
 from collapipe_flwr.reporting.report.script import SCRIPT
 from collapipe_flwr.reporting.report.settings import compared_settings, settings
 from collapipe_flwr.reporting.report.steps import steps
-from collapipe_flwr.reporting.report.style import CSS
-from collapipe_flwr.reporting.report.template import PAGE, SECTION
+from collapipe_flwr.reporting.report.template import CSS, PAGE, SECTION
 from collapipe_flwr.reporting.report.times import compared_times, times
-from collapipe_flwr.reporting.run_directory import events_bytes, labelled_run, summary_stamp
+from collapipe_flwr.reporting.run_directory import (
+    MANY_BYTES,
+    events_bytes,
+    labelled_run,
+    summary_stamp,
+)
 
 if TYPE_CHECKING:  # jinja2 is an optional extra
     from jinja2 import Environment
@@ -49,7 +53,6 @@ _COMPARED = (
     compared_links,
     compared_settings,
 )
-_HASTY_BYTES = 50_000_000  # of events, which take about a second to read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +205,7 @@ def closing_report(run_dir: Path, name: str = "", *, hasty: bool = False) -> str
     (``hasty``), a run of many events gets none.
     """
     name = name or str(run_dir)
-    if hasty and events_bytes(run_dir) > _HASTY_BYTES:
+    if hasty and events_bytes(run_dir) > MANY_BYTES:
         return f"no report yet: `collapipe report {name}` makes it"
     if not has_report(run_dir):
         try:

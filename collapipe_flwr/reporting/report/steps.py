@@ -21,6 +21,7 @@ from collapipe_flwr.reporting.report.charts import (
     Chart,
     Json,
     Section,
+    bars,
     plain,
     rounded,
     row_names,
@@ -110,23 +111,21 @@ def _figure(spans: list[dict[str, Any]]) -> Json:
         kept = [span for span in spans if span["cat"] == work][:_MOST_SPANS]
         if kept:
             traces.append(
-                {
-                    "type": "bar",
-                    "orientation": "h",
-                    "name": name,
-                    "y": [rows[stages.index(span["stage"])] for span in kept],
-                    "base": [rounded((span["ts"] - start) / 1000) for span in kept],
-                    "x": [rounded(span["dur"] / 1000) for span in kept],
-                    "width": 0.25 if work in _THIN else 0.7,
-                    "text": ["" if work in _THIN else span["name"] for span in kept],
-                    "textposition": "inside",
-                    "insidetextanchor": "middle",
-                    "textangle": 0,
-                    "constraintext": "inside",
-                    "marker": {"color": colour},
-                    "customdata": [span["name"] for span in kept],
-                    "hovertemplate": "%{customdata}: %{x:.3~g} ms<extra>%{fullData.name}</extra>",
-                }
+                bars(
+                    name,
+                    [rows[stages.index(span["stage"])] for span in kept],
+                    [span["dur"] / 1000 for span in kept],
+                    colour,
+                    base=[rounded((span["ts"] - start) / 1000) for span in kept],
+                    width=0.25 if work in _THIN else 0.7,
+                    text=["" if work in _THIN else span["name"] for span in kept],
+                    textposition="inside",
+                    insidetextanchor="middle",
+                    textangle=0,
+                    constraintext="inside",
+                    customdata=[span["name"] for span in kept],
+                    hovertemplate="%{customdata}: %{x:.3~g} ms<extra>%{fullData.name}</extra>",
+                )
             )
     return {
         "data": traces,
