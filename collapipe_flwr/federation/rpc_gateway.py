@@ -29,7 +29,8 @@ _PASSES_S = 2.0  # who asks for them asks again
 def open_edge(config: EdgeConfig) -> Iterator[EdgeClient]:
     """A client of the edge that the user runs, or of one on loopback for this run.
 
-    The user's may restart between two rounds as well as within one, so it is waited for.
+    The user's may restart between two rounds as well as within one, and while a run is resumed, so
+    it is waited for.
     """
     if config.address:
         with EdgeClient(
@@ -40,7 +41,7 @@ def open_edge(config: EdgeConfig) -> Iterator[EdgeClient]:
             patience_s=config.timeout_s,
             heartbeat=config.heartbeat,
         ) as client:
-            client.status()
+            client.patiently(client.status)
             yield client
         return
     compute = resolve(config.compute, "edge.compute")

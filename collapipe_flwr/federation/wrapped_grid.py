@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
+from collapipe_flwr.federation.fetches import Fetches, answered
+
 if TYPE_CHECKING:
     from flwr.supercore.run import Run
 
@@ -56,7 +58,7 @@ class PollingGrid(WrappedGrid):
 
     Flower's own grid of a deployment sleeps 3 s between two looks. This one takes a tenth of the
     time that is left until the replies should be there, by how long the last exchange of this kind
-    took, or of the time that they are late: a look costs the server one small request.
+    took, or of the time that they are late: a look costs the server a few small requests.
     """
 
     def __init__(
@@ -68,25 +70,31 @@ class PollingGrid(WrappedGrid):
         super().__init__(grid)
         self._now, self._pause = now, pause
         self._took_s: dict[str, float] = {}  # the last exchange of each type of message
+        self._fetches = Fetches(grid)
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> list[Message]:
         """Push, then pull until all replies are there or ``timeout`` seconds have passed."""
         sent = list(messages)
+        self._fetches.forget()
         kind = sent[0].metadata.message_type if sent else ""
         start_s = self._now()
         missing = set(filter(None, self.push_messages(sent)))  # None: it was refused
         replies: list[Message] = []
         while missing and (timeout is None or self._now() - start_s < timeout):
-            found = list(self.pull_messages(missing))
+            found = self.pull_messages(missing)
             replies += found
-            missing -= {reply.metadata.reply_to_message_id for reply in found}
+            missing -= answered(found)
             if missing:
                 self._pause(self._interval_s(kind, self._now() - start_s))
         if sent:
             self._took_s[kind] = self._now() - start_s
         return replies
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        """The replies that are whole."""
+        return self._fetches.pull(message_ids)
 
     def _interval_s(self, kind: str, passed_s: float) -> float:
         """Seconds until the next look, ``passed_s`` after messages of a type were pushed."""

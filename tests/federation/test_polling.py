@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Iterable, Iterator
 
 import pytest
 from flwr.app import Message, RecordDict
@@ -62,6 +64,62 @@ def test_a_timeout_ends_the_wait() -> None:
     grid = PollingGrid(slow, now=lambda: slow.now_s, pause=slow.pause)
     assert exchange(grid, timeout=5.0) == []
     assert 5.0 <= slow.now_s <= 5.0 + LONGEST_S
+
+
+class Halved(LocalGrid):
+    """A grid that waits for the rest of the reply of node 2."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            dict.fromkeys((1, 2, 3), lambda message, _: Message(RecordDict(), reply_to=message))
+        )
+        self.is_whole = threading.Event()
+        self.halved = ""
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        sent = list(messages)
+        ids = super().push_messages(sent)
+        self.halved = next(i for m, i in zip(sent, ids, strict=True) if m.metadata.dst_node_id == 2)
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        asked = list(message_ids)
+        if self.halved in asked:
+            self.is_whole.wait()
+        return super().pull_messages(asked)
+
+
+@pytest.fixture
+def halved(monkeypatch: pytest.MonkeyPatch) -> Iterator[Halved]:
+    monkeypatch.setattr("collapipe_flwr.federation.fetches.PATIENCE_S", 0.05)
+    grid = Halved()
+    yield grid
+    grid.is_whole.set()
+
+
+def test_a_reply_that_is_never_whole_holds_up_neither_the_others_nor_the_timeout(
+    halved: Halved,
+) -> None:
+    grid = PollingGrid(halved)
+    sent = [Message(RecordDict(), node, "train") for node in (1, 2, 3)]
+    replies = grid.send_and_receive(sent, timeout=0.6)
+    assert {reply.metadata.src_node_id for reply in replies} == {1, 3}
+    assert grid.pull_messages([halved.halved]) == []
+    halved.is_whole.set()
+    while not (late := grid.pull_messages([halved.halved])):
+        time.sleep(0.01)
+    assert [reply.metadata.src_node_id for reply in late] == [2]
+    assert grid.pull_messages([halved.halved]) == []
+
+
+def test_what_the_grid_raises_is_raised() -> None:
+    class Broken(LocalGrid):
+        def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+            raise ConnectionError(f"no SuperLink has {len(list(message_ids))}")
+
+    grid = Broken({1: lambda message, _: Message(RecordDict(), reply_to=message)})
+    with pytest.raises(ConnectionError, match="no SuperLink has 1"):
+        exchange(PollingGrid(grid))
 
 
 def test_only_grids_of_flowers_are_wrapped() -> None:
