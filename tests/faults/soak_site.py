@@ -195,6 +195,7 @@ def site(folder: Path, clusters: Mapping[str, Sequence[str]]) -> Iterator[Site]:
     own = {"TMPDIR": str(scratch), "XDG_CACHE_HOME": str(folder / "cache")}
     env = {**environment(folder), **own, "OMP_NUM_THREADS": "1"}
     model = str(folder / "model")
+    pretrained = {"model.pretrained": model, "data.tokenizer": model}
     subprocess.run([sys.executable, "-m", "tests.faults.soak_model", model], check=True, env=env)
     with (
         namespaces(hosts_of(clusters), rate_bit_per_s=RATE_BIT_PER_S) as network,
@@ -204,7 +205,7 @@ def site(folder: Path, clusters: Mapping[str, Sequence[str]]) -> Iterator[Site]:
             network=network,
             programs=running,
             folder=folder,
-            run_config={**RUN, "model.pretrained": model, "data.tokenizer": model},
+            run_config={**RUN, "clusters": len(clusters), **pretrained},
             clusters=clusters,
             memory_mb=1,
             resident=True,

@@ -92,14 +92,15 @@ def test_the_run_of_one_cluster_goes_on(running: Site, case: Case) -> None:
     running.sample(time.monotonic())
     running.strike(fault)
     struck_s, heal_s = time.time(), time.monotonic() + LASTS_S
-    healed = case.kind == KILL
+    healed, again = case.kind == KILL, False
 
     def goes_on(now: RunProgress) -> bool:
-        nonlocal healed
+        nonlocal healed, again
         if not healed and time.monotonic() > heal_s:
             running.heal(fault)
             healed = True
-        return healed and now.since_s > struck_s and steps(now) > 0
+        again = again or now.since_s > struck_s or steps(now) < steps(at)
+        return healed and again and steps(now) > 0
 
     try:
         after = awaited(running, goes_on)
