@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from collapipe_flwr.pipeline import backward
 
+gc.disable()  # until all modules are loaded
 # Beside what the environment asks for; a starved machine is slow without anything being wrong.
 settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -49,13 +50,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests live to the end; the garbage collector need not visit them again.
+    """Modules and tests live to the end; the garbage collector need not visit them ever.
 
     What tests leave behind is collected, but not after every 700 objects.
     """
-    gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+    gc.enable()
 
 
 @pytest.fixture

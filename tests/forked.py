@@ -6,6 +6,7 @@ itself, of memory or of what is imported start it as its user does.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import select
@@ -114,6 +115,7 @@ def _server() -> socket.socket:
     stays.settimeout(_START_S)
     stays.sendall(STAY)
     assert stays.recv(len(STAY)) == STAY, "the fork server could not import what it should"
+    atexit.register(stays.close)
     return stays
 
 

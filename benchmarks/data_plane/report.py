@@ -175,7 +175,7 @@ def _paragraph(result: Mapping[str, Any]) -> str:
     if "device_floor_bytes" in memory:
         lines.append(
             f"Its tensors need {memory['device_floor_bytes'] / _MIB:.0f} MiB, "
-            f"{memory['device_state_bytes'] / _MIB:.0f} of them weights, gradients and optimiser "
+            f"{memory['device_state_bytes'] / _MIB:.0f} of them weights, gradients and optimizer "
             "state."
         )
     if result["recovery"] is not None:

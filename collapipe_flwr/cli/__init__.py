@@ -5,7 +5,6 @@ Commands import what they need when they run, so that a small board pays for not
 
 from __future__ import annotations
 
-import gc
 from typing import Annotated
 
 import typer
@@ -74,8 +73,5 @@ def _main(
 
 
 def main() -> None:
-    try:
-        run_commands(app)
-    finally:
-        # The interpreter's last collections walk through all of torch: 0.8 s of every command.
-        gc.freeze()
+    """Entry point of ``collapipe``."""
+    run_commands(app)

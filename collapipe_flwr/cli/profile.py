@@ -44,6 +44,10 @@ def profile(
     micro_batches: Annotated[
         str, typer.Option(help="Numbers of micro-batches to choose from.")
     ] = "1,2,4,8",
+    schedule: Annotated[str, typer.Option(help="As scheduler.schedule: gpipe or 1f1b.")] = "gpipe",
+    max_model_share: Annotated[
+        float, typer.Option(help="As scheduler.max-model-share; 1: no cap on a device's share.")
+    ] = 1.0,
     batch: Annotated[int, typer.Option(help="Examples per batch of the timed block.", min=1)] = 8,
     seconds: Annotated[
         float, typer.Option(help="Seconds to time a block; 0: do not.", min=0)
@@ -81,6 +85,8 @@ def profile(
     settings = SchedulerConfig(
         micro_batch_sizes=whole_numbers("micro-batch-sizes", micro_batch_sizes),
         micro_batches=whole_numbers("micro-batches", micro_batches),
+        schedule=schedule,
+        max_model_share=max_model_share,
     )
     place = _cluster(cluster, devices, control_unit, examples)
     found = forecast(

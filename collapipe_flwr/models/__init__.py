@@ -6,6 +6,8 @@ loads what its part needs.
 
 from __future__ import annotations
 
+import atexit
+import gc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +47,9 @@ _MODULES = {
     "spec": ("BatchShape", "LoraConfig", "ModelConfig", "ModelSpec"),
     "splitter": ("Splitter",),
 }
+
+# The interpreter's last collections would walk through all of torch and transformers: a second.
+atexit.register(gc.freeze)
 
 
 def __getattr__(name: str) -> Any:

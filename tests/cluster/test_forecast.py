@@ -144,6 +144,20 @@ def test_the_command_prints_and_writes_the_same(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_the_share_of_the_model_is_printed_and_recorded(tmp_path: Path, schedule: str) -> None:
+    file = tmp_path / "gpt2.json"
+    options = ("--schedule", schedule, "--max-model-share", "0.6", "--micro-batches", "2,4")
+    code, output = run("--devices", "phone,phone,phone", *options, "--json", str(file))
+    plan = json.loads(file.read_text())["plan"]
+    share = (
+        max(plan["memory_bytes"][s["device_id"]] for s in plan["segments"]) / plan["whole_bytes"]
+    )
+    assert code == 0 and share <= plan["model_share"]
+    assert f"no device holds more than {100 * share:.0f} % of the" in " ".join(output.split())
+    assert run("--devices", "phone", "--schedule", "zip")[0] != 0
+
+
 def test_a_cluster_file_is_planned_for_and_tells_by_its_exit_code(tmp_path: Path) -> None:
     text = 'id = "shed"\n[[device]]\nname = "pi-1"\naddress = "127.0.0.1:1"\nmemory-mb = {}\n'
     (tmp_path / "roomy.toml").write_text(text.format("500.0"))

@@ -199,11 +199,12 @@ Notes = tuple[Note, ...]
 def _over_wire(left: Notes, arrived: Notes) -> tuple[Notes, Notes]:
     """The notes of both ends as if a wire of one rate had carried the frames.
 
-    The sender may have gone before it noted the very last one.
+    Either end may have gone before it noted the last one of a stream.
     """
+    sizes = {tuple(frame): size for *frame, _, size in arrived}
     free_s, there = 0.0, []
-    for (*_, left_s, size), (*frame, _, same_size) in zip(left, arrived, strict=False):
-        assert size == same_size
+    for *frame, left_s, size in left:
+        assert size == sizes.get(tuple(frame), size)
         free_s = max(free_s, left_s) + 8 * size / WIRE_BIT_PER_S
         there.append((*frame, free_s, size))
     return left, tuple(there)

@@ -181,7 +181,7 @@ def test_a_part_is_pushed_into_a_host_that_is_as_large_as_its_state() -> None:
     host = _device(ledger)
     host.open(request("new", optimizer=ADAMW))
     slots = {key: (torch.ones(()), p, p) for key, p in HEAD.items()}
-    state = PartState(weights=HEAD, optimizer=slots).copy().tensors()
+    state = dict(PartState(weights=HEAD, optimizer=slots).copy().tensors())
     state["out.weight"] += 1
     wanted = host.missing(session_key("new"), digests_of(state))
     assert wanted == ("out.weight",)

@@ -56,6 +56,7 @@ def test_a_run_on_daemons_is_planned_measured_and_completed(
             **TINY,
             "clusters": 1,
             "world.channel": "static",
+            "scheduler.policy": "static",  # what is measured changes no segment
             "output-dir": str(tmp_path / "runs"),
             "edge.address": edge.address,
             "edge.certificate-name": "edge",
