@@ -31,8 +31,13 @@ class Written:
 
     @property
     def lines(self) -> list[str]:
-        """Every line as it stood at any time, without colours and cursor movements."""
-        return re.split(r"[\r\n]+", _ESCAPES.sub("", self.text))
+        """See `lines_of`."""
+        return lines_of(self.text)
+
+
+def lines_of(text: str) -> list[str]:
+    """Every line as it stood at any time, without colours and cursor movements."""
+    return re.split(r"[\r\n]+", _ESCAPES.sub("", text))
 
 
 def in_terminal(

@@ -3,17 +3,24 @@
 Phases, two rounds with their bars, and the end, as `collapipe run` shows them.
 """
 
+from __future__ import annotations
+
+import itertools
+import shutil
 import sys
 import threading
-import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TextIO
 
 from collapipe_flwr.reporting.events import RoundEvent, RunStory
 from collapipe_flwr.reporting.following import Follower
-from collapipe_flwr.reporting.progress import LOOK_S, ClusterProgress, ProgressFile
+from collapipe_flwr.reporting.progress import ClusterProgress, ProgressFile
 from collapipe_flwr.reporting.run_directory import RunDirectory
 from collapipe_flwr.reporting.screen import Screen
+from tests.reporting.pseudo_terminal import lines_of
 
+_DEADLINE_S = 60.0
 SEGMENTS = [
     {"device_id": f"A/{i}-raspberry-pi-4", "first_block": i, "stop_block": i + 1} for i in range(9)
 ]
@@ -38,24 +45,60 @@ def _event(index: int) -> RoundEvent:
     )
 
 
-def pretend(path: Path) -> None:
+class Shown:
+    """Standard output, and the wait for what is to be seen there."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._text = stream, ""
+        self._written = threading.Condition()
+
+    def write(self, text: str) -> int:
+        with self._written:
+            self._text += text
+            self._written.notify_all()
+        return self._stream.write(text)
+
+    def wait_for(self, seen: Callable[[list[str]], bool]) -> None:
+        """Until the lines written so far are such."""
+        with self._written:
+            assert self._written.wait_for(lambda: seen(lines_of(self._text)), _DEADLINE_S)
+
+    def wait_for_bars(self, round_index: int) -> None:
+        """Until a round's bar has moved, with all that stands beside it on a wide terminal."""
+        if not self._stream.isatty():
+            return
+        words = ("steps", "ex/s", "left") if shutil.get_terminal_size().columns >= 80 else ()
+
+        def moved(lines: list[str]) -> bool:
+            bars = [x for x in lines if f"round {round_index}/2 training" in x and "━" in x]
+            return len(set(bars)) > 1 and all(word in bars[-1] for word in words)
+
+        self.wait_for(moved)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def pretend(path: Path, shown: Shown) -> None:
     """Write what a ServerApp writes."""
     progress = ProgressFile(path, rounds=2)
     with progress.watching():
         progress.enter("reading the data and the model")
-        time.sleep(LOOK_S)
+        shown.wait_for(lambda lines: any("reading the data" in line for line in lines))
         directory = RunDirectory(path)
         story = RunStory(metric_name="exact_match", energy_budget_j={}, rounds_asked=2)
         for index in (1, 2):
-            done = iter(range(index, 400, 40))
+            done = itertools.count(index, 4)
             progress.enter(
                 "training",
                 round_index=index,
                 look=lambda done=done: {
-                    "A": ClusterProgress(trained=next(done), of=400, per_step=4, examples=8)
+                    "A": ClusterProgress(
+                        trained=min(next(done), 400), of=400, per_step=4, examples=8
+                    )
                 },
             )
-            time.sleep(4 * LOOK_S)
+            shown.wait_for_bars(index)
             event = _event(index)
             story = RunStory(
                 metric_name="exact_match",
@@ -66,14 +109,16 @@ def pretend(path: Path) -> None:
             directory.append_event(event.as_json())
             directory.write_summary(story.summary(status="running", wall_s=float(index)))
         progress.enter("saving the model")
-        time.sleep(LOOK_S)
+        shown.wait_for(lambda lines: any("saving the model" in line for line in lines))
         directory.write_summary(story.summary(status="completed", wall_s=2.0))
 
 
 def main(path: Path) -> None:
+    shown = Shown(sys.stdout)
+    sys.stdout = shown  # type: ignore[assignment]
     screen = Screen()
     follower = Follower(path, screen)
-    run = threading.Thread(target=pretend, args=(path,))
+    run = threading.Thread(target=pretend, args=(path, shown))
     with screen.phase("starting Flower"):
         run.start()
         while run.is_alive():
