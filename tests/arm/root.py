@@ -104,7 +104,10 @@ def _install(folder: Path, stamp: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     board = ["--python-platform", "aarch64-manylinux_2_28", "--python-version", "3.11"]
     binary = ["--only-binary", ":all:", "--compile-bytecode", "--target", str(draft)]
-    _run("uv", "pip", "install", *board, *binary, "-c", str(CONSTRAINTS), *_base())
+    # The system's certificates, as pip takes them; uv alone would take its own.
+    _run(
+        "uv", "pip", "install", "--system-certs", *board, *binary, "-c", str(CONSTRAINTS), *_base()
+    )
     (draft / "stamp").write_text(stamp)
     draft.rename(folder)
 
