@@ -19,17 +19,13 @@ def host_and_port(address: str, *, least: int = 1) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]")
     known = bool(bare) and (":" not in bare or host != bare)
-    if not known or not (port.isascii() and port.isdigit()) or not is_port(int(port), least):
+    number = int(port) if port.isascii() and port.isdigit() else -1
+    if not known or not least <= number <= HIGHEST_PORT:
         raise ConfigError(
             f'must read like "10.0.0.2:50061" or "[fd00::2]:50061", with a port from {least} to '
             f"{HIGHEST_PORT}, got {address!r}"
         )
-    return bare, int(port)
-
-
-def is_port(number: int, least: int = 1) -> bool:
-    """Whether TCP has a port of this number."""
-    return least <= number <= HIGHEST_PORT
+    return bare, number
 
 
 def is_address(text: str) -> bool:

@@ -27,6 +27,7 @@ from collapipe_flwr.core.hub import folder_only, no_such_path
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.federation.launcher import Launch
 from collapipe_flwr.host.metrics_server import check_address
+from collapipe_flwr.reporting.report.charts import counted
 from collapipe_flwr.reporting.run_directory import check_new
 from collapipe_flwr.reporting.sinks import check_sinks
 
@@ -64,7 +65,7 @@ class Preflight:
         found = f"{spec.model_type} of {len(self.model.blocks)} blocks for {spec.task}"
         sizes = f"{len(task.train)} training and {len(task.test)} test examples"
         devices = sum(len(cluster.devices) for cluster in self.clusters)
-        clusters = "1 cluster" if len(self.clusters) == 1 else f"{len(self.clusters)} clusters"
+        clusters = counted(len(self.clusters), "cluster")
         what = f"{found}, {sizes}, {clusters} of {devices} devices in all"
         return "\n".join((what, *task.skipped.values()))
 

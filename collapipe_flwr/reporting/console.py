@@ -11,11 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from collapipe_flwr.reporting.events import RoundEvent
+from collapipe_flwr.reporting.report.charts import counted
 
 _WIDTH = 118
 _LEAST_WIDTH, _MOST_LINES = 16, 6  # of what is folded
 _MORE = " ... (more in events.jsonl)"
-_MOST_ROWS = {"links": 2, "budgets": 4, "peaks": 3}  # in the table at the end
+_MOST_ROWS = {"link": 2, "budget": 4, "peak": 3}  # in the table at the end
 _MOST_ROUNDS = 8  # of one cluster that are named
 
 Row = tuple[str, str]
@@ -158,16 +159,14 @@ def _machine_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     links = sorted(summary.get("links", ()), key=_slowest_bit_per_s)
     peaks = sorted(summary["peak_memory_bytes"].items(), key=lambda item: -item[1])
     kinds = {
-        "links": [_link_row(link) for link in links],
-        "budgets": _energy_rows(summary["energy"]),
-        "peaks": [(f"memory {name}", f"{size / 1e6:.1f} MB peak") for name, size in peaks],
+        "link": [_link_row(link) for link in links],
+        "budget": _energy_rows(summary["energy"]),
+        "peak": [(f"memory {name}", f"{size / 1e6:.1f} MB peak") for name, size in peaks],
     }
     for kind, rows in kinds.items():
         yield from rows[: _MOST_ROWS[kind]]
     left = {kind: len(rows) - _MOST_ROWS[kind] for kind, rows in kinds.items()}
-    words = [
-        f"{count} {kind if count > 1 else kind[:-1]}" for kind, count in left.items() if count > 0
-    ]
+    words = [counted(count, kind) for kind, count in left.items() if count > 0]
     if words:
         yield "more", f"{', '.join(words)} in summary.json"
 
