@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from statistics import fmean, median, quantiles
 
@@ -40,6 +41,11 @@ class Stolen:
 def quietest(shares: Sequence[float], count: int) -> list[int]:
     """The ``count`` turns of which least was stolen, in their order."""
     return sorted(sorted(range(len(shares)), key=lambda turn: shares[turn])[:count])
+
+
+def torch_of_peer() -> str:
+    """Its version; the members import it, this process does not."""
+    return metadata.version("torch")
 
 
 def _stolen_s() -> float:
@@ -139,9 +145,17 @@ class _Bout:
 
 
 class Arena:
-    """Two crews on one network, kept from case to case because starting them is slow."""
+    """Two crews on one network, kept from case to case because starting them is slow.
+
+    Raises BenchError with torch 2.9, whose own pipeline breaks off on gloo: the ranks greet each
+    other with 8 bytes where 4 are expected.
+    """
 
     def __init__(self, ours: Crew, theirs: Crew, network: Network) -> None:
+        if torch_of_peer().startswith("2.9."):
+            raise BenchError(
+                f"torch {torch_of_peer()} cannot run its own pipeline: the bench needs a newer one"
+            )
         self._ours, self._theirs, self._network = ours, theirs, network
 
     def duel(self, ours: Job, theirs: Job, pace: Pace, hop_s: float = 0.0) -> Duel:

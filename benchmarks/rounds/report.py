@@ -25,31 +25,27 @@ def run_round_bench(sizes: list[str], rounds: int, json_file: Path | None) -> No
 
 
 def _table(cases: list[RoundCase]) -> Table:
-    table = Table(title="Seconds of a round (medians): overhead is all that is not training")
-    for column in ("model", "side"):
-        table.add_column(column)
-    shown = [name.removesuffix("_s") for name in PHASES]
-    for column in (
-        "round",
-        "overhead",
-        "longest",
-        *shown,
-        "CPU s",
-        "app CPU s",
-        "app MB",
-        "unit MB",
-    ):
-        table.add_column(column, justify="right")
-    for case in cases:
-        _add(table, case.model, f"Flower, beside {case.control_unit}", case.flower)
-        _add(table, case.model, case.control_unit, case.ours)
+    """A model's sides stand beside each other, which fits into 80 columns."""
+    table = Table("", *(f"{case.model}\n{case.control_unit}\n(Flower)" for case in cases))
+    table.title = "Seconds of a round (medians): overhead is all that is not training"
+    for column in table.columns[1:]:
+        column.justify = "right"
+    sides = [(_measures(case.ours), _measures(case.flower)) for case in cases]
+    for name in sides[0][0] if sides else ():
+        table.add_row(name, *(f"{ours[name]} ({flower[name]})" for ours, flower in sides))
     return table
 
 
-def _add(table: Table, model: str, side: str, timing: Timing) -> None:
-    times = (timing.round_s, timing.overhead_s, timing.longest_overhead_s)
-    phases = (timing.phases[name] for name in PHASES)
-    cpu = (timing.cpu_s, timing.app_cpu_s)
-    numbers = [f"{seconds:.2f}" for seconds in (*times, *phases, *cpu)]
-    sizes = f"{timing.rss_bytes / 1e6:.0f}", f"{timing.unit_rss_bytes / 1e6:.0f}"
-    table.add_row(model, side, *numbers, *sizes)
+def _measures(timing: Timing) -> dict[str, str]:
+    """What a row is called, and its number."""
+    seconds = {
+        "round": timing.round_s,
+        **{f"  {name.removesuffix('_s')}": timing.phases[name] for name in PHASES},
+        "overhead": timing.overhead_s,
+        "  longest": timing.longest_overhead_s,
+        "CPU": timing.cpu_s,
+        "ClientApp CPU": timing.app_cpu_s,
+    }
+    sizes = {"ClientApp MB": timing.rss_bytes, "unit MB": timing.unit_rss_bytes}
+    told = {name: f"{value:.2f}" for name, value in seconds.items()}
+    return told | {name: f"{size / 1e6:.0f}" for name, size in sizes.items()}

@@ -3,31 +3,28 @@
 ``chain_of`` gathers times, payloads and limits once; ``price_rows`` turns hop times into round
 latency and energy. A chain plus hop times is a plan; a chain alone is what the radio optimises.
 ``schedule_rows`` adds warm-up depths: J on every stage *is* GPipe; under 1F1B they are as deep as
-memory allows and no deeper than useful (`makespan.choose_warm_up`).
+memory allows and no deeper than useful (`warm_up`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 
 from collapipe_flwr.core.replay import StepTimes
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.layouts import Hops, Layouts, hops_of
-from collapipe_flwr.costs.makespan import (
-    Depths,
-    WarmUp,
-    choose_warm_up,
-    gpipe_makespan_s,
-    one_f_one_b_makespan_s,
-    step_makespan_s,
-)
+from collapipe_flwr.costs.makespan import gpipe_makespan_s, step_makespan_s
 from collapipe_flwr.costs.radio import power_for_time_w, send_time_s
 from collapipe_flwr.costs.tables import Tables
+from collapipe_flwr.costs.warm_up import (
+    Depths,
+    WarmUp,
+    choose_warm_ups,
+    one_f_one_b_makespans_s,
+)
 from collapipe_flwr.costs.work import (
     PricingOptions,
     bulk_of,
@@ -155,29 +152,35 @@ def step_times(chain: Chain, times: Array, row: int) -> StepTimes:
     )
 
 
-def deepest(chain: Chain, row: int) -> list[int]:
-    """The most micro-batches in flight that memory allows on each stage, at most J.
+def deepest(chain: Chain) -> list[list[int]]:
+    """The most micro-batches in flight that memory allows on each stage of every row, at most J.
 
     No stage may be deeper than the one before it: it would wait for forwards that the shallower
     one holds back until a backward returns, and both would wait for ever.
     """
-    tables, one, options = chain.tables, chain.rows.take(np.array([row])), chain.options
-    shape = (1, chain.rows.member_rs.shape[1] + 2)
-    empty = peak_bytes(tables, one, options, np.zeros(shape))[0]
-    each = peak_bytes(tables, one, options, np.ones(shape))[0] - empty
-    room = capacity_bytes(tables, one, options)[0] - empty
-    most = int(chain.rows.micro_batches_r[row])
-    own = [
-        most if each[k] <= 0 else max(min(most, math.floor(room[k] / each[k])), 1)
-        for k in (*range(one.depth_of(0) + 1), -1)
-    ]
-    return list(accumulate(own, min))
+    tables, rows, options = chain.tables, chain.rows, chain.options
+    shape = chain.forward_stage_s.shape
+    empty = peak_bytes(tables, rows, options, np.zeros(shape))
+    each = peak_bytes(tables, rows, options, np.ones(shape)) - empty
+    room = capacity_bytes(tables, rows, options) - empty
+    most = rows.micro_batches_r[:, None]
+    fits = np.floor(np.divide(room, each, out=np.full(shape, np.inf), where=each > 0))
+    own = np.clip(fits, 1, most)
+    # Unused slots hold nothing back, and the edge comes behind the used ones.
+    own[:, 1:-1] = np.where(rows.used_rs, own[:, 1:-1], most)
+    falling = np.minimum.accumulate(own, axis=1).astype(np.int64).tolist()
+    return [[*of[: depth + 1], of[-1]] for of, depth in zip(falling, rows.depth_r, strict=True)]
 
 
-def choose_depths(chain: Chain, times: Array, row: int) -> WarmUp:
-    """Depths of control unit, segments and edge."""
-    count = int(chain.rows.micro_batches_r[row])
-    return choose_warm_up(step_times(chain, times, row), deepest(chain, row), count)
+def choose_depths(chain: Chain, times: Array, rows: Sequence[int]) -> list[WarmUp]:
+    """Depths of control unit, segments and edge of these rows."""
+    limits = deepest(chain)
+    found: dict[int, WarmUp] = {}
+    for count, equal in _by_micro_batches(chain, rows):
+        steps = [step_times(chain, times, row) for row in equal]
+        chosen = choose_warm_ups(steps, [limits[row] for row in equal], count)
+        found |= zip(equal, chosen, strict=True)
+    return [found[row] for row in rows]
 
 
 def schedule_rows(chain: Chain, times: Array) -> tuple[list[Depths], Array]:
@@ -189,7 +192,7 @@ def schedule_rows(chain: Chain, times: Array) -> tuple[list[Depths], Array]:
     if chain.options.schedule == "gpipe":
         counts = zip(rows.micro_batches_r.tolist(), rows.depth_r.tolist(), strict=True)
         return [(count,) * (depth + 2) for count, depth in counts], makespan_of(chain, times)
-    chosen = [choose_depths(chain, times, r) for r in range(len(rows))]
+    chosen = choose_depths(chain, times, range(len(rows)))
     return [each.depths for each in chosen], np.array([each.makespan_s for each in chosen])
 
 
@@ -203,13 +206,18 @@ def flight_table(chain: Chain, depths: Sequence[Depths]) -> Array:
 
 
 def planned_makespan_s(chain: Chain, times: Array, depths: Sequence[Depths]) -> Array:
-    """Makespans of given depths: the closed form where all are J, the simulator elsewhere."""
+    """Makespans of given depths: the closed form where all are J, played elsewhere."""
     result = np.zeros(len(depths))
-    for row, each in enumerate(depths):
-        count = int(chain.rows.micro_batches_r[row])
-        step = step_times(chain, times, row)
-        if min(each) < count:
-            result[row] = one_f_one_b_makespan_s(step, each, count)
-        else:
+    for count, rows in _by_micro_batches(chain, range(len(depths))):
+        steps = {row: step_times(chain, times, row) for row in rows}
+        for row in [row for row in rows if min(depths[row]) >= count]:
+            step = steps.pop(row)
             result[row] = gpipe_makespan_s(step.stage_s, step.hop_s, count)
+        each = [depths[row] for row in steps]
+        result[list(steps)] = one_f_one_b_makespans_s(list(steps.values()), each, count)
     return result
+
+
+def _by_micro_batches(chain: Chain, rows: Sequence[int]) -> list[tuple[int, list[int]]]:
+    counts = chain.rows.micro_batches_r[rows]
+    return [(int(n), np.asarray(rows)[counts == n].tolist()) for n in np.unique(counts)]

@@ -8,10 +8,13 @@ and client drift ``kappa^2``, H_m steps on batches B_m give, with ``tau = sum p_
     xi = 4 eta L sigma^2 tau sum_m w_m^2 / (H_m B_m)
        + 3 eta^2 L^2 sigma^2 sum_m w_m (H_m - 1) / B_m + 6 eta^2 L^2 kappa^2 max_m H_m (H_m - 1)
 
-where F weighs clusters by w_m, as long as ``eta tau L <= 1/2`` and
-``2 eta^2 L^2 max_m H_m (H_m - 1) <= 1/3``. So ``R_eps = 4 Delta / (eta tau (eps - xi))`` rounds
-reach ``eps``. Derived in docs/theory.md, section 4, along the lines of FedNova (Wang et al. 2020,
-arXiv 2007.07481). Our reconstruction.
+where F weighs clusters by w_m. Where updates are late by s_m rounds and join with
+``1 / sqrt(1 + s_m)`` once in 1 + s_m rounds (`join_weight`), p_m is that share of p_m, the first
+term grows by the factor ``1 + 2 eta L tau sum_m w_m s_m^2``, and 3 and 6 become 5 and 10. All as
+long as ``eta tau L <= 1/2`` and ``2 eta^2 L^2 max_m H_m (H_m - 1) <= 1/3`` (with late updates:
+``eta tau L (1 + 2 eta tau L sum_m w_m s_m^2) <= 1/2``, and 1/5).
+So ``R_eps = 4 Delta / (eta tau (eps - xi))`` rounds reach ``eps``. Derived in docs/theory.md,
+section 4, along the lines of FedNova (Wang et al. 2020, arXiv 2007.07481). Our reconstruction.
 
 Or progress per step is that of McCandlish et al. (2018): a step on a batch B falls short of one on
 the true gradient by the factor ``1 + B_noise / B``, with the noise scale
@@ -75,13 +78,16 @@ class BoundSums:
     alone: Array  # sum p H / B
     wander: Array  # sum p H (H - 1) / B
     drift: Array  # max H (H - 1)
+    staleness: float = 0.0  # sum w s^2
 
     def floor(self, constants: LearningConstants) -> Array:
         """``xi``: what no number of rounds goes below."""
         step = constants.learning_rate * constants.smoothness
-        stochastic = 4.0 * step * constants.noise * self.variance / self.tau
-        wander = 3.0 * step**2 * constants.noise * self.wander / self.tau
-        return np.asarray(stochastic + wander + 6.0 * step**2 * constants.drift * self.drift)
+        stale = 1.0 + 2.0 * step * self.tau * self.staleness
+        stochastic = 4.0 * step * constants.noise * self.variance / self.tau * stale
+        by_noise, by_drift = (5.0, 10.0) if self.staleness else (3.0, 6.0)
+        wander = by_noise * step**2 * constants.noise * self.wander / self.tau
+        return np.asarray(stochastic + wander + by_drift * step**2 * constants.drift * self.drift)
 
     def rounds(self, constants: LearningConstants) -> Array:
         """``R_eps``; infinite where the target lies under the floor."""
@@ -100,6 +106,17 @@ def bound_sums(shares: Array, steps: Array, batches: Array) -> BoundSums:
         wander=np.asarray((shares * steps * (steps - 1.0) / batches).sum(-1)),
         drift=np.asarray((steps * (steps - 1.0)).max(-1)),
     )
+
+
+def late_sums(shares: Array, steps: Array, batches: Array, late: Ints) -> BoundSums:
+    """Sums over clusters whose updates join so many rounds ``late``."""
+    sums = bound_sums(shares := shares * join_weight(late), steps, batches)
+    return replace(sums, staleness=float((shares * steps * late**2).sum() / sums.tau))
+
+
+def join_weight(late: Ints) -> Array:
+    """The weight of late updates per round: 1 / sqrt(1 + s) once in 1 + s rounds (FedBuff)."""
+    return np.asarray((1.0 + late) ** -1.5)
 
 
 def exchanged(

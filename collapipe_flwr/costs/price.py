@@ -23,10 +23,10 @@ from collapipe_flwr.costs.chain import (
     price_rows,
 )
 from collapipe_flwr.costs.layouts import planned_codecs, restricted, rows_of_plans, stage_names
-from collapipe_flwr.costs.makespan import Depths
 from collapipe_flwr.costs.radio import rate_bit_per_s
 from collapipe_flwr.costs.replicas import price_replicated
 from collapipe_flwr.costs.tables import Tables, tabulate
+from collapipe_flwr.costs.warm_up import Depths
 from collapipe_flwr.costs.work import PricingOptions, peak_bytes
 
 

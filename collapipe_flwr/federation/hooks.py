@@ -333,6 +333,7 @@ class Rounds:
             remarks=(*self._attempts.failures, *closed.remarks),
             retried=tuple(self._attempts.failures),
             joined_late=tuple(closed.joined_late),
+            joined=closed.joined,
             train_metrics=metrics_as_dict(metrics),
             telemetry=closed.telemetry,
             outcome=self.planner.settle(closed) if closed.plan.cluster_ids else Outcome(),

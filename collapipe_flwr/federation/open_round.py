@@ -163,6 +163,10 @@ class OpenRound:
         closed.replies.append(with_content(shown, content))
         closed.models[name], closed.examples[name] = moved, weight * alone.examples[name]
         closed.telemetry |= alone.telemetry
+        if not late_by:  # its round had nothing else, or was the last
+            return True
+        if (plan := self.plan.cluster_plan(sent.node_id)) is not None:
+            closed.joined[name] = plan
         remark = f"cluster {name} joins late by {late_by} rounds, weight {weight:.2f}"
         closed.remarks.append(remark)
         closed.joined_late.append(remark)

@@ -155,6 +155,7 @@ class ScheduledRounds:
     def _settled(self, closed: ClosedRound) -> Outcome:
         assert closed.plan.plan is not None and self.state is not None
         done = finished(closed.plan.plan, closed)
+        asked = (*closed.plan.plan.clusters, *closed.joined.values())
         if not done.clusters:
             return Outcome(queues_j=self.state.energy_queue_j)
         self._absent |= {name: told.absent for name, told in closed.telemetry.items()}
@@ -162,7 +163,8 @@ class ScheduledRounds:
             self._quarantine.learn(closed.plan.server_round, name, told)
         self._examples |= _other_examples(done, closed.telemetry, self._snapshot(closed))
         outcome = self._outcome(done, closed)
-        self.state = self._scheduler.observe(self.state, closed.plan.plan, outcome)
+        whole = replace(closed.plan.plan, clusters=asked)
+        self.state = self._scheduler.observe(self.state, whole, outcome)
         return Outcome(
             latency_s=outcome.latency_s,
             energy_j={c.cluster_id: c.energy_j for c in outcome.clusters},
@@ -234,9 +236,10 @@ class ScheduledRounds:
         parts = zip(plan.clusters, price(plan, truth, options).clusters, strict=True)
         clusters = [self._cluster(part, priced, closed, seen, truth) for part, priced in parts]
         movement = self._meter.measure(closed)
+        awaited = [c.latency_s for c in clusters if c.cluster_id not in closed.joined]
         outcome = RoundOutcome(
             round_index=plan.round_index,
-            latency_s=max(cluster.latency_s for cluster in clusters),
+            latency_s=max(awaited or [cluster.latency_s for cluster in clusters]),
             clusters=tuple(clusters),
             update_norm=movement.norm if movement else None,
             update_change_norm=movement.change_norm if movement else None,
@@ -292,7 +295,8 @@ class ScheduledRounds:
         return tuple(link_samples(plan, told, paced=self._paced))
 
     def _snapshot(self, closed: ClosedRound) -> Snapshot:
-        present = [n for n in closed.plan.cluster_ids.values() if n in self._known()]
+        names = (*closed.plan.cluster_ids.values(), *closed.joined)
+        present = [name for name in names if name in self._known()]
         return self._believed(closed.plan.server_round, present)
 
     def _believed(self, server_round: int, present: Sequence[str]) -> Snapshot:
@@ -342,10 +346,11 @@ def _other_examples(
 
 
 def finished(plan: Plan, closed: ClosedRound) -> Plan:
-    """The part of the plan whose clusters replied, as each ended it."""
+    """The plans of clusters that replied, earlier ones of those that joined, as each ended it."""
     told = closed.telemetry
     ends = {name: told[name].replanned for name in told if told[name].replanned is not None}
-    done = (ends.get(c.cluster_id) or c for c in plan.clusters if c.cluster_id in closed.models)
+    begun = (*plan.clusters, *closed.joined.values())
+    done = (ends.get(c.cluster_id) or c for c in begun if c.cluster_id in closed.models)
     return replace(plan, clusters=tuple(done))
 
 

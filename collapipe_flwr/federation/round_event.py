@@ -22,9 +22,7 @@ def round_event(record: RoundRecord, wall_s: float) -> RoundEvent:
         predicted_latency_s=None if record.plan is None else record.plan.latency_s,
         latency_s=record.outcome.latency_s,
         clusters={
-            outcome.cluster_id: cluster_json(
-                None if record.plan is None else record.plan.cluster(outcome.cluster_id), outcome
-            )
+            outcome.cluster_id: cluster_json(record.planned(outcome.cluster_id), outcome)
             for outcome in record.outcome.clusters
         },
         energy_j=_by_device(record.outcome.energy_j),

@@ -132,6 +132,7 @@ class ClosedRound:
     telemetry: dict[str, ClusterTelemetry] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     late: list[Sent] = field(default_factory=list)  # who may join a later round
+    joined: dict[str, ClusterPlan] = field(default_factory=dict)  # earlier plans that end with it
     remarks: list[str] = field(default_factory=list)  # on replies that were used nevertheless
     joined_late: list[str] = field(default_factory=list)  # of these, on replies to earlier rounds
     received_bytes: int = 0
@@ -178,6 +179,7 @@ class RoundRecord:
     remarks: tuple[str, ...] = ()  # attempts that failed, and what was not believed
     retried: tuple[str, ...] = ()  # of these, the attempts
     joined_late: tuple[str, ...] = ()  # of these, replies to earlier rounds
+    joined: Mapping[str, ClusterPlan] = field(default_factory=dict)  # by cluster, what those did
 
     def __str__(self) -> str:
         """A line for the round, and one for each cluster: who held what, how batches were cut."""
@@ -213,10 +215,14 @@ class RoundRecord:
         )
 
     def executed(self, cluster_id: str) -> ClusterPlan | None:
-        """The plan by which a cluster ended the round."""
+        """The plan by which a cluster ended the round, that of an earlier one if it joined late."""
         told = self.telemetry.get(cluster_id)
-        planned = None if self.plan is None else self.plan.cluster(cluster_id)
-        return (told.replanned if told else None) or planned
+        return (told.replanned if told else None) or self.planned(cluster_id)
+
+    def planned(self, cluster_id: str) -> ClusterPlan | None:
+        """The plan by which a cluster began."""
+        now = None if self.plan is None else self.plan.cluster(cluster_id)
+        return self.joined.get(cluster_id, now)
 
     @property
     def moved(self) -> TransferStats:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 from math import fsum
 from operator import mul
@@ -74,7 +75,7 @@ def make_planner(
     """
     planning = Planning(
         policy=config.scheduler.policy,
-        settings=config.scheduling,
+        settings=replace(config.scheduling, late_slack=config.run.late_slack),
         radio=config.world.radio,
         channel=config.world.channel,
         seed=config.run.seed,

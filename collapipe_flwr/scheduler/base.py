@@ -11,9 +11,9 @@ from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import chain_of, makespan_of, schedule_rows
 from collapipe_flwr.costs.convergence import constants_of, noise_scale_of, update
 from collapipe_flwr.costs.layouts import Layouts, hop_plans, replaced, segments_of, stage_names
-from collapipe_flwr.costs.makespan import Depths
 from collapipe_flwr.costs.price import PricedCluster, price_clusters
 from collapipe_flwr.costs.tables import Tables, tabulate
+from collapipe_flwr.costs.warm_up import Depths
 from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.accounts import opened_accounts, settled_accounts
 from collapipe_flwr.scheduler.estimates import plausible_j, profiles_learned

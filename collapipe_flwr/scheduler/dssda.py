@@ -1,28 +1,15 @@
-"""DSSDA: drift-plus-penalty over exact segments and jointly optimal radio. Our reconstruction.
-
-A decision is made as if every link used the coarsest codec allowed: nothing is faster. Then every
-cluster lifts hops to finer codecs, the one that removes most noise per bit first, as long as
-
-    its time  <= (1 + MARGIN) * the round's, all coarse,
-    its price of energy  <= that of coarse links + MARGIN * the round's objective / M,
-
-powers and bandwidth as decided. At last the radio is optimised for the new payloads, so that the
-objective is at most 1 + 2 MARGIN times that of coarse links. Our own rule.
-"""
+"""DSSDA: drift-plus-penalty over exact segments and jointly optimal radio. Our reconstruction."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 
 from collapipe_flwr.core.domain import ClusterPlan, Plan, Snapshot
 from collapipe_flwr.core.errors import InfeasibleError, ScheduleError
-from collapipe_flwr.costs.arrays import Array, Ints, Mask
-from collapipe_flwr.costs.chain import price_rows
-from collapipe_flwr.costs.layouts import Layouts, of_members, rows_of_plans, with_codecs
-from collapipe_flwr.costs.radio import NOISE, SHARES, ladder
+from collapipe_flwr.costs.arrays import Array
+from collapipe_flwr.costs.layouts import Layouts, of_members, rows_of_plans
 from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.accounts import settled_placeholders
@@ -35,13 +22,14 @@ from collapipe_flwr.scheduler.base import (
     solution_plan,
     weight_of,
 )
+from collapipe_flwr.scheduler.closing_early import closing_early
+from collapipe_flwr.scheduler.decision import Decision
 from collapipe_flwr.scheduler.estimates import with_profiles
 from collapipe_flwr.scheduler.gain_estimates import robust, with_averages, with_forecast
 from collapipe_flwr.scheduler.model_share import (
     capped,
     least_shares,
     widened,
-    with_model_shares,
 )
 from collapipe_flwr.scheduler.multipliers import Dual, weight_for
 from collapipe_flwr.scheduler.planner import Planner, Solution
@@ -50,95 +38,10 @@ from collapipe_flwr.scheduler.protocol import (
     SchedulerConfig,
     SchedulerState,
 )
-from collapipe_flwr.scheduler.replicating import with_replicas
 from collapipe_flwr.scheduler.search import FEW_CLUSTERS
 
-MARGIN = 0.02  # what finer codecs may cost
 RADIO_SPARE = 0.05  # of transmissions' energy: another plan may need a little more
 OVERDRAFTS = 4  # searches at most for a plan whose transmissions overdraw no account
-TINY = 1e-12  # relative
-
-
-def refined(planner: Planner, coarse: Solution) -> Solution:
-    """``coarse`` with finer codecs where they are worth it, and radio to suit."""
-    steps = ladder(planner.settings.codecs)
-    if len(steps) < 2:
-        return coarse
-    codec = lifted(Lifting(planner, coarse), steps)
-    if (codec == coarse.chain.hops.codec).all():
-        return coarse
-    tables = with_codecs(planner.tables, coarse.rows, codec)
-    return replace(planner, tables=tables).radio(coarse.rows)
-
-
-class Lifting:
-    """A decision and what its clusters may spend on finer codecs."""
-
-    def __init__(self, planner: Planner, coarse: Solution) -> None:
-        self.planner, self.coarse = planner, coarse
-        self._prices = of_members(planner.price_mi, coarse.rows)
-        extra = MARGIN * coarse.objective / len(coarse.rows)
-        self._most_worth = (self._prices * coarse.priced.energy_j).sum(1) + extra
-        self._most_s = (1.0 + MARGIN) * coarse.priced.latency_s.max() * (1.0 + TINY)
-
-    def priced(self, codec_rh: Ints) -> tuple[Array, Array]:
-        """Time and priced energy of every cluster, (R,), with its powers and bandwidth kept."""
-        coarse = self.coarse
-        grown = SHARES[codec_rh] / SHARES[coarse.chain.hops.codec]
-        prices = price_rows(
-            coarse.chain, coarse.allocation.times * grown[:, :, None], coarse.powers
-        )
-        return prices.latency_s, (self._prices * prices.energy_j).sum(1)
-
-    def allowed(self, codec_rh: Ints) -> Mask:
-        """Clusters that keep both margins, (R,)."""
-        latency, worth = self.priced(codec_rh)
-        return np.asarray((latency <= self._most_s) & (worth <= self._most_worth))
-
-
-def lifted(lifting: Lifting, steps: tuple[int, ...]) -> Ints:
-    """Codecs of every hop, (R, S + 1): one lift per cluster at a time while one is allowed."""
-    hops = lifting.coarse.chain.hops
-    finer = {below: above for above, below in pairwise(steps)}
-    free = np.array([not c.profile.link_codec for c in lifting.planner.tables.snapshot.clusters])
-    codec = hops.codec.copy()
-    while True:
-        best, chosen = np.full(len(codec), -np.inf), np.full(len(codec), -1)
-        for hop in range(codec.shape[1]):
-            trial = codec.copy()
-            trial[:, hop] = [finer.get(c, c) for c in codec[:, hop].tolist()]
-            movable = free & hops.used[:, hop] & (trial[:, hop] != codec[:, hop])
-            if not movable.any():
-                continue
-            gained = NOISE[codec[:, hop]] - NOISE[trial[:, hop]]
-            spent = hops.bits[:, hop] * (SHARES[trial[:, hop]] - SHARES[codec[:, hop]])
-            value = np.where(movable & lifting.allowed(trial), gained / np.maximum(spent, 1.0), 0.0)
-            better = (value > 0.0) & (value > best)
-            best, chosen = np.where(better, value, best), np.where(better, hop, chosen)
-        rows = np.flatnonzero(chosen >= 0)
-        if not len(rows):
-            return codec
-        picked = (rows, chosen[rows])
-        codec[picked] = [finer[c] for c in codec[picked].tolist()]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """A solved round for some set of clusters that hold ``share`` of all examples."""
-
-    planner: Planner
-    solution: Solution
-    share: float
-    model_share_m: Array
-
-    def plan(self, policy: str) -> Plan:
-        """In names and units, with codecs no coarser than they must be."""
-        refined_solution = refined(self.planner, self.solution)
-        plan = solution_plan(refined_solution, policy, self.share)
-        if self.planner.settings.replicas:
-            plan = with_replicas(plan, self.planner, refined_solution.rho)
-        tables, settings = self.planner.tables, self.planner.settings
-        return with_model_shares(plan, self.model_share_m, tables, settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +71,12 @@ class Dssda(Policy):
 
     def _plan(self, state: SchedulerState, snapshot: Snapshot) -> Plan:
         best = self._decide(state, snapshot, 1.0)
+        if self.settings.late_slack:
+
+            def decide(part: Snapshot, share: float) -> Decision:
+                return self._decide(state, part, share)
+
+            return closing_early(best, decide, self.settings.late_slack).plan(self.name)
         if self.settings.participation_floor < 1.0 and len(snapshot.clusters) > 1:
             best = self._without_stragglers(state, snapshot, best)
         return best.plan(self.name)

@@ -9,7 +9,7 @@ from math import comb, perm
 import numpy as np
 
 from collapipe_flwr.costs.arrays import Array, Ints
-from collapipe_flwr.costs.layouts import UNUSED, Layouts, span_sums
+from collapipe_flwr.costs.layouts import UNUSED, Layouts
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.work import PricingOptions, kept_bytes, share_bytes
 from collapipe_flwr.scheduler.dual_prices import DualPrices
@@ -77,8 +77,8 @@ def filled_rows(
     (size, count), gpipe = batch, options.schedule == "gpipe"
     flop_l = tables.blocks.forward_flop_l + tables.blocks.backward_flop_l
     kept_l, once = kept_bytes(tables.blocks, options)
-    flop_kl, state_kl, kept_kl = (
-        span_sums(sum_l if gpipe else sum_l[-1] - sum_l[::-1])
+    flop_l, state_l, kept_l = (
+        sum_l if gpipe else sum_l[-1] - sum_l[::-1]
         for sum_l in (flop_l, tables.blocks.state_bytes_l, kept_l)
     )
     members, blocks = tables.members, tables.num_blocks
@@ -86,13 +86,16 @@ def filled_rows(
     share = share_bytes(tables, np.arange(len(room)), size, count, options)
     room = np.minimum(room, share[:, None])
     at, depth = np.zeros(len(which), np.int64), np.zeros(len(which), np.int64)
-    behind, parts = np.arange(blocks + 1), []
+    parts = []
     for device in order_cn.T:
         most = cap_c * members.speed_mi[which, device + 1] * (1.0 + 1e-9)
         flight = np.full(len(which), count) if gpipe else np.minimum(depth + 2, count)
-        need = state_kl[at] + size * (flight[:, None] * kept_kl[at] + once)
-        held = (flop_kl[at] <= most[:, None]) & (need <= room[which, device + 1][:, None])
-        stop = np.where(held & (behind > at[:, None]), behind, at[:, None]).max(1)
+        left, stop = room[which, device + 1] - size * once, _reached(flop_l, at, most)
+        for number in np.unique(flight):
+            of = flight == number
+            by_memory = _reached(state_l + size * number * kept_l, at[of], left[of])
+            stop[of] = np.minimum(stop[of], by_memory)
+        stop = np.maximum(stop, at)
         parts.append(stop - at)
         at, depth = stop, depth + (stop > at)
     part = np.stack(parts, axis=1)
@@ -109,6 +112,11 @@ def filled_rows(
         micro_batch_size_r=np.full(int(full.sum()), size),
         micro_batches_r=np.full(int(full.sum()), count),
     )
+
+
+def _reached(sum_l: Array, at: Ints, most: Array) -> Ints:
+    """How far from ``at`` sums grow by no more than ``most``."""
+    return np.asarray(np.searchsorted(sum_l, sum_l[at] + most, side="right") - 1)
 
 
 def first_rows(

@@ -18,7 +18,16 @@ from typing import Protocol
 from collapipe_flwr.core.domain import Plan, RoundOutcome, Snapshot
 from collapipe_flwr.core.errors import ProtocolError, ScheduleError
 from collapipe_flwr.core.json_codec import from_json, to_json
-from collapipe_flwr.core.keys import Rule, above, at_least, between, counts, key, one_of
+from collapipe_flwr.core.keys import (
+    Rule,
+    above,
+    at_least,
+    between,
+    counts,
+    key,
+    off_or_at_least,
+    one_of,
+)
 from collapipe_flwr.core.links import CODECS
 from collapipe_flwr.core.schedule import SCHEDULES
 from collapipe_flwr.costs.convergence import LearningState
@@ -145,6 +154,7 @@ _RULES = {
     "profile_memory": _PART,
     "energy_advance": Rule(lambda v: 0 <= v < REPAID, f"must be in [0, {REPAID})"),
     "hysteresis": at_least(0),
+    "late_slack": off_or_at_least(1),
     "schedule": one_of(*SCHEDULES),
     "progress": one_of(NOISE_SCALE, BOUND),
 }
@@ -170,6 +180,7 @@ class SchedulerConfig(PricingOptions):
     hysteresis: float = 0.005  # least relative gain for which devices change segments
     profile_memory: float = 0.8  # weight of the past in averages of measured speeds; 0: none
     rounds_of_search: int = 6  # alternations at most
+    late_slack: float = 0.0  # rounds close at so many times the median's latency; 0: with the last
     replicas: bool = key(False)  # DSSDA lets devices share a stage where that wins
 
     def __post_init__(self) -> None:

@@ -7,7 +7,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from collapipe_flwr.costs.convergence import BoundSums, LearningConstants, bound_sums
+from collapipe_flwr.costs.convergence import (
+    BoundSums,
+    LearningConstants,
+    bound_sums,
+    join_weight,
+    late_sums,
+)
 
 RUNS = 300  # independent copies of one training, for the expectation
 
@@ -100,6 +106,48 @@ def test_local_sgd_on_quadratics_stays_below_the_bound(seed: int) -> None:
     for far, rounds in ((0.0, 60), (1.0, 5), (5.0, 60)):
         start = case.optimum + far
         assert case.measured(start, rounds) <= bound(case, start, rounds)
+
+
+def late_case(seed: int) -> tuple[Quadratics, np.ndarray, BoundSums]:
+    """Clusters whose updates are up to three rounds late, at a rate that is allowed."""
+    case = quadratics(seed)
+    late = np.random.default_rng(seed).integers(0, 4, len(case.shares))
+    sums = late_sums(case.shares, case.steps.astype(float), case.batches.astype(float), late)
+    # By p H as they join: shares of what really descends.
+    case = replace(case, shares=case.shares * join_weight(late))
+    tau, curve = float(sums.tau), float(case.curve.max())
+    by_wander = (10.0 * max(float(sums.drift), 1e-9)) ** -0.5
+    root = 0.5 if not sums.staleness else (np.sqrt(1 + 4 * sums.staleness) - 1) / 4 / sums.staleness
+    share = float(np.random.default_rng(seed + 99).uniform(0.3, 1.0))
+    return replace(case, rate=share * min(root / tau, by_wander) / curve), late, sums
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_late_updates_on_quadratics_stay_below_the_bound(seed: int) -> None:
+    """A cluster's update is of the model of s rounds ago, and joins with what it weighs a round."""
+    case, late, sums = late_case(seed)
+    step = case.rate * float(case.curve.max()) * float(sums.tau)
+    assert step * (1.0 + 2.0 * step * sums.staleness) <= 0.5 * (1.0 + 1e-9)
+    for far, rounds in ((0.0, 60), (1.0, 20), (5.0, 60)):
+        rng = np.random.default_rng(0)
+        seen, total = [np.tile(case.optimum + far, (RUNS, 1))] * 4, 0.0
+        for _ in range(rounds):
+            x = seen[-1]
+            total += float(((case.curve * (x - case.optimum)) ** 2).sum(1).mean())
+            moved = [
+                p * (case._local(seen[-1 - s], m, rng) - seen[-1 - s])
+                for m, (p, s) in enumerate(zip(case.shares, late, strict=True))
+            ]
+            seen.append(x + sum(moved))
+        constants = case.constants(case.optimum + far)
+        first = 4.0 * constants.loss_gap / (case.rate * float(sums.tau) * rounds)
+        assert total / rounds <= first + float(sums.floor(constants))
+
+
+def test_without_late_updates_the_bound_is_the_usual_one() -> None:
+    case = quadratics(3)
+    numbers = case.shares, case.steps.astype(float), case.batches.astype(float)
+    assert late_sums(*numbers, np.zeros(len(case.shares), int)) == bound_sums(*numbers)
 
 
 def test_distance_noise_and_drift_each_need_their_term() -> None:

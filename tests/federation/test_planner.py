@@ -139,6 +139,22 @@ def test_queues_grow_by_realised_energy_over_budget_and_only_for_those_who_finis
     assert sum(outcome.queues_j["cluster-0"].values()) > 0
 
 
+def test_a_cluster_that_joins_late_pays_for_the_plan_that_it_had():
+    planner = rounds("latency-only", budget_margin=0.0, energy_advance=0.0)
+    first = planner.plan(1, [11, 12], EMPTY)
+    planner.settle(closed(first, "cluster-0", after=weights(1.0)))
+    second = planner.plan(2, [11], EMPTY)
+    assert set(planner.state.energy_queue_j["cluster-1"].values()) == {0.0}
+    later = closed(second, "cluster-0", "cluster-1", after=weights(2.0))
+    later.joined["cluster-1"] = first.cluster_plan(12)
+    outcome = planner.settle(later)
+    worked = {d for s in first.cluster_plan(12).segments for d in s.device_ids}
+    assert {d for d, joule in outcome.energy_j["cluster-1"].items() if joule > 0} >= worked
+    assert sum(outcome.queues_j["cluster-1"].values()) > 0
+    here = next(c for c in outcome.clusters if c.cluster_id == "cluster-0")
+    assert outcome.latency_s == here.latency_s  # nobody waited for the other
+
+
 def test_measurements_reach_the_estimators():
     planner = rounds()
     for server_round in (1, 2):

@@ -99,6 +99,50 @@ def test_a_round_closes_at_its_deadline_without_the_cluster_that_sleeps(tmp_path
     assert failures[2][0].startswith("cluster-1: late: the round was planned to close after ")
 
 
+class WakingGrid(WaitingGrid):
+    """Wakes the sleeper when the round after its own begins."""
+
+    def __init__(self, nodes: Mapping[int, Any], sleeper: Sleeper, **more: Any) -> None:
+        super().__init__(nodes, sleeper.idle, **more)
+        self._sleeper = sleeper
+
+    def send_and_receive(self, messages, *, timeout=None):
+        if len(self.training_s) == ROUND and not self._sleeper.wake.is_set():
+            self._idle.clear()
+            self._sleeper.wake.set()
+            assert self._idle.wait(LIMIT_S)
+        return super().send_and_receive(messages, timeout=timeout)
+
+
+def test_what_a_late_cluster_learnt_spent_and_measured_counts_in_the_next_round(
+    tmp_path: Path,
+) -> None:
+    sleeper = Sleeper()
+    places = {i + 1: {"partition-id": i, "num-partitions": 2} for i in range(2)}
+    with EdgeServer("127.0.0.1:0", EdgeService()) as edge:
+        values = {
+            **TINY,
+            "num-server-rounds": ROUND + 1,
+            "output-dir": str(tmp_path),
+            "edge.address": edge.address,
+            "round-slack": 2.0,
+            "round-late": "join",
+            "round-timeout-s": TIMEOUT_S,
+        }
+        nodes = {1: client_app, SLEEPY: sleeper}
+        run(WakingGrid(nodes, sleeper, node_configs=places, run_config=values), parse(values))
+    assert sleeper.over.is_set()
+    lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    *_, without, joined = map(json.loads, lines)
+    assert set(without["clusters"]) == {"cluster-0"}
+    assert set(joined["clusters"]) == {"cluster-0", "cluster-1"}
+    assert [c["cluster_id"] for c in joined["plan"]["clusters"]] == ["cluster-0"]
+    late = joined["clusters"]["cluster-1"]
+    assert late["predicted_s"] > 0
+    assert sum(energy["energy_j"] for energy in late["energy"].values()) > 0
+    assert [told["kind"] for told in joined["incidents"]] == ["late"]
+
+
 def test_a_clock_expects_what_rounds_took_in_proportion_to_their_plans() -> None:
     clock = RoundClock(2.0)
     assert clock.deadline_s({"A": 10.0}) is None

@@ -16,7 +16,7 @@ from collapipe_flwr.costs.price import price
 from collapipe_flwr.costs.radio import NOISE, ladder
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import planner_for
-from collapipe_flwr.scheduler.dssda import MARGIN, Lifting, lifted, refined
+from collapipe_flwr.scheduler.decision import MARGIN, Lifting, lifted, refined
 from collapipe_flwr.scheduler.planner import Planner, Solution
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig

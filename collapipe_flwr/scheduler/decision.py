@@ -1,0 +1,113 @@
+"""A solved round, with codecs no coarser than they must be.
+
+A decision is made as if every link used the coarsest codec allowed: nothing is faster. Then every
+cluster lifts hops to finer codecs, the one that removes most noise per bit first, as long as
+
+    its time  <= (1 + MARGIN) * the round's, all coarse,
+    its price of energy  <= that of coarse links + MARGIN * the round's objective / M,
+
+powers and bandwidth as decided. At last the radio is optimised for the new payloads, so that the
+objective is at most 1 + 2 MARGIN times that of coarse links. Our own rule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from collapipe_flwr.core.domain import Plan
+from collapipe_flwr.costs.arrays import Array, Ints, Mask
+from collapipe_flwr.costs.chain import price_rows
+from collapipe_flwr.costs.layouts import of_members, with_codecs
+from collapipe_flwr.costs.radio import NOISE, SHARES, ladder
+from collapipe_flwr.scheduler.base import solution_plan
+from collapipe_flwr.scheduler.model_share import with_model_shares
+from collapipe_flwr.scheduler.planner import Planner, Solution
+from collapipe_flwr.scheduler.replicating import with_replicas
+
+MARGIN = 0.02  # what finer codecs may cost
+TINY = 1e-12  # relative
+
+
+def refined(planner: Planner, coarse: Solution) -> Solution:
+    """``coarse`` with finer codecs where they are worth it, and radio to suit."""
+    steps = ladder(planner.settings.codecs)
+    if len(steps) < 2:
+        return coarse
+    codec = lifted(Lifting(planner, coarse), steps)
+    if (codec == coarse.chain.hops.codec).all():
+        return coarse
+    tables = with_codecs(planner.tables, coarse.rows, codec)
+    return replace(planner, tables=tables).radio(coarse.rows)
+
+
+class Lifting:
+    """A decision and what its clusters may spend on finer codecs."""
+
+    def __init__(self, planner: Planner, coarse: Solution) -> None:
+        self.planner, self.coarse = planner, coarse
+        self._prices = of_members(planner.price_mi, coarse.rows)
+        extra = MARGIN * coarse.objective / len(coarse.rows)
+        self._most_worth = (self._prices * coarse.priced.energy_j).sum(1) + extra
+        self._most_s = (1.0 + MARGIN) * coarse.priced.latency_s.max() * (1.0 + TINY)
+
+    def priced(self, codec_rh: Ints) -> tuple[Array, Array]:
+        """Time and priced energy of every cluster, (R,), with its powers and bandwidth kept."""
+        coarse = self.coarse
+        grown = SHARES[codec_rh] / SHARES[coarse.chain.hops.codec]
+        prices = price_rows(
+            coarse.chain, coarse.allocation.times * grown[:, :, None], coarse.powers
+        )
+        return prices.latency_s, (self._prices * prices.energy_j).sum(1)
+
+    def allowed(self, codec_rh: Ints) -> Mask:
+        """Clusters that keep both margins, (R,)."""
+        latency, worth = self.priced(codec_rh)
+        return np.asarray((latency <= self._most_s) & (worth <= self._most_worth))
+
+
+def lifted(lifting: Lifting, steps: tuple[int, ...]) -> Ints:
+    """Codecs of every hop, (R, S + 1): one lift per cluster at a time while one is allowed."""
+    hops = lifting.coarse.chain.hops
+    finer = {below: above for above, below in pairwise(steps)}
+    free = np.array([not c.profile.link_codec for c in lifting.planner.tables.snapshot.clusters])
+    codec = hops.codec.copy()
+    while True:
+        best, chosen = np.full(len(codec), -np.inf), np.full(len(codec), -1)
+        for hop in range(codec.shape[1]):
+            trial = codec.copy()
+            trial[:, hop] = [finer.get(c, c) for c in codec[:, hop].tolist()]
+            movable = free & hops.used[:, hop] & (trial[:, hop] != codec[:, hop])
+            if not movable.any():
+                continue
+            gained = NOISE[codec[:, hop]] - NOISE[trial[:, hop]]
+            spent = hops.bits[:, hop] * (SHARES[trial[:, hop]] - SHARES[codec[:, hop]])
+            value = np.where(movable & lifting.allowed(trial), gained / np.maximum(spent, 1.0), 0.0)
+            better = (value > 0.0) & (value > best)
+            best, chosen = np.where(better, value, best), np.where(better, hop, chosen)
+        rows = np.flatnonzero(chosen >= 0)
+        if not len(rows):
+            return codec
+        picked = (rows, chosen[rows])
+        codec[picked] = [finer[c] for c in codec[picked].tolist()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """A solved round for some set of clusters that hold ``share`` of all examples."""
+
+    planner: Planner
+    solution: Solution
+    share: float
+    model_share_m: Array
+
+    def plan(self, policy: str) -> Plan:
+        """In names and units, with codecs no coarser than they must be."""
+        refined_solution = refined(self.planner, self.solution)
+        plan = solution_plan(refined_solution, policy, self.share)
+        if self.planner.settings.replicas:
+            plan = with_replicas(plan, self.planner, refined_solution.rho)
+        tables, settings = self.planner.tables, self.planner.settings
+        return with_model_shares(plan, self.model_share_m, tables, settings)

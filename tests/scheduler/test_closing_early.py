@@ -1,0 +1,84 @@
+"""Rounds that close without slow clusters: sooner where that pays, as ever where it does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from collapipe_flwr.core.domain import Plan, Snapshot
+from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.costs.convergence import join_weight
+from collapipe_flwr.costs.price import price
+from collapipe_flwr.scheduler.closing_early import closing_s, rounds_late
+from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
+from collapipe_flwr.simulation.models import ModelShape
+from collapipe_flwr.simulation.world import make_world
+
+MODEL = ModelShape(blocks=6).profile()
+QUICK, SLOW = ["jetson-orin-nano"] * 3, ["raspberry-pi-4"] * 2
+SETTINGS = SchedulerConfig(micro_batch_sizes=(4, 8), micro_batches=(2, 4), bound=False)
+
+
+def seen(*kinds: list[str], seed: int = 3) -> Snapshot:
+    world = make_world(cluster_devices=list(kinds), examples=[128] * len(kinds), seed=seed)
+    return world.snapshot(1, MODEL)
+
+
+def planned(snapshot: Snapshot, slack: float) -> Plan:
+    scheduler = make_scheduler("dssda", replace(SETTINGS, late_slack=slack))
+    return scheduler.step(scheduler.init(snapshot), snapshot)[0]
+
+
+def test_a_round_closes_with_its_last_cluster_or_a_little_after_the_median() -> None:
+    latency = np.array([10.0, 11.0, 14.0, 40.0])
+    assert closing_s(latency, 1.5) == 16.5
+    assert closing_s(latency[:3], 1.5) == 14.0
+    assert closing_s(latency[[0, 3]], 1.5) == 15.0  # of two, the quicker one
+    assert rounds_late(latency, 1.5).tolist() == [0, 0, 0, 2]
+    assert rounds_late(np.array([10.0, 10.0, 15.0]), 1.5).tolist() == [0, 0, 0]
+    assert join_weight(np.array([0, 3])).tolist() == [1.0, 1.0 / 8.0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_equal_clusters_get_the_plan_that_waits_for_all(seed: int) -> None:
+    snapshot = seen(QUICK, QUICK, QUICK, seed=seed)
+    assert planned(snapshot, 1.5) == planned(snapshot, 0.0)
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_nobody_waits_for_a_cluster_of_slow_boards(bound: bool) -> None:
+    snapshot = seen(QUICK, QUICK, SLOW)
+    settings = replace(SETTINGS, bound=bound)
+    waits, closes = (
+        make_scheduler("dssda", replace(settings, late_slack=slack)) for slack in (0.0, 1.5)
+    )
+    whole = waits.step(waits.init(snapshot), snapshot)[0]
+    early, _ = closes.step(closes.init(snapshot), snapshot)
+    assert [c.cluster_id for c in early.clusters] == [c.cluster_id for c in whole.clusters]
+    latency = np.array([cluster.latency_s for cluster in early.clusters])
+    assert early.latency_s == pytest.approx(closing_s(latency, 1.5))
+    assert early.latency_s < whole.latency_s
+    assert rounds_late(latency, 1.5).tolist()[:2] == [0, 0] and rounds_late(latency, 1.5)[2] > 0
+    # More rounds, of which each holds less, and yet sooner at the target.
+    assert early.rho > whole.rho
+    assert early.rho * early.latency_s < whole.rho * whole.latency_s
+
+
+def test_the_parts_share_bandwidth_and_the_edge_and_cost_what_the_cost_model_says() -> None:
+    snapshot = seen(QUICK, QUICK, SLOW)
+    plan = planned(snapshot, 1.5)
+    total_hz = sum(cluster.bandwidth_hz for cluster in plan.clusters)
+    assert total_hz <= snapshot.radio.bandwidth_hz * (1.0 + 1e-9)
+    priced = price(plan, snapshot, SETTINGS)
+    for ours, theirs in zip(plan.clusters, priced.clusters, strict=True):
+        assert ours.latency_s == pytest.approx(theirs.latency_s)
+        assert dict(ours.energy_j) == pytest.approx(dict(theirs.energy_j))
+        assert dict(ours.memory_bytes) == dict(theirs.memory_bytes)
+
+
+def test_a_slack_below_one_is_refused() -> None:
+    with pytest.raises(ScheduleError, match=r"late-slack must be 0 or >= 1, got 0\.5"):
+        replace(SETTINGS, late_slack=0.5)
