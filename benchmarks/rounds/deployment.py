@@ -20,7 +20,6 @@ from collapipe_flwr.core.processes import keeping
 
 ROOT = Path(collapipe_flwr.__file__).parents[1]
 BIN = Path(sys.executable).parent
-POLL_S = 0.2  # of the SuperNode's SuperExec, as in our service file
 START_S = 120.0
 _LOOK_S = 0.1
 _COLLAPIPE = (sys.executable, "-m", "collapipe_flwr.cli")
@@ -78,7 +77,7 @@ class Deployment:
             self._run("control-unit", unit, "control unit at")
         node = f"partition-id=0 num-partitions=1 cluster='{self.cluster}' "
         node += f"control-unit='{self._socket if self.resident else ''}'"
-        command = [str(BIN / "flower-supernode"), "--superlink", self._superlink]
+        command = [*_COLLAPIPE, "supernode", "--superlink", self._superlink]
         command += ["--root-certificates", ca, "--port", runtime.partition(":")[2]]
         self._run("supernode", [*command, "--node-config", node], "SuperNode ID")
 
@@ -145,21 +144,19 @@ class Deployment:
             process = subprocess.Popen(
                 keeping(command),
                 cwd=self.folder,
-                env=self._environment(name),
+                env=self._environment(),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
         return self.stack.enter_context(process)
 
-    def _environment(self, name: str) -> dict[str, str]:
-        poll = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": str(POLL_S)} if name == "supernode" else {}
+    def _environment(self) -> dict[str, str]:
         return {
             **os.environ,
             "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}",
             "PYTHONPATH": str(ROOT),
             "FLWR_HOME": str(self.folder / "flower"),
-            **poll,
             "OMP_NUM_THREADS": "1",  # of every program, on both sides: one board each
             "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
             "FLWR_DISABLE_UPDATE_CHECK": "1",

@@ -13,7 +13,7 @@ from collapipe_flwr.cli.bench import bench
 from collapipe_flwr.cli.cluster import certs, clusters
 from collapipe_flwr.cli.deploy import deploy
 from collapipe_flwr.cli.generate import generate
-from collapipe_flwr.cli.hosting import control_unit, device, edge
+from collapipe_flwr.cli.hosting import control_unit, device, edge, supernode
 from collapipe_flwr.cli.joining import join
 from collapipe_flwr.cli.profile import profile
 from collapipe_flwr.cli.report import report
@@ -36,11 +36,12 @@ COMMANDS = (
 )
 for command in COMMANDS:
     app.command()(command)
-# Arguments, `--help` among them, are for the app in benchmarks/.
-app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    add_help_option=False,
-)(bench)
+# Arguments, `--help` among them, are for Flower's program and for the app in benchmarks/.
+for passes_on in (supernode, bench):
+    app.command(
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+        add_help_option=False,
+    )(passes_on)
 app.add_typer(clusters, name="cluster")
 
 

@@ -1,4 +1,4 @@
-"""``collapipe edge``, ``device`` and ``control-unit``: the daemons of edge server and boards."""
+"""``collapipe edge``, ``device``, ``control-unit``, ``supernode``: daemons of edge and boards."""
 
 from __future__ import annotations
 
@@ -283,3 +283,13 @@ def control_unit(
     )
     _log_as(log_format, "control-unit")
     serve(settings, lambda path: typer.echo(f"control unit at {path}"))
+
+
+def supernode(context: typer.Context) -> None:
+    """Run Flower's SuperNode, which looks for messages more often while there are some.
+
+    All arguments are those of `flower-supernode`.
+    """
+    from collapipe_flwr.federation.supernode import run
+
+    run(context.args)

@@ -9,7 +9,7 @@ memory allows and no deeper than useful (`warm_up`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -130,6 +130,15 @@ def price_rows(chain: Chain, times: Array, powers: Array) -> RowPrices:
         latency_s=chain.fixed_s + chain.steps_r * makespan,
         energy_j=chain.fixed_j + radiated,
     )
+
+
+def played(chain: Chain, times: Array, bounded: RowPrices) -> RowPrices:
+    """What `price_rows` says of these times, with the makespan of 1F1B that a replay finds."""
+    if chain.options.schedule == "gpipe":
+        return bounded
+    _, makespan_s = schedule_rows(chain, times)
+    latency_s = chain.fixed_s + chain.steps_r * makespan_s
+    return replace(bounded, makespan_s=makespan_s, latency_s=latency_s)
 
 
 def makespan_of(chain: Chain, times: Array) -> Array:

@@ -52,6 +52,8 @@ class Lifting:
         extra = MARGIN * coarse.objective / len(coarse.rows)
         self._most_worth = (self._prices * coarse.priced.energy_j).sum(1) + extra
         self._most_s = (1.0 + MARGIN) * coarse.priced.latency_s.max() * (1.0 + TINY)
+        bounded = price_rows(coarse.chain, coarse.allocation.times, coarse.powers)
+        self._played_s = coarse.priced.latency_s - bounded.latency_s  # more than 1F1B's bound
 
     def priced(self, codec_rh: Ints) -> tuple[Array, Array]:
         """Time and priced energy of every cluster, (R,), with its powers and bandwidth kept."""
@@ -60,7 +62,7 @@ class Lifting:
         prices = price_rows(
             coarse.chain, coarse.allocation.times * grown[:, :, None], coarse.powers
         )
-        return prices.latency_s, (self._prices * prices.energy_j).sum(1)
+        return prices.latency_s + self._played_s, (self._prices * prices.energy_j).sum(1)
 
     def allowed(self, codec_rh: Ints) -> Mask:
         """Clusters that keep both margins, (R,)."""

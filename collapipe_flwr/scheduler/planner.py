@@ -7,7 +7,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from collapipe_flwr.costs.arrays import Array
-from collapipe_flwr.costs.chain import Chain, RowPrices, chain_of, powers_for, price_rows
+from collapipe_flwr.costs.chain import (
+    Chain,
+    RowPrices,
+    chain_of,
+    played,
+    powers_for,
+    price_rows,
+)
 from collapipe_flwr.costs.convergence import others_max
 from collapipe_flwr.costs.layouts import Layouts, by_member, key_of, of_members, replaced, stack
 from collapipe_flwr.scheduler.dual_prices import DualPrices, overdrawn
@@ -17,13 +24,13 @@ from collapipe_flwr.scheduler.radio.interior_point import Allocation, allocate
 from collapipe_flwr.scheduler.radio.problem import convex_latency_s
 from collapipe_flwr.scheduler.search import FEW_CLUSTERS, Search
 
-POLISHED_CLUSTERS = 4  # up to here time allows trying runners-up
+POLISHED_CLUSTERS = 5  # up to here time allows trying runners-up
 POLISH_SOLVES = 16  # radio solves spent on runners-up
 POLISH_RIVALS = 8  # of them at a time
 WORTH_A_TRY = 0.15  # share of the objective by which a runner-up may seem worse
 ENOUGH = 1e-4  # relative gain of an alternation that is worth another
 CORRECTIONS = 3  # of the radio's formula of 1F1B at most
-EXCESS = 1e-3  # of a round: what that formula may say too much
+EXCESS = 1e-3  # of a round: what that formula may be wrong by
 SAME = 1e-9  # relative differences below this count as none
 
 
@@ -127,7 +134,7 @@ class Planner(RoundProblem):
         return best
 
     def _allocated(self, chain: Chain, rho: float, excess_s: Array | float = 0.0) -> Solution:
-        """The radio's optimum if rounds are shorter by ``excess_s`` than its formula says."""
+        """The radio's optimum if its formula says ``excess_s`` too much, or too little below 0."""
         most = 0.9 * convex_latency_s(chain, None)
         allocation = allocate(
             replace(chain, fixed_s=chain.fixed_s - np.minimum(excess_s, most)),
@@ -138,9 +145,14 @@ class Planner(RoundProblem):
         return self.priced(chain, allocation, rho)
 
     def priced(self, chain: Chain, allocation: Allocation, rho: float) -> Solution:
-        """Latency, energy and objective of a decision."""
+        """Latency, energy and objective of a decision.
+
+        1F1B is played where clusters are few; of many, the lower bound must do.
+        """
         powers = powers_for(chain, allocation.edge_hz_r, allocation.times)
         priced = price_rows(chain, allocation.times, powers)
+        if self.tables.num_clusters <= FEW_CLUSTERS:
+            priced = played(chain, allocation.times, priced)
         energy = (of_members(self.price_mi, chain.rows) * priced.energy_j).sum()
         energy += self.latency_price * float((self.overdrawn(chain) * priced.latency_s).sum())
         return Solution(

@@ -15,7 +15,7 @@ _PROGRAMS = {
     "edge": "edge",
     "control-unit": "control unit",
     "flower-superlink": "SuperLink",
-    "flower-supernode": "SuperNode",
+    "supernode": "SuperNode",
     "flower-superexec": "SuperExec",
     "flwr-serverapp": "ServerApp",
     "flwr-clientapp": "ClientApp",

@@ -56,5 +56,5 @@ def test_the_control_unit_runs_beside_flower_s_supernode() -> None:
     (found,) = re.findall(r"^ENTRYPOINT (.*)$", STAGES["control-unit"], re.M)
     shell, option, script, name = json.loads(found)
     assert (shell, option, name) == ("sh", "-c", "sh")
-    assert script.startswith("collapipe control-unit & exec flower-supernode ")
+    assert script.startswith("collapipe control-unit & exec collapipe supernode ")
     assert script.endswith('"$@"')

@@ -21,7 +21,6 @@ from tests.testbed.processes import Program, Programs
 PROJECT = Path(__file__).parents[2]
 CLUSTERS = {"a": ("a1", "a2", "a3"), "b": ("b1", "b2", "b3")}
 BIN = Path(sys.executable).parent
-POLL_S = 0.2  # of a SuperNode's SuperExec, as in our service file
 _START_S = 90.0
 
 
@@ -177,8 +176,7 @@ class Deployment:
         node = f"partition-id={number} num-partitions={len(self.clusters)}"
         node += f" cluster='{self._cluster_file(name)}' state-dir='{self.folder}/state-{name}'"
         node += f" control-unit='{self._socket(name) if self.resident else ''}'"
-        command = ["env", f"FLWR_SUPEREXEC_TASK_POLL_INTERVAL={POLL_S}"]
-        command += [str(BIN / "flower-supernode"), "--superlink", self.superlink.dial]
+        command = [*_COLLAPIPE, "supernode", "--superlink", self.superlink.dial]
         command += ["--root-certificates", str(self.certs / "ca.pem"), "--port", port]
         return [*command, "--node-config", node]
 
