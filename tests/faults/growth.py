@@ -13,7 +13,7 @@ from statistics import linear_regression
 MINUTE_S, HOUR_S = 60.0, 3600.0
 # Per hour, of every process that lived through the last half. Fixed before the first soak.
 PROCESS_BOUNDS: Mapping[str, float] = {
-    "rss_bytes": 16e6,  # ends 1 GB of free memory after 2.5 days without a restart
+    "memory_bytes": 16e6,  # ends 1 GB of free memory after 2.5 days without a restart
     "descriptors": 4.0,  # of 1024
     "threads": 4.0,
 }

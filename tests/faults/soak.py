@@ -214,7 +214,8 @@ def _thinned(seen: Sequence[Usage]) -> list[list[float]]:
     """About one sample per minute: seconds, bytes, descriptors, threads."""
     step = int(EVERY_S // SAMPLE_S)
     return [
-        [round(each.at_s), each.rss_bytes, each.descriptors, each.threads] for each in seen[::step]
+        [round(each.at_s), each.memory_bytes, each.descriptors, each.threads]
+        for each in seen[::step]
     ]
 
 

@@ -20,7 +20,12 @@ _HEAD = (
     "| what | at half | at the end | per hour | bound |",
     "|---|---|---|---|---|",
 )
-_WHAT = {"rss_bytes": "MB", "descriptors": "descriptors", "threads": "threads", "disk_bytes": "MB"}
+_WHAT = {
+    "memory_bytes": "MB",
+    "descriptors": "descriptors",
+    "threads": "threads",
+    "disk_bytes": "MB",
+}
 
 
 def record(path: Path) -> None:

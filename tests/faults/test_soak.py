@@ -21,8 +21,8 @@ def test_what_grows_in_the_last_half_is_found_and_a_warm_up_is_not() -> None:
     times = range(0, 3600, 5)
     warm = [(float(t), float(min(t, 1800))) for t in times]
     leaking = [(float(t), float(t % 60 + t)) for t in times]
-    assert growth("a", "rss_bytes", warm, 1800.0, 1.0).is_bounded
-    found = growth("a", "rss_bytes", leaking, 1800.0, 0.9 * HOUR_S)
+    assert growth("a", "memory_bytes", warm, 1800.0, 1.0).is_bounded
+    found = growth("a", "memory_bytes", leaking, 1800.0, 0.9 * HOUR_S)
     assert not found.is_bounded
     assert found.per_hour == pytest.approx(HOUR_S, rel=0.02)
 

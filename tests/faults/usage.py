@@ -34,10 +34,14 @@ class Life:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What a process holds at one time."""
+    """What a process holds at one time.
+
+    Its memory is that which belongs to no file: pages of programs and libraries come with the first
+    use of a function, megabytes at a time, and the kernel drops them when memory is short.
+    """
 
     at_s: float
-    rss_bytes: int
+    memory_bytes: int
     descriptors: int
     threads: int
 
@@ -62,20 +66,26 @@ def _role(pid: int) -> str:
 def _usage(pid: int, at_s: float) -> Usage:
     folder = _PROC / str(pid)
     lines = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
-    if "VmRSS" not in lines:
+    if "RssAnon" not in lines:
         raise ProcessLookupError(pid)  # a zombie
+    own_kb = sum(int(lines[name].split()[0]) for name in ("RssAnon", "RssShmem"))
     return Usage(
         at_s=at_s,
-        rss_bytes=int(lines["VmRSS"].split()[0]) * 1024,
+        memory_bytes=own_kb * 1024,
         descriptors=len(os.listdir(folder / "fd")),
         threads=int(lines["Threads"]),
     )
 
 
 def disk_bytes(path: Path) -> int:
-    """What a file or folder takes."""
-    total = 0
-    for each in (path, *path.rglob("*")):
-        with suppress(OSError):  # it is gone
-            total += each.lstat().st_blocks * 512
+    """What a file or folder takes; what goes while it is looked at does not count."""
+    total = _blocks_bytes(path)
+    for folder, folders, files in os.walk(path):
+        total += sum(_blocks_bytes(Path(folder) / name) for name in (*folders, *files))
     return total
+
+
+def _blocks_bytes(path: Path) -> int:
+    with suppress(OSError):  # it is gone
+        return path.lstat().st_blocks * 512
+    return 0
