@@ -52,7 +52,8 @@ def lines(folder: Path) -> Iterator[str]:
     """The whole document."""
     yield from ("# Results of the scheduler", "")
     yield "Rounds cost what the cost model says; only the section on real training trains anything."
-    yield "Columns, presets and definitions are explained in [simulate.md](simulate.md). Made with"
+    yield "Columns, presets and definitions are explained in [simulate.md](simulate.md). Other"
+    yield "programs ran beside, so decisions took longer than they need (*decision ms*). Made with"
     yield from ("", "```bash")
     yield "python benchmarks/results_scheduler.py measure docs/results/scheduler"
     yield "python benchmarks/results_scheduler.py write docs/results/scheduler \\"

@@ -11,6 +11,7 @@ from collapipe_flwr.costs.chain import (
     Chain,
     RowPrices,
     chain_of,
+    full_power_times,
     played,
     powers_for,
     price_rows,
@@ -25,8 +26,8 @@ from collapipe_flwr.scheduler.radio.problem import convex_latency_s
 from collapipe_flwr.scheduler.search import FEW_CLUSTERS, Search
 
 POLISHED_CLUSTERS = 5  # up to here time allows trying runners-up
-POLISH_SOLVES = 16  # radio solves spent on runners-up
-POLISH_RIVALS = 8  # of them at a time
+POLISH_SOLVES = 32  # radio solves spent on runners-up
+POLISH_RIVALS = 8  # of them at a time, by either order
 WORTH_A_TRY = 0.15  # share of the objective by which a runner-up may seem worse
 ENOUGH = 1e-4  # relative gain of an alternation that is worth another
 CORRECTIONS = 3  # of the radio's formula of 1F1B at most
@@ -94,14 +95,34 @@ class Planner(RoundProblem):
         return best
 
     def _rivals(self, best: Solution) -> list[Layouts]:
-        """Plans that differ from ``best`` in one cluster, the most promising first."""
+        """Plans that differ from ``best`` in one cluster, the most promising first.
+
+        By dual prices and, under 1F1B in turn, by what they cost as played where radio stays.
+        """
         scorer = self.scorer(self.dual_prices(best), np.arange(self.tables.num_clusters))
         now = best.rows
         near = stack([self.neighbours(now), every_batch(now, self.batches())[1]])
         values = self.score(scorer, near, now) - self.score(scorer, now, now)[near.cluster_r]
-        order = np.argsort(values, kind="stable")
-        order = order[values[order] < WORTH_A_TRY * best.objective][:POLISH_RIVALS]
-        return [replaced(now, near.cluster_r[[r]], near.take(np.array([r]))) for r in order]
+        near = near.take(promising := values < WORTH_A_TRY * best.objective)
+        orders = [np.argsort(values[promising], kind="stable")[:POLISH_RIVALS]]
+        if self.settings.schedule == "1f1b" and len(near):
+            orders.append(
+                np.argsort(self._at_full_power(near, best), kind="stable")[:POLISH_RIVALS]
+            )
+        first = dict.fromkeys(np.stack(orders, axis=1).ravel().tolist())
+        return [replaced(now, near.cluster_r[[r]], near.take(np.array([r]))) for r in first]
+
+    def _at_full_power(self, near: Layouts, best: Solution) -> Array:
+        """What a plan costs more with each row in it, bandwidth as in ``best``, (R,)."""
+        chain = chain_of(self.tables, near, self.settings)
+        hz = best.allocation.edge_hz_r[near.cluster_r]
+        times = full_power_times(chain, hz)
+        priced = played(chain, times, price_rows(chain, times, powers_for(chain, hz, times)))
+        others_s = others_max(best.priced.latency_s)[near.cluster_r]
+        late_s = self.learning.rho_rows(self.tables, near, best.rows)
+        late_s *= np.maximum(priced.latency_s, others_s)
+        more = self._worth(chain, priced) - self._worth(best.chain, best.priced)[near.cluster_r]
+        return np.asarray(self.latency_price * late_s + more)
 
     def improve(self, best: Solution, search: Search | None = None) -> Solution:
         """Alternate segments and radio from ``best`` on while the objective falls."""
@@ -153,16 +174,21 @@ class Planner(RoundProblem):
         priced = price_rows(chain, allocation.times, powers)
         if self.tables.num_clusters <= FEW_CLUSTERS:
             priced = played(chain, allocation.times, priced)
-        energy = (of_members(self.price_mi, chain.rows) * priced.energy_j).sum()
-        energy += self.latency_price * float((self.overdrawn(chain) * priced.latency_s).sum())
+        late = self.latency_price * rho * float(priced.latency_s.max())
         return Solution(
             chain=chain,
             allocation=allocation,
             powers=powers,
             priced=priced,
             rho=rho,
-            objective=self.latency_price * rho * float(priced.latency_s.max()) + float(energy),
+            objective=late + float(self._worth(chain, priced).sum()),
         )
+
+    def _worth(self, chain: Chain, priced: RowPrices) -> Array:
+        """Priced energy of every row, with the surcharge on what overdraws an account."""
+        energy = (of_members(self.price_mi, chain.rows) * priced.energy_j).sum(1)
+        over = self.latency_price * self.overdrawn(chain) * priced.latency_s
+        return np.asarray(energy + over)
 
     def overdrawn(self, chain: Chain) -> Array:
         """The surcharge of every row's computing, in latencies of its cluster."""
