@@ -7,6 +7,7 @@ Where it found no message, Flower 1.41 and 1.42 look again after 3 s, for the re
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 import time
@@ -16,12 +17,13 @@ from typing import Any
 
 from collapipe_flwr.federation import client_process
 
-IDLE_S = 3.0  # Flower's
-REPLY_S = 0.1
-APP_S = 0.2
-LEAST_S = 0.25
+IDLE_S = 3.0  # Flower's, where it found no message
+REPLY_S = 0.1  # ours at most until an app's reply is looked for,
+APP_S = 0.2  # an app to start,
+LEAST_S = 0.25  # and the next message, right after the last
 SHARE = 0.05  # of the time without a message, so that waits grow to Flower's in a minute
 
+log = logging.getLogger("flwr.collapipe")
 _LOOP = "flwr.supernode.start_client_internal"
 _APP_WAIT = "FLWR_SUPEREXEC_TASK_POLL_INTERVAL"
 
@@ -48,11 +50,13 @@ class Waits:
 
 
 def shorten_waits() -> None:
-    """In this process; a Flower whose loop is written another way keeps its own."""
+    """In this process; a Flower whose loop is written another way keeps its own, and says so."""
     os.environ.setdefault(_APP_WAIT, str(APP_S))
     loop = importlib.import_module(_LOOP)
     if isinstance(getattr(loop, "time", None), ModuleType):
         vars(loop)["time"] = Waits(time.monotonic, time.sleep)
+    else:
+        log.warning("this version of Flower keeps its own waits between messages")
 
 
 def run(arguments: Sequence[str]) -> None:

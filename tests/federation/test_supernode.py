@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import os
 import re
 import shutil
@@ -77,12 +78,14 @@ def test_flower_s_loop_still_waits_as_we_think(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_loop_that_is_written_another_way_keeps_its_waits(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)  # Flower ends it there
     loop = importlib.import_module(LOOP)
     monkeypatch.delattr(loop, "time")
     shorten_waits()
     assert not hasattr(loop, "time")
+    assert "keeps its own waits" in caplog.text
 
 
 def test_arguments_are_flower_s() -> None:
