@@ -28,7 +28,8 @@ class Timing:
     """Medians over the rounds of one run but the first.
 
     ``cpu_s`` is of SuperNode, ClientApp and control unit, per round; ``app_cpu_s`` and
-    ``rss_bytes`` (the largest) are of ClientApps' processes, ``unit_rss_bytes`` of what stays.
+    ``rss_bytes`` (the largest) are of a message's own processes, ``unit_rss_bytes`` of the control
+    unit and ``ready_rss_bytes`` of what ClientApps are forked from: both stay.
     """
 
     round_s: float
@@ -40,6 +41,7 @@ class Timing:
     app_cpu_s: float
     rss_bytes: int
     unit_rss_bytes: int
+    ready_rss_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +111,7 @@ def _timed(deployment: Deployment, client: str, size: str, rounds: int) -> Timin
 def _timing(ends_s: list[float], rounds: list[dict[str, float]], watch: Watch) -> Timing:
     found = [_phases(*each) for each in zip(ends_s[1:-1], rounds[1:], ends_s[2:], strict=True)]
     overheads = [sum(phases.values()) - phases["train_s"] for phases in found]
-    messages = sorted(watch.apps)[1:]  # but of the first round
-    apps = [watch.apps[pid] for pid in messages]
+    messages = watch.messages(len(found))
     return Timing(
         round_s=median(sum(phases.values()) for phases in found),
         train_s=median(phases["train_s"] for phases in found),
@@ -118,9 +119,10 @@ def _timing(ends_s: list[float], rounds: list[dict[str, float]], watch: Watch) -
         longest_overhead_s=max(overheads),
         phases={name: median(phases[name] for phases in found) for name in PHASES},
         cpu_s=watch.cpu_between(ends_s[1], ends_s[-1]) / len(found),
-        app_cpu_s=median(app.cpu_s for app in apps),
-        rss_bytes=max(app.peak_bytes for app in apps),
+        app_cpu_s=median(each.cpu_s for each in messages),
+        rss_bytes=max(each.peak_bytes for each in messages),
         unit_rss_bytes=watch.unit.peak_bytes,
+        ready_rss_bytes=watch.ready.peak_bytes,
     )
 
 

@@ -47,5 +47,6 @@ def _measures(timing: Timing) -> dict[str, str]:
         "ClientApp CPU": timing.app_cpu_s,
     }
     sizes = {"ClientApp MB": timing.rss_bytes, "unit MB": timing.unit_rss_bytes}
+    sizes["to fork MB"] = timing.ready_rss_bytes
     told = {name: f"{value:.2f}" for name, value in seconds.items()}
     return told | {name: f"{size / 1e6:.0f}" for name, size in sizes.items()}

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Self
 
@@ -13,6 +14,7 @@ _PROC = Path("/proc")
 _LOOK_S = 0.1
 _STOP_S = 10.0
 _APP = b"flwr-clientapp"
+_READY = b"client_process.py\0--forks-at"
 _UNIT = b"control-unit\0--socket"
 
 
@@ -28,12 +30,16 @@ class Process:
 class Watch:
     """Looks at all that descends from ``roots`` every 0.1 s; what is shorter it may miss.
 
+    ``apps`` are ClientApps' processes, ``forks`` those that work for them in the order of their
+    beginning, made by ``ready``.
     ``cpu_s`` are pairs of a time by the clock and the CPU seconds until then, all together.
     """
 
     roots: tuple[int, ...]
     apps: dict[int, Process] = field(default_factory=dict)
+    forks: dict[int, Process] = field(default_factory=dict)
     unit: Process = field(default_factory=Process)
+    ready: Process = field(default_factory=Process)
     cpu_s: list[tuple[float, float]] = field(default_factory=list)
     _all: dict[int, Process] = field(default_factory=dict)
     _over: threading.Event = field(default_factory=threading.Event)
@@ -54,6 +60,14 @@ class Watch:
         within = [cpu_s for at_s, cpu_s in self.cpu_s if begin_s <= at_s <= end_s]
         return within[-1] - within[0] if within else 0.0
 
+    def messages(self, count: int) -> list[Process]:
+        """The last ``count`` messages, one a round: program and fork together."""
+        kinds = ([seen[pid] for pid in sorted(seen)[-count:]] for seen in (self.apps, self.forks))
+        return [
+            Process(app.cpu_s + fork.cpu_s, app.peak_bytes + fork.peak_bytes)
+            for app, fork in zip_longest(*kinds, fillvalue=Process())
+        ]
+
     def _look(self) -> None:
         while not self._over.wait(_LOOK_S):
             for pid in _tree(self.roots):
@@ -62,15 +76,27 @@ class Watch:
 
     def _see(self, pid: int) -> None:
         try:
-            command = (_PROC / str(pid) / "cmdline").read_bytes()
+            command = _command(pid)
             seen = Process(_cpu_s(pid), _peak_bytes(pid))
         except (OSError, ValueError, IndexError):  # it has ended
             return
         self._all[pid] = seen
         if _APP in command:
             self.apps[pid] = seen
+        elif _READY in command and _READY in _command(_parent(pid)):
+            self.forks[pid] = seen
+        elif _READY in command:
+            self.ready.peak_bytes = max(self.ready.peak_bytes, seen.peak_bytes)
         elif _UNIT in command and b"core.processes" not in command:
             self.unit.peak_bytes = max(self.unit.peak_bytes, seen.peak_bytes)
+
+
+def _command(pid: int) -> bytes:
+    return (_PROC / str(pid) / "cmdline").read_bytes()
+
+
+def _parent(pid: int) -> int:
+    return int((_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
 
 
 def _cpu_s(pid: int) -> float:
@@ -88,10 +114,9 @@ def _tree(roots: tuple[int, ...]) -> set[int]:
     parents: dict[int, int] = {}
     for folder in _PROC.glob("[0-9]*"):
         try:
-            stat = (folder / "stat").read_text()
+            parents[int(folder.name)] = _parent(int(folder.name))
         except OSError:
             continue
-        parents[int(folder.name)] = int(stat.rpartition(")")[2].split()[1])
     found = set(roots)
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more

@@ -88,6 +88,7 @@ class ClusterProfile:
     link_codec: str = ""  # that its links are bound to; empty: as the run says
     real_links: bool = False  # machines: what their links carried corrects the planned rates
     whole: bool = False  # its app has mods: the whole model in messages and replies, not its part
+    bundles: bool = False  # its app takes a message's arrays in bundles, and replies so
     overhead_s: float = 0.0  # of every round, besides what transfers and steps take
 
     @property

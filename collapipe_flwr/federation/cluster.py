@@ -33,6 +33,7 @@ from collapipe_flwr.core.errors import RunError, unexpected_as_run_error
 from collapipe_flwr.core.imports import allow
 from collapipe_flwr.federation import records
 from collapipe_flwr.federation.arrays import decode_tensors, stow_tensors, take_record
+from collapipe_flwr.federation.bundles import accept_bundles, unbundling
 from collapipe_flwr.federation.evaluation_sets import LoaderTest, Metrics, TestSet
 from collapipe_flwr.federation.messages import only_arrays
 from collapipe_flwr.federation.node_keys import COMPUTE_KEY
@@ -42,7 +43,7 @@ from collapipe_flwr.host.allocator import configured_malloc, give_back
 
 DEVICES = "raspberry-pi-4,raspberry-pi-5,jetson-nano"
 EXAMPLES = 1000  # of a round, as long as nobody said
-_HARMLESS = (message_size_mod, arrays_size_mod)
+_HARMLESS = (message_size_mod, arrays_size_mod, unbundling)
 
 
 class Cluster:
@@ -82,6 +83,7 @@ class Cluster:
             describe_cluster(world, index, EXAMPLES)
         self._examples = examples
         self._site_of = site or partial(_site, world, edge or EdgeConfig(), threads, compute)
+        self._takes_bundles = accept_bundles(app)
         self._package = sys._getframe(1).f_globals["__name__"].partition(".")[0]
         app.query("describe")(self.describe)
         # Mods of the app expect messages with arrays, and refuse all others.
@@ -97,7 +99,8 @@ class Cluster:
 
     def _profile(self, site: Site, context: Context) -> ClusterProfile:
         examples = self._examples(context) if callable(self._examples) else self._examples
-        return replace(site.profile(examples), whole=bool(mods_of(self._app)))
+        whole = bool(mods_of(self._app))
+        return replace(site.profile(examples), whole=whole, bundles=self._takes_bundles)
 
     def _profile_now(self, context: Context) -> ClusterProfile | None:
         """What the cluster of a file has become since the round began; None of other clusters."""

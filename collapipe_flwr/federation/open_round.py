@@ -213,6 +213,7 @@ class OpenRound:
             cluster_id=cluster_id,
             plan=plan,
             split=task,
+            bundles=task is not None and cluster_id in self.plan.bundles,
         )
         content = write_assignment(content, assignment)
         content = write_progress(content, self._accepted.progress(cluster_id))

@@ -129,6 +129,7 @@ class ScheduledRounds:
             cluster_ids=names,
             binding=True,
             whole=frozenset(p.cluster_id for p in self.world.clusters if p.whole),
+            bundles=frozenset(p.cluster_id for p in self.world.clusters if p.bundles),
         )
 
     def settle(self, closed: ClosedRound) -> Outcome:

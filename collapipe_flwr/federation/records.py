@@ -36,6 +36,7 @@ _FLOWER_ROUND = "server-round"  # as Flower's strategies spell it
 _PROXIMAL = "proximal-mu"  # as FedProx does
 _RATES = ("lr", "learning-rate")  # as Flower's examples do
 _ROUND = "collapipe.server-round"
+_BUNDLES = "collapipe.bundles"
 _PROGRESS = "collapipe.progress"
 _PLAN = "collapipe.plan"
 _CLUSTER_ID = "collapipe.cluster-id"
@@ -90,6 +91,7 @@ class RoundAssignment:
     cluster_id: str | None = None
     plan: ClusterPlan | None = None
     split: SplitTask | None = None
+    bundles: bool = False  # it takes arrays in bundles, see ClusterProfile
 
 
 def write_assignment(content: RecordDict, assignment: RoundAssignment) -> RecordDict:
@@ -101,6 +103,8 @@ def write_assignment(content: RecordDict, assignment: RoundAssignment) -> Record
         found[_CLUSTER_ID] = assignment.cluster_id
     if assignment.split is not None:
         found[_SPLIT] = to_json(assignment.split)
+    if assignment.bundles:
+        found[_BUNDLES] = 1
     return _configured(content, found)
 
 
@@ -120,7 +124,13 @@ def read_assignment(content: RecordDict) -> RoundAssignment:
         cluster_id=_text(config, _CLUSTER_ID),
         plan=None if plan is None else read_plan(plan),
         split=None if split is None else from_json(SplitTask, split, _SPLIT),
+        bundles=takes_bundles(content),
     )
+
+
+def takes_bundles(content: RecordDict) -> bool:
+    """Whether who gets this message takes its arrays in bundles."""
+    return _holder(content, _BUNDLES) is not None
 
 
 def write_progress(content: RecordDict, progress: Progress) -> RecordDict:

@@ -104,6 +104,7 @@ class RoundPlan:
     cluster_ids: Mapping[int, str]
     binding: bool
     whole: frozenset[str] = frozenset()  # clusters that describe themselves so, see ClusterProfile
+    bundles: frozenset[str] = frozenset()  # likewise
 
     def cluster_plan(self, node_id: int) -> ClusterPlan | None:
         """The plan of one node's cluster, None where it has none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
@@ -9,11 +10,14 @@ from typing import TYPE_CHECKING
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
+from collapipe_flwr.core.errors import ProtocolError
+from collapipe_flwr.federation.bundles import Bundles, unbundle
 from collapipe_flwr.federation.fetches import Fetches, answered
 
 if TYPE_CHECKING:
     from flwr.supercore.run import Run
 
+log = logging.getLogger("flwr.collapipe")
 SHARE = 0.1
 SHORTEST_S, LONGEST_S = 0.25, 2.0  # a look is a transaction in the SuperLink's database
 
@@ -58,7 +62,8 @@ class PollingGrid(WrappedGrid):
 
     Flower's own grid of a deployment sleeps 3 s between two looks. This one takes a tenth of the
     time that is left until the replies should be there, by how long the last exchange of this kind
-    took, or of the time that they are late: a look costs the server a few small requests.
+    took, or of the time that they are late: a look costs the server a few small requests. Small
+    arrays travel in bundles to those who take them so.
     """
 
     def __init__(
@@ -92,9 +97,28 @@ class PollingGrid(WrappedGrid):
             self._took_s[kind] = self._now() - start_s
         return replies
 
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Push, with arrays in bundles where the receiver takes them so."""
+        from collapipe_flwr.federation.messages import readdressed  # both load torch
+        from collapipe_flwr.federation.records import takes_bundles
+
+        bundles, sent = Bundles(), []
+        for message in messages:
+            if message.has_content() and takes_bundles(message.content):
+                message = readdressed(message, bundles.of(message.content))
+            sent.append(message)
+        return self._grid.push_messages(sent)
+
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        """The replies that are whole."""
-        return self._fetches.pull(message_ids)
+        """The replies that are whole, without bundles."""
+        found = self._fetches.pull(message_ids)
+        for reply in found:
+            try:
+                if reply.has_content():
+                    unbundle(reply.content)
+            except ProtocolError as error:  # what it lacks now is missed later on
+                log.warning("a reply of node %s: %s", reply.metadata.src_node_id, error)
+        return found
 
     def _interval_s(self, kind: str, passed_s: float) -> float:
         """Seconds until the next look, ``passed_s`` after messages of a type were pushed."""

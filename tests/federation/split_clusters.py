@@ -63,9 +63,11 @@ def cluster_plan(name: str) -> ClusterPlan:
 class FixedPlanner:
     """Plans the named clusters and nobody else; node n is cluster cn."""
 
-    def __init__(self, *planned: str, whole: Collection[str] = ()) -> None:
+    def __init__(
+        self, *planned: str, whole: Collection[str] = (), bundles: Collection[str] = ()
+    ) -> None:
         self.planned = planned
-        self.whole = frozenset(whole)
+        self.whole, self.bundles = frozenset(whole), frozenset(bundles)
         self.settled: list[RoundPlan] = []
 
     def plan(self, server_round, nodes, arrays):
@@ -81,6 +83,7 @@ class FixedPlanner:
             cluster_ids=names,
             binding=True,
             whole=self.whole,
+            bundles=self.bundles,
         )
 
     def settle(self, closed):

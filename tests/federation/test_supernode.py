@@ -5,18 +5,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-import os
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 import pytest
 
-from collapipe_flwr.federation import client_process, supernode
+from collapipe_flwr.federation import supernode
 from collapipe_flwr.federation.supernode import Waits, shorten_waits
 
 LOOP = "flwr.supernode.start_client_internal"
@@ -93,29 +89,3 @@ def test_arguments_are_flower_s() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert "usage: collapipe supernode" in done.stdout
     assert "--superlink" in done.stdout and "--node-config" in done.stdout
-
-
-def test_client_apps_start_without_what_they_do_not_use() -> None:
-    path = os.environ["PATH"]
-    with client_process.offered():
-        program = shutil.which("flwr-clientapp")
-        assert program is not None and program.startswith(tempfile.gettempdir())
-        done = subprocess.run([program, "--help"], capture_output=True, text=True, check=True)
-        code = Path(program).read_text().replace("main()\n", "")
-    assert "Run a Flower ClientApp" in done.stdout and "--runtime-api-address" in done.stdout
-    assert os.environ["PATH"] == path and not Path(program).exists()
-    looks = "import sys; sys.argv[1:] = ['--help']\ntry:\n main()\nexcept SystemExit:\n pass\n"
-    looks += "print(sorted({'uvicorn', 'sqlalchemy', 'alembic', 'torch'} & set(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", code + looks], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.endswith("[]\n")
-
-
-def test_a_path_that_no_script_can_name_leaves_flower_s_program(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys, "executable", "/home/a user/python")
-    path = os.environ["PATH"]
-    with client_process.offered():
-        assert os.environ["PATH"] == path

@@ -1,0 +1,132 @@
+"""A record's small arrays as few large ones: each array costs Flower two requests on every hop.
+
+For a model of a hundred tensors those are about 1,200 requests in a round, from the ServerApp to
+the ClientApp and back, and they take longer than what they carry. A bundle is an array whose bytes
+are an index and then those of its members, unchanged; large arrays stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import ClientAppCallable
+
+from collapipe_flwr.core.errors import ProtocolError
+
+MOST_BYTES = 2**22  # of a bundle's members: with their index below the chunks that Flower cuts
+_STYPE = "collapipe.bundle"
+_INDEX = struct.Struct("!I")
+
+
+@dataclass(slots=True)
+class Bundles:
+    """Makes bundles; one of the same bytes is made once, and shared by all messages."""
+
+    _made: dict[tuple[object, ...], tuple[dict[str, Array], Array]] = field(default_factory=dict)
+
+    def of(self, content: RecordDict) -> RecordDict:
+        """A new content; ``content`` keeps its arrays."""
+        found = RecordDict(dict(content))
+        for name, record in content.array_records.items():
+            found[name] = _bundled(record, record.__getitem__, self._once)
+        return found
+
+    def _once(self, members: dict[str, Array]) -> Array:
+        held = tuple((key, id(array.data)) for key, array in members.items())
+        if held not in self._made:
+            self._made[held] = members, _bundle(members)  # as long as they live, ids stay theirs
+        return self._made[held][1]
+
+
+def unbundle(content: RecordDict) -> bool:
+    """Put members back in the place of their bundles; False where there were none.
+
+    Raises ProtocolError for a malformed bundle.
+    """
+    records = [r for r in content.array_records.values() if any(map(_is_bundle, r.values()))]
+    for record in records:
+        arrays = {name: record.pop(name) for name in list(record)}
+        for name in list(arrays):
+            array = arrays.pop(name)
+            for key, member in _members(array) if _is_bundle(array) else [(name, array)]:
+                if key in record:
+                    raise ProtocolError(f"a message holds the array {key} twice")
+                record[key] = member
+    return bool(records)
+
+
+def unbundling(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """A mod: functions and other mods of an app see no bundles, who asked with some gets some."""
+    asked = message.has_content() and unbundle(message.content)
+    reply = call_next(message, context)
+    if asked and reply.has_content():
+        for record in reply.content.array_records.values():
+            taken = _bundled(record, record.pop, _bundle)
+            record.clear()
+            record.update(taken)
+    return reply
+
+
+def accept_bundles(app: ClientApp) -> bool:
+    """Have all functions of ``app`` see no bundles; False if some were registered before."""
+    if app._registered_funcs or app._call is not None:
+        return False
+    app._mods = [unbundling, *app._mods]
+    return True
+
+
+def _bundled(
+    record: ArrayRecord, get: Callable[[str], Array], bundle: Callable[[dict[str, Array]], Array]
+) -> ArrayRecord:
+    """The arrays of ``record`` in its order, by ``get``."""
+    found = ArrayRecord()
+    for keys in list(_groups(record)):
+        members = {key: get(key) for key in keys}
+        if len(keys) == 1:
+            found.update(members)
+        else:
+            found[f"bundle {len(found)} of {keys[0]}"] = bundle(members)
+    return found
+
+
+def _groups(record: ArrayRecord) -> Iterator[list[str]]:
+    """Keys of arrays that follow each other and go into one bundle, or of one array."""
+    keys: list[str] = []
+    size = 0
+    for key, array in record.items():
+        if keys and size + len(array.data) > MOST_BYTES:
+            yield keys
+            keys, size = [], 0
+        keys.append(key)
+        size += len(array.data)
+    if keys:
+        yield keys
+
+
+def _is_bundle(array: Array) -> bool:
+    return array.stype == _STYPE
+
+
+def _bundle(members: Mapping[str, Array]) -> Array:
+    told = [[key, a.dtype, a.shape, a.stype, len(a.data)] for key, a in members.items()]
+    index = json.dumps(told).encode()
+    data = b"".join([_INDEX.pack(len(index)), index, *(a.data for a in members.values())])
+    return Array("uint8", (len(data),), _STYPE, data)
+
+
+def _members(bundle: Array) -> Iterator[tuple[str, Array]]:
+    data = memoryview(bundle.data)
+    try:
+        begin = _INDEX.size + _INDEX.unpack_from(data)[0]
+        for key, dtype, shape, stype, size in json.loads(bytes(data[_INDEX.size : begin])):
+            yield str(key), Array(dtype, tuple(shape), stype, bytes(data[begin : begin + size]))
+            begin += size
+    except (struct.error, ValueError, TypeError) as error:
+        raise ProtocolError(f"a bundle of arrays holds nonsense: {error!r}") from error
+    if begin != len(data):
+        raise ProtocolError(f"a bundle of arrays has {len(data)} bytes, its index says {begin}")
