@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -120,6 +121,8 @@ def _run(program: Callable[[], Any], peer: socket.socket) -> None:
     os.environ.update(environment)
     if "numpy.random" in sys.modules:  # Python's own generator begins anew by itself
         sys.modules["numpy.random"].seed()
+    # Flower's threads end the process by a signal, which would not wake a main thread that waits.
+    signal.raise_signal = partial(signal.pthread_kill, threading.get_ident())
     over = threading.Event()
     threading.Thread(target=_end_with, args=(peer, over), daemon=True).start()
     code = 1

@@ -37,8 +37,9 @@ RATE_BIT_PER_S, SLOW_BIT_PER_S = 50_000_000, 400_000
 RESTART_S = 5.0
 APP_START_S = 60.0  # from `flwr run` until its ServerApp is there
 ENDLESS = 1_000_000
+APPS = ("what forks ClientApps", "ClientApp")
 # What systemd takes for one service, and ends as a whole.
-_SERVICES = {LINK: (LINK, "SuperExec", APP), NODE: (NODE, "SuperExec", "ClientApp")}
+_SERVICES = {LINK: (LINK, "SuperExec", APP), NODE: (NODE, "SuperExec", *APPS)}
 RUN = {
     "num-server-rounds": ENDLESS,
     "evaluation.every": ENDLESS,

@@ -19,7 +19,9 @@ _PROGRAMS = {
     "flower-superexec": "SuperExec",
     "flwr-serverapp": "ServerApp",
     "flwr-clientapp": "ClientApp",
+    "client_process.py": "what forks ClientApps",
 }
+_FORKS = {"what forks ClientApps": "ClientApp"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,8 @@ def usages(hosts: Mapping[int, str], at_s: float) -> dict[Life, Usage]:
         with suppress(OSError):  # it has ended
             if role := _role(pid):
                 stat = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+                if role in _FORKS and _role(int(stat[1])) == role:
+                    role = _FORKS[role]
                 life = Life(host=host, role=role, pid=pid, began=(stat[19], stat[25]))
                 found[life] = _usage(pid, at_s)
     return found

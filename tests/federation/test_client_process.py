@@ -23,11 +23,14 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="forks are made on Li
 NOWHERE = ("--runtime-api-address", "127.0.0.1:1", "--token", "x", "--insecure")
 # What answers in place of Flower's program.
 ECHO = """
-import os, random, sys
+import os, random, signal, sys, threading
 import numpy
 from collapipe_flwr.federation.client_process import _fork, _run
 
 def program():
+    if sys.argv[1] == "waits":
+        threading.Timer(0.2, lambda: signal.raise_signal(signal.SIGINT)).start()
+        threading.Event().wait()
     print(sys.argv[1:], os.getcwd(), os.environ["SAID"], sys.stdin.read(), flush=True)
     print(random.random(), numpy.random.random(), file=sys.stderr, flush=True)
     sys.exit(int(sys.argv[1]))
@@ -138,9 +141,21 @@ def test_nothing_is_left_of_a_supernode_that_was_killed() -> None:
 
 
 @LINUX
+def test_flower_s_threads_can_end_a_fork_that_waits(tmp_path: Path) -> None:
+    program = shutil.copy(Path(client_process.__file__).with_name("client_program.py"), tmp_path)
+    command = [sys.executable, "-c", ECHO, str(tmp_path / SOCKET)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as server:
+        until((tmp_path / SOCKET).exists, "nothing forks")
+        waits = [sys.executable, "-IS", str(program), "waits"]
+        done = subprocess.run(waits, capture_output=True, text=True, timeout=END_S, check=False)
+        assert "KeyboardInterrupt" in done.stderr and done.returncode == 1
+        assert server.stdin is not None
+        server.stdin.close()
+
+
+@LINUX
 def test_a_fork_has_the_program_s_place_and_chances_of_its_own(tmp_path: Path) -> None:
-    stub = Path(client_process.__file__).with_name("client_program.py")
-    program = shutil.copy(stub, tmp_path / "program.py")
+    program = shutil.copy(Path(client_process.__file__).with_name("client_program.py"), tmp_path)
     place = tmp_path / "place"
     place.mkdir()
     command = [sys.executable, "-c", ECHO, str(tmp_path / SOCKET)]
@@ -149,7 +164,7 @@ def test_a_fork_has_the_program_s_place_and_chances_of_its_own(tmp_path: Path) -
         until((tmp_path / SOCKET).exists, "nothing forks")
         for code in (0, 3):
             done = subprocess.run(
-                [sys.executable, "-IS", program, str(code), "two words"],
+                [sys.executable, "-IS", str(program), str(code), "two words"],
                 cwd=place,
                 env={"SAID": "so"},
                 input="all of it",
