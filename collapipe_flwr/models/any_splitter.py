@@ -38,29 +38,11 @@ class AnySplitter(ABC):
     objective: Objective
     resident_keys: frozenset[str]  # read from a checkpoint on each machine
     state_keys: tuple[str, ...]
+    decodes: bool  # a decoder, not just a head, stands at the edge
+    generates: bool  # its parts can write a text token by token
+    drops: bool  # it leaves something out by chance while it trains
+    whole_batches: bool  # results depend on how a batch is cut (BatchNorm): one micro-batch only
     _layout: Layout
-
-    # Kind
-
-    @property
-    @abstractmethod
-    def decodes(self) -> bool:
-        """Whether a decoder, not just a head, stands at the edge."""
-
-    @property
-    @abstractmethod
-    def generates(self) -> bool:
-        """Whether its parts can write a text token by token."""
-
-    @property
-    @abstractmethod
-    def drops(self) -> bool:
-        """Whether it leaves anything out by chance while it trains."""
-
-    @property
-    @abstractmethod
-    def whole_batches(self) -> bool:
-        """Whether results depend on how a batch is cut (BatchNorm): plan one micro-batch only."""
 
     # Keys
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,30 @@ _PLAIN = (type(None), bool, int, float, str)
 _FAST = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
-def arguments_of(module: nn.Module) -> tuple[str, ...]:
-    """The arguments that a module's forward names."""
-    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+class Left(Exception):
+    """Ends a model's forward from within, with the arguments of the call where it ended."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args)
+        self.kwargs = kwargs
+
+
+def leave(*args: Any, **kwargs: Any) -> NoReturn:
+    """Stands in for the forward of a module that is not to be reached."""
+    raise Left(*args, **kwargs)
+
+
+def names_in(function: Callable[..., Any], *, needed: bool = False) -> tuple[str, ...]:
+    """The arguments that a function names, or only the ``needed`` ones: without a default."""
+    parameters = inspect.signature(function).parameters.values()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return tuple(p.name for p in parameters if p.kind not in variadic)
+    named = (p for p in parameters if p.kind not in variadic)
+    return tuple(p.name for p in named if not needed or p.default is p.empty)
+
+
+def arguments_of(module: nn.Module, *, needed: bool = False) -> tuple[str, ...]:
+    """The arguments that a module's forward names; see `names_in`."""
+    return names_in(type(module).forward, needed=needed)[1:]
 
 
 def call(model: nn.Module, inputs: Sequence[str], batch: Mapping[str, Tensor]) -> Any:
