@@ -107,10 +107,9 @@ class Stow:
     def put(self, tensor: Tensor) -> Callable[[], Tensor]:
         """How to read ``tensor`` on the CPU, as it is now."""
         here = tensor.detach().to("cpu")
-        if here.nbytes >= STOWED_BYTES:
-            data = bytes_of(here.contiguous())
-            if read := self.put_bytes(data, here.dtype, here.shape):
-                return read
+        large = here.nbytes >= STOWED_BYTES
+        if large and (read := self.put_bytes(bytes_of(here), here.dtype, here.shape)):
+            return read
         return partial(_same, here.clone() if tensor.device.type == "cpu" else here)
 
     def put_bytes(
@@ -172,8 +171,9 @@ def write_all(descriptor: int, data: memoryview, start: int) -> int:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Those of a contiguous tensor on the CPU, not copied."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    """Those of a tensor; not copied where it is contiguous and on the CPU."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
 
 
 def _nameless(folder: Path) -> OpenFile:
