@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode
 
 from collapipe_flwr.core.errors import ModelError
 
@@ -125,16 +125,6 @@ def handing_on(hidden: Tensor, results: int) -> Callable[..., Any]:
     return lambda *_, **__: (hidden, *(None,) * (results - 1)) if results else hidden
 
 
-class _Plain(TorchFunctionMode):
-    """Does nothing, but keeps torch's attention from its fused ways while it is on."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        del types
-        return func(*args, **(kwargs or {}))
-
-
 @contextmanager
 def as_in_training(model: nn.Module) -> Iterator[None]:
     """Layers of torch's transformer compute in evaluation as they do in training.
@@ -144,7 +134,7 @@ def as_in_training(model: nn.Module) -> Iterator[None]:
     if torch.is_grad_enabled() or not any(isinstance(m, _FAST) for m in model.modules()):
         yield
         return
-    with _Plain():
+    with BaseTorchFunctionMode():  # which changes nothing, but torch fuses nothing under a mode
         yield
 
 

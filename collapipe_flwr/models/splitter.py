@@ -71,7 +71,7 @@ class Splitter(AnySplitter):
             key_of(path) for path in skeleton.state_dict() if not is_superseded(path)
         )
         self.decodes = self._family.decodes
-        self.generates = self.decodes or self._family.cached_inputs is not None
+        self.generates = self.decodes or self._family.caches
         self.drops = _drops(skeleton, spec)
         # own heads may normalise over the batch
         self.whole_batches = bool(spec.model_class) and normalises_batches(skeleton)

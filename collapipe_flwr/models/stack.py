@@ -132,26 +132,18 @@ class Stack:
         With a ``cache`` they are those of the tokens that come next. Raises ModelError for a model
         type that has none.
         """
-        if cache is not None:
-            hidden_BTD = self._run_cached(hidden_BTD, context, cache)
-            cache.tokens += hidden_BTD.shape[1]
-            return hidden_BTD
-        if self.first_block == self.stop_block:
-            return hidden_BTD
-        return self._run(hidden_BTD, context, self.family.inputs(self.module, hidden_BTD, context))
-
-    def _run_cached(
-        self, hidden_BTD: Tensor, context: Mapping[str, Tensor], cache: PartCache
-    ) -> Tensor:
-        if self.family.cached_inputs is None:
+        if cache is not None and not self.family.caches:
             raise ModelError(
                 f"model type {self.model.config.model_type!r} cannot generate token by token when "
                 "split: only its training is known"
             )
-        if self.first_block == self.stop_block:
-            return hidden_BTD
-        arguments = self.family.cached_inputs(self.module, hidden_BTD, context, cache)
-        return self._run(hidden_BTD, context, arguments)
+        if self.first_block < self.stop_block:
+            caches = () if cache is None else (cache,)
+            arguments = self.family.inputs(self.module, hidden_BTD, context, *caches)
+            hidden_BTD = self._run(hidden_BTD, context, arguments)
+        if cache is not None:
+            cache.tokens += hidden_BTD.shape[1]
+        return hidden_BTD
 
     def _run(
         self, hidden_BTD: Tensor, context: Mapping[str, Tensor], arguments: BlockArguments
@@ -173,7 +165,7 @@ class Stack:
         """What the library's stack returns, from hidden states behind the last block."""
         for name in self.family.after:
             hidden_BTD = self.module.get_submodule(name)(hidden_BTD)
-        pooler: Any = getattr(self.module, self.family.pooler, None)
+        pooler: Any = getattr(self.module, "pooler", None)
         return BaseModelOutputWithPoolingAndCrossAttentions(
             last_hidden_state=hidden_BTD,
             pooler_output=None if pooler is None else pooler(hidden_BTD),
