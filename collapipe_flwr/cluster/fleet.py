@@ -206,15 +206,16 @@ class ThreadFleet:
             ]
             link, stages = join(splitter, order, edges, self._make_stage)
             threads = [DeviceThread(stage) for stage in stages]
-            chain = ThreadChain(link, threads, order.learning.deadline_s, edge)
+            deadline_s = order.learning.deadline_s
             try:
-                yield chain
+                yield ThreadChain(link, threads, deadline_s, edge)
             except BaseException as error:
                 link.close(str(error) or type(error).__name__)
                 raise
             finally:
-                chain.wait()
-                self._crashed |= chain.crashed()
+                for thread in threads:
+                    thread.wait(deadline_s)
+                self._crashed |= {t.stage.settings.name for t in threads if t.crashed}
 
     def missing(self, device_ids: Collection[str]) -> frozenset[str]:
         return frozenset(self._crashed.intersection(device_ids))
@@ -230,15 +231,6 @@ class ThreadChain:
         self._devices = devices
         self._deadline_s = deadline_s
         self._edge = edge
-
-    def wait(self) -> None:
-        """Wait until every device has ended, normally or not."""
-        for device in self._devices:
-            device.wait(self._deadline_s)
-
-    def crashed(self) -> set[str]:
-        """Devices whose worker thread failed unexpectedly."""
-        return {d.stage.settings.name for d in self._devices if d.crashed}
 
     def collect(self, *, keep_optimizer: Callable[[], bool] = lambda: False) -> Segments:
         for device in self._devices:

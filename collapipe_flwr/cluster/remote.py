@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -73,7 +73,7 @@ class RemoteFleet:
                 )
                 for holder in order.holders
             ]
-            stack.callback(_close_all, sessions)
+            stack.callback(_at_once, Hosted.close, sessions)
             _at_once(lambda hosted: hosted.open(splitter, order), sessions)
             first = sessions[: order.plan.replicas[1]]
             joined = []
@@ -312,7 +312,3 @@ def _blaming(device_id: str) -> Iterator[None]:
         broken = isinstance(error, PeerBroken)
         blame = Blame.RAISED if broken else Blame.UNREACHABLE
         raise MemberFailed(device_id, str(error), blame) from error
-
-
-def _close_all(sessions: Iterable[Hosted]) -> None:
-    _at_once(Hosted.close, list(sessions))

@@ -13,14 +13,13 @@ from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.layout import EDGE, EMBEDDING, Layout
 from collapipe_flwr.models.lora import key_of
 from collapipe_flwr.models.objective import Batch, Objective
-from collapipe_flwr.models.part import Part
+from collapipe_flwr.models.part import Part, Weights
 from collapipe_flwr.models.skeleton import read_tensor
 
 if TYPE_CHECKING:
     from collapipe_flwr.models.module_spec import ModuleSpec
     from collapipe_flwr.models.spec import BatchShape, ModelSpec
 
-Weights = Mapping[str, Tensor]
 TensorShape = tuple[torch.Size, torch.dtype]
 
 

@@ -34,12 +34,10 @@ from collapipe_flwr.models.module_call import (
 )
 from collapipe_flwr.models.module_spec import ModuleSpec
 from collapipe_flwr.models.objective import Objective
-from collapipe_flwr.models.part import Part
+from collapipe_flwr.models.part import Part, Weights
 from collapipe_flwr.models.skeleton import place_tensor, read_tensor
 from collapipe_flwr.models.stack import Around, checkpointed
 from collapipe_flwr.models.validation import UNFIT, first_lines
-
-Weights = Mapping[str, Tensor]
 
 
 def blocks_of(model: nn.Module, path: str) -> list[nn.Module]:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import is_within
-from collapipe_flwr.models.any_splitter import AnySplitter, Weights, shapes_of
+from collapipe_flwr.models.any_splitter import AnySplitter, shapes_of
 from collapipe_flwr.models.layout import EDGE, EMBEDDING, Holdings, Layout
 from collapipe_flwr.models.module_build import build_hollow, build_module
 from collapipe_flwr.models.module_call import SHAPE, as_in_training, call, shape_tensor
@@ -26,7 +26,7 @@ from collapipe_flwr.models.objective import (
     named_loss,
     scores_of,
 )
-from collapipe_flwr.models.part import Part
+from collapipe_flwr.models.part import Part, Weights
 from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.models.tasks import count_labels
 

@@ -18,13 +18,12 @@ from collapipe_flwr.models.generation import FEEDING, Ask, Emit, Prompt, generat
 from collapipe_flwr.models.layout import Holdings
 from collapipe_flwr.models.module_call import Left, arguments_of, leave
 from collapipe_flwr.models.objective import LABELS, Objective
-from collapipe_flwr.models.part import Part
+from collapipe_flwr.models.part import Part, Weights
 from collapipe_flwr.models.skeleton import blank_pixels
 from collapipe_flwr.models.stack import Around, Stack, without_cache
 from collapipe_flwr.models.tasks import Task
 from collapipe_flwr.models.validation import first_lines, misfit_of_inputs, misfit_of_labels
 
-Weights = Mapping[str, Tensor]
 _LIMITS = ("vocab_size", "max_position_embeddings", "image_size", "max_source_positions")
 
 

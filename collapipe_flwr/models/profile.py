@@ -27,13 +27,12 @@ from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.discovery import VALUES_ASKED
 from collapipe_flwr.models.module_spec import ModuleSpec
 from collapipe_flwr.models.objective import numbers_of, scores_of
-from collapipe_flwr.models.part import Part
+from collapipe_flwr.models.part import Part, Weights
 from collapipe_flwr.models.skeleton import shapes_only
 from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.models.validation import UNFIT
 
-Weights = Mapping[str, Tensor]
 Sizes = Mapping[str, tuple[torch.Size, torch.dtype]]  # of parameters, by key
 StateBytes = Callable[[Sizes], int]  # of an optimizer, for the parameters that it trains
 
