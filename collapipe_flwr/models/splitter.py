@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.any_splitter import AnySplitter, Weights, shapes_of
+from collapipe_flwr.models.any_splitter import AnySplitter, shapes_of
 from collapipe_flwr.models.checkpoint import (
     CheckpointSource,
     Completed,
@@ -20,12 +20,12 @@ from collapipe_flwr.models.checkpoint import (
     load_checkpoint,
 )
 from collapipe_flwr.models.discovery import family_for
-from collapipe_flwr.models.families import find_blocks, stack_path
+from collapipe_flwr.models.families import Family, find_blocks, stack_path
 from collapipe_flwr.models.layout import EDGE, EMBEDDING, Holdings, make_layout
 from collapipe_flwr.models.lora import first_adapter, is_adapter, is_superseded, key_of
 from collapipe_flwr.models.module_call import arguments_of
 from collapipe_flwr.models.objective import EXAMPLES, LABELS, Objective, named_loss
-from collapipe_flwr.models.part import Part, normalises_batches
+from collapipe_flwr.models.part import Part, Weights, normalises_batches
 from collapipe_flwr.models.parts import EdgePart, EmbeddingPart, SegmentPart
 from collapipe_flwr.models.skeleton import build_random, build_skeleton, example_inputs
 from collapipe_flwr.models.spec import BatchShape, ModelSpec
@@ -57,12 +57,15 @@ class Splitter(AnySplitter):
         self._layout = make_layout(skeleton, self._family, spec)
         self.resident_keys = self._layout.resident
         self.config = skeleton.config
+        self.has_record = not self._family.replayed  # its type is known, not found by a trace
+        self.most_tokens = most_positions(self.config)  # of a sequence; None: no limit
         self.input_name = self._family.input_name
         stack = skeleton.get_submodule(stack_path(skeleton, self._family))
         self.input_config = stack.config  # of pictures and sound: their part's own
         self._body_inputs, self._head_inputs = (set(arguments_of(m)) for m in (stack, skeleton))
         if passes_on(skeleton):
             self._head_inputs |= self._body_inputs
+        self._context_keys = _context_keys(self._family, spec.task)
         self._unread = set[str]()
         if spec.model_class:
             self._unread = (self._body_inputs | _COMMON_INPUTS) - self._head_inputs
@@ -76,26 +79,6 @@ class Splitter(AnySplitter):
         # own heads may normalise over the batch
         self.whole_batches = bool(spec.model_class) and normalises_batches(skeleton)
 
-    @property
-    def has_record(self) -> bool:
-        """Whether the model type is known, not discovered by a trace."""
-        return not self._family.replayed
-
-    @property
-    def most_tokens(self) -> int | None:
-        """The longest sequence that the model reads; None where it sets no limit."""
-        return most_positions(self.config)
-
-    @property
-    def context_keys(self) -> frozenset[str]:
-        """The tensors of a batch that travel down the chain beside hidden states."""
-        wanted = {"attention_mask", "position_ids", "labels"}
-        if self._family.decodes:
-            return frozenset(wanted | {"decoder_input_ids", "decoder_attention_mask"})
-        if self.spec.task == "sequence-classification" and "masked-lm" not in self._family.tasks:
-            wanted.add("input_ids")  # decoders classify by the last token that is not padding
-        return frozenset(wanted)
-
     def context(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {key: value for key, value in batch.items() if self._travels(key)}
 
@@ -103,7 +86,7 @@ class Splitter(AnySplitter):
         """Own heads get their own arguments, and own losses whatever the body does not read."""
         if key in self._unread:
             return False
-        if key in self.context_keys:
+        if key in self._context_keys:
             return True
         if self.spec.model_class and not self.decodes and key in self._head_inputs:
             return key not in _LARGE_INPUTS
@@ -252,6 +235,16 @@ class Splitter(AnySplitter):
     @cached_property
     def _source(self) -> CheckpointSource:
         return CheckpointSource(self.spec)
+
+
+def _context_keys(family: Family, task: str) -> frozenset[str]:
+    """The tensors of a batch that travel down the chain beside hidden states."""
+    wanted = {"attention_mask", "position_ids", "labels"}
+    if family.decodes:
+        wanted |= {"decoder_input_ids", "decoder_attention_mask"}
+    elif task == "sequence-classification" and "masked-lm" not in family.tasks:
+        wanted.add("input_ids")  # decoders classify by the last token that is not padding
+    return frozenset(wanted)
 
 
 def _objective(spec: ModelSpec, task: Task) -> Objective:
