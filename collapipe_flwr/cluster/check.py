@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from collapipe_flwr.cluster.profile import Measured, MeasuredLink, Measurements
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
@@ -42,6 +43,7 @@ class CheckSettings:
 
 
 Way = tuple[MemberConfig, MemberConfig]
+Benchmark = Callable[[BenchmarkRequest], BenchmarkAnswer]
 
 
 def ways(config: ClusterConfig) -> tuple[Way, ...]:
@@ -102,10 +104,15 @@ def _control_unit(config: ClusterConfig, settings: CheckSettings) -> Measured:
 def measure_here(name: str, settings: CheckSettings) -> Measured:
     """The speed and free memory of this machine, as a member that is called ``name``."""
     place = resolve(settings.compute, "--compute")
-    found = run_benchmark(settings.block, place)
-    speed, overhead_s = fitted(found, run_benchmark(settings.one_example, place))
-    return Measured(
-        name=name,
+    return _computing(Measured(name=name), settings, partial(run_benchmark, place=place))
+
+
+def _computing(member: Measured, settings: CheckSettings, run: Benchmark) -> Measured:
+    """The member with what the benchmark says of it."""
+    found = run(settings.block)
+    speed, overhead_s = fitted(found, run(settings.one_example))
+    return replace(
+        member,
         speed_flop_per_s=speed,
         overhead_s=overhead_s,
         memory_bytes=found.memory_bytes,
@@ -131,7 +138,7 @@ def _client(config: ClusterConfig, member: MemberConfig, settings: CheckSettings
         member.address,
         what=member.name,
         tls=config.tls_files(config.control_unit.name),
-        certificate_name=member.name if config.tls else "",
+        certificate_name=config.certificate_name(member),
         deadline_s=settings.deadline_s,
         transfer_s=settings.wake_s,
     )
@@ -176,25 +183,19 @@ def _measured(member: MemberConfig, client: EdgeClient, settings: CheckSettings)
     status = client.status()
     ahead_s = status.unix_s - (before_s + settings.clock()) / 2
     way = measure_way(client, settings.payload_bytes)
-    found = client.benchmark(settings.block)
-    speed, overhead_s = fitted(found, client.benchmark(settings.one_example))
-    faults = (_memory_fault(member, found.memory_bytes), _clock_fault(ahead_s))
-    return Measured(
+    reached = Measured(
         name=member.name,
         address=member.address,
-        speed_flop_per_s=speed,
-        overhead_s=overhead_s,
-        memory_bytes=found.memory_bytes,
-        computes=found.computes,
-        torch=found.torch,
         rate_bit_per_s=way.rate_bit_per_s,
         delay_s=way.delay_s,
         idle_bytes=_idle_bytes(status),
         clock_ahead_s=ahead_s,
         energy_sensor=status.energy_sensor,
         power_w=status.power_w,
-        fault="; ".join(fault for fault in faults if fault),
     )
+    found = _computing(reached, settings, client.benchmark)
+    faults = (_memory_fault(member, found.memory_bytes or 0), _clock_fault(ahead_s))
+    return replace(found, fault="; ".join(filter(None, faults)))
 
 
 def _link(
@@ -203,7 +204,7 @@ def _link(
     request = ProbeRequest(
         name=target.name,
         address=target.address,
-        certificate_name=target.name if config.tls else "",
+        certificate_name=config.certificate_name(target),
         payload_bytes=settings.payload_bytes,
         deadline_s=settings.deadline_s,
     )
@@ -253,7 +254,7 @@ def _advice(config: ClusterConfig, member: MemberConfig, error: CollaPipeError) 
         return text
     known = diagnosis(
         member.address,
-        member.name if config.tls else "",
+        config.certificate_name(member),
         config.tls_files(config.control_unit.name),
     )
     return known or (

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from collapipe_flwr.cluster.wires import CONTROL_UNIT, Wires
 from collapipe_flwr.core.domain import ClusterPlan, Segment
@@ -94,6 +94,13 @@ class RoundOrder:
         """The same over the first device of every stage."""
         segments = tuple(replace(segment, replicas=()) for segment in self.plan.segments)
         return replace(self, plan=replace(self.plan, segments=segments))
+
+    def placed(self, part: nn.Module) -> tuple[nn.Module, Optimizer]:
+        """A part where it is to compute, and its optimizer, which goes on from the slots."""
+        part = hold(part, self.compute)
+        optimizer = Optimizer(self.learning.optimizer, part.named_parameters())
+        load_optimizer_state(optimizer, self.slots)
+        return part, optimizer
 
     def settings(self, stage: int, turn: Turn = ALONE) -> StageConfig:
         """How stage ``stage``, or a replica of it, runs; 0 is the control unit."""
@@ -199,16 +206,16 @@ class ThreadFleet:
             ]
             link, stages = join(splitter, order, edges, self._make_stage)
             threads = [DeviceThread(stage) for stage in stages]
-            chain = ThreadChain(link, threads, order.learning.deadline_s, edge)
-            chain.start()
+            deadline_s = order.learning.deadline_s
             try:
-                yield chain
+                yield ThreadChain(link, threads, deadline_s, edge)
             except BaseException as error:
                 link.close(str(error) or type(error).__name__)
                 raise
             finally:
-                chain.wait()
-                self._crashed |= chain.crashed()
+                for thread in threads:
+                    thread.wait(deadline_s)
+                self._crashed |= {t.stage.settings.name for t in threads if t.crashed}
 
     def missing(self, device_ids: Collection[str]) -> frozenset[str]:
         return frozenset(self._crashed.intersection(device_ids))
@@ -224,19 +231,6 @@ class ThreadChain:
         self._devices = devices
         self._deadline_s = deadline_s
         self._edge = edge
-
-    def start(self) -> None:
-        for device in self._devices:
-            device.start()
-
-    def wait(self) -> None:
-        """Wait until every device has ended, normally or not."""
-        for device in self._devices:
-            device.wait(self._deadline_s)
-
-    def crashed(self) -> set[str]:
-        """Devices whose worker thread failed unexpectedly."""
-        return {d.stage.settings.name for d in self._devices if d.crashed}
 
     def collect(self, *, keep_optimizer: Callable[[], bool] = lambda: False) -> Segments:
         for device in self._devices:
@@ -267,8 +261,6 @@ class DeviceThread:
         self._thread = threading.Thread(
             target=self._serve, name=f"device {stage.settings.name}", daemon=True
         )
-
-    def start(self) -> None:
         self._thread.start()
 
     def wait(self, deadline_s: float) -> None:
@@ -312,10 +304,9 @@ def join(
     stages = []
     for holder in order.holders:
         segment, stage, turn = holder.segment, holder.stage, holder.turn
-        built = splitter.build_segment(segment.first_block, segment.stop_block, order.weights)
-        part = hold(built, order.compute)
-        optimizer = Optimizer(order.learning.optimizer, part.named_parameters())
-        load_optimizer_state(optimizer, order.slots)
+        part, optimizer = order.placed(
+            splitter.build_segment(segment.first_block, segment.stop_block, order.weights)
+        )
         links: dict[str, object] = {
             "upstream": wires.up(stage, turn),
             "downstream": wires.down(stage, turn),

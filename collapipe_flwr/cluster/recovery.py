@@ -36,12 +36,10 @@ from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.host.allocator import give_back
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.parts import EmbeddingPart
-from collapipe_flwr.pipeline.compute import hold
 from collapipe_flwr.pipeline.meter import StageReport
-from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage
 from collapipe_flwr.pipeline.soundness import oddity
-from collapipe_flwr.pipeline.state import PartState, load_optimizer_state
+from collapipe_flwr.pipeline.state import PartState
 from collapipe_flwr.pipeline.step import MicroBatch, StepResult
 from collapipe_flwr.pipeline.stowed import Lookup
 from collapipe_flwr.scheduler.remaining import without_lost
@@ -95,9 +93,7 @@ def run_interval(
     Raises LinkError when a device or the edge fails or stays silent; then nothing of the interval
     is left on any device.
     """
-    embedding = hold(splitter.build_embedding(order.weights), order.compute)
-    optimizer = Optimizer(order.learning.optimizer, embedding.named_parameters())
-    load_optimizer_state(optimizer, order.slots)
+    embedding, optimizer = order.placed(splitter.build_embedding(order.weights))
     with fleet.chain(splitter, order) as chain:
         give_back()  # what the segments took on their way
         first = FirstStage(
@@ -154,8 +150,7 @@ def evaluate_chain(
     wanted: PredictionConfig | None = None,
 ) -> EvalResult:
     """Loss and predictions of one chain, which learns nothing; raises as ``run_interval``."""
-    embedding = hold(splitter.build_embedding(order.weights), order.compute)
-    optimizer = Optimizer(order.learning.optimizer, embedding.named_parameters())
+    embedding, optimizer = order.placed(splitter.build_embedding(order.weights))
     taken, generates = tuple(batches), wanted is not None and wanted.generates(splitter.decodes)
     if generates:  # a text stays on the devices that keep its hidden states
         order = order.without_replicas

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,7 +13,6 @@ from typing import TypeVar
 from torch import Tensor
 
 from collapipe_flwr.cluster.fleet import Holder, RoundOrder, Segments
-from collapipe_flwr.cluster.routes import Routes
 from collapipe_flwr.cluster.wires import CONTROL_UNIT
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig, read_cluster
 from collapipe_flwr.core.errors import (
@@ -26,7 +25,7 @@ from collapipe_flwr.core.errors import (
     Unreachable,
 )
 from collapipe_flwr.core.links import Heartbeat, LinkConfig
-from collapipe_flwr.core.turns import ALONE
+from collapipe_flwr.core.turns import ALONE, Turn
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.pipeline.config import NextHop, Placement, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.fan import fan_of
@@ -65,7 +64,8 @@ class RemoteFleet:
         with ExitStack() as stack:
             places = {name: self._hop(name) for name in order.plan.device_ids}
             links = [self._limited(hop) for hop in order.hops]
-            routes = Routes(order, places, self._edge(), links)
+            edge = replace(self.edge, heartbeat=self.heartbeat)
+            routes = Routes(order, places, edge, links)
             sessions = [
                 Hosted(
                     stack.enter_context(self._client(holder.device_id)),
@@ -73,7 +73,7 @@ class RemoteFleet:
                 )
                 for holder in order.holders
             ]
-            stack.callback(_close_all, sessions)
+            stack.callback(_at_once, Hosted.close, sessions)
             _at_once(lambda hosted: hosted.open(splitter, order), sessions)
             first = sessions[: order.plan.replicas[1]]
             joined = []
@@ -118,7 +118,7 @@ class RemoteFleet:
             member.address,
             what=device_id,
             tls=self.cluster.tls_files(self.cluster.control_unit.name),
-            certificate_name=self._certificate_name(member),
+            certificate_name=self.cluster.certificate_name(member),
             deadline_s=self.deadline_s,
             transfer_s=self.transfer_s,
             heartbeat=self.heartbeat,
@@ -131,20 +131,14 @@ class RemoteFleet:
             address=member.address,
             key=SessionKey.random(device_id),
             name=device_id,
-            certificate_name=self._certificate_name(member),
+            certificate_name=self.cluster.certificate_name(member),
             heartbeat=self.heartbeat,
         )
-
-    def _edge(self) -> NextHop:
-        return replace(self.edge, heartbeat=self.heartbeat)
 
     def _limited(self, planned: LinkConfig) -> LinkConfig:
         """A planned link within the limits of the cluster file."""
         links = self.cluster.links
         return planned.limited(links.codec, links.rate_mbit_per_s * _MEGA or None)
-
-    def _certificate_name(self, member: MemberConfig) -> str:
-        return member.name if self.cluster.tls else ""
 
     def _member(self, device_id: str) -> MemberConfig:
         found = {self.cluster.device_id(member): member for member in self.cluster.devices}
@@ -154,6 +148,34 @@ class RemoteFleet:
                 f"{', '.join(sorted(found))}"
             )
         return found[device_id]
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Whom every device dials: `places` are the sessions by device, `links` those of the hops."""
+
+    order: RoundOrder
+    places: Mapping[str, NextHop]
+    edge: NextHop
+    links: Sequence[LinkConfig]
+
+    def down(self, holder: Holder) -> list[NextHop]:
+        """The next stage's sessions, in the order in which the holder's micro-batches take them."""
+        link = self.links[holder.stage]
+        if holder.stage == len(self.order.plan.segments):
+            return [_lane(self.edge, link, holder, ALONE)]
+        names = self.order.plan.segments[holder.stage].device_ids
+        return [
+            _lane(self.places[names[other]], link, holder, Turn(replica=other, replicas=len(names)))
+            for other in holder.turn.meets(len(names))
+        ]
+
+    def ahead(self, holder: Holder) -> NextHop | None:
+        """The session of the replica before this one; the first has none."""
+        if holder.turn.replica == 0:
+            return None
+        name = holder.segment.device_ids[holder.turn.replica - 1]
+        return replace(self.places[name], link=LinkConfig(lanes=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +285,11 @@ def _request(
     )
 
 
+def _lane(place: NextHop, link: LinkConfig, holder: Holder, receiver: Turn) -> NextHop:
+    lane, lanes = holder.lane_to(receiver)
+    return replace(place, link=replace(link, lane=lane, lanes=lanes))
+
+
 def _at_once(work: Callable[[Hosted], Answer], sessions: Sequence[Hosted]) -> list[Answer]:
     """Do the same with every session side by side; raises the first one's error."""
 
@@ -285,7 +312,3 @@ def _blaming(device_id: str) -> Iterator[None]:
         broken = isinstance(error, PeerBroken)
         blame = Blame.RAISED if broken else Blame.UNREACHABLE
         raise MemberFailed(device_id, str(error), blame) from error
-
-
-def _close_all(sessions: Iterable[Hosted]) -> None:
-    _at_once(Hosted.close, list(sessions))

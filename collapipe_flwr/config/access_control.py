@@ -56,9 +56,7 @@ class Caller:
     def may_call(self, method: str, *, on_edge: bool) -> bool:
         """Whether the role needs this method on such a host."""
         match self.role:
-            case None:
-                return True
-            case Role.CONTROL_UNIT:
+            case None | Role.CONTROL_UNIT:
                 return True
             case Role.DEVICE:
                 return method in _STREAM

@@ -24,12 +24,12 @@ end here: everything behind this module counts in bytes, operations, bits and se
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from collapipe_flwr.config.overrides import read_toml
 from collapipe_flwr.config.parsing import flatten_section, parse_section, refuse_unknown
 from collapipe_flwr.core.addresses import is_address
 from collapipe_flwr.core.errors import ConfigError
@@ -125,6 +125,10 @@ class ClusterConfig:
         """How plans and reports call a device."""
         return f"{self.id}/{member.name}"
 
+    def certificate_name(self, member: MemberConfig) -> str:
+        """What a member must prove under TLS; empty on plain text."""
+        return member.name if self.tls else ""
+
     def member(self, name: str) -> MemberConfig:
         """The member of that name; raises ConfigError with the names there are."""
         found = next((m for m in self.members if m.name == name), None)
@@ -147,13 +151,7 @@ class ClusterConfig:
 
 def read_cluster(path: Path) -> ClusterConfig:
     """The cluster in a TOML file; raises ConfigError that names the file, the key and the value."""
-    try:
-        with path.open("rb") as stream:
-            values = tomllib.load(stream)
-    except OSError as error:
-        raise ConfigError(f"cluster file {path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cluster file {path} is not TOML: {error}") from error
+    values = read_toml(path, f"cluster file {path}")
     try:
         return replace(parse_cluster(values, path.resolve().parent), path=path)
     except ConfigError as error:

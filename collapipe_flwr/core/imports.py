@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Iterable
 from importlib import import_module
 from types import FunctionType
 from typing import Any
@@ -47,7 +48,7 @@ def load_class(path: str, base: type) -> type:
 def load_function(path: str) -> Any:
     """The function that a path leads to; raises ModelError."""
     found = _load(path)
-    if not isinstance(found, FunctionType) or _is_within(found.__module__, _LIBRARIES):
+    if not isinstance(found, FunctionType) or is_within(found.__module__, _LIBRARIES):
         raise ModelError(f"{path!r} is no function of a module that --import names")
     return found
 
@@ -81,15 +82,20 @@ def path_of(thing: object, what: str) -> str:
 def allow_own(thing: object) -> None:
     """Allow the module that holds a class or function of this very process."""
     module = getattr(thing, "__module__", "")
-    if module and not _is_within(module, _LIBRARIES):
+    if module and not is_within(module, _LIBRARIES):
         _allowed.add(module)
+
+
+def is_within(path: str, names: Iterable[str]) -> bool:
+    """Whether a dotted path is one of these, or leads into one of them."""
+    return any(path == name or path.startswith(f"{name}.") for name in names)
 
 
 def _load(path: str) -> object:
     module, colon, name = path.partition(":")
     if not (colon and module and name):
         raise ModelError(f"{path!r} is no import path: write it like 'my_app.task:Net'")
-    if not _is_within(module, (*_allowed, *_LIBRARIES)):
+    if not is_within(module, (*_allowed, *_LIBRARIES)):
         raise _refusal(path, module)
     try:
         found = _attribute(import_module(module), name)
@@ -98,7 +104,7 @@ def _load(path: str) -> object:
     if found is None:
         raise ModelError(f"{path!r} leads nowhere: {module} has no {name!r} here")
     home = inspect.getmodule(found)
-    if home is None or not _is_within(home.__name__, (*_allowed, *_LIBRARIES)):
+    if home is None or not is_within(home.__name__, (*_allowed, *_LIBRARIES)):
         raise _refusal(path, home.__name__ if home else type(found).__module__)
     return found
 
@@ -107,10 +113,6 @@ def _attribute(module: Any, name: str) -> Any:
     for part in name.split("."):
         module = getattr(module, part, None)
     return module
-
-
-def _is_within(module: str, roots: tuple[str, ...]) -> bool:
-    return any(module == root or module.startswith(f"{root}.") for root in roots)
 
 
 def _refusal(path: str, module: str) -> ModelError:

@@ -184,7 +184,7 @@ class DaemonBackend:
     @contextmanager
     def chain(self, device_ids: Sequence[str]) -> Iterator[GenerationDriver]:
         """See `GenerationBackend.chain`; the edge gets its part first."""
-        name = self._cluster.edge.name if self._cluster.tls else ""
+        name = self._cluster.certificate_name(self._cluster.edge)
         with (
             EdgeClient(
                 self._address,

@@ -13,14 +13,13 @@ from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.layout import EDGE, EMBEDDING, Layout
 from collapipe_flwr.models.lora import key_of
 from collapipe_flwr.models.objective import Batch, Objective
-from collapipe_flwr.models.part import Part
+from collapipe_flwr.models.part import Part, Weights
 from collapipe_flwr.models.skeleton import read_tensor
 
 if TYPE_CHECKING:
     from collapipe_flwr.models.module_spec import ModuleSpec
     from collapipe_flwr.models.spec import BatchShape, ModelSpec
 
-Weights = Mapping[str, Tensor]
 TensorShape = tuple[torch.Size, torch.dtype]
 
 
@@ -38,29 +37,11 @@ class AnySplitter(ABC):
     objective: Objective
     resident_keys: frozenset[str]  # read from a checkpoint on each machine
     state_keys: tuple[str, ...]
+    decodes: bool  # a decoder, not just a head, stands at the edge
+    generates: bool  # its parts can write a text token by token
+    drops: bool  # it leaves something out by chance while it trains
+    whole_batches: bool  # results depend on how a batch is cut (BatchNorm): one micro-batch only
     _layout: Layout
-
-    # Kind
-
-    @property
-    @abstractmethod
-    def decodes(self) -> bool:
-        """Whether a decoder, not just a head, stands at the edge."""
-
-    @property
-    @abstractmethod
-    def generates(self) -> bool:
-        """Whether its parts can write a text token by token."""
-
-    @property
-    @abstractmethod
-    def drops(self) -> bool:
-        """Whether it leaves anything out by chance while it trains."""
-
-    @property
-    @abstractmethod
-    def whole_batches(self) -> bool:
-        """Whether results depend on how a batch is cut (BatchNorm): plan one micro-batch only."""
 
     # Keys
 

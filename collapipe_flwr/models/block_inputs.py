@@ -26,8 +26,7 @@ from transformers.masking_utils import (
 
 Context = Mapping[str, Tensor]
 BlockArguments = Callable[[int], dict[str, Any]]
-InputsBuilder = Callable[[Any, Tensor, Context], BlockArguments]  # the stack's own type varies
-CachedInputsBuilder = Callable[[Any, Tensor, Context, Any], BlockArguments]  # and a PartCache
+InputsBuilder = Callable[..., BlockArguments]  # stack, hidden states, context, maybe a PartCache
 
 
 def no_inputs(stack: Any, hidden_BTD: Tensor, context: Context) -> BlockArguments:

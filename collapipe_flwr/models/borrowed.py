@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.models.objective import LossPart
 from collapipe_flwr.models.part import Part
 
 Ties = Mapping[str, tuple[str, ...]]  # key of a table to the embedding's paths
@@ -52,8 +53,8 @@ class Borrower(Part):
         return torch.stack([table.gradients() for table in self._borrowed[key]]).sum(0)
 
 
-class Lender(Part):
-    """A part that owns such tables."""
+class Lender(LossPart):
+    """A last part, which may own such tables."""
 
     def rows(self, key: str, ids: Tensor) -> Tensor:
         """A copy of these rows (U, D) of a table that the embedding borrows."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
+from collapipe_flwr.core.imports import is_within
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.spec import BatchShape
 
@@ -62,5 +63,4 @@ class DescribedModel:
     def personal_keys(self) -> frozenset[str]:
         """All keys of the ``state_dict`` that ``personal`` names, aliases included."""
         keys = self.splitter.state_keys if self.personal else ()
-        found = {k for k in keys for n in self.personal if k == n or k.startswith(f"{n}.")}
-        return frozenset(found)
+        return frozenset(key for key in keys if is_within(key, self.personal))

@@ -6,7 +6,6 @@ it. The trace proves that or says what stands against it.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -19,8 +18,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.core.imports import is_within
 from collapipe_flwr.models import block_inputs
 from collapipe_flwr.models.families import FAMILIES, Family, base_path, stack_path
+from collapipe_flwr.models.module_call import arguments_of
 from collapipe_flwr.models.skeleton import (
     build_skeleton,
     example_inputs,
@@ -29,14 +30,13 @@ from collapipe_flwr.models.skeleton import (
     shapes_only,
 )
 from collapipe_flwr.models.spec import ModelSpec
-from collapipe_flwr.models.stack import without_cache
+from collapipe_flwr.models.stack import hidden_of, without_cache
 from collapipe_flwr.models.tasks import TASKS, has_head, is_librarys
 from collapipe_flwr.models.validation import UNFIT, why_unfit
 
 ON_VALUES = "what it computes depends on values, not only on shapes"
 VALUES_ASKED = (DataDependentOutputException, DynamicOutputShapeException)
 _EXAMPLES, _LENGTH = 2, 8
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @dataclass(slots=True)
@@ -129,7 +129,7 @@ def _find_stack(model: PreTrainedModel, blocks_path: str) -> tuple[str, PreTrain
 
 
 def _reads_inputs(module: PreTrainedModel) -> bool:
-    return module.main_input_name in inspect.signature(type(module).forward).parameters
+    return module.main_input_name in arguments_of(module)
 
 
 def _run(stack: PreTrainedModel, blocks_path: str, spec: ModelSpec) -> _Trace:
@@ -161,20 +161,18 @@ def _run(stack: PreTrainedModel, blocks_path: str, spec: ModelSpec) -> _Trace:
 
 def _require_inputs(stack: PreTrainedModel, inputs: Mapping[str, Tensor], spec: ModelSpec) -> None:
     """Raise ModelError where the stack must be given more than examples hold."""
-    for name, parameter in inspect.signature(type(stack).forward).parameters.items():
-        optional = parameter.default is not parameter.empty or name == "self"
-        if not optional and parameter.kind not in _VARIADIC and name not in inputs:
+    for name in arguments_of(stack, needed=True):
+        if name not in inputs:
             raise refusal(spec, f"it reads {name!r}, which examples of {spec.task} do not hold")
 
 
 def _watch_before(stack: nn.Module, blocks_path: str, trace: _Trace) -> None:
     """Note the outermost modules with parameters that run ahead of block 0."""
     for name, module in stack.named_modules():
-        around = f"{blocks_path}.".startswith(f"{name}.") or not name
-        if around or name.startswith(f"{blocks_path}."):
+        if not name or is_within(blocks_path, [name]) or is_within(name, [blocks_path]):
             continue
         parent = name.rpartition(".")[0]
-        outermost = not parent or f"{blocks_path}.".startswith(parent + ".")
+        outermost = not parent or is_within(blocks_path, [parent])
         if outermost and next(module.parameters(), None) is not None:
             module.register_forward_pre_hook(_noting(trace, name))
 
@@ -194,7 +192,7 @@ def _check_chain(trace: _Trace, spec: ModelSpec) -> None:
             raise refusal(spec, f"block {index} does not take hidden states first")
         if args[0].shape[0] != _EXAMPLES:
             raise refusal(spec, "the hidden states that its blocks read do not begin with examples")
-        if index and args[0] is not _hidden(trace.results[index - 1]):
+        if index and args[0] is not hidden_of(trace.results[index - 1]):
             raise refusal(spec, f"something happens between its blocks {index - 1} and {index}")
         if args[0].shape != trace.arguments[0][0][0].shape:
             raise refusal(spec, f"its block {index - 1} changes the shape of hidden states")
@@ -211,7 +209,7 @@ def _check_end(trace: _Trace, stack: nn.Module, blocks: str, spec: ModelSpec) ->
     """Behind the last block nothing is read of what came before it."""
     ahead = [stack.get_submodule(name) for name in (*trace.before, blocks)]
     learned = [parameter for module in ahead for parameter in module.parameters()]
-    read = torch.autograd.grad(_hidden(trace.output).sum(), learned, allow_unused=True)
+    read = torch.autograd.grad(hidden_of(trace.output).sum(), learned, allow_unused=True)
     if any(gradient is not None for gradient in read):
         raise refusal(spec, "what stands behind its blocks reads more than the last one's result")
 
@@ -220,10 +218,6 @@ def _without_history(result: Any) -> Any:
     if isinstance(result, Tensor):
         return result.detach().requires_grad_()
     return (_without_history(result[0]), *result[1:])
-
-
-def _hidden(result: Any) -> Any:
-    return result if isinstance(result, Tensor) else result[0]
 
 
 def _requires_grad(value: Any) -> bool:

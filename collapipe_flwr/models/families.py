@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models import block_inputs
-from collapipe_flwr.models.block_inputs import CachedInputsBuilder, InputsBuilder
+from collapipe_flwr.models.block_inputs import InputsBuilder
 from collapipe_flwr.models.tasks import is_librarys
 
 _UNDERSTANDING = ("sequence-classification", "token-classification", "masked-lm")
@@ -37,14 +37,13 @@ class Family:
     tasks: tuple[str, ...]
     stack: str = ""
     after: tuple[str, ...] = ()
-    pooler: str = "pooler"
     shared: tuple[str, ...] = ()
     joined: str | None = None
     exit: str | None = None  # where the embedding ends, if modules run ahead of block 0
     settings: tuple[str, ...] = ()  # keys that the model reads but its configuration omits
     input_name: str = "input_ids"
     entry: str = "inputs_embeds"  # the argument through which a task head takes hidden states
-    cached_inputs: CachedInputsBuilder | None = None  # for blocks that generate token by token
+    caches: bool = False  # its blocks generate token by token, and `inputs` takes a cache
     decodes: bool = False  # a decoder, not blocks and a head, stands at the edge
     replayed: bool = False  # run inside the library's own loop (``ReplayedStack``)
     block_results: int = 0  # length of the tuple that a block returns; 0: hidden states, bare
@@ -143,7 +142,7 @@ _FAMILIES = (
         blocks="h",
         before=("wte", "wpe"),
         inputs=block_inputs.causal,
-        cached_inputs=block_inputs.causal,
+        caches=True,
         tasks=_GENERATING,
         after=("ln_f",),
     ),
@@ -153,7 +152,7 @@ _FAMILIES = (
             blocks="layers",
             before=("embed_tokens",),
             inputs=inputs,
-            cached_inputs=inputs,
+            caches=True,
             tasks=_GENERATING,
             after=("norm",),
         )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedModel
 
+from collapipe_flwr.core.imports import is_within
 from collapipe_flwr.models.families import Family, find_blocks, join_path, stack_path
 from collapipe_flwr.models.lora import is_superseded, key_of
 from collapipe_flwr.models.spec import ModelSpec
@@ -101,7 +102,7 @@ def make_layout(model: PreTrainedModel, family: Family, spec: ModelSpec) -> Layo
             owners[source], places[source] = EDGE, tuple(by_owner[EDGE])
             ties[source] = tuple(by_owner[EMBEDDING])
     shared = [join_path(stack, prefix) for prefix in family.shared]
-    shared_keys = tuple(key for key in owners if _under(key, shared))
+    shared_keys = tuple(key for key in owners if is_within(key, shared))
     constants = _constants(model, owners)
     reads_checkpoint = spec.lora is not None and spec.pretrained is not None
     return Layout(
@@ -141,13 +142,9 @@ def _owner(path: str, family: Family, stack: str, first_at_edge: int) -> Owner:
     if path.startswith(blocks):
         index = int(path[len(blocks) :].split(".", 1)[0])
         return index if index < first_at_edge else EDGE
-    if _under(path, [join_path(stack, name) for name in family.before]):
+    if is_within(path, [join_path(stack, name) for name in family.before]):
         return EMBEDDING
     with_first = [*family.shared, *([family.joined] if family.joined else [])]
-    if _under(path, [join_path(stack, name) for name in with_first]):
+    if is_within(path, [join_path(stack, name) for name in with_first]):
         return 0 if first_at_edge > 0 else EDGE
     return EDGE
-
-
-def _under(path: str, prefixes: list[str]) -> bool:
-    return any(path == prefix or path.startswith(prefix + ".") for prefix in prefixes)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collapipe_flwr.core.errors import ConfigError, ModelError
+from collapipe_flwr.core.errors import ModelError, blaming, extra
 from collapipe_flwr.models.spec import LoraConfig
 
 ALL_LINEAR = "all-linear"
@@ -133,10 +133,6 @@ def _is_linear(module: torch.nn.Module) -> bool:
 
 
 def _peft() -> Any:
-    try:
+    with blaming("lora.rank"), extra("lora"):
         import peft
-    except ImportError as cause:
-        raise ConfigError(
-            'lora.rank > 0 needs peft: pip install "collapipe-flwr[lora]", or set lora.rank to 0'
-        ) from cause
     return peft

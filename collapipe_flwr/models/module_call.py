@@ -9,12 +9,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode
 
 from collapipe_flwr.core.errors import ModelError
 
@@ -25,11 +25,30 @@ _PLAIN = (type(None), bool, int, float, str)
 _FAST = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
-def arguments_of(module: nn.Module) -> tuple[str, ...]:
-    """The arguments that a module's forward names."""
-    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+class Left(Exception):
+    """Ends a model's forward from within, with the arguments of the call where it ended."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args)
+        self.kwargs = kwargs
+
+
+def leave(*args: Any, **kwargs: Any) -> NoReturn:
+    """Stands in for the forward of a module that is not to be reached."""
+    raise Left(*args, **kwargs)
+
+
+def names_in(function: Callable[..., Any], *, needed: bool = False) -> tuple[str, ...]:
+    """The arguments that a function names, or only the ``needed`` ones: without a default."""
+    parameters = inspect.signature(function).parameters.values()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return tuple(p.name for p in parameters if p.kind not in variadic)
+    named = (p for p in parameters if p.kind not in variadic)
+    return tuple(p.name for p in named if not needed or p.default is p.empty)
+
+
+def arguments_of(module: nn.Module, *, needed: bool = False) -> tuple[str, ...]:
+    """The arguments that a module's forward names; see `names_in`."""
+    return names_in(type(module).forward, needed=needed)[1:]
 
 
 def call(model: nn.Module, inputs: Sequence[str], batch: Mapping[str, Tensor]) -> Any:
@@ -106,16 +125,6 @@ def handing_on(hidden: Tensor, results: int) -> Callable[..., Any]:
     return lambda *_, **__: (hidden, *(None,) * (results - 1)) if results else hidden
 
 
-class _Plain(TorchFunctionMode):
-    """Does nothing, but keeps torch's attention from its fused ways while it is on."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        del types
-        return func(*args, **(kwargs or {}))
-
-
 @contextmanager
 def as_in_training(model: nn.Module) -> Iterator[None]:
     """Layers of torch's transformer compute in evaluation as they do in training.
@@ -125,7 +134,7 @@ def as_in_training(model: nn.Module) -> Iterator[None]:
     if torch.is_grad_enabled() or not any(isinstance(m, _FAST) for m in model.modules()):
         yield
         return
-    with _Plain():
+    with BaseTorchFunctionMode():  # which changes nothing, but torch fuses nothing under a mode
         yield
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,9 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.core.imports import is_within
 from collapipe_flwr.models.module_build import build_module
+from collapipe_flwr.models.module_call import names_in
 from collapipe_flwr.models.module_spec import ModuleSpec
-from collapipe_flwr.models.module_splitter import block_index, block_names, tensors_by_key, under
+from collapipe_flwr.models.module_splitter import block_index, block_names, tensors_by_key
 from collapipe_flwr.models.module_trace import ModuleTrace, trace_module
 from collapipe_flwr.models.part import normalises_batches
 from collapipe_flwr.models.validation import first_lines
@@ -79,10 +80,7 @@ def _refuse_arguments(model: nn.Module, arguments_json: str) -> None:
     """Raise ModelError for a live instance whose class cannot be called without arguments."""
     if arguments_json != "{}":
         return
-    parameters = inspect.signature(type(model)).parameters.values()
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
-    if needed:
+    if needed := names_in(type(model), needed=True):
         name = type(model).__name__
         raise ModelError(
             f"{name} needs {', '.join(needed)} to be built on other machines: pass "
@@ -140,7 +138,7 @@ def _find_blocks(model: nn.Module) -> str:
     for path, module in model.named_modules():
         kinds = [type(child) for child in module._modules.values()] if _is_list(module) else []
         equal = len(kinds) > 1 and len(set(kinds)) == 1
-        if equal and not under(path, found):
+        if equal and not is_within(path, found):
             found.append(path)
     if not found:
         raise ModelError(
@@ -191,7 +189,7 @@ def _owners(
 ) -> dict[str, set[str]]:
     """Where each tensor outside of blocks is read: "embed", "head", or both."""
     for name in (*embed, *head):
-        if not any(under(path, [name]) for paths in keys.values() for path in paths):
+        if not any(is_within(path, [name]) for paths in keys.values() for path in paths):
             raise ModelError(f"embed or head names {name!r}, which holds no tensor of it")
     parameters = {key for key, _ in model.named_parameters()}
     found: dict[str, set[str]] = {}
@@ -200,9 +198,9 @@ def _owners(
             continue
         places = {"embed"} if key in trace.ahead else set()
         places |= {"head"} if key in trace.behind else set()
-        if under(key, embed):
+        if is_within(key, embed):
             places = {"embed"}
-        elif under(key, head):
+        elif is_within(key, head):
             places = {"head"}
         if len(places) > 1 and key not in parameters:
             raise ModelError(f"the buffer {key!r} is read both before and behind its blocks")

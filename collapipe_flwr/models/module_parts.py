@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,35 +22,22 @@ from collapipe_flwr.models.borrowed import Borrower, Lender, Ties
 from collapipe_flwr.models.layout import Holdings
 from collapipe_flwr.models.module_call import (
     SHAPE,
+    Left,
     as_in_training,
     call,
     handing_on,
+    leave,
     output_of,
     pack,
     split_arguments,
     unpack,
 )
 from collapipe_flwr.models.module_spec import ModuleSpec
-from collapipe_flwr.models.objective import Objective, scores_of
-from collapipe_flwr.models.part import Part
+from collapipe_flwr.models.objective import Objective
+from collapipe_flwr.models.part import Part, Weights
 from collapipe_flwr.models.skeleton import place_tensor, read_tensor
 from collapipe_flwr.models.stack import Around, checkpointed
-from collapipe_flwr.models.tasks import best_class
 from collapipe_flwr.models.validation import UNFIT, first_lines
-
-Weights = Mapping[str, Tensor]
-
-
-class FirstBlockCalled(Exception):
-    """Ends the model's forward where the blocks would begin."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        super().__init__("first block called")
-        self.arguments = args, kwargs
-
-
-def _leave(*args: Any, **kwargs: Any) -> NoReturn:
-    raise FirstBlockCalled(args, kwargs)
 
 
 def blocks_of(model: nn.Module, path: str) -> list[nn.Module]:
@@ -68,7 +55,7 @@ class ModuleEmbedding(Borrower):
         self._spec, self._template = spec, json.loads(spec.call_json)
         self._found: dict[str, Tensor] = {}
         self._first = blocks_of(model, spec.blocks)[0]
-        self._first.forward = _leave
+        self._first.forward = leave
         self.borrow(ties, dict(spec.tied))
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -76,8 +63,8 @@ class ModuleEmbedding(Borrower):
         try:
             with as_in_training(self.model):
                 call(self.model, self._spec.inputs, inputs)
-        except FirstBlockCalled as reached:
-            hidden, others = split_arguments(self._first, *reached.arguments)
+        except Left as reached:
+            hidden, others = split_arguments(self._first, reached.args, reached.kwargs)
             self._found = pack(others, self._template)
             return hidden
         except UNFIT as cause:
@@ -146,33 +133,12 @@ class ModuleEdge(Lender):
         objective: Objective,
     ) -> None:
         absent = {path: _zeros_like(t) for path, t in _ahead(model, holdings).items()}
-        super().__init__(model, holdings, weights)
+        super().__init__(model, holdings, weights, objective)
         for path, zeros in absent.items():
             place_tensor(model, path, zeros)
         self._spec, self._template = spec, json.loads(spec.call_json)
-        self._objective = objective
         self._blocks = blocks_of(model, spec.blocks)
         self._dtypes = {name: getattr(torch, dtype) for name, dtype, _ in spec.example}
-
-    def forward(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Tensor:
-        """The mean loss, a scalar; 0 over nothing."""
-        if self.weight_of(context) == 0:
-            return hidden.sum() * 0.0
-        return self._objective.loss_of(self.outputs(hidden, context), context)
-
-    def judge(
-        self, hidden: Tensor, context: Mapping[str, Tensor], *, scores: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """The loss, and the ids that the head holds for best, or all its scores."""
-        found = self.outputs(hidden, context)
-        nothing = self.weight_of(context) == 0
-        loss = hidden.sum() * 0.0 if nothing else self._objective.loss_of(found, context)
-        logits = scores_of(found)
-        return loss, logits if scores else best_class(logits)
-
-    def weight_of(self, context: Mapping[str, Tensor]) -> float:
-        """What the loss is a mean over: examples, target tokens, or the sum of their weights."""
-        return self._objective.weight_of(context)
 
     def outputs(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Any:
         """What the model's forward returns."""

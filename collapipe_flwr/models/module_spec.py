@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass
 
 import torch
 
-from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.core.errors import ModelError, ProtocolError
+from collapipe_flwr.core.json_codec import from_json
 
 Example = tuple[str, str, tuple[int, ...]]  # tensor of a batch, dtype, shape
-_TEXTS = ("build", "blocks", "arguments_json", "call_json", "loss", "weight")
-_NAMES = ("before", "updated", "frozen", "inputs", "tail")
 _MOST_BLOCKS = 4096
 
 
@@ -78,20 +76,6 @@ class ModuleSpec:
     def from_json(cls, text: str) -> ModuleSpec:
         """Rebuild a spec; raises ModelError if ``text`` is not one."""
         try:
-            values = json.loads(text)
-            given = {key: _tuples(value) for key, value in values.items()}
-            if set(given) - {field.name for field in fields(cls)}:
-                raise ValueError(f"unknown keys {sorted(given)}")
-            if not all(isinstance(given.get(key, ""), str) for key in _TEXTS):
-                raise ValueError(f"{', '.join(_TEXTS)} must be texts")
-            if not all(isinstance(name, str) for key in _NAMES for name in given.get(key, ())):
-                raise ValueError(f"{', '.join(_NAMES)} must be lists of texts")
-            if not all(list(map(type, pair)) == [str, str] for pair in given.get("tied", ())):
-                raise ValueError("tied must be a list of pairs of texts")
-            return cls(**given)
-        except (ValueError, TypeError, AttributeError) as cause:
+            return from_json(cls, text, "it")
+        except (ProtocolError, ValueError) as cause:  # its arguments are JSON within
             raise ModelError(f"the description of a module cannot be read: {cause}") from cause
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value

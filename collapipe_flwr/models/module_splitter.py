@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.any_splitter import AnySplitter, Weights, shapes_of
+from collapipe_flwr.core.imports import is_within
+from collapipe_flwr.models.any_splitter import AnySplitter, shapes_of
 from collapipe_flwr.models.layout import EDGE, EMBEDDING, Holdings, Layout
 from collapipe_flwr.models.module_build import build_hollow, build_module
 from collapipe_flwr.models.module_call import SHAPE, as_in_training, call, shape_tensor
@@ -25,7 +26,7 @@ from collapipe_flwr.models.objective import (
     named_loss,
     scores_of,
 )
-from collapipe_flwr.models.part import Part
+from collapipe_flwr.models.part import Part, Weights
 from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.models.tasks import count_labels
 
@@ -44,24 +45,8 @@ class ModuleSplitter(AnySplitter):
         self.resident_keys: frozenset[str] = frozenset()
         self.shapes = shapes_of(skeleton.state_dict(), self._layout)
         self.state_keys = tuple(skeleton.state_dict())
-
-    @property
-    def decodes(self) -> bool:
-        """Never: torch modules generate nothing here."""
-        return False
-
-    @property
-    def generates(self) -> bool:
-        """Never."""
-        return False
-
-    @property
-    def drops(self) -> bool:
-        return self.spec.drops
-
-    @property
-    def whole_batches(self) -> bool:
-        return self.spec.whole_batches
+        self.decodes = self.generates = False  # torch modules write nothing here
+        self.drops, self.whole_batches = spec.drops, spec.whole_batches
 
     def context(self, batch: Batch) -> dict[str, Tensor]:
         """All but inputs that nobody reads behind the blocks; of these the shapes."""
@@ -163,7 +148,7 @@ def block_names(model: nn.Module, blocks: str) -> list[str]:
 
 def block_index(path: str, names: Sequence[str]) -> int | None:
     """The number of the block that holds the tensor at ``path``; None for one outside."""
-    return next((i for i, name in enumerate(names) if path.startswith(f"{name}.")), None)
+    return next((i for i, name in enumerate(names) if is_within(path, [name])), None)
 
 
 def _tables(model: nn.Module, paths: Iterable[str]) -> tuple[str, ...]:
@@ -185,8 +170,3 @@ def _objective(spec: ModuleSpec) -> Objective:
 def cross_entropy(outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
     """The loss of a module that names none: of its logits and the batch's labels."""
     return functional.cross_entropy(scores_of(outputs), labels_of(batch))
-
-
-def under(path: str, names: Iterable[str]) -> bool:
-    """Whether one of the modules or tensors in ``names`` holds the tensor at ``path``."""
-    return any(path == name or path.startswith(f"{name}.") for name in names)

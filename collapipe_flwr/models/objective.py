@@ -6,16 +6,20 @@ micro-batch counts with its share of the weight.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import load_function
+from collapipe_flwr.models.layout import Holdings
+from collapipe_flwr.models.part import Part
+from collapipe_flwr.models.tasks import best_class
 from collapipe_flwr.models.validation import UNFIT, first_lines
 
 Batch = Mapping[str, Tensor]
@@ -60,6 +64,46 @@ class Objective:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ModelError(f"the loss must be one number, the mean over the batch, got {shape}")
         return loss
+
+
+class LossPart(Part):
+    """The last part of a model, whose ``outputs`` have a loss."""
+
+    def __init__(
+        self, model: nn.Module, holdings: Holdings, weights: Batch, objective: Objective
+    ) -> None:
+        super().__init__(model, holdings, weights)
+        self._objective = objective
+
+    @abstractmethod
+    def outputs(self, hidden: Tensor, context: Batch) -> Any:
+        """What the model's forward returns, from hidden states behind the last device."""
+
+    def forward(self, hidden: Tensor, context: Batch) -> Tensor:
+        """The loss: a scalar, the mean over this batch's own weight (``weight_of``).
+
+        A batch that weighs nothing has loss 0, connected to ``hidden`` by zero gradients.
+        """
+        if self.weight_of(context) == 0:
+            return hidden.sum() * 0.0
+        return self._objective.loss_of(self.outputs(hidden, context), context)
+
+    def judge(
+        self, hidden: Tensor, context: Batch, *, scores: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """The loss, and the ids that the head holds for best, or all its scores.
+
+        Ids are (B,) or (B, T), scores (B, C) or (B, T, C).
+        """
+        found = self.outputs(hidden, context)
+        nothing = self.weight_of(context) == 0  # the library's mean is no number then
+        loss = hidden.sum() * 0.0 if nothing else self._objective.loss_of(found, context)
+        logits = scores_of(found)
+        return loss, logits if scores else best_class(logits)
+
+    def weight_of(self, context: Batch) -> float:
+        """What the loss is a mean over: examples, target tokens, or the sum of their weights."""
+        return self._objective.weight_of(context)
 
 
 def _called(loss: Loss, outputs: Any, batch: Batch) -> Any:

@@ -17,6 +17,8 @@ from collapipe_flwr.models.layout import Holdings
 from collapipe_flwr.models.quantization import can_quantize, quantize, share_quantized
 from collapipe_flwr.models.skeleton import leave_holes, place_tensor, read_tensor
 
+Weights = Mapping[str, Tensor]  # by absolute key
+
 
 class Part(nn.Module):
     """Base of the parts; ``state_dict`` and ``named_parameters`` speak absolute keys.
@@ -25,7 +27,7 @@ class Part(nn.Module):
     ``state_dict`` does not (their owner reports them), nor what stays with its part.
     """
 
-    def __init__(self, model: nn.Module, holdings: Holdings, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, model: nn.Module, holdings: Holdings, weights: Weights) -> None:
         super().__init__()
         self.model: Any = model
         self._holdings = holdings
@@ -34,7 +36,7 @@ class Part(nn.Module):
         for key, paths in holdings.all.items():
             self._adopt(key, paths, _pick(weights, key))
 
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+    def load_weights(self, weights: Weights) -> None:
         """Overwrite values in place; optimiser state keeps pointing at the same tensors.
 
         Raises ModelError if a tensor is missing or has another shape.
@@ -114,7 +116,7 @@ def _drop_all_but(model: nn.Module, holdings: Holdings) -> None:
     leave_holes(model, (path for path in model.state_dict(keep_vars=True) if path not in kept))
 
 
-def _pick(weights: Mapping[str, Tensor], key: str) -> Tensor:
+def _pick(weights: Weights, key: str) -> Tensor:
     try:
         return weights[key]
     except KeyError as cause:

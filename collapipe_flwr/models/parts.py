@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
@@ -15,29 +16,15 @@ from collapipe_flwr.models.block_inputs import PartCache
 from collapipe_flwr.models.borrowed import Borrower, Lender, Ties
 from collapipe_flwr.models.generation import FEEDING, Ask, Emit, Prompt, generate
 from collapipe_flwr.models.layout import Holdings
-from collapipe_flwr.models.objective import LABELS, Objective, scores_of
-from collapipe_flwr.models.part import Part
+from collapipe_flwr.models.module_call import Left, arguments_of, leave
+from collapipe_flwr.models.objective import LABELS, Objective
+from collapipe_flwr.models.part import Part, Weights
 from collapipe_flwr.models.skeleton import blank_pixels
-from collapipe_flwr.models.stack import Around, Stack, accepted_arguments, without_cache
-from collapipe_flwr.models.tasks import Task, best_class
+from collapipe_flwr.models.stack import Around, Stack, without_cache
+from collapipe_flwr.models.tasks import Task
 from collapipe_flwr.models.validation import first_lines, misfit_of_inputs, misfit_of_labels
 
-Weights = Mapping[str, Tensor]
 _LIMITS = ("vocab_size", "max_position_embeddings", "image_size", "max_source_positions")
-
-
-class _FirstBlockReached(Exception):
-    """Ends the library's forward where the blocks would begin."""
-
-    def __init__(self, hidden_BTD: Tensor) -> None:
-        super().__init__("first block reached")
-        self.hidden_BTD = hidden_BTD
-
-
-def _leave(hidden_BTD: Tensor, *args: object, **kwargs: object) -> NoReturn:
-    """Stands in for the forward of what comes behind the embedding."""
-    del args, kwargs
-    raise _FirstBlockReached(hidden_BTD)
 
 
 class EmbeddingPart(Borrower):
@@ -54,13 +41,13 @@ class EmbeddingPart(Borrower):
         weights: Weights,
         ties: Ties | None = None,
         *,
-        unread: frozenset[str] = frozenset(),
+        unread: AbstractSet[str] = frozenset(),
     ) -> None:
         super().__init__(stack.model, holdings, weights)
         self._stack = stack.module
         self.borrow(ties or {}, dict.fromkeys(ties or {}, "input_ids"))
-        self._accepted = accepted_arguments(self._stack) - unread
-        stack.entrance.forward = _leave
+        self._accepted = set(arguments_of(self._stack)) - unread
+        stack.entrance.forward = leave
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Hidden states (B, T, D) from ``input_ids``, ``pixel_values`` or ``input_features``.
@@ -70,8 +57,9 @@ class EmbeddingPart(Borrower):
         known = {key: value for key, value in inputs.items() if key in self._accepted}
         try:
             self._stack(**known)
-        except _FirstBlockReached as reached:
-            return reached.hidden_BTD
+        except Left as reached:
+            hidden_BTD: Tensor = reached.args[0]
+            return hidden_BTD
         except (ValueError, TypeError, IndexError, RuntimeError) as cause:
             raise ModelError(
                 misfit_of_inputs(self.model.config, known)
@@ -144,13 +132,12 @@ class EdgePart(Lender):
         *,
         own_head: bool = False,
     ) -> None:
-        super().__init__(stack.model, holdings, weights)
+        super().__init__(stack.model, holdings, weights, objective)
         self._stack = stack
         self._task = task
-        self._objective = objective
         self._own_head = own_head and not stack.family.decodes
         self._arrived_BTD: Tensor | None = None  # while such a head runs
-        self._accepted = accepted_arguments(stack.model) - {stack.family.entry, "encoder_outputs"}
+        self._accepted = {*arguments_of(stack.model)} - {stack.family.entry, "encoder_outputs"}
         if objective.loss is not None and not stack.family.decodes:
             self._accepted -= {LABELS}  # else the library computes a loss that nobody reads
         if not stack.family.decodes:
@@ -158,29 +145,6 @@ class EdgePart(Lender):
             # Weakly, so that a part that is dropped frees its memory at once.
             edge = weakref.ref(self)
             stack.module.forward = lambda *args, **kwargs: _alive(edge)._finish(*args, **kwargs)
-
-    def forward(self, hidden_BTD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
-        """The loss: a scalar, the mean over this batch's own targets (``weight_of``).
-
-        A batch without any target has loss 0, connected to ``hidden_BTD`` by zero gradients.
-        """
-        if self.weight_of(context) == 0:
-            return hidden_BTD.sum() * 0.0
-        return self._objective.loss_of(self.outputs(hidden_BTD, context), context)
-
-    def judge(
-        self, hidden_BTD: Tensor, context: Mapping[str, Tensor], *, scores: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """The loss, and the ids (B,) or (B, T) that the head holds for best, or all its scores."""
-        found = self.outputs(hidden_BTD, context)
-        nothing = self.weight_of(context) == 0  # the library's mean is no number then
-        loss = hidden_BTD.sum() * 0.0 if nothing else self._objective.loss_of(found, context)
-        logits = scores_of(found)
-        return loss, logits if scores else best_class(logits)
-
-    def weight_of(self, context: Mapping[str, Tensor]) -> float:
-        """What the loss is a mean over: examples, target tokens, or the sum of their weights."""
-        return self._objective.weight_of(context)
 
     def outputs(self, hidden_BTD: Tensor, context: Mapping[str, Tensor]) -> ModelOutput:
         """The task head's full output: ``logits``, and ``loss`` where there are labels."""

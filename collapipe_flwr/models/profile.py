@@ -27,16 +27,14 @@ from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.discovery import VALUES_ASKED
 from collapipe_flwr.models.module_spec import ModuleSpec
 from collapipe_flwr.models.objective import numbers_of, scores_of
-from collapipe_flwr.models.part import Part
+from collapipe_flwr.models.part import Part, Weights
 from collapipe_flwr.models.skeleton import shapes_only
 from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.models.validation import UNFIT
 
-Weights = Mapping[str, Tensor]
 Sizes = Mapping[str, tuple[torch.Size, torch.dtype]]  # of parameters, by key
 StateBytes = Callable[[Sizes], int]  # of an optimizer, for the parameters that it trains
-Output = Tensor | Mapping[str, Tensor]  # hidden states, or the numbers of a head
 
 ACTIVATION_BYTES = 4  # activations cross the network in single precision
 _ADAMW_MOMENTS = 2
@@ -82,8 +80,9 @@ def _profile(splitter: AnySplitter, shape: BatchShape, optimizer_bytes: StateByt
         *blocks,
         _cost(
             edge,
-            lambda: {"numbers": _numbers(edge.outputs(_leaf(behind_BTD), context))},
+            lambda: _numbers(edge.outputs(_leaf(behind_BTD), context)),
             optimizer_bytes,
+            sends=False,
         ),
     )
     first, *middle, last = (_per_example(cost, examples) for cost in costs)
@@ -146,7 +145,10 @@ def _block_costs(
     return tuple(costs), hidden_BTD
 
 
-def _cost(part: Part, run: Callable[[], Output], optimizer_bytes: StateBytes) -> BlockCost:
+def _cost(
+    part: Part, run: Callable[[], Tensor], optimizer_bytes: StateBytes, *, sends: bool = True
+) -> BlockCost:
+    """What ``run``ning the part costs, whose output it ``sends`` on."""
     parameters = list(part.parameters())
     output, forward_flop, stash_bytes = _measure(run, parameters)
     trained = {k: (p.shape, p.dtype) for k, p in part.named_parameters() if p.requires_grad}
@@ -162,13 +164,13 @@ def _cost(part: Part, run: Callable[[], Output], optimizer_bytes: StateBytes) ->
         parameter_bytes=sum(t.numel() * t.element_size() for t in part.state_dict().values()),
         state_bytes=part.held_bytes() + gradients + kept,
         stash_bytes=stash_bytes,
-        output_bytes=output.numel() * ACTIVATION_BYTES if isinstance(output, Tensor) else 0,
+        output_bytes=output.numel() * ACTIVATION_BYTES if sends else 0,
     )
 
 
 def _measure(
-    run: Callable[[], Output], parameters: Iterable[nn.Parameter]
-) -> tuple[Output, float, int]:
+    run: Callable[[], Tensor], parameters: Iterable[nn.Parameter]
+) -> tuple[Tensor, float, int]:
     """Run once; the output, operations, and the bytes of the storages that autograd keeps."""
     weights = {parameter.untyped_storage()._cdata for parameter in parameters}
     kept: dict[int, int] = {}
@@ -187,14 +189,13 @@ def _measure(
     return output, float(counter.get_total_flops()), sum(kept.values())
 
 
-def _backward_flop(run: Callable[[], Output]) -> float:
+def _backward_flop(run: Callable[[], Tensor]) -> float:
     """Multiply-adds of the backward pass that autograd really runs."""
-    output = run()
-    result: Any = output if isinstance(output, Tensor) else output["numbers"]
-    if not result.requires_grad:
+    output: Any = run()
+    if not output.requires_grad:
         return 0.0
     with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter:
-        result.sum().backward()
+        output.sum().backward()
     return float(counter.get_total_flops())
 
 

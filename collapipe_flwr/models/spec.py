@@ -5,14 +5,15 @@ travels in Flower and gRPC messages as one JSON string.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass
 
-from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.core.errors import ModelError, ProtocolError
+from collapipe_flwr.core.json_codec import from_json
 from collapipe_flwr.core.keys import (
     assignments,
     at_least,
     between,
+    check_keys,
     key,
     one_of,
     read_assignments,
@@ -65,16 +66,7 @@ class LoraConfig:
     frozen_dtype: str = key("float32", one_of(*FROZEN_DTYPES))  # in memory
 
     def __post_init__(self) -> None:
-        if self.rank < 0 or self.alpha < 1:
-            raise ModelError(
-                f"lora needs rank >= 0 and alpha >= 1, got {self.rank} and {self.alpha}"
-            )
-        if not 0 <= self.dropout < 1:
-            raise ModelError(f"lora dropout must be >= 0 and < 1, got {self.dropout}")
-        if self.frozen_dtype not in FROZEN_DTYPES:
-            raise ModelError(
-                f"frozen_dtype must be one of {', '.join(FROZEN_DTYPES)}, got {self.frozen_dtype!r}"
-            )
+        check_keys(self, "lora.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,28 +144,16 @@ class ModelSpec:
     def from_json(cls, text: str) -> ModelSpec:
         """Rebuild a spec; raises ModelError if ``text`` is not one."""
         try:
-            values = json.loads(text)
-        except json.JSONDecodeError as cause:
-            raise ModelError(f"the model description is not JSON: {cause}") from cause
-        given = _arguments(cls, values, {"task", "config_json"}, "a model description needs")
-        _require_config(given["config_json"])
-        if given.get("lora") is not None:
-            what = "the lora settings of a model need"
-            given["lora"] = LoraConfig(**_arguments(LoraConfig, given["lora"], {"rank"}, what))
-        return cls(**given)
+            spec = from_json(cls, text, "the model description")
+        except ProtocolError as error:
+            raise ModelError(str(error)) from error
+        _require_config(spec.config_json)
+        return spec
 
 
-def _arguments(kind: type, values: object, needed: set[str], what: str) -> dict[str, Any]:
-    """The fields of a dataclass as JSON gave them, lists as tuples; raises ModelError."""
-    known = {field.name for field in fields(kind)}
-    if not isinstance(values, dict) or not needed <= set(values) <= known:
-        raise ModelError(f"{what} the keys {sorted(known)}")
-    return {k: tuple(value) if isinstance(value, list) else value for k, value in values.items()}
-
-
-def _require_config(text: object) -> None:
+def _require_config(text: str) -> None:
     try:
-        values = json.loads(text) if isinstance(text, str) else None
+        values = json.loads(text)
     except json.JSONDecodeError as cause:
         raise ModelError(f"the config_json of a model description is not JSON: {cause}") from cause
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):

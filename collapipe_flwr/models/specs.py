@@ -15,7 +15,7 @@ def spec_of(spec_json: str) -> ModelSpec | ModuleSpec:
     """The description that a string holds; raises ModelError."""
     try:
         values = json.loads(spec_json)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         values = None  # told by the other kind
     is_module = isinstance(values, dict) and "build" in values
     return ModuleSpec.from_json(spec_json) if is_module else ModelSpec.from_json(spec_json)

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from transformers import PreTrainedModel
 
 from collapipe_flwr.core.errors import CollaPipeError, ModelError
-from collapipe_flwr.core.imports import allow_own, path_of
+from collapipe_flwr.core.imports import allow_own, is_within, path_of
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.described import DescribedModel
 from collapipe_flwr.models.describing import describe_live
@@ -81,7 +81,19 @@ class SplitModel(DescribedModel):
                 edge_blocks=edge_blocks,
             )
         else:
-            spec = self._described(blocks, embed, head, inputs, loss_path, weight, edge_blocks)
+            spec = describe_module(
+                self.model,
+                example=self._batch(),
+                build=self._path(),
+                arguments_json=_as_json(self._arguments),
+                blocks=blocks,
+                embed=embed,
+                head=head,
+                inputs=self._inputs() if inputs is None else tuple(inputs),
+                loss=loss_path,
+                weight=weight,
+                edge_blocks=edge_blocks,
+            )
         super().__init__(
             splitter_of(spec.to_json()),
             self._shape(spec, length),
@@ -100,51 +112,33 @@ class SplitModel(DescribedModel):
         return self.splitter.travelling({k: t.detach() for k, t in self._state().items()})
 
     def _built(self) -> nn.Module:
+        return build_module(self._path(), _as_json(self._arguments))
+
+    def _path(self) -> str:
+        """By which every process that allows it builds the model."""
         allow_own(self._build)
-        arguments_json = _as_json(self._arguments)
-        return build_module(path_of(self._build, "the model"), arguments_json)
+        return path_of(self._build, "the model")
 
     def _state(self) -> dict[str, Tensor]:
         return self.model.state_dict()
 
-    def _described(
-        self,
-        blocks: str,
-        embed: Sequence[str],
-        head: Sequence[str],
-        inputs: Sequence[str] | None,
-        loss: str,
-        weight: str,
-        edge_blocks: int,
-    ) -> ModuleSpec:
+    def _batch(self) -> dict[str, Tensor]:
+        """The example that a module is traced with; raises ModelError where none was given."""
         if self._example is None:
             raise ModelError(
                 f"SplitModel needs an example to cut {type(self.model).__name__}: pass one batch "
                 "of your loader, example=next(iter(loader))"
             )
-        allow_own(self._build)
-        return describe_module(
-            self.model,
-            build=path_of(self._build, "the model"),
-            arguments_json=_as_json(self._arguments),
-            example=self._example,
-            blocks=blocks,
-            embed=embed,
-            head=head,
-            inputs=tuple(inputs) if inputs is not None else self._inputs(),
-            loss=loss,
-            weight=weight,
-            edge_blocks=edge_blocks,
-        )
+        return self._example
 
     def _inputs(self) -> tuple[str, ...]:
-        assert self._example is not None
-        if set(self._example) == {INPUTS, LABELS}:
+        example = self._batch()
+        if set(example) == {INPUTS, LABELS}:
             return (INPUTS,)
-        named = tuple(key for key in arguments_of(self.model) if key in self._example)
+        named = tuple(key for key in arguments_of(self.model) if key in example)
         if not named:
             raise ModelError(
-                f"no tensor of the example ({', '.join(map(repr, self._example))}) is an argument "
+                f"no tensor of the example ({', '.join(map(repr, example))}) is an argument "
                 f"of {type(self.model).__name__}.forward: name what it reads by inputs=(...)"
             )
         return named
@@ -171,7 +165,7 @@ class SplitModel(DescribedModel):
 
     def _personal(self, names: Sequence[str]) -> tuple[str, ...]:
         for name in names:
-            if not any(k == name or k.startswith(f"{name}.") for k in self.splitter.all_keys()):
+            if not any(is_within(key, [name]) for key in self.splitter.all_keys()):
                 raise ModelError(f"personal names {name!r}, which is no part of the model")
         return tuple(names)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.any_splitter import AnySplitter, Weights, shapes_of
+from collapipe_flwr.models.any_splitter import AnySplitter, shapes_of
 from collapipe_flwr.models.checkpoint import (
     CheckpointSource,
     Completed,
@@ -20,15 +20,16 @@ from collapipe_flwr.models.checkpoint import (
     load_checkpoint,
 )
 from collapipe_flwr.models.discovery import family_for
-from collapipe_flwr.models.families import find_blocks, stack_path
+from collapipe_flwr.models.families import Family, find_blocks, stack_path
 from collapipe_flwr.models.layout import EDGE, EMBEDDING, Holdings, make_layout
 from collapipe_flwr.models.lora import first_adapter, is_adapter, is_superseded, key_of
+from collapipe_flwr.models.module_call import arguments_of
 from collapipe_flwr.models.objective import EXAMPLES, LABELS, Objective, named_loss
-from collapipe_flwr.models.part import Part, normalises_batches
+from collapipe_flwr.models.part import Part, Weights, normalises_batches
 from collapipe_flwr.models.parts import EdgePart, EmbeddingPart, SegmentPart
 from collapipe_flwr.models.skeleton import build_random, build_skeleton, example_inputs
 from collapipe_flwr.models.spec import BatchShape, ModelSpec
-from collapipe_flwr.models.stack import ReplayedStack, Stack, accepted_arguments, passes_on
+from collapipe_flwr.models.stack import ReplayedStack, Stack, passes_on
 from collapipe_flwr.models.tasks import OWN_TASK, Task, find_task
 from collapipe_flwr.models.validation import blocks_for_devices, most_positions, refuse_inexact
 
@@ -56,71 +57,36 @@ class Splitter(AnySplitter):
         self._layout = make_layout(skeleton, self._family, spec)
         self.resident_keys = self._layout.resident
         self.config = skeleton.config
+        self.has_record = not self._family.replayed  # its type is known, not found by a trace
+        self.most_tokens = most_positions(self.config)  # of a sequence; None: no limit
         self.input_name = self._family.input_name
         stack = skeleton.get_submodule(stack_path(skeleton, self._family))
         self.input_config = stack.config  # of pictures and sound: their part's own
-        self._body_inputs, self._head_inputs = map(accepted_arguments, (stack, skeleton))
+        self._body_inputs, self._head_inputs = (set(arguments_of(m)) for m in (stack, skeleton))
         if passes_on(skeleton):
             self._head_inputs |= self._body_inputs
-        self._unread: frozenset[str] = frozenset()
+        self._context_keys = _context_keys(self._family, spec.task)
+        self._unread = set[str]()
         if spec.model_class:
             self._unread = (self._body_inputs | _COMMON_INPUTS) - self._head_inputs
         self.shapes = shapes_of(skeleton.state_dict(), self._layout)
         self.state_keys = tuple(
             key_of(path) for path in skeleton.state_dict() if not is_superseded(path)
         )
-        self._drops = _drops(skeleton, spec)
-        self._whole_batches = bool(spec.model_class) and normalises_batches(skeleton)
-
-    @property
-    def has_record(self) -> bool:
-        """Whether the model type is known, not discovered by a trace."""
-        return not self._family.replayed
-
-    @property
-    def decodes(self) -> bool:
-        """Whether a decoder, not just a head, stands at the edge."""
-        return self._family.decodes
-
-    @property
-    def generates(self) -> bool:
-        """Whether its parts can write a text token by token."""
-        return self._family.decodes or self._family.cached_inputs is not None
-
-    @property
-    def drops(self) -> bool:
-        """Whether it leaves anything out by chance while it trains."""
-        return self._drops
-
-    @property
-    def whole_batches(self) -> bool:
-        """See ``AnySplitter``; own heads may normalise over the batch."""
-        return self._whole_batches
-
-    @property
-    def most_tokens(self) -> int | None:
-        """The longest sequence that the model reads; None where it sets no limit."""
-        return most_positions(self.config)
-
-    @property
-    def context_keys(self) -> frozenset[str]:
-        """The tensors of a batch that travel down the chain beside hidden states."""
-        wanted = {"attention_mask", "position_ids", "labels"}
-        if self._family.decodes:
-            return frozenset(wanted | {"decoder_input_ids", "decoder_attention_mask"})
-        if self.spec.task == "sequence-classification" and "masked-lm" not in self._family.tasks:
-            wanted.add("input_ids")  # decoders classify by the last token that is not padding
-        return frozenset(wanted)
+        self.decodes = self._family.decodes
+        self.generates = self.decodes or self._family.caches
+        self.drops = _drops(skeleton, spec)
+        # own heads may normalise over the batch
+        self.whole_batches = bool(spec.model_class) and normalises_batches(skeleton)
 
     def context(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The part of ``batch`` that segments and edge need."""
         return {key: value for key, value in batch.items() if self._travels(key)}
 
     def _travels(self, key: str) -> bool:
         """Own heads get their own arguments, and own losses whatever the body does not read."""
         if key in self._unread:
             return False
-        if key in self.context_keys:
+        if key in self._context_keys:
             return True
         if self.spec.model_class and not self.decodes and key in self._head_inputs:
             return key not in _LARGE_INPUTS
@@ -128,7 +94,6 @@ class Splitter(AnySplitter):
         return bool(own) and key not in self._body_inputs
 
     def run_whole(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
-        """The outputs of what ``build_whole`` built; see ``loss_of`` and ``scores_of``."""
         known = {key: value for key, value in batch.items() if key in self._head_inputs}
         if self.spec.loss and not self.decodes:
             known.pop(LABELS, None)
@@ -190,10 +155,8 @@ class Splitter(AnySplitter):
     # Parts
 
     def build_embedding(self, weights: Weights) -> EmbeddingPart:
-        """The control unit's part; ``weights`` must hold ``embedding_keys``."""
-        stack = self._stack(0, 0)
         return EmbeddingPart(
-            stack,
+            self._stack(0, 0),
             self._layout.holdings(EMBEDDING),
             self._completed(weights),
             self.ties,
@@ -201,13 +164,11 @@ class Splitter(AnySplitter):
         )
 
     def build_segment(self, first_block: int, stop_block: int, weights: Weights) -> SegmentPart:
-        """A device's part; ``weights`` must hold its ``segment_keys`` and ``shared_keys``."""
         self._check_range(first_block, stop_block)
         holdings = self._layout.holdings(*range(first_block, stop_block), runs_blocks=True)
         return SegmentPart(self._stack(first_block, stop_block), holdings, self._completed(weights))
 
     def build_edge(self, weights: Weights) -> EdgePart:
-        """The edge's part; ``weights`` must hold ``edge_keys`` (and ``shared_keys``)."""
         holdings = self._layout.holdings(EDGE, runs_blocks=self.spec.edge_blocks > 0)
         stack = self._stack(self.num_blocks, self.num_blocks + self.spec.edge_blocks)
         return EdgePart(
@@ -274,6 +235,16 @@ class Splitter(AnySplitter):
     @cached_property
     def _source(self) -> CheckpointSource:
         return CheckpointSource(self.spec)
+
+
+def _context_keys(family: Family, task: str) -> frozenset[str]:
+    """The tensors of a batch that travel down the chain beside hidden states."""
+    wanted = {"attention_mask", "position_ids", "labels"}
+    if family.decodes:
+        wanted |= {"decoder_input_ids", "decoder_attention_mask"}
+    elif task == "sequence-classification" and "masked-lm" not in family.tasks:
+        wanted.add("input_ids")  # decoders classify by the last token that is not padding
+    return frozenset(wanted)
 
 
 def _objective(spec: ModelSpec, task: Task) -> Objective:

@@ -23,6 +23,7 @@ from transformers.utils.generic import ModelOutput
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.block_inputs import BlockArguments, PartCache, token_mask
 from collapipe_flwr.models.families import Family, find_blocks, stack_path
+from collapipe_flwr.models.module_call import Left, arguments_of, handing_on
 from collapipe_flwr.models.skeleton import blank_pixels
 
 Forward = Callable[..., Any]
@@ -42,8 +43,7 @@ def checkpointed(
     names = tuple(tensors)
 
     def run(hidden_BTD: Tensor, *values: Tensor) -> Tensor:
-        output = block(hidden_BTD, **dict(zip(names, values, strict=True)), **others)
-        return output if isinstance(output, Tensor) else output[0]
+        return hidden_of(block(hidden_BTD, **dict(zip(names, values, strict=True)), **others))
 
     inputs = (hidden_BTD, *tensors.values())
     trains = any(tensor.requires_grad for tensor in (*inputs, *block.parameters()))
@@ -132,26 +132,18 @@ class Stack:
         With a ``cache`` they are those of the tokens that come next. Raises ModelError for a model
         type that has none.
         """
-        if cache is not None:
-            hidden_BTD = self._run_cached(hidden_BTD, context, cache)
-            cache.tokens += hidden_BTD.shape[1]
-            return hidden_BTD
-        if self.first_block == self.stop_block:
-            return hidden_BTD
-        return self._run(hidden_BTD, context, self.family.inputs(self.module, hidden_BTD, context))
-
-    def _run_cached(
-        self, hidden_BTD: Tensor, context: Mapping[str, Tensor], cache: PartCache
-    ) -> Tensor:
-        if self.family.cached_inputs is None:
+        if cache is not None and not self.family.caches:
             raise ModelError(
                 f"model type {self.model.config.model_type!r} cannot generate token by token when "
                 "split: only its training is known"
             )
-        if self.first_block == self.stop_block:
-            return hidden_BTD
-        arguments = self.family.cached_inputs(self.module, hidden_BTD, context, cache)
-        return self._run(hidden_BTD, context, arguments)
+        if self.first_block < self.stop_block:
+            caches = () if cache is None else (cache,)
+            arguments = self.family.inputs(self.module, hidden_BTD, context, *caches)
+            hidden_BTD = self._run(hidden_BTD, context, arguments)
+        if cache is not None:
+            cache.tokens += hidden_BTD.shape[1]
+        return hidden_BTD
 
     def _run(
         self, hidden_BTD: Tensor, context: Mapping[str, Tensor], arguments: BlockArguments
@@ -167,14 +159,13 @@ class Stack:
     def _call(self, block: nn.Module, hidden_BTD: Tensor, arguments: dict[str, Any]) -> Tensor:
         if self.again is not None:
             return checkpointed(block, self.again, hidden_BTD, arguments)
-        output = block(hidden_BTD, **arguments)
-        return output if isinstance(output, Tensor) else output[0]
+        return hidden_of(block(hidden_BTD, **arguments))
 
     def finish(self, hidden_BTD: Tensor) -> ModelOutput:
         """What the library's stack returns, from hidden states behind the last block."""
         for name in self.family.after:
             hidden_BTD = self.module.get_submodule(name)(hidden_BTD)
-        pooler: Any = getattr(self.module, self.family.pooler, None)
+        pooler: Any = getattr(self.module, "pooler", None)
         return BaseModelOutputWithPoolingAndCrossAttentions(
             last_hidden_state=hidden_BTD,
             pooler_output=None if pooler is None else pooler(hidden_BTD),
@@ -192,31 +183,19 @@ class Stack:
 
 def without_cache(model: nn.Module) -> dict[str, bool]:
     """The argument that keeps a model from building a cache for generating, if it would."""
-    return {"use_cache": False} if "use_cache" in accepted_arguments(model) else {}
+    return {"use_cache": False} if "use_cache" in arguments_of(model) else {}
 
 
-def accepted_arguments(module: nn.Module) -> frozenset[str]:
-    """The arguments that a module's own forward names."""
-    signature = inspect.signature(type(module).forward)
-    return frozenset(
-        name
-        for name, parameter in signature.parameters.items()
-        if parameter.kind is not inspect.Parameter.VAR_KEYWORD and name != "self"
-    )
+def hidden_of(result: Any) -> Tensor:
+    """The hidden states among what a block or a stack returns."""
+    hidden_BTD: Tensor = result if isinstance(result, Tensor) else result[0]
+    return hidden_BTD
 
 
 def passes_on(module: nn.Module) -> bool:
     """Whether a module's own forward takes arguments that it does not name."""
     parameters = inspect.signature(type(module).forward).parameters.values()
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-
-
-class _LastBlockDone(Exception):
-    """Ends the library's forward behind the last block of this part."""
-
-    def __init__(self, hidden_BTD: Tensor) -> None:
-        super().__init__("last block done")
-        self.hidden_BTD = hidden_BTD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,13 +221,15 @@ class ReplayedStack(Stack):
             return hidden_BTD
         try:
             self._replay(hidden_BTD, context, self._forward_of)
-        except _LastBlockDone as done:
-            return done.hidden_BTD
+        except Left as done:
+            behind_BTD: Tensor = done.args[0]
+            return behind_BTD
         raise AssertionError("the library's loop did not reach the last block")
 
     def finish(self, hidden_BTD: Tensor) -> ModelOutput:
         """What the library's stack returns, from hidden states behind the last block."""
-        output: ModelOutput = self._replay(hidden_BTD, {}, lambda *_: self._handing_on(hidden_BTD))
+        handed_on = handing_on(hidden_BTD, self.family.block_results)
+        output: ModelOutput = self._replay(hidden_BTD, {}, lambda *_: handed_on)
         return output
 
     def _replay(
@@ -285,19 +266,14 @@ class ReplayedStack(Stack):
 
     def _forward_of(self, index: int, block: nn.Module, hidden_BTD: Tensor) -> Forward:
         if index < self.first_block:
-            return self._handing_on(hidden_BTD)
+            return handing_on(hidden_BTD, self.family.block_results)
         is_first, is_last = index == self.first_block, index == self.stop_block - 1
 
         def forward(came_BTD: Tensor, *args: Any, **kwargs: Any) -> Any:
             given_BTD = hidden_BTD if is_first else came_BTD
             output = type(block).forward(block, given_BTD, *args, **kwargs)
             if is_last:
-                raise _LastBlockDone(output if isinstance(output, Tensor) else output[0])
+                raise Left(hidden_of(output))
             return output
 
         return forward
-
-    def _handing_on(self, hidden_BTD: Tensor) -> Forward:
-        """A block that returns ``hidden_BTD`` in the form in which this family's blocks do."""
-        results = self.family.block_results
-        return lambda *_, **__: (hidden_BTD, *(None,) * (results - 1)) if results else hidden_BTD

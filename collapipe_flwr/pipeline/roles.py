@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import repeat
-from typing import Protocol
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor, nn
 
@@ -30,20 +30,13 @@ from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.stage import Stage
 from collapipe_flwr.pipeline.step import LOGITS, MicroBatch, Step, StepResult
 
+if TYPE_CHECKING:
+    from collapipe_flwr.models.objective import LossPart
+
 _SAME_SUM = 1e-6  # of weights, relative: another machine may add them up in another order
 _SQUARE_NORM, _FACTOR = "square_norm", "factor"
 _CONSTANT = repeat(1.0)
 _PREDICTIONS = "guesses."  # and the number of a micro-batch: tensors of TOTALS
-
-
-class _LossPart(Protocol):
-    """The last part: a module with `weight_of`, and `judge` where predictions are asked for."""
-
-    def weight_of(self, context: Mapping[str, Tensor]) -> float: ...
-
-    def judge(
-        self, hidden: Tensor | None, context: Mapping[str, Tensor], *, scores: bool
-    ) -> tuple[Tensor, Tensor]: ...
 
 
 class _Leader(Stage):
@@ -300,7 +293,10 @@ class MiddleStage(_Follower, _Leader):
 
 
 class LastStage(_Follower):
-    """Holds the loss: `part(hidden, context) -> mean loss`, and starts the backward passes."""
+    """Holds the loss: `part(hidden, context) -> mean loss`, and starts the backward passes.
+
+    The part has a `weight_of`, and a `judge` where predictions are asked for.
+    """
 
     def __init__(
         self,
@@ -311,7 +307,7 @@ class LastStage(_Follower):
         upstream: Link,
     ) -> None:
         super().__init__(part, optimizer, settings, upstream=upstream)
-        self._loss_part: _LossPart = part  # type: ignore[assignment]
+        self._loss_part = cast("LossPart", part)
         self._loss = 0.0
         self._losses: dict[int, float] = {}  # of the micro-batches in flight
         self._predicts = ""
@@ -327,6 +323,7 @@ class LastStage(_Follower):
         super().run_step(step)
 
     def _compute(self, frame: Frame, hidden: Tensor | None) -> Tensor:
+        assert hidden is not None
         context = context_of(frame)
         counted = self._loss_part.weight_of(context)
         if not math.isclose(counted, frame.scalars["weight"], rel_tol=_SAME_SUM):

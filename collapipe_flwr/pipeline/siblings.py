@@ -25,6 +25,7 @@ _SUM = "sum/"  # no codec knows tensors of this name
 
 Send = Callable[[Link, Frame], None]
 Receive = Callable[[Link, FrameKind, int, int], Frame]
+Put = Callable[[Tensor, Tensor], Tensor]
 
 
 class _Slice(NamedTuple):
@@ -60,44 +61,23 @@ class Siblings:
         """Give every parameter the gradient summed over all replicas; None where none has one."""
         pieces = list(enumerate(pieces_of(parameters)))
         late = [None] * pieces_ahead(self.place)
+
+        def take(source: Link | None, number: int, piece: Piece, put: Put) -> None:
+            if source is not None:
+                frame = receive(source, FrameKind.SUM, step, number)
+                for part, found in _taken(frame, piece, source):
+                    put(_flat(parameters[part.name], make=True)[part.start : part.stop], found)
+
         for up, down in zip([*pieces, *late], [*late, *pieces], strict=True):
             if up is not None:
-                self._pass_up(parameters, step, *up, send, receive)
+                take(self.behind, *up, Tensor.add_)
+                if self.ahead is not None:
+                    send(self.ahead, _frame(parameters, step, *up))
             if down is not None:
-                self._pass_down(parameters, step, *down, send, receive)
-
-    def _pass_up(
-        self,
-        parameters: Mapping[str, Tensor],
-        step: int,
-        number: int,
-        piece: Piece,
-        send: Send,
-        receive: Receive,
-    ) -> None:
-        if self.behind is not None:
-            frame = receive(self.behind, FrameKind.SUM, step, number)
-            for part, found in _taken(frame, piece, self.behind):
-                _flat(parameters[part.name], make=True)[part.start : part.stop].add_(found)
-        if self.ahead is not None:
-            send(self.ahead, _frame(parameters, piece, step, number))
-
-    def _pass_down(
-        self,
-        parameters: Mapping[str, Tensor],
-        step: int,
-        number: int,
-        piece: Piece,
-        send: Send,
-        receive: Receive,
-    ) -> None:
-        if self.ahead is not None:
-            frame = receive(self.ahead, FrameKind.SUM, step, number)
-            for part, found in _taken(frame, piece, self.ahead):
-                _flat(parameters[part.name], make=True)[part.start : part.stop].copy_(found)
-        if self.behind is not None:
-            # A copy: links in memory hand the tensors over, and the gradients are to change.
-            send(self.behind, _frame(parameters, piece, step, number, copy=True))
+                take(self.ahead, *down, Tensor.copy_)
+                if self.behind is not None:
+                    # A copy: links in memory hand the tensors over, and gradients are to change.
+                    send(self.behind, _frame(parameters, step, *down, copy=True))
 
     def check(self, part: nn.Module) -> None:
         """Remember the part's buffers; raise ModelError where they are others than before.
@@ -137,12 +117,7 @@ def pieces_of(parameters: Mapping[str, Tensor]) -> Iterator[Piece]:
 
 
 def _frame(
-    parameters: Mapping[str, Tensor],
-    piece: Piece,
-    step: int,
-    number: int,
-    *,
-    copy: bool = False,
+    parameters: Mapping[str, Tensor], step: int, number: int, piece: Piece, *, copy: bool = False
 ) -> Frame:
     tensors = {
         _SUM + part.name: _flat(parameters[part.name])[part.start : part.stop]

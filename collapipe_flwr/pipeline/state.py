@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.pipeline.meter import bytes_of
 from collapipe_flwr.pipeline.optimizer import START, Optimizer
-from collapipe_flwr.pipeline.stowed import Lookup, stowed
+from collapipe_flwr.pipeline.stowed import Lookup, raw_bytes, stowed
 
 OptimizerState = Mapping[str, tuple[Tensor, ...]]  # by parameter; see `Optimizer.state_tensors`
 _PREFIX = "optimizer/"  # no module path holds a slash
@@ -173,10 +173,9 @@ class Keys:
 
 def digest_of(tensor: Tensor) -> str:
     """A digest that is the same only for tensors of equal dtype, shape and bits."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     what = f"{tensor.dtype} {tuple(tensor.shape)} "
     digest = blake2b(what.encode(), digest_size=_DIGEST_BYTES)
-    digest.update(flat.view(torch.uint8).numpy().data)
+    digest.update(raw_bytes(tensor))
     return digest.hexdigest()
 
 

@@ -83,7 +83,7 @@ class OpenFile:
     def read(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """The tensor that begins there; raises RunError where the disk does not give it back."""
         tensor = passing_tensor(shape, dtype)
-        data, done = bytes_of(tensor), 0
+        data, done = raw_bytes(tensor), 0
         try:
             while done < len(data):
                 count = os.preadv(self.descriptor, [data[done:]], start + done)
@@ -107,10 +107,9 @@ class Stow:
     def put(self, tensor: Tensor) -> Callable[[], Tensor]:
         """How to read ``tensor`` on the CPU, as it is now."""
         here = tensor.detach().to("cpu")
-        if here.nbytes >= STOWED_BYTES:
-            data = bytes_of(here.contiguous())
-            if read := self.put_bytes(data, here.dtype, here.shape):
-                return read
+        large = here.nbytes >= STOWED_BYTES
+        if large and (read := self.put_bytes(raw_bytes(here), here.dtype, here.shape)):
+            return read
         return partial(_same, here.clone() if tensor.device.type == "cpu" else here)
 
     def put_bytes(
@@ -171,9 +170,10 @@ def write_all(descriptor: int, data: memoryview, start: int) -> int:
     return done
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """Those of a contiguous tensor on the CPU, not copied."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """Those of a tensor; not copied where it is contiguous and on the CPU."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
 
 
 def _nameless(folder: Path) -> OpenFile:

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from collapipe_flwr.pipeline.stowed import Lookup, OpenFile, bytes_of, write_all
+from collapipe_flwr.pipeline.stowed import Lookup, OpenFile, raw_bytes, write_all
 
 _LENGTH = struct.Struct("<Q")
 _ALIGN = 8
@@ -50,9 +50,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     with path.open("wb", buffering=0) as file:
         start = write_all(file.fileno(), memoryview(_LENGTH.pack(len(head)) + head), 0)
         for key in keys:
-            start += write_all(
-                file.fileno(), bytes_of(tensors[key].detach().to("cpu").contiguous()), start
-            )
+            start += write_all(file.fileno(), raw_bytes(tensors[key]), start)
 
 
 def read_tensors(path: Path) -> Lookup[Tensor]:

@@ -11,7 +11,7 @@ Parts without such parameters need none of the methods that are asked for here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -21,25 +21,11 @@ from collapipe_flwr.core.errors import ProtocolError
 if TYPE_CHECKING:
     from torch import nn
 
+    from collapipe_flwr.models.borrowed import Borrower, Lender
     from collapipe_flwr.pipeline.optimizer import Optimizer
 
 _SHARED = "shared/"
 ROWS = "rows/"  # and the key of a table: tensors of BEGIN and ROWS frames
-
-
-class _Borrower(Protocol):
-    """A first part whose tables are on the last stage."""
-
-    def rows_needed(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
-    def load_rows(self, key: str, ids: Tensor, rows: Tensor) -> None: ...
-    def row_gradients(self, key: str) -> Tensor: ...
-
-
-class _Lender(Protocol):
-    """A last part that owns them."""
-
-    def rows(self, key: str, ids: Tensor) -> Tensor: ...
-    def add_row_gradients(self, key: str, ids: Tensor, gradients: Tensor) -> None: ...
 
 
 def shared_parameters(part: nn.Module) -> dict[str, nn.Parameter]:
@@ -83,7 +69,7 @@ def wanted_rows(part: nn.Module, batch: Iterable[Mapping[str, Tensor]]) -> dict[
     """The ids of all rows that a step reads, by table."""
     if not borrows(part):
         return {}
-    needed = [cast("_Borrower", part).rows_needed(inputs) for inputs in batch]
+    needed = [cast("Borrower", part).rows_needed(inputs) for inputs in batch]
     return {key: torch.unique(torch.cat([ids[key] for ids in needed])) for key in needed[0]}
 
 
@@ -92,12 +78,12 @@ def load_rows(part: nn.Module, ids: Mapping[str, Tensor], rows: Mapping[str, Ten
     for key, which in ids.items():
         if ROWS + key not in rows:
             raise ProtocolError(f"the last stage sent no rows of the table {key!r}")
-        cast("_Borrower", part).load_rows(key, which, rows[ROWS + key])
+        cast("Borrower", part).load_rows(key, which, rows[ROWS + key])
 
 
 def lend_rows(part: nn.Module, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The rows of the last part's tables. Raises ProtocolError for rows that do not exist."""
-    lender = cast("_Lender", part)
+    lender = cast("Lender", part)
     try:
         return {ROWS + key: lender.rows(key, which) for key, which in ids.items()}
     except (KeyError, IndexError, AttributeError) as error:
@@ -106,7 +92,7 @@ def lend_rows(part: nn.Module, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def row_gradients(part: nn.Module, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The gradients of the rows on the first part, by frame name."""
-    return {ROWS + key: cast("_Borrower", part).row_gradients(key) for key in ids}
+    return {ROWS + key: cast("Borrower", part).row_gradients(key) for key in ids}
 
 
 def add_row_gradients(
@@ -117,4 +103,4 @@ def add_row_gradients(
         gradient = gradients.get(ROWS + key)
         if gradient is None or len(gradient) != len(which):
             raise ProtocolError(f"the first stage returned no gradients of the table {key!r}")
-        cast("_Lender", part).add_row_gradients(key, which, gradient)
+        cast("Lender", part).add_row_gradients(key, which, gradient)

@@ -93,11 +93,6 @@ class Authorizer:
             if (caller := access.callers.get(name)) is None or not caller.may_show(shown):
                 context.cancel()
 
-    @property
-    def access(self) -> AccessControl | None:
-        """The one in force."""
-        return self._access
-
     @contextmanager
     def _cut_short(self, caller: Caller | None, context: grpc.ServicerContext) -> Iterator[None]:
         """Let `replace` cut the call; one that began by an older roster is refused here."""

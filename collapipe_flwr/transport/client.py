@@ -96,19 +96,11 @@ class Session:
         sent_bytes = sum(sizes[key] for key in pushed)
         return TransferStats(sent_bytes=sent_bytes, spared_bytes=sum(sizes.values()) - sent_bytes)
 
-    def fetch_weights(
-        self,
-        *,
-        with_optimizer: bool = False,
-        keys: tuple[str, ...] | None = None,
-    ) -> dict[str, Tensor]:
-        """The weights that the session's part has now, with optimiser slots where asked for.
-
-        `keys` limits the answer to some of them.
-        """
+    def fetch_weights(self, *, with_optimizer: bool = False) -> dict[str, Tensor]:
+        """The weights that the session's part has now, with optimiser slots where asked for."""
 
         def fetch() -> dict[str, Tensor]:
-            return gather_weights(self._answers(with_optimizer, keys), _MOST_BYTES)
+            return gather_weights(self._answers(with_optimizer, None), _MOST_BYTES)
 
         return self.client.patiently(fetch)
 

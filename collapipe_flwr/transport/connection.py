@@ -41,7 +41,7 @@ _CLOSED = "Channel closed!"  # what gRPC says of calls on a channel that this si
 
 
 class Connection:
-    """Calls to one edge server, or device (`what`); use as a context manager.
+    """Calls to one edge server, device or text server (`what`); use as a context manager.
 
     With TLS the peer must prove the host in `address`, or `certificate_name` where it is given.
 

@@ -14,6 +14,7 @@ from cryptography.x509.oid import NameOID
 from collapipe_flwr.core.addresses import host_and_port
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.links import TlsFiles
+from collapipe_flwr.transport.tls import unverified
 
 _CONNECT_S = 3.0
 _MEND = "`collapipe certs`"
@@ -34,24 +35,16 @@ def diagnosis(address: str, name: str, tls: TlsFiles | None) -> str:
 
 def _plain(peer: socket.socket) -> str:
     try:
-        with _unverified().wrap_socket(peer):
+        with unverified().wrap_socket(peer):
             return "it speaks TLS and the cluster file has no [tls]: add it, or start it without"
     except OSError:
         return _SILENT
 
 
-def _unverified() -> ssl.SSLContext:
-    """Accepts whatever certificate is shown."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    return context
-
-
 def _shaken(peer: socket.socket, name: str, tls: TlsFiles) -> str:
     """Shake hands without judging, then judge what was shown."""
     assert tls.ca is not None and tls.certificate is not None and tls.key is not None
-    context = _unverified()
-    context.set_alpn_protocols(["h2"])
+    context = unverified()
     try:
         context.load_cert_chain(tls.certificate, tls.key)
         ca = x509.load_pem_x509_certificate(tls.ca.read_bytes())

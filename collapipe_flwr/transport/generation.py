@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Self
 
 import grpc
 
@@ -19,15 +18,9 @@ from collapipe_flwr.core.errors import (
 )
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.transport.authorizer import Authorizer
-from collapipe_flwr.transport.methods import (
-    Method,
-    channel_options,
-    decode_message,
-    encode_message,
-    name_options,
-)
+from collapipe_flwr.transport.connection import Connection
+from collapipe_flwr.transport.methods import Method, decode_message, encode_message
 from collapipe_flwr.transport.server import Server, call_deadline, only_message
-from collapipe_flwr.transport.tls import open_channel
 
 WRITE = Method("Write", "texts", downloads=True, service="collapipe.Texts")
 _WAITING = 16  # calls in line for a free place; more are refused at once
@@ -106,7 +99,7 @@ class TextServer(Server):
                 context.abort(code, str(error))
 
 
-class TextClient:
+class TextClient(Connection):
     """Asks a `TextServer`; use as a context manager."""
 
     def __init__(
@@ -117,10 +110,13 @@ class TextClient:
         certificate_name: str = "",
         deadline_s: float = _LONGEST_S,
     ) -> None:
-        self._peer = f"text server at {address}"
-        self._deadline_s = deadline_s
-        options = [*channel_options(), *name_options(certificate_name)]
-        self._channel = open_channel(address, tls, options)
+        super().__init__(
+            address,
+            what="text server",
+            tls=tls,
+            certificate_name=certificate_name,
+            deadline_s=deadline_s,
+        )
 
     def write(self, request: GenerateRequest) -> Iterator[str]:
         """The text, chunk by chunk; closing the iterator stops it.
@@ -128,27 +124,21 @@ class TextClient:
         Raises ConfigError with the server's sentence for a request that it refuses, LinkError when
         it cannot be reached or breaks off, LinkTimeout after ``deadline_s``.
         """
-        answers = WRITE.on(self._channel)(encode_message(request), timeout=self._deadline_s)
+        answers = WRITE.on(self.channel)(encode_message(request), timeout=self.deadline_s)
         try:
             for data in answers:
                 yield decode_message(Chunk, data).text
         except grpc.RpcError as error:
-            raise self._translate(error) from error
+            raise self._refusal(error) from error
         finally:
             answers.cancel()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._channel.close()
-
-    def _translate(self, error: grpc.RpcError) -> CollaPipeError:
+    def _refusal(self, error: grpc.RpcError) -> CollaPipeError:
         code, details = error.code(), error.details()
         if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED):
-            return ConfigError(f"{self._peer} refused: {details}")
+            return ConfigError(f"{self.peer} refused: {details}")
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return LinkTimeout(f"{self._peer} did not finish within {self._deadline_s:g} s")
+            return LinkTimeout(f"{self.peer} did not finish within {self.deadline_s:g} s")
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return LinkError(f"{self._peer} has too many texts in line, try again later: {details}")
-        return LinkError(f"{self._peer} cannot be reached or broke off: {details}")
+            return LinkError(f"{self.peer} has too many texts in line, try again later: {details}")
+        return LinkError(f"{self.peer} cannot be reached or broke off: {details}")

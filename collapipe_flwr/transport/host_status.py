@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.versions import version_of
 
 _KIB = 1024
 _MOST_PAYLOAD_BYTES = 16 * 2**20
@@ -65,16 +65,12 @@ def status_here(
     *, awake: bool, stopping: bool, rosters: Mapping[str, int] | None = None
 ) -> HostStatus:
     """Of this process."""
-    try:
-        installed = version("collapipe-flwr")
-    except PackageNotFoundError:  # a checkout that nobody installed
-        installed = ""
     return HostStatus(
         resident_bytes=_resident_bytes(),
         awake=awake,
         stopping=stopping,
         unix_s=time.time(),
-        version=installed,
+        version=version_of("collapipe-flwr"),
         rosters=rosters or {},
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from collapipe_flwr.core.addresses import host_and_port
 from collapipe_flwr.core.errors import LinkError, Unreachable
+from collapipe_flwr.transport.tls import unverified
 
 
 def pinned_ca(address: str, pin: bytes, deadline_s: float) -> bytes:
@@ -22,7 +23,7 @@ def pinned_ca(address: str, pin: bytes, deadline_s: float) -> bytes:
     try:
         with (
             socket.create_connection(place, deadline_s) as peer,
-            _unverified().wrap_socket(peer) as shaken,
+            unverified().wrap_socket(peer) as shaken,
         ):
             chain = _chain(shaken)
     except (OSError, OverflowError) as error:
@@ -37,13 +38,6 @@ def pinned_ca(address: str, pin: bytes, deadline_s: float) -> bytes:
         f"who answers at {address} is not of the CA that the token names, so nothing was sent: "
         "print a token on the control unit of today, or find out who sits in between"
     )
-
-
-def _unverified() -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    context.set_alpn_protocols(["h2"])
-    return context
 
 
 def _chain(shaken: ssl.SSLSocket) -> list[bytes]:

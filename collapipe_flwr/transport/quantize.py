@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from collapipe_flwr.pipeline.stowed import raw_bytes
+
 _BLOCK = 128  # elements that share one scale
 _HALF_TOP = 15  # scaled numbers stay below 2 to the power of this, well within half precision
 _LEAST_UNIT = -126  # its power of two is the smallest normal number of single precision
@@ -42,7 +44,7 @@ def _pack_halves(tensor: Tensor) -> memoryview:
         return memoryview(b"")
     low, high = torch.aminmax(flat)
     unit = torch.tensor([_unit_of(float(torch.maximum(high, -low)))])
-    return memoryview(b"".join((_bytes_of(unit), _bytes_of((flat / unit).to(torch.float16)))))
+    return memoryview(b"".join((raw_bytes(unit), raw_bytes((flat / unit).to(torch.float16)))))
 
 
 def _unpack_halves(raw: bytearray, dtype: torch.dtype) -> Tensor:
@@ -62,7 +64,7 @@ def _pack_int8(tensor: Tensor) -> memoryview:
     scale = largest / 127
     inverse = torch.where(scale > _SMALLEST, 1 / scale, 0.0)  # NaN and infinity give NaN or 0
     steps = (blocks * inverse).round_().to(torch.int8).reshape(-1)[: flat.numel()]
-    return memoryview(b"".join((_bytes_of(scale), _bytes_of(steps))))
+    return memoryview(b"".join((raw_bytes(scale), raw_bytes(steps))))
 
 
 def _unpack_int8(raw: bytearray, dtype: torch.dtype) -> Tensor:
@@ -88,11 +90,6 @@ def _blocks(flat: Tensor) -> Tensor:
     return full.view(-1, _BLOCK)
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
-
-
 def _flat(raw: bytearray, dtype: torch.dtype) -> Tensor:
     if dtype is torch.bool:  # a stranger's byte may be neither 0 nor 1
         return _flat(raw, torch.uint8) != 0
@@ -101,7 +98,7 @@ def _flat(raw: bytearray, dtype: torch.dtype) -> Tensor:
 
 WIRE_CODECS: Mapping[str, WireCodec] = {
     "fp32": WireCodec(  # the tensor's own type, bit by bit
-        pack=_bytes_of, unpack=_flat, wire_bytes=lambda count, dtype: count * dtype.itemsize
+        pack=raw_bytes, unpack=_flat, wire_bytes=lambda count, dtype: count * dtype.itemsize
     ),
     "fp16": WireCodec(
         pack=_pack_halves,
@@ -109,7 +106,7 @@ WIRE_CODECS: Mapping[str, WireCodec] = {
         wire_bytes=lambda count, _: 2 * count + 4 if count else 0,
     ),
     "bf16": WireCodec(
-        pack=lambda tensor: _bytes_of(tensor.to(torch.bfloat16)),
+        pack=lambda tensor: raw_bytes(tensor.to(torch.bfloat16)),
         unpack=lambda raw, dtype: _flat(raw, torch.bfloat16).to(dtype),
         wire_bytes=lambda count, _: 2 * count,
     ),

@@ -82,6 +82,14 @@ def open_channel(
     return grpc.secure_channel(address, client_credentials(tls), options)
 
 
+def unverified() -> ssl.SSLContext:
+    """The side of a client that accepts whatever certificate it is shown, to judge it itself."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    return context
+
+
 def check_pair(certificate: Path, key: Path, way_out: str) -> None:
     """Raise ConfigError, which ends with the ``way_out``, when they do not belong together."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -281,7 +281,7 @@ def test_refusals_name_the_way_out(
     with pytest.raises(ModelError, match="tied"):
         table = replace(LORA, modules_to_save=("word_embeddings",))
         adapted(str(tmp_path / "tied"), "masked-lm", table)
-    with pytest.raises(ModelError, match="rank"):
+    with pytest.raises(ConfigError, match=r"lora\.rank must be at least 0, got -1"):
         LoraConfig(rank=-1)
     with pytest.raises(ModelError, match="rank"):  # 0 asks for no adapters, so none are described
         ModelSpec(task="causal-lm", config_json="{}", lora=LoraConfig(rank=0))

@@ -74,7 +74,7 @@ def test_a_host_called_like_the_control_unit_may_not_ask(tmp_path: Path) -> None
 
 def test_a_client_is_as_patient_as_a_server() -> None:
     with TextClient("127.0.0.1:1") as client:
-        assert client._deadline_s == generation._LONGEST_S
+        assert client.deadline_s == generation._LONGEST_S
 
 
 def test_a_caller_that_never_says_what_it_wants_frees_its_place(
