@@ -73,13 +73,18 @@ class Player:
 
     def control_unit(self) -> None:
         """A round, from all that Flower's message carries to all that the reply does."""
+        from flwr.app import RecordDict
+
         from collapipe_flwr.federation.arrays import encode_tensors, stow_tensors, take_record
+        from collapipe_flwr.federation.bundles import bundle, unbundle
 
         splitter, order = self._splitter, self._order
         keys = (*splitter.embedding_keys(), *splitter.segment_keys(0, splitter.num_blocks))
         message = encode_tensors({})
         for key in keys:
             message.update(encode_tensors(self._weights([key])))
+        bundle(content := RecordDict({"arrays": message}))  # as it comes
+        unbundle(content)
         weights = stow_tensors(message)
         give_back()
         batch = self._batch()
@@ -95,7 +100,9 @@ class Player:
         )
         fleet = NearFleet.of(splitter, order.devices)
         result = train_round(splitter, asked, [[micro_batch]] * order.steps, fleet)
-        assert len(take_record(result.weights)) == len(keys)
+        content["arrays"] = reply = take_record(result.weights)
+        assert len(reply) == len(keys)
+        bundle(content)
 
     def device(self) -> None:
         """A segment between two neighbours."""

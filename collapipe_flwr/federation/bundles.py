@@ -43,6 +43,12 @@ class Bundles:
         return self._made[held][1]
 
 
+def bundle(content: RecordDict) -> None:
+    """Put bundles in the place of small arrays, none of which is there twice for long."""
+    for record in content.array_records.values():
+        record.update(_bundled(record, record.pop, _bundle))
+
+
 def unbundle(content: RecordDict) -> bool:
     """Put members back in the place of their bundles; False where there were none.
 
@@ -65,10 +71,7 @@ def unbundling(message: Message, context: Context, call_next: ClientAppCallable)
     asked = message.has_content() and unbundle(message.content)
     reply = call_next(message, context)
     if asked and reply.has_content():
-        for record in reply.content.array_records.values():
-            taken = _bundled(record, record.pop, _bundle)
-            record.clear()
-            record.update(taken)
+        bundle(reply.content)
     return reply
 
 
@@ -81,7 +84,7 @@ def accept_bundles(app: ClientApp) -> bool:
 
 
 def _bundled(
-    record: ArrayRecord, get: Callable[[str], Array], bundle: Callable[[dict[str, Array]], Array]
+    record: ArrayRecord, get: Callable[[str], Array], join: Callable[[dict[str, Array]], Array]
 ) -> ArrayRecord:
     """The arrays of ``record`` in its order, by ``get``."""
     found = ArrayRecord()
@@ -90,7 +93,7 @@ def _bundled(
         if len(keys) == 1:
             found.update(members)
         else:
-            found[f"bundle {len(found)} of {keys[0]}"] = bundle(members)
+            found[f"bundle {len(found)} of {keys[0]}"] = join(members)
     return found
 
 
@@ -119,8 +122,8 @@ def _bundle(members: Mapping[str, Array]) -> Array:
     return Array("uint8", (len(data),), _STYPE, data)
 
 
-def _members(bundle: Array) -> Iterator[tuple[str, Array]]:
-    data = memoryview(bundle.data)
+def _members(joined: Array) -> Iterator[tuple[str, Array]]:
+    data = memoryview(joined.data)
     try:
         begin = _INDEX.size + _INDEX.unpack_from(data)[0]
         for key, dtype, shape, stype, size in json.loads(bytes(data[_INDEX.size : begin])):
