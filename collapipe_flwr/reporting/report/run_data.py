@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from collapipe_flwr.reporting.report.series import Series
-from collapipe_flwr.reporting.run_directory import iter_events, read_config, read_summary
+from collapipe_flwr.reporting.run_directory import (
+    iter_events,
+    read_config,
+    read_summary,
+    untrained_metrics,
+)
 
 Json = Mapping[str, Any]
 Placed = tuple[str, int, int]  # device, first block, stop block
@@ -119,6 +124,11 @@ class RunData:
     def metric(self) -> str:
         """Name of the task's metric."""
         return str(self.summary.get("metric", {}).get("name", "loss"))
+
+    @property
+    def untrained(self) -> Mapping[str, float]:
+        """Metrics before the first round, as far as they are known."""
+        return untrained_metrics(self.summary)
 
     @property
     def budget_j(self) -> Mapping[str, float | None]:
