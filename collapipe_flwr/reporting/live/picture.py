@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from collapipe_flwr.reporting.events import finite
+from collapipe_flwr.reporting.events import finite, holders
 
 Json = dict[str, Any]
 CONTROL_UNIT, EDGE = "control unit", "edge"
@@ -111,16 +111,10 @@ def _role(cluster: str, device: str) -> str:
 
 def _stages(cluster: str, plan: Mapping[str, Any], members: Mapping[str, Json]) -> list[Json]:
     """Control unit, segments and edge in pipeline order; ``ids`` names who holds a stage."""
-    held = [d for s in plan["segments"] for d in (s["device_id"], *s.get("replicas", ()))]
-    control_unit = next((d for d in plan["tx_power_w"] if d not in held), CONTROL_UNIT)
-    rows = [
-        ((control_unit,), None),
-        *(
-            ((s["device_id"], *s.get("replicas", ())), (s["first_block"], s["stop_block"]))
-            for s in plan["segments"]
-        ),
-        ((EDGE,), None),
-    ]
+    held = [(holders(s), (s["first_block"], s["stop_block"])) for s in plan["segments"]]
+    busy = {device for devices, _ in held for device in devices}
+    control_unit = next((d for d in plan["tx_power_w"] if d not in busy), CONTROL_UNIT)
+    rows = [((control_unit,), None), *held, ((EDGE,), None)]
     return [
         {
             "ids": list(ids),
