@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from collapipe_flwr.membership.services import Manager, Service, check_manager, install
+
 if TYPE_CHECKING:
     from collapipe_flwr.config.cluster_file import ClusterConfig
     from collapipe_flwr.membership.newcomer import Membership, Newcomer
@@ -46,15 +48,8 @@ Folder = Annotated[
 ]
 
 
-class ServiceOf(StrEnum):
-    """Whose systemd runs a service."""
-
-    system = "system"
-    user = "user"
-
-
 AsService = Annotated[
-    ServiceOf | None,
+    Manager | None,
     typer.Option("--service", help="Install and start a service of systemd, and return."),
 ]
 Minutes = Annotated[float, typer.Option(help="For how long the token is valid.", min=1)]
@@ -98,7 +93,8 @@ def init(
     from collapipe_flwr.membership.registry import NewCluster
     from collapipe_flwr.membership.tokens import role_named
 
-    _check_service(service)
+    if service is not None:
+        check_manager(service)
     registry = _registry(folder)
     at = with_port(address or own_host(), JOINING_PORT)
     host = at.rpartition(":")[0]
@@ -267,7 +263,8 @@ def join(
     from collapipe_flwr.membership.registry import default_folder
     from collapipe_flwr.membership.tokens import parse_token
 
-    _check_service(service)
+    if service is not None:
+        check_manager(service)
     known = parse_token(sys.stdin.readline() if token == "-" else token)
     newcomer = Newcomer(
         folder=folder or default_folder(),
@@ -326,20 +323,11 @@ def _start(found: Membership, folder: Path, options: list[str]) -> None:
     os.execv(sys.executable, [*python, *command, *options])
 
 
-def _check_service(service: ServiceOf | None) -> None:
-    from collapipe_flwr.membership.services import Manager, check_manager
-
-    if service is not None:
-        check_manager(Manager(service.value))
-
-
 def _install(
-    service: ServiceOf, unit: str, folder: Path, name: str = "", options: Sequence[str] = ()
+    manager: Manager, unit: str, folder: Path, name: str = "", options: Sequence[str] = ()
 ) -> None:
-    from collapipe_flwr.membership.services import Manager, Service, install
-
     wanted = Service(unit=unit, folder=folder, name=name, options=options)
-    path = install(wanted, Manager(service.value))
+    path = install(wanted, manager)
     typer.echo(f"{wanted.service} runs, and starts with this machine: {path}")
 
 
@@ -352,7 +340,7 @@ def _registry(folder: Path | None) -> Registry:
 def _print_token(
     registry: Registry, config: ClusterConfig, role: TokenRole, members: int, minutes: float
 ) -> None:
-    from collapipe_flwr.membership.issuing import new_token
+    from collapipe_flwr.membership.registry import new_token
     from collapipe_flwr.membership.tokens import role_named
 
     with registry.changing():
