@@ -106,7 +106,7 @@ class Listener(Server):
         self._draining = True
         with self._answered:
             self._answered.wait_for(
-                lambda: self._servicer is None or not self._servicer.sessions(), timeout=grace_s
+                lambda: (load := self.load()) is None or not load.sessions, timeout=grace_s
             )
 
     def _let_go(self) -> None:

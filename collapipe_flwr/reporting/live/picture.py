@@ -5,6 +5,7 @@ Plain data, small enough to be sent for a thousand devices after every round.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -20,12 +21,12 @@ def round_picture(event: Mapping[str, Any], budget_j: Mapping[str, float | None]
     plans = {plan["cluster_id"]: plan for plan in (event.get("plan") or {}).get("clusters", ())}
     found = {**dict.fromkeys(plans), **event.get("clusters", {})}
     names = {*found, *event.get("lost", ())}
-    links: dict[str, list[Mapping[str, Any]]] = {name: [] for name in names}
+    links: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for link in event.get("links", ()):
-        links.setdefault(link["cluster"], []).append(link)
-    queues: dict[str, Json] = {name: {} for name in names}
+        links[link["cluster"]].append(link)
+    queues: defaultdict[str, Json] = defaultdict(dict)
     for device, queue_j in event.get("queues_j", {}).items():
-        queues.setdefault(device.rpartition("/")[0], {})[device] = queue_j
+        queues[device.rpartition("/")[0]][device] = queue_j
     memory = event.get("memory_bytes", {})
     pictures = [
         _cluster(
