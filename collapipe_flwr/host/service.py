@@ -338,9 +338,9 @@ class EdgeService:
                 session.recorder = stage.recorder
                 stage.serve()
             session.recorder = None
-            report = replace(stage.report(), energy_j=used.joules)
-            most_bytes = max(report.peak_tensor_bytes, peak.num_bytes)
-            report = replace(report, peak_tensor_bytes=most_bytes)
+            measured = stage.report()
+            most_bytes = max(measured.peak_tensor_bytes, peak.num_bytes)
+            report = replace(measured, energy_j=used.joules, peak_tensor_bytes=most_bytes)
             session.count(report)
             self.tally.count(session.request, report)
             _log.info("a stream of %d steps has ended", report.steps)
