@@ -1,20 +1,221 @@
-"""``collapipe cluster`` and ``collapipe certs``: look after a cluster of real machines."""
+"""``collapipe cluster`` and ``collapipe certs``: make, keep and check clusters of machines."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from collapipe_flwr.cli.joining import init, remove, serve, status, token
+from collapipe_flwr.membership.systemd import Manager, Service, check_manager, install
 
-clusters = typer.Typer(help="Make, keep and check clusters of real machines.", no_args_is_help=True)
-for command in (init, serve, token, status, remove):
-    clusters.command()(command)
+if TYPE_CHECKING:
+    from collapipe_flwr.config.cluster_file import ClusterConfig
+    from collapipe_flwr.membership.registry import Registry
+    from collapipe_flwr.membership.status import ClusterStatus
 
 
-@clusters.command("check")
+class TokenRole(StrEnum):
+    """What a token is for."""
+
+    device = "device"
+    edge = "edge"
+    server = "server"
+    control_unit = "control-unit"
+
+
+class Elsewhere(StrEnum):
+    """Members that are not on the machine where the cluster is made."""
+
+    edge = "edge"
+    server = "server"
+    control_unit = "control-unit"
+
+
+Folder = Annotated[
+    Path | None,
+    typer.Option(
+        help="Where the cluster's files are. Default: $COLLAPIPE_FOLDER, else /etc/collapipe for "
+        "root, else ~/.config/collapipe."
+    ),
+]
+AsService = Annotated[
+    Manager | None,
+    typer.Option("--service", help="Install and start a service of systemd, and return."),
+]
+Minutes = Annotated[float, typer.Option(help="For how long the token is valid.", min=1)]
+
+
+def init(
+    name: Annotated[str, typer.Argument(help="How the cluster is called.")],
+    address: Annotated[
+        str,
+        typer.Option(help="HOST or HOST:PORT where boards reach this machine. Default: found."),
+    ] = "",
+    edge_address: Annotated[
+        str, typer.Option(help="HOST:PORT of the edge. Default: this host, port 50061.")
+    ] = "",
+    elsewhere: Annotated[
+        list[Elsewhere] | None,
+        typer.Option(help="Members on other machines, which join by a token of their own."),
+    ] = None,
+    members: Annotated[
+        int, typer.Option(help="Number of boards that may join by the printed token.", min=1)
+    ] = 8,
+    minutes: Minutes = 60.0,
+    folder: Folder = None,
+    service: AsService = None,
+    measure: Annotated[bool, typer.Option(help="Measure this machine for plans.")] = True,
+) -> None:
+    """Make a cluster; run it on its control unit. Print a token by which boards join.
+
+    Makes a CA, certificates of what is on this machine, and the cluster file. For a cluster that is
+    there already, only another token is made. With --elsewhere control-unit, run it on any machine
+    that stays, as that of the first of several clusters.
+    """
+    from collapipe_flwr.config.cluster_file import MemberConfig
+    from collapipe_flwr.membership.newcomer import (
+        EDGE_PORT,
+        JOINING_PORT,
+        kind_here,
+        own_host,
+        with_port,
+    )
+    from collapipe_flwr.membership.registry import NewCluster
+    from collapipe_flwr.membership.tokens import role_named
+
+    if service is not None:
+        check_manager(service)
+    registry = _registry(folder)
+    at = with_port(address or own_host(), JOINING_PORT)
+    host = at.rpartition(":")[0]
+    wanted = NewCluster(
+        cluster_id=name,
+        control_unit=MemberConfig(
+            name=f"cu-{name}", address=at, kind=kind_here() or MemberConfig().kind
+        ),
+        edge_address=edge_address or f"{host}:{EDGE_PORT}",
+        elsewhere=frozenset(role_named(each.value) for each in elsewhere or ()),
+    )
+    with registry.changing():
+        config = registry.create(wanted)
+    if measure and not config.joining:
+        _note_own_speed(registry, config)
+    typer.echo(f"cluster {config.id}: {config.path}")
+    _print_token(registry, config, TokenRole.device, members, minutes)
+    for role in elsewhere or ():
+        _print_token(registry, config, TokenRole(role.value), 1, minutes)
+    if service is None:
+        typer.echo(f"then, here: collapipe cluster serve{_option(folder)}")
+    else:
+        install_service(service, "cluster", registry.folder)
+
+
+def serve(
+    folder: Folder = None,
+    listen: Annotated[
+        str, typer.Option(help="HOST:PORT for newcomers. Default: the control unit's address.")
+    ] = "",
+    announce: Annotated[
+        bool, typer.Option("--announce", help="Tell the local network where it is, by mDNS.")
+    ] = False,
+    edge: Annotated[bool, typer.Option(help="Run the edge, too, where its files are here.")] = True,
+    edge_options: Annotated[
+        list[str] | None, typer.Argument(help="Behind --: options of `collapipe edge`.")
+    ] = None,
+) -> None:
+    """Let newcomers in and tell members of each other, until SIGTERM or Ctrl-C.
+
+    Run it where the cluster was made. Members go on without it; they hear of changes when it is
+    back. On a control unit that joined by a token, it keeps the cluster file up to date.
+    """
+    import logging
+
+    from collapipe_flwr.membership.serving import ServeSettings
+    from collapipe_flwr.membership.serving import serve as stay
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    settings = ServeSettings(
+        listen=listen, edge=edge, edge_options=tuple(edge_options or ()), announce=announce
+    )
+    stay(_registry(folder), settings, lambda text: typer.echo(text))
+
+
+def token(
+    cluster: Annotated[str, typer.Argument(help="Its name, if there are several here.")] = "",
+    role: Annotated[TokenRole, typer.Option(help="What the token makes its bearer.")] = (
+        TokenRole.device
+    ),
+    members: Annotated[int, typer.Option(help="How many may join by it.", min=1)] = 1,
+    minutes: Minutes = 60.0,
+    folder: Folder = None,
+) -> None:
+    """Print another token; run it where the cluster was made."""
+    registry = _registry(folder)
+    _print_token(registry, registry.cluster(cluster), role, members, minutes)
+
+
+def status(
+    cluster: Annotated[str, typer.Argument(help="Its name, if there are several here.")] = "",
+    folder: Folder = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, once.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print once on a terminal, too.")] = False,
+) -> None:
+    """Show who is in a cluster, and who is there; run it where it was made or on a control unit.
+
+    A table that stays up to date until Ctrl-C on a terminal, plain lines elsewhere. Exit code 1 if
+    somebody is not there, or does not have the newest roster yet.
+    """
+    from rich.console import Console
+
+    from collapipe_flwr.core.json_codec import to_json
+    from collapipe_flwr.membership.status import cluster_status
+    from collapipe_flwr.reporting.cluster_table import follow, status_lines, status_table
+
+    registry, console = _registry(folder), Console()
+
+    def look() -> ClusterStatus:
+        return cluster_status(registry.cluster(cluster))
+
+    found = look()
+    if as_json:
+        typer.echo(to_json(found))
+    elif not console.is_terminal:
+        typer.echo("\n".join(status_lines(found)))
+    elif once:
+        console.print(status_table(found))
+    else:
+        found = follow(console, found, look)
+    raise typer.Exit(0 if found.complete else 1)
+
+
+def remove(
+    member: Annotated[str, typer.Argument(help="Its name.")],
+    cluster: Annotated[str, typer.Option(help="Its cluster, if there are several here.")] = "",
+    folder: Folder = None,
+) -> None:
+    """Remove a member that joined by a token; run it where the cluster was made.
+
+    Its certificate is refused from now on by all that can be reached, what it has under way there
+    is cut, and its daemon ends. `collapipe cluster serve` tells the others when they are back.
+    """
+    from collapipe_flwr.membership.herald import listeners, tell
+
+    registry = _registry(folder)
+    with registry.changing():
+        before = registry.cluster(cluster)
+        after = registry.remove(before, member)
+        roster = registry.roster(after)
+    gone = [each for each in listeners(before) if each.name == member]
+    faults = tell(after, (*listeners(after), *gone), roster)
+    typer.echo(f"{member} is no member of {after.id} any more")
+    for name, fault in faults.items():
+        if fault and name != member:
+            typer.echo(f"{name} will hear of it from `collapipe cluster serve`: {fault}")
+
+
 def check(
     file: Annotated[Path, typer.Argument(help="The cluster file (TOML).")],
     json_file: Annotated[
@@ -56,6 +257,11 @@ def check(
     raise typer.Exit(1 if found.faults else 0)
 
 
+clusters = typer.Typer(help="Make, keep and check clusters of real machines.", no_args_is_help=True)
+for command in (init, serve, token, status, remove, check):
+    clusters.command()(command)
+
+
 def certs(
     folder: Annotated[Path, typer.Argument(help="Folder for the PEM files.")],
     names: Annotated[
@@ -90,3 +296,44 @@ def certs(
     made = sign_all(folder, members, days=days, renew=renew, new_ca=new_ca)
     for name in members:
         typer.echo(f"{name}: {folder / name}.pem, .key" if name in made else f"{name}: kept")
+
+
+def _registry(folder: Path | None) -> Registry:
+    from collapipe_flwr.membership.registry import Registry, default_folder
+
+    return Registry(folder or default_folder())
+
+
+def _print_token(
+    registry: Registry, config: ClusterConfig, role: TokenRole, members: int, minutes: float
+) -> None:
+    from collapipe_flwr.membership.registry import new_token
+    from collapipe_flwr.membership.tokens import role_named
+
+    with registry.changing():
+        made = new_token(registry, config, role_named(role.value), members=members, minutes=minutes)
+    who = "on the board" if members == 1 else f"on each of up to {members} boards"
+    where = who if role is TokenRole.device else f"on the {role.value.replace('-', ' ')}'s machine"
+    typer.echo(f"{where}, within {minutes:g} minutes:")
+    typer.echo(f"collapipe join {made}")
+
+
+def _note_own_speed(registry: Registry, config: ClusterConfig) -> None:
+    from collapipe_flwr.membership.figures import note_figures
+    from collapipe_flwr.membership.newcomer import measured
+
+    found = measured(config.control_unit.name)
+    with registry.changing():
+        note_figures(config, [found])
+
+
+def install_service(
+    manager: Manager, unit: str, folder: Path, name: str = "", options: Sequence[str] = ()
+) -> None:
+    wanted = Service(unit=unit, folder=folder, name=name, options=options)
+    path = install(wanted, manager)
+    typer.echo(f"{wanted.service} runs, and starts with this machine: {path}")
+
+
+def _option(folder: Path | None) -> str:
+    return "" if folder is None else f" --folder {folder}"

@@ -134,15 +134,14 @@ def _access(
     access = access_control([] if config is None else [config], allow or ())
     if allow and tls is None:
         raise ConfigError("--allow needs TLS: only a peer with a certificate can be told apart")
-    if not listen:
-        return access if tls and access.callers else None
-    with blaming("--listen"):
-        host, _ = host_and_port(listen, least=0)
-    if tls is None and not is_loopback(host):
-        raise ConfigError(
-            f"--listen {listen} without TLS would let anybody in the network use the "
-            "model: give --tls-ca, --tls-cert and --tls-key"
-        )
+    if listen:
+        with blaming("--listen"):
+            host, _ = host_and_port(listen, least=0)
+        if tls is None and not is_loopback(host):
+            raise ConfigError(
+                f"--listen {listen} without TLS would let anybody in the network use the "
+                "model: give --tls-ca, --tls-cert and --tls-key"
+            )
     return access if tls and access.callers else None
 
 

@@ -1,230 +1,21 @@
-"""``collapipe join``, and what makes and keeps a cluster on its control unit."""
+"""``collapipe join``: a machine becomes a member of a cluster by a token, and runs its daemon."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from collapipe_flwr.cli.cluster import AsService, Folder, install_service
+from collapipe_flwr.membership.systemd import check_manager
+
 if TYPE_CHECKING:
-    from collapipe_flwr.config.cluster_file import ClusterConfig
     from collapipe_flwr.membership.newcomer import Membership, Newcomer
-    from collapipe_flwr.membership.registry import Registry
-    from collapipe_flwr.membership.status import ClusterStatus
     from collapipe_flwr.membership.tokens import JoinToken
-
-
-class TokenRole(StrEnum):
-    """What a token is for."""
-
-    device = "device"
-    edge = "edge"
-    server = "server"
-    control_unit = "control-unit"
-
-
-class Elsewhere(StrEnum):
-    """Members that are not on the machine where the cluster is made."""
-
-    edge = "edge"
-    server = "server"
-    control_unit = "control-unit"
-
-
-Folder = Annotated[
-    Path | None,
-    typer.Option(
-        help="Where the cluster's files are. Default: $COLLAPIPE_FOLDER, else /etc/collapipe for "
-        "root, else ~/.config/collapipe."
-    ),
-]
-
-
-class ServiceOf(StrEnum):
-    """Whose systemd runs a service."""
-
-    system = "system"
-    user = "user"
-
-
-AsService = Annotated[
-    ServiceOf | None,
-    typer.Option("--service", help="Install and start a service of systemd, and return."),
-]
-Minutes = Annotated[float, typer.Option(help="For how long the token is valid.", min=1)]
-
-
-def init(
-    name: Annotated[str, typer.Argument(help="How the cluster is called.")],
-    address: Annotated[
-        str,
-        typer.Option(help="HOST or HOST:PORT where boards reach this machine. Default: found."),
-    ] = "",
-    edge_address: Annotated[
-        str, typer.Option(help="HOST:PORT of the edge. Default: this host, port 50061.")
-    ] = "",
-    elsewhere: Annotated[
-        list[Elsewhere] | None,
-        typer.Option(help="Members on other machines, which join by a token of their own."),
-    ] = None,
-    members: Annotated[
-        int, typer.Option(help="Number of boards that may join by the printed token.", min=1)
-    ] = 8,
-    minutes: Minutes = 60.0,
-    folder: Folder = None,
-    service: AsService = None,
-    measure: Annotated[bool, typer.Option(help="Measure this machine for plans.")] = True,
-) -> None:
-    """Make a cluster; run it on its control unit. Print a token by which boards join.
-
-    Makes a CA, certificates of what is on this machine, and the cluster file. For a cluster that is
-    there already, only another token is made. With --elsewhere control-unit, run it on any machine
-    that stays, as that of the first of several clusters.
-    """
-    from collapipe_flwr.config.cluster_file import MemberConfig
-    from collapipe_flwr.membership.newcomer import (
-        EDGE_PORT,
-        JOINING_PORT,
-        kind_here,
-        own_host,
-        with_port,
-    )
-    from collapipe_flwr.membership.registry import NewCluster
-    from collapipe_flwr.membership.tokens import role_named
-
-    _check_service(service)
-    registry = _registry(folder)
-    at = with_port(address or own_host(), JOINING_PORT)
-    host = at.rpartition(":")[0]
-    wanted = NewCluster(
-        cluster_id=name,
-        control_unit=MemberConfig(
-            name=f"cu-{name}", address=at, kind=kind_here() or MemberConfig().kind
-        ),
-        edge_address=edge_address or f"{host}:{EDGE_PORT}",
-        elsewhere=frozenset(role_named(each.value) for each in elsewhere or ()),
-    )
-    with registry.changing():
-        config = registry.create(wanted)
-    if measure and not config.joining:
-        _note_own_speed(registry, config)
-    typer.echo(f"cluster {config.id}: {config.path}")
-    _print_token(registry, config, TokenRole.device, members, minutes)
-    for role in elsewhere or ():
-        _print_token(registry, config, TokenRole(role.value), 1, minutes)
-    if service is None:
-        typer.echo(f"then, here: collapipe cluster serve{_option(folder)}")
-    else:
-        _install(service, "cluster", registry.folder)
-
-
-def token(
-    cluster: Annotated[str, typer.Argument(help="Its name, if there are several here.")] = "",
-    role: Annotated[TokenRole, typer.Option(help="What the token makes its bearer.")] = (
-        TokenRole.device
-    ),
-    members: Annotated[int, typer.Option(help="How many may join by it.", min=1)] = 1,
-    minutes: Minutes = 60.0,
-    folder: Folder = None,
-) -> None:
-    """Print another token; run it where the cluster was made."""
-    registry = _registry(folder)
-    _print_token(registry, registry.cluster(cluster), role, members, minutes)
-
-
-def serve(
-    folder: Folder = None,
-    listen: Annotated[
-        str, typer.Option(help="HOST:PORT for newcomers. Default: the control unit's address.")
-    ] = "",
-    announce: Annotated[
-        bool, typer.Option("--announce", help="Tell the local network where it is, by mDNS.")
-    ] = False,
-    edge: Annotated[bool, typer.Option(help="Run the edge, too, where its files are here.")] = True,
-    edge_options: Annotated[
-        list[str] | None, typer.Argument(help="Behind --: options of `collapipe edge`.")
-    ] = None,
-) -> None:
-    """Let newcomers in and tell members of each other, until SIGTERM or Ctrl-C.
-
-    Run it where the cluster was made. Members go on without it; they hear of changes when it is
-    back. On a control unit that joined by a token, it keeps the cluster file up to date.
-    """
-    import logging
-
-    from collapipe_flwr.membership.serving import ServeSettings
-    from collapipe_flwr.membership.serving import serve as stay
-
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    settings = ServeSettings(
-        listen=listen, edge=edge, edge_options=tuple(edge_options or ()), announce=announce
-    )
-    stay(_registry(folder), settings, lambda text: typer.echo(text))
-
-
-def remove(
-    member: Annotated[str, typer.Argument(help="Its name.")],
-    cluster: Annotated[str, typer.Option(help="Its cluster, if there are several here.")] = "",
-    folder: Folder = None,
-) -> None:
-    """Remove a member that joined by a token; run it where the cluster was made.
-
-    Its certificate is refused from now on by all that can be reached, what it has under way there
-    is cut, and its daemon ends. `collapipe cluster serve` tells the others when they are back.
-    """
-    from collapipe_flwr.membership.herald import listeners, tell
-
-    registry = _registry(folder)
-    with registry.changing():
-        before = registry.cluster(cluster)
-        after = registry.remove(before, member)
-        roster = registry.roster(after)
-    gone = [each for each in listeners(before) if each.name == member]
-    faults = tell(after, (*listeners(after), *gone), roster)
-    typer.echo(f"{member} is no member of {after.id} any more")
-    for name, fault in faults.items():
-        if fault and name != member:
-            typer.echo(f"{name} will hear of it from `collapipe cluster serve`: {fault}")
-
-
-def status(
-    cluster: Annotated[str, typer.Argument(help="Its name, if there are several here.")] = "",
-    folder: Folder = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, once.")] = False,
-    once: Annotated[bool, typer.Option("--once", help="Print once on a terminal, too.")] = False,
-) -> None:
-    """Show who is in a cluster, and who is there; run it where it was made or on a control unit.
-
-    A table that stays up to date until Ctrl-C on a terminal, plain lines elsewhere. Exit code 1 if
-    somebody is not there, or does not have the newest roster yet.
-    """
-    from rich.console import Console
-
-    from collapipe_flwr.core.json_codec import to_json
-    from collapipe_flwr.membership.status import cluster_status
-    from collapipe_flwr.reporting.cluster_table import follow, status_lines, status_table
-
-    registry, console = _registry(folder), Console()
-
-    def look() -> ClusterStatus:
-        return cluster_status(registry.cluster(cluster))
-
-    found = look()
-    if as_json:
-        typer.echo(to_json(found))
-    elif not console.is_terminal:
-        typer.echo("\n".join(status_lines(found)))
-    elif once:
-        console.print(status_table(found))
-    else:
-        found = follow(console, found, look)
-    raise typer.Exit(0 if found.complete else 1)
 
 
 def join(
@@ -267,7 +58,8 @@ def join(
     from collapipe_flwr.membership.registry import default_folder
     from collapipe_flwr.membership.tokens import parse_token
 
-    _check_service(service)
+    if service is not None:
+        check_manager(service)
     known = parse_token(sys.stdin.readline() if token == "-" else token)
     newcomer = Newcomer(
         folder=folder or default_folder(),
@@ -285,7 +77,7 @@ def join(
         typer.echo(f"{found.name} is in {found.cluster.id} already, as {found.role.value}")
     unit = {"device": "device", "edge": "edge", "control unit": "cluster"}.get(found.role.value)
     if service is not None and unit is not None:
-        _install(service, unit, newcomer.folder, found.name, options or ())
+        install_service(service, unit, newcomer.folder, found.name, options or ())
     elif start:
         _start(found, newcomer.folder, options or [])
 
@@ -324,53 +116,3 @@ def _start(found: Membership, folder: Path, options: list[str]) -> None:
     sys.stdout.flush()
     python = [sys.executable, "-m", "collapipe_flwr.cli"]
     os.execv(sys.executable, [*python, *command, *options])
-
-
-def _check_service(service: ServiceOf | None) -> None:
-    from collapipe_flwr.membership.services import Manager, check_manager
-
-    if service is not None:
-        check_manager(Manager(service.value))
-
-
-def _install(
-    service: ServiceOf, unit: str, folder: Path, name: str = "", options: Sequence[str] = ()
-) -> None:
-    from collapipe_flwr.membership.services import Manager, Service, install
-
-    wanted = Service(unit=unit, folder=folder, name=name, options=options)
-    path = install(wanted, Manager(service.value))
-    typer.echo(f"{wanted.service} runs, and starts with this machine: {path}")
-
-
-def _registry(folder: Path | None) -> Registry:
-    from collapipe_flwr.membership.registry import Registry, default_folder
-
-    return Registry(folder or default_folder())
-
-
-def _print_token(
-    registry: Registry, config: ClusterConfig, role: TokenRole, members: int, minutes: float
-) -> None:
-    from collapipe_flwr.membership.issuing import new_token
-    from collapipe_flwr.membership.tokens import role_named
-
-    with registry.changing():
-        made = new_token(registry, config, role_named(role.value), members=members, minutes=minutes)
-    who = "on the board" if members == 1 else f"on each of up to {members} boards"
-    where = who if role is TokenRole.device else f"on the {role.value.replace('-', ' ')}'s machine"
-    typer.echo(f"{where}, within {minutes:g} minutes:")
-    typer.echo(f"collapipe join {made}")
-
-
-def _note_own_speed(registry: Registry, config: ClusterConfig) -> None:
-    from collapipe_flwr.membership.figures import note_figures
-    from collapipe_flwr.membership.newcomer import measured
-
-    found = measured(config.control_unit.name)
-    with registry.changing():
-        note_figures(config, [found])
-
-
-def _option(folder: Path | None) -> str:
-    return "" if folder is None else f" --folder {folder}"

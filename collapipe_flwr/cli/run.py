@@ -5,9 +5,12 @@ from __future__ import annotations
 import gc
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from collapipe_flwr.federation.running import Order
 
 Project = Annotated[Path, typer.Argument(help="Folder of the Flower app.")]
 RunConfig = Annotated[
@@ -57,18 +60,11 @@ def run(
     all that Flower, Ray and the apps print.
     """
     from collapipe_flwr.core.processes import terminable
-    from collapipe_flwr.federation.running import Attempt, Order
+    from collapipe_flwr.federation.running import Attempt
     from collapipe_flwr.reporting.screen import Screen
 
     screen = Screen(quiet=quiet, verbose=verbose)
-    order = Order(
-        project=project,
-        run_config=tuple(run_config or ()),
-        federation_config=federation_config,
-        output_dir=output_dir,
-        resume=resume,
-        clusters=tuple(cluster or ()),
-    )
+    order = _order(project, run_config, federation_config, output_dir, resume, cluster)
     attempt = Attempt(order, screen)
     with terminable(attempt.stopping):
         attempt.check()
@@ -91,16 +87,8 @@ def check_config(
     something is wrong.
     """
     from collapipe_flwr.core.errors import wrong_input
-    from collapipe_flwr.federation.running import Order
 
-    order = Order(
-        project=project,
-        run_config=tuple(run_config or ()),
-        federation_config=federation_config,
-        output_dir=output_dir,
-        resume=resume,
-        clusters=tuple(cluster or ()),
-    )
+    order = _order(project, run_config, federation_config, output_dir, resume, cluster)
     gc.disable()  # a fifth of the time of what follows, which ends this process
     with wrong_input():
         launch = order.launch()
@@ -108,6 +96,26 @@ def check_config(
 
         os.chdir(launch.app)  # as the run does: paths in the run-config are relative to the app
         typer.echo(check_launch(launch))
+
+
+def _order(
+    project: Path,
+    run_config: list[str] | None,
+    federation_config: Path | None,
+    output_dir: Path,
+    resume: Path | None,
+    clusters: list[Path] | None,
+) -> Order:
+    from collapipe_flwr.federation.running import Order
+
+    return Order(
+        project=project,
+        run_config=tuple(run_config or ()),
+        federation_config=federation_config,
+        output_dir=output_dir,
+        resume=resume,
+        clusters=tuple(clusters or ()),
+    )
 
 
 def compare(

@@ -42,7 +42,7 @@ def watch(
     holds a token, without which nothing is shown.
     """
     from collapipe_flwr.core.errors import wrong_input
-    from collapipe_flwr.reporting.live.finding import run_finder
+    from collapipe_flwr.reporting.live.feed import run_finder
 
     if superlink is None:
         with wrong_input():

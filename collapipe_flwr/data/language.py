@@ -17,7 +17,7 @@ from collapipe_flwr.core.errors import DataError, extra
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.files import without_empty
 from collapipe_flwr.data.metrics import Measure, Tally, match_rate
-from collapipe_flwr.data.reader import ReadColumn, sparse_column
+from collapipe_flwr.data.reader import ReadColumn, column
 from collapipe_flwr.data.tasks import Batch, Task
 from collapipe_flwr.data.tokenizer import IGNORED_LABEL
 
@@ -39,7 +39,7 @@ class LanguageModel(Task):
     measures: ClassVar[Mapping[str, Measure]] = {"accuracy": match_rate}
     text_columns: ClassVar[tuple[str, ...]] = ("text",)
     columns: ClassVar[Mapping[str, str]] = {"text": "text_column"}
-    readers: ClassVar[Mapping[str, ReadColumn]] = {"text": sparse_column}
+    readers: ClassVar[Mapping[str, ReadColumn]] = {"text": column}
 
     def read_file(self, name: str) -> Dataset:
         return self.file_rows(name)  # its rows are counted, the empty ones, too

@@ -61,17 +61,6 @@ def name_of(number: Any, names: Sequence[str], what: str) -> str:
     return names[number]
 
 
-def column(table: Dataset, name: str, *, key: str, of: str) -> list[str]:
-    """A column as texts, see `sparse_column`; raises DataError, too, if a row of it is empty."""
-    texts = sparse_column(table, name, key=key, of=of)
-    if empty := empty_rows(texts):
-        raise DataError(
-            f'{key} "{name}" of "{of}" is empty in {len(empty)} of {len(texts)} rows, '
-            f"{numbered(empty)}: fill or remove these rows"
-        )
-    return texts
-
-
 def empty_rows(texts: Sequence[str]) -> list[int]:
     """The rows without a text."""
     return [row for row, text in enumerate(texts) if not text.strip()]
@@ -87,8 +76,8 @@ def numbered(rows: Sequence[int], what: str = "row") -> str:
     return f"{what}s {', '.join(first)} and {last}" if first else f"{what} {last}"
 
 
-def sparse_column(table: Dataset, name: str, *, key: str, of: str) -> list[str]:
-    """A column as texts; the names of class labels instead of their numbers.
+def column(table: Dataset, name: str, *, key: str, of: str) -> list[str]:
+    """A column as texts, empty where a row has none; names of class labels, not their numbers.
 
     A field in an object is named ``column.field``. Raises DataError, naming ``key``, if the column
     is not there or holds no texts.

@@ -19,7 +19,7 @@ from collapipe_flwr.data.batches import Example, partition_rows
 from collapipe_flwr.data.config import TASK_CLASSES, TRAIN_TOKENIZER, DataConfig, key_of
 from collapipe_flwr.data.files import is_one_table, load_table
 from collapipe_flwr.data.metrics import Measure, Tally
-from collapipe_flwr.data.reader import ReadColumn, empty_rows, numbered, sparse_column, with_names
+from collapipe_flwr.data.reader import ReadColumn, column, empty_rows, numbered, with_names
 from collapipe_flwr.data.tokenizer import (
     IGNORED_LABEL,
     IGNORED_TAG,
@@ -278,7 +278,7 @@ class Task(ABC):
         """The columns of ``table`` that ``fields`` names, under our own names."""
         found = {}
         for ours, field in fields.items():
-            read: ReadColumn = self.readers.get(ours, sparse_column)
+            read: ReadColumn = self.readers.get(ours, column)
             found[ours] = read(table, getattr(self.settings, field), key=key_of(field), of=name)
         return self._usable(Dataset.from_dict(found), self.bad_rows(found), name)
 

@@ -28,13 +28,10 @@ class Ssh:
         The script does not begin before all of it is there. Raises LinkError.
         """
         whole = f"main() {{\n{script}\n}}\nmain\n"
-        return self._call(_AS_ROOT, whole.encode(), deadline_s).decode(errors="replace")
-
-    def _call(self, command: str, data: bytes, deadline_s: float) -> bytes:
         try:
             done = subprocess.run(
-                [*self._words(), command],
-                input=data,
+                [*self._words(), _AS_ROOT],
+                input=whole.encode(),
                 capture_output=True,
                 timeout=deadline_s,
                 check=False,
@@ -48,7 +45,7 @@ class Ssh:
             raise LinkError(f"`ssh` cannot be run here: {error.strerror}") from error
         if done.returncode:
             raise LinkError(self._why(done.returncode, done.stderr.decode(errors="replace")))
-        return done.stdout
+        return done.stdout.decode(errors="replace")
 
     @property
     def _where(self) -> str:

@@ -19,12 +19,11 @@ from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.core.processes import stopping
 from collapipe_flwr.host.allocator import configure_malloc
 from collapipe_flwr.host.energy import NONE, EnergyMeter, energy_meter
-from collapipe_flwr.host.host_metrics import HostMetrics
+from collapipe_flwr.host.host_metrics import HostMetrics, Tally
 from collapipe_flwr.host.metrics_server import serving_metrics
 from collapipe_flwr.host.power import IwPower
 from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.host.server import Listener
-from collapipe_flwr.host.tally import Tally
 
 if TYPE_CHECKING:
     from collapipe_flwr.host.servicer import Servicer

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from collapipe_flwr.config.access_control import AccessControl, Caller
+from collapipe_flwr.config.access_control import Caller
 from collapipe_flwr.core.errors import ConfigError, LinkError, ProtocolError
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.host.energy import EnergyMeter
@@ -47,9 +47,9 @@ class Listener(Server):
 
     A member that hosts nothing (None) tells how it is, and takes rosters.
 
-    `access` says who may call what (None: whoever the CA signed may all), unless `rosters`, which
-    may be replaced while it listens, do. Raises ConfigError when
-    it is given without TLS that asks callers for a certificate.
+    `rosters`, which may be replaced while it listens, say who may call what (None: whoever the CA
+    signed may all). Raises ConfigError when they are given without TLS that asks callers for a
+    certificate.
     """
 
     def __init__(
@@ -58,19 +58,17 @@ class Listener(Server):
         make_servicer: Callable[[], Servicer] | None,
         *,
         tls: TlsFiles | None = None,
-        access: AccessControl | None = None,
         meter: EnergyMeter | None = None,
         rosters: Rosters | None = None,
         on_edge: bool = False,
         most_sessions: int = 64,
     ) -> None:
-        access = access if rosters is None else rosters.access
-        if access is not None and (tls is None or tls.ca is None):
+        if rosters is not None and (tls is None or tls.ca is None):
             raise ConfigError(
                 "only a peer with a certificate can be told apart: give TLS with a CA"
             )
         self._make_servicer = make_servicer
-        self._authorizer = Authorizer(access, on_edge=on_edge)
+        self._authorizer = Authorizer(rosters.access if rosters else None, on_edge=on_edge)
         self._rosters = rosters
         if rosters is not None:
             rosters.on_change = self._authorizer.replace
@@ -106,7 +104,7 @@ class Listener(Server):
         self._draining = True
         with self._answered:
             self._answered.wait_for(
-                lambda: self._servicer is None or not self._servicer.sessions(), timeout=grace_s
+                lambda: (load := self.load()) is None or not load.sessions, timeout=grace_s
             )
 
     def _let_go(self) -> None:

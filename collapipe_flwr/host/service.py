@@ -26,13 +26,13 @@ from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.core.json_log import logging_about
 from collapipe_flwr.core.schedule import stage_actions
 from collapipe_flwr.host.energy import EnergyMeter
+from collapipe_flwr.host.host_metrics import Tally
 from collapipe_flwr.host.lanes import ONLY, Lane
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
 from collapipe_flwr.host.parts import FOUND, SNAPSHOT, BuildPart, Parts, tensors_of
 from collapipe_flwr.host.session import Session, SessionRefused, Stream
 from collapipe_flwr.host.sessions import SessionTable
 from collapipe_flwr.host.snapshot_store import SnapshotStore
-from collapipe_flwr.host.tally import Tally
 from collapipe_flwr.host.weight_cache import TensorStore, WeightCache
 from collapipe_flwr.pipeline.compute import CPU, AllocatorPeak
 from collapipe_flwr.pipeline.config import Health, NextHop, PassesDone, SessionKey, SessionRequest
@@ -338,9 +338,9 @@ class EdgeService:
                 session.recorder = stage.recorder
                 stage.serve()
             session.recorder = None
-            report = replace(stage.report(), energy_j=used.joules)
-            most_bytes = max(report.peak_tensor_bytes, peak.num_bytes)
-            report = replace(report, peak_tensor_bytes=most_bytes)
+            measured = stage.report()
+            most_bytes = max(measured.peak_tensor_bytes, peak.num_bytes)
+            report = replace(measured, energy_j=used.joules, peak_tensor_bytes=most_bytes)
             session.count(report)
             self.tally.count(session.request, report)
             _log.info("a stream of %d steps has ended", report.steps)

@@ -93,10 +93,6 @@ class Servicer:
         )
         self._measuring = threading.Lock()
 
-    def sessions(self) -> int:
-        """How many are open."""
-        return self.load().sessions
-
     def load(self) -> Health:
         """How busy the host is."""
         return self._service.health()

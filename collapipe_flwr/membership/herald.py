@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from collapipe_flwr.config.access_control import SERVICE_NAME
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.core.errors import CollaPipeError, LinkError
-from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.membership.registry import Registry
 from collapipe_flwr.transport.connection import Connection
 from collapipe_flwr.transport.roster import Roster, send_roster
@@ -29,11 +28,17 @@ def listeners(config: ClusterConfig) -> tuple[MemberConfig, ...]:
     return tuple(m for m in members if m.address and m.fingerprint)
 
 
-def caller_files(config: ClusterConfig) -> TlsFiles | None:
-    """With what members are called: the control unit's own, where its key is here."""
+def connection_to(config: ClusterConfig, member: MemberConfig, deadline_s: float) -> Connection:
+    """To a member, by the control unit's own certificate where its key is here."""
     own = config.tls_files(config.control_unit.name)
     here = own is None or own.key is None or own.key.exists()
-    return own if here else config.tls_files(SERVICE_NAME)
+    return Connection(
+        member.address,
+        what=member.name,
+        tls=own if here else config.tls_files(SERVICE_NAME),
+        certificate_name=member.name if config.tls else "",
+        deadline_s=deadline_s,
+    )
 
 
 def tell(config: ClusterConfig, members: Iterable[MemberConfig], roster: Roster) -> dict[str, str]:
@@ -49,13 +54,7 @@ def tell(config: ClusterConfig, members: Iterable[MemberConfig], roster: Roster)
 
 def _told(config: ClusterConfig, member: MemberConfig, roster: Roster) -> str:
     try:
-        with Connection(
-            member.address,
-            what=member.name,
-            tls=caller_files(config),
-            certificate_name=member.name,
-            deadline_s=_DEADLINE_S,
-        ) as connection:
+        with connection_to(config, member, _DEADLINE_S) as connection:
             version = send_roster(connection, roster)
     except LinkError as error:
         return str(error)

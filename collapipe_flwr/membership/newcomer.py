@@ -187,7 +187,7 @@ def join(
     ca_pem = pinned_ca(address, token.pin, _DEADLINE_S)
     own_folder(newcomer.folder, "--folder")
     own_folder(files.key.parent, "--folder")
-    check_validity("of the control unit's CA", ca_pem, _moment(clock()))
+    check_validity("of the control unit's CA", ca_pem, datetime.fromtimestamp(clock(), UTC))
     write_file(files.ca, lambda path: path.write_bytes(ca_pem))
     key = own_key(files.key)
     measured = measure(newcomer.name) if measure else Measured(name=newcomer.name)
@@ -245,7 +245,3 @@ def _settle(newcomer: Newcomer, answer: JoinAnswer) -> Membership:
         add_figures(config, answer.roster)
     write_text(path, answer.roster.text)
     return Membership(cluster=replace(config, path=path), name=newcomer.name, role=role)
-
-
-def _moment(unix_s: float) -> datetime:
-    return datetime.fromtimestamp(unix_s, UTC)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ from collapipe_flwr.config.cluster_text import cluster_text
 from collapipe_flwr.core.durable import own_folder, write_file, write_private, write_text
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.links import TlsFiles
-from collapipe_flwr.membership.tokens import TokenBook
+from collapipe_flwr.membership.tokens import JoinToken, TokenBook, new_secret
 from collapipe_flwr.transport.certificates import Authority, check_names, names_in
 from collapipe_flwr.transport.roster import Roster, signed_roster
 from collapipe_flwr.transport.signing_request import key_in_certificate
@@ -269,6 +270,28 @@ class Registry:
         parse_cluster(tomllib.loads(text), self.folder)  # refuses what members could not read
         write_text(path, text)
         return read_cluster(path)
+
+
+def new_token(
+    registry: Registry, config: ClusterConfig, role: Role, *, members: int, minutes: float
+) -> JoinToken:
+    """A token by which so many members may join in a role; under the registry's lock.
+
+    Raises ConfigError where the cluster file does not say where newcomers are let in.
+    """
+    if not config.joining_address:
+        raise ConfigError(
+            f"{config.path} has no address of the control unit, where newcomers are let in"
+        )
+    token = JoinToken(
+        cluster_id=config.id,
+        address=config.joining_address,
+        pin=bytes.fromhex(fingerprint(registry.ca.read_bytes())),
+        secret=new_secret(),
+        role=role,
+    )
+    registry.tokens.add(token, members, now_s=time.time(), valid_s=60.0 * minutes)
+    return token
 
 
 @contextmanager

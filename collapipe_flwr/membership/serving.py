@@ -19,8 +19,8 @@ from collapipe_flwr.host.server import Listener
 from collapipe_flwr.membership.discovery import announced
 from collapipe_flwr.membership.figures import add_figures
 from collapipe_flwr.membership.herald import Herald
+from collapipe_flwr.membership.joining_service import JoiningService
 from collapipe_flwr.membership.registry import Registry
-from collapipe_flwr.membership.service import JoiningService
 from collapipe_flwr.transport.tls import fingerprint
 
 _LOOK_S = 0.2

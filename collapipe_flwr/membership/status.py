@@ -13,8 +13,7 @@ from collapipe_flwr.config.access_control import Role
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.membership.figures import figures_of
-from collapipe_flwr.membership.herald import caller_files
-from collapipe_flwr.transport.connection import Connection
+from collapipe_flwr.membership.herald import connection_to
 from collapipe_flwr.transport.host_status import HostStatus
 from collapipe_flwr.transport.methods import STATUS
 
@@ -100,19 +99,9 @@ def _status(
     if not member.address or (config.version and not member.fingerprint):
         return told(EXPECTED)
     try:
-        found = _asked(config, member)
+        with connection_to(config, member, _DEADLINE_S) as connection:
+            found = connection.call(STATUS, answer=HostStatus)
     except LinkError as error:
         return told(AWAY, str(error))
     behind = config.version > 0 and found.rosters.get(config.id) != config.version
     return told(STOPPING if found.stopping else BEHIND if behind else READY, found=found)
-
-
-def _asked(config: ClusterConfig, member: MemberConfig) -> HostStatus:
-    with Connection(
-        member.address,
-        what=member.name,
-        tls=caller_files(config),
-        certificate_name=member.name if config.tls else "",
-        deadline_s=_DEADLINE_S,
-    ) as connection:
-        return connection.call(STATUS, answer=HostStatus)

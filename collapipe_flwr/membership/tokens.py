@@ -124,10 +124,18 @@ class TokenBook:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def add(self, secret: bytes, token: KnownToken) -> None:
+    def add(self, token: JoinToken, members: int, *, now_s: float, valid_s: float) -> None:
         """Keep a new token, of whose secret only the digest is written."""
-        known = [t for t in self._read() if token.made_s - t.ends_s < _KEPT_S]
-        self._write((*known, replace(token, digest=_digest(secret))))
+        known = [t for t in self._read() if now_s - t.ends_s < _KEPT_S]
+        made = KnownToken(
+            digest=_digest(token.secret),
+            cluster_id=token.cluster_id,
+            role=token.role,
+            members=members,
+            made_s=now_s,
+            ends_s=now_s + valid_s,
+        )
+        self._write((*known, made))
 
     def redeem(self, secret: bytes, use: TokenUse, now_s: float) -> KnownToken:
         """Note that a member joins by a token; the same one may do so again.

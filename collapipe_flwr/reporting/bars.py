@@ -45,10 +45,8 @@ class Bars:
             yield from self._rows(progress, options.max_width)
 
     def _rows(self, progress: RunProgress, width: int) -> RenderResult:
-        clusters = progress.clusters
-        whole = sum(cluster.of for cluster in clusters.values())
-        title = _title(progress)
-        if whole and all(cluster.of for cluster in clusters.values()):
+        clusters, title = progress.clusters, _title(progress)
+        if clusters and all(cluster.of for cluster in clusters.values()):
             grid = _grid(width)
             names = sorted(clusters)
             self._add(grid, title, names, progress, width)
@@ -85,11 +83,8 @@ class Bars:
         if width >= _NARROW:
             cells.append(_steps(clusters))
         if width >= _WIDE:
-            rates = [
-                self._rate(name, progress) * cluster.examples
-                for name, cluster in zip(names, clusters, strict=True)
-            ]
-            cells.append(f"{sum(rates):.3g} ex/s" if any(rates) else "")
+            per_s = sum(self._rate(n, progress) * progress.clusters[n].examples for n in names)
+            cells.append(f"{per_s:.3g} ex/s" if per_s else "")
         left_s = self._left_s(names, progress)
         cells.append("" if left_s is None else f"{_clock(left_s)} left")
         grid.add_row(title, _bar(min(done / whole, 1.0)), "  ".join(filter(None, cells)))
@@ -102,20 +97,16 @@ class Bars:
 
     def _left_s(self, names: list[str], progress: RunProgress) -> float | None:
         """Seconds to the end of all; clusters that have not begun go as fast as the others."""
-        rates = [rate for name in names if (rate := self._rate(name, progress))]
-        clusters = [progress.clusters[name] for name in names]
-        left = [max(cluster.of - _done(cluster), 0) for cluster in clusters]
-        if not any(left):
+        clusters = {name: progress.clusters[name] for name in names}
+        left = {name: max(each.of - _done(each), 0) for name, each in clusters.items()}
+        rates = {name: rate for name in names if (rate := self._rate(name, progress))}
+        if not any(left.values()):
             return 0.0
         if not rates:
             return None
-        each = [
-            n / rate
-            for name, n in zip(names, left, strict=True)
-            if (rate := self._rate(name, progress))
-        ]
+        slowest_s = max(left[name] / rate for name, rate in rates.items())
         waited_s = max(self._now() - progress.at_s, 0.0)
-        return max(max(each), sum(left) / sum(rates)) - waited_s
+        return max(slowest_s, sum(left.values()) / sum(rates.values())) - waited_s
 
 
 def _done(cluster: ClusterProgress) -> int:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import zip_longest
+from math import isnan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.reporting import figures
 from collapipe_flwr.reporting.figures import (
+    Curve,
     draw_curves,
     legend_outside,
     new_figure,
@@ -18,7 +18,8 @@ from collapipe_flwr.reporting.figures import (
     whole_rounds,
     write_picture,
 )
-from collapipe_flwr.reporting.run_directory import labelled_run, read_events, read_summary
+from collapipe_flwr.reporting.report.run_data import RunData, read_run
+from collapipe_flwr.reporting.run_directory import labelled_run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,101 +27,68 @@ if TYPE_CHECKING:
 _MOST_BESIDE = 3  # panels
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """One run under the name that it bears in the comparison."""
-
-    label: str
-    summary: Mapping[str, Any]
-    events: Sequence[Mapping[str, Any]]
-
-    @property
-    def metric(self) -> str:
-        """Name of the task's metric."""
-        return str(self.summary["metric"]["name"])
-
-    @property
-    def names(self) -> list[str]:
-        """All metrics on unseen examples."""
-        return list(next((e["metrics"] for e in self.events if e["metrics"]), {}))
-
-    def points(self, name: str) -> list[float | None]:
-        """One metric by round; None where a round was not evaluated."""
-        return [event["metrics"].get(name) for event in self.events]
-
-    def untrained(self, name: str) -> float | None:
-        """The same before the first round, where it is known: older runs know the task's metric."""
-        known: Mapping[str, float | None] = self.summary.get("untrained") or {
-            self.metric: self.summary["metric"].get("initial")
-        }
-        return known.get(name)
-
-    def drawn(self, name: str) -> figures.Curve:
-        """The rounds in which it was evaluated; 0 is the untrained model."""
-        scores = [self.untrained(name), *self.points(name)]
-        known = {i: score for i, score in enumerate(scores) if score is not None}
-        return figures.Curve(self.label, list(known), list(known.values()))
-
-
-def read_curves(sources: Sequence[str]) -> list[Curve]:
-    """Curves from ``LABEL=RUN_DIRECTORY``, or run directories under the names of their folders.
+def read_curves(sources: Sequence[str]) -> list[RunData]:
+    """Runs from ``LABEL=RUN_DIRECTORY``, or run directories under the names of their folders.
 
     Raises ConfigError where there is no summary.
     """
     runs = [labelled_run(source) for source in sources]
     labels = [label for label, _ in runs]
     return [
-        Curve(
-            label=str(folder) if labels.count(label) > 1 else label,
-            summary=read_summary(folder) or {},
-            events=read_events(folder),
-        )
+        read_run(folder, str(folder) if labels.count(label) > 1 else label)
         for label, folder in runs
     ]
 
 
-def metric_names(curves: Sequence[Curve], wanted: Sequence[str] = ()) -> list[str]:
+def metric_names(runs: Sequence[RunData], wanted: Sequence[str] = ()) -> list[str]:
     """Those that are wanted, else all of all runs; raises ConfigError for one that no run has."""
-    known = dict.fromkeys(name for curve in curves for name in curve.names)
+    known = dict.fromkeys(name for run in runs for name in run.metrics)
     missing = set(wanted) - set(known)
     if missing:
         raise ConfigError(f"no run has the metric {min(missing)!r}; known: {', '.join(known)}")
     return list(wanted or known)
 
 
-def markdown(curves: Sequence[Curve], metrics: Sequence[str] = ()) -> str:
+def markdown(runs: Sequence[RunData], metrics: Sequence[str] = ()) -> str:
     """Metrics by round (all, or those named), then what each run cost; an empty cell: no number.
 
     Round 0 is the untrained model. Raises ConfigError for a metric that no run has.
     """
-    names = metric_names(curves, metrics)
-    columns = [(curve, name) for name in names for curve in curves if name in curve.names]
-    head = ["round", *(f"{curve.label}: {name}" for curve, name in columns)]
-    points = list(zip_longest(*(curve.points(name) for curve, name in columns)))
-    untrained = tuple(curve.untrained(name) for curve, name in columns)
+    names = metric_names(runs, metrics)
+    columns = [(run, name) for name in names for run in runs if name in run.metrics]
+    head = ["round", *(f"{run.name}: {name}" for run, name in columns)]
+    points = list(zip_longest(*(_points(run, name) for run, name in columns)))
+    untrained = tuple(run.untrained.get(name) for run, name in columns)
     first = 1 if all(value is None for value in untrained) else 0
     points = points if first else [untrained, *points]
     rows = [
         [str(index), *("" if value is None else f"{value:.4f}" for value in values)]
         for index, values in enumerate(points, start=first)
     ]
-    return _table(head, rows) + "\n" + _costs(curves)
+    return _table(head, rows) + "\n" + _costs(runs)
 
 
-def _costs(curves: Sequence[Curve]) -> str:
-    lost = [_lost_rounds(curve) for curve in curves]
-    ends = [curve.summary.get("status", "") for curve in curves]
+def _points(run: RunData, name: str) -> list[float | None]:
+    """One metric by round; None where a round was not evaluated."""
+    series = run.metrics.get(name)
+    values = [] if series is None else series.padded(len(run.rounds))
+    return [None if isnan(value) else value for value in values]
+
+
+def _costs(runs: Sequence[RunData]) -> str:
+    lost = [_lost_rounds(run) for run in runs]
+    ends = [run.summary.get("status", "") for run in runs]
     rows = [
         *([["status", *ends]] if set(ends) - {"completed", ""} else []),
-        ["largest difference of the loss", *(_farthest(curve, curves[0]) for curve in curves)],
-        ["wall-clock seconds", *(f"{curve.summary['wall_s']:.0f}" for curve in curves)],
+        ["largest difference of the loss", *(_farthest(run, runs[0]) for run in runs)],
+        ["wall-clock seconds", *(f"{run.summary['wall_s']:.0f}" for run in runs)],
         *([["rounds without a cluster", *lost]] if any(lost) else []),
-        ["Flower MB", *(_megabytes(curve, "flower") for curve in curves)],
-        ["device-to-device MB", *(_megabytes(curve, "d2d") for curve in curves)],
-        ["device-to-edge MB", *(_megabytes(curve, "d2e") for curve in curves)],
-        ["largest device, peak MB", *(_largest_device(curve) for curve in curves)],
+        ["Flower MB", *(_megabytes(run, "flower") for run in runs)],
+        ["device-to-device MB", *(_megabytes(run, "d2d") for run in runs)],
+        ["device-to-edge MB", *(_megabytes(run, "d2e") for run in runs)],
+        ["largest device, peak MB", *(_largest_device(run) for run in runs)],
     ]
-    return _table(["", *(curve.label for curve in curves)], rows)
+    return _table(["", *(run.name for run in runs)], rows)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -128,45 +96,45 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _farthest(curve: Curve, first: Curve) -> str:
+def _farthest(run: RunData, first: RunData) -> str:
     """How far a curve of the loss is from the first run's at most; empty for that one itself."""
-    pairs = zip(curve.points("loss"), first.points("loss"), strict=False)
+    pairs = zip(_points(run, "loss"), _points(first, "loss"), strict=False)
     gaps = [abs(ours - theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
-    return f"{max(gaps):.1e}" if gaps and curve is not first else ""
+    return f"{max(gaps):.1e}" if gaps and run is not first else ""
 
 
-def _lost_rounds(curve: Curve) -> str:
+def _lost_rounds(run: RunData) -> str:
     """How many rounds lost a cluster; empty for a run that lost none."""
-    lost = curve.summary.get("lost", {})
+    lost = run.summary.get("lost", {})
     return str(len({index for rounds in lost.values() for index in rounds}) or "")
 
 
-def _megabytes(curve: Curve, link: str) -> str:
-    size = curve.summary["bytes"][link]
+def _megabytes(run: RunData, link: str) -> str:
+    size = run.summary["bytes"][link]
     return f"{size / 1e6:.1f}" if size else ""
 
 
-def _largest_device(curve: Curve) -> str:
+def _largest_device(run: RunData) -> str:
     """Peak tensor memory of the device that needed most; empty where devices were not measured."""
     sizes = [
         size
-        for role, size in curve.summary["peak_memory_bytes"].items()
+        for role, size in run.summary["peak_memory_bytes"].items()
         if not role.endswith(("/edge", "/control-unit"))
     ]
     return f"{max(sizes) / 1e6:.1f}" if sizes else ""
 
 
-def draw(curves: Sequence[Curve], path: Path, metrics: Sequence[str] = ()) -> None:
+def draw(runs: Sequence[RunData], path: Path, metrics: Sequence[str] = ()) -> None:
     """A picture of all metrics, or those named; raises ConfigError as `markdown`, without
     matplotlib, or where it cannot be written.
     """
-    names = metric_names(curves, metrics)
+    names = metric_names(runs, metrics)
     if not names:
         raise ConfigError(f"--plot {path}: no run was evaluated yet, so there is nothing to draw")
-    write_picture(drawn(curves, names), path)
+    write_picture(drawn(runs, names), path)
 
 
-def drawn(curves: Sequence[Curve], names: Sequence[str]) -> Figure:
+def drawn(runs: Sequence[RunData], names: Sequence[str]) -> Figure:
     """A panel for each metric with a curve for each run; round 0 is the untrained model."""
     wide = min(len(names), _MOST_BESIDE)
     rows = -(-len(names) // wide)
@@ -174,10 +142,17 @@ def drawn(curves: Sequence[Curve], names: Sequence[str]) -> Figure:
     panels = list(figure.subplots(rows, wide, squeeze=False).flat)
     for axes, name in zip(panels, names, strict=False):
         axes.set(title=name, yscale="log" if name == "perplexity" else "linear")
-        draw_curves(axes, [run.drawn(name) for run in curves])
+        draw_curves(axes, [_curve(run, name) for run in runs])
         plain_numbers(axes)
         whole_rounds(axes)
     for axes in panels[len(names) :]:
         axes.set_axis_off()
     legend_outside(figure, panels[0])
     return figure
+
+
+def _curve(run: RunData, name: str) -> Curve:
+    """The rounds in which it was evaluated; 0 is the untrained model."""
+    scores = [run.untrained.get(name), *_points(run, name)]
+    known = {i: score for i, score in enumerate(scores) if score is not None}
+    return Curve(run.name, list(known), list(known.values()))

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from collapipe_flwr.reporting.events import RoundEvent
+from collapipe_flwr.reporting.events import RoundEvent, holders
 from collapipe_flwr.reporting.report.charts import counted
 
 _WIDTH = 118
@@ -98,9 +98,8 @@ def _plan_text(plan: Mapping[str, Any] | None) -> str:
 
 
 def _devices_text(segment: Mapping[str, Any]) -> str:
-    """``pi5``, or ``pi5+nano`` where they are replicas; plans of earlier versions have none."""
-    names = (segment["device_id"], *segment.get("replicas", ()))
-    return "+".join(name.rpartition("/")[2] for name in names)
+    """``pi5``, or ``pi5+nano`` where they are replicas."""
+    return "+".join(name.rpartition("/")[2] for name in holders(segment))
 
 
 def _took_text(event: RoundEvent) -> str:

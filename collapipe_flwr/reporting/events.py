@@ -209,6 +209,11 @@ class RunStory:
         return {device: j / max(len(self.events), 1) for device, j in joules.items()}
 
 
+def holders(segment: Mapping[str, Any]) -> tuple[str, ...]:
+    """The device of a segment of ``plan``, and its replicas, which older plans know nothing of."""
+    return (segment["device_id"], *segment.get("replicas", ()))
+
+
 def cluster_json(plan: ClusterPlan | None, outcome: ClusterOutcome) -> dict[str, Any]:
     """What was predicted of a cluster's round beside what it came to.
 

@@ -206,6 +206,13 @@ def read_summary_head(run_dir: Path) -> dict[str, Any] | None:
     return _parsed(path, text if place < 0 else text[:place] + b"}")
 
 
+def untrained_metrics(summary: Mapping[str, Any]) -> Mapping[str, float]:
+    """What the model scored before the first round; older runs know the task's metric alone."""
+    metric = summary.get("metric", {})
+    known = {} if metric.get("initial") is None else {metric["name"]: metric["initial"]}
+    return summary.get("untrained") or known
+
+
 def labelled_run(source: str) -> tuple[str, Path]:
     """``LABEL=RUN_DIRECTORY``, or a run directory under the name of its folder.
 
@@ -346,10 +353,8 @@ def read_past(run_dir: Path, done: int) -> Past:
     events = [RoundEvent.of_json(e) for e in read_events(run_dir) if e["round_index"] <= done]
     pending, summary = read_pending(run_dir), read_summary(run_dir) or {}
     missing = not events or events[-1].round_index < done
-    metric = summary.get("metric", {})
-    known = {} if metric.get("initial") is None else {metric["name"]: metric["initial"]}
     return Past(
-        initial=summary.get("untrained", known),
+        initial=untrained_metrics(summary),
         notes=tuple(summary.get("notes", ())),
         events=tuple(events),
         pending=RoundEvent.of_json(pending)

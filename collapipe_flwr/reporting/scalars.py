@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from collapipe_flwr.reporting.events import RoundEvent
+from collapipe_flwr.reporting.events import RoundEvent, holders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,5 +87,5 @@ def _planned_blocks(plan: Mapping[str, Any]) -> dict[str, float]:
         device: segment["stop_block"] - segment["first_block"]
         for cluster in plan.get("clusters", ())
         for segment in cluster["segments"]
-        for device in (segment["device_id"], *segment.get("replicas", ()))
+        for device in holders(segment)
     }

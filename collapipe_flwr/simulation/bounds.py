@@ -16,13 +16,12 @@ from collapipe_flwr.simulation.world import World
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Of the mean over the rounds of an episode in the world of one seed.
+    """Of the mean over the rounds of an episode in the world of one seed, or averages of these.
 
     They hold for plans of pipelines in which all clusters take part, with micro-batches of the
     grid and every device within its memory and the cap on its share of the model.
     """
 
-    seed: int
     latency_s: float  # whatever energy it takes
     latency_in_budget_s: float  # where every device keeps its budget on average
     compute_efficiency: float  # at the latter latency
@@ -43,7 +42,6 @@ def bounds_in(world: World, model: ModelProfile, settings: SchedulerConfig, roun
     slowest_s = float(np.max([c.least_s()[0] for c in clusters], axis=0).mean())
     in_budget_s = max(slowest_s, *(c.within_budgets_s() for c in clusters))
     return Bounds(
-        seed=world.seed,
         latency_s=slowest_s,
         latency_in_budget_s=in_budget_s,
         compute_efficiency=useful_s(world, model) / in_budget_s,

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from operator import ge, le, lt
 
+from collapipe_flwr.simulation.bounds import Bounds
 from collapipe_flwr.simulation.simulate import OURS, Simulation
 from collapipe_flwr.simulation.summary import (
-    BoundSummary,
     Json,
     Summary,
     bound_summary,
@@ -69,7 +69,7 @@ def _against(ours: Summary, other: Summary) -> Json:
 
 
 def _latency_claim(
-    simulation: Simulation, ours: Summary, others: Mapping[str, Summary], bound: BoundSummary
+    simulation: Simulation, ours: Summary, others: Mapping[str, Summary], bound: Bounds
 ) -> Json:
     """Against the quickest of the paper's three baselines, whether it keeps budgets or not."""
     rivals = [others[name] for name in PAPER_BASELINES if name in others]
@@ -91,7 +91,7 @@ def _latency_claim(
 
 
 def _efficiency_claim(
-    simulation: Simulation, ours: Summary, others: Mapping[str, Summary], bound: BoundSummary
+    simulation: Simulation, ours: Summary, others: Mapping[str, Summary], bound: Bounds
 ) -> Json:
     """Against the best of the pipelines that keep all energy budgets."""
     rivals = [others[n] for n in PIPELINE_BASELINES if n in others and others[n].keeps_budgets]

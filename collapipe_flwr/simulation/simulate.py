@@ -42,7 +42,7 @@ class Simulation:
 
     setting: Setting
     policies: tuple[PolicyResult, ...]
-    bounds: tuple[Bounds, ...]  # one per seed: what no pipeline can beat
+    bounds: tuple[Bounds, ...]  # one per seed of the setting: what no pipeline can beat
 
     def policy(self, name: str) -> PolicyResult | None:
         """The policy of that name if it ran."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import isfinite
 
 import numpy as np
 
 from collapipe_flwr.core.json_codec import plain
+from collapipe_flwr.simulation.bounds import Bounds
 from collapipe_flwr.simulation.score import Score
 from collapipe_flwr.simulation.simulate import PolicyResult, Simulation
 
@@ -72,22 +73,10 @@ def summaries(simulation: Simulation) -> tuple[Summary, ...]:
     return tuple(summarise(p) for p in simulation.policies if p.refusal is None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BoundSummary:
-    """Averages over seeds of what no pipeline can beat."""
-
-    latency_s: float
-    latency_in_budget_s: float
-    compute_efficiency: float
-
-
-def bound_summary(simulation: Simulation) -> BoundSummary:
-    """Over the seeds of the simulation."""
-    return BoundSummary(
-        latency_s=_mean([b.latency_s for b in simulation.bounds]),
-        latency_in_budget_s=_mean([b.latency_in_budget_s for b in simulation.bounds]),
-        compute_efficiency=_mean([b.compute_efficiency for b in simulation.bounds]),
-    )
+def bound_summary(simulation: Simulation) -> Bounds:
+    """Averages over the seeds of the simulation."""
+    names = [field.name for field in fields(Bounds)]
+    return Bounds(**{n: _mean([getattr(each, n) for each in simulation.bounds]) for n in names})
 
 
 def quartiles(values: Sequence[float]) -> dict[str, float]:
@@ -112,7 +101,8 @@ def policies_json(simulation: Simulation) -> Json:
 
 def bounds_json(simulation: Simulation) -> Json:
     """Averages, and every seed's."""
-    seeds = [plain(each) for each in simulation.bounds]
+    pairs = zip(simulation.setting.seeds, simulation.bounds, strict=True)
+    seeds = [{"seed": seed, **plain(each)} for seed, each in pairs]
     return {**plain(bound_summary(simulation)), "seeds": seeds}
 
 

@@ -17,9 +17,8 @@ import pytest
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.links import LinkTraffic
-from collapipe_flwr.host.host_metrics import HostMetrics
+from collapipe_flwr.host.host_metrics import MOST_CLUSTERS, OTHERS, HostMetrics, Tally
 from collapipe_flwr.host.metrics_server import MetricsServer, metrics_place
-from collapipe_flwr.host.tally import MOST_CLUSTERS, OTHERS, Tally
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.transport.client import EdgeClient
 from tests.cluster.daemon_processes import ROOT, first_line

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from collapipe_flwr.config.access_control import access_control
 from collapipe_flwr.config.cluster_file import parse_cluster
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.host.ledger import Ledger
+from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.host.server import Listener
 from collapipe_flwr.host.servicer import Servicer, ServicerConfig
 from collapipe_flwr.pipeline.benchmark import BenchmarkRequest
@@ -69,11 +69,12 @@ def certificates(tmp_path_factory):
 
 
 def host(name: str, certificates, *, on_edge: bool) -> Iterator[Host]:
-    access = access_control(CONFIGS if on_edge else CONFIGS[:1])
+    tls = certificates[name]
+    rosters = Rosters(name, CONFIGS if on_edge else CONFIGS[:1], tls.ca)
     servicing = ServicerConfig(limits_guests=on_edge, sessions_of_guest=2)
     servicer = Servicer(service(ledger=Ledger(12 * HEAD_BYTES)), servicing)
     with Listener(
-        "127.0.0.1:0", lambda: servicer, tls=certificates[name], access=access, on_edge=on_edge
+        "127.0.0.1:0", lambda: servicer, tls=tls, rosters=rosters, on_edge=on_edge
     ) as listener:
         yield Host(listener.address, name, certificates)
 

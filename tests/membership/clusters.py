@@ -11,10 +11,9 @@ from collapipe_flwr.config.access_control import Role
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.host.server import Listener
-from collapipe_flwr.membership.issuing import new_token
+from collapipe_flwr.membership.joining_service import JoiningService
 from collapipe_flwr.membership.newcomer import Membership, Newcomer, join
-from collapipe_flwr.membership.registry import NewCluster, Registry
-from collapipe_flwr.membership.service import JoiningService
+from collapipe_flwr.membership.registry import NewCluster, Registry, new_token
 from collapipe_flwr.membership.tokens import JoinToken
 
 ID, UNIT = "shed", "cu-shed"

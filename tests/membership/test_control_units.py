@@ -16,9 +16,9 @@ from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.host.server import Listener
 from collapipe_flwr.membership.figures import add_figures, figures_of, note_figures
 from collapipe_flwr.membership.herald import Herald, listeners, tell
+from collapipe_flwr.membership.joining_service import JoiningService
 from collapipe_flwr.membership.newcomer import Membership, Newcomer, default_name, forget
 from collapipe_flwr.membership.registry import Registry
-from collapipe_flwr.membership.service import JoiningService
 from collapipe_flwr.membership.serving import follow
 from collapipe_flwr.membership.status import BEHIND, READY, cluster_status
 from collapipe_flwr.transport.client import EdgeClient

@@ -20,10 +20,9 @@ from collapipe_flwr.config.cluster_file import MemberConfig
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.membership.admission import admit
-from collapipe_flwr.membership.issuing import new_token
+from collapipe_flwr.membership.joining_service import MOST_REFUSALS, Attempts, JoiningService
 from collapipe_flwr.membership.newcomer import forget, join, membership_of
-from collapipe_flwr.membership.registry import NewCluster, Registry
-from collapipe_flwr.membership.service import MOST_REFUSALS, Attempts, JoiningService
+from collapipe_flwr.membership.registry import NewCluster, Registry, new_token
 from collapipe_flwr.membership.tokens import JoinRefused, parse_token
 from collapipe_flwr.transport.joining import JOIN, JoinRequest
 from collapipe_flwr.transport.server import Server

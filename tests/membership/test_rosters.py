@@ -15,9 +15,9 @@ from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.host.server import Listener
 from collapipe_flwr.host.servicer import Servicer
 from collapipe_flwr.membership.herald import Herald, listeners, tell
+from collapipe_flwr.membership.joining_service import JoiningService
 from collapipe_flwr.membership.newcomer import Membership, forget
 from collapipe_flwr.membership.registry import Registry
-from collapipe_flwr.membership.service import JoiningService
 from collapipe_flwr.membership.status import AWAY, EXPECTED, READY, cluster_status
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.roster import Roster

@@ -30,9 +30,14 @@ def _run(folder: Path, scores: list[float], **rest: Any) -> str:
         **rest,
     }
     (folder / "summary.json").write_text(json.dumps(summary))
-    events = [json.dumps({"metrics": {"accuracy": score}}) + "\n" for score in scores]
-    (folder / "events.jsonl").write_text("".join(events))
+    _write_rounds(folder, [{"accuracy": score} for score in scores])
     return str(folder)
+
+
+def _write_rounds(folder: str | Path, metrics: list[dict[str, float]]) -> None:
+    rounds = ({"round_index": n, "metrics": each} for n, each in enumerate(metrics, start=1))
+    lines = (json.dumps(event) + "\n" for event in rounds)
+    (Path(folder) / "events.jsonl").write_text("".join(lines))
 
 
 def test_runs_of_different_length_share_one_table(tmp_path: Path) -> None:
@@ -57,9 +62,7 @@ def test_the_untrained_model_is_round_0(tmp_path: Path) -> None:
 def test_metrics_can_be_chosen_and_losses_are_compared_with_the_first_run(tmp_path: Path) -> None:
     folders = [_run(tmp_path / name, [0.1, 0.2]) for name in "ab"]
     for folder, losses in zip(folders, ([3.0, 2.0], [3.5, 2.25]), strict=True):
-        events = [{"metrics": {"loss": loss, "accuracy": 0.1}} for loss in losses]
-        text = "".join(json.dumps(event) + "\n" for event in events)
-        (Path(folder) / "events.jsonl").write_text(text)
+        _write_rounds(folder, [{"loss": loss, "accuracy": 0.1} for loss in losses])
     curves = read_curves([f"a={folders[0]}", f"b={folders[1]}"])
     lines = markdown(curves, ["loss"]).splitlines()
     assert lines[0] == "| round | a: loss | b: loss |"
@@ -78,9 +81,9 @@ def test_plain_folders_are_runs_under_their_own_names(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     one, two = _run(tmp_path / "a=b", [0.1]), _run(tmp_path / "split", [0.2])
     again = _run(tmp_path / "other" / "split", [0.3])
-    assert [c.label for c in read_curves([one, two])] == ["a=b", "split"]
-    assert [c.label for c in read_curves([two, f"x={one}"])] == ["split", "x"]
-    assert [c.label for c in read_curves([two, again])] == [two, again]
+    assert [c.name for c in read_curves([one, two])] == ["a=b", "split"]
+    assert [c.name for c in read_curves([two, f"x={one}"])] == ["split", "x"]
+    assert [c.name for c in read_curves([two, again])] == [two, again]
 
 
 def test_the_picture_has_a_panel_for_every_metric_and_counts_whole_rounds(tmp_path: Path) -> None:
@@ -88,9 +91,7 @@ def test_the_picture_has_a_panel_for_every_metric_and_counts_whole_rounds(tmp_pa
     folders = [_run(tmp_path / name, [0.1, 0.2]) for name in ("a-run-with-a-long-name", "b")]
     for folder in folders:
         names = ("accuracy", "perplexity", "loss", "f1")
-        events = [{"metrics": dict.fromkeys(names, 0.5 + index)} for index in range(2)]
-        text = "".join(json.dumps(event) + "\n" for event in events)
-        (Path(folder) / "events.jsonl").write_text(text)
+        _write_rounds(folder, [dict.fromkeys(names, 0.5 + index) for index in range(2)])
     curves = read_curves(folders)
     figure = drawn(curves, metric_names(curves))
     assert_readable(figure)
@@ -106,7 +107,7 @@ def test_the_picture_has_a_panel_for_every_metric_and_counts_whole_rounds(tmp_pa
 
 def test_runs_that_were_never_evaluated_have_costs_but_no_picture(tmp_path: Path) -> None:
     folder = _run(tmp_path / "run", [])
-    (Path(folder) / "events.jsonl").write_text(json.dumps({"metrics": {}}) + "\n")
+    _write_rounds(folder, [{}])
     curves = read_curves([folder])
     assert "| wall-clock seconds | 12 |" in markdown(curves)
     with pytest.raises(ConfigError, match="no run was evaluated yet"):
@@ -115,8 +116,8 @@ def test_runs_that_were_never_evaluated_have_costs_but_no_picture(tmp_path: Path
 
 def test_the_untrained_model_of_every_metric_is_known_to_newer_runs(tmp_path: Path) -> None:
     run = _run(tmp_path / "run", [0.5], untrained={"accuracy": 0.25, "loss": 3.0})
-    (curve,) = read_curves([run])
-    assert (curve.untrained("accuracy"), curve.untrained("loss")) == (0.25, 3.0)
+    (found,) = read_curves([run])
+    assert found.untrained == {"accuracy": 0.25, "loss": 3.0}
 
 
 def test_a_picture_that_cannot_be_written_is_one_sentence_and_no_half_of_one(

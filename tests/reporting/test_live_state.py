@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from collapipe_flwr.reporting.live.feed import Feed
-from collapipe_flwr.reporting.live.finding import newest_run
+from collapipe_flwr.reporting.live.feed import Feed, newest_run
 from collapipe_flwr.reporting.live.state import Place
 from collapipe_flwr.reporting.progress import ClusterProgress, ProgressFile
 from collapipe_flwr.reporting.run_directory import EVENTS

@@ -240,9 +240,9 @@ def test_a_simulation_scores_and_bounds_what_is_true(small: Setting) -> None:
     believed, true = (simulate(s) for s in (small, setting))
     assert [b.latency_s for b in believed.bounds] != [b.latency_s for b in true.bounds]
     for found in (believed, true):
-        for bound in found.bounds:
+        for seed, bound in zip(found.setting.seeds, found.bounds, strict=True):
             for policy in found.policies:
-                (score,) = (s for s in policy.scores if s.seed == bound.seed)
+                (score,) = (s for s in policy.scores if s.seed == seed)
                 assert np.mean(score.latency_s) >= bound.latency_s * (1 - 1e-9)
     with pytest.raises(ConfigError, match="--truth-error"):
         replace(small, truth_error=-1.0)

@@ -14,7 +14,7 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.reporting.live.reader import News
 from collapipe_flwr.reporting.report.charts import Section
 from collapipe_flwr.reporting.report.overview import tiles
-from collapipe_flwr.reporting.report.page import require_report, run_sections, section_html, shown
+from collapipe_flwr.reporting.report.page import require_report, run_sections, section_html
 from collapipe_flwr.reporting.report.run_data import RunData
 
 
@@ -59,10 +59,9 @@ class Figures:
 
 
 def _section(section: Section) -> dict[str, Any]:
-    charts = {chart.key: shown(chart) for chart in section.charts}
     return {
         "key": section.key,
         "title": section.title,
         "html": section_html(section),
-        "charts": charts,
+        "charts": section.figures,
     }

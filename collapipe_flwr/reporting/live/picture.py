@@ -5,10 +5,11 @@ Plain data, small enough to be sent for a thousand devices after every round.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from collapipe_flwr.reporting.events import finite
+from collapipe_flwr.reporting.events import finite, holders
 
 Json = dict[str, Any]
 CONTROL_UNIT, EDGE = "control unit", "edge"
@@ -20,12 +21,12 @@ def round_picture(event: Mapping[str, Any], budget_j: Mapping[str, float | None]
     plans = {plan["cluster_id"]: plan for plan in (event.get("plan") or {}).get("clusters", ())}
     found = {**dict.fromkeys(plans), **event.get("clusters", {})}
     names = {*found, *event.get("lost", ())}
-    links: dict[str, list[Mapping[str, Any]]] = {name: [] for name in names}
+    links: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for link in event.get("links", ()):
-        links.setdefault(link["cluster"], []).append(link)
-    queues: dict[str, Json] = {name: {} for name in names}
+        links[link["cluster"]].append(link)
+    queues: defaultdict[str, Json] = defaultdict(dict)
     for device, queue_j in event.get("queues_j", {}).items():
-        queues.setdefault(device.rpartition("/")[0], {})[device] = queue_j
+        queues[device.rpartition("/")[0]][device] = queue_j
     memory = event.get("memory_bytes", {})
     pictures = [
         _cluster(
@@ -111,16 +112,10 @@ def _role(cluster: str, device: str) -> str:
 
 def _stages(cluster: str, plan: Mapping[str, Any], members: Mapping[str, Json]) -> list[Json]:
     """Control unit, segments and edge in pipeline order; ``ids`` names who holds a stage."""
-    held = [d for s in plan["segments"] for d in (s["device_id"], *s.get("replicas", ()))]
-    control_unit = next((d for d in plan["tx_power_w"] if d not in held), CONTROL_UNIT)
-    rows = [
-        ((control_unit,), None),
-        *(
-            ((s["device_id"], *s.get("replicas", ())), (s["first_block"], s["stop_block"]))
-            for s in plan["segments"]
-        ),
-        ((EDGE,), None),
-    ]
+    held = [(holders(s), (s["first_block"], s["stop_block"])) for s in plan["segments"]]
+    busy = {device for devices, _ in held for device in devices}
+    control_unit = next((d for d in plan["tx_power_w"] if d not in busy), CONTROL_UNIT)
+    rows = [((control_unit,), None), *held, ((EDGE,), None)]
     return [
         {
             "ids": list(ids),

@@ -35,6 +35,11 @@ class Chart:
     figure: Json | None = None
     choices: Mapping[str, Json] = field(default_factory=dict)
 
+    @property
+    def shown(self) -> Json:
+        """As the page's script reads it."""
+        return {"choices": dict(self.choices)} if self.choices else {"figure": self.figure}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
@@ -58,6 +63,11 @@ class Section:
     tables: Sequence[Table] = ()
     empty: str = "This run recorded nothing of this kind."
 
+    @property
+    def figures(self) -> Json:
+        """Its charts by key, as the page's script reads them."""
+        return {chart.key: chart.shown for chart in self.charts}
+
 
 def present(*charts: Chart | None) -> list[Chart]:
     """The charts that there are."""
@@ -68,14 +78,15 @@ def long_table(
     title: str, head: Sequence[str], rows: Sequence[Sequence[str]], noun: str, rest: str
 ) -> Table:
     """As many rows as a page bears; of ``noun`` that are left out, a note says ``rest``."""
-    left = len(rows) - _MOST_ROWS
-    return Table(
-        title=title,
-        head=head,
-        rows=rows[:_MOST_ROWS],
-        note=f"{counted(left, noun)} {rest}." if left > 0 else "",
-        folded=folds(rows),
-    )
+    shown = rows[:_MOST_ROWS]
+    note = left_out(rows, shown, noun, rest)
+    return Table(title=title, head=head, rows=shown, note=note, folded=folds(rows))
+
+
+def left_out(all_of: Sequence[Any], shown: Sequence[Any], noun: str, rest: str) -> str:
+    """``3 devices more in the table.``, or nothing where all of them are shown."""
+    left = len(all_of) - len(shown)
+    return f"{counted(left, noun)} {rest}." if left else ""
 
 
 def folds(rows: Sequence[Sequence[str]]) -> bool:
@@ -144,21 +155,16 @@ def columns(
 def band(name: str, x: Sequence[float], low: Sequence[Any], high: Sequence[Any]) -> list[Json]:
     """The range between two curves."""
     common = {"type": "scatter", "mode": "lines", "x": list(x), "line": {"width": 0}}
+    lower = {"name": "", "showlegend": False, "hoverinfo": "skip"}
+    upper = {"name": plain(name), "hovertemplate": "up to %{y:.4~g}"}
     return [
-        {
-            **common,
-            "y": [rounded(value) for value in low],
-            "showlegend": False,
-            "hoverinfo": "skip",
-            "name": "",
-        },
+        {**common, "y": [rounded(value) for value in low], **lower},
         {
             **common,
             "y": [rounded(value) for value in high],
             "fill": "tonexty",
             "fillcolor": "@band",
-            "name": plain(name),
-            "hovertemplate": "up to %{y:.4~g}",
+            **upper,
         },
     ]
 

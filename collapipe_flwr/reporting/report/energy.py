@@ -20,6 +20,7 @@ from collapipe_flwr.reporting.report.charts import (
     by_row,
     counted,
     label,
+    left_out,
     limited,
     line,
     long_table,
@@ -101,30 +102,26 @@ def _text(devices: Sequence[Spent]) -> str:
 def _budgets(devices: Sequence[Spent]) -> Chart:
     budgeted = [each for each in devices if each.budget_j]
     shown = (budgeted or devices)[:MOST_BARS]
-    labels = [plain(each.name) for each in shown]
     unit = "% of the budget" if budgeted else "J per round"
-    values = [100 * (each.share or 0) if budgeted else each.mean_j for each in shown]
-    traces = []
-    for name, colour, over in (("within budget", FIRST, False), ("over budget", WARNING, True)):
-        kept = [place for place, each in enumerate(shown) if each.over is over]
-        if kept:
-            traces.append(
-                bars(
-                    name,
-                    [labels[place] for place in kept],
-                    [values[place] for place in kept],
-                    colour,
-                    customdata=[_of_budget(shown[place]) for place in kept],
-                    hovertemplate="%{y}<br>%{customdata}<extra></extra>",
-                )
-            )
-    left = len(budgeted or devices) - len(shown)
+    traces = [
+        bars(
+            name,
+            [plain(each.name) for each in kept],
+            [100 * (each.share or 0) if budgeted else each.mean_j for each in kept],
+            colour,
+            customdata=[_of_budget(each) for each in kept],
+            hovertemplate="%{y}<br>%{customdata}<extra></extra>",
+        )
+        for name, colour, over in (("within budget", FIRST, False), ("over budget", WARNING, True))
+        if (kept := [each for each in shown if each.over is over])
+    ]
     figure = by_row(traces, len(shown), unit)
-    figure["layout"]["yaxis"] |= {"categoryorder": "array", "categoryarray": labels}
+    order = [plain(each.name) for each in shown]
+    figure["layout"]["yaxis"] |= {"categoryorder": "array", "categoryarray": order}
     return Chart(
         key="energy",
         title="Mean energy of a round",
-        note=f"{counted(left, 'device')} that used less are not shown." if left else "",
+        note=left_out(budgeted or devices, shown, "device", "that used less are not shown"),
         figure=limited(figure) if budgeted else figure,
     )
 

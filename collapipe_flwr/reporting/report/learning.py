@@ -108,9 +108,7 @@ def _each_cluster(run: RunData) -> list[Json]:
 
 def _with_untrained(run: RunData, traces: list[Json], name: str) -> list[Json]:
     """Begin the server's curve at round 0, with what the untrained model scores."""
-    metric = run.summary.get("metric", {})
-    known = run.summary.get("untrained") or {metric.get("name"): metric.get("initial")}
-    value = known.get(name)
+    value = run.untrained.get(name)
     for trace in traces:
         if value is not None and trace["name"] == "test, by the server":
             trace["x"], trace["y"] = [0, *trace["x"]], [value, *trace["y"]]

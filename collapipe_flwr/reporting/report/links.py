@@ -16,8 +16,8 @@ from collapipe_flwr.reporting.report.charts import (
     bars,
     by_row,
     columns,
-    counted,
     label,
+    left_out,
     long_table,
     marks,
     plain,
@@ -86,11 +86,11 @@ def _rates(hops: Sequence[Hop]) -> Chart | None:
     planned = [_mega(way.planned_bit_per_s) for _, way in ways]
     if any(planned):
         traces.append(marks("planned", labels, planned, SECOND, **hover))
-    left = len(rated) - len(shown)
+    more = left_out(rated, shown, "hop", "more in the table")
     return Chart(
         key="rates",
         title="What links carried while they sent",
-        note=f"The hops with most bytes; {counted(left, 'hop')} more in the table." if left else "",
+        note=f"The hops with most bytes; {more}" if more else "",
         figure=by_row(traces, 3 * len(shown), "Mbit/s", named=_two_lines, hovermode="y unified"),
     )
 

@@ -14,7 +14,7 @@ from collapipe_flwr.reporting.report.charts import (
     Table,
     bars,
     by_row,
-    counted,
+    left_out,
     limited,
     long_table,
     marks,
@@ -113,13 +113,12 @@ def _chart(found: Sequence[Peak]) -> Chart:
     ]
     unit = "% of the limit" if bounded else "MB"
     figure = by_row(traces, len(shown), unit)
-    left = len(found) - len(shown)
-    rest = f" {counted(left, 'member')} more in the table." if left else ""
+    rest = left_out(found, shown, "member", "more in the table")
     limit = "The dashed line is what plans may use of a device." if bounded else ""
     return Chart(
         key="memory",
         title="Peak of memory by member",
-        note=f"{limit}{rest}".strip(),
+        note=f"{limit} {rest}".strip(),
         figure=limited(figure) if bounded else figure,
     )
 

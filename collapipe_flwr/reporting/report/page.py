@@ -6,7 +6,7 @@ It is of one run, or of several side by side.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +57,7 @@ _COMPARED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """What a page shows; ``tail`` is trusted HTML at its end, such as a script that updates it."""
+    """What a page shows."""
 
     title: str
     made: str
@@ -65,29 +65,16 @@ class Page:
     tiles: Sequence[Tile] = ()
     notes: Sequence[str] = ()
     reason: str = ""
-    tail: str = field(default="")
 
     @property
     def charts(self) -> dict[str, Any]:
         """Figures by key, as the page's script reads them."""
-        return {chart.key: shown(chart) for section in self.sections for chart in section.charts}
+        return {key: chart for section in self.sections for key, chart in section.figures.items()}
 
     def html(self) -> str:
         """The whole page; raises ConfigError where the extra is not installed."""
-        templates = _templates()
-        return templates.get_template("page").render(
-            title=self.title,
-            made=self.made,
-            sections=self.sections,
-            tiles=self.tiles,
-            notes=self.notes,
-            reason=self.reason,
-            charts=self.charts,
-            css=CSS,
-            script=SCRIPT,
-            plotly=plotly_js(),
-            tail=self.tail,
-        )
+        template = _templates().get_template("page")
+        return template.render(page=self, css=CSS, script=SCRIPT, plotly=plotly_js())
 
 
 def plotly_js() -> str:
@@ -116,17 +103,12 @@ def _templates() -> Environment:
     return found
 
 
-def shown(chart: Any) -> dict[str, Any]:
-    """A chart as the page's script reads it."""
-    return {"choices": dict(chart.choices)} if chart.choices else {"figure": chart.figure}
-
-
 def run_sections(run: RunData, run_dir: Path | None = None) -> list[Section]:
     """All of one run; ``run_dir`` is where its timelines are."""
     return [*(section(run) for section in _SECTIONS), steps(run_dir), settings(run)]
 
 
-def run_page(run: RunData, run_dir: Path | None = None, tail: str = "") -> Page:
+def run_page(run: RunData, run_dir: Path | None = None) -> Page:
     """The page of one run."""
     status, reason = run.summary.get("status"), run.summary.get("reason")
     return Page(
@@ -136,7 +118,6 @@ def run_page(run: RunData, run_dir: Path | None = None, tail: str = "") -> Page:
         tiles=tiles(run),
         notes=notes(run),
         reason=f"{status}: {reason}" if reason else "",
-        tail=tail,
     )
 
 

@@ -15,6 +15,7 @@ from collapipe_flwr.reporting.report.charts import (
     row_names,
 )
 from collapipe_flwr.reporting.report.run_data import ClusterData, Placed, RunData
+from collapipe_flwr.reporting.report.series import stride_of
 
 _MOST_COLUMNS = 120  # rounds that a picture has room for
 _ROW_PIXELS, _FRAME_PIXELS = 34, 110
@@ -44,7 +45,7 @@ def placement(run: RunData) -> Section:
 
 
 def _note(run: RunData) -> str:
-    stride = _stride(run)
+    stride = stride_of(len(run.rounds), _MOST_COLUMNS)
     every = f" Every {_ordinal(stride)} round is shown." if stride > 1 else ""
     scale = f"Light: the first of the {run.blocks} blocks, strong: the last; no colour: no block."
     return scale + every
@@ -55,14 +56,10 @@ def _ordinal(count: int) -> str:
     return f"{count}{'th' if 10 <= count % 100 <= 20 else ends.get(count % 10, 'th')}"
 
 
-def _stride(run: RunData) -> int:
-    return max(1, -(-len(run.rounds) // _MOST_COLUMNS))
-
-
 def placed_blocks(run: RunData, cluster: str) -> Json:
     """Rounds from left to right, a row for each device: the blocks it holds."""
     data = run.clusters[cluster]
-    places = range(0, len(run.rounds), _stride(run))
+    places = range(0, len(run.rounds), stride_of(len(run.rounds), _MOST_COLUMNS))
     names = _members(run, cluster, data)
     held = [{name: (first, stop) for name, first, stop in data.placed.get(p, ())} for p in places]
     rows = [plain(name.rpartition("/")[2]) for name in names]

@@ -13,12 +13,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from collapipe_flwr.reporting.events import holders
 from collapipe_flwr.reporting.report.series import Series
-from collapipe_flwr.reporting.run_directory import iter_events, read_config, read_summary
+from collapipe_flwr.reporting.run_directory import (
+    iter_events,
+    read_config,
+    read_summary,
+    untrained_metrics,
+)
 
 Json = Mapping[str, Any]
 Placed = tuple[str, int, int]  # device, first block, stop block
 KINDS = ("d2d", "d2e", "flower", "weights", "spared")  # of bytes
+_NUMBERS = (
+    *("loss", "clusters_loss", "prequential_loss", "fresh_examples"),
+    *("wall_s", "evaluation_s", "latency_s", "predicted_latency_s"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +131,11 @@ class RunData:
         return str(self.summary.get("metric", {}).get("name", "loss"))
 
     @property
+    def untrained(self) -> Mapping[str, float]:
+        """Metrics before the first round, as far as they are known."""
+        return untrained_metrics(self.summary)
+
+    @property
     def budget_j(self) -> Mapping[str, float | None]:
         """Joules that a device may spend per round; None without a limit."""
         return self.summary.get("energy", {}).get("budget_j") or {}
@@ -139,9 +154,7 @@ class RunData:
         """One round more; raises KeyError for what is no event of a round."""
         place = len(self.rounds)
         self.rounds.append(event["round_index"])
-        for name in ("loss", "clusters_loss", "wall_s", "evaluation_s", "latency_s"):
-            self.numbers[name].put(place, event.get(name))
-        for name in ("predicted_latency_s", "prequential_loss", "fresh_examples"):
+        for name in _NUMBERS:
             self.numbers[name].put(place, event.get(name))
         for name, value in event.get("metrics", {}).items():
             self.metrics[name].put(place, value)
@@ -223,8 +236,7 @@ class RunData:
 def _placed(segments: Iterable[Json]) -> Iterator[Placed]:
     for segment in segments:
         first, stop = segment["first_block"], segment["stop_block"]
-        yield segment["device_id"], first, stop
-        for name in segment.get("replicas", ()):
+        for name in holders(segment):
             yield name, first, stop
 
 

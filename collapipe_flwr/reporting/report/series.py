@@ -49,7 +49,7 @@ def thinned(
     of: Callable[[Iterable[float]], float] = fmean,
 ) -> tuple[list[int], list[float | None]]:
     """At most ``most`` points: each is ``of`` as many neighbouring rounds, at the last of them."""
-    stride = -(-len(rounds) // most) if rounds else 1
+    stride = stride_of(len(rounds), most)
     x, y = [], []
     for start in range(0, len(rounds), stride):
         group = [value for value in values[start : start + stride] if not isnan(value)]

@@ -10,18 +10,18 @@ PAGE = """<!doctype html>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<title>{{ title }}</title>
+<title>{{ page.title }}</title>
 <link rel="icon" href="data:,">
 <style>{{ css | safe }}</style>
 </head>
 <body>
 <header>
-<h1>{{ title }}</h1>
-{% if reason %}<p class="warning" id="reason">{{ reason }}</p>{% endif %}
-<p class="quiet">{{ made }}</p>
-{% if tiles %}
+<h1>{{ page.title }}</h1>
+{% if page.reason %}<p class="warning" id="reason">{{ page.reason }}</p>{% endif %}
+<p class="quiet">{{ page.made }}</p>
+{% if page.tiles %}
 <div class="tiles" id="overview">
-{% for tile in tiles %}
+{% for tile in page.tiles %}
 <div class="card tile">
 <div class="quiet">{{ tile.title }}</div>
 <div class="value{{ ' warning' if tile.warning }}">{{ tile.value }}</div>
@@ -30,25 +30,24 @@ PAGE = """<!doctype html>
 {% endfor %}
 </div>
 {% endif %}
-{% for note in notes %}<p class="quiet">{{ note }}</p>{% endfor %}
+{% for note in page.notes %}<p class="quiet">{{ note }}</p>{% endfor %}
 <nav>
-{% for section in sections %}
+{% for section in page.sections %}
 <a href="#{{ section.key }}">{{ section.title }}</a>
 {% endfor %}
 </nav>
 <noscript><p class="warning">The charts need JavaScript; the tables do not.</p></noscript>
 </header>
 <main>
-{% for section in sections %}
+{% for section in page.sections %}
 {% include "section" %}
 {% endfor %}
 </main>
 <footer class="quiet">Made from events.jsonl and summary.json; to make it
 anew: <code>collapipe report RUN</code>.</footer>
-<script type="application/json" id="charts">{{ charts | tojson }}</script>
+<script type="application/json" id="charts">{{ page.charts | tojson }}</script>
 <script>{{ plotly | safe }}</script>
 <script>{{ script | safe }}</script>
-{{ tail | safe }}
 </body>
 </html>
 """

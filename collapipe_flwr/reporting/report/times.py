@@ -20,9 +20,9 @@ from collapipe_flwr.reporting.report.charts import (
     by_round,
     by_row,
     columns,
-    counted,
     curve,
     folds,
+    left_out,
     marks,
     plain,
     present,
@@ -31,7 +31,7 @@ from collapipe_flwr.reporting.report.charts import (
     stacked,
 )
 from collapipe_flwr.reporting.report.run_data import ClusterData, RunData
-from collapipe_flwr.reporting.report.series import MOST_COLUMNS, Series, thinned
+from collapipe_flwr.reporting.report.series import MOST_COLUMNS, Series, stride_of, thinned
 
 _MOST_PAIRS = 1500  # points of the scatter
 
@@ -92,7 +92,7 @@ def _pairs(run: RunData) -> Chart | None:
     ]
     if all(abs(expected / found - 1) < 1e-6 for _, _, expected, found in pairs):
         return None
-    kept = pairs[:: max(1, -(-len(pairs) // _MOST_PAIRS))]
+    kept = pairs[:: stride_of(len(pairs), _MOST_PAIRS)]
     ends = [min(min(p[2:]) for p in kept), max(max(p[2:]) for p in kept)]
     share = "" if len(kept) == len(pairs) else f" {len(kept):,} of {len(pairs):,} are shown."
     points = {
@@ -144,12 +144,11 @@ def _stages(run: RunData) -> Chart | None:
         bars(real(run), labels, found, FIRST, hovertemplate="%{x:.3~g} ms"),
         marks("predicted", labels, expected, SECOND, hovertemplate="%{x:.3~g} ms"),
     ]
-    left = len(timed) - len(shown)
-    more = f" {counted(left, 'member')} that compute less are not shown." if left else ""
+    more = left_out(timed, shown, "member", "that compute less are not shown")
     return Chart(
         key="stages",
         title="Computing time of a micro-batch, forward and backward",
-        note=f"Means over the rounds.{more}",
+        note=f"Means over the rounds. {more}".strip(),
         figure=by_row(traces, len(shown), "ms", hovermode="y unified"),
     )
 

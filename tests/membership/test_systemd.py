@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from collapipe_flwr.core.errors import ConfigError, RunError
-from collapipe_flwr.membership.services import Manager, Service, check_manager, install
+from collapipe_flwr.membership.systemd import Manager, Service, check_manager, install
 from tests.membership.clusters import new_registry, print_token
 
 UNITS = ("device", "edge", "cluster")
