@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from benchmarks.rounds.measure import PHASES, _timing, measure
 from benchmarks.rounds.watch import Process, Watch
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.federation.client_process import offered
+from collapipe_flwr.federation.client_program import SOCKET
+from tests.federation.test_client_process import until
 
 FIRST = {"planned_s": 1.0, "called_s": 5.0, "begun_s": 20.0, "ended_s": 30.0, "answered_s": 31.0}
 MARKS = [
@@ -21,13 +30,29 @@ def test_phases_add_up_to_the_round_and_the_first_round_does_not_count() -> None
     watch = Watch(())
     watch.cpu_s = [(10.0, 5.0), (41.0, 9.0), (81.0, 11.0)]
     watch.apps = {1: Process(9.0, 900), 2: Process(1.0, 100), 3: Process(3.0, 200)}
+    watch.forks = {12: Process(0.5, 50), 13: Process(1.5, 70)}  # the first app worked by itself
     timing = _timing(ENDS_S, MARKS, watch)
     assert tuple(timing.phases) == PHASES
     assert sum(timing.phases.values()) == pytest.approx(timing.round_s) == 21.0
     assert timing.train_s == 5.0
     assert (timing.overhead_s, timing.longest_overhead_s) == (16.0, 17.0)
     assert timing.cpu_s == 1.0
-    assert (timing.app_cpu_s, timing.rss_bytes) == (2.0, 200)
+    assert (timing.app_cpu_s, timing.rss_bytes) == (3.0, 270)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks are made on Linux alone")
+def test_a_client_app_and_its_fork_are_seen_beside_what_forks() -> None:
+    nowhere = ("--runtime-api-address", "127.0.0.1:1", "--token", "x", "--insecure")
+    with offered(), Watch((os.getpid(),)) as watch:
+        program = shutil.which("flwr-clientapp")
+        assert program is not None
+        until(Path(program).with_name(SOCKET).exists, "nothing forks")
+        with subprocess.Popen([program, *nowhere], stderr=subprocess.DEVNULL) as app:
+            until(lambda: app.pid in watch.apps and watch.forks, "they are not seen")
+            app.kill()
+    assert len(watch.forks) == len(watch.messages(1)) == 1
+    assert watch.ready.peak_bytes > 10_000_000
+    assert watch.messages(1)[0].peak_bytes > watch.apps[app.pid].peak_bytes
 
 
 def test_an_unknown_model_is_refused() -> None:
