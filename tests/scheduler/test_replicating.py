@@ -21,7 +21,7 @@ from collapipe_flwr.simulation.world import EnergyBudget, make_world, mixed_devi
 
 KINDS = ("raspberry-pi-4", "raspberry-pi-5", "jetson-nano", "phone")
 SETTINGS = SchedulerConfig(
-    micro_batch_sizes=(2, 8), micro_batches=(2, 8), schedule="1f1b", replicas=True
+    micro_batch_sizes=(1, 2, 4, 8), micro_batches=(1, 2, 4, 8, 16), schedule="1f1b", replicas=True
 )
 
 
